@@ -1,0 +1,1 @@
+"""Tasks: one file each, every one a program with the subcommands serve, process and evaluate."""

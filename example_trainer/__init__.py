@@ -1,0 +1,1 @@
+"""The GRPO trainer and the server that shares weights with it."""

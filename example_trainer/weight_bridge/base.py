@@ -1,0 +1,104 @@
+"""The interface between the training loop and whatever carries its weights to the inference server."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+Weights = Mapping[str, torch.Tensor]
+"""The trainer's parameters by name, in vLLM's layout for tensor-parallel degree 1 (merged qkv_proj and gate_up_proj)."""
+
+
+class BridgeError(RuntimeError):
+    """The weights could not be delivered. The message names the side, rank, phase and version, and what to do."""
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What one update of the inference server's weights did.
+
+    Attributes:
+        version: the weight version that the server serves now.
+        checksum: hex digest over every parameter, equal on both sides; empty if the bridge does not carry weights.
+        bytes_moved: payload bytes sent (0 for a single copy).
+        seconds: wall-clock seconds by phase, in the order in which the phases ran.
+    """
+
+    version: int
+    checksum: str
+    bytes_moved: int
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total_seconds(self) -> float:
+        """Seconds from the first phase's start to the last one's end."""
+        return sum(self.seconds.values())
+
+
+class WeightBridge(ABC):
+    """Carries weights to the inference server. Used by one thread, in the order connect, sync…, close.
+
+    Example:
+        bridge.connect(model)                        # layouts compared, single copy: parameters become views
+        bridge.sync(0, write_weights=lambda: None)   # the server generates nothing older than this
+        ...
+        report = bridge.sync(step, optimizer.write_weights)
+    """
+
+    params_mapped: int = 0
+    """How many of the model's parameters the bridge delivers. Equal to params_total once connected."""
+    params_total: int = 0
+
+    @abstractmethod
+    def serving_dtype(self) -> torch.dtype | None:
+        """The dtype in which the server holds its weights, which the trainer's model must share; None if any will do.
+
+        Asked before the model is loaded. Raises BridgeError if the server cannot be reached within the deadline.
+        """
+
+    @abstractmethod
+    def connect(self, model: torch.nn.Module) -> None:
+        """Join the server and check that both sides hold exactly the same parameters.
+
+        A single-copy bridge replaces the data of the model's parameters by views on the server's memory here.
+
+        Raises:
+            BridgeError: the server is not there, is not sharing its weights, or a parameter differs in name, shape or dtype.
+        """
+
+    @abstractmethod
+    def sync(self, version: int, write_weights: Callable[[], None]) -> SyncReport:
+        """Make the server serve `version`.
+
+        Args:
+            version: the number of optimizer steps behind these weights; larger than any before it.
+            write_weights: writes the new values into the parameters of the model given to `connect`. The bridge calls it
+                exactly once, when nothing samples from the memory it writes to.
+
+        Raises:
+            BridgeError: the update failed; the server serves the old version or reports itself unhealthy.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the server, which goes on serving the last version. Safe to call twice."""
+
+
+class NoBridge(WeightBridge):
+    """Delivers nothing: the server keeps the weights it started with."""
+
+    def serving_dtype(self) -> torch.dtype | None:
+        return None
+
+    def connect(self, model: torch.nn.Module) -> None:
+        self.params_total = sum(1 for _ in model.named_parameters())
+
+    def sync(self, version: int, write_weights: Callable[[], None]) -> SyncReport:
+        write_weights()
+        return SyncReport(version=version, checksum="", bytes_moved=0)
+
+    def close(self) -> None:
+        return None
