@@ -1,0 +1,204 @@
+"""Run one command, and let nothing of it outlive whoever asked for it.
+
+    python guard.py CONTROL_FD GRACE_SECONDS COMMAND [ARGUMENT...]
+
+The guard stays between the quick start and one of its processes. It ends the command, with all that the command started,
+when the control pipe closes. The quick start closes the pipe to stop a process; the kernel closes it when the quick start
+dies, however it dies, so that `kill -9` takes the very same way as a regular stop.
+
+Linux only: the guard makes itself a child subreaper, so that even a grandchild that left its session (vLLM's engine core
+does) stays below it in the process tree and is found. Standard library only, because it must start fast and stay small.
+
+Exit status: the command's own; 128 + n if signal n ended it; 127 if it could not be started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+LEFTOVER_SECONDS = 3.0
+"""How long what the command left behind has between SIGTERM and SIGKILL."""
+KILL_SECONDS = 10.0
+"""How long a killed process may take to vanish before the guard gives up on it and says so."""
+
+
+def prctl(option: int, value: int) -> None:
+    """Set an attribute of this process (prctl(2)).
+
+    Raises:
+        OSError: the kernel refused it.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}, {value}): {os.strerror(number)}")
+
+
+def parents() -> dict[int, int]:
+    """The parent of every living process on this machine, by process id; zombies left out."""
+    found: dict[int, int] = {}
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            stat = Path("/proc", entry, "stat").read_text(errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended while we were looking
+        # The second field is the command's name in brackets and may itself hold spaces and brackets.
+        state, parent = stat.rpartition(")")[2].split()[:2]
+        if state not in ("Z", "X"):
+            found[int(entry)] = int(parent)
+    return found
+
+
+def descendants(root: int) -> list[int]:
+    """Every living process below `root`, children before grandchildren."""
+    children: dict[int, list[int]] = {}
+    for pid, parent in parents().items():
+        children.setdefault(parent, []).append(pid)
+    found: list[int] = []
+    level = [root]
+    while level:
+        level = [child for pid in level for child in children.get(pid, [])]
+        found += level
+    return found
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    """Signal a process that may have ended in the meantime."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+class Guard:
+    """One command and everything that it starts.
+
+    Args:
+        command: the program, looked up on PATH, and its arguments.
+        control: read end of the control pipe; nothing is ever written to it.
+        grace: seconds that the command has to end by itself after SIGTERM.
+    """
+
+    def __init__(self, command: list[str], control: int, grace: float) -> None:
+        self.command, self.control, self.grace = command, control, grace
+        self.status: int | None = None
+        self.wake, self.wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(self.wake_end, warn_on_full_buffer=False)
+        self.asked_to_stop = False
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, self.on_stop_signal)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # only so that the wake-up pipe is written to
+        self.child = self.spawn()
+
+    def on_stop_signal(self, *_: object) -> None:
+        self.asked_to_stop = True
+
+    def spawn(self) -> int:
+        """Start the command in a process group of its own; returns its process id."""
+        guard = os.getpid()
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGCHLD):
+                signal.signal(number, signal.SIG_DFL)
+            os.setpgid(0, 0)
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != guard:
+                os._exit(128 + signal.SIGKILL)  # the guard died before the line above took effect
+            os.execvp(self.command[0], self.command)
+        except OSError as error:
+            print(f"guard: cannot start {self.command[0]}: {error}", file=sys.stderr, flush=True)
+        os._exit(127)
+
+    def reap(self) -> None:
+        """Collect every process that ended, the command's own status among them."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid == self.child:
+                code = os.waitstatus_to_exitcode(status)
+                self.status = code if code >= 0 else 128 - code
+
+    def pause(self) -> bool:
+        """Wait until something happens; True if it is that the control pipe closed."""
+        ready, _, _ = select.select([self.control, self.wake], [], [])
+        if self.wake in ready:
+            self.drain()
+        return self.control in ready
+
+    def run(self) -> int:
+        """Wait for the command to end or for the pipe to close; returns the exit status for the guard itself."""
+        while self.status is None and not self.asked_to_stop:
+            if self.pause():
+                break
+        if self.status is None:
+            send(self.child, signal.SIGTERM)
+            self.wait_for(lambda: self.status is not None, self.grace)
+        self.sweep()
+        return self.status if self.status is not None else 128 + signal.SIGKILL
+
+    def wait_for(self, done: Callable[[], bool], seconds: float) -> bool:
+        """Reap until `done()`; False if that took longer than so many seconds."""
+        deadline = time.monotonic() + seconds
+        while not done():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            # Not the control pipe: it may be closed by now, and select would return at once.
+            select.select([self.wake], [], [], min(left, 0.1))
+            self.drain()
+        return True
+
+    def drain(self) -> None:
+        """Empty the wake-up pipe and collect what ended."""
+        with contextlib.suppress(BlockingIOError):  # empty if select timed out
+            os.read(self.wake, 4096)
+        self.reap()
+
+    def sweep(self) -> None:
+        """End whatever is left below this process: politely if the command itself ended in time, else by force."""
+        me = os.getpid()
+        if self.status is not None:
+            for pid in descendants(me):
+                send(pid, signal.SIGTERM)
+            if self.wait_for(lambda: not descendants(me), LEFTOVER_SECONDS):
+                return
+        deadline = time.monotonic() + KILL_SECONDS
+        while left := descendants(me):
+            for pid in left:  # again each time round: a process may have forked while it was being killed
+                send(pid, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                print(f"guard: processes {left} did not end {KILL_SECONDS:.0f} s after SIGKILL", file=sys.stderr, flush=True)
+                return
+            select.select([self.wake], [], [], 0.05)
+            self.drain()
+
+
+def main(arguments: list[str]) -> int:
+    """See the module's docstring."""
+    control, grace, command = int(arguments[0]), float(arguments[1]), arguments[2:]
+    os.set_inheritable(control, False)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    return Guard(command, control, grace).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,224 @@
+"""Start processes, notice when one dies, and stop exactly those that were started."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from scripts.quickstart.guard import descendants, send
+
+logger = logging.getLogger(__name__)
+
+GUARD = Path(__file__).with_name("guard.py")
+GUARD_MARGIN_SECONDS = 20.0
+"""What the guard may need on top of the grace period to sweep up what the command left behind."""
+
+
+class QuickstartError(RuntimeError):
+    """The run cannot go on. The first line names the thing, its value and the remedy; what follows is log."""
+
+
+class ProcessDied(QuickstartError):
+    """A process ended while it was still needed, or ended with an error."""
+
+
+def tail(path: Path, lines: int = 8, columns: int = 300) -> list[str]:
+    """The last lines of a log that are not blank, each cut to so many characters, without control characters."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - 64 * 1024))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return []
+    kept = ["".join(c for c in line if c.isprintable() or c == "\t") for line in text.splitlines() if line.strip()]
+    return [line[:columns] for line in kept[-lines:]]
+
+
+def describe_exit(code: int) -> str:
+    """`exited with code 3` or `was killed by SIGKILL`, for an exit status as the guard reports it."""
+    if code > 128:
+        with suppress(ValueError):
+            name = signal.Signals(code - 128).name
+            return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+    return f"exited with code {code}"
+
+
+class ManagedProcess:
+    """One running command, its log, and the pipe that keeps it alive.
+
+    Args:
+        name: what to call it in messages, such as `vLLM server`.
+        command: program and arguments.
+        log_path: file that gets its standard output and error; made or emptied.
+        environment: variables on top of this process's own; None as a value removes one.
+        directory: its working directory.
+        grace: seconds between SIGTERM and SIGKILL.
+
+    Raises:
+        OSError: the log cannot be written.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log_path: Path,
+        environment: Mapping[str, str | None] | None = None,
+        directory: Path | None = None,
+        grace: float = 10.0,
+    ) -> None:
+        self.name, self.command, self.log_path, self.grace = name, list(command), log_path, grace
+        self.started = time.monotonic()
+        variables = {**os.environ, **{k: v for k, v in (environment or {}).items() if v is not None}}
+        for key, value in (environment or {}).items():
+            if value is None:
+                variables.pop(key, None)
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        read_end, self.control = os.pipe()  # neither is inherited but for what pass_fds names
+        try:
+            with log_path.open("wb") as log:
+                self.guard = subprocess.Popen(
+                    [sys.executable, "-I", "-S", str(GUARD), str(read_end), str(grace), *self.command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=variables,
+                    cwd=directory,
+                    pass_fds=(read_end,),
+                    start_new_session=True,  # Ctrl-C in the terminal reaches the quick start alone, which then stops the rest
+                )
+        except OSError:
+            self.release()
+            raise
+        finally:
+            os.close(read_end)
+        logger.debug("started %s (guard %d): %s", name, self.guard.pid, " ".join(self.command))
+
+    def poll(self) -> int | None:
+        """The exit status (128 + n for signal n) once the command and all it started are gone, else None."""
+        code = self.guard.poll()
+        return None if code is None else (code if code >= 0 else 128 - code)
+
+    def tail(self, lines: int = 8) -> list[str]:
+        """The last lines of its log."""
+        return tail(self.log_path, lines)
+
+    def died(self) -> ProcessDied:
+        """The error that tells of its end: name, exit status, log path, last lines."""
+        code = self.poll()
+        how = "is still running" if code is None else describe_exit(code)
+        head = f"{self.name} {how} after {time.monotonic() - self.started:.0f} s; log: {self.log_path}"
+        return ProcessDied("\n".join([head, *(f"    {line}" for line in self.tail())]))
+
+    def release(self) -> None:
+        """Close the control pipe: the guard begins to stop the command. Safe to call twice."""
+        if self.control >= 0:
+            os.close(self.control)
+            self.control = -1
+
+    def stop(self) -> int:
+        """End the command with all that it started and wait until they are gone; returns the exit status."""
+        self.release()
+        try:
+            self.guard.wait(self.grace + GUARD_MARGIN_SECONDS)
+        except subprocess.TimeoutExpired:
+            logger.error("%s: guard %d did not finish in time, killing it; log: %s", self.name, self.guard.pid, self.log_path)
+            for pid in [self.guard.pid, *descendants(self.guard.pid)]:
+                send(pid, signal.SIGKILL)
+            self.guard.wait()
+        code = self.poll()
+        assert code is not None
+        return code
+
+    def wait(self, seconds: float, idle: Callable[[], None] = lambda: None) -> None:
+        """Wait for the command to end well.
+
+        Args:
+            seconds: the deadline.
+            idle: called about ten times a second meanwhile, for instance to check on other processes.
+
+        Raises:
+            ProcessDied: it ended with an error.
+            QuickstartError: the deadline passed; the command is stopped first.
+        """
+        deadline = time.monotonic() + seconds
+        while (code := self.poll()) is None:
+            idle()
+            if time.monotonic() > deadline:
+                self.stop()
+                lines = "\n".join(f"    {line}" for line in self.tail())
+                raise QuickstartError(f"{self.name} was not done after {seconds:.0f} s; log: {self.log_path}\n{lines}")
+            time.sleep(0.1)
+        self.release()
+        if code != 0:
+            raise self.died()
+
+
+class Supervisor:
+    """The processes of one run. Leaving its `with` block stops them all, the last started first."""
+
+    def __init__(self) -> None:
+        self.processes: list[ManagedProcess] = []
+
+    def start(
+        self,
+        name: str,
+        command: Sequence[str],
+        log_path: Path,
+        environment: Mapping[str, str | None] | None = None,
+        directory: Path | None = None,
+        grace: float = 10.0,
+    ) -> ManagedProcess:
+        """Start one more; see ManagedProcess."""
+        process = ManagedProcess(name, command, log_path, environment, directory, grace)
+        self.processes.append(process)
+        return process
+
+    def check(self) -> None:
+        """Raise ProcessDied if one of them is no longer running."""
+        for process in self.processes:
+            if process.poll() is not None:
+                raise process.died()
+
+    def stop(self, process: ManagedProcess) -> int:
+        """Stop one, which `check` then no longer misses; returns its exit status."""
+        code = process.stop()
+        self.processes.remove(process)
+        return code
+
+    def finish(self, process: ManagedProcess, seconds: float, idle: Callable[[], None] = lambda: None) -> None:
+        """Wait for one to end well while the others go on running; see ManagedProcess.wait.
+
+        Raises:
+            ProcessDied: this or another one ended with an error.
+        """
+        others = [other for other in self.processes if other is not process]
+
+        def look_round() -> None:
+            for other in others:
+                if other.poll() is not None:
+                    raise other.died()
+            idle()
+
+        process.wait(seconds, look_round)
+        self.processes.remove(process)
+
+    def stop_all(self) -> None:
+        """Stop what is still running, the last started first."""
+        while self.processes:
+            self.processes.pop().stop()
+
+    def __enter__(self) -> Supervisor:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop_all()

@@ -1,0 +1,80 @@
+"""Wait for something to become true: polled, with a deadline, and no longer than the processes live that it needs."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+from scripts.quickstart.processes import QuickstartError
+
+Probe = Callable[[], "str | None"]
+"""Answers None when ready, else what is still missing, in a few words."""
+
+
+def wait_until(
+    what: str,
+    probe: Probe,
+    seconds: float,
+    check: Callable[[], None] = lambda: None,
+    interval: float = 0.2,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> float:
+    """Poll until the probe answers None; returns the seconds that it took.
+
+    Args:
+        what: names the thing in the error.
+        probe: asked again and again.
+        seconds: the deadline.
+        check: called before each probe; raises when waiting on makes no sense, for instance because a process died.
+        interval: seconds between two probes.
+        clock, sleep: the time to go by.
+
+    Raises:
+        QuickstartError: not ready at the deadline; the message holds the probe's last answer.
+    """
+    start = clock()
+    while True:
+        check()
+        missing = probe()
+        waited = clock() - start
+        if missing is None:
+            return waited
+        if waited >= seconds:
+            raise QuickstartError(f"{what} was not ready after {seconds:.0f} s: {missing}")
+        sleep(min(interval, seconds - waited))
+
+
+# No proxy: these are servers on this machine.
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def get_json(url: str, seconds: float = 5.0) -> Any:
+    """GET a URL on this machine and parse the JSON answer; None for an empty body.
+
+    Raises:
+        OSError: no connection, no answer in time, or a status of 400 and above (urllib.error.HTTPError).
+        ValueError: the answer is no JSON.
+    """
+    with opener.open(url, timeout=seconds) as response:
+        body = response.read()
+    return json.loads(body) if body.strip() else None
+
+
+def http_probe(url: str, seconds: float = 5.0) -> Probe:
+    """A probe that is ready once GET `url` answers with a status below 400."""
+
+    def probe() -> str | None:
+        try:
+            with opener.open(url, timeout=seconds):
+                return None
+        except urllib.error.HTTPError as error:
+            return f"GET {url} answers {error.code}"
+        except OSError as error:
+            return f"GET {url}: {getattr(error, 'reason', error)}"
+
+    return probe
