@@ -85,7 +85,7 @@ run() {
     echo "$((SECONDS - start)) s"
   else
     echo "failed after $((SECONDS - start)) s"
-    tail -n 12 "$log" >&2
+    grep -v '^Requirement already satisfied' "$log" | tail -n 8 >&2
     die "$name failed: $remedy (whole log: $log)"
   fi
 }
@@ -97,10 +97,14 @@ version=$("$venv/bin/python" -c 'import sys; print(sys.version)')
 if [[ $mode == cpu ]]; then files=(requirements-cpu.txt); else files=(requirements.txt); fi
 packages_stamp="$mode $version $torch_version $(cd "$root" && sha256sum "${files[@]}")"
 project_stamp="$root $version $(cd "$root" && sha256sum pyproject.toml)"
+if [[ -f $venv/.lockstep-mode && $(< "$venv/.lockstep-mode") != "$mode" ]]; then
+  die "$venv was set up with --$(< "$venv/.lockstep-mode"), and one environment cannot hold both builds of vLLM: give --$mode another --venv, or remove that folder"
+fi
 up_to_date() { [[ -f $venv/.lockstep-$1 && $(< "$venv/.lockstep-$1") == "$2" ]]; }
 
 if ! up_to_date packages "$packages_stamp"; then
   rm -f "$venv/.lockstep-packages"
+  echo "$mode" > "$venv/.lockstep-mode"
   if [[ $mode == cpu ]]; then
     index=()
     [[ -n ${LOCKSTEP_TORCH_INDEX:-} ]] && index=(--extra-index-url "$LOCKSTEP_TORCH_INDEX")

@@ -108,6 +108,17 @@ class ManagedProcess:
         code = self.guard.poll()
         return None if code is None else (code if code >= 0 else 128 - code)
 
+    def command_pid(self) -> int:
+        """Process id of the command itself, for who wants to signal it.
+
+        Raises:
+            ProcessDied: it has ended.
+        """
+        children = descendants(self.guard.pid)
+        if not children:
+            raise self.died()
+        return children[0]
+
     def tail(self, lines: int = 8) -> list[str]:
         """The last lines of its log."""
         return tail(self.log_path, lines)

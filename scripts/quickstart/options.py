@@ -1,0 +1,199 @@
+"""What a person can ask of the quick start, checked before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from scripts.quickstart.processes import QuickstartError
+
+ROOT = Path(__file__).resolve().parents[2]
+STARTER_MODEL = ROOT / "assets" / "starter_model"
+BRIDGES = ("broadcast", "single-copy")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True)
+class Options:
+    """One run of the quick start.
+
+    Attributes:
+        bridge: how the weights travel: `broadcast` or `single-copy`.
+        steps: optimizer steps.
+        model: folder of a Hugging Face checkpoint, or a model's name on the Hugging Face hub.
+        gpus: indices of the GPUs to use; empty for CPU.
+        lr: peak learning rate.
+        seed: seed of the problems, of the sampling and of the trainer.
+        difficulty: levels of the generated problems; empty for the environment's own choice.
+        eval_size: held-out problems per evaluation.
+        output: folder that gets the summary, the plot and all logs.
+        keep_running: leave service and vLLM up after the summary until Ctrl-C.
+        seconds_setup: how long scripts/setup.sh took before.
+    """
+
+    bridge: str
+    steps: int
+    model: str
+    gpus: tuple[int, ...]
+    lr: float
+    seed: int
+    difficulty: tuple[int, ...]
+    eval_size: int
+    output: Path
+    keep_running: bool
+    seconds_setup: float
+
+    @property
+    def device(self) -> str:
+        """`gpu` or `cpu`."""
+        return "gpu" if self.gpus else "cpu"
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage in front of it."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"quickstart: {message} (see scripts/quickstart.sh --help)", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def positive_int(text: str) -> int:
+    """An integer of at least 1."""
+    value = int(text) if re.fullmatch(r"[+-]?\d+", text) else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def seed_number(text: str) -> int:
+    """An integer from 0 to 2**31 - 1, which every random generator of the stack takes."""
+    if not re.fullmatch(r"\d+", text) or int(text) >= 2**31:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {2**31 - 1}")
+    return int(text)
+
+
+def learning_rate(text: str) -> float:
+    """A finite number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return value
+
+
+def levels(text: str) -> tuple[int, ...]:
+    """Difficulty levels such as `2` or `1,2,3`."""
+    if not re.fullmatch(r"[123](,[123])*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} names no levels: give 1, 2, 3, or several such as 1,2,3")
+    return tuple(sorted({int(part) for part in text.split(",")}))
+
+
+def parser() -> OneLineParser:
+    """The command line. Relative paths count from the folder in which the command was typed."""
+    made = OneLineParser(
+        prog="scripts/quickstart.sh",
+        description="Set up, start rollout service, vLLM, environment and trainer on this machine, train, show the gain.",
+        allow_abbrev=False,
+    )
+    made.add_argument("--bridge", choices=BRIDGES, help="how weights reach vLLM (default: broadcast; single-copy on one GPU)")
+    made.add_argument("--steps", type=positive_int, default=60, help="optimizer steps (default: %(default)s)")
+    made.add_argument("--model", default=None, help="checkpoint folder or Hugging Face name (default: the starter model)")
+    device = made.add_mutually_exclusive_group()
+    device.add_argument("--gpu", action="store_true", help="train and sample on NVIDIA GPUs")
+    device.add_argument(
+        "--cpu", action="store_true", help="train and sample on the CPU (default where nvidia-smi finds no GPU)"
+    )
+    made.add_argument(
+        "--lr", type=learning_rate, default=1e-3, help="learning rate; 0 must teach nothing (default: %(default)s)"
+    )
+    made.add_argument(
+        "--seed", type=seed_number, default=0, help="seed of problems, sampling and trainer (default: %(default)s)"
+    )
+    made.add_argument("--difficulty", type=levels, default=(), help="levels of the problems, such as 1 or 1,2,3 (default: all)")
+    made.add_argument(
+        "--eval-size", type=positive_int, default=256, help="held-out problems per evaluation (default: %(default)s)"
+    )
+    made.add_argument("--output", type=Path, default=None, help="folder for summary, plot and logs (default: runs/quickstart)")
+    made.add_argument("--keep-running", action="store_true", help="leave service and vLLM running at the end, until Ctrl-C")
+    return made
+
+
+def visible_gpus() -> tuple[int, ...]:
+    """Indices of this machine's NVIDIA GPUs, CUDA_VISIBLE_DEVICES respected where it lists indices; empty if there are none."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    found = tuple(int(number) for number in re.findall(r"^GPU (\d+):", listed, re.MULTILINE))
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return found
+    return tuple(int(part) for part in chosen.split(",") if part.strip().isdigit() and int(part) in found)
+
+
+def choose_bridge(asked: str | None, gpus: tuple[int, ...]) -> str:
+    """The bridge to use: what was asked for if these GPUs can do it.
+
+    Raises:
+        QuickstartError: they cannot.
+    """
+    if len(gpus) == 1 and asked == "broadcast":
+        raise QuickstartError(
+            "--bridge broadcast needs two GPUs and this machine shows one: use --bridge single-copy, or --cpu"
+        )
+    return asked or ("single-copy" if len(gpus) == 1 else "broadcast")
+
+
+def check_model(model: str) -> str:
+    """The model as the processes shall get it: an absolute folder, or a hub name unchanged.
+
+    Raises:
+        QuickstartError: a folder without a checkpoint, or neither a folder nor a name.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise QuickstartError(f"--model {model}: this folder has no config.json, so it is no Hugging Face checkpoint")
+        return str(folder.resolve())
+    if HUB_ID.fullmatch(model):
+        return model
+    raise QuickstartError(f"--model {model}: no such folder, and no Hugging Face name (owner/name) either: check the path")
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """Read and check the command line.
+
+    Raises:
+        QuickstartError: something cannot work.
+        SystemExit: `--help`, or a line that does not parse (status 2).
+    """
+    given = parser().parse_args(arguments)
+    gpus = () if given.cpu else visible_gpus()
+    if given.gpu and not gpus:
+        raise QuickstartError(
+            "--gpu: nvidia-smi lists no GPU that may be used (see CUDA_VISIBLE_DEVICES): leave it out, or use --cpu"
+        )
+    output = (given.output or ROOT / "runs" / "quickstart").expanduser().absolute()
+    return Options(
+        bridge=choose_bridge(given.bridge, gpus),
+        steps=given.steps,
+        model=check_model(given.model or str(STARTER_MODEL)),
+        gpus=gpus,
+        lr=given.lr,
+        seed=given.seed,
+        difficulty=given.difficulty,
+        eval_size=given.eval_size,
+        output=output,
+        keep_running=given.keep_running,
+        seconds_setup=float(os.environ.get("LOCKSTEP_SECONDS_SETUP", "0")),
+    )

@@ -1,0 +1,117 @@
+"""What tests of several processes share: free ports, processes that cannot outlive the test, and waits that fail early."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from scripts.quickstart.ports import PortReservations  # noqa: E402
+from scripts.quickstart.processes import ManagedProcess, Supervisor  # noqa: E402
+from scripts.quickstart.readiness import Probe, http_probe, wait_until  # noqa: E402
+
+# Two threads at most: the machine that the suite must pass on has two cores, and several processes share them.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+class Processes:
+    """Starts real processes for a test. Each has a log of its own, and none outlives the fixture, or pytest itself.
+
+    Example:
+        service = processes.start("service", [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port)])
+        processes.wait_for_http(f"http://localhost:{port}/", seconds=30)
+        ...
+        processes.kill(service)
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.supervisor = Supervisor()
+        self.count = 0
+
+    def start(
+        self,
+        name: str,
+        command: Sequence[str | Path],
+        environment: Mapping[str, str | None] | None = None,
+        directory: Path = ROOT,
+        grace: float = 10.0,
+    ) -> ManagedProcess:
+        """Start a command; its output goes to `<folder>/<n>-<name>.log`.
+
+        Args:
+            name: for messages and the log.
+            command: program and arguments.
+            environment: variables on top of this process's own; None as a value removes one.
+            directory: working directory.
+            grace: seconds between SIGTERM and SIGKILL when it is stopped.
+        """
+        self.count += 1
+        log = self.folder / f"{self.count:02d}-{name.replace(' ', '-')}.log"
+        return self.supervisor.start(name, [str(part) for part in command], log, environment, directory, grace)
+
+    def wait_until(self, what: str, probe: Probe, seconds: float) -> float:
+        """Poll until `probe()` answers None (else: what is missing); returns the seconds it took.
+
+        Fails at the deadline, and at once if any process of this fixture has died, with the last lines of its log.
+        """
+        return wait_until(what, probe, seconds, check=self.supervisor.check)
+
+    def wait_for_http(self, url: str, seconds: float) -> float:
+        """Wait until GET `url` answers with a status below 400; see wait_until."""
+        return self.wait_until(url, http_probe(url), seconds)
+
+    def wait_for_text(self, process: ManagedProcess, text: str, seconds: float) -> float:
+        """Wait until the process has written `text` to its log; see wait_until."""
+
+        def probe() -> str | None:
+            written = process.log_path.read_text(errors="replace")
+            return None if text in written else f"{process.name} has not written {text!r}; it last wrote: {process.tail(3)}"
+
+        return self.wait_until(process.name, probe, seconds)
+
+    def stop(self, process: ManagedProcess) -> int:
+        """Stop one with all that it started; returns its exit status (128 + n for signal n)."""
+        return self.supervisor.stop(process)
+
+    def finish(self, process: ManagedProcess, seconds: float) -> str:
+        """Wait for one to end with status 0 while the others live; returns what it wrote."""
+        self.supervisor.finish(process, seconds)
+        return process.log_path.read_text(errors="replace")
+
+    def kill(self, process: ManagedProcess) -> None:
+        """`kill -9` the command itself, as a crash would, and wait until it and all that it started are gone."""
+        os.kill(process.command_pid(), signal.SIGKILL)
+        self.supervisor.stop(process)
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    """Starts processes that end with the test."""
+    started = Processes(tmp_path / "logs")
+    with started.supervisor:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def session_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    """Starts processes that several tests share and that end with the session."""
+    started = Processes(tmp_path_factory.mktemp("session-logs"))
+    with started.supervisor:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def free_port() -> Iterator[Callable[[], int]]:
+    """A function that returns a TCP port which nobody uses, another one each time."""
+    with PortReservations() as ports:
+        yield ports.pick
