@@ -1,0 +1,210 @@
+"""Group-relative policy optimisation as pure functions of tensors, all in float32.
+
+Sources: GRPO is equations 3 and 4 of DeepSeekMath (Shao et al., arXiv:2402.03300); the clipped ratio is PPO's (Schulman et
+al., arXiv:1707.06347); k3 is the third estimator of J. Schulman's note "Approximating KL Divergence" (2020,
+http://joschu.net/blog/kl-approx.html); leaving out the division by the standard deviation, and dividing by a constant
+instead of the response's length, are Dr. GRPO's (Liu et al., arXiv:2503.20783).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Normalisation = Literal["token", "sequence", "constant"]
+
+MAX_LOG_RATIO = 20.0
+"""Log ratios are clamped to ± this before they are exponentiated, so that one absurd token gives no infinity."""
+
+
+def group_advantages(scores: Sequence[float], divide_by_std: bool = True) -> list[float]:
+    """How much better each rollout of a group is than the group's mean (DeepSeekMath, section 4.1.2).
+
+        A_i = (r_i - mean(r)) / std(r)        with the population's standard deviation
+
+    Args:
+        scores: one finite reward per rollout of the group.
+        divide_by_std: False leaves the difference as it is (Dr. GRPO), so that easy and hard problems weigh alike.
+
+    Returns:
+        One advantage per rollout. A group whose scores are all equal teaches nothing: all zeros.
+    """
+    values = np.asarray(scores, dtype=np.float64)
+    if values.size == 0 or np.ptp(values) <= 1e-9 * max(1.0, float(np.abs(values).max())):
+        return [0.0] * len(scores)
+    centred = values - values.mean()
+    result: list[float] = (centred / values.std() if divide_by_std else centred).tolist()
+    return result
+
+
+def token_weights(lengths: Sequence[int], normalisation: Normalisation, max_tokens: int) -> list[float]:
+    """The weight of each trained token of each sequence in the loss of a whole batch.
+
+    The weights are those of the whole batch, not of a microbatch: summing the weighted loss over microbatches, in any
+    split, then gives the loss, and the gradient, of one large batch.
+
+    Args:
+        lengths: trained tokens of each sequence of the batch.
+        normalisation: "token", every token of the batch weighs the same; "sequence", every sequence does, as in equation 3
+            of DeepSeekMath; "constant", the sum over tokens divided by sequences × `max_tokens` (Dr. GRPO).
+        max_tokens: the constant.
+
+    Returns:
+        For each sequence the weight of any one of its tokens.
+    """
+    trained = [length for length in lengths if length > 0]
+    if normalisation == "token":
+        total = sum(trained)
+        return [1.0 / total if length > 0 else 0.0 for length in lengths]
+    if normalisation == "sequence":
+        return [1.0 / (length * len(trained)) if length > 0 else 0.0 for length in lengths]
+    return [1.0 / (len(trained) * max_tokens) if length > 0 else 0.0 for length in lengths]
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """Schulman's estimator of KL(q‖p) from samples of q: (p/q - 1) - log(p/q), never negative, without bias.
+
+    Args:
+        log_ratio: log p(x) - log q(x) at samples x of q.
+    """
+    return torch.expm1(log_ratio) - log_ratio
+
+
+@dataclass(frozen=True)
+class LossSums:
+    """Sums over the trained tokens of a microbatch, detached. Add them up, then divide by the batch's tokens.
+
+    Attributes:
+        tokens: how many.
+        kl: k3 estimate of KL(rollout policy ‖ current policy), in nats.
+        clipped: tokens whose ratio lies outside of the clipping range on the side where clipping stops the gradient.
+        reference_kl: k3 estimate of KL(current policy ‖ reference), in nats; 0 without a reference.
+        missing_rollout_logprobs: tokens that came without a rollout logprob.
+    """
+
+    tokens: int
+    kl: Tensor
+    clipped: Tensor
+    reference_kl: Tensor
+    missing_rollout_logprobs: Tensor
+
+
+def grpo_loss(
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    kl_coef: float = 0.0,
+    reference_logprobs: Tensor | None = None,
+) -> tuple[Tensor, LossSums]:
+    """The GRPO objective, negated, summed over the trained tokens of a microbatch.
+
+        loss = Σ_t w_t · ( - min(ρ_t A_t, clip(ρ_t, 1 - clip_low, 1 + clip_high) A_t) + kl_coef · k3_t )
+
+        ρ_t = exp(logprob_t - rollout_logprob_t)                          DeepSeekMath eq. 3, PPO eq. 7
+        k3_t = π_ref/π - log(π_ref/π) - 1                                DeepSeekMath eq. 4
+
+    Args:
+        logprobs: [tokens] of the chosen tokens under the current weights, with gradient.
+        rollout_logprobs: [tokens] of the same tokens when they were sampled. NaN where unknown: the current logprob,
+            without its gradient, is taken, which makes the ratio 1 and the gradient the plain policy gradient.
+        advantages: [tokens] advantage of the token's rollout.
+        weights: [tokens] from `token_weights`.
+        clip_low, clip_high: how far the ratio may fall or rise before its gradient stops.
+        kl_coef: weight of the divergence from the reference.
+        reference_logprobs: [tokens] under the reference; needed if kl_coef is not 0.
+
+    Returns:
+        The loss (scalar, float32) and sums for metrics.
+    """
+    logprobs = logprobs.float()
+    current = logprobs.detach()
+    unknown = torch.isnan(rollout_logprobs)
+    rollout = torch.where(unknown, current, rollout_logprobs.float())
+    log_ratio = (logprobs - rollout).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = log_ratio.exp()
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    per_token = -surrogate
+    reference_kl = torch.zeros((), device=logprobs.device)
+    if kl_coef:
+        if reference_logprobs is None:
+            raise ValueError("kl_coef is not 0 but there are no reference logprobs")
+        penalty = k3((reference_logprobs.float() - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+        per_token = per_token + kl_coef * penalty
+        reference_kl = penalty.detach().sum()
+    stopped = ((ratio > 1 + clip_high) & (advantages > 0)) | ((ratio < 1 - clip_low) & (advantages < 0))
+    sums = LossSums(
+        tokens=logprobs.numel(),
+        kl=k3(log_ratio.detach()).sum(),
+        clipped=stopped.sum(),
+        reference_kl=reference_kl,
+        missing_rollout_logprobs=unknown.sum(),
+    )
+    return (per_token * weights).sum(), sums
+
+
+class _ChosenLogprobs(torch.autograd.Function):
+    """Logits are made for `chunk` tokens at a time, in both directions, and never kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
+        entropy = torch.empty_like(logprobs)
+        for start in range(0, len(targets), chunk):
+            rows = slice(start, start + chunk)
+            logits = (hidden[rows] @ weight.t()).float() / temperature
+            norm = logits.logsumexp(dim=-1)
+            logprobs[rows] = logits.gather(1, targets[rows, None]).squeeze(1) - norm
+            entropy[rows] = norm - (torch.exp(logits - norm[:, None]) * logits).sum(dim=-1)
+        ctx.save_for_backward(hidden, weight, targets)
+        ctx.chunk, ctx.temperature = chunk, temperature
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets = ctx.saved_tensors
+        upstream = gradients[0] / ctx.temperature
+        hidden_grad = torch.empty_like(hidden)
+        weight_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        for start in range(0, len(targets), ctx.chunk):
+            rows = slice(start, start + ctx.chunk)
+            logits = (hidden[rows] @ weight.t()).float() / ctx.temperature
+            # d logprob / d logits = onehot(target) - softmax(logits)
+            slope = logits.softmax(dim=-1).neg_()
+            slope.scatter_add_(1, targets[rows, None], torch.ones_like(targets[rows, None], dtype=slope.dtype))
+            slope = (slope * upstream[rows, None]).to(weight.dtype)
+            hidden_grad[rows] = slope @ weight
+            weight_grad += (slope.t() @ hidden[rows]).float()
+        return hidden_grad, weight_grad.to(weight.dtype), None, None, None
+
+
+def chosen_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = 1024, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Logprobs of given tokens, and the entropy of the distributions they were chosen from, without keeping any logits.
+
+    At most `chunk` × vocab float32 logits exist at a time (twice that in the backward pass, which makes them again).
+
+    Args:
+        hidden: [tokens, hidden] states that predict the targets, with gradient.
+        weight: [vocab, hidden], the output matrix, with gradient.
+        targets: [tokens] int64 ids.
+        chunk: tokens at a time.
+        temperature: divides the logits.
+
+    Returns:
+        logprobs [tokens] float32, differentiable; entropy [tokens] float32 in nats, not differentiable.
+    """
+    logprobs, entropy = _ChosenLogprobs.apply(hidden, weight, targets, chunk, temperature)
+    return logprobs, entropy

@@ -1,0 +1,238 @@
+"""Hugging Face checkpoints into and out of the decoder, tensor for tensor."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from example_trainer.errors import ModelError
+from example_trainer.models.decoder import Decoder
+from example_trainer.models.geometry import Geometry
+from example_trainer.models.layout import Part, layout
+
+logger = logging.getLogger(__name__)
+
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+_HUB_FILES = ["*.safetensors", INDEX_FILE, "*.json", "*.txt", "*.model", "*.jinja"]
+_COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja"}  # config, tokenizer, chat template, vocabulary
+
+
+def find_checkpoint(name: str) -> Path:
+    """The folder that holds a model, fetched from the Hugging Face hub if `name` is no local folder.
+
+    Raises:
+        ModelError: there is no such folder, or the hub does not know it or cannot be reached.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"model folder {path} has no config.json; give the folder that holds the Hugging Face checkpoint")
+        return path
+    if path.is_file():
+        raise ModelError(f"model {name} is a file; give the folder that holds config.json and the *.safetensors files")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelError(
+            f"model folder {path} does not exist (seen from {Path.cwd()}); give a folder or a hub id such as Qwen/Qwen3-0.6B"
+        )
+    unknown = f"no folder {path.resolve()}, and the Hugging Face hub"
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+    except LocalEntryNotFoundError as error:
+        raise ModelError(
+            f"model {name!r}: {unknown} cannot be reached, nor is the model in its local cache; "
+            "check the name and the network, or give the path of a downloaded folder"
+        ) from error
+    except HFValidationError as error:
+        raise ModelError(
+            f"model {name!r}: {unknown} takes no such name; give a folder or an id like Qwen/Qwen3-0.6B"
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"model {name!r}: {unknown} answered: {reason}; check the name, or log in if it is gated") from error
+
+
+def read_geometry(folder: Path) -> tuple[Geometry, dict[str, Any]]:
+    """Parse `folder/config.json`.
+
+    Returns:
+        The geometry and the config as parsed.
+
+    Raises:
+        ModelError: the file is not JSON, or describes a model that is not supported.
+    """
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ModelError(f"cannot read {path}: {error}") from error
+    return Geometry.from_config(config, where=str(path)), config
+
+
+def checkpoint_dtype(folder: Path) -> torch.dtype:
+    """The dtype that the checkpoint's weights are stored in, by its config (float32 where it says nothing)."""
+    _, config = read_geometry(folder)
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ModelError(f"{folder / 'config.json'}: dtype {name!r} is no torch dtype")
+    return dtype
+
+
+def load_model(name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
+    """Make a decoder and read a checkpoint into it.
+
+    Args:
+        name: a folder or a hub id.
+        dtype: of the parameters; tensors stored in another one are converted.
+        device: where the parameters live.
+
+    Raises:
+        ModelError: not found, not supported, or a tensor is missing, left over or of the wrong shape (all are named).
+    """
+    folder = find_checkpoint(name)
+    geometry, _ = read_geometry(folder)
+    model = Decoder(geometry, dtype, device)
+    model.source = folder
+    read_weights(model, folder)
+    return model
+
+
+def read_weights(model: Decoder, folder: Path) -> None:
+    """Fill every parameter of `model` from the safetensors files in `folder`.
+
+    Raises:
+        ModelError: a tensor is missing, left over or of the wrong shape. The model must not be used then.
+    """
+    parameters = dict(model.named_parameters())
+    plan = layout(model.geometry)
+    with ExitStack() as stack, torch.no_grad():
+        try:
+            where = _open_tensors(folder, stack)
+            _compare_names(
+                plan_names=[part.name for parts in plan.values() for part in parts], where=where, model=model, folder=folder
+            )
+            for parameter_name, parts in plan.items():
+                for part in parts:
+                    _copy_part(parameters[parameter_name], part, where[part.name], folder)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"cannot read the weights in {folder}: {error}; is the download complete?") from error
+
+
+def _open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
+    """Open every weight file of a checkpoint. Returns for each tensor's name the open file that holds it."""
+    files = _weight_files(folder)
+    where: dict[str, Any] = {}
+    for file in files:
+        handle = stack.enter_context(safe_open(file, framework="pt"))
+        for name in handle.keys():  # noqa: SIM118 - a safetensors file is no mapping
+            where[name] = handle
+    return where
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / INDEX_FILE).is_file():
+        index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
+        files = [folder / name for name in sorted(set(index["weight_map"].values()))]
+    elif (folder / SINGLE_FILE).is_file():
+        files = [folder / SINGLE_FILE]
+    else:
+        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
+        advice = "convert its *.bin files to safetensors" if pickled else "is the download complete?"
+        raise ModelError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; {advice}")
+    absent = [file.name for file in files if not file.is_file()]
+    if absent:
+        raise ModelError(f"{folder / INDEX_FILE} names files that are not there: {_some(absent)}; is the download complete?")
+    return files
+
+
+def _compare_names(plan_names: list[str], where: dict[str, Any], model: Decoder, folder: Path) -> None:
+    # Old checkpoints store the rotary frequencies, which are computed here.
+    found = {name for name in where if not name.endswith("rotary_emb.inv_freq")}
+    if model.geometry.tie_word_embeddings and "lm_head.weight" in found:
+        head = where["lm_head.weight"].get_tensor("lm_head.weight")
+        if "model.embed_tokens.weight" in found:
+            embedding = where["model.embed_tokens.weight"].get_tensor("model.embed_tokens.weight")
+            if not torch.equal(head, embedding):
+                raise ModelError(
+                    f"{folder}: config.json ties lm_head to the embedding, but the stored lm_head.weight differs from it"
+                )
+        found.discard("lm_head.weight")
+    missing, unexpected = sorted(set(plan_names) - found), sorted(found - set(plan_names))
+    if missing or unexpected:
+        says = [f"missing {_some(missing)}"] if missing else []
+        says += [f"not expected {_some(unexpected)}"] if unexpected else []
+        raise ModelError(f"{folder} does not hold what {model.geometry.architecture} needs: {'; '.join(says)}")
+
+
+def _copy_part(parameter: Tensor, part: Part, handle: Any, folder: Path) -> None:
+    tensor = handle.get_tensor(part.name)
+    if tuple(tensor.shape) != part.shape:
+        raise ModelError(f"{folder}: {part.name} has shape {list(tensor.shape)}, config.json implies {list(part.shape)}")
+    parameter[part.start : part.stop].copy_(tensor)
+
+
+def _some(names: list[str], shown: int = 4) -> str:
+    rest = len(names) - shown
+    return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def hf_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """The model's weights under their Hugging Face names, as contiguous views where they can be."""
+    parameters = dict(model.named_parameters())
+    for parameter_name, parts in layout(model.geometry).items():
+        for part in parts:
+            yield part.name, parameters[parameter_name].detach()[part.start : part.stop]
+
+
+def save_model(model: Decoder, folder: Path, max_shard_bytes: int = 5 * 10**9) -> None:
+    """Write a Hugging Face checkpoint: weights in the parameters' dtype, config, tokenizer files.
+
+    The folder is created. Weights go to one file, or to several with an index when they exceed `max_shard_bytes`. Loading
+    a checkpoint in its own dtype and saving it again gives equal tensors, byte for byte, and a copy of its config.json.
+
+    Raises:
+        OSError, SafetensorError: the disk is full or not writable.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in hf_tensors(model):
+        if shards[-1] and size + tensor.nbytes > max_shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        weight_map |= dict.fromkeys(shard, file)
+        save_file({name: tensor.cpu().contiguous() for name, tensor in shard.items()}, folder / file, metadata={"format": "pt"})
+    if len(shards) > 1:
+        total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    if model.source is not None:
+        _copy_other_files(model, model.source, folder)
+
+
+def _copy_other_files(model: Decoder, source: Path, folder: Path) -> None:
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.suffix in _COPIED_SUFFIXES and file.name != INDEX_FILE:
+            shutil.copyfile(file, folder / file.name)
+    dtype = model.output_weight.dtype
+    if checkpoint_dtype(source) != dtype:
+        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

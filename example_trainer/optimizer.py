@@ -1,0 +1,189 @@
+"""AdamW on float32 masters, apart from the weights that the model computes with.
+
+The model's parameters may be bf16, and may be views on memory that an inference server samples from: they are read by the
+forward pass and written by `write_weights` alone, at a moment that the weight bridge chooses. Gradients leave the
+parameters as soon as they are complete and are summed in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from example_trainer.errors import CheckpointError, NonFiniteError
+
+LearningRateSchedule = Literal["constant", "linear", "cosine"]
+
+
+def learning_rate_factor(step: int, schedule: LearningRateSchedule, warmup_steps: int, total_steps: int) -> float:
+    """What the learning rate is multiplied by at optimizer step `step`, counted from 0.
+
+    It rises in equal parts over the warm-up, reaching 1 with the first step after it; then stays (constant), or falls to 0
+    at `total_steps` along a line (linear) or half a cosine wave (cosine, arXiv:1608.03983).
+    """
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    if schedule == "constant":
+        return 1.0
+    done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    return 1.0 - done if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one optimizer step did.
+
+    Attributes:
+        grad_norm: global L2 norm of the gradient before clipping.
+        lr: learning rate of the step.
+    """
+
+    grad_norm: float
+    lr: float
+
+
+class MasterAdamW:
+    """AdamW (arXiv:1711.05101) over float32 copies of a model's trainable parameters.
+
+    Made from the weights as they are now: make it after the checkpoint is read, and before a single-copy bridge puts the
+    parameters onto the server's memory.
+
+    Args:
+        model: its parameters with requires_grad are trained.
+        lr, betas, eps, weight_decay: as in torch.optim.AdamW; decay acts on matrices only, not on norms and biases.
+        max_grad_norm: gradients are scaled down to this global norm; 0 leaves them as they are.
+        schedule, warmup_steps, total_steps: see learning_rate_factor.
+
+    Attributes:
+        steps: optimizer steps taken, which is the weight version of the masters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 1.0,
+        schedule: LearningRateSchedule = "constant",
+        warmup_steps: int = 0,
+        total_steps: int = 1,
+    ) -> None:
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.masters = {name: p.detach().to(torch.float32, copy=True) for name, p in self._parameters.items()}
+        self.lr, self.max_grad_norm = lr, max_grad_norm
+        self.schedule, self.warmup_steps, self.total_steps = schedule, warmup_steps, total_steps
+        self.steps = 0
+        groups = [
+            {"params": [m for m in self.masters.values() if m.dim() >= 2], "weight_decay": weight_decay},
+            {"params": [m for m in self.masters.values() if m.dim() < 2], "weight_decay": 0.0},
+        ]
+        # fused: one pass over each tensor, elementwise, so its result depends neither on threads nor on grouping.
+        self._adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._collector(name)) for name, parameter in self._parameters.items()
+        ]
+
+    def _collector(self, name: str) -> Any:
+        def collect(parameter: Tensor) -> None:
+            master, gradient = self.masters[name], parameter.grad
+            if gradient is None:
+                return
+            if master.grad is None:
+                master.grad = gradient.to(torch.float32, copy=True)
+            else:
+                master.grad += gradient
+            parameter.grad = None  # its float32 sum lives with the master
+
+        return collect
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """The float32 gradient summed so far for each parameter, None where there is none."""
+        return {name: master.grad for name, master in self.masters.items()}
+
+    def zero_grad(self) -> None:
+        """Forget the gradients summed so far."""
+        for master in self.masters.values():
+            master.grad = None
+
+    @torch.no_grad()
+    def step(self) -> StepReport:
+        """Apply the summed gradients to the masters and forget them. The model's parameters stay as they are.
+
+        Raises:
+            NonFiniteError: a gradient or, after the step, a weight is NaN or infinite; names the first such parameter.
+            RuntimeError: a parameter received no gradient, so it would silently stay what it is.
+        """
+        without = [name for name, gradient in self.gradients().items() if gradient is None]
+        if without:
+            raise RuntimeError(f"no gradient reached {len(without)} of {len(self.masters)} parameters, first {without[0]}")
+        norms = torch.stack([torch.linalg.vector_norm(m.grad) for m in self.masters.values() if m.grad is not None])
+        self._refuse_non_finite(norms, "the gradient of")
+        total = torch.linalg.vector_norm(norms)
+        grad_norm = float(total)
+        if self.max_grad_norm > 0 and grad_norm > self.max_grad_norm:
+            for master in self.masters.values():
+                if master.grad is not None:
+                    master.grad *= self.max_grad_norm / (total + 1e-6)
+        lr = self.lr * learning_rate_factor(self.steps, self.schedule, self.warmup_steps, self.total_steps)
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        self._adamw.step()
+        self.zero_grad()
+        self.steps += 1
+        self._refuse_non_finite(torch.stack([torch.linalg.vector_norm(m) for m in self.masters.values()]), "the weight")
+        return StepReport(grad_norm=grad_norm, lr=lr)
+
+    def _refuse_non_finite(self, norms: Tensor, what: str) -> None:
+        if not bool(torch.isfinite(norms).all()):
+            bad = [name for name, ok in zip(self.masters, torch.isfinite(norms).tolist(), strict=True) if not ok]
+            raise NonFiniteError(
+                f"{what} {bad[0]} (and {len(bad) - 1} more) is NaN or infinite at optimizer step {self.steps}; "
+                "lower --lr or --max-grad-norm, and look at the last lines of metrics.jsonl"
+            )
+
+    @torch.no_grad()
+    def write_weights(self) -> None:
+        """Round the masters into the model's parameters, wherever their memory is now."""
+        for name, parameter in self._parameters.items():
+            parameter.copy_(self.masters[name])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything that the next step depends on but `steps`: masters and both moments, by parameter (float32, no copies)."""
+        state: dict[str, Tensor] = {}
+        for name, master in self.masters.items():
+            moments = self._adamw.state.get(master, {})
+            state[f"master.{name}"] = master
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[f"{key}.{name}"] = moments[key] if key in moments else torch.zeros_like(master)
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor], steps: int) -> None:
+        """Continue from what `state_dict` returned after `steps` steps.
+
+        Raises:
+            CheckpointError: it belongs to another model.
+        """
+        expected = {key: tensor.shape for key, tensor in self.state_dict().items()}
+        found = {key: tensor.shape for key, tensor in state.items()}
+        if expected != found:
+            different = sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))
+            raise CheckpointError(
+                f"the optimizer state is of another model: {len(different)} tensors differ, first {different[0]}"
+            )
+        for name, master in self.masters.items():
+            master.copy_(state[f"master.{name}"])
+            self._adamw.state[master] = {
+                "step": torch.tensor(float(steps), dtype=torch.float32, device=master.device),
+                "exp_avg": state[f"exp_avg.{name}"].to(master.device, copy=True),
+                "exp_avg_sq": state[f"exp_avg_sq.{name}"].to(master.device, copy=True),
+            }
+        self.steps = steps

@@ -1,0 +1,174 @@
+"""Checkpoints are read and written exactly, and what cannot be read is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from example_trainer.errors import ModelError
+from example_trainer.models import load_model, save_model
+from example_trainer.models.hf_checkpoint import checkpoint_dtype, hf_tensors
+from tests.example_trainer.models.conftest import CASES, MakeCheckpoint
+
+
+def read_all(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_load_then_save_gives_equal_tensors_and_config(
+    case: str, dtype: torch.dtype, make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    folder, reference = make_checkpoint(case, dtype)
+    save_model(load_model(str(folder), dtype), tmp_path / "out")
+    before, after = read_all(folder), read_all(tmp_path / "out")
+    assert before.keys() == after.keys()
+    for name in before:
+        assert before[name].dtype == after[name].dtype == dtype
+        assert before[name].view(torch.uint8).equal(after[name].view(torch.uint8)), name
+    assert (folder / "config.json").read_bytes() == (tmp_path / "out" / "config.json").read_bytes()
+    tokens = torch.arange(30)[None]
+    with torch.no_grad():
+        kind = type(reference)
+        assert torch.equal(kind.from_pretrained(tmp_path / "out")(tokens).logits, kind.from_pretrained(folder)(tokens).logits)
+
+
+def test_shards_are_read_and_written(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    folder, _ = make_checkpoint("qwen2-untied-mha", max_shard_size="40KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    save_model(load_model(str(folder), torch.float32), tmp_path / "out", max_shard_bytes=30_000)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
+    before, after = read_all(folder), read_all(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    again = load_model(str(tmp_path / "out"), torch.float32)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in hf_tensors(again))
+
+
+def test_another_dtype_is_written_into_the_config(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    folder, _ = make_checkpoint("qwen3-untied", torch.bfloat16)
+    save_model(load_model(str(folder), torch.float32), tmp_path / "out")
+    assert checkpoint_dtype(folder) == torch.bfloat16
+    assert checkpoint_dtype(tmp_path / "out") == torch.float32
+    assert {tensor.dtype for tensor in read_all(tmp_path / "out").values()} == {torch.float32}
+
+
+def test_tokenizer_files_travel_along(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    folder, _ = make_checkpoint("qwen3-untied")
+    (folder / "tokenizer.json").write_text('{"a": 1}')
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "trainer_state").mkdir()
+    save_model(load_model(str(folder), torch.float32), tmp_path / "out")
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"}
+
+
+def test_a_tied_model_may_store_its_head_twice_but_not_two_heads(make_checkpoint: MakeCheckpoint) -> None:
+    folder, _ = make_checkpoint("qwen2-tied")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    model = load_model(str(folder), torch.float32)
+    assert model.lm_head is None
+    tensors["lm_head.weight"][0, 0] += 1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="ties lm_head to the embedding"):
+        load_model(str(folder), torch.float32)
+
+
+def test_missing_and_left_over_tensors_are_named(make_checkpoint: MakeCheckpoint) -> None:
+    folder, _ = make_checkpoint("llama-untied")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)  # of old checkpoints, and harmless
+    tensors["model.layers.0.extra.weight"] = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelError) as caught:
+        load_model(str(folder), torch.float32)
+    message = str(caught.value)
+    assert "missing model.layers.1.mlp.up_proj.weight" in message
+    assert "not expected model.layers.0.extra.weight" in message
+    assert "inv_freq" not in message
+
+
+def test_a_tensor_of_another_shape_is_named(make_checkpoint: MakeCheckpoint) -> None:
+    folder, _ = make_checkpoint("llama-untied")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = torch.ones(47)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"model\.norm\.weight has shape \[47\], config\.json implies \[48\]"):
+        load_model(str(folder), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: LlamaForCausalLM, Qwen2"),
+        ({"architectures": []}, "architecture none named"),
+        ({"quantization_config": {"bits": 4}}, "quantised checkpoint cannot be trained"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"use_sliding_window": True}, "sliding-window attention is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling 'yarn' is not supported"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 4.0}}, "lacks low_freq_factor"),
+        ({"hidden_size": None}, "has no 'hidden_size'"),
+        ({"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
+    ],
+)
+def test_configs_that_are_not_supported_are_refused(
+    change: dict[str, object], message: str, make_checkpoint: MakeCheckpoint
+) -> None:
+    folder, _ = make_checkpoint("llama-untied")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ModelError) as caught:
+        load_model(str(folder), torch.float32)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_configs_of_transformers_4_are_read(make_checkpoint: MakeCheckpoint) -> None:
+    folder, _ = make_checkpoint("llama-tied-llama3")
+    new = load_model(str(folder), torch.float32).geometry
+    config = json.loads((folder / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope, "torch_dtype": config.pop("dtype")}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert load_model(str(folder), torch.float32).geometry == new
+    assert checkpoint_dtype(folder) == torch.float32
+
+
+def test_unknown_paths_say_what_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelError, match=r"model folder .*nowhere does not exist .*; give a folder or a hub id"):
+        load_model(str(tmp_path / "nowhere"), torch.float32)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match=r"empty has no config\.json"):
+        load_model(str(tmp_path / "empty"), torch.float32)
+    with pytest.raises(ModelError) as caught:
+        load_model("no-such-owner/no-such-model", torch.float32)
+    assert str(caught.value).startswith("model 'no-such-owner/no-such-model': no folder ")
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_that_are_not_there_are_named(make_checkpoint: MakeCheckpoint) -> None:
+    folder, _ = make_checkpoint("llama-untied", max_shard_size="20KB")
+    lost = sorted(folder.glob("*.safetensors"))[1]
+    lost.unlink()
+    with pytest.raises(ModelError, match=f"names files that are not there: {lost.name}"):
+        load_model(str(folder), torch.float32)
+    for file in folder.glob("model*"):
+        file.unlink()
+    with pytest.raises(ModelError, match=r"holds neither model\.safetensors nor"):
+        load_model(str(folder), torch.float32)
+
+
+def test_a_truncated_file_is_one_clear_line(make_checkpoint: MakeCheckpoint) -> None:
+    folder, _ = make_checkpoint("llama-untied")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    with pytest.raises(ModelError, match="is the download complete"):
+        load_model(str(folder), torch.float32)
