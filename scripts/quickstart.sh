@@ -8,10 +8,13 @@ device=()
 for argument in "$@"; do
   case $argument in
     --cpu | --gpu) device=("$argument") ;;
-    -h | --help) # needs nothing installed
-      cd "$root" && exec python3 -m scripts.quickstart --help ;;
   esac
 done
+# A wrong option shows before the minutes that a first set-up takes; so does --help.
+if python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null; then
+  LOCKSTEP_CHECK_ONLY=1 python3 "$root/scripts/quickstart/__main__.py" "$@"
+  for argument in "$@"; do [[ $argument == -h || $argument == --help ]] && exit 0; done
+fi
 start=$SECONDS
 "$root/scripts/setup.sh" "${device[@]}" --venv "$venv"
 export LOCKSTEP_SECONDS_SETUP=$((SECONDS - start))

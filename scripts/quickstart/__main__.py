@@ -1,0 +1,43 @@
+"""`python -m scripts.quickstart`, or by path; scripts/quickstart.sh calls it after set-up."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # run by path: import from the repository
+
+from scripts.quickstart.options import parse
+from scripts.quickstart.processes import QuickstartError
+
+
+def main(arguments: list[str]) -> int:
+    """Run the quick start; returns the exit status."""
+    logging.basicConfig(level=logging.WARNING, format="quickstart: %(message)s", stream=sys.stderr)
+    try:
+        options = parse(arguments)
+        if os.environ.get("LOCKSTEP_CHECK_ONLY") == "1":
+            return 0
+        # After the command line, so that --help and a wrong flag need nothing installed and no time.
+        from rich.console import Console
+
+        from scripts.quickstart.run import Interrupted, Quickstart
+    except QuickstartError as error:
+        print(f"quickstart: {error}", file=sys.stderr)
+        return 2
+    try:
+        Quickstart(options, Console()).run()
+    except QuickstartError as error:
+        print(f"quickstart: {error}", file=sys.stderr)
+        return 1
+    except Interrupted as interruption:
+        print(f"quickstart: {interruption}: stopped, nothing is left running", file=sys.stderr)
+        return 128 + interruption.number
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,63 @@
+"""Follow the trainer's metrics file while it is being written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scripts.quickstart.processes import QuickstartError
+
+Step = dict[str, Any]
+"""One line of the trainer's metrics.jsonl."""
+
+
+@dataclass
+class MetricsFile:
+    """Reads a growing JSON lines file. A line counts once its line feed is there.
+
+    Attributes:
+        path: the file; it need not exist yet.
+        steps: every line so far.
+    """
+
+    path: Path
+    steps: list[Step] = field(default_factory=list)
+    position: int = 0
+
+    def read_new(self) -> list[Step]:
+        """The lines that were added since the last call.
+
+        Raises:
+            QuickstartError: a line is no JSON object.
+        """
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.position)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self.position += len(whole)
+        new: list[Step] = []
+        for line in whole.splitlines():
+            try:
+                step = json.loads(line)
+            except ValueError:
+                step = None
+            if not isinstance(step, dict):
+                raise QuickstartError(f"{self.path}: line {len(self.steps) + len(new) + 1} is no JSON object: {line[:80]!r}")
+            new.append(step)
+        self.steps += new
+        return new
+
+    def total(self, key: str) -> float:
+        """Sum of one column."""
+        return sum(number(step, key) or 0.0 for step in self.steps)
+
+
+def number(step: Step, key: str) -> float | None:
+    """One column of a line as a number; None if it is missing or null."""
+    value = step.get(key)
+    return float(value) if isinstance(value, (int, float)) else None

@@ -1,0 +1,154 @@
+"""Which commands make up the stack: what a person would type, with ports, folders and threads filled in."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts.quickstart.options import ROOT, Options
+
+GROUP_SIZE = 16
+GROUPS_PER_STEP = 16
+MAX_RESPONSE_TOKENS = 96
+MAX_MODEL_LENGTH = 512
+MAX_SEQUENCES = 256
+TRAINING_TEMPERATURE = 1.0
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Where the processes of one run listen, all on this machine."""
+
+    service: int
+    vllm: int
+    rendezvous: int
+
+
+@dataclass(frozen=True)
+class Command:
+    """One process: what to call it, what to type, and with which variables."""
+
+    name: str
+    arguments: tuple[str, ...]
+    variables: dict[str, str]
+    log: str
+    grace: float = 10.0
+
+    def typed(self) -> str:
+        """The command as a line for a shell."""
+        variables = [f"{key}={shlex.quote(value)}" for key, value in self.variables.items()]
+        return " ".join([*variables, shlex.join(self.arguments)])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every command of one run."""
+
+    options: Options
+    ports: Ports
+
+    @property
+    def service_url(self) -> str:
+        """Address of the rollout service."""
+        return f"http://localhost:{self.ports.service}"
+
+    @property
+    def vllm_url(self) -> str:
+        """Address of the vLLM server."""
+        return f"http://localhost:{self.ports.vllm}"
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the processes' logs."""
+        return self.options.output / "logs"
+
+    @property
+    def trainer_folder(self) -> Path:
+        """Folder of the trainer's metrics."""
+        return self.options.output / "trainer"
+
+    def shared_variables(self, gpu: int | None, threads: int) -> dict[str, str]:
+        """What every process that computes gets."""
+        variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(self.ports.rendezvous), "NUM_INFERENCE_NODES": "0"}
+        variables["LOGDIR"] = str(self.logs)
+        if gpu is not None:
+            variables["CUDA_VISIBLE_DEVICES"] = str(gpu)
+        else:
+            variables["OMP_NUM_THREADS"] = str(threads)
+        return variables
+
+    def service(self) -> Command:
+        """The rollout service."""
+        arguments = (sys.executable, "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(self.ports.service))
+        return Command("rollout service", arguments, {}, "service.log")
+
+    def vllm(self) -> Command:
+        """The inference server, its weights shared with the trainer."""
+        variables = {
+            "VLLM_ENABLE_SHARED_WEIGHTS": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            **self.shared_variables(self.options.gpus[0] if self.options.gpus else None, cores()),
+        }
+        arguments = [sys.executable, "-u", "example_trainer/vllm_api_server.py", "--model", self.options.model]
+        arguments += ["--port", str(self.ports.vllm), "--host", "127.0.0.1"]
+        arguments += ["--max-model-len", str(MAX_MODEL_LENGTH), "--max-num-seqs", str(MAX_SEQUENCES)]
+        arguments += ["--seed", str(self.options.seed)]
+        if self.options.gpus:
+            # Room for the trainer beside it, which with a single copy runs on the same GPU.
+            share = "0.45" if self.options.bridge == "single-copy" else "0.85"
+            arguments += ["--dtype", "bfloat16", "--gpu-memory-utilization", share]
+        else:
+            arguments += ["--dtype", "float32", "--enforce-eager"]
+            variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        return Command("vLLM server", tuple(arguments), variables, "vllm.log", grace=20.0)
+
+    def environment_flags(self) -> list[str]:
+        """What serving and evaluating have in common."""
+        flags = ["--env.rollout_server_url", self.service_url, "--env.seed", str(self.options.seed)]
+        flags += ["--env.max_token_length", str(MAX_RESPONSE_TOKENS), "--env.group_size", str(GROUP_SIZE)]
+        flags += ["--openai.base_url", self.vllm_url, "--openai.server_type", "vllm"]
+        if self.options.difficulty:
+            flags += ["--env.difficulty", ",".join(map(str, self.options.difficulty))]
+        return flags
+
+    def environment(self) -> Command:
+        """The environment that poses problems, samples and scores."""
+        arguments = (sys.executable, "environments/arithmetic_server.py", "serve", *self.environment_flags())
+        arguments += ("--env.steps_per_eval", "0")
+        return Command("environment", arguments, {"OMP_NUM_THREADS": "1"}, "environment.log")
+
+    def evaluation(self, which: str, result: Path) -> Command:
+        """Greedy answers to the held-out problems, the result written to a JSON file."""
+        arguments = (sys.executable, "environments/arithmetic_server.py", "evaluate", *self.environment_flags())
+        arguments += ("--env.eval_size", str(self.options.eval_size), "--env.eval_output", str(result))
+        return Command(f"evaluation {which} training", arguments, {"OMP_NUM_THREADS": "1"}, f"evaluation-{which}.log")
+
+    def trainer(self) -> Command:
+        """The GRPO trainer, joined to vLLM by the weight bridge."""
+        options = self.options
+        arguments = [sys.executable, "-u", "example_trainer/grpo.py", "--model-name", options.model]
+        arguments += ["--weight-bridge-mode", "shared_vllm"]
+        arguments += ["--use-shared-memory"] if options.bridge == "broadcast" else ["--single-copy"]
+        arguments += ["--vllm-port", str(self.ports.vllm), "--rollout-url", self.service_url]
+        arguments += ["--training-steps", str(options.steps), "--lr", repr(options.lr), "--seed", str(options.seed)]
+        arguments += ["--sequences-per-step", str(GROUP_SIZE * GROUPS_PER_STEP)]
+        arguments += ["--log-dir", str(self.trainer_folder), "--save-path", str(options.output / "checkpoints")]
+        gpu = None
+        if options.gpus:
+            gpu = options.gpus[1 if options.bridge == "broadcast" else 0]
+        variables = {"VLLM_ENABLE_SHARED_WEIGHTS": "1", **self.shared_variables(gpu, cores())}
+        return Command("trainer", tuple(arguments), variables, "trainer.log", grace=20.0)
+
+    def script(self) -> str:
+        """The run as a person could type it, for a file beside the logs."""
+        commands = [self.service(), self.vllm(), self.environment(), self.trainer()]
+        lines = [f"# {command.name}, in a terminal of its own\n{command.typed()}" for command in commands]
+        return f"cd {shlex.quote(str(ROOT))}\n\n" + "\n\n".join(lines) + "\n"
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0))
