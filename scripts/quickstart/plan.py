@@ -12,6 +12,7 @@ from scripts.quickstart.options import ROOT, Options
 
 GROUP_SIZE = 16
 GROUPS_PER_STEP = 16
+MICRO_BATCH = 64
 MAX_RESPONSE_TOKENS = 96
 MAX_MODEL_LENGTH = 512
 MAX_SEQUENCES = 256
@@ -132,10 +133,12 @@ class Plan:
         arguments = [sys.executable, "-u", "example_trainer/grpo.py", "--model-name", options.model]
         arguments += ["--weight-bridge-mode", "shared_vllm"]
         arguments += ["--use-shared-memory"] if options.bridge == "broadcast" else ["--single-copy"]
-        arguments += ["--vllm-port", str(self.ports.vllm), "--rollout-url", self.service_url]
+        arguments += ["--vllm-port", str(self.ports.vllm), "--atropos-url", self.service_url]
         arguments += ["--training-steps", str(options.steps), "--lr", repr(options.lr), "--seed", str(options.seed)]
-        arguments += ["--sequences-per-step", str(GROUP_SIZE * GROUPS_PER_STEP)]
-        arguments += ["--log-dir", str(self.trainer_folder), "--save-path", str(options.output / "checkpoints")]
+        sequences = GROUP_SIZE * GROUPS_PER_STEP
+        arguments += ["--batch-size", str(MICRO_BATCH), "--gradient-accumulation-steps", str(sequences // MICRO_BATCH)]
+        arguments += ["--seq-len", str(MAX_MODEL_LENGTH), "--log-dir", str(self.trainer_folder)]
+        arguments += ["--save-path", str(options.output / "checkpoints"), "--checkpoint-interval", "0"]
         gpu = None
         if options.gpus:
             gpu = options.gpus[1 if options.bridge == "broadcast" else 0]

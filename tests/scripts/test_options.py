@@ -1,0 +1,138 @@
+"""The quick start's command line: what it takes, and one clear line for what it does not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.quickstart import options
+from scripts.quickstart.options import choose_bridge, parse
+from scripts.quickstart.processes import QuickstartError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return str(folder)
+
+
+def test_defaults(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "visible_gpus", lambda: ())
+    monkeypatch.setenv("LOCKSTEP_SECONDS_SETUP", "7")
+    parsed = parse(["--model", model])
+    assert (parsed.bridge, parsed.device, parsed.seconds_setup) == ("broadcast", "cpu", 7.0)
+    assert parsed.eval_size >= 200
+    assert parsed.output == ROOT / "runs" / "quickstart"
+
+
+def test_everything_given(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = "--bridge single-copy --steps 5 --cpu --lr 0 --seed 3 --difficulty 3,1 --eval-size 200 --output out --model model"
+    parsed = parse(line.split())
+    assert (parsed.bridge, parsed.steps, parsed.lr, parsed.seed) == ("single-copy", 5, 0.0, 3)
+    assert parsed.difficulty == (1, 3)
+    assert parsed.output == tmp_path / "out"
+    assert parsed.model == model
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--stepz", "5"], ["--stepz"]),
+        (["--steps", "0"], ["--steps", "'0'", "at least 1"]),
+        (["--steps", "many"], ["--steps", "'many'"]),
+        (["--lr", "-1"], ["--lr", "'-1'"]),
+        (["--lr", "nan"], ["--lr", "'nan'"]),
+        (["--seed", "1.5"], ["--seed", "'1.5'"]),
+        (["--seed", str(2**31)], ["--seed", str(2**31 - 1)]),
+        (["--bridge", "pigeon"], ["--bridge", "pigeon", "broadcast", "single-copy"]),
+        (["--difficulty", "1,9"], ["--difficulty", "'1,9'"]),
+        (["--gpu", "--cpu"], ["--gpu", "--cpu", "not allowed"]),
+        (["--eval-size", "0"], ["--eval-size"]),
+        (["extra"], ["extra"]),
+    ],
+)
+def test_bad_values_are_named_in_one_line(arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(arguments)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize("given", ["/no/such/folder", "./nowhere", "no-such-model", "a/b/c"])
+def test_a_model_that_cannot_exist_is_refused(given: str) -> None:
+    with pytest.raises(QuickstartError, match=f"--model {given}: no such folder"):
+        parse(["--cpu", "--model", given])
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(QuickstartError, match=r"has no config\.json"):
+        parse(["--cpu", "--model", str(tmp_path)])
+
+
+def test_a_hub_name_passes() -> None:
+    assert parse(["--cpu", "--model", "Qwen/Qwen3-0.6B"]).model == "Qwen/Qwen3-0.6B"
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "chosen"),
+    [
+        (None, (), "broadcast"),
+        (None, (0,), "single-copy"),
+        (None, (0, 1), "broadcast"),
+        ("single-copy", (), "single-copy"),
+        ("broadcast", (), "broadcast"),
+        ("single-copy", (2, 3), "single-copy"),
+    ],
+)
+def test_the_bridge_follows_the_gpus(asked: str | None, gpus: tuple[int, ...], chosen: str) -> None:
+    assert choose_bridge(asked, gpus) == chosen
+
+
+def test_broadcast_on_one_gpu_is_refused_with_the_remedy() -> None:
+    with pytest.raises(QuickstartError, match="use --bridge single-copy"):
+        choose_bridge("broadcast", (0,))
+
+
+def test_gpus_are_read_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listing = tmp_path / "nvidia-smi"
+    listing.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-aa)'\necho 'GPU 1: NVIDIA H200 (UUID: GPU-bb)'\n")
+    listing.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert options.visible_gpus() == (0, 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert options.visible_gpus() == (1,)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert options.visible_gpus() == ()
+    listing.write_text("#!/bin/sh\nexit 9\n")
+    assert options.visible_gpus() == ()
+
+
+def test_the_script_refuses_before_it_sets_anything_up(tmp_path: Path) -> None:
+    """A typing mistake must not cost the minutes of a first installation."""
+    done = subprocess.run(
+        [ROOT / "scripts" / "quickstart.sh", "--no-such-option"],
+        env={
+            **os.environ,
+            "LOCKSTEP_VENV": str(tmp_path / "venv"),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "--no-such-option" in done.stderr
+    assert not (tmp_path / "venv").exists()

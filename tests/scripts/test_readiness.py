@@ -1,0 +1,121 @@
+"""Waiting: a deadline, an early end, and ports that are really free."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from scripts.quickstart.ports import HIGHEST, LOWEST, PortReservations, is_free
+from scripts.quickstart.processes import ProcessDied, QuickstartError
+from scripts.quickstart.readiness import get_json, http_probe, wait_until
+
+
+class Clock:
+    """Time that passes only when somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.now += seconds
+
+
+def test_ready_at_once_costs_no_time() -> None:
+    clock = Clock()
+    assert wait_until("x", lambda: None, 5, clock=clock, sleep=clock.sleep) == 0
+    assert clock.now == 100
+
+
+def test_polls_until_ready() -> None:
+    clock = Clock()
+    answers = iter(["starting", "loading", None])
+    assert wait_until("x", lambda: next(answers), 5, interval=0.5, clock=clock, sleep=clock.sleep) == 1.0
+
+
+def test_the_deadline_is_kept_and_the_last_answer_told() -> None:
+    clock = Clock()
+    with pytest.raises(QuickstartError, match=r"the server was not ready after 5 s: loading 7"):
+        wait_until("the server", lambda: "loading 7", 5, interval=0.7, clock=clock, sleep=clock.sleep)
+    assert clock.now == 105
+
+
+def test_a_death_ends_the_wait_before_the_deadline() -> None:
+    clock = Clock()
+
+    def check() -> None:
+        if clock.now > 101:
+            raise ProcessDied("vLLM server exited with code 1")
+
+    with pytest.raises(ProcessDied):
+        wait_until("the server", lambda: "loading", 600, check, clock=clock, sleep=clock.sleep)
+    assert clock.now < 102
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, body = {"/ok": (200, b'{"a": 1}'), "/empty": (200, b"")}.get(self.path, (503, b"busy"))
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            return None
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as running:
+        thread = threading.Thread(target=running.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{running.server_port}"
+        running.shutdown()
+        thread.join(10)
+
+
+def test_http_probe_tells_what_is_missing(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # a proxy must not come between processes of one machine
+    assert http_probe(f"{server}/ok")() is None
+    assert http_probe(f"{server}/empty")() is None
+    assert http_probe(f"{server}/else")() == f"GET {server}/else answers 503"
+    assert get_json(f"{server}/ok") == {"a": 1}
+    assert get_json(f"{server}/empty") is None
+
+
+def test_http_probe_of_nobody() -> None:
+    with PortReservations() as ports:
+        url = f"http://127.0.0.1:{ports.pick()}/"
+        missing = http_probe(url)()
+    assert missing is not None
+    assert missing.startswith(f"GET {url}: ")
+    assert "refused" in missing
+
+
+def test_two_runs_never_pick_the_same_port(tmp_path: Path) -> None:
+    with PortReservations(tmp_path) as one, PortReservations(tmp_path) as two:
+        first = [one.pick() for _ in range(20)]
+        assert not any(two.take(port) for port in first)
+        assert not any(one.take(port) for port in first)
+        assert len(set(first) | {two.pick() for _ in range(20)}) == 40
+        assert all(LOWEST <= port < HIGHEST for port in first)
+        one.close()
+        assert two.take(first[0])
+
+
+def test_a_port_that_somebody_listens_on_is_not_free(tmp_path: Path) -> None:
+    with socket.socket() as busy, PortReservations(tmp_path) as ports:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        assert not is_free(port)
+        assert not ports.take(port)
+        busy.close()
+        assert ports.take(port)
