@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from example_trainer.errors import TrainerError
+
 Weights = Mapping[str, torch.Tensor]
 """The trainer's parameters by name, in vLLM's layout for tensor-parallel degree 1 (merged qkv_proj and gate_up_proj)."""
 
 
-class BridgeError(RuntimeError):
+class BridgeError(TrainerError):
     """The weights could not be delivered. The message names the side, rank, phase and version, and what to do."""
 
 

@@ -1,0 +1,232 @@
+"""vLLM's own OpenAI server with /generate and the weight bridge added.
+
+    VLLM_ENABLE_SHARED_WEIGHTS=1 python -u example_trainer/vllm_api_server.py --model Qwen/Qwen2.5-14B-Instruct \\
+        --tensor-parallel-size 2 --port 9001 --dtype bfloat16
+
+Takes every flag of `vllm serve`. Our own: --bridge-timeout. Environment: VLLM_ENABLE_SHARED_WEIGHTS=1 shares the weights with a
+trainer; LOGDIR is where vllm_bridge_config.json goes (default: the working directory).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # Run by path: import from the repository, and never a sibling file by a bare name.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import argparse
+import asyncio
+import difflib
+import os
+import socket
+from typing import Any, NoReturn
+
+WORKER_EXTENSION = "vllm_patching.worker_extension.LockstepWorkerExtension"
+DEFAULT_PORT = 9001
+DEFAULT_BRIDGE_TIMEOUT = 120.0
+
+
+def fail(message: str) -> NoReturn:
+    """End with one line that says what is wrong and what to do."""
+    print(f"ERROR vllm_api_server: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+def one_line_errors(base: type) -> type:
+    """A parser class that answers a wrong flag with one line and the nearest right one, not with pages of usage."""
+
+    class Parser(base):
+        def error(self, message: str) -> NoReturn:
+            if "unrecognized arguments:" in message:
+                flag = message.split("unrecognized arguments:")[1].split()[0]
+                near = difflib.get_close_matches(flag.split("=")[0], self._option_string_actions, n=1)
+                message = f"unknown flag {flag}" + (f"; did you mean {near[0]}?" if near else "")
+            fail(f"{message} (--help lists the flags)")
+
+    return Parser
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """vLLM's flags with our defaults, checked as far as that goes without loading anything."""
+    from vllm_patching import compat
+
+    parser = compat.make_server_parser("vLLM's OpenAI server with /generate and the weight bridge.", one_line_errors)
+    parser.add_argument(
+        "--bridge-timeout",
+        type=float,
+        default=DEFAULT_BRIDGE_TIMEOUT,
+        help="seconds that each step of a weight update may take before it is given up (default: %(default)s)",
+    )
+    parser.set_defaults(port=DEFAULT_PORT)
+    args = parser.parse_args(arguments)
+    if getattr(args, "model_tag", None):
+        args.model = args.model_tag
+    if args.bridge_timeout <= 0:
+        fail(f"--bridge-timeout {args.bridge_timeout:g} must be larger than 0 (seconds)")
+    return args
+
+
+def check_model(model: str) -> None:
+    """End with one line if `model` is neither a folder with a checkpoint nor a model that the Hub or its cache knows."""
+    if Path(model).is_dir():
+        if not (Path(model) / "config.json").is_file():
+            fail(f"--model {model}: the folder has no config.json; give the folder of a Hugging Face checkpoint")
+        return
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+        fail(
+            f"--model {model}: no such folder; give the folder of a Hugging Face checkpoint, or a model id like Qwen/Qwen3-0.6B"
+        )
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        hf_hub_download(model, "config.json")
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        fail(f"--model {model}: no such folder here, and the Hugging Face Hub does not give it ({reason})")
+
+
+def check_port(host: str | None, port: int) -> None:
+    """End with one line if another process listens on the port already."""
+    with socket.socket(socket.AF_INET6 if host and ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host or "", port))
+            probe.listen()
+        except OSError as error:
+            fail(f"cannot listen on port {port} ({error.strerror}): stop what uses it (`ss -ltnp`) or pass another --port")
+
+
+def prepare_environment(args: argparse.Namespace, shared: bool) -> None:
+    """Settings that must stand before vLLM's engine starts."""
+    # Worker processes import vllm_patching by name, also when they are spawned.
+    root = str(Path(__file__).resolve().parents[1])
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if root not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, paths)])
+    if not sys.stdout.isatty():
+        os.environ.setdefault("NO_COLOR", "1")
+        os.environ.setdefault("VLLM_LOGGING_COLOR", "0")
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        _cpu_defaults(args)
+    elif shared and args.tensor_parallel_size > 1:
+        # Seen to end in illegal memory accesses on virtual machines; NCCL's own all-reduce is used instead.
+        os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
+
+
+def _cpu_defaults(args: argparse.Namespace) -> None:
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    # The sampler would otherwise be compiled at the first request: 15 s, and a C++ compiler that a machine may not have.
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    args.enforce_eager = True
+    if args.dtype in ("bfloat16", "float16", "half"):
+        print(
+            f"[vLLM Patch] --dtype {args.dtype}: without a GPU the weights are served in float32 instead "
+            "(16-bit kernels of vLLM's CPU build are not dependable on every processor)",
+            flush=True,
+        )
+    args.dtype = "float32"
+
+
+def refuse_what_moves_weights(args: argparse.Namespace) -> None:
+    """End with one line if a flag would move, pack or multiply the weights under the bridge."""
+    refused = {
+        "enable_sleep_mode": (False, "sleep mode moves the weights' memory"),
+        "pipeline_parallel_size": (1, "only tensor parallelism is supported"),
+        "data_parallel_size": (1, "start one server for each replica instead"),
+        "quantization": (None, "quantised weights differ from the trainer's"),
+        "api_server_count": (1, "one process must own the bridge's state"),
+        "cpu_offload_gb": (0, "offloaded weights move"),
+    }
+    for name, (allowed, why) in refused.items():
+        value = getattr(args, name, allowed)
+        if value not in (allowed, None):
+            fail(f"--{name.replace('_', '-')} {value} cannot be combined with VLLM_ENABLE_SHARED_WEIGHTS=1: {why}")
+
+
+def build_service(args: argparse.Namespace, module: Any, shared: bool) -> None:
+    """Hook our routes and the bridge into vLLM's server."""
+    from vllm_patching import compat
+    from vllm_patching.bridge_controller import BridgeController
+    from vllm_patching.generate import Generator
+    from vllm_patching.routes import NOT_SHARED, LockstepService, attach
+    from vllm_patching.version_spans import VersionSpans
+
+    logger = compat.worker_logger("lockstep.server")
+    keys = [key for key in (args.api_key or [os.environ.get("VLLM_API_KEY")]) if key]
+    service = LockstepService(keys)
+    background: set[asyncio.Task[None]] = set()
+
+    async def on_state(engine: Any, state: Any) -> None:
+        spans = VersionSpans()
+        if shared:
+            directory = Path(os.environ.get("LOGDIR", "."))
+            bridge = BridgeController(engine, args.model, args.dtype, args.bridge_timeout, directory, spans)
+            await bridge.start()
+            service.bridge = bridge
+        else:
+            logger.warning("[vLLM Patch] %s", NOT_SHARED)
+        service.generator = Generator(engine, spans)
+        service.engine = engine
+        task = asyncio.create_task(announce(state, args, logger))
+        background.add(task)
+        task.add_done_callback(background.discard)
+
+    compat.wrap_server(module, lambda app: attach(app, service), on_state)
+
+    run_server = module.run_server
+
+    async def run_and_clean_up() -> None:
+        try:
+            await run_server(args)
+        finally:
+            if service.bridge is not None:
+                await service.bridge.stop()
+
+    module.run_lockstep_server = run_and_clean_up
+
+
+async def announce(state: Any, args: argparse.Namespace, logger: Any) -> None:
+    """Log the line that people wait for once the server really accepts connections."""
+    server = getattr(state, "server", None)
+    while server is None or not server.started:
+        await asyncio.sleep(0.05)
+        server = getattr(state, "server", None)
+    host = args.host or "0.0.0.0"
+    logger.info(
+        "Uvicorn running on http://%s:%d (vLLM with /generate and /bridge)", f"[{host}]" if ":" in host else host, args.port
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    shared = os.environ.get("VLLM_ENABLE_SHARED_WEIGHTS", "0") == "1"
+    try:
+        import vllm  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        fail("vLLM is not installed: `pip install -r requirements.txt` on a GPU machine, `./scripts/setup.sh --cpu` elsewhere")
+    args = parse_arguments(arguments)
+    check_model(args.model)
+    check_port(args.host, args.port)
+    prepare_environment(args, shared)
+    if shared:
+        refuse_what_moves_weights(args)
+        args.worker_extension_cls = WORKER_EXTENSION
+    import uvloop
+
+    from vllm_patching import compat
+
+    compat.validate_server_args(args)
+    module = compat.server_module()
+    build_service(args, module, shared)
+    uvloop.run(module.run_lockstep_server())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,17 @@
+"""Seconds by phase of an update."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def timed(table: dict[str, float], phase: str) -> Iterator[None]:
+    """Record in `table[phase]` the seconds that the with block took, whether it succeeded or not."""
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        table[phase] = time.perf_counter() - started

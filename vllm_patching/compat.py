@@ -1,0 +1,135 @@
+"""Everything that differs between the vLLM versions supported (0.26 to 0.32), and nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import logging
+from collections.abc import Awaitable, Callable
+from types import ModuleType
+from typing import Any
+
+SUPPORTED = ">= 0.26 and < 0.33"
+
+
+class UnsupportedVllm(RuntimeError):
+    """vLLM is missing, or is a version in which a seam that the project uses cannot be found."""
+
+
+def vllm_version() -> str:
+    """The version of the vLLM that is imported, which a CPU build under another distribution name reports too."""
+    return str(importlib.import_module("vllm").__version__)
+
+
+def worker_logger(name: str) -> logging.Logger:
+    """A logger whose lines appear in vLLM's own log, in the server and in every worker process."""
+    logger: logging.Logger = importlib.import_module("vllm.logger").init_logger(f"vllm.{name}")
+    return logger
+
+
+def keep_cpu_weights_plain() -> None:
+    """Make vLLM's CPU linear layers multiply with the parameter itself.
+
+    By default they pack a private copy of the weight after loading and leave the parameter empty, or stale when it is tied,
+    so that nothing written to the parameter would ever be used. Call before the model is built; does nothing elsewhere.
+    """
+    import torch
+
+    utils = importlib.import_module("vllm.model_executor.layers.utils")
+
+    def use_the_parameter(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
+
+    if not hasattr(utils, "dispatch_cpu_unquantized_gemm"):
+        raise UnsupportedVllm(_seam_missing("vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm"))
+    utils.dispatch_cpu_unquantized_gemm = use_the_parameter  # type: ignore[attr-defined]
+
+
+def server_module() -> ModuleType:
+    """The module whose run_server, build_app and init_app_state make vLLM's OpenAI server."""
+    for name in ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server"):
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is not None and name.startswith(error.name):
+                continue
+            raise
+        if all(hasattr(module, seam) for seam in ("run_server", "build_app", "init_app_state")):
+            return module
+    raise UnsupportedVllm(_seam_missing("run_server, build_app and init_app_state"))
+
+
+def make_server_parser(description: str, parser_class_hook: Callable[[type], type]) -> argparse.ArgumentParser:
+    """vLLM's own server flags, on a parser class that `parser_class_hook` may extend."""
+    base = importlib.import_module("vllm.utils.argparse_utils").FlexibleArgumentParser
+    for name in ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args"):
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+        parser: argparse.ArgumentParser = module.make_arg_parser(parser_class_hook(base)(description=description))
+        return parser
+    raise UnsupportedVllm(_seam_missing("make_arg_parser"))
+
+
+def validate_server_args(args: argparse.Namespace) -> None:
+    """vLLM's own check of its parsed flags."""
+    for name in ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args"):
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+        module.validate_parsed_serve_args(args)
+        return
+
+
+def wrap_server(
+    module: ModuleType,
+    on_app: Callable[[Any], None],
+    on_state: Callable[[Any, Any], Awaitable[None]],
+) -> None:
+    """Call `on_app(app)` when vLLM has built its app and `on_state(engine_client, app.state)` when its engine is ready."""
+    build_app, init_app_state = module.build_app, module.init_app_state
+
+    def build_app_and_extend(*args: Any, **kwargs: Any) -> Any:
+        app = build_app(*args, **kwargs)
+        on_app(app)
+        return app
+
+    async def init_app_state_and_extend(engine_client: Any, state: Any, *args: Any, **kwargs: Any) -> None:
+        await init_app_state(engine_client, state, *args, **kwargs)
+        await on_state(engine_client, state)
+
+    module.build_app = build_app_and_extend  # type: ignore[attr-defined]
+    module.init_app_state = init_app_state_and_extend  # type: ignore[attr-defined]
+
+
+async def pause_and_keep(engine: Any) -> None:
+    """Stop scheduling, keep the requests, drop every cached key and value, and let all finished tokens reach their requests."""
+    await engine.pause_generation(mode="keep", clear_cache=True)
+
+
+async def tokenizer_of(engine: Any) -> Any:
+    """The engine's tokenizer; a coroutine in some versions."""
+    tokenizer = engine.get_tokenizer()
+    return await tokenizer if inspect.isawaitable(tokenizer) else tokenizer
+
+
+def output_token_counts(engine: Any) -> dict[str, int]:
+    """How many tokens each running request has been given so far, by the request id that its caller chose."""
+    counts = {}
+    for state in engine.output_processor.request_states.values():
+        request_id = getattr(state, "external_req_id", None) or state.request_id
+        if state.detokenizer is not None:
+            counts[request_id] = state.detokenizer.num_output_tokens()
+    return counts
+
+
+def engine_is_dead(engine: Any) -> bool:
+    """Whether the engine's process has ended."""
+    return bool(engine.errored)
+
+
+def _seam_missing(seam: str) -> str:
+    return f"this vLLM ({vllm_version()}) does not have {seam}; install a version {SUPPORTED}"

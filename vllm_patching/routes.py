@@ -1,0 +1,202 @@
+"""The routes that are added to vLLM's app: /generate, /health_generate, /health and /bridge/*."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from vllm_patching import compat
+from vllm_patching.bridge_controller import BridgeController, BridgeRefusal
+from vllm_patching.generate import GenerateRequest, Generator
+
+logger = logging.getLogger("vllm.lockstep.routes")
+
+HEALTH_GENERATE_SECONDS = 30.0
+NOT_SHARED = (
+    "this server does not share its weights: VLLM_ENABLE_SHARED_WEIGHTS was not 1 when it started. "
+    "Stop it, `export VLLM_ENABLE_SHARED_WEIGHTS=1`, and start it again."
+)
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class InitBody(_Body):
+    trainer: str = Field(min_length=1, description="who joins, for messages: host and process id")
+    mode: str = Field(pattern="^(broadcast|single_copy)$")
+    master_addr: str = "localhost"
+    master_port: int = Field(default=29500, gt=0, lt=65536)
+    parameters: dict[str, tuple[tuple[int, ...], str]] = Field(description="name -> (full shape, dtype) of the trainer")
+
+
+class StepBody(_Body):
+    epoch: int
+    version: int = Field(ge=0)
+
+
+class CommitBody(StepBody):
+    checksums: list[str]
+
+
+class AbortBody(_Body):
+    epoch: int
+    reason: str
+
+
+class LockstepService:
+    """What the routes act on; filled in when vLLM's engine is ready."""
+
+    def __init__(self, api_keys: Sequence[str] = ()) -> None:
+        self.engine: Any = None
+        self.generator: Generator | None = None
+        self.bridge: BridgeController | None = None
+        self._api_keys = [key.encode() for key in api_keys]
+
+    def unavailable(self) -> str:
+        """Why nothing can be generated now; empty if it can."""
+        if self.engine is None:
+            return "the engine is still loading"
+        if compat.engine_is_dead(self.engine):
+            return "vLLM's engine process has died; restart the server"
+        if self.bridge is not None and not self.bridge.state.healthy:
+            return f"the weights are not whole: {self.bridge.state.last_error}; a full update from a trainer heals it"
+        return ""
+
+    def authorized(self, request: Request) -> bool:
+        """Whether the bearer token is one of the configured keys; always true when none is configured."""
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        given = token.encode() if scheme.lower() == "bearer" else b""
+        matches = [hmac.compare_digest(given, key) for key in self._api_keys]
+        return not matches or any(matches)
+
+
+def attach(app: Any, service: LockstepService) -> None:
+    """Add our routes to vLLM's app, in front of its own where a path is the same (/health)."""
+    router = make_router(service)
+    app.include_router(router)
+    ours = {route.path for route in router.routes}  # type: ignore[attr-defined]
+    routes = app.router.routes
+    routes.sort(key=lambda route: getattr(route, "path", None) not in ours)
+    # vLLM hands the app over with its middleware stack built, so ours goes around the finished stack.
+    app.middleware_stack = RefuseWhileUnavailable(app.middleware_stack or app.build_middleware_stack(), service)
+
+
+def make_router(service: LockstepService) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> JSONResponse:
+        reason = service.unavailable()
+        return JSONResponse({"status": "unhealthy", "error": reason} if reason else {"status": "ok"}, 503 if reason else 200)
+
+    @router.get("/health_generate")
+    async def health_generate() -> JSONResponse:
+        reason = service.unavailable()
+        if reason or service.generator is None:
+            return _error(503, reason or "the engine is still loading")
+        try:
+            seconds = await service.generator.check(HEALTH_GENERATE_SECONDS)
+        except TimeoutError:
+            paused = service.bridge is not None and service.bridge.state.in_update
+            why = "a weight update holds it" if paused else "the engine is stuck or overloaded"
+            return _error(503, f"no token within {HEALTH_GENERATE_SECONDS:g} s: {why}")
+        return JSONResponse({"status": "ok", "seconds": seconds})
+
+    @router.post("/generate")
+    async def generate(body: GenerateRequest, request: Request) -> JSONResponse:
+        if service.generator is None:
+            return _error(503, "the engine is still loading")
+        work = asyncio.create_task(service.generator.generate(body))
+        gone = asyncio.create_task(_disconnected(request))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                return _error(499, "the client has closed the connection")
+            return JSONResponse(work.result().model_dump(mode="json"))
+        except ValueError as error:
+            return _error(400, str(error))
+        finally:
+            work.cancel()
+            gone.cancel()
+
+    def bridge_route(
+        path: str, step: Callable[[BridgeController, Any], Awaitable[dict[str, Any]]], body: type[BaseModel]
+    ) -> None:
+        async def endpoint(body: Any, request: Request) -> JSONResponse:
+            if not service.authorized(request):
+                return _error(401, f"{path} needs the server's API key: send `Authorization: Bearer <key>`")
+            if service.bridge is None:
+                return _error(409, NOT_SHARED)
+            try:
+                return JSONResponse(await step(service.bridge, body))
+            except BridgeRefusal as refusal:
+                logger.warning("[Bridge] %s: %s", path, refusal)
+                return _error(refusal.status, str(refusal))
+
+        endpoint.__annotations__["body"] = body
+        router.post(path)(endpoint)
+
+    def info(request: Request, read: Callable[[BridgeController], dict[str, Any]]) -> JSONResponse:
+        if not service.authorized(request):
+            return _error(401, "the bridge's routes need the server's API key: send `Authorization: Bearer <key>`")
+        if service.engine is None:
+            return _error(503, "the engine is still loading")
+        if service.bridge is None:
+            return _error(409, NOT_SHARED)
+        return JSONResponse(read(service.bridge))
+
+    @router.get("/bridge/info")
+    async def bridge_info(request: Request) -> JSONResponse:
+        return info(request, lambda bridge: bridge.info())
+
+    @router.get("/bridge/state")
+    async def bridge_state(request: Request) -> JSONResponse:
+        return info(request, lambda bridge: bridge.state.to_json())
+
+    bridge_route(
+        "/bridge/init",
+        lambda b, body: b.init(body.trainer, body.mode, body.parameters, body.master_addr, body.master_port),
+        InitBody,
+    )
+    bridge_route("/bridge/prepare", lambda b, body: b.prepare(body.epoch, body.version), StepBody)
+    bridge_route("/bridge/pause", lambda b, body: b.pause(body.epoch, body.version), StepBody)
+    bridge_route("/bridge/commit", lambda b, body: b.commit(body.epoch, body.version, body.checksums), CommitBody)
+    bridge_route("/bridge/resume", lambda b, body: b.resume(body.epoch, body.version), StepBody)
+    bridge_route("/bridge/abort", lambda b, body: b.abort(body.epoch, body.reason), AbortBody)
+    return router
+
+
+class RefuseWhileUnavailable:
+    """ASGI middleware: whatever would generate gets a 503 with the reason while nothing can be generated rightly."""
+
+    def __init__(self, app: Any, service: LockstepService) -> None:
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        path = scope.get("path", "")
+        if scope["type"] == "http" and (path == "/generate" or path.startswith("/v1/")):
+            reason = self._service.unavailable()
+            if reason:
+                return await _error(503, reason)(scope, receive, send)
+            if path == "/generate" and not self._service.authorized(Request(scope)):
+                message = "/generate needs the server's API key: send `Authorization: Bearer <key>`"
+                return await _error(401, message)(scope, receive, send)
+        return await self._app(scope, receive, send)
+
+
+async def _disconnected(request: Request) -> None:
+    while not await request.is_disconnected():
+        await asyncio.sleep(0.5)
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": message}, status)
