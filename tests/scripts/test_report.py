@@ -1,0 +1,209 @@
+"""Metrics as they grow, the lines and tables a person sees, and what is written at the end."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from scripts.quickstart.metrics import MetricsFile
+from scripts.quickstart.options import Options
+from scripts.quickstart.plan import Plan, Ports
+from scripts.quickstart.plot import draw, smooth
+from scripts.quickstart.processes import QuickstartError
+from scripts.quickstart.progress import TrainingDisplay, plain_line
+from scripts.quickstart.report import (
+    Evaluation,
+    Phases,
+    print_closing_table,
+    span,
+    subtitle,
+    summarise,
+    weight_updates,
+    write_summary,
+)
+from scripts.quickstart.run import LOCK, open_output, read_evaluation
+
+OPTIONS = Options(
+    bridge="broadcast",
+    steps=3,
+    model="owner/name",
+    gpus=(),
+    lr=1e-3,
+    seed=0,
+    difficulty=(),
+    eval_size=256,
+    output=Path("out"),
+    keep_running=False,
+    seconds_setup=1.25,
+)
+
+
+def step(number: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "step": number, "reward_mean": 0.1 * number, "loss": -0.01, "kl": 2e-4, "entropy": 0.5, "tokens": 1000,
+        "tokens_per_second": 1234.5, "response_length_mean": 12.25, "queue_size": 3, "age_mean": 0.5, "age_max": 1,
+        "weight_version": number, "params_mapped": 26, "params_total": 26, "bytes_moved": 50, "checksum": "ab",
+        "seconds_wait": 1.0, "seconds_train": 2.0, "seconds_sync": 0.5,
+    } | changes  # fmt: skip
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12))
+def test_a_file_read_while_it_is_written_gives_every_line_once(cuts: list[int]) -> None:
+    import tempfile
+
+    lines = [step(n) for n in range(1, 4)]
+    data = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+    with tempfile.TemporaryDirectory() as folder:
+        metrics = MetricsFile(Path(folder) / "metrics.jsonl")
+        assert metrics.read_new() == []
+        got, position = [], 0
+        for cut in [*(20 * cut for cut in cuts), len(data)]:
+            with metrics.path.open("ab") as file:
+                file.write(data[position : position + cut])
+            position += cut
+            got += metrics.read_new()
+        assert got == metrics.steps == lines
+        assert metrics.total("tokens") == 3000
+
+
+def test_a_broken_line_is_named(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.path.write_text('{"step": 1}\n[1]\n')
+    with pytest.raises(QuickstartError, match=r"metrics\.jsonl: line 2 is no JSON object"):
+        metrics.read_new()
+
+
+def test_plain_lines_without_a_terminal() -> None:
+    out = io.StringIO()
+    with TrainingDisplay(Console(file=out, width=200), 3, seconds_between_lines=3600) as display:
+        for number in (1, 2, 3):
+            display.add([step(number)])
+    first, last = out.getvalue().splitlines()  # the second came too soon after the first
+    assert first.startswith("step 1/3 ")
+    assert last.startswith("step 3/3 ")
+    assert "\x1b" not in out.getvalue()
+    for part in (
+        "reward +0.300",
+        "loss -0.0100",
+        "KL 2.0e-04",
+        "entropy 0.500",
+        "tokens/s 1,23",
+        "queue 3",
+        "age 0.5/1",
+        "version 3",
+    ):
+        assert part in last
+
+
+def test_missing_values_are_dashes_not_errors() -> None:
+    assert plain_line({"step": 1, "kl": None}, 5).startswith("step 1/5  reward -  loss -  KL -")
+
+
+def test_a_terminal_gets_one_table() -> None:
+    out = io.StringIO()
+    with TrainingDisplay(Console(file=out, width=120, force_terminal=True), 3) as display:
+        display.add([step(1), step(2)])
+    assert "reward" in out.getvalue()
+    assert "2/3" in out.getvalue()
+
+
+def test_summary_has_the_promised_keys_and_the_closing_table_the_figures(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "m", steps=[step(n) for n in (1, 2, 3)])
+    phases = Phases({"start": 20.0, "evaluate before": 5.0, "train": 61.0, "evaluate after": 5.0})
+    before, after = Evaluation(0.5, 256, 10.0), Evaluation(0.9375, 256, 18.0)
+    summary = summarise(OPTIONS, metrics, before, after, phases, {"weight_version": 3})
+    promised = {
+        "eval_before": 0.5, "eval_after": 0.9375, "steps": 3, "weight_updates": 3, "params_mapped": 26, "params_total": 26,
+        "bridge": "broadcast", "seconds_setup": 1.2, "seconds_train": 61.0,
+    }  # fmt: skip
+    assert {key: summary[key] for key in promised} == promised
+    write_summary(tmp_path / "summary.json", summary)
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+
+    out = io.StringIO()
+    print_closing_table(Console(file=out, width=100), summary, {"reward plot": tmp_path / "reward.png"})
+    for part in ("50.0%", "93.8%", "10.0", "18.0", "26/26", "1 min 01 s", "of it sync", str(tmp_path / "reward.png")):
+        assert part in out.getvalue(), part
+
+    draw(tmp_path / "reward.png", metrics.steps, 0.5, 0.9375, 256, subtitle(summary))
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_weight_updates_count_only_newer_versions(tmp_path: Path) -> None:
+    assert (
+        weight_updates(MetricsFile(tmp_path, steps=[step(1), step(2), step(3, weight_version=2), step(4, weight_version=None)]))
+        == 2
+    )
+
+
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=30), st.integers(1, 9))
+def test_smoothing_keeps_length_and_bounds(values: list[float], width: int) -> None:
+    mean = smooth(values, width)
+    assert len(mean) == len(values)
+    assert min(values) - 1e-9 <= min(mean)
+    assert max(mean) <= max(values) + 1e-9
+    assert smooth(values, 1) == values
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.04, "0.0 s"), (59.9, "59.9 s"), (59.99, "1 min 00 s"), (151, "2 min 31 s")])
+def test_spans_of_time(seconds: float, text: str) -> None:
+    assert span(seconds) == text
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"metrics": {"eval/percent_correct": null}}', "[]"])
+def test_a_useless_evaluation_result_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "evaluation.json"
+    path.write_text(text)
+    with pytest.raises(QuickstartError, match=r"evaluation\.json cannot be used"):
+        read_evaluation(path)
+
+
+def test_a_second_run_clears_its_own_files_only(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    with open_output(folder):
+        (folder / "logs").mkdir()
+        (folder / "logs" / "vllm.log").write_text("old")
+        (folder / "summary.json").write_text("{}")
+        (folder / "notes.txt").write_text("mine")
+        with pytest.raises(QuickstartError, match="in use by another quick start"):
+            open_output(folder)
+        assert (folder / "summary.json").exists()
+    with open_output(folder):
+        assert sorted(entry.name for entry in folder.iterdir()) == [LOCK, "notes.txt"]
+
+
+def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(QuickstartError, match=r"holds other files \(thesis\.tex\)"):
+        open_output(tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_an_output_that_cannot_be_written_is_named() -> None:
+    with pytest.raises(QuickstartError, match="--output /proc/nowhere cannot be written"):
+        open_output(Path("/proc/nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("bridge", "flag", "gpu"), [("broadcast", "--use-shared-memory", "5"), ("single-copy", "--single-copy", "4")]
+)
+def test_the_plan_hands_ports_bridge_and_gpus_to_every_process(bridge: str, flag: str, gpu: str) -> None:
+    plan = Plan(replace(OPTIONS, bridge=bridge, gpus=(4, 5)), Ports(service=1111, vllm=2222, rendezvous=3333))
+    assert plan.vllm().variables["CUDA_VISIBLE_DEVICES"] == "4"
+    assert plan.trainer().variables["CUDA_VISIBLE_DEVICES"] == gpu
+    assert flag in plan.trainer().arguments
+    for command in (plan.vllm(), plan.trainer()):
+        assert command.variables["MASTER_PORT"] == "3333"
+        assert "2222" in command.arguments
+    assert plan.vllm().variables["VLLM_ENABLE_SHARED_WEIGHTS"] == "1"
+    for command in (plan.environment(), plan.trainer()):
+        assert "http://localhost:1111" in command.arguments
+    assert all(line in plan.script() for line in ("MASTER_PORT=3333", "--port 1111", flag))

@@ -1,0 +1,119 @@
+"""Who may import whom. Read from the syntax trees, followed through every module of the project, imports in functions too."""
+
+from __future__ import annotations
+
+import ast
+from collections import deque
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("atroposlib", "environments", "example_trainer", "vllm_patching", "scripts")
+
+NEVER = {
+    "atroposlib": ("torch", "vllm", "example_trainer", "vllm_patching", "environments"),
+    "environments": ("torch", "vllm", "example_trainer", "vllm_patching"),
+    "vllm_patching": ("example_trainer", "atroposlib", "environments"),
+    "example_trainer": ("atroposlib.api", "atroposlib.cli", "environments"),
+    "scripts.quickstart": ("torch", "vllm", "example_trainer", "vllm_patching", "atroposlib"),
+}
+"""Package -> what none of its modules may import, neither itself nor through another module of the project."""
+
+
+def module_name(path: Path, root: Path) -> str:
+    """`atroposlib/api/server.py` -> `atroposlib.api.server`."""
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_by(path: Path, root: Path) -> set[str]:
+    """Every name that the module imports, `from a import b` as both `a` and `a.b`."""
+    name = module_name(path, root)
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")
+                parents = parents[: len(parents) - node.level + 1]
+                base = ".".join([*parents, *([base] if base else [])])
+            found |= {base} | {f"{base}.{alias.name}" for alias in node.names}
+    return found
+
+
+def import_graph(root: Path, packages: tuple[str, ...]) -> dict[str, set[str]]:
+    """Module -> what it imports; the packages around each imported module count as imported, as Python does it."""
+    graph = {}
+    for package in packages:
+        for path in sorted((root / package).rglob("*.py")):
+            names = imported_by(path, root)
+            around = {name.rsplit(".", depth)[0] for name in names for depth in range(1, name.count(".") + 1)}
+            graph[module_name(path, root)] = names | around
+    return graph
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def violations(graph: dict[str, set[str]], package: str, forbidden: tuple[str, ...]) -> list[str]:
+    """Chains of imports that lead from a module of the package to something forbidden, the shortest for each module."""
+    chains = []
+    for start in sorted(module for module in graph if within(module, package)):
+        queue, seen = deque([(start,)]), {start}
+        while queue:
+            chain = queue.popleft()
+            bad = sorted(name for name in graph[chain[-1]] if any(within(name, word) for word in forbidden))
+            if bad:
+                chains.append(" -> ".join([*chain, bad[0]]))
+                break
+            for name in sorted(graph[chain[-1]] & graph.keys() - seen):
+                seen.add(name)
+                queue.append((*chain, name))
+    return chains
+
+
+@pytest.mark.parametrize("package", NEVER)
+def test_packages_keep_to_their_room(package: str) -> None:
+    graph = import_graph(ROOT, PACKAGES)
+    assert any(within(module, package) for module in graph), f"no modules found in {package}"
+    assert violations(graph, package, NEVER[package]) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "chain"),
+    [
+        ({"a/__init__.py": "", "a/m.py": "def f():\n    import torch.nn as nn"}, "a.m -> torch"),
+        (
+            {"a/__init__.py": "", "a/m.py": "from b import n", "b/__init__.py": "", "b/n.py": "from torch import nn"},
+            "a.m -> b.n -> torch",
+        ),
+        (
+            {"a/__init__.py": "", "a/m.py": "from b.sub import x", "b/__init__.py": "import torch", "b/sub.py": ""},
+            "a.m -> b -> torch",
+        ),
+        ({"a/__init__.py": "", "a/m.py": "from . import n", "a/n.py": "import vllm.config"}, "a.m -> a.n -> vllm"),
+        (
+            {"a/__init__.py": "", "a/deep/__init__.py": "", "a/deep/m.py": "from ..n import f", "a/n.py": "import torch"},
+            "a.deep.m -> a.n -> torch",
+        ),
+    ],
+)
+def test_the_rule_sees_every_way_round(tmp_path: Path, files: dict[str, str], chain: str) -> None:
+    """The control: a tree that breaks the rule is caught, with the shortest way in."""
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    found = violations(import_graph(tmp_path, ("a", "b")), "a", ("torch", "vllm"))
+    assert chain in found
+
+
+def test_names_that_only_begin_alike_are_let_through(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "m.py").write_text("import torchvision\nimport vllm_patching\n")
+    assert violations(import_graph(tmp_path, ("a",)), "a", ("torch", "vllm")) == []

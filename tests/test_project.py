@@ -1,0 +1,182 @@
+"""The project as a whole: promised log lines, files within reading size, commands of the README that exist, no debris."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CODE = ("atroposlib", "environments", "example_trainer", "vllm_patching", "scripts", "bench", "tests")
+
+PROMISED_LINES = {
+    "vllm_patching example_trainer/vllm_api_server.py": (
+        "✓ Exported ",
+        "✓ Shared memory setup complete!",
+        "✓ Weight updater thread started (name: ",
+        "WeightUpdater_TP",
+        "Uvicorn running on http://",
+    ),
+    "example_trainer vllm_patching": (
+        "✓ Gloo group created",
+        "✓ NCCL group created",
+        "✓ All ranks synchronized and ready",
+        " params from vLLM to trainer",
+        "Step ",
+    ),
+}
+"""Folders and files -> text that people grep for, which must not change when somebody rewords a message."""
+
+
+def sources(folder: str) -> list[Path]:
+    path = ROOT / folder
+    return [path] if path.is_file() else sorted(path.rglob("*.py"))
+
+
+def tracked() -> list[str]:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
+    return [name for name in listed.split("\0") if name]
+
+
+@pytest.mark.parametrize(("places", "text"), [(places, text) for places, texts in PROMISED_LINES.items() for text in texts])
+def test_log_lines_that_people_grep_for_are_written_somewhere(places: str, text: str) -> None:
+    assert any(text in path.read_text(encoding="utf-8") for place in places.split() for path in sources(place))
+
+
+@pytest.mark.parametrize("folder", CODE)
+def test_files_can_be_read_in_one_sitting(folder: str) -> None:
+    long = {
+        str(p.relative_to(ROOT)): n for p in sources(folder) if (n := len(p.read_text(encoding="utf-8").splitlines())) > 400
+    }
+    assert long == {}
+
+
+def test_no_folder_of_tests_hides_a_package() -> None:
+    """tests/ comes first on sys.path: a regular package tests/atroposlib would be imported in place of atroposlib."""
+    packages = [name for name in CODE if (ROOT / "tests" / name / "__init__.py").exists()]
+    assert packages == []
+
+
+def test_packages_of_the_project_are_all_installed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    included = {pattern.rstrip("*") for pattern in project["tool"]["setuptools"]["packages"]["find"]["include"]}
+    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"scripts", "tests", "bench"}
+    assert folders == included
+    for folder in folders:  # a folder with modules but without __init__.py would silently not be installed
+        for path in (ROOT / folder).rglob("*.py"):
+            assert (path.parent / "__init__.py").exists(), f"{path.parent} lacks an __init__.py"
+
+
+def test_requirements_name_what_the_project_depends_on() -> None:
+    """Whoever installs a requirements file gets everything that pyproject.toml asks for."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    optional = project["optional-dependencies"]
+    asked = [*project["dependencies"], *optional["gsm8k"], *optional["trainer"], *optional["dev"]]
+    names = {plain(re.split(r"[<>=\[ ;]", line)[0]) for line in asked}
+    for file, provided in (("requirements.txt", {"torch"}), ("requirements-cpu.txt", {"torch"})):
+        listed = {plain(m) for m in re.findall(r"^([A-Za-z0-9_.-]+)", (ROOT / file).read_text(), re.MULTILINE)}
+        assert names - listed - provided == set(), f"missing in {file}"
+
+
+def plain(name: str) -> str:
+    """A distribution's name as package indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_every_locked_package_is_pinned_by_hash() -> None:
+    lines = [line for line in (ROOT / "requirements-cpu.txt").read_text().replace("\\\n", " ").splitlines() if line.strip()]
+    packages = [line for line in lines if not line.lstrip().startswith("#")]
+    assert len(packages) > 100
+    assert [line[:60] for line in packages if "==" not in line or "--hash=sha256:" not in line] == []
+    assert not any(line.startswith(("torchvision", "torchaudio", "torchcodec", "triton", "nvidia")) for line in packages)
+
+
+def test_shell_scripts_parse_and_can_be_run() -> None:
+    scripts = [*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run"]
+    assert len(scripts) >= 4
+    for script in scripts:
+        subprocess.run(["bash", "-n", script], check=True, timeout=30)
+        assert os.access(script, os.X_OK), f"{script} is not executable"
+
+
+def test_continuous_integration_runs_the_test_command() -> None:
+    assert "scripts/test.sh" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_no_debris_is_tracked() -> None:
+    debris = re.compile(r"(^|/)(__pycache__|runs|wandb|\.venv)/|\.(log|pyc|orig|rej|swp)$|egg-info")
+    assert [name for name in tracked() if debris.search(name)] == []
+
+
+def test_nothing_points_outside_the_repository() -> None:
+    """Absolute paths of one machine help nobody else."""
+    # Put together here, so that this file itself holds none of them.
+    wanted = re.compile(
+        "|".join(re.escape("/" + word) for word in ("work" + "/main", "work" + "/shared", "home" + "/user", "opt" + "/wheels"))
+    )
+    found = []
+    for name in tracked():
+        path = ROOT / name
+        if path.is_file() and path.suffix in {".py", ".sh", ".md", ".toml", ".txt", ".yaml", ".yml", ".json", ""}:
+            text = path.read_text(encoding="utf-8", errors="replace")
+            found += [f"{name}: {m.group()}" for m in wanted.finditer(text)]
+    assert found == []
+
+
+def documents() -> list[Path]:
+    return [
+        *sorted(ROOT.glob("*.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
+        *sorted((ROOT / "example_trainer").glob("*.md")),
+    ]
+
+
+def commands(document: Path) -> list[str]:
+    """Files and modules that the shell blocks of a document run."""
+    blocks = re.findall(
+        r"^```(?:bash|sh|shell|console)\n(.*?)^```", document.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+    found = []
+    for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
+        line = line.strip().removeprefix("$ ")
+        found += re.findall(r"(?:^|[\s;&|])(\./[\w./-]+\.sh|scripts/[\w./-]+)", line)
+        found += re.findall(r"python3?(?: -u)? ([\w./-]+\.py)\b", line)
+        found += [f"-m {module}" for module in re.findall(r"python3? (?:-u )?-m ([\w.]+)", line)]
+    return found
+
+
+@pytest.mark.parametrize("document", documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_in_the_documents_exist(document: Path) -> None:
+    missing = []
+    for command in commands(document):
+        if command.startswith("-m "):
+            module = command[3:].replace(".", "/")
+            ours = module.split("/")[0] in CODE
+            if ours and not ((ROOT / f"{module}.py").exists() or (ROOT / module / "__main__.py").exists()):
+                missing.append(command)
+        elif not (ROOT / command).exists():
+            missing.append(command)
+    assert missing == []
+
+
+@pytest.mark.parametrize("document", documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_between_the_documents_lead_somewhere(document: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8"))
+    images = re.findall(r"<img[^>]+src=\"([^\"]+)\"", document.read_text(encoding="utf-8"))
+    local = [link for link in links + images if not re.match(r"[a-z]+:", link)]
+    assert [link for link in local if not (document.parent / link).exists()] == []
+
+
+def test_scripts_run_by_path_find_the_repository(tmp_path: Path) -> None:
+    """The quick start is run by path from any folder; its --help needs no installation."""
+    path = ROOT / "scripts" / "quickstart" / "__main__.py"
+    done = subprocess.run([sys.executable, "-S", path, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "--bridge" in done.stdout
