@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
+import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,6 @@ from example_trainer.errors import ModelError
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.geometry import Geometry
 from example_trainer.models.layout import Part, layout
-
-logger = logging.getLogger(__name__)
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _HUB_FILES = ["*.safetensors", INDEX_FILE, "*.json", "*.txt", "*.model", "*.jinja"]
@@ -188,39 +186,59 @@ def _some(names: list[str], shown: int = 4) -> str:
     return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def hf_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """The model's weights under their Hugging Face names, as contiguous views where they can be."""
-    parameters = dict(model.named_parameters())
-    for parameter_name, parts in layout(model.geometry).items():
-        for part in parts:
-            yield part.name, parameters[parameter_name].detach()[part.start : part.stop]
+def hf_tensors(model: Decoder, weights: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The model's weights under their Hugging Face names, in the parameters' dtype.
+
+    Args:
+        weights: take these values, by parameter name, instead of the parameters' own, rounded to the parameters' dtype.
+    """
+    for parameter_name, part in _parts(model):
+        yield part.name, _tensor(model, weights, parameter_name, part)
 
 
-def save_model(model: Decoder, folder: Path, max_shard_bytes: int = 5 * 10**9) -> None:
+def _parts(model: Decoder) -> Iterator[tuple[str, Part]]:
+    return ((name, part) for name, parts in layout(model.geometry).items() for part in parts)
+
+
+def _tensor(model: Decoder, weights: Mapping[str, Tensor] | None, parameter_name: str, part: Part) -> Tensor:
+    parameter = model.get_parameter(parameter_name)
+    source = parameter if weights is None else weights[parameter_name]
+    return source.detach()[part.start : part.stop].to(parameter.dtype)
+
+
+def save_model(
+    model: Decoder, folder: Path, weights: Mapping[str, Tensor] | None = None, max_shard_bytes: int = 5 * 10**9
+) -> None:
     """Write a Hugging Face checkpoint: weights in the parameters' dtype, config, tokenizer files.
 
-    The folder is created. Weights go to one file, or to several with an index when they exceed `max_shard_bytes`. Loading
-    a checkpoint in its own dtype and saving it again gives equal tensors, byte for byte, and a copy of its config.json.
+    The folder is created. Weights go to one file, or to several with an index when they exceed `max_shard_bytes`; one of
+    them is in memory at a time. Loading a checkpoint in its own dtype and saving it again gives equal tensors, byte for
+    byte, and a copy of its config.json.
+
+    Args:
+        weights: see hf_tensors.
 
     Raises:
         OSError, SafetensorError: the disk is full or not writable.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, tensor in hf_tensors(model):
-        if shards[-1] and size + tensor.nbytes > max_shard_bytes:
-            shards.append({})
+    shards: list[list[tuple[str, Part]]] = [[]]
+    size = total = 0
+    for parameter_name, part in _parts(model):
+        nbytes = math.prod(part.shape) * model.output_weight.dtype.itemsize
+        if shards[-1] and size + nbytes > max_shard_bytes:
+            shards.append([])
             size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
+        shards[-1].append((parameter_name, part))
+        size += nbytes
+        total += nbytes
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        weight_map |= dict.fromkeys(shard, file)
-        save_file({name: tensor.cpu().contiguous() for name, tensor in shard.items()}, folder / file, metadata={"format": "pt"})
+        tensors = {part.name: _tensor(model, weights, name, part).cpu().contiguous() for name, part in shard}
+        weight_map |= dict.fromkeys(tensors, file)
+        save_file(tensors, folder / file, metadata={"format": "pt"})
     if len(shards) > 1:
-        total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     if model.source is not None:

@@ -1,0 +1,88 @@
+"""From options to the parts that the training loop is made of."""
+
+from __future__ import annotations
+
+import torch
+
+from example_trainer.config import TrainerConfig
+from example_trainer.errors import ConfigError
+from example_trainer.models import Decoder
+from example_trainer.models.hf_checkpoint import checkpoint_dtype, find_checkpoint
+from example_trainer.optimizer import MasterAdamW
+from example_trainer.rollout_client import Registration
+
+
+def choose_device(config: TrainerConfig) -> torch.device:
+    """The device to train on; also sets the number of torch's CPU threads.
+
+    Raises:
+        ConfigError: there is no such device here.
+    """
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {name!r} is no device; give auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {name!r} is not supported; give auto, cpu, cuda or cuda:N")
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ConfigError(
+            f"--device {name}: this process sees {count} GPUs; look at CUDA_VISIBLE_DEVICES, or give --device cpu"
+        )
+    return device
+
+
+def choose_dtype(config: TrainerConfig, serving: torch.dtype | None, device: torch.device) -> torch.dtype:
+    """The dtype of the model's parameters: the server's, if it serves them.
+
+    Raises:
+        ConfigError: --dtype asks for another one than the server serves.
+    """
+    asked = None if config.dtype == "auto" else getattr(torch, config.dtype)
+    if serving is not None:
+        if asked not in (None, serving):
+            raise ConfigError(
+                f"--dtype {config.dtype}, but the vLLM server holds {str(serving).removeprefix('torch.')}; give both the same"
+            )
+        return serving
+    if asked is not None:
+        dtype: torch.dtype = asked
+        return dtype
+    # bf16 arithmetic on CPUs is slow, and not to be trusted on all of them.
+    return torch.float32 if device.type == "cpu" else checkpoint_dtype(find_checkpoint(config.model_name))
+
+
+def make_optimizer(config: TrainerConfig, model: Decoder) -> MasterAdamW:
+    """The optimizer that the options describe, with masters of the model's present weights."""
+    return MasterAdamW(
+        model,
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.adam_eps,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
+        schedule=config.lr_schedule,
+        warmup_steps=config.warmup_steps,
+        total_steps=config.training_steps,
+    )
+
+
+def registration(config: TrainerConfig, starting_step: int) -> Registration:
+    """What the rollout service is told."""
+    project, group = config.wandb_names
+    return Registration(
+        wandb_group=group,
+        wandb_project=project,
+        batch_size=config.sequences_per_step,
+        max_token_len=config.seq_len,
+        checkpoint_dir=str(config.save_path.resolve()),
+        save_checkpoint_interval=config.checkpoint_interval,
+        starting_step=starting_step,
+        num_steps=config.training_steps,
+        max_staleness=config.max_staleness,
+    )

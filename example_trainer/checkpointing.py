@@ -1,0 +1,168 @@
+"""Checkpoints: `step_N/` is a Hugging Face checkpoint, with what the next step needs in `step_N/trainer_state/`.
+
+A checkpoint is written beside its place and renamed into it, so a folder called `step_N` is always complete.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from example_trainer.errors import CheckpointError
+from example_trainer.models import Decoder, save_model
+from example_trainer.optimizer import MasterAdamW
+
+logger = logging.getLogger(__name__)
+
+STATE_FOLDER, OPTIMIZER_FILE, TRAINER_FILE = "trainer_state", "optimizer.safetensors", "trainer.json"
+_STEP = re.compile(r"step_(\d+)")
+
+
+def steps_in(folder: Path) -> dict[int, Path]:
+    """The complete checkpoints in a folder, by step, oldest first."""
+    found = {int(match[1]): path for path in folder.glob("step_*") if path.is_dir() and (match := _STEP.fullmatch(path.name))}
+    return dict(sorted(found.items()))
+
+
+def find_resume(resume: str | None, folder: Path) -> Path | None:
+    """The checkpoint to continue from.
+
+    Args:
+        resume: "auto" for the newest that has its optimizer state (None if there is none yet), a checkpoint's path, or None.
+        folder: where checkpoints are saved.
+
+    Raises:
+        CheckpointError: the path is no checkpoint, or lacks its optimizer state.
+    """
+    if resume is None:
+        if present := steps_in(folder):
+            logger.warning(
+                "%s holds checkpoints up to step %d: this run starts anew and replaces equal steps (--resume auto continues)",
+                folder, max(present),
+            )  # fmt: skip
+        return None
+    if resume == "auto":
+        complete = [path for path in steps_in(folder).values() if (path / STATE_FOLDER / TRAINER_FILE).is_file()]
+        if not complete:
+            logger.info("No checkpoint with an optimizer state in %s: starting anew", folder)
+        return complete[-1] if complete else None
+    path = Path(resume).expanduser()
+    if not (path / STATE_FOLDER / TRAINER_FILE).is_file():
+        what = "does not exist" if not path.is_dir() else f"has no {STATE_FOLDER}/{TRAINER_FILE}"
+        raise CheckpointError(
+            f"--resume {resume}: the folder {what}; give a step_N folder that keeps its optimizer state, or 'auto'"
+        )
+    return path
+
+
+def load_state(checkpoint: Path, optimizer: MasterAdamW) -> None:
+    """Put the optimizer where it was when `checkpoint` was saved.
+
+    Raises:
+        CheckpointError: the state is unreadable, or of another model.
+    """
+    try:
+        trainer: dict[str, Any] = json.loads((checkpoint / STATE_FOLDER / TRAINER_FILE).read_text(encoding="utf-8"))
+        state = load_file(checkpoint / STATE_FOLDER / OPTIMIZER_FILE)
+        steps = int(trainer["step"])
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read the optimizer state in {checkpoint / STATE_FOLDER}: {error}") from error
+    optimizer.load_state_dict(state, steps)
+
+
+class Checkpoints:
+    """Writes checkpoints into a folder.
+
+    Args:
+        folder: created when the first one is saved.
+        keep_states: how many of the newest keep their optimizer state, which is several times as large as the weights;
+            0 for all.
+
+    Attributes:
+        last: the step of the newest one saved or resumed from by this process; None before that.
+    """
+
+    def __init__(self, folder: Path, keep_states: int = 1, last: int | None = None) -> None:
+        self.folder, self.keep_states, self.last = folder, keep_states, last
+
+    def save(self, model: Decoder, optimizer: MasterAdamW, config: dict[str, Any]) -> Path:
+        """Write `step_N` for the optimizer's masters, which the model's dtype is the rounding of.
+
+        Raises:
+            CheckpointError: it could not be written whole; earlier checkpoints are as they were.
+        """
+        final = self.folder / f"step_{optimizer.steps}"
+        draft = self.folder / f".{final.name}.draft-{os.getpid()}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._remove_drafts()
+            self._require_space(model, optimizer)
+            save_model(model, draft, weights=optimizer.masters)
+            (draft / STATE_FOLDER).mkdir()
+            save_file(optimizer.state_dict(), draft / STATE_FOLDER / OPTIMIZER_FILE)
+            state = {"step": optimizer.steps, "config": config}
+            (draft / STATE_FOLDER / TRAINER_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+            _flush(draft)
+            _replace(draft, final)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            kept = f"step_{self.last} is untouched" if self.last is not None else "there was none before it"
+            reason = (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())
+            raise CheckpointError(
+                f"could not write checkpoint {final}: {reason}; {kept}; make room or change --save-path"
+            ) from error
+        self.last = optimizer.steps
+        logger.info("Saved checkpoint %s", final)
+        self._drop_old_states()
+        return final
+
+    def _remove_drafts(self) -> None:
+        for draft in self.folder.glob(".step_*.draft-*"):
+            owner = int(draft.name.rpartition("-")[2])
+            if owner == os.getpid() or not Path(f"/proc/{owner}").exists():
+                logger.warning("Removing %s, which a process that died left unfinished", draft)
+                shutil.rmtree(draft)
+
+    def _require_space(self, model: Decoder, optimizer: MasterAdamW) -> None:
+        # Knowing beforehand is kinder than failing after gigabytes; the write itself is guarded too.
+        needed = sum(p.nbytes for p in model.parameters()) + 12 * sum(m.numel() for m in optimizer.masters.values())
+        free = shutil.disk_usage(self.folder).free
+        if free < needed:
+            raise OSError(0, f"it needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free")
+
+    def _drop_old_states(self) -> None:
+        with_state = [path for path in steps_in(self.folder).values() if (path / STATE_FOLDER).is_dir()]
+        for path in with_state[: -self.keep_states] if self.keep_states else []:
+            shutil.rmtree(path / STATE_FOLDER)
+            logger.info(
+                "Removed the optimizer state of %s (--keep-optimizer-states %d); its weights stay", path, self.keep_states
+            )
+
+
+def _flush(folder: Path) -> None:
+    """Make sure that every file is on the disk before the folder gets its name."""
+    for path in sorted(folder.rglob("*")):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _replace(draft: Path, final: Path) -> None:
+    if not final.exists():
+        draft.rename(final)
+        return
+    logger.warning("Replacing checkpoint %s of an earlier run", final)
+    old = draft.with_name(draft.name.replace(".draft-", ".old.draft-"))
+    final.rename(old)
+    draft.rename(final)
+    shutil.rmtree(old)

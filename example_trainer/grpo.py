@@ -1,0 +1,116 @@
+"""Train a language model with GRPO: fetch scored rollouts, take a step, hand the new weights to the inference server.
+
+python -u example_trainer/grpo.py --model-name Qwen/Qwen2.5-3B-Instruct --training-steps 100
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# Run by path: import from the repository, and never a sibling file by a bare name.
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import contextlib
+import logging
+import time
+
+import torch
+
+from example_trainer.assembly import choose_device, choose_dtype, make_optimizer, registration
+from example_trainer.checkpointing import Checkpoints, find_resume, load_state
+from example_trainer.config import TrainerConfig, parse_config
+from example_trainer.data import Batch, parse_batch
+from example_trainer.errors import CheckpointError, NonFiniteError, TrainerError
+from example_trainer.metrics import MetricsLog, step_line, step_row
+from example_trainer.models import load_model
+from example_trainer.process import StopRequested, StopSignal, run
+from example_trainer.rollout_client import RolloutClient
+from example_trainer.step import accumulate_gradients
+from example_trainer.weight_bridge.base import BridgeError
+from example_trainer.weight_bridge.factory import make_bridge
+
+logger = logging.getLogger("example_trainer.grpo")
+
+
+def train(config: TrainerConfig, stop: StopSignal) -> None:
+    """The whole run, from the checkpoint it starts from to the one it ends with."""
+    torch.manual_seed(config.seed)
+    device = choose_device(config)
+    start = find_resume(config.resume, config.save_path)
+    with contextlib.ExitStack() as stack:
+        bridge = make_bridge(config)
+        stack.callback(bridge.close)
+        dtype = choose_dtype(config, bridge.serving_dtype(), device)
+        model = load_model(str(start or config.model_name), dtype, device)
+        model.gradient_checkpointing = config.gradient_checkpointing
+        reference = None
+        if config.kl_coef:
+            reference = load_model(config.reference_model or config.model_name, dtype, device).requires_grad_(False)
+        # The masters are copied from the checkpoint before the bridge may put the parameters onto the server's memory.
+        optimizer = make_optimizer(config, model)
+        if start:
+            load_state(start, optimizer)
+            logger.info("Resuming from %s at step %d", start, optimizer.steps)
+        if optimizer.steps >= config.training_steps:
+            logger.info("Nothing to do: %d of %d steps are done", optimizer.steps, config.training_steps)
+            return
+        checkpoints = Checkpoints(config.save_path, config.keep_optimizer_states, last=optimizer.steps if start else None)
+        options = config.model_dump(mode="json")
+        metrics = MetricsLog(config.log_dir, options, optimizer.steps, config.wandb_names if config.use_wandb else None)
+        stack.callback(metrics.close)
+        client = RolloutClient(config.atropos_url, stop, config.atropos_api_key, config.service_timeout, config.batch_timeout)
+        stack.callback(client.close)
+
+        bridge.connect(model)
+        bridge.sync(optimizer.steps, optimizer.write_weights)  # nothing may be generated with older weights
+        client.register(registration(config, optimizer.steps))
+        try:
+            while optimizer.steps < config.training_steps:
+                begun = time.perf_counter()
+                batch = read_batch(client, config, model.geometry.vocab_size)
+                waited = time.perf_counter()
+                sums = accumulate_gradients(model, optimizer, batch, config, stop, reference)
+                step = optimizer.step()
+                trained = time.perf_counter()
+                report = bridge.sync(optimizer.steps, optimizer.write_weights)
+                client.acknowledge(optimizer.steps)
+                synced = time.perf_counter()
+                seconds = (waited - begun, trained - waited, synced - trained)
+                row = step_row(batch, sums, step, report, bridge, client.queue_size(), seconds, optimizer.steps)
+                metrics.write(optimizer.steps, row)
+                logger.info("%s", step_line(optimizer.steps, config.training_steps, row))
+                if config.checkpoint_interval and optimizer.steps % config.checkpoint_interval == 0:
+                    checkpoints.save(model, optimizer, options)
+                stop.check()
+        except (StopRequested, TrainerError, BridgeError) as error:
+            # What was learned is kept, unless it is what is broken.
+            if not isinstance(error, NonFiniteError | CheckpointError) and optimizer.steps not in (0, checkpoints.last):
+                checkpoints.save(model, optimizer, options)
+            raise
+        if checkpoints.last != optimizer.steps:
+            checkpoints.save(model, optimizer, options)
+        logger.info("Training complete: %d steps, checkpoint %s", optimizer.steps, config.save_path / f"step_{optimizer.steps}")
+
+
+def read_batch(client: RolloutClient, config: TrainerConfig, vocab_size: int) -> Batch:
+    """Wait for a batch and check it. Says what it had to leave out or cut.
+
+    Raises:
+        TrainerError: nothing in the batch can be trained on.
+    """
+    batch = parse_batch(client.next_batch(), config.seq_len, vocab_size, config.advantage_std)
+    for problem in batch.invalid:
+        logger.warning("Left out of the batch: %s", problem)
+    if batch.truncated:
+        logger.warning("%d sequences were longer than --seq-len %d and were cut", batch.truncated, config.seq_len)
+    if batch.ignored_overrides:
+        logger.warning("Overrides that this trainer does not know: %s", ", ".join(sorted(batch.ignored_overrides)))
+    if not batch.trained_tokens:
+        reason = batch.invalid[0] if batch.invalid else "every token is masked with -100"
+        raise TrainerError(f"the batch from {config.atropos_url} holds nothing to train on: {reason}; look at the environment")
+    return batch
+
+
+if __name__ == "__main__":
+    sys.exit(run(lambda stop: train(parse_config(sys.argv[1:]), stop)))

@@ -1,0 +1,100 @@
+"""What makes the trainer a well-behaved process: its log lines, its answer to SIGTERM, its last line and exit status."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+from example_trainer.errors import ConfigError, TrainerError
+from example_trainer.weight_bridge.base import BridgeError
+
+logger = logging.getLogger(__name__)
+
+
+class StopRequested(Exception):
+    """A signal asked the process to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+class StopSignal:
+    """Turns SIGTERM and SIGINT into StopRequested at the next place where stopping leaves everything whole.
+
+    A second signal ends the process at once.
+    """
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._number = 0
+
+    def install(self) -> None:
+        """Take over SIGTERM and SIGINT. Call it in the main thread."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._received)
+
+    def _received(self, number: int, _frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        self._number = number
+        self._event.set()
+
+    def check(self) -> None:
+        """Raise StopRequested if a signal came."""
+        self.wait(0)
+
+    def wait(self, seconds: float) -> None:
+        """Sleep, but raise StopRequested as soon as a signal comes."""
+        if self._event.wait(seconds):
+            raise StopRequested(self._number)
+
+
+class _Formatter(logging.Formatter):
+    """`07:53:11 message`; what is not plain information starts with its level, so that `grep ERROR` finds it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = f"{self.formatTime(record, '%H:%M:%S')} {record.getMessage()}"
+        line = line if record.levelno == logging.INFO else f"{record.levelname} {line}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def log_to_stdout() -> None:
+    """Send this project's log lines to standard output, and other libraries' warnings."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(_Formatter())
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(logging.WARNING)
+    for package in ("example_trainer", "vllm_patching"):
+        logging.getLogger(package).setLevel(logging.INFO)
+
+
+def run(main: Callable[[StopSignal], None]) -> int:
+    """Run a process's work and turn how it ended into a last log line and an exit status.
+
+    Returns:
+        0 when done; 2 for a wrong option; 1 for any other error; 128 + the signal's number when one asked to stop.
+    """
+    log_to_stdout()
+    stop = StopSignal()
+    stop.install()
+    try:
+        main(stop)
+    except StopRequested as request:
+        logger.info("Stopped by %s", request)
+        return 128 + request.number
+    except ConfigError as error:
+        logger.error("%s", error)
+        return 2
+    except (TrainerError, BridgeError) as error:
+        logger.error("%s", " ".join(str(error).split()))
+        return 1
+    except Exception as error:
+        logger.exception("This is a bug in the trainer, or the machine ran out of something:")
+        logger.error("%s: %s", type(error).__name__, " ".join(str(error).split()))
+        return 1
+    return 0

@@ -1,0 +1,227 @@
+"""The trainer's side of the rollout service's wire: register, fetch batches, acknowledge them.
+
+Every wait ends: the service may be away for `service_timeout` seconds at a time, and a batch may take `batch_timeout`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import httpx
+from httpx import codes
+
+from example_trainer.errors import RolloutServiceError
+from example_trainer.process import StopSignal
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_SECONDS = 10.0
+_REQUEST_SECONDS = 60.0
+_FIRST_DELAY, _LONGEST_DELAY = 0.2, 5.0
+_FIRST_POLL, _LONGEST_POLL = 0.02, 0.25
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What the trainer tells the service, and through it the environments.
+
+    Attributes:
+        batch_size: sequences in each batch.
+        max_token_len: longest sequence in tokens.
+        save_checkpoint_interval: steps between checkpoints, 0 for none but the last.
+        starting_step, num_steps: optimizer steps done and to be done in all.
+        max_staleness: oldest data wanted, in weight versions; None for any.
+    """
+
+    wandb_group: str
+    wandb_project: str
+    batch_size: int
+    max_token_len: int
+    checkpoint_dir: str
+    save_checkpoint_interval: int
+    starting_step: int
+    num_steps: int
+    max_staleness: int | None = None
+
+
+class RolloutClient:
+    """Talks to one rollout service.
+
+    Example:
+        client = RolloutClient("http://localhost:8000", StopSignal())
+        client.register(registration)
+        groups = client.next_batch()
+        ...
+        client.acknowledge(weight_version)
+    """
+
+    def __init__(
+        self,
+        url: str,
+        stop: StopSignal,
+        api_key: str | None = None,
+        service_timeout: float = 300.0,
+        batch_timeout: float = 1800.0,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.stop, self.service_timeout, self.batch_timeout = stop, service_timeout, batch_timeout
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=_REQUEST_SECONDS)
+        self._registration: Registration | None = None
+        self._version = 0
+        self._acknowledges = True
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._http.close()
+
+    def register(self, registration: Registration) -> None:
+        """Wait until the service is there, and register as its trainer.
+
+        Raises:
+            RolloutServiceError: it is not there in time, or refuses.
+        """
+        self._registration, self._version = registration, registration.starting_step
+        self._register()
+        logger.info("Registered with the rollout service at %s", self.url)
+
+    def _register(self) -> None:
+        if self._registration is None:
+            raise RuntimeError("register() comes first")
+        body = asdict(self._registration) | {"starting_step": self._version}
+        if self._registration.max_staleness is None:
+            del body["max_staleness"]
+        self._request("POST", "/register", body)
+
+    def next_batch(self) -> list[dict[str, Any]]:
+        """Poll for a batch.
+
+        A service that was restarted meanwhile, or that lost the connection while it handed a batch out, is registered with
+        again: it then hands out again what was never acknowledged.
+
+        Returns:
+            Its groups.
+
+        Raises:
+            RolloutServiceError: no batch came in time, or the service went away for too long.
+        """
+        begun = last_said = time.monotonic()
+        delay = _FIRST_POLL
+        while True:
+            answer = self._request("GET", "/batch", interrupted={"status": "error", "message": "the connection broke"})
+            if answer.get("status") == "error":
+                logger.warning("Registering with the rollout service at %s again: %s", self.url, answer.get("message"))
+                self._register()
+            elif groups := answer.get("batch"):
+                if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+                    raise RolloutServiceError(
+                        f"{self.url}/batch answered a batch that is no list of groups: {str(groups)[:200]}"
+                    )
+                return groups
+            now = time.monotonic()
+            if now - begun > self.batch_timeout:
+                raise RolloutServiceError(
+                    f"no batch came from {self.url} within {self.batch_timeout:.0f} s (--batch-timeout): {self._progress()}; "
+                    "is an environment running, and does vLLM answer it?"
+                )
+            if now - last_said > PROGRESS_SECONDS:
+                logger.info("Waiting for a batch for %.0f s: %s", now - begun, self._progress())
+                last_said = now
+            self.stop.wait(delay)
+            delay = min(_LONGEST_POLL, delay * 1.5)
+
+    def _progress(self) -> str:
+        wanted = self._registration.batch_size if self._registration else 0
+        return f"{self.queue_size()} groups are queued, {wanted} sequences make a batch"
+
+    def queue_size(self) -> int:
+        """Groups that the service holds for later batches."""
+        answer = self._request("GET", "/status")
+        return int(answer.get("queue_size") or 0)
+
+    def acknowledge(self, weight_version: int) -> None:
+        """Say that the last batch is in the weights, so that the service need not hand it out again.
+
+        A service without acknowledgements (the original wire) is not asked twice.
+        """
+        self._version = weight_version
+        if not self._acknowledges:
+            return
+        answer = self._request("POST", "/batch/ack", {"weight_version": weight_version}, absent={"status": "absent"})
+        if answer.get("status") == "absent":
+            self._acknowledges = False
+            logger.info(
+                "The rollout service at %s takes no acknowledgements: a batch is lost if the trainer dies with it", self.url
+            )
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        interrupted: dict[str, Any] | None = None,
+        absent: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """One call, tried again while the service is away.
+
+        Args:
+            interrupted: return this when the connection fails, instead of trying again: for calls that must not be repeated.
+            absent: return this when the service has no such path.
+        """
+        lost_at: float | None = None
+        last_said, delay = -math.inf, _FIRST_DELAY
+        while True:
+            self.stop.check()
+            try:
+                response = self._http.request(method, path, json=body)
+            except (httpx.TransportError, httpx.DecodingError) as error:
+                if interrupted is not None:
+                    return interrupted
+                reason = f"{type(error).__name__}: {error}"
+            else:
+                if not response.is_server_error and response.status_code != codes.TOO_MANY_REQUESTS:
+                    if lost_at is not None:
+                        logger.info("The rollout service at %s is there", self.url)
+                    missing = response.status_code in (codes.NOT_FOUND, codes.METHOD_NOT_ALLOWED)
+                    return absent if missing and absent is not None else self._answer(response, method, path)
+                reason = f"HTTP {response.status_code} {response.text[:200]}"
+            now = time.monotonic()
+            lost_at = now if lost_at is None else lost_at
+            if now - lost_at > self.service_timeout:
+                raise RolloutServiceError(
+                    f"the rollout service at {self.url} did not answer {method} {path} for {self.service_timeout:.0f} s "
+                    f"(--service-timeout); last: {reason}; start it with: python -m atroposlib.cli.run_api"
+                )
+            if now - last_said > PROGRESS_SECONDS:
+                logger.warning(
+                    "Waiting for the rollout service at %s for %.0f of %.0f s (%s)",
+                    self.url,
+                    now - lost_at,
+                    self.service_timeout,
+                    reason,
+                )
+                last_said = now
+            self.stop.wait(min(delay, self.service_timeout))
+            delay = min(_LONGEST_DELAY, delay * 2)
+
+    def _answer(self, response: httpx.Response, method: str, path: str) -> dict[str, Any]:
+        if response.status_code in (codes.UNAUTHORIZED, codes.FORBIDDEN):
+            raise RolloutServiceError(
+                f"the rollout service at {self.url} refuses this trainer ({response.status_code}); give --atropos-api-key"
+            )
+        if not response.is_success:
+            raise RolloutServiceError(f"{method} {self.url}{path} answered {response.status_code}: {response.text[:300]}")
+        try:
+            answer = response.json()
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            start = response.text[:80]
+            raise RolloutServiceError(
+                f"{method} {self.url}{path} answered no JSON object ({start!r}); is --atropos-url a rollout service?"
+            )
+        return answer

@@ -1,0 +1,83 @@
+"""The gradient of one batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from example_trainer.config import TrainerConfig
+from example_trainer.data import Batch, MicroBatch, microbatches
+from example_trainer.loss import chosen_logprobs, grpo_loss
+from example_trainer.models import Decoder
+from example_trainer.optimizer import MasterAdamW
+from example_trainer.process import StopSignal
+
+
+@dataclass
+class StepSums:
+    """Figures of a batch: the loss, and means over its trained tokens.
+
+    Attributes:
+        loss: what the gradient is of.
+        kl: KL(rollout policy ‖ current policy) by k3, in nats.
+        reference_kl: KL(current policy ‖ reference) by k3, in nats; 0 without a reference.
+        entropy: of the current policy where it chose the tokens, in nats.
+        clip_fraction: share of the tokens whose gradient is stopped by clipping.
+        missing_rollout_logprobs: share of the tokens that came without a rollout logprob.
+    """
+
+    loss: float = 0.0
+    kl: float = 0.0
+    reference_kl: float = 0.0
+    entropy: float = 0.0
+    clip_fraction: float = 0.0
+    missing_rollout_logprobs: float = 0.0
+
+
+def accumulate_gradients(
+    model: Decoder,
+    optimizer: MasterAdamW,
+    batch: Batch,
+    config: TrainerConfig,
+    stop: StopSignal,
+    reference: Decoder | None = None,
+) -> StepSums:
+    """Add the gradient of a batch to the optimizer's, one microbatch at a time.
+
+    How the batch is split does not matter: every token's weight is its weight in the whole batch.
+
+    Raises:
+        StopRequested: a signal came; the step must not be taken.
+    """
+    device = model.output_weight.device
+    totals = torch.zeros(6, dtype=torch.float64, device=device)
+    for micro in microbatches(batch, config.batch_size, config.loss_normalisation, config.seq_len):
+        stop.check()
+        micro = micro.to(device)
+        logprobs, entropy = response_logprobs(model, micro, config)
+        reference_logprobs = None
+        if reference is not None:
+            with torch.no_grad():
+                reference_logprobs, _ = response_logprobs(reference, micro, config)
+        loss, sums = grpo_loss(
+            logprobs,
+            micro.rollout_logprobs,
+            micro.advantages,
+            micro.weights,
+            clip_low=config.clip_eps,
+            clip_high=config.clip_high,
+            kl_coef=config.kl_coef,
+            reference_logprobs=reference_logprobs,
+        )
+        loss.backward()
+        parts = (loss.detach(), sums.kl, sums.reference_kl, entropy.sum(), sums.clipped, sums.missing_rollout_logprobs)
+        totals += torch.stack([part.double() for part in parts])
+    loss_sum, *others = totals.tolist()
+    return StepSums(loss_sum, *(value / batch.trained_tokens for value in others))
+
+
+def response_logprobs(model: Decoder, micro: MicroBatch, config: TrainerConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprob and entropy ([n] float32 each) at the trained tokens; only these are projected to the vocabulary."""
+    hidden = model(micro.tokens).flatten(0, 1).index_select(0, micro.sources)
+    return chosen_logprobs(hidden, model.output_weight, micro.targets, config.logprob_chunk, config.temperature)
