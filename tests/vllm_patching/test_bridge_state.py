@@ -1,0 +1,126 @@
+"""The state machine: only the arrows of the design exist, versions only grow, and a mixture is never called healthy."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from vllm_patching.bridge_state import IN_UPDATE, BridgeConflict, BridgeState, Phase
+
+UPDATE = [Phase.PREPARED, Phase.PAUSED, Phase.TRANSFERRED, Phase.COMMITTED, Phase.VERIFIED, Phase.SERVING]
+
+
+def run_update(state: BridgeState, version: int) -> None:
+    for phase in UPDATE:
+        state.check(state.epoch, version, phase)
+        state.advance(phase, version)
+
+
+def test_an_update_goes_through_every_phase_in_order() -> None:
+    state = BridgeState()
+    state.begin_epoch("trainer", "broadcast")
+    for index, phase in enumerate(UPDATE):
+        for other in UPDATE:
+            if other is not phase:
+                with pytest.raises(BridgeConflict, match=str(other)):
+                    state.check(1, 7, other)
+        state.check(1, 7, phase)
+        state.advance(phase, 7)
+        assert state.in_update == (index < len(UPDATE) - 1)
+    assert (state.weight_version, state.updates, state.target_version) == (7, 1, None)
+
+
+def test_versions_only_grow_within_an_epoch() -> None:
+    state = BridgeState()
+    state.begin_epoch("first", "broadcast")
+    run_update(state, 5)
+    for stale in (4, 5):
+        with pytest.raises(BridgeConflict, match=f"version {stale} is not newer than version 5"):
+            state.check(1, stale, Phase.PREPARED)
+    state.begin_epoch("second, from an older checkpoint", "broadcast")
+    run_update(state, 2)
+    assert state.weight_version == 2
+
+
+def test_a_superseded_trainer_is_told_so() -> None:
+    state = BridgeState()
+    state.begin_epoch("first", "broadcast")
+    state.begin_epoch("second", "broadcast")
+    with pytest.raises(BridgeConflict, match="second holds epoch 2"):
+        state.check(1, 1, Phase.PREPARED)
+
+
+def test_nobody_joins_in_the_middle_of_an_update() -> None:
+    state = BridgeState()
+    state.begin_epoch("first", "broadcast")
+    state.advance(Phase.PREPARED, 1)
+    with pytest.raises(BridgeConflict, match=r"second cannot join now: first \(epoch 1\) is in phase prepared"):
+        state.begin_epoch("second", "broadcast")
+
+
+def test_another_version_than_the_prepared_one_is_refused() -> None:
+    state = BridgeState()
+    state.begin_epoch("trainer", "broadcast")
+    state.advance(Phase.PREPARED, 3)
+    with pytest.raises(BridgeConflict, match=r"version 4 is not the one that was prepared \(3\)"):
+        state.check(1, 4, Phase.PAUSED)
+
+
+def test_weights_that_were_a_mixture_stay_unhealthy_until_an_update_is_verified() -> None:
+    state = BridgeState()
+    state.begin_epoch("trainer", "broadcast")
+    state.advance(Phase.PREPARED, 1)
+    state.fail("torn", weights_intact=False)
+    assert not state.healthy
+    state.advance(Phase.PREPARED, 1)
+    state.fail("again, before anything was written", weights_intact=True)
+    assert not state.healthy, "the weights under it are still the mixture"
+    run_update(state, 1)
+    assert state.healthy
+    assert state.last_error == ""
+
+
+class Machine(RuleBasedStateMachine):
+    """Any sequence of calls: the machine never serves a version whose update was not verified on whole weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = BridgeState()
+        self.live_is_whole = True
+
+    @rule()
+    def join(self) -> None:
+        if self.state.in_update:
+            with pytest.raises(BridgeConflict):
+                self.state.begin_epoch("t", "broadcast")
+        else:
+            self.state.begin_epoch("t", "broadcast")
+
+    @precondition(lambda self: self.state.epoch > 0)
+    @rule(phase=st.sampled_from(UPDATE), version=st.integers(0, 5))
+    def step(self, phase: Phase, version: int) -> None:
+        try:
+            self.state.check(self.state.epoch, version, phase)
+        except BridgeConflict:
+            return
+        self.state.advance(phase, version)
+        if phase is Phase.COMMITTED:
+            self.live_is_whole = True
+
+    @precondition(lambda self: self.state.in_update)
+    @rule(intact=st.booleans())
+    def fail(self, intact: bool) -> None:
+        self.live_is_whole = self.live_is_whole and intact
+        self.state.fail("x", weights_intact=intact)
+
+    @invariant()
+    def serves_whole_weights_or_is_unhealthy(self) -> None:
+        if self.state.phase is Phase.SERVING:
+            assert self.live_is_whole
+        assert (self.state.target_version is not None) == (self.state.phase in IN_UPDATE)
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
