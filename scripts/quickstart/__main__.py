@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])  # run by path: import from the repository
@@ -13,23 +14,34 @@ if not __package__:
 from scripts.quickstart.options import parse
 from scripts.quickstart.processes import QuickstartError
 
+if TYPE_CHECKING:
+    from scripts.quickstart.run import Quickstart
+
 
 def main(arguments: list[str]) -> int:
     """Run the quick start; returns the exit status."""
     logging.basicConfig(level=logging.WARNING, format="quickstart: %(message)s", stream=sys.stderr)
     try:
         options = parse(arguments)
-        if os.environ.get("LOCKSTEP_CHECK_ONLY") == "1":
-            return 0
-        # After the command line, so that --help and a wrong flag need nothing installed and no time.
-        from rich.console import Console
-
-        from scripts.quickstart.run import Interrupted, Quickstart
     except QuickstartError as error:
         print(f"quickstart: {error}", file=sys.stderr)
         return 2
+    if os.environ.get("LOCKSTEP_CHECK_ONLY") == "1":
+        return 0
+    # Only now, so that --help and a wrong flag need nothing installed and no time.
+    from rich.console import Console
+
+    from scripts.quickstart.run import Quickstart
+
+    return guarded(Quickstart(options, Console()))
+
+
+def guarded(quickstart: Quickstart) -> int:
+    """Run it, and turn its end into a last line and an exit status."""
+    from scripts.quickstart.run import Interrupted
+
     try:
-        Quickstart(options, Console()).run()
+        quickstart.run()
     except QuickstartError as error:
         print(f"quickstart: {error}", file=sys.stderr)
         return 1

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
@@ -94,10 +95,11 @@ class Quickstart:
     Args:
         options: what was asked for.
         console: where to say what happens.
+        make_plan: which commands to run; the tests put small ones in their place.
     """
 
-    def __init__(self, options: Options, console: Console) -> None:
-        self.options, self.console = options, console
+    def __init__(self, options: Options, console: Console, make_plan: Callable[[Options, Ports], Plan] = Plan) -> None:
+        self.options, self.console, self.make_plan = options, console, make_plan
         self.phases = Phases()
         self.metrics = MetricsFile(Path())
         self.supervisor = Supervisor()
@@ -121,7 +123,7 @@ class Quickstart:
         with ExitStack() as stack:
             stack.enter_context(open_output(self.options.output))
             ports = stack.enter_context(PortReservations())
-            self.plan = Plan(self.options, Ports(service=ports.pick(), vllm=ports.pick(), rendezvous=ports.pick()))
+            self.plan = self.make_plan(self.options, Ports(service=ports.pick(), vllm=ports.pick(), rendezvous=ports.pick()))
             (self.options.output / "commands.sh").write_text(self.plan.script())
             self.metrics = MetricsFile(self.plan.trainer_folder / "metrics.jsonl")
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -225,7 +227,7 @@ class Quickstart:
         paths = {
             "reward plot": plot,
             "summary": output / "summary.json",
-            "TensorBoard": self.plan.trainer_folder,
+            "TensorBoard": self.plan.trainer_folder / "tensorboard",
             "process logs": self.plan.logs,
             "commands": output / "commands.sh",
         }
@@ -250,11 +252,10 @@ def read_evaluation(path: Path) -> Evaluation:
     """
     try:
         result = json.loads(path.read_text())
-        metrics = result["metrics"]
         return Evaluation(
-            accuracy=float(metrics["eval/percent_correct"]),
-            problems=int(metrics["eval/problems"]),
-            response_length=metrics.get("eval/response_length_mean"),
+            accuracy=float(result["eval/percent_correct"]),
+            problems=int(result["eval/problems"]),
+            response_length=result.get("eval/response_length_mean"),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise QuickstartError(f"the evaluation's result {path} cannot be used: {type(error).__name__}: {error}") from error

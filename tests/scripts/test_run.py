@@ -1,0 +1,120 @@
+"""The quick start's course over small real processes: success, every way to fail, and nothing left running."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from scripts.quickstart.guard import descendants, parents
+
+STACK = Path(__file__).with_name("small_stack.py")
+
+
+def run_stack(output: Path, steps: int = 3, fault: str = "") -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, STACK, output, str(steps), *([fault] if fault else [])]
+    return subprocess.run(words, capture_output=True, text=True, timeout=120)
+
+
+def left_over(output: Path) -> list[int]:
+    """Living processes of the run with this folder, known by the variable that each of them was started with."""
+    mark = f"SMALL_STACK={output}".encode()
+    found = []
+    for pid in parents():
+        try:
+            if mark in Path("/proc", str(pid), "environ").read_bytes().split(b"\0"):
+                found.append(pid)
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # it ended meanwhile, or is somebody else's
+    return found
+
+
+def test_a_whole_run(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    done = run_stack(output)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((output / "summary.json").read_text())
+    assert (summary["eval_before"], summary["eval_after"], summary["steps"], summary["weight_updates"]) == (0.5, 0.9, 3, 3)
+    assert (output / "reward.png").stat().st_size > 10_000
+    for said in ("step 1/3", "step 3/3", "50.0%", "90.0%", str(output / "reward.png")):
+        assert said in done.stdout, said
+    assert "\x1b" not in done.stdout
+    assert {path.name for path in (output / "logs").glob("*.log")} >= {
+        "service.log",
+        "vllm.log",
+        "trainer.log",
+        "environment.log",
+    }
+    assert left_over(output) == []
+    again = run_stack(output)
+    assert again.returncode == 0, again.stdout + again.stderr
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("vllm-dies", ["vllm exited with code 9", "vllm.log", "RuntimeError: out of tokens"]),
+        ("trainer-fails", ["trainer exited with code 1", "trainer.log", "ERROR the batch holds nothing to train on"]),
+        ("trainer-stalls", ["no news from the trainer for 3 s after step 2"]),
+        ("short", ["the trainer ended after 1 of 3 steps"]),
+        ("never-ready", ["the vLLM server was not ready after 3 s: GET http", "answers 503"]),
+    ],
+)
+def test_every_failure_is_told_and_leaves_nothing(tmp_path: Path, fault: str, words: list[str]) -> None:
+    output = tmp_path / "out"
+    done = run_stack(output, fault=fault)
+    assert done.returncode == 1
+    assert done.stderr.startswith("quickstart: ")
+    assert all(word in done.stderr for word in words), done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (output / "summary.json").exists()
+    assert left_over(output) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_signal_in_the_middle_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    output = tmp_path / "out"
+    words = [sys.executable, STACK, output, "3", "wait"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        for line in running.stdout:
+            if line.startswith("step 1/3"):
+                break
+        below = descendants(running.pid)
+        assert len(below) == 8, "four processes, each with its guard"
+        assert len(left_over(output)) == 8
+        running.send_signal(number)
+        code = running.wait(60)
+        assert running.stderr is not None
+        said = running.stderr.read()
+    assert code == (-9 if number == signal.SIGKILL else 128 + number)
+    assert ("nothing is left running" in said) == (number != signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while (alive := [pid for pid in below if pid in parents()]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert alive == []
+
+
+def test_two_runs_side_by_side(tmp_path: Path) -> None:
+    outputs = [tmp_path / name for name in ("one", "two")]
+    running = [subprocess.Popen([sys.executable, STACK, output, "30"], stdout=subprocess.DEVNULL) for output in outputs]
+    assert [process.wait(120) for process in running] == [0, 0]
+    assert all(json.loads((output / "summary.json").read_text())["steps"] == 30 for output in outputs)
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    with subprocess.Popen([sys.executable, STACK, output, "3", "wait"], stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        first.stdout.readline()
+        second = run_stack(output)
+        first.terminate()
+        first.communicate(timeout=60)
+    assert second.returncode == 1
+    assert f"in use by another quick start (process {first.pid})" in second.stderr
