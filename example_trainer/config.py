@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import UnionType
@@ -127,6 +126,11 @@ class TrainerConfig(BaseModel):
         return self.batch_size * self.gradient_accumulation_steps
 
     @property
+    def shareable(self) -> dict[str, Any]:
+        """The options as JSON values, without the secrets: for checkpoints and experiment logs."""
+        return self.model_dump(mode="json", exclude={"vllm_api_key", "atropos_api_key"})
+
+    @property
     def wandb_names(self) -> tuple[str, str]:
         """W&B project and group."""
         return self.wandb_project, self.wandb_group or f"grpo-{Path(self.model_name).name}"
@@ -233,7 +237,3 @@ def _one_line(error: ValidationError, from_flags: set[str], file: Path | None) -
         else:
             problems.append(f"{source} {item['input']!r}: {message[0].lower()}{message[1:]}")
     return "; ".join(problems)
-
-
-if __name__ == "__main__":
-    print(parse_config(sys.argv[1:]).model_dump_json(indent=2))

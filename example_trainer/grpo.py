@@ -56,7 +56,7 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
             logger.info("Nothing to do: %d of %d steps are done", optimizer.steps, config.training_steps)
             return
         checkpoints = Checkpoints(config.save_path, config.keep_optimizer_states, last=optimizer.steps if start else None)
-        options = config.model_dump(mode="json")
+        options = config.shareable
         metrics = MetricsLog(config.log_dir, options, optimizer.steps, config.wandb_names if config.use_wandb else None)
         stack.callback(metrics.close)
         client = RolloutClient(config.atropos_url, stop, config.atropos_api_key, config.service_timeout, config.batch_timeout)
