@@ -17,6 +17,7 @@ from scripts.quickstart.processes import QuickstartError
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTER_MODEL = ROOT / "assets" / "starter_model"
+MOST_EVAL_PROBLEMS = 1000
 BRIDGES = ("broadcast", "single-copy")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -73,6 +74,14 @@ def positive_int(text: str) -> int:
     return value
 
 
+def eval_number(text: str) -> int:
+    """An integer from 1 to MOST_EVAL_PROBLEMS."""
+    value = positive_int(text)
+    if value > MOST_EVAL_PROBLEMS:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than the {MOST_EVAL_PROBLEMS} held-out problems that there are")
+    return value
+
+
 def seed_number(text: str) -> int:
     """An integer from 0 to 2**31 - 1, which every random generator of the stack takes."""
     if not re.fullmatch(r"\d+", text) or int(text) >= 2**31:
@@ -121,7 +130,7 @@ def parser() -> OneLineParser:
     )
     made.add_argument("--difficulty", type=levels, default=(), help="levels of the problems, such as 1 or 1,2,3 (default: all)")
     made.add_argument(
-        "--eval-size", type=positive_int, default=256, help="held-out problems per evaluation (default: %(default)s)"
+        "--eval-size", type=eval_number, default=256, help="held-out problems per evaluation (default: %(default)s)"
     )
     made.add_argument("--output", type=Path, default=None, help="folder for summary, plot and logs (default: runs/quickstart)")
     made.add_argument("--keep-running", action="store_true", help="leave service and vLLM running at the end, until Ctrl-C")

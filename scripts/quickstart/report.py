@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from scripts.quickstart.metrics import MetricsFile, number
@@ -43,12 +44,14 @@ class Evaluation:
     Attributes:
         accuracy: fraction correct.
         problems: how many there were.
-        response_length: mean tokens per response; None if the environment did not say.
+        response_length: mean tokens per response.
+        weight_version: the oldest version of the weights that answered; None if the server did not say.
     """
 
     accuracy: float
     problems: int
-    response_length: float | None
+    response_length: float
+    weight_version: int | None
 
 
 def span(seconds: float) -> str:
@@ -64,9 +67,7 @@ def machine() -> str:
     return f"{len(os.sched_getaffinity(0))} CPU cores"
 
 
-def summarise(
-    options: Options, metrics: MetricsFile, before: Evaluation, after: Evaluation, phases: Phases, served: dict[str, Any]
-) -> dict[str, Any]:
+def summarise(options: Options, metrics: MetricsFile, before: Evaluation, after: Evaluation, phases: Phases) -> dict[str, Any]:
     """What summary.json holds.
 
     Args:
@@ -74,7 +75,6 @@ def summarise(
         metrics: the trainer's metrics.
         before, after: the two evaluations.
         phases: times, among them `train`.
-        served: vLLM's last answer to GET /bridge/state.
     """
     last = metrics.steps[-1]
     return {
@@ -93,7 +93,7 @@ def summarise(
         "response_length_after": after.response_length,
         "reward_first": metrics.steps[0].get("reward_mean"),
         "reward_last": last.get("reward_mean"),
-        "weight_version": served.get("weight_version"),
+        "weight_version": after.weight_version,
         "checksum": last.get("checksum"),
         "tokens_trained": int(metrics.total("tokens")),
         "bytes_moved": int(metrics.total("bytes_moved")),
@@ -130,18 +130,39 @@ def subtitle(summary: dict[str, Any]) -> str:
     )
 
 
+def changed_answer(logs: Path) -> tuple[str, str, str] | None:
+    """A held-out problem that only the trained model solved: question, answer before, answer after.
+
+    None if there is no such problem, or the evaluations kept no samples.
+    """
+    answers = []
+    for which in ("before", "after"):
+        path = logs / f"evaluation-{which}.samples.jsonl"
+        if not path.exists():
+            return None
+        answers.append([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
+    for before, after in zip(*answers, strict=True):
+        if after["correct"] and not before["correct"]:
+            return before["question"], before["messages"][-1]["content"], after["messages"][-1]["content"]
+    return None
+
+
+def print_example(console: Console, question: str, before: str, after: str) -> None:
+    """One problem with the answers before and after training."""
+    console.print(f"\n[bold]{escape(question)}[/bold]", highlight=False)
+    console.print(f"  before  [red]{escape(before.strip())}[/red]", highlight=False)
+    console.print(f"  after   [green]{escape(after.strip())}[/green]\n", highlight=False)
+
+
 def print_closing_table(console: Console, summary: dict[str, Any], paths: dict[str, Path]) -> None:
     """The small table at the end and where everything lies."""
-
-    def tokens(value: float | None) -> str:
-        return "-" if value is None else f"{value:.1f}"
 
     results = Table(header_style="bold", title=f"{summary['eval_problems']} held-out problems, greedy", title_justify="left")
     for name in ("", "before", "after"):
         results.add_column(name, justify="left" if not name else "right")
     results.add_row("solved", f"{summary['eval_before']:.1%}", f"[bold]{summary['eval_after']:.1%}[/bold]")
     results.add_row(
-        "mean response length (tokens)", tokens(summary["response_length_before"]), tokens(summary["response_length_after"])
+        "mean response length (tokens)", f"{summary['response_length_before']:.1f}", f"{summary['response_length_after']:.1f}"
     )
     console.print(results)
 

@@ -21,8 +21,18 @@ from scripts.quickstart.plan import Command, Plan, Ports
 from scripts.quickstart.ports import PortReservations
 from scripts.quickstart.processes import ManagedProcess, QuickstartError, Supervisor
 from scripts.quickstart.progress import TrainingDisplay
-from scripts.quickstart.readiness import get_json, http_probe, wait_until
-from scripts.quickstart.report import Evaluation, Phases, print_closing_table, span, subtitle, summarise, write_summary
+from scripts.quickstart.readiness import http_probe, wait_until
+from scripts.quickstart.report import (
+    Evaluation,
+    Phases,
+    changed_answer,
+    print_closing_table,
+    print_example,
+    span,
+    subtitle,
+    summarise,
+    write_summary,
+)
 
 SERVICE_SECONDS = 60.0
 VLLM_SECONDS = 600.0
@@ -150,8 +160,13 @@ class Quickstart:
         with self.phases.measure("train"):
             self.train()
         after = self.evaluate("after")
-        served = get_json(f"{self.plan.vllm_url}/bridge/state") or {}
-        summary = summarise(self.options, self.metrics, before, after, self.phases, served)
+        if after.weight_version != self.options.steps:
+            # Weights that never arrived would look like a model that learned nothing.
+            raise QuickstartError(
+                f"the evaluation after training was answered by weight version {after.weight_version}, and the trainer is at "
+                f"{self.options.steps}: see {self.plan.logs / 'vllm.log'} and {self.plan.logs / 'trainer.log'}"
+            )
+        summary = summarise(self.options, self.metrics, before, after, self.phases)
         self.report(summary)
         if self.options.keep_running:
             self.keep_running()
@@ -231,6 +246,9 @@ class Quickstart:
             "process logs": self.plan.logs,
             "commands": output / "commands.sh",
         }
+        example = changed_answer(self.plan.logs)
+        if example:
+            print_example(self.console, *example)
         print_closing_table(self.console, summary, paths)
 
     def keep_running(self) -> None:
@@ -253,9 +271,10 @@ def read_evaluation(path: Path) -> Evaluation:
     try:
         result = json.loads(path.read_text())
         return Evaluation(
-            accuracy=float(result["eval/percent_correct"]),
-            problems=int(result["eval/problems"]),
-            response_length=result.get("eval/response_length_mean"),
+            accuracy=result["correct"] / result["num_problems"],
+            problems=result["num_problems"],
+            response_length=result["mean_response_tokens"],
+            weight_version=result["weight_version"],
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise QuickstartError(f"the evaluation's result {path} cannot be used: {type(error).__name__}: {error}") from error

@@ -3,7 +3,7 @@
     python small_stack.py OUTPUT STEPS [FAULT]
 
 runs the quick start's own orchestration over them. FAULT: `vllm-dies`, `trainer-fails`, `trainer-stalls`, `short`,
-`never-ready`, or `wait`, which trains for ever.
+`never-ready`, `not-served`, or `wait`, which trains for ever.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class SmallPlan(Plan):
 
     def small(self, name: str, *arguments: object) -> Command:
         words = (sys.executable, "-u", __file__, "--be", name, *map(str, arguments))
-        return Command(name, words, {"SMALL_STACK": str(self.options.output)}, f"{name}.log", grace=2.0)
+        served = self.options.steps - (self.fault == "not-served")
+        variables = {"SMALL_STACK": str(self.options.output), "SMALL_STACK_STEPS": str(served)}
+        return Command(name, words, variables, f"{name}.log", grace=2.0)
 
     def service(self) -> Command:
         return self.small("service", self.ports.service)
@@ -69,10 +71,12 @@ def serve(port: int, fault: str = "") -> None:
 
 
 def evaluate(which: str, result: str) -> None:
-    share = 0.5 if which == "before" else 0.9
-    Path(result).write_text(
-        json.dumps({"eval/percent_correct": share, "eval/problems": 200, "eval/response_length_mean": 12.0})
-    )
+    before = which == "before"
+    figures = {"correct": 100 if before else 180, "num_problems": 200, "mean_response_tokens": 12.0}
+    Path(result).write_text(json.dumps(figures | {"weight_version": 0 if before else int(os.environ["SMALL_STACK_STEPS"])}))
+    answer = "\\boxed{4}" if before else "2 + 3 = 5. \\boxed{5}"
+    sample = {"question": "What is 2 [plus] 3?", "correct": not before, "messages": [{"content": "?"}, {"content": answer}]}
+    Path(result).with_suffix(".samples.jsonl").write_text(json.dumps(sample) + "\n")
 
 
 def train(metrics: str, steps: str, fault: str = "") -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from environments.arithmetic_problems import MAX_HELD_OUT
 from scripts.quickstart import options
 from scripts.quickstart.options import choose_bridge, parse
 from scripts.quickstart.processes import QuickstartError
@@ -57,6 +58,7 @@ def test_everything_given(model: str, tmp_path: Path, monkeypatch: pytest.Monkey
         (["--difficulty", "1,9"], ["--difficulty", "'1,9'"]),
         (["--gpu", "--cpu"], ["--gpu", "--cpu", "not allowed"]),
         (["--eval-size", "0"], ["--eval-size"]),
+        (["--eval-size", "1001"], ["--eval-size", "1000"]),
         (["extra"], ["extra"]),
     ],
 )
@@ -78,6 +80,10 @@ def test_a_model_that_cannot_exist_is_refused(given: str) -> None:
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(QuickstartError, match=r"has no config\.json"):
         parse(["--cpu", "--model", str(tmp_path)])
+
+
+def test_the_limit_on_held_out_problems_is_the_environments() -> None:
+    assert options.MOST_EVAL_PROBLEMS == MAX_HELD_OUT
 
 
 def test_a_hub_name_passes() -> None:

@@ -118,8 +118,8 @@ def test_a_terminal_gets_one_table() -> None:
 def test_summary_has_the_promised_keys_and_the_closing_table_the_figures(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path / "m", steps=[step(n) for n in (1, 2, 3)])
     phases = Phases({"start": 20.0, "evaluate before": 5.0, "train": 61.0, "evaluate after": 5.0})
-    before, after = Evaluation(0.5, 256, 10.0), Evaluation(0.9375, 256, 18.0)
-    summary = summarise(OPTIONS, metrics, before, after, phases, {"weight_version": 3})
+    before, after = Evaluation(0.5, 256, 10.0, 0), Evaluation(0.9375, 256, 18.0, 3)
+    summary = summarise(OPTIONS, metrics, before, after, phases)
     promised = {
         "eval_before": 0.5, "eval_after": 0.9375, "steps": 3, "weight_updates": 3, "params_mapped": 26, "params_total": 26,
         "bridge": "broadcast", "seconds_setup": 1.2, "seconds_train": 61.0,
@@ -158,7 +158,7 @@ def test_spans_of_time(seconds: float, text: str) -> None:
     assert span(seconds) == text
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"metrics": {"eval/percent_correct": null}}', "[]"])
+@pytest.mark.parametrize("text", ["", "{}", '{"correct": null}', '{"correct": 0, "num_problems": 0}', "[]"])
 def test_a_useless_evaluation_result_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "evaluation.json"
     path.write_text(text)

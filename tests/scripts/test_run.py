@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -42,7 +41,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     summary = json.loads((output / "summary.json").read_text())
     assert (summary["eval_before"], summary["eval_after"], summary["steps"], summary["weight_updates"]) == (0.5, 0.9, 3, 3)
     assert (output / "reward.png").stat().st_size > 10_000
-    for said in ("step 1/3", "step 3/3", "50.0%", "90.0%", str(output / "reward.png")):
+    for said in ("step 1/3", "step 3/3", "50.0%", "90.0%", "What is 2 [plus] 3?", r"\boxed{5}", str(output / "reward.png")):
         assert said in done.stdout, said
     assert "\x1b" not in done.stdout
     assert {path.name for path in (output / "logs").glob("*.log")} >= {
@@ -63,6 +62,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
         ("trainer-fails", ["trainer exited with code 1", "trainer.log", "ERROR the batch holds nothing to train on"]),
         ("trainer-stalls", ["no news from the trainer for 3 s after step 2"]),
         ("short", ["the trainer ended after 1 of 3 steps"]),
+        ("not-served", ["answered by weight version 2, and the trainer is at 3", "trainer.log"]),
         ("never-ready", ["the vLLM server was not ready after 3 s: GET http", "answers 503"]),
     ],
 )
