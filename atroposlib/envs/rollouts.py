@@ -1,0 +1,171 @@
+"""From an item to a group at the rollout service: collect, retry, check, count, send."""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from atroposlib.envs.errors import EnvironmentFailure, RolloutFailure
+from atroposlib.envs.groups import ScoredDataGroup, all_scores_equal, group_from_items, wrong_shape
+from atroposlib.envs.reporting import ReportingMixin
+from atroposlib.envs.server_handling.generation import VersionRecord, current_versions
+from atroposlib.envs.service_client import RejectedByService, RolloutServiceClient
+from atroposlib.type_definitions import Item
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class RolloutMixin(ReportingMixin):
+    """One item's way to the service. An error on the way is retried, counted and reported; it never becomes a score."""
+
+    _service: RolloutServiceClient | None = None
+
+    @property
+    def service(self) -> RolloutServiceClient:
+        """The connection to the rollout service."""
+        if self._service is None:
+            config = self.config
+            self._service = RolloutServiceClient(
+                config.rollout_server_url, config.service_timeout, config.rollout_server_api_key
+            )
+        return self._service
+
+    async def collect_trajectories(self, item: Item) -> tuple[Any, list[Item]]:
+        """`group_size` responses to an item, each by `collect_trajectory`, as a group; and items for the backlog.
+
+        A response that fails is tried again by itself, so that the others need not be made twice. Override this to make all
+        responses with one request.
+
+        Raises:
+            RolloutFailure: a response failed every time, or was given up by the environment (None).
+        """
+        results = await gather_or_cancel(
+            [self._retried("collect_trajectory", lambda: self.collect_trajectory(item)) for _ in range(self.config.group_size)]
+        )
+        backlog = [entry for _, items in results for entry in items or []]
+        trajectories = [trajectory for trajectory, _ in results]
+        if any(trajectory is None for trajectory in trajectories):
+            self.drops.add("trajectory_is_none")
+            return None, backlog
+        if wrong := [type(t).__name__ for t in trajectories if not isinstance(t, dict)]:
+            raise TypeError(f"collect_trajectory must return a ScoredDataItem, not {wrong[0]}")
+        return group_from_items(trajectories), backlog
+
+    async def _retried(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
+        """Run it, and again up to `rollout_retries` times when it raises.
+
+        Raises:
+            RolloutFailure: it raised every time; each traceback is in the log.
+        """
+        attempts = self.config.rollout_retries + 1
+        for attempt in range(1, attempts + 1):
+            try:
+                return await call()
+            except (EnvironmentFailure, RolloutFailure, NotImplementedError):
+                raise
+            except Exception as error:
+                self.drops.add("errors_retried" if attempt < attempts else "errors")
+                logger.exception("%s failed, attempt %d of %d", what, attempt, attempts)
+                if attempt == attempts:
+                    raise RolloutFailure(f"{what}: {type(error).__name__}: {error}") from error
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def roll_out(self, item: Item) -> Any:
+        """Collect and postprocess one item's groups; items for the backlog are put there.
+
+        Returns:
+            A group, a list of groups, or None when the environment dropped the item.
+        """
+        record = VersionRecord()
+        token = current_versions.set(record)
+        try:
+            groups, backlog = await self._retried("collect_trajectories", lambda: self.collect_trajectories(item))
+            self.backlog.extend(backlog or [])
+            if not groups:
+                return None
+            groups = await self._retried("postprocess_histories", lambda: self.postprocess_histories(groups))
+        finally:
+            current_versions.reset(token)
+        for group in groups if isinstance(groups, list) else [groups]:
+            if group and group.get("weight_versions") is None and record.oldest is not None:
+                group["weight_versions"] = [record.oldest] * len(group.get("tokens") or [])
+        return groups or None
+
+    async def handle_send_to_api(
+        self,
+        scored_data: Any,
+        item: Item = None,
+        do_send_to_api: bool = True,
+        abort_on_any_max_length_exceeded: bool = True,
+    ) -> None:
+        """Check groups, keep them in the groups file, and post them.
+
+        Args:
+            scored_data: a group, or a list of groups of which some may be None.
+            item: what they answer, for logging.
+            do_send_to_api: False to keep them only.
+            abort_on_any_max_length_exceeded: drop groups with a sequence longer than the trainer takes.
+        """
+        groups = scored_data if isinstance(scored_data, list) else [scored_data]
+        accepted = []
+        for group in groups:
+            if group is None:
+                continue
+            if reason := self._reason_to_drop(group, abort_on_any_max_length_exceeded):
+                self.drops.add(reason)
+                continue
+            self.note_lengths(group)
+            if self.config.include_messages and group.get("messages") is None:
+                texts = [self.tokenizer.decode(tokens) for tokens in group["tokens"]]
+                group["messages"] = [[{"role": "user", "content": text}] for text in texts]
+            await self.add_rollouts_for_wandb(group, item)
+            if self.jsonl_writer is not None:
+                self.jsonl_writer.write(group)
+            accepted.append(group)
+        if accepted and do_send_to_api:
+            await self._send_scored_data_to_api(accepted if isinstance(scored_data, list) else accepted[0])
+
+    def _reason_to_drop(self, group: ScoredDataGroup, abort_when_too_long: bool) -> str | None:
+        overrides = group.get("group_overrides") or {}
+        if wrong := wrong_shape(group, overrides.get("group_size", self.config.group_size)):
+            logger.error("a group was dropped: %s", wrong)
+            return "malformed"
+        # One response alone (group_size 1) is always "all equal", yet methods without groups train on it.
+        if self.config.ensure_scores_are_not_same and len(group["scores"]) > 1 and all_scores_equal(group["scores"]):
+            return "equal_scores"
+        longest = max(len(tokens) for tokens in group["tokens"])
+        if abort_when_too_long and 0 < self.max_token_len <= longest:
+            logger.warning(
+                "a group was dropped: a sequence of %d tokens, the trainer takes less than %d", longest, self.max_token_len
+            )
+            return "too_long"
+        return None
+
+    async def _send_scored_data_to_api(self, scored_data: Any) -> None:
+        """Post one group or a list of groups; waits and retries while the service is away or full."""
+        groups = scored_data if isinstance(scored_data, list) else [scored_data]
+        for group in groups:
+            group["env_id"] = self.env_id
+            # The same key on every retry: a post whose answer was lost is not counted twice.
+            group.setdefault("idempotency_key", uuid.uuid4().hex)
+        path = "/scored_data_list" if isinstance(scored_data, list) else "/scored_data"
+        try:
+            await self.service.post(path, scored_data)
+        except RejectedByService as rejection:
+            self.drops.add("rejected_by_service", len(groups))
+            logger.error("the rollout service refused %d group(s): %s", len(groups), rejection)
+            return
+        self.items_sent_this_step += len(groups)
+
+
+async def gather_or_cancel(calls: list[Awaitable[T]]) -> list[T]:
+    """As `asyncio.gather`, but when one fails the others are cancelled rather than left running."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()

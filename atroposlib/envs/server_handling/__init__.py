@@ -1,0 +1,1 @@
+"""Clients of inference servers: OpenAI-compatible endpoints and vLLM's token-in, token-out `/generate`."""

@@ -1,0 +1,67 @@
+"""One gate per inference server: requests that find it down wait here together, with one line in the log for all of them."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from atroposlib.envs.errors import InferenceUnavailable
+from atroposlib.envs.waiting import Patience
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_OUTAGE_TIMEOUT = 1800.0
+
+
+class HealthGate:
+    """Opens while the server is well.
+
+    Args:
+        url: the server's address, for messages.
+        probe: returns None when the server is well, else what is wrong with it.
+    """
+
+    def __init__(self, url: str, probe: Callable[[], Awaitable[str | None]]):
+        self.url = url
+        self.probe = probe
+        self.outage_timeout = DEFAULT_OUTAGE_TIMEOUT
+        self.failure: InferenceUnavailable | None = None
+        self._recovery: asyncio.Task[None] | None = None
+
+    @property
+    def open(self) -> bool:
+        return self._recovery is None and self.failure is None
+
+    async def wait_until_well(self, why: str) -> None:
+        """Return once the server answers its probe.
+
+        Raises:
+            InferenceUnavailable: it did not within `outage_timeout` seconds; also for every later caller.
+        """
+        if self.failure is not None:
+            raise self.failure
+        if self._recovery is None:
+            self._recovery = asyncio.create_task(self._recover(why))
+        # A caller that is cancelled must not cancel the recovery that others wait for.
+        await asyncio.shield(self._recovery)
+
+    async def _recover(self, why: str) -> None:
+        patience = Patience(
+            f"inference server at {self.url}",
+            self.outage_timeout,
+            InferenceUnavailable,
+            logger,
+            "start it, or pass its address as --openai.base_url",
+        )
+        try:
+            while True:
+                await patience.wait(why)
+                wrong = await self.probe()
+                if wrong is None:
+                    patience.done()
+                    return
+                why = wrong
+        except InferenceUnavailable as failure:
+            self.failure = failure
+            raise
+        finally:
+            self._recovery = None

@@ -1,0 +1,170 @@
+"""A server that remembers: chat and text completions, with the tokens, masks and logprobs of every sequence kept.
+
+async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+    answer = await managed.chat_completion(messages=messages, n=8, max_tokens=512, temperature=1.0)
+    nodes = managed.get_state()["nodes"]        # one SequenceNode per choice, in order
+"""
+
+import time
+import uuid
+from typing import Any, ClassVar
+
+from openai.types import Completion, CompletionChoice
+from openai.types.chat import ChatCompletion, ChatCompletionMessage
+from openai.types.chat.chat_completion import Choice
+
+from atroposlib.envs.server_handling.generation import Generation
+from atroposlib.envs.server_handling.sequence_tracker import SequenceNode, SequenceTracker
+
+__all__ = ["DummyManagedServer", "ManagedServer", "SequenceNode"]
+
+# Fields of a chat request that the sampler must not see, because the prompt is rendered here.
+CHAT_ONLY = ("messages", "tools", "tool_choice", "chat_template_kwargs", "extra_body", "model")
+
+
+class ManagedServer:
+    """Renders, asks for tokens, and keeps the sequences.
+
+    Args:
+        server: a server with token ids and logprobs (`APIServer.generate`).
+        tokenizer: the tokenizer of the served model; by default the server's own.
+        track_tree: keep every sequence by its text, rather than only those that nothing continues.
+        tool_parser: format of tool calls in the model's text; see `ToolCallTranslator`.
+        preserve_think_blocks: keep `<think>` blocks of earlier turns, which many chat templates remove.
+    """
+
+    def __init__(
+        self,
+        server: Any,
+        tokenizer: Any = None,
+        track_tree: bool = False,
+        tool_parser: str | None = None,
+        preserve_think_blocks: bool = False,
+    ):
+        self.server = server
+        self.tokenizer: Any = tokenizer if tokenizer is not None else getattr(server, "tokenizer", None)
+        if self.tokenizer is None:
+            raise ValueError("a managed server renders its prompts: pass tokenizer=self.tokenizer")
+        self.track_tree = track_tree
+        self.tool_parser = tool_parser
+        self.preserve_think_blocks = preserve_think_blocks
+        self.tracker = SequenceTracker(self.tokenizer, keep_all=track_tree)
+
+    async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
+        """As OpenAI's `chat.completions.create`: `messages`, `n`, `max_tokens`, `temperature`, `tools` …"""
+        prompt = self.render(kwargs["messages"], kwargs.get("tools"), kwargs.get("chat_template_kwargs"))
+        sampling = {key: value for key, value in kwargs.items() if key not in CHAT_ONLY}
+        generation = await self._generate(prompt, sampling)
+        choices = [
+            Choice.model_construct(
+                index=index,
+                finish_reason=generation.finish_reasons[index],
+                message=ChatCompletionMessage(role="assistant", content=text),
+            )
+            for index, text in enumerate(self._texts(generation))
+        ]
+        return ChatCompletion.model_construct(
+            id=str(uuid.uuid4()), choices=choices, created=int(time.time()), model=self._model(), object="chat.completion"
+        )
+
+    async def completion(self, **kwargs: Any) -> Completion:
+        """As OpenAI's `completions.create`, for one `prompt` given as text."""
+        sampling = {key: value for key, value in kwargs.items() if key not in ("prompt", *CHAT_ONLY)}
+        generation = await self._generate(kwargs["prompt"], sampling)
+        choices = [
+            CompletionChoice.model_construct(index=index, finish_reason=generation.finish_reasons[index], text=text)
+            for index, text in enumerate(self._texts(generation))
+        ]
+        return Completion.model_construct(
+            id=str(uuid.uuid4()), choices=choices, created=int(time.time()), model=self._model(), object="text_completion"
+        )
+
+    def render(self, messages: list[Any], tools: list[dict] | None = None, template_kwargs: dict | None = None) -> str:
+        """The prompt's text under the tokenizer's chat template, with the opening of the assistant's turn."""
+        return self.tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=True, **(template_kwargs or {})
+        )
+
+    def get_state(self) -> dict[str, Any]:
+        """`nodes`: the sequences in order; with `track_tree`, `sequences` (and its alias `tree`): text -> sequence."""
+        if self.track_tree:
+            sequences = {node.full_text: node for node in self.tracker.nodes}
+            return {"sequences": sequences, "tree": sequences}
+        return {"nodes": list(self.tracker.nodes)}
+
+    def reset(self) -> None:
+        """Forget all sequences."""
+        self.tracker = SequenceTracker(self.tokenizer, keep_all=self.track_tree)
+
+    async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
+        """Logprobs of a prompt given as `prompt`, `messages` or `input_ids`."""
+        if "messages" in kwargs:
+            kwargs["prompt"] = self.render(kwargs.pop("messages"), kwargs.pop("tools", None))
+        if "input_ids" not in kwargs:
+            kwargs["input_ids"], _ = self.tracker.prompt(kwargs.pop("prompt"))
+        return await self.server.get_logprobs(**kwargs)
+
+    async def _generate(self, prompt: str, sampling: dict[str, Any]) -> Generation:
+        input_ids, parent = self.tracker.prompt(prompt)
+        if hasattr(self.server, "generate"):
+            generation = await self.server.generate(input_ids=input_ids, **sampling)
+        else:
+            generation = Generation(*await self.server.tokens_and_logprobs_completion(prompt=prompt, **sampling))
+        self.tracker.add(prompt, parent, generation)
+        return generation
+
+    def _texts(self, generation: Generation) -> list[str]:
+        return [self.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in generation.output_tokens]
+
+    def _model(self) -> str:
+        return getattr(getattr(self.server, "config", None), "model_name", "unknown")
+
+
+class DummyManagedServer:
+    """Placeholders for tokens and logprobs, for evaluating through endpoints that give none. Never train on them."""
+
+    DUMMY_TOKENS: ClassVar[list[int]] = list(range(128))
+    DUMMY_MASKED_TOKENS: ClassVar[list[int]] = [-100, *range(1, 128)]
+    DUMMY_LOGPROBS: ClassVar[list[float]] = [-0.5] * 128
+
+    def __init__(self, server: Any, tokenizer: Any = None, track_tree: bool = False):
+        self.server = server
+        self.tokenizer = tokenizer
+        self.track_tree = track_tree
+        self.nodes: list[SequenceNode] = []
+
+    async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
+        answer = await self.server.chat_completion(**kwargs)
+        before = "\n\n".join(f"{message['role']}:{message.get('content')}" for message in kwargs["messages"])
+        for choice in answer.choices:
+            self._note(f"{before}\n\nassistant:{choice.message.content}", choice.finish_reason)
+        return answer
+
+    async def completion(self, **kwargs: Any) -> Completion:
+        answer = await self.server.completion(**kwargs)
+        for choice in answer.choices:
+            self._note(f"{kwargs['prompt']}{choice.text}", choice.finish_reason)
+        return answer
+
+    def _note(self, text: str, finish_reason: str) -> None:
+        self.nodes.append(
+            SequenceNode(
+                full_text=text,
+                tokens=list(self.DUMMY_TOKENS),
+                masked_tokens=list(self.DUMMY_MASKED_TOKENS),
+                logprobs=list(self.DUMMY_LOGPROBS),
+                metadata={"finish_reason": finish_reason, "dummy_tokens": True},
+            )
+        )
+
+    def get_state(self) -> dict[str, Any]:
+        if self.track_tree:
+            sequences = {node.full_text: node for node in self.nodes}
+            return {"sequences": sequences, "tree": sequences}
+        return {"nodes": list(self.nodes)}
+
+    def reset(self) -> None:
+        self.nodes = []
+
+    async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
+        raise NotImplementedError("placeholders have no logprobs: use a server that gives token ids")

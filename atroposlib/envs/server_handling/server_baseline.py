@@ -1,0 +1,244 @@
+"""What every inference server has in common: settings, concurrency, retries, health and timings."""
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal, TypeVar
+
+import httpx
+import numpy as np
+import openai
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+from pydantic import Field
+
+from atroposlib.envs.config import WarnsOfUnknownKeys
+from atroposlib.envs.errors import EnvironmentFailure, InferenceUnavailable, RolloutFailure
+from atroposlib.envs.server_handling.generation import Generation, current_versions
+from atroposlib.envs.server_handling.health import HealthGate
+from atroposlib.envs.server_handling.reasoning import VALID_REASONING_EFFORTS, ReasoningConfig
+from atroposlib.envs.server_handling.semaphore import AsyncSemWithAdaptiveWeight
+
+__all__ = [
+    "VALID_REASONING_EFFORTS",
+    "APIServer",
+    "APIServerConfig",
+    "AsyncSemWithAdaptiveWeight",
+    "ReasoningConfig",
+    "ServerBaseline",
+]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Split = Literal["train", "eval"]
+
+MAX_ATTEMPTS = 3
+MODEL_NOT_NAMED = ("", "default", "none")
+# Bad gateway, unavailable, gateway timeout: the server is restarting, or paused for an update of its weights.
+SERVER_IS_AWAY = (502, 503, 504)
+
+
+class ServerBaseline(WarnsOfUnknownKeys):
+    """Settings of a server, without its address."""
+
+    timeout: int = Field(default=1200, description="Longest time for one request, in seconds")
+    num_max_requests_at_once: int = Field(default=512, ge=1, description="Most concurrent requests for training")
+    num_requests_for_eval: int = Field(default=64, ge=1, description="Most concurrent requests for evaluation")
+    model_name: str = Field(default="default", description="Model to ask for; by default the one that the server serves")
+    rolling_buffer_length: int = Field(default=1000, ge=1, description="Requests over which timings are averaged")
+    server_type: Literal["openai", "trl", "sglang", "vllm"] = Field(
+        default="openai", description="vllm: token in, token out through /generate; openai: any OpenAI-compatible endpoint"
+    )
+    tokenizer_name: str = Field(default="none", description="Tokenizer to use; by default the environment's")
+
+
+class APIServerConfig(ServerBaseline):
+    """Settings of a server at one address."""
+
+    api_key: str | None = Field(default="", description="Bearer token")
+    base_url: str | None = Field(default="", description="Address, with or without /v1")
+    n_kwarg_is_ignored: bool = Field(default=False, description="The server ignores n: ask n times instead")
+    health_check: bool = Field(default=True, description="Wait for the server to be well after it could not be reached")
+
+
+class ServerIsAway(Exception):
+    """The server cannot be reached or says that it is not ready: worth waiting for."""
+
+
+class APIServer(ABC):
+    """A client of one inference server.
+
+    `chat_completion`, `completion`, `tokens_and_logprobs_completion` and `generate` take the request's fields as keyword
+    arguments, and `split="eval"` to run within the evaluation's share of the concurrency. A server that is away is waited
+    for; other failures are tried three times.
+    """
+
+    def __init__(self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None):
+        self.config = config
+        self.reasoning_config = reasoning_config
+        self.sem = AsyncSemWithAdaptiveWeight(config.num_max_requests_at_once)
+        self.eval_sem = AsyncSemWithAdaptiveWeight(config.num_requests_for_eval)
+        self.gate = HealthGate(self.root_url, self.probe)
+        self.max_sequence_length: int | None = None
+        """Most tokens of prompt and completion together that a trainer takes; set by the environment."""
+        length = config.rolling_buffer_length
+        self.request_timings: deque[float] = deque(maxlen=length)
+        self.eval_request_timings: deque[float] = deque(maxlen=length)
+        self.attempts_list: deque[int] = deque(maxlen=length)
+        self.eval_attempts_list: deque[int] = deque(maxlen=length)
+
+    @property
+    def root_url(self) -> str:
+        """The address without /v1."""
+        return (self.config.base_url or "").rstrip("/").removesuffix("/v1")
+
+    @property
+    def server_healthy(self) -> bool:
+        return self.gate.open
+
+    async def probe(self) -> str | None:
+        """None when the server is well, else what is wrong."""
+        return None
+
+    async def model(self) -> str:
+        """The name of the model to ask for."""
+        return self.config.model_name
+
+    async def close(self) -> None:  # noqa: B027 (optional)
+        """Close the connections, if there are any."""
+
+    async def check_server_status_task(self, chat_completion: bool = True) -> None:
+        """Wait until the server is well."""
+        await self.gate.wait_until_well("being checked")
+
+    async def update_weight(self, weight: float) -> None:
+        """Use this share of the concurrency: several environments divide one server between them."""
+        self.sem.update_weight(weight)
+        self.eval_sem.update_weight(weight)
+
+    @abstractmethod
+    async def _chat_completion_wrapper(self, **kwargs: Any) -> ChatCompletion: ...
+
+    @abstractmethod
+    async def _completion_wrapper(self, **kwargs: Any) -> Completion: ...
+
+    @abstractmethod
+    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> tuple[list, list, list, list]:
+        """(prompt tokens, [completion][position] tokens, the same of logprobs, finish reasons)."""
+
+    async def _generate_wrapper(self, **kwargs: Any) -> Generation:
+        return Generation(*await self._tokens_and_logprobs_completion_wrapper(**kwargs))
+
+    async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]:
+        raise NotImplementedError(f"{type(self).__name__} cannot give the logprobs of a prompt")
+
+    async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
+        return await self._request(self._chat_completion_wrapper, self._inject_reasoning_kwargs(kwargs))
+
+    async def completion(self, **kwargs: Any) -> Completion:
+        return await self._request(self._completion_wrapper, kwargs)
+
+    async def generate(self, **kwargs: Any) -> Generation:
+        """Token ids in (`input_ids`, or `prompt` as text), token ids, logprobs and weight versions out."""
+        generation = await self._request(self._generate_wrapper, kwargs)
+        if record := current_versions.get():
+            record.note(generation.weight_versions)
+        return generation
+
+    async def tokens_and_logprobs_completion(self, **kwargs: Any) -> tuple[list, list, list, list]:
+        result = await self.generate(**kwargs)
+        return result.prompt_tokens, result.output_tokens, result.output_logprobs, result.finish_reasons
+
+    async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
+        """Logprobs of a prompt: `prompt_tokens`, `prompt_topk_token_ids`, `prompt_topk_logprobs`."""
+        return await self._request(self._get_logprobs_wrapper, kwargs)
+
+    async def _request(self, call: Callable[..., Awaitable[T]], kwargs: dict[str, Any]) -> T:
+        split: Split = kwargs.pop("split", "train")
+        evaluating = split == "eval"
+        attempts = 0
+        away_since: float | None = None
+        while True:
+            try:
+                async with self.eval_sem if evaluating else self.sem:
+                    attempts += 1
+                    started = time.monotonic()
+                    answer = await call(**{"model": await self.model(), **kwargs})
+                (self.eval_request_timings if evaluating else self.request_timings).append(time.monotonic() - started)
+                (self.eval_attempts_list if evaluating else self.attempts_list).append(attempts)
+                return answer
+            except (EnvironmentFailure, RolloutFailure, NotImplementedError):
+                raise
+            except Exception as error:
+                if self.config.health_check and is_away(error):
+                    # A server may pass its health check and still refuse this request: that ends, too.
+                    away_since = away_since or time.monotonic()
+                    waited = time.monotonic() - away_since
+                    if waited > self.gate.outage_timeout:
+                        raise InferenceUnavailable(
+                            f"inference server at {self.root_url}: {describe(error)} for {waited:.0f} s, giving up"
+                        ) from error
+                    await self.gate.wait_until_well(f"cannot be reached ({describe(error)})")
+                    attempts -= 1
+                elif attempts >= MAX_ATTEMPTS or not worth_retrying(error):
+                    raise
+                else:
+                    logger.warning(
+                        "request to %s failed, attempt %d of %d: %s", self.root_url, attempts, MAX_ATTEMPTS, describe(error)
+                    )
+                    await asyncio.sleep(0.5 * attempts)
+
+    def _inject_reasoning_kwargs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        if self.reasoning_config is not None and (extra := self.reasoning_config.build_extra_body(self.config.base_url)):
+            kwargs = kwargs | {"extra_body": extra | (kwargs.get("extra_body") or {})}
+        return kwargs
+
+    async def wandb_metrics(self, metrics_dict: dict[str, Any] | None, server_name: str | None) -> dict[str, Any]:
+        """Request times in seconds and mean attempts, added to `metrics_dict` under `server/<server_name>_…`."""
+        metrics = metrics_dict if metrics_dict is not None else {}
+        for prefix, timings, attempts in (
+            ("", self.request_timings, self.attempts_list),
+            ("eval_", self.eval_request_timings, self.eval_attempts_list),
+        ):
+            if timings:
+                metrics[f"server/{server_name}_{prefix}request_time_avg"] = float(np.mean(timings))
+                metrics[f"server/{server_name}_{prefix}request_time_std"] = float(np.std(timings))
+                metrics[f"server/{server_name}_{prefix}request_time_99p"] = float(np.percentile(timings, 99))
+            if attempts:
+                metrics[f"server/{server_name}_{prefix}average_num_attempts"] = float(np.mean(attempts))
+        return metrics
+
+
+def is_away(error: Exception) -> bool:
+    """Whether the failure says that the server is not there, rather than that the request was wrong."""
+    if isinstance(error, ServerIsAway | httpx.TransportError) and not isinstance(error, httpx.TimeoutException):
+        return True
+    if isinstance(error, httpx.ConnectTimeout):
+        return True
+    if isinstance(error, openai.APIConnectionError) and not isinstance(error, openai.APITimeoutError):
+        return True
+    return status_of(error) in SERVER_IS_AWAY
+
+
+def worth_retrying(error: Exception) -> bool:
+    """Whether the same request may succeed a second time: not when the server refused it as wrong."""
+    status = status_of(error)
+    return status is None or status == 429 or status >= 500
+
+
+def status_of(error: Exception) -> int | None:
+    if isinstance(error, httpx.HTTPStatusError):
+        return error.response.status_code
+    if isinstance(error, openai.APIStatusError):
+        return error.status_code
+    return None
+
+
+def describe(error: Exception) -> str:
+    if isinstance(error, httpx.HTTPStatusError):
+        return f"{error.response.status_code}: {error.response.text[:300]}"
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,221 @@
+"""All inference servers of one environment: requests go to the server with the most free slots."""
+
+import asyncio
+import inspect
+import logging
+import os
+import subprocess
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+from pydantic import Field
+
+from atroposlib.envs.config import WarnsOfUnknownKeys
+from atroposlib.envs.errors import UsageError
+from atroposlib.envs.server_handling.generation import Generation
+from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer
+from atroposlib.envs.server_handling.openai_server import OpenAIServer
+from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ReasoningConfig, ServerBaseline
+from atroposlib.envs.server_handling.server_harness import ServerHarness
+from atroposlib.envs.server_handling.sglang_server import SGLangServer
+from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
+from atroposlib.envs.server_handling.vllm_server import VLLMServer
+
+__all__ = ["APIServer", "APIServerConfig", "ServerBaseline", "ServerManager", "ServerManagerConfig"]
+
+logger = logging.getLogger(__name__)
+
+SERVER_CLASSES: dict[str, type[APIServer]] = {
+    "openai": OpenAIServer,
+    "vllm": VLLMServer,
+    "sglang": SGLangServer,
+    "trl": TrlVllmServer,
+}
+ALLOW_DUMMY = "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER"
+LOCAL_PORTS = range(9004, 9008)
+
+
+class ServerManagerConfig(WarnsOfUnknownKeys):
+    """Settings of the set of servers: flags without a namespace, or `--server.<name>`."""
+
+    slurm: bool = Field(default=False, description="Find the servers on the nodes of this Slurm job")
+    testing: bool = Field(default=False, description="Answer from a table instead of a server")
+    max_n_completions: int = Field(default=8, ge=1, description="Split requests for more completions, to spread the load")
+    proxy_url: str | None = Field(default=None, description="Address of a proxy for managed servers")
+
+
+class ServerManager:
+    """The servers, and the calls that environments make on them.
+
+    Args:
+        configs: one entry per server; a bare `ServerBaseline` stands for the local ports 9004 to 9007, or with Slurm for the
+            nodes after the first `NUM_TRAINING_NODES`.
+        server_class: a class of one's own, instead of the one that `server_type` names.
+        testing: use a `ServerHarness`.
+        max_n_completions: most completions per request.
+        tool_parser: format of tool calls, given to managed servers.
+    """
+
+    def __init__(
+        self,
+        configs: ServerBaseline | APIServerConfig | list[APIServerConfig],
+        server_class: type[APIServer] = APIServer,
+        slurm: bool = False,
+        testing: bool = False,
+        max_n_completions: int = 8,
+        reasoning_config: ReasoningConfig | None = None,
+        proxy_url: str | None = None,
+        use_proxy: bool = False,
+        tool_parser: str | None = None,
+    ):
+        self.max_n_completions = max_n_completions
+        self.reasoning_config = reasoning_config
+        self.proxy_url = proxy_url or os.environ.get("ATROPOS_PROXY_URL")
+        self.use_proxy = use_proxy or bool(self.proxy_url)
+        self.tool_parser = tool_parser
+        self.servers: list[Any]
+        self._turn = 0
+        if testing:
+            self.servers = [ServerHarness()]
+            return
+        if isinstance(configs, APIServerConfig):
+            configs = [configs]
+        if isinstance(configs, list) and not configs:
+            raise UsageError("no inference server is configured: pass --openai.base_url")
+        template = configs[0] if isinstance(configs, list) else configs
+        if slurm:
+            configs = [at_url(template, url) for url in slurm_urls()]
+        elif not isinstance(configs, list):
+            urls = slurm_urls() if "SLURM_JOB_NODELIST" in os.environ else [f"http://localhost:{p}/v1" for p in LOCAL_PORTS]
+            configs = [at_url(template, url) for url in urls]
+        own_class = not inspect.isabstract(server_class)
+        self.servers = [
+            (server_class if own_class else SERVER_CLASSES[config.server_type])(config, reasoning_config=reasoning_config)
+            for config in configs
+        ]
+
+    async def update_weight(self, weight: float) -> None:
+        for server in self.servers:
+            await server.update_weight(weight)
+
+    async def close(self) -> None:
+        for server in self.servers:
+            if isinstance(server, APIServer):
+                await server.close()
+
+    def pick(self, split: str = "train") -> Any:
+        """The healthy server with the most free slots."""
+
+        def free(server: Any) -> tuple[bool, int]:
+            if not isinstance(server, APIServer):
+                return (True, 0)
+            return (server.server_healthy, (server.eval_sem if split == "eval" else server.sem).free)
+
+        # Start at another server each time, so that requests sent together spread over equally free ones.
+        self._turn += 1
+        start = self._turn % len(self.servers)
+        return max(self.servers[start:] + self.servers[:start], key=free)
+
+    async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
+        return await self._spread(lambda server, part: server.chat_completion(**part), kwargs, _join_choices)
+
+    async def completion(self, **kwargs: Any) -> Completion:
+        return await self._spread(lambda server, part: server.completion(**part), kwargs, _join_choices)
+
+    async def generate(self, **kwargs: Any) -> Generation:
+        return await self._spread(lambda server, part: server.generate(**part), kwargs, _join_generations)
+
+    async def tokens_and_logprobs_completion(self, **kwargs: Any) -> tuple[list, list, list, list]:
+        return await self._spread(lambda server, part: server.tokens_and_logprobs_completion(**part), kwargs, _join_tuples)
+
+    async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
+        return await self.pick(kwargs.get("split", "train")).get_logprobs(**kwargs)
+
+    async def _spread(self, call: Callable[[Any, dict], Awaitable[Any]], kwargs: dict, join: Callable[[list[Any]], Any]) -> Any:
+        """Split a request for many completions, one server per part, and join the answers in order."""
+        n = kwargs.get("n") or 1
+        split = kwargs.get("split", "train")
+        if n <= self.max_n_completions:
+            return await call(self.pick(split), kwargs)
+        sizes = [min(self.max_n_completions, n - start) for start in range(0, n, self.max_n_completions)]
+        return join(await asyncio.gather(*(call(self.pick(split), kwargs | {"n": size}) for size in sizes)))
+
+    @asynccontextmanager
+    async def dedicated_server(self) -> AsyncGenerator[Any, None]:
+        """One server for several requests that belong together."""
+        yield self.pick()
+
+    @asynccontextmanager
+    async def managed_server(
+        self, tokenizer: Any = None, base_url: str | None = None, preserve_think_blocks: bool = False
+    ) -> AsyncGenerator[Any, None]:
+        """A server that keeps the tokens, masks and logprobs of what it generates; see `ManagedServer`.
+
+        An endpoint without token ids gives a `DummyManagedServer` when ATROPOS_ALLOW_DUMMY_MANAGED_SERVER=1 is set.
+
+        Raises:
+            NotImplementedError: the endpoint gives no token ids and dummies are not allowed.
+        """
+        server = self.pick()
+        managed: ManagedServer | DummyManagedServer
+        if isinstance(server, OpenAIServer):
+            if os.environ.get(ALLOW_DUMMY, "").lower() not in ("1", "true", "yes"):
+                raise NotImplementedError(
+                    "an OpenAI endpoint gives no token ids and logprobs to train on. Use a vLLM server with "
+                    f"--openai.server_type vllm, or set {ALLOW_DUMMY}=1 to get placeholders, for evaluation only"
+                )
+            logger.warning("token ids and logprobs are placeholders and not fit for training (%s is set)", ALLOW_DUMMY)
+            managed = DummyManagedServer(server, tokenizer)
+        else:
+            managed = ManagedServer(
+                server, tokenizer, tool_parser=self.tool_parser, preserve_think_blocks=preserve_think_blocks
+            )
+        try:
+            yield managed
+        finally:
+            managed.reset()
+
+
+def at_url(template: ServerBaseline, url: str) -> APIServerConfig:
+    settings = template.model_dump() | {"base_url": url}
+    return APIServerConfig(**({"api_key": "x"} | settings))
+
+
+def slurm_urls() -> list[str]:
+    """Servers on the nodes of this Slurm job that do not train: one per `INFER_TP` of eight GPUs, from port 9000."""
+    nodelist = os.environ.get("SLURM_JOB_NODELIST")
+    if not nodelist:
+        raise UsageError("--slurm: SLURM_JOB_NODELIST is not set; run inside a Slurm job")
+    found = subprocess.run(["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True, check=True, timeout=30)
+    nodes = found.stdout.split()
+    if len(nodes) < 2:
+        return [f"http://localhost:{port}/v1" for port in LOCAL_PORTS]
+    training = int(os.environ.get("NUM_TRAINING_NODES", "1"))
+    per_node = 8 // int(os.environ.get("INFER_TP", "1"))
+    return [f"http://{node}:{9000 + i}/v1" for node in nodes[training:] for i in range(per_node)]
+
+
+def _join_choices(parts: list[Any]) -> Any:
+    first = parts[0]
+    for part in parts[1:]:
+        first.choices.extend(part.choices)
+    for index, choice in enumerate(first.choices):
+        choice.index = index
+    return first
+
+
+def _join_generations(parts: list[Generation]) -> Generation:
+    def joined(field: str) -> Any:
+        rows = [getattr(part, field) for part in parts]
+        return None if any(row is None for row in rows) else [entry for row in rows for entry in row]
+
+    per_completion = ("output_tokens", "output_logprobs", "finish_reasons", "texts", "weight_versions")
+    return Generation(parts[0].prompt_tokens, **{field: joined(field) for field in per_completion})
+
+
+def _join_tuples(parts: list[tuple[list, list, list, list]]) -> tuple[list, list, list, list]:
+    tokens, logprobs, reasons = ([entry for part in parts for entry in part[i]] for i in (1, 2, 3))
+    return parts[0][0], tokens, logprobs, reasons

@@ -1,0 +1,42 @@
+"""SGLang's native `/generate`: token ids in, token ids and logprobs out."""
+
+from typing import Any
+
+import httpx
+
+from atroposlib.envs.server_handling.generation import Generation
+from atroposlib.envs.server_handling.openai_server import PROBE_TIMEOUT, resolve_openai_configs
+from atroposlib.envs.server_handling.vllm_server import MAX_TOKENS_NAMES, VLLMServer
+
+__all__ = ["SGLangServer", "resolve_openai_configs"]
+
+
+class SGLangServer(VLLMServer):
+    """An SGLang server. It says nothing about weight versions."""
+
+    async def probe(self) -> str | None:
+        try:
+            response = await self.http.get("/health", timeout=PROBE_TIMEOUT)
+        except httpx.HTTPError as error:
+            return f"no answer ({type(error).__name__})"
+        return None if response.status_code == 200 else f"/health answered {response.status_code}"
+
+    async def _generate_wrapper(self, **kwargs: Any) -> Generation:
+        prompt_tokens = self._prompt_tokens(kwargs)
+        kwargs.pop("model", None)
+        wanted = next((kwargs.pop(name) for name in MAX_TOKENS_NAMES if name in kwargs), None)
+        sampling = kwargs | {"max_new_tokens": await self._room_for(prompt_tokens, wanted)}
+        answer = await self._post({"input_ids": prompt_tokens, "sampling_params": sampling, "return_logprob": True})
+        completions: list[dict[str, Any]] = answer if isinstance(answer, list) else [answer]
+        # Each entry of output_token_logprobs is (logprob, token id, text or None).
+        rows = [completion["meta_info"]["output_token_logprobs"] for completion in completions]
+        return Generation(
+            prompt_tokens=prompt_tokens,
+            output_tokens=[[int(token) for _, token, *_ in row] for row in rows],
+            output_logprobs=[[float(logprob) for logprob, *_ in row] for row in rows],
+            finish_reasons=[completion["meta_info"]["finish_reason"]["type"] for completion in completions],
+            texts=[completion.get("text", "") for completion in completions],
+        )
+
+    async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]:
+        raise NotImplementedError("SGLangServer cannot give the logprobs of a prompt")

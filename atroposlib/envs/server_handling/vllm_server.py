@@ -1,0 +1,130 @@
+"""vLLM's server with `/generate`: token ids in, token ids, logprobs and weight versions out."""
+
+from typing import Any
+
+import httpx
+import orjson
+
+from atroposlib.envs.errors import RolloutFailure
+from atroposlib.envs.server_handling.generation import Generation
+from atroposlib.envs.server_handling.openai_server import PROBE_TIMEOUT, OpenAIRoutes, resolve_openai_configs
+
+__all__ = ["VLLMServer", "resolve_openai_configs"]
+
+# The names under which other interfaces know max_tokens.
+MAX_TOKENS_NAMES = ("max_tokens", "max_new_tokens", "max_completion_tokens")
+
+
+class VLLMServer(OpenAIRoutes):
+    """Requests for training go to `/generate`, so that no text is ever tokenised twice; the OpenAI routes work too."""
+
+    tokenizer: Any = None
+    """Encodes prompts given as text; set by the environment. Prompts given as token ids need none."""
+
+    async def probe(self) -> str | None:
+        try:
+            response = await self.http.get("/health", timeout=PROBE_TIMEOUT)
+        except httpx.HTTPError as error:
+            return f"no answer ({type(error).__name__})"
+        return None if response.status_code == 200 else f"/health answered {response.status_code}"
+
+    async def _generate_wrapper(self, **kwargs: Any) -> Generation:
+        prompt_tokens = self._prompt_tokens(kwargs)
+        kwargs.pop("model", None)
+        for name in MAX_TOKENS_NAMES[1:]:
+            if name in kwargs:
+                kwargs["max_tokens"] = kwargs.pop(name)
+        kwargs["max_tokens"] = await self._room_for(prompt_tokens, kwargs.get("max_tokens"))
+        body = {"logprobs": 0, **kwargs, "prompt": {"prompt_token_ids": prompt_tokens}}
+        answer = await self._post(body)
+        return parse_generation(prompt_tokens, answer)
+
+    async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
+        response = await self.http.post("/generate", content=orjson.dumps(body), headers={"Content-Type": "application/json"})
+        response.raise_for_status()
+        return orjson.loads(response.content)
+
+    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> tuple[list, list, list, list]:
+        result = await self._generate_wrapper(**kwargs)
+        return result.prompt_tokens, result.output_tokens, result.output_logprobs, result.finish_reasons
+
+    def _prompt_tokens(self, kwargs: dict[str, Any]) -> list[int]:
+        """Take the prompt out of the request: `input_ids`, else `prompt` encoded, without a second start token."""
+        text = kwargs.pop("prompt", None)
+        ids = kwargs.pop("input_ids", None)
+        if ids is not None:
+            return [int(token) for token in ids]
+        if text is None:
+            raise ValueError("a request for tokens needs `input_ids` or `prompt`")
+        if isinstance(text, list):
+            return [int(token) for token in text]
+        if self.tokenizer is None:
+            raise ValueError("a prompt given as text needs a tokenizer: set `server.tokenizer`, or pass `input_ids`")
+        tokens = list(self.tokenizer.encode(text))
+        bos = getattr(self.tokenizer, "bos_token_id", None)
+        # Chat templates write the start token themselves, and encoding adds it again.
+        return tokens[1:] if bos is not None and tokens[:2] == [bos, bos] else tokens
+
+    async def _room_for(self, prompt_tokens: list[int], wanted: int | None) -> int:
+        """`max_tokens` that the model's context and the trainer's longest sequence leave after the prompt."""
+        limits = [limit for limit in (await self._context_length(), self.max_sequence_length) if limit]
+        if not limits:
+            return wanted or 1024
+        room = min(limits) - len(prompt_tokens)
+        if room < 1:
+            raise RolloutFailure(f"a prompt of {len(prompt_tokens)} tokens leaves no room within {min(limits)} tokens")
+        return min(wanted or room, room)
+
+    async def _context_length(self) -> int | None:
+        return (await self.served_model()).get("max_model_len")
+
+    async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]:
+        top_k = max(1, int(kwargs.pop("top_k", kwargs.pop("top_logprobs", 1))))
+        prompt_tokens = self._prompt_tokens(kwargs)
+        body = {"prompt": {"prompt_token_ids": prompt_tokens}, "prompt_logprobs": top_k, "max_tokens": 1, "temperature": 0.0}
+        rows = (await self._post(body)).get("prompt_logprobs")
+        if rows is None:
+            raise ValueError(f"{self.root_url}/generate gave no prompt_logprobs")
+        tables = [merge_logprob_row(row) for row in rows]
+        return {
+            "prompt_tokens": prompt_tokens,
+            "prompt_topk_token_ids": [list(table) for table in tables],
+            "prompt_topk_logprobs": [list(table.values()) for table in tables],
+        }
+
+
+def merge_logprob_row(row: Any) -> dict[int, float]:
+    """One position's logprobs, `{id: logprob}` or `[{id: logprob}, …]`, as one table; empty for the first position."""
+    table: dict[int, float] = {}
+    for part in row if isinstance(row, list) else [row or {}]:
+        table.update({int(token): float(logprob) for token, logprob in (part or {}).items()})
+    return table
+
+
+def parse_generation(prompt_tokens: list[int], answer: dict[str, Any]) -> Generation:
+    """Read `/generate`'s answer.
+
+    `logprobs[completion][position]` is a list whose first entry is `{token_id: logprob}` of the sampled token. `token_ids` is
+    the same sequence of ids; servers without that field are read through the logprobs alone.
+
+    Raises:
+        ValueError: ids and logprobs do not line up, so they are not the tokens that were sampled.
+    """
+    tokens: list[list[int]] = []
+    logprobs: list[list[float]] = []
+    for completion in answer["logprobs"]:
+        pairs = [next(iter((position[0] if isinstance(position, list) else position).items())) for position in completion]
+        tokens.append([int(token) for token, _ in pairs])
+        logprobs.append([float(logprob) for _, logprob in pairs])
+    if (ids := answer.get("token_ids")) is not None and ids != tokens:
+        raise ValueError("/generate answered token_ids that differ from the ids of its logprobs")
+    if (prompt := answer.get("prompt_token_ids")) is not None and prompt != prompt_tokens:
+        raise ValueError("/generate answered a prompt_token_ids other than it was sent")
+    return Generation(
+        prompt_tokens=prompt_tokens,
+        output_tokens=tokens,
+        output_logprobs=logprobs,
+        finish_reasons=list(answer["finish_reasons"]),
+        texts=answer.get("text"),
+        weight_versions=answer.get("weight_versions"),
+    )

@@ -1,0 +1,375 @@
+"""The life of an environment that serves: set up, register, keep workers busy, evaluate when due, stop after training."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from atroposlib.envs.config import EvalHandlingEnum
+from atroposlib.envs.errors import EnvironmentFailure, RolloutFailure, ServiceUnavailable
+from atroposlib.envs.rollouts import RolloutMixin
+from atroposlib.envs.server_handling.server_baseline import APIServer
+from atroposlib.envs.service_client import RejectedByService
+from atroposlib.envs.waiting import Patience
+from atroposlib.envs.worker_policy import QueueState, WorkerLimits, allowed_workers, workers_during_eval
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.5
+"""How often the service is asked for the queue's state when nothing else happens; a finished worker asks at once."""
+
+LEAST_POLL_SECONDS = 0.05
+
+LAST_EVALUATION_SECONDS = 120.0
+"""How long an evaluation may still run after training is over; the inference server may be stopped at any moment then."""
+
+
+class ServingMixin(RolloutMixin):
+    """`env_manager` runs the whole life cycle."""
+
+    _wake: asyncio.Event | None = None
+    _fatal: EnvironmentFailure | None = None
+    _failures_in_a_row = 0
+    _trainer_steps = -1
+
+    async def env_manager(self) -> None:
+        """Serve until the trainer is done.
+
+        Raises:
+            EnvironmentFailure: something that only a person can mend; the message says what.
+        """
+        self._wake = asyncio.Event()
+        try:
+            await self.setup()
+            await self.wait_for_inference()
+            await self.setup_wandb()
+            await self.register_env()
+            await self.get_server_info()
+            while not await self._one_round():
+                await self._rest()
+            logger.info("the trainer reached step %d: done (%s dropped)", self.curr_step, self.drops)
+            await self._log_remaining()
+        finally:
+            await self._stop()
+
+    async def _one_round(self) -> bool:
+        """Ask for the state, start what is due. True when training is over."""
+        now = time.monotonic()
+        if self.last_loop_time is not None:
+            self.mainloop_timings.append(now - self.last_loop_time)
+        self.last_loop_time = now
+        await self.get_status()
+        self._check_health()
+        await self.env_step_checks()
+        if self._training_is_over():
+            return True
+        self._cut_off_stuck_workers()
+        await self.add_train_workers()
+        return False
+
+    async def _rest(self) -> None:
+        """Sleep until a worker finishes, for half a second at most."""
+        assert self._wake is not None
+        await asyncio.sleep(LEAST_POLL_SECONDS)
+        try:
+            await asyncio.wait_for(self._wake.wait(), POLL_SECONDS)
+        except TimeoutError:
+            return
+        finally:
+            self._wake.clear()
+
+    # ---- the service ---------------------------------------------------------------------------------------------------
+
+    async def setup_wandb(self) -> None:
+        """Start a W&B run in the trainer's project and group."""
+        if not self.config.use_wandb:
+            return
+        patience = self._patience_for_trainer()
+        while True:
+            info = await self.service.get("/wandb_info")
+            if info.get("project") is not None:
+                break
+            await patience.wait("has no trainer registered")
+        self.wandb_project, self.wandb_group = info["project"], info["group"]
+        self.start_wandb(self.wandb_project, self.wandb_group)
+
+    async def _register_env(self) -> dict[str, Any]:
+        return await self.service.post(
+            "/register-env",
+            {
+                "max_token_length": self.config.max_token_length,
+                "desired_name": self.config.wandb_name or self.name or type(self).__name__,
+                "weight": self.config.inference_weight,
+                "min_batch_allocation": self.config.min_batch_allocation,
+                "group_size": self.config.group_size,
+            },
+        )
+
+    async def register_env(self) -> None:
+        """Register, waiting for the trainer as long as `service_timeout` allows."""
+        patience = self._patience_for_trainer()
+        while True:
+            try:
+                data = await self._register_env()
+            except RejectedByService as rejection:
+                raise EnvironmentFailure(f"the rollout service refused the registration: {rejection}") from rejection
+            if data.get("status") == "success":
+                break
+            await patience.wait(str(data.get("status", data)))
+        patience.done()
+        first_time = self.env_id is None
+        self.env_id = data["env_id"]
+        self.wandb_prepend = data["wandb_name"]
+        self.checkpoint_dir = data["checkpoint_dir"]
+        self.checkpoint_interval = data["checkpoint_interval"]
+        self._trainer_steps = data["num_steps"]
+        if first_time:
+            self.curr_step = data["starting_step"]
+            if self.curr_step > 0:
+                self.load_checkpoint()
+        logger.info("registered as %s (id %s), training to step %s", self.wandb_prepend, self.env_id, self._last_step())
+
+    def _patience_for_trainer(self) -> Patience:
+        return Patience(
+            f"a trainer at {self.config.rollout_server_url}",
+            self.config.service_timeout,
+            ServiceUnavailable,
+            logger,
+            "start one, for example `python -u example_trainer/grpo.py --model-name …`",
+        )
+
+    async def get_server_info(self) -> None:
+        """Take over the trainer's batch size and longest sequence.
+
+        Raises:
+            EnvironmentFailure: a group does not fit into a batch.
+        """
+        info = await self.service.get("/info")
+        if info.get("batch_size", -1) != -1:
+            self.config.batch_size = info["batch_size"]
+        if info.get("max_token_len", -1) != -1:
+            self.max_token_len = info["max_token_len"]
+        if 0 < self.config.batch_size < self.config.group_size:
+            raise EnvironmentFailure(
+                f"--env.group_size {self.config.group_size} does not fit into the trainer's batch of "
+                f"{self.config.batch_size} sequences: lower it, or raise the trainer's batch"
+            )
+        for server in self.server.servers:
+            if isinstance(server, APIServer) and self.max_token_len > 0:
+                server.max_sequence_length = self.max_token_len - 1
+
+    async def get_status(self) -> None:
+        """Ask for the queue's state; a service that was started anew knows us no more, so register again."""
+        patience: Patience | None = None
+        while True:
+            assert self.env_id is not None
+            try:
+                status = await self.service.status_env(self.env_id)
+            except RejectedByService as rejection:
+                status = {"status": str(rejection)}
+            if "current_step" in status:
+                break
+            why = f"does not know environment {self.env_id} ({status})"
+            logger.warning("the rollout service %s: registering again", why)
+            if patience is None:
+                patience = self._patience_for_trainer()
+            else:
+                await patience.wait(why)
+            await self.register_env()
+            await self.get_server_info()
+        if status["current_step"] < self.curr_step:
+            logger.info("the trainer went back from step %d to %d", self.curr_step, status["current_step"])
+            await self.get_server_info()
+        self.status_dict = status
+        await self.server.update_weight(status.get("env_weight", 1.0))
+
+    def _last_step(self) -> int:
+        """The step after which there is nothing left to do; -1 when neither the trainer nor the configuration says."""
+        return min((step for step in (self.config.total_steps, self._trainer_steps) if step > 0), default=-1)
+
+    def _training_is_over(self) -> bool:
+        return 0 < self._last_step() <= self.status_dict["current_step"]
+
+    # ---- steps -----------------------------------------------------------------------------------------------------------
+
+    async def env_step_checks(self) -> None:
+        """When the trainer has moved on: evaluate, keep state and log, as far as each is due."""
+        step = self.status_dict["current_step"]
+        if step == self.curr_step:
+            return
+        previous, self.curr_step = self.curr_step, step
+        every = self.config.steps_per_eval
+        if every > 0 and crossed(previous, step, every):
+            self._start_evaluation()
+        if self.checkpoint_interval > 0 and crossed(previous, step, self.checkpoint_interval):
+            self.save_checkpoint(step // self.checkpoint_interval * self.checkpoint_interval)
+        if self.items_sent_this_step >= self.config.min_items_sent_before_logging:
+            self.items_sent_this_step = 0
+            await self.wandb_log({})
+
+    def _start_evaluation(self) -> None:
+        if self.eval_runner is not None and not self.eval_runner.done():
+            logger.warning("the previous evaluation still runs: the one due at step %d is left out", self.curr_step)
+            return
+        logger.info("evaluating at step %d", self.curr_step)
+        self.eval_runner = asyncio.create_task(self.evaluate())
+        self.eval_runner.add_done_callback(self._evaluation_done)
+        if self.config.eval_handling is EvalHandlingEnum.STOP_TRAIN:
+            for item_id in list(self.running_items):
+                self._cancel_worker(item_id, to_backlog=True)
+
+    def _evaluation_done(self, task: asyncio.Task[Any]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("the evaluation failed; training goes on", exc_info=error)
+            if isinstance(error, EnvironmentFailure):
+                self._fatal = error
+        self._wake_up()
+
+    async def _log_remaining(self) -> None:
+        if self.eval_runner is not None and not self.eval_runner.done():
+            logger.info("waiting for the evaluation that still runs")
+            await asyncio.wait({self.eval_runner}, timeout=LAST_EVALUATION_SECONDS)
+        await self.wandb_log({})
+
+    # ---- workers ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def derived_batch_size(self) -> int:
+        """Sequences per batch that this environment may fill: what is not reserved, and its own reserve."""
+        if not self.status_dict or self.config.batch_size <= 0:
+            return self.config.batch_size
+        share = self.status_dict.get("unallocated_fraction", 1.0) + (self.config.min_batch_allocation or 0.0)
+        return int(self.config.batch_size * min(1.0, share))
+
+    def workers_wanted(self) -> int:
+        """How many items may be in work now."""
+        config, status = self.config, self.status_dict
+        allowed = allowed_workers(
+            WorkerLimits(
+                max_workers=self.max_num_workers,
+                group_size=config.group_size,
+                batch_size=config.batch_size,
+                max_batches_offpolicy=config.max_batches_offpolicy,
+                min_batch_allocation=config.min_batch_allocation,
+            ),
+            QueueState(
+                queue_size=status.get("queue_size", 0),
+                self_queue_size=status.get("self_queue_size", 0),
+                unallocated_fraction=status.get("unallocated_fraction", 1.0),
+                groups_wanted=status.get("groups_wanted"),
+            ),
+        )
+        if self.eval_runner is not None and not self.eval_runner.done():
+            return workers_during_eval(allowed, config.eval_handling, config.eval_limit_ratio)
+        return allowed
+
+    async def add_train_workers(self) -> None:
+        """Start workers up to the number allowed: the backlog first, then new items."""
+        missing = self.workers_wanted() - len(self.workers)
+        self.workers_added_list.append(max(0, missing))
+        for _ in range(missing):
+            item = self.backlog.pop() if self.backlog else await self.get_next_item()
+            if item is None:
+                return
+            item_id = str(uuid.uuid4())
+            worker = asyncio.create_task(self.handle_env(item_id), name=f"rollout {item_id}")
+            self.running_items[item_id] = {"item": item, "worker": worker, "start_time": time.monotonic()}
+            self.workers.add(worker)
+            worker.add_done_callback(self._worker_done(item))
+
+    def _worker_done(self, item: Any) -> Callable[[asyncio.Task[Any]], None]:
+        def done(task: asyncio.Task[Any]) -> None:
+            self.workers.discard(task)
+            if task.cancelled():
+                return
+            if (error := task.exception()) is not None:
+                self._fatal = (
+                    error if isinstance(error, EnvironmentFailure) else EnvironmentFailure(f"a worker died: {error!r}")
+                )
+            elif task.result():
+                self.last_completed_item = item
+            self._wake_up()
+
+        return done
+
+    def _wake_up(self) -> None:
+        if self._wake is not None:
+            self._wake.set()
+
+    async def handle_env(self, item_uuid: str) -> Any:
+        """One item from start to end. Returns its groups, or None when there are none."""
+        item = self.running_items[item_uuid]["item"]
+        started = time.monotonic()
+        groups = None
+        try:
+            groups = await self.roll_out(item)
+            if groups is not None:
+                await self.handle_send_to_api(groups, item)
+            self._failures_in_a_row = 0
+        except RolloutFailure as failure:
+            self._failures_in_a_row += 1
+            logger.error("an item was given up: %s (%d in a row)", failure, self._failures_in_a_row)
+        finally:
+            self.running_items.pop(item_uuid, None)
+        duration = time.monotonic() - started
+        self.task_duration.append(duration)
+        self.task_successful.append(int(groups is not None))
+        (self.succeeded_task_duration if groups is not None else self.failed_task_duration).append(duration)
+        await self.cleanup()
+        return groups
+
+    def _cut_off_stuck_workers(self) -> None:
+        if self.config.worker_timeout <= 0 or not all(getattr(s, "server_healthy", True) for s in self.server.servers):
+            return  # while a server is away every worker waits, and that wait has a deadline of its own
+        for item_id, running in list(self.running_items.items()):
+            age = time.monotonic() - running["start_time"]
+            if age > self.config.worker_timeout:
+                logger.warning("an item was cut off after %.0f s (--env.worker_timeout): %.200r", age, running["item"])
+                self.drops.add("timeout")
+                self._failures_in_a_row += 1
+                self._cancel_worker(item_id, to_backlog=False)
+
+    def _cancel_worker(self, item_id: str, to_backlog: bool) -> None:
+        running = self.running_items.pop(item_id)
+        running["worker"].cancel()
+        self.workers.discard(running["worker"])
+        if to_backlog:
+            self.backlog.append(running["item"])
+
+    def _check_health(self) -> None:
+        """End on what a retry cannot mend."""
+        if self._fatal is not None:
+            raise self._fatal
+        for server in self.server.servers:
+            if isinstance(server, APIServer) and server.gate.failure is not None:
+                raise server.gate.failure
+        limit = self.config.max_consecutive_failures
+        if 0 < limit <= self._failures_in_a_row:
+            raise EnvironmentFailure(
+                f"the last {self._failures_in_a_row} items all failed ({self.drops}): see the tracebacks above, "
+                "or raise --env.max_consecutive_failures"
+            )
+
+    async def _stop(self) -> None:
+        """Cancel what runs, say goodbye, close files and connections."""
+        tasks = self.workers | self.eval_workers | ({self.eval_runner} if self.eval_runner else set())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=10)
+        if self._service is not None:
+            if self.env_id is not None:
+                await self._service.disconnect(self.env_id)
+            await self._service.close()
+        await self.server.close()
+        if self.jsonl_writer is not None:
+            self.jsonl_writer.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def crossed(previous: int, now: int, every: int) -> bool:
+    """Whether a multiple of `every` lies in (previous, now]: the trainer may move several steps between two looks."""
+    return now // every > previous // every

@@ -1,0 +1,1 @@
+"""Small helpers for environments, one module per need."""

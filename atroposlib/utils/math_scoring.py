@@ -1,0 +1,109 @@
+"""Whether a mathematical answer equals the expected one, by math_verify over latex2sympy2_extended.
+
+math_verify guards against endless simplification with SIGALRM, which only works in a process's main thread. Environments run
+in an event loop, often with threads, so the comparison runs in a child process of its own: there the alarm works, and a child
+that hangs all the same is killed and replaced.
+"""
+
+import asyncio
+import functools
+import logging
+import multiprocessing
+import threading
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from decimal import Decimal, InvalidOperation
+
+logger = logging.getLogger(__name__)
+
+PARSE_SECONDS = 5
+KILL_AFTER_SECONDS = 30.0
+
+
+def as_number(text: str) -> Decimal | None:
+    r"""A plain number as people write it (`$1,234.50`, `12\%` without its sign, `-3`), or None.
+
+    >>> as_number("$1,234.50"), as_number("x+1")
+    (Decimal('1234.50'), None)
+    """
+    cleaned = text.strip().replace("\\$", "").replace("$", "").replace("\\,", "").replace("\\!", "").replace(",", "")
+    cleaned = cleaned.removesuffix("\\%").removesuffix("%").strip().removesuffix(".")
+    try:
+        value = Decimal(cleaned)
+    except InvalidOperation:
+        return None
+    return value if value.is_finite() else None
+
+
+def equal_in_this_process(gold: str, answer: str) -> bool:
+    """Compare two LaTeX expressions; False when either cannot be read. Call it in a process's main thread."""
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    reading = [
+        LatexExtractionConfig(
+            boxed_match_priority=0,
+            try_extract_without_anchor=False,
+            normalization_config=NormalizationConfig(
+                basic_latex=True, units=True, malformed_operators=True, nits=True, boxed="all", equations=False
+            ),
+        )
+    ]
+    expected, given = (parse(rf"\boxed{{{text}}}", reading, parsing_timeout=PARSE_SECONDS) for text in (gold, answer))
+    return bool(expected) and bool(given) and bool(verify(expected, given, timeout_seconds=PARSE_SECONDS))
+
+
+class MathScorer:
+    """Compares answers in a child process. Safe to use from several tasks at once; close it at the end."""
+
+    def __init__(self, processes: int = 1) -> None:
+        self.processes = processes
+        self.timeouts = 0
+        self._pool: ProcessPoolExecutor | None = None
+        self._lock = threading.Lock()
+
+    async def equal(self, gold: str, answer: str) -> bool:
+        """Whether `answer` equals `gold`. An expression that takes too long to compare is not equal, and is counted.
+
+        Raises:
+            RuntimeError: the child process died twice over the same answer.
+        """
+        numbers = as_number(gold), as_number(answer)
+        if numbers[0] is not None and numbers[1] is not None:
+            return numbers[0] == numbers[1]
+        if gold.strip() == answer.strip():
+            return True
+        for _ in range(2):
+            pool = self._running_pool()
+            call = functools.partial(equal_in_this_process, gold, answer)
+            try:
+                return await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(pool, call), KILL_AFTER_SECONDS)
+            except TimeoutError:
+                self.timeouts += 1
+                logger.warning("comparing took over %.0f s, counted as not equal: %.120r", KILL_AFTER_SECONDS, answer)
+                self._kill(pool)
+                return False
+            except BrokenProcessPool:
+                logger.warning("the comparing process died; starting another")
+                self._kill(pool)
+        raise RuntimeError(f"the comparing process died twice over {answer!r:.120}")
+
+    def _running_pool(self) -> ProcessPoolExecutor:
+        with self._lock:
+            if self._pool is None:
+                # Spawned, not forked: a forked child would hold the parent's connections and locks.
+                self._pool = ProcessPoolExecutor(self.processes, mp_context=multiprocessing.get_context("spawn"))
+            return self._pool
+
+    def _kill(self, pool: ProcessPoolExecutor) -> None:
+        with self._lock:
+            if self._pool is pool:
+                self._pool = None
+        for child in list((getattr(pool, "_processes", None) or {}).values()):
+            child.kill()
+        pool.shutdown(wait=False, cancel_futures=True)
+
+    def close(self) -> None:
+        """Stop the child process."""
+        if self._pool is not None:
+            self._kill(self._pool)
