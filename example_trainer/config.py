@@ -52,7 +52,7 @@ class TrainerConfig(BaseModel):
     )
 
     # Rollouts
-    atropos_url: str = Field("http://localhost:8000", description="rollout service")
+    atropos_url: str = Field("http://localhost:8000", pattern=r"^https?://\S+$", description="rollout service")
     atropos_api_key: str | None = Field(None, description="bearer token of the rollout service, if it asks for one")
     service_timeout: float = Field(
         300.0, gt=0, description="seconds to wait for the rollout service to be there, or to come back"

@@ -78,8 +78,9 @@ class Batch:
 def parse_batch(groups: Sequence[Mapping[str, Any]], max_tokens: int, vocab_size: int, divide_by_std: bool = True) -> Batch:
     """Check the groups of a batch and work out advantages, group by group.
 
-    A group's own `advantages` (one number per sequence, or one per token) replace the group-relative ones. The override
-    `set_advantage_to_zero`, for a sequence or the whole group, is obeyed. A group that is not valid is left out whole.
+    A group's own `advantages` (for each sequence one number, bare or in a list, or one per token) replace the
+    group-relative ones. The override `set_advantage_to_zero`, for a sequence or the whole group, is obeyed. A group that is
+    not valid is left out whole.
 
     Args:
         groups: as `/batch` returns them; groups arrive whole.
@@ -176,7 +177,7 @@ def _advantages(
             row = np.asarray(value, dtype=np.float32)
         except (TypeError, ValueError) as error:
             raise GroupError(f"advantages[{i}] is neither a number nor a list of numbers") from error
-        row = np.full(length, row, dtype=np.float32) if row.ndim == 0 else row
+        row = np.full(length, row.item(), dtype=np.float32) if row.shape in ((), (1,)) else row
         if row.shape != (length,) or not np.isfinite(row).all():
             raise GroupError(f"advantages[{i}] is neither a finite number nor {length} of them, one per token")
         rows.append(row)

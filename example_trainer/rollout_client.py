@@ -48,6 +48,14 @@ class Registration:
     max_staleness: int | None = None
 
 
+class _RefusedError(RolloutServiceError):
+    """The service answered with a 4xx status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class RolloutClient:
     """Talks to one rollout service.
 
@@ -73,7 +81,9 @@ class RolloutClient:
         self._http = httpx.Client(base_url=self.url, headers=headers, timeout=_REQUEST_SECONDS)
         self._registration: Registration | None = None
         self._version = 0
-        self._acknowledges = True
+        self._query: dict[str, int] = {}
+        self._batch_id: int | None = None
+        self._said_no_leases = False
 
     def close(self) -> None:
         """Close the connection."""
@@ -92,16 +102,16 @@ class RolloutClient:
     def _register(self) -> None:
         if self._registration is None:
             raise RuntimeError("register() comes first")
-        body = asdict(self._registration) | {"starting_step": self._version}
-        if self._registration.max_staleness is None:
-            del body["max_staleness"]
-        self._request("POST", "/register", body)
+        body = asdict(self._registration) | {"starting_step": self._version, "ack_batches": True}
+        uuid = self._request("POST", "/register", body).get("uuid")
+        self._query = {} if uuid is None else {"uuid": uuid}
+        self._batch_id = None
 
     def next_batch(self) -> list[dict[str, Any]]:
         """Poll for a batch.
 
-        A service that was restarted meanwhile, or that lost the connection while it handed a batch out, is registered with
-        again: it then hands out again what was never acknowledged.
+        A service that has lost the registration is registered with again. One that leases its batches hands the same one out
+        again if the connection broke before it arrived here, or if an earlier trainer died before it acknowledged it.
 
         Returns:
             Its groups.
@@ -112,7 +122,7 @@ class RolloutClient:
         begun = last_said = time.monotonic()
         delay = _FIRST_POLL
         while True:
-            answer = self._request("GET", "/batch", interrupted={"status": "error", "message": "the connection broke"})
+            answer = self._request("GET", "/batch", query=self._query)
             if answer.get("status") == "error":
                 logger.warning("Registering with the rollout service at %s again: %s", self.url, answer.get("message"))
                 self._register()
@@ -121,6 +131,7 @@ class RolloutClient:
                     raise RolloutServiceError(
                         f"{self.url}/batch answered a batch that is no list of groups: {str(groups)[:200]}"
                     )
+                self._note_lease(answer.get("batch_id"))
                 return groups
             now = time.monotonic()
             if now - begun > self.batch_timeout:
@@ -143,51 +154,61 @@ class RolloutClient:
         answer = self._request("GET", "/status")
         return int(answer.get("queue_size") or 0)
 
+    def _note_lease(self, batch_id: int | None) -> None:
+        self._batch_id = batch_id
+        if batch_id is not None:
+            self._query["received"] = batch_id
+        elif not self._said_no_leases:
+            self._said_no_leases = True
+            logger.info("The rollout service at %s leases no batches: one is lost if the trainer dies with it", self.url)
+
     def acknowledge(self, weight_version: int) -> None:
         """Say that the last batch is in the weights, so that the service need not hand it out again.
 
-        A service without acknowledgements (the original wire) is not asked twice.
+        Nothing is sent to a service that leases no batches (the original wire).
+
+        Raises:
+            RolloutServiceError: another trainer has registered since.
         """
         self._version = weight_version
-        if not self._acknowledges:
+        if self._batch_id is None:
             return
-        answer = self._request("POST", "/batch/ack", {"weight_version": weight_version}, absent={"status": "absent"})
-        if answer.get("status") == "absent":
-            self._acknowledges = False
-            logger.info(
-                "The rollout service at %s takes no acknowledgements: a batch is lost if the trainer dies with it", self.url
-            )
+        body = self._query | {"batch_id": self._batch_id, "weight_version": weight_version}
+        body.pop("received", None)
+        try:
+            self._request("POST", "/batch/ack", body)
+        except _RefusedError as error:
+            if error.status == codes.CONFLICT:
+                raise
+            # It was restarted without its store: the next poll registers again.
+            logger.warning("Batch %d could not be acknowledged: %s", self._batch_id, error)
 
     def _request(
         self,
         method: str,
         path: str,
         body: dict[str, Any] | None = None,
-        interrupted: dict[str, Any] | None = None,
-        absent: dict[str, Any] | None = None,
+        query: dict[str, int] | None = None,
     ) -> dict[str, Any]:
-        """One call, tried again while the service is away.
+        """One call, tried again while the service is away. Each of them may be repeated without harm.
 
-        Args:
-            interrupted: return this when the connection fails, instead of trying again: for calls that must not be repeated.
-            absent: return this when the service has no such path.
+        Raises:
+            RolloutServiceError: it is away for too long, or answers something else than a JSON object.
+            _RefusedError: it answers that the request is wrong.
         """
         lost_at: float | None = None
         last_said, delay = -math.inf, _FIRST_DELAY
         while True:
             self.stop.check()
             try:
-                response = self._http.request(method, path, json=body)
+                response = self._http.request(method, path, json=body, params=query)
             except (httpx.TransportError, httpx.DecodingError) as error:
-                if interrupted is not None:
-                    return interrupted
                 reason = f"{type(error).__name__}: {error}"
             else:
                 if not response.is_server_error and response.status_code != codes.TOO_MANY_REQUESTS:
                     if lost_at is not None:
                         logger.info("The rollout service at %s is there", self.url)
-                    missing = response.status_code in (codes.NOT_FOUND, codes.METHOD_NOT_ALLOWED)
-                    return absent if missing and absent is not None else self._answer(response, method, path)
+                    return self._answer(response, method, path)
                 reason = f"HTTP {response.status_code} {response.text[:200]}"
             now = time.monotonic()
             lost_at = now if lost_at is None else lost_at
@@ -214,7 +235,9 @@ class RolloutClient:
                 f"the rollout service at {self.url} refuses this trainer ({response.status_code}); give --atropos-api-key"
             )
         if not response.is_success:
-            raise RolloutServiceError(f"{method} {self.url}{path} answered {response.status_code}: {response.text[:300]}")
+            raise _RefusedError(
+                response.status_code, f"{method} {self.url}{path}: {response.status_code} {response.text[:300]}"
+            )
         try:
             answer = response.json()
         except ValueError:

@@ -121,6 +121,8 @@ def test_given_advantages_replace_them() -> None:
     batch = parse_batch([make_group(advantages=[0.5, [9, 9, 1, 2, 3]])], 100, VOCAB)
     assert only(batch, 0) == [0.5, 0.5]
     assert only(batch, 1) == [1.0, 2.0, 3.0]
+    listed = parse_batch([make_group(advantages=[[0.5], [-2.0]])], 100, VOCAB)
+    assert [only(listed, i) for i in range(2)] == [[0.5, 0.5], [-2.0, -2.0, -2.0]]
 
 
 def test_overrides_set_advantages_to_zero() -> None:

@@ -1,0 +1,153 @@
+"""Options: every one of them a flag and a YAML key, flags win, and what is wrong is one line."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from example_trainer.config import TrainerConfig, flag_of, parse_config
+from example_trainer.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_documented_defaults() -> None:
+    config = parse_config(["--model-name", "m"])
+    assert (config.weight_bridge_mode, config.use_shared_memory, config.single_copy) == ("none", False, False)
+    assert (config.vllm_port, config.training_steps, config.batch_size, config.lr) == (9001, 10, 2, 1e-5)
+    assert (str(config.save_path), config.gradient_accumulation_steps) == ("trained_model_checkpoints", 32)
+    assert (config.atropos_url, config.bridge_timeout, config.service_timeout) == ("http://localhost:8000", 120, 300)
+    assert config.sequences_per_step == 64
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "--model-name Qwen/Qwen2.5-14B-Instruct --weight-bridge-mode shared_vllm --vllm-port 9001 --lr 1e-6 --batch-size 4 "
+        "--training-steps 100 --use-shared-memory",
+        "--model-name Qwen/Qwen2.5-14B-Instruct --weight-bridge-mode shared_vllm --single-copy --training-steps 100",
+        "--model-name Qwen/Qwen2.5-3B-Instruct --weight-bridge-mode none --training-steps 100 --vllm-restart-interval 10 "
+        "--batch-size 2 --lr 1e-5",
+        "--model-name Qwen/Qwen2.5-3B-Instruct --weight-bridge-mode lora_only --lora-r 16 --lora-alpha 32 --training-steps 100 "
+        "--batch-size 2 --lr 1e-4",
+    ],
+)
+def test_the_documented_commands_are_understood(command: str) -> None:
+    words = shlex.split(command)
+    config = parse_config(words)
+    given = {words[i] for i in range(len(words)) if words[i].startswith("--")}
+    changed = {flag_of(name) for name in config.model_fields_set}
+    assert changed == given
+
+
+def test_every_field_is_a_flag_and_a_key(tmp_path: Path) -> None:
+    values = {
+        "model_name": "m", "dtype": "float32", "device": "cpu", "weight_bridge_mode": "shared_vllm", "vllm_host": "h",
+        "vllm_api_key": "k", "vllm_restart_interval": 3, "lora_target_modules": ["a", "b"], "atropos_url": "http://x:1",
+        "atropos_api_key": "s", "max_staleness": 2, "lr_schedule": "cosine", "num_threads": 2, "clip_eps_high": 0.3,
+        "reference_model": "r", "loss_normalisation": "constant", "save_path": "p", "resume": "auto", "log_dir": "l",
+        "wandb_project": "w", "wandb_group": "g",
+    }  # fmt: skip
+    for name, field in TrainerConfig.model_fields.items():
+        if name not in values:
+            default = field.get_default()
+            values[name] = (not default) if isinstance(default, bool) else default + (0 if name.startswith("beta") else 1)
+    values |= {"lora_dropout": 0.5, "clip_eps": 0.1, "beta1": 0.5, "beta2": 0.6, "single_copy": False}
+    (tmp_path / "all.yaml").write_text(yaml.safe_dump(values))
+    from_file = parse_config(["--config", str(tmp_path / "all.yaml")])
+    words = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            words.append(flag_of(name) if value else "--no-" + flag_of(name)[2:])
+        else:
+            words += [flag_of(name), *map(str, value if isinstance(value, list) else [value])]
+    assert parse_config(words) == from_file
+    assert from_file.model_dump(mode="json") == values
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("model-name: m\nlr: 1.0e-3\ntraining_steps: 7\nuse_wandb: true\n")
+    config = parse_config(["--config", str(tmp_path / "c.yaml"), "--lr", "0.5", "--no-use-wandb"])
+    assert (config.model_name, config.lr, config.training_steps, config.use_wandb) == ("m", 0.5, 7, False)
+    assert config.batch_size == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--model-name m --trainingsteps 3", "unknown flag --trainingsteps; did you mean --training-steps?"),
+        ("--model-name m --batchsize=3", "unknown flag --batchsize; did you mean --batch-size?"),
+        ("--model-name m --zzzzzz 3", "unknown flag --zzzzzz; see --help"),
+        ("--model-name m --train 3", "unknown flag --train; "),
+        ("--model-name m stray", "unexpected argument stray"),
+        ("--lr 1", "--model-name is required"),
+        ("--model-name m --lr fast", "--lr 'fast': input should be a valid number"),
+        ("--model-name m --lr", "argument --lr: expected one argument; see --help"),
+        ("--model-name m --lr -1", "--lr '-1': input should be greater than or equal to 0"),
+        ("--model-name m --vllm-port 99999", "--vllm-port '99999': input should be less than or equal to 65535"),
+        ("--model-name m --weight-bridge-mode shared", "--weight-bridge-mode 'shared': input should be 'none', 'shared_vllm'"),
+        ("--model-name m --atropos-url localhost:8000", "--atropos-url 'localhost:8000': string should match"),
+        ("--model-name m --single-copy", "--single-copy needs --weight-bridge-mode shared_vllm, which is 'none'"),
+        (
+            "--model-name m --weight-bridge-mode shared_vllm --single-copy --use-shared-memory",
+            "--use-shared-memory and --single-copy exclude each other",
+        ),
+        ("--config /nowhere/c.yaml", "cannot read --config /nowhere/c.yaml: No such file or directory"),
+    ],
+)
+def test_wrong_flags_are_one_line(words: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(shlex.split(words))
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("model_name: m\ntraining_step: 3", "unknown key 'training_step' in {file}; did you mean training_steps?"),
+        ("model_name: m\nlr: fast", "lr in {file} 'fast': input should be a valid number"),
+        ("- a\n- b", "--config {file} must hold options as 'name: value' lines, not list"),
+        ("a: [", "--config {file} is not YAML: "),
+        ("", "--model-name is required"),
+    ],
+)
+def test_wrong_files_are_one_line(content: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        parse_config(["--config", str(file)])
+    assert str(caught.value).startswith(message.format(file=file))
+    assert "\n" not in str(caught.value)
+
+
+def test_secrets_are_not_shared() -> None:
+    config = parse_config(["--model-name", "m", "--vllm-api-key", "hush", "--atropos-api-key", "hush"])
+    assert "hush" not in str(config.shareable)
+    assert config.shareable["model_name"] == "m"
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "example_trainer" / "configs").glob("*.yaml")), ids=lambda file: file.name)
+def test_the_shipped_configs_are_valid(file: Path) -> None:
+    assert parse_config(["--config", str(file)]).model_name
+
+
+def test_the_script_ends_with_status_2_and_one_line() -> None:
+    command = [sys.executable, str(ROOT / "example_trainer" / "grpo.py"), "--modle-name", "m"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    lines = done.stdout.strip().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("ERROR ")
+    assert lines[0].endswith("unknown flag --modle-name; did you mean --model-name?")
+
+
+def test_help_lists_every_option() -> None:
+    command = [sys.executable, str(ROOT / "example_trainer" / "grpo.py"), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert [name for name in TrainerConfig.model_fields if flag_of(name) not in done.stdout] == []
