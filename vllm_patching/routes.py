@@ -1,4 +1,4 @@
-"""The routes that are added to vLLM's app: /generate, /health_generate, /health and /bridge/*."""
+"""The routes that are added to vLLM's app: /generate, /health_generate and /bridge/*."""
 
 from __future__ import annotations
 
@@ -79,23 +79,14 @@ class LockstepService:
 
 
 def attach(app: Any, service: LockstepService) -> None:
-    """Add our routes to vLLM's app, in front of its own where a path is the same (/health)."""
-    router = make_router(service)
-    app.include_router(router)
-    ours = {route.path for route in router.routes}  # type: ignore[attr-defined]
-    routes = app.router.routes
-    routes.sort(key=lambda route: getattr(route, "path", None) not in ours)
+    """Add our routes to vLLM's app, and a guard in front of all that generates."""
+    app.include_router(make_router(service))
     # vLLM hands the app over with its middleware stack built, so ours goes around the finished stack.
     app.middleware_stack = RefuseWhileUnavailable(app.middleware_stack or app.build_middleware_stack(), service)
 
 
 def make_router(service: LockstepService) -> APIRouter:
     router = APIRouter()
-
-    @router.get("/health")
-    async def health() -> JSONResponse:
-        reason = service.unavailable()
-        return JSONResponse({"status": "unhealthy", "error": reason} if reason else {"status": "ok"}, 503 if reason else 200)
 
     @router.get("/health_generate")
     async def health_generate() -> JSONResponse:
@@ -183,7 +174,8 @@ class RefuseWhileUnavailable:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         path = scope.get("path", "")
-        if scope["type"] == "http" and (path == "/generate" or path.startswith("/v1/")):
+        # vLLM's own GET /health answers 200 for as long as its engine lives, whatever its weights are.
+        if scope["type"] == "http" and (path in ("/generate", "/health") or path.startswith("/v1/")):
             reason = self._service.unavailable()
             if reason:
                 return await _error(503, reason)(scope, receive, send)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -13,66 +14,81 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
+# Importing vLLM takes seconds, so one process answers all the command lines.
+RUN_ALL = """
+import contextlib, io, json, sys
+from example_trainer.vllm_api_server import main
+answers = {}
+for name, flags in json.loads(sys.argv[1]).items():
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        try:
+            main(flags)
+            status = 0
+        except SystemExit as end:
+            status = end.code
+    answers[name] = [status, said.getvalue()]
+print("ANSWERS", json.dumps(answers))
+"""
 
-def refuse(*flags: str, **environment: str) -> str:
-    """Run the server by path, from another folder, with flags that it must refuse; returns the one line it says."""
-    command = [sys.executable, str(ROOT / "example_trainer/vllm_api_server.py"), *flags]
-    result = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, cwd="/", env={**os.environ, "HF_HUB_OFFLINE": "1", **environment}
-    )
-    assert result.returncode == 2, result.stderr
-    errors = [line for line in result.stderr.splitlines() if line.startswith("ERROR vllm_api_server: ")]
-    assert len(errors) == 1, result.stderr
-    assert "Traceback" not in result.stderr
-    return errors[0]
+EXPECTED = {
+    "no such folder": "--model /no/such/model: no such folder",
+    "no checkpoint": "the folder has no config.json",
+    "unknown id": "--model nobody/nothing: no such folder here, and the Hugging Face Hub",
+    "unknown flag": "unknown flag --tensor-parallel-sise; did you mean --tensor-parallel-size?",
+    "port in use": "cannot listen on port ",
+    "pipeline": "--pipeline-parallel-size 2 cannot be combined with VLLM_ENABLE_SHARED_WEIGHTS=1: only tensor parallelism",
+    "sleep": "sleep mode moves the weights' memory",
+    "quantization": "quantised weights differ from the trainer's",
+    "deadline": "--bridge-timeout 0 must be larger than 0",
+}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text('{"model_type": "qwen3"}')
-    return str(folder)
-
-
-def test_a_folder_that_is_not_there() -> None:
-    assert "--model /no/such/model: no such folder" in refuse("--model", "/no/such/model")
-
-
-def test_a_folder_without_a_checkpoint(tmp_path: Path) -> None:
-    assert f"--model {tmp_path}: the folder has no config.json" in refuse("--model", str(tmp_path))
-
-
-def test_a_model_id_that_nobody_has() -> None:
-    assert "--model nobody/nothing: no such folder here, and the Hugging Face Hub" in refuse("--model", "nobody/nothing")
-
-
-def test_an_unknown_flag_names_the_nearest(model: str) -> None:
-    assert "unknown flag --tensor-parallel-sise; did you mean --tensor-parallel-size?" in refuse(
-        "--model", model, "--tensor-parallel-sise", "2"
-    )
-
-
-def test_a_port_in_use(model: str, free_port: Callable[[], int]) -> None:
-    port = free_port()
+def answers(tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], int]) -> dict[str, tuple[int, str]]:
+    empty = tmp_path_factory.mktemp("empty")
+    model = tmp_path_factory.mktemp("model")
+    (model / "config.json").write_text('{"model_type": "qwen3"}')
+    good = ["--model", str(model), "--port", str(free_port())]
     with socket.socket() as taken:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.bind(("", port))
+        taken.bind(("", 0))
         taken.listen()
-        assert f"cannot listen on port {port}" in refuse("--model", model, "--port", str(port))
+        lines = {
+            "no such folder": ["--model", "/no/such/model"],
+            "no checkpoint": ["--model", str(empty)],
+            "unknown id": ["--model", "nobody/nothing"],
+            "unknown flag": [*good, "--tensor-parallel-sise", "2"],
+            "port in use": ["--model", str(model), "--port", str(taken.getsockname()[1])],
+            "pipeline": [*good, "--pipeline-parallel-size", "2"],
+            "sleep": [*good, "--enable-sleep-mode"],
+            "quantization": [*good, "--quantization", "fp8"],
+            "deadline": [*good, "--bridge-timeout", "0"],
+        }
+        result = subprocess.run(
+            [sys.executable, "-c", RUN_ALL, json.dumps(lines)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=ROOT,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_ENABLE_SHARED_WEIGHTS": "1"},
+        )
+    assert "ANSWERS" in result.stdout, result.stderr
+    parsed: dict[str, tuple[int, str]] = json.loads(result.stdout.split("ANSWERS", 1)[1])
+    return parsed
 
 
-@pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        (("--pipeline-parallel-size", "2"), "only tensor parallelism"),
-        (("--enable-sleep-mode",), "moves the weights"),
-        (("--quantization", "fp8"), "differ from the trainer's"),
-    ],
-)
-def test_what_would_move_shared_weights(model: str, free_port: Callable[[], int], flags: tuple[str, ...], reason: str) -> None:
-    port = str(free_port())
-    assert reason in refuse("--model", model, "--port", port, *flags, VLLM_ENABLE_SHARED_WEIGHTS="1")
+@pytest.mark.parametrize("case", EXPECTED)
+def test_each_refusal_is_one_line_and_ends_with_2(case: str, answers: dict[str, tuple[int, str]]) -> None:
+    status, said = answers[case]
+    errors = [line for line in said.splitlines() if line.startswith("ERROR vllm_api_server: ")]
+    assert status == 2
+    assert len(errors) == 1, said
+    assert EXPECTED[case] in errors[0]
+    assert "Traceback" not in said
 
 
-def test_a_deadline_that_is_none(model: str) -> None:
-    assert "--bridge-timeout 0 must be larger than 0" in refuse("--model", model, "--bridge-timeout", "0")
+def test_it_runs_by_path_from_any_folder() -> None:
+    command = [sys.executable, str(ROOT / "example_trainer/vllm_api_server.py"), "--model", "/no/such/model"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
+    assert result.returncode == 2
+    assert EXPECTED["no such folder"] in result.stderr

@@ -1,0 +1,112 @@
+"""A tiny model on disk, and real servers that several tests share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from scripts.quickstart.processes import ManagedProcess
+from tests.conftest import ROOT, Processes
+
+SERVER_SECONDS = 240.0
+BRIDGE_TIMEOUT = 8.0
+"""Seconds; short, because a test waits for it to pass."""
+
+
+@dataclass
+class VllmServer:
+    """A running vllm_api_server.py."""
+
+    url: str
+    port: int
+    model: Path
+    process: ManagedProcess
+
+    def generate(self, prompt: list[int], **parameters: object) -> dict[str, list]:  # type: ignore[type-arg]
+        response = httpx.post(f"{self.url}/generate", json={"prompt": {"prompt_token_ids": prompt}, **parameters}, timeout=120)
+        assert response.status_code == 200, response.text
+        answer: dict[str, list] = response.json()  # type: ignore[type-arg]
+        return answer
+
+    def state(self) -> dict[str, object]:
+        answer: dict[str, object] = httpx.get(f"{self.url}/bridge/state", timeout=30).json()
+        return answer
+
+    @property
+    def log(self) -> str:
+        return self.process.log_path.read_text(errors="replace")
+
+
+def make_tiny_model(folder: Path, seed: int = 0, layers: int = 2) -> Path:
+    """A random Qwen3 of 0.4 M parameters with a tokenizer of single bytes, saved as transformers saves it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=301,
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=128,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        eos_token_id=257,
+        initializer_range=0.15,
+    )
+    Qwen3ForCausalLM(config).float().save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: index for index, character in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary | {"<|im_start|>": 256, "<|im_end|>": 257}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny-qwen3")
+
+
+def start_vllm(
+    processes: Processes,
+    free_port: Callable[[], int],
+    model: Path,
+    folder: Path,
+    shared: bool = True,
+    flags: tuple[str, ...] = (),
+) -> VllmServer:
+    """Start a server and wait until it generates."""
+    port = free_port()
+    environment = {"VLLM_ENABLE_SHARED_WEIGHTS": "1" if shared else None, "LOGDIR": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-u", ROOT / "example_trainer/vllm_api_server.py", "--model", model, "--port", str(port), *flags]
+    process = processes.start("vllm", command, environment=environment)
+    url = f"http://localhost:{port}"
+    processes.wait_for_http(f"{url}/health_generate", SERVER_SECONDS)
+    return VllmServer(url, port, model, process)
+
+
+@pytest.fixture(scope="module")
+def module_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    started = Processes(tmp_path_factory.mktemp("module-logs"))
+    with started.supervisor:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def server(
+    module_processes: Processes, free_port: Callable[[], int], tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> VllmServer:
+    """A server that shares its weights, tensor-parallel degree 1."""
+    folder = tmp_path_factory.mktemp("vllm")
+    return start_vllm(module_processes, free_port, tiny_model, folder, flags=("--bridge-timeout", str(BRIDGE_TIMEOUT)))

@@ -1,0 +1,327 @@
+"""The weight bridge with the real vLLM: every weight arrives, at once, and what goes wrong leaves the old version serving."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from example_trainer.models.decoder import Decoder
+from example_trainer.models.hf_checkpoint import load_model
+from example_trainer.weight_bridge.base import BridgeError, WeightBridge
+from example_trainer.weight_bridge.broadcast import BroadcastBridge
+from example_trainer.weight_bridge.server import BridgeServer
+from example_trainer.weight_bridge.single_copy import SingleCopyBridge
+from tests.conftest import Processes
+from tests.e2e.conftest import BRIDGE_TIMEOUT, VllmServer, make_tiny_model, start_vllm
+from vllm_patching.checksum import weights_checksum
+from vllm_patching.manifest import Manifest, flat_layout, source_view
+
+pytestmark = pytest.mark.e2e
+
+PROMPTS = ([72, 101, 108, 108, 111], [1], list(range(30, 130)))
+TOLERANCE = 2e-5
+"""Largest difference of two float32 logprobs that were computed by different kernels; the weights differ by far more."""
+
+
+def trainer_logprobs(model: Decoder, prompt: list[int], completion: list[int]) -> torch.Tensor:
+    """Logprobs, shape (completion,), of the trainer's own forward pass in float32."""
+    with torch.no_grad():
+        logits = model.logits(torch.tensor([prompt + completion]))[0]
+    logprobs = logits.float().log_softmax(-1)
+    positions = torch.arange(len(prompt) - 1, len(prompt) + len(completion) - 1)
+    return logprobs[positions, torch.tensor(completion)]
+
+
+def served_logprobs(answer: dict[str, list], completion: int) -> torch.Tensor:  # type: ignore[type-arg]
+    tokens = answer["token_ids"][completion]
+    return torch.tensor([answer["logprobs"][completion][i][str(token)] for i, token in enumerate(tokens)])
+
+
+def largest_difference(server: VllmServer, model: Decoder) -> float:
+    """Over every token sampled from a few prompts: |logprob of vLLM - logprob of the trainer's own forward pass|."""
+    worst = 0.0
+    for prompt in PROMPTS:
+        answer = server.generate(prompt, n=2, max_tokens=12, seed=7, ignore_eos=True)
+        for i, tokens in enumerate(answer["token_ids"]):
+            difference = served_logprobs(answer, i) - trainer_logprobs(model, prompt, tokens)
+            worst = max(worst, float(difference.abs().max()))
+    return worst
+
+
+def wait_until_generating(server: VllmServer) -> None:
+    deadline = time.monotonic() + 30
+    while not re.search(
+        r"^vllm:num_requests_running\S* [1-9]", httpx.get(f"{server.url}/metrics", timeout=30).text, re.MULTILINE
+    ):
+        assert time.monotonic() < deadline, "the request never ran"
+
+
+def new_weights(model: Decoder, seed: int) -> Callable[[], None]:
+    """A write_weights that moves every parameter by a small random amount."""
+
+    def write() -> None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+
+    return write
+
+
+def checksums(server: VllmServer, model: Decoder) -> list[str]:
+    """What each rank's weights should condense to, computed from the trainer's tensors alone."""
+    parameters = dict(model.named_parameters())
+    ranks = httpx.get(f"{server.url}/bridge/info", timeout=30).json()["ranks"]
+    layouts = [flat_layout(Manifest.from_json(rank))[0] for rank in ranks]
+    return [weights_checksum((item.name, source_view(item, parameters[item.name])) for item in layout) for layout in layouts]
+
+
+@contextmanager
+def joined(
+    server: VllmServer, kind: str, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[WeightBridge, Decoder]]:
+    """A trainer's half of the bridge and its model, with the checkpoint's weights served as version 0."""
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    client = BridgeServer("localhost", server.port, BRIDGE_TIMEOUT)
+    bridge = BroadcastBridge(client) if kind == "broadcast" else SingleCopyBridge(client)
+    dtype = bridge.serving_dtype()
+    assert dtype is torch.float32
+    model = load_model(str(server.model), dtype)
+    initial = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    bridge.connect(model)
+
+    def write_initial() -> None:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(initial[name])
+
+    bridge.sync(0, write_initial)
+    try:
+        yield bridge, model
+    finally:
+        bridge.close()
+
+
+def test_generate_equals_the_trainers_forward_pass(server: VllmServer) -> None:
+    assert largest_difference(server, load_model(str(server.model), torch.float32)) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "single_copy"])
+def test_every_update_arrives_whole(
+    server: VllmServer, kind: str, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with joined(server, kind, free_port, monkeypatch) as (bridge, model):
+        assert bridge.params_mapped == bridge.params_total == len(list(model.parameters()))
+        for version in (1, 2, 5):
+            stale = load_model(str(server.model), torch.float32)
+            stale.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()})
+            report = bridge.sync(version, new_weights(model, version))
+            state = server.state()
+            assert (state["weight_version"], state["state"], state["mode"]) == (version, "serving", kind)
+            assert state["checksums"] == checksums(server, model) == [report.checksum]
+            assert largest_difference(server, model) < TOLERANCE
+            assert largest_difference(server, stale) > 0.01, "the comparison must be able to see old weights"
+            assert (report.bytes_moved == 0) == (kind == "single_copy")
+        assert server.generate([1], max_tokens=2)["weight_versions"] == [5]
+
+
+def test_single_copy_is_the_same_memory(
+    server: VllmServer, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with joined(server, "single_copy", free_port, monkeypatch) as (_, model):
+        before = server.generate([5, 6], max_tokens=1, temperature=0.0, ignore_eos=True)
+        with torch.no_grad():
+            model.model.norm.weight.zero_()  # no update, no message: all logits are now equal
+        try:
+            after = server.generate([5, 7], max_tokens=1, temperature=0.0, ignore_eos=True)
+            flat = torch.tensor(1 / 301).log().item()
+            assert served_logprobs(after, 0)[0].item() == pytest.approx(flat, abs=1e-4)
+            assert served_logprobs(before, 0)[0].item() != pytest.approx(flat, abs=1e-4)
+        finally:
+            model.model.norm.weight.data.fill_(1.0)
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "single_copy"])
+def test_a_request_across_an_update_says_which_tokens_are_whose(
+    server: VllmServer, kind: str, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with joined(server, kind, free_port, monkeypatch) as (bridge, model):
+        old = load_model(str(server.model), torch.float32)
+        prompt = [10, 20, 30]
+        answers: list[dict] = []  # type: ignore[type-arg]
+
+        def generate() -> None:
+            answers.append(server.generate(prompt, n=2, max_tokens=450, seed=3, ignore_eos=True))
+
+        thread = threading.Thread(target=generate)
+        thread.start()
+        wait_until_generating(server)
+        bridge.sync(1, new_weights(model, 1))
+        thread.join(60)
+        (answer,) = answers
+        for i, tokens in enumerate(answer["token_ids"]):
+            spans = answer["weight_version_spans"][i]
+            assert [version for version, _ in spans] == [0, 1], "the update must fall into the request"
+            assert sum(count for _, count in spans) == len(tokens) == 450
+            assert answer["weight_versions"][i] == 0
+            served, cut = served_logprobs(answer, i), spans[0][1]
+            assert (served - trainer_logprobs(old, prompt, tokens))[:cut].abs().max() < TOLERANCE * 5
+            assert (served - trainer_logprobs(model, prompt, tokens))[cut:].abs().max() < TOLERANCE * 5
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "single_copy"])
+def test_not_a_number_is_refused_before_it_is_served(
+    server: VllmServer, kind: str, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with joined(server, kind, free_port, monkeypatch) as (bridge, model):
+        name, parameter = list(model.named_parameters())[3]
+
+        def write() -> None:
+            parameter.data.view(-1)[7] = float("nan")
+
+        with pytest.raises(BridgeError, match=f"{name} holds NaN"):
+            bridge.sync(1, write)
+        state = server.state()
+        if kind == "broadcast":  # the old weights were never touched
+            assert (state["state"], state["weight_version"]) == ("serving", 0)
+            assert largest_difference(server, load_model(str(server.model), torch.float32)) < TOLERANCE
+        else:  # there is one copy, and it is spoilt: nothing may be sampled until it has been replaced
+            assert state["state"] == "unhealthy"
+            assert httpx.get(f"{server.url}/health", timeout=30).status_code == 503
+            refused = httpx.post(f"{server.url}/generate", json={"prompt": "x"}, timeout=30)
+            assert refused.status_code == 503
+            assert "holds NaN" in refused.json()["error"]
+            fresh = load_model(str(server.model), torch.float32)
+            bridge.sync(1, lambda: model.load_state_dict(fresh.state_dict()))
+        assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
+        assert largest_difference(server, load_model(str(server.model), torch.float32)) < TOLERANCE
+
+
+def test_a_trainer_that_falls_silent_while_the_server_is_paused(server: VllmServer, free_port: Callable[[], int]) -> None:
+    client = BridgeServer("localhost", server.port, BRIDGE_TIMEOUT)
+    model = load_model(str(server.model), torch.float32)
+    epoch = client.init("single_copy", model, "localhost", 1)["epoch"]
+    served = server.state()["weight_version"]
+    for step in ("prepare", "pause"):
+        client.post(step, {"epoch": epoch, "version": 9})
+    assert server.state()["state"] == "paused"
+    waited = server.generate([1, 2], max_tokens=2)  # comes back when the server has given up waiting
+    assert waited["weight_versions"] == [served]
+    state = server.state()
+    assert state["state"] == "serving"
+    assert "nothing from trainer" in str(state["last_error"])
+    with pytest.raises(BridgeError, match="cannot go to transferred from serving"):
+        client.post("commit", {"epoch": epoch, "version": 9, "checksums": ["0"]})
+    client.close()
+
+
+def test_another_model_is_refused_with_both_shapes(
+    server: VllmServer, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    other = load_model(str(make_tiny_model(tmp_path / "other", layers=3)), torch.float32)
+    bridge = BroadcastBridge(BridgeServer("localhost", server.port, BRIDGE_TIMEOUT))
+    with pytest.raises(BridgeError, match=r"model.layers.2.*: the trainer has it, vLLM does not.*same model"):
+        bridge.connect(other)
+    half = load_model(str(server.model), torch.bfloat16)
+    with pytest.raises(BridgeError, match="dtype bfloat16 in the trainer, float32 in vLLM"):
+        BridgeServer("localhost", server.port, BRIDGE_TIMEOUT).init("broadcast", half, "localhost", 1)
+
+
+def test_a_second_trainer_takes_over_and_the_first_is_told(
+    server: VllmServer, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        joined(server, "single_copy", free_port, monkeypatch) as (first, _),
+        joined(server, "broadcast", free_port, monkeypatch) as (second, _model),
+    ):
+        with pytest.raises(BridgeError, match=r"epoch \d+ is over"):
+            first.sync(1, lambda: None)
+        assert second.sync(1, lambda: None).version == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"prompt": {"prompt_token_ids": []}}, 400, "prompt_token_ids"),
+        ({"prompt": "x", "temprature": 1}, 400, "temprature"),
+        ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
+        ({"prompt": {"prompt_token_ids": [1] * 600}}, 400, "512"),
+        ({"prompt": {"prompt_token_ids": [10**6]}}, 400, "1000000"),
+    ],
+)
+def test_a_bad_request_names_what_is_bad(server: VllmServer, body: dict[str, object], status: int, message: str) -> None:
+    response = httpx.post(f"{server.url}/generate", json=body, timeout=60)
+    assert response.status_code == status, response.text
+    assert message in response.text
+
+
+def test_text_prompts_and_stop_strings(server: VllmServer) -> None:
+    response = httpx.post(f"{server.url}/generate", json={"prompt": "Hello", "max_tokens": 3, "ignore_eos": True}, timeout=60)
+    answer = response.json()
+    assert answer["prompt"] == "Hello"
+    assert len(answer["prompt_token_ids"]) == 5
+    assert answer["finish_reasons"] == ["length"]
+
+
+def test_samples_of_a_group_differ_and_repeat_with_their_seed(server: VllmServer) -> None:
+    one, again = (server.generate([65, 66], n=4, max_tokens=16, seed=11, ignore_eos=True)["token_ids"] for _ in range(2))
+    assert one == again
+    assert len({tuple(tokens) for tokens in one}) == 4
+
+
+def test_the_promised_lines_are_in_the_log(server: VllmServer) -> None:
+    for line in (
+        "[vLLM Patch] ✓ Exported 18 params",
+        "[vLLM Patch] ✓ Shared memory setup complete!",
+        "[vLLM Patch] ✓ Weight updater thread started (name: WeightUpdater_TP0)",
+        f"Uvicorn running on http://0.0.0.0:{server.port}",
+    ):
+        assert line in server.log
+
+
+def test_the_config_file_is_private_and_complete(server: VllmServer) -> None:
+    path = Path(httpx.get(f"{server.url}/bridge/info", timeout=30).json()["config_path"])
+    assert path.name == "vllm_bridge_config.json"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert "model.layers.1.mlp.gate_up_proj.weight" in path.read_text()
+
+
+def test_two_ranks_get_their_own_shards(
+    processes: Processes, free_port: Callable[[], int], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start_vllm(processes, free_port, tiny_model, tmp_path, flags=("--tensor-parallel-size", "2"))
+    for rank in range(2):
+        assert f"Weight updater thread started (name: WeightUpdater_TP{rank})" in server.log
+    with joined(server, "broadcast", free_port, monkeypatch) as (bridge, model):
+        report = bridge.sync(1, new_weights(model, 1))
+        expected = checksums(server, model)
+        assert server.state()["checksums"] == expected
+        assert expected[0] == report.checksum != expected[1]
+        assert largest_difference(server, model) < TOLERANCE
+    single = SingleCopyBridge(BridgeServer("localhost", server.port, BRIDGE_TIMEOUT))
+    with pytest.raises(BridgeError, match=r"vLLM's 2 ranks.*--use-shared-memory"):
+        single.connect(model)
+
+
+def test_a_server_that_does_not_share_says_so(
+    processes: Processes, free_port: Callable[[], int], tiny_model: Path, tmp_path: Path
+) -> None:
+    server = start_vllm(processes, free_port, tiny_model, tmp_path, shared=False)
+    with pytest.raises(BridgeError, match="VLLM_ENABLE_SHARED_WEIGHTS"):
+        BroadcastBridge(BridgeServer("localhost", server.port, BRIDGE_TIMEOUT)).serving_dtype()
+    assert len(server.generate([1, 2, 3], max_tokens=3, ignore_eos=True)["token_ids"][0]) == 3
+
+
+def test_no_server_is_one_line_with_the_remedy(free_port: Callable[[], int]) -> None:
+    port = free_port()
+    with pytest.raises(BridgeError, match=rf"no vLLM server at http://localhost:{port}.*vllm_api_server.py"):
+        BroadcastBridge(BridgeServer("localhost", port, 1.0)).serving_dtype()
