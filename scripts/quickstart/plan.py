@@ -37,6 +37,7 @@ class Command:
     variables: dict[str, str]
     log: str
     grace: float = 10.0
+    may_finish: bool = False
 
     def typed(self) -> str:
         """The command as a line for a shell."""
@@ -119,7 +120,7 @@ class Plan:
         """The environment that poses problems, samples and scores."""
         arguments = (sys.executable, "environments/arithmetic_server.py", "serve", *self.environment_flags())
         arguments += ("--env.steps_per_eval", "0")
-        return Command("environment", arguments, {"OMP_NUM_THREADS": "1"}, "environment.log")
+        return Command("environment", arguments, {"OMP_NUM_THREADS": "1"}, "environment.log", may_finish=True)
 
     def evaluation(self, which: str, result: Path) -> Command:
         """Greedy answers to the held-out problems, the result written to a JSON file."""

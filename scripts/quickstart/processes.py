@@ -62,6 +62,7 @@ class ManagedProcess:
         environment: variables on top of this process's own; None as a value removes one.
         directory: its working directory.
         grace: seconds between SIGTERM and SIGKILL.
+        may_finish: it may end by itself, with status 0, while others still run.
 
     Raises:
         OSError: the log cannot be written.
@@ -75,8 +76,10 @@ class ManagedProcess:
         environment: Mapping[str, str | None] | None = None,
         directory: Path | None = None,
         grace: float = 10.0,
+        may_finish: bool = False,
     ) -> None:
         self.name, self.command, self.log_path, self.grace = name, list(command), log_path, grace
+        self.may_finish = may_finish
         self.started = time.monotonic()
         variables = {**os.environ, **{k: v for k, v in (environment or {}).items() if v is not None}}
         for key, value in (environment or {}).items():
@@ -122,6 +125,11 @@ class ManagedProcess:
     def tail(self, lines: int = 8) -> list[str]:
         """The last lines of its log."""
         return tail(self.log_path, lines)
+
+    def is_missed(self) -> bool:
+        """Whether it is gone and should not be."""
+        code = self.poll()
+        return code is not None and not (self.may_finish and code == 0)
 
     def died(self) -> ProcessDied:
         """The error that tells of its end: name, exit status, log path, last lines."""
@@ -188,16 +196,17 @@ class Supervisor:
         environment: Mapping[str, str | None] | None = None,
         directory: Path | None = None,
         grace: float = 10.0,
+        may_finish: bool = False,
     ) -> ManagedProcess:
         """Start one more; see ManagedProcess."""
-        process = ManagedProcess(name, command, log_path, environment, directory, grace)
+        process = ManagedProcess(name, command, log_path, environment, directory, grace, may_finish)
         self.processes.append(process)
         return process
 
     def check(self) -> None:
-        """Raise ProcessDied if one of them is no longer running."""
+        """Raise ProcessDied if one of them is gone that should be running."""
         for process in self.processes:
-            if process.poll() is not None:
+            if process.is_missed():
                 raise process.died()
 
     def stop(self, process: ManagedProcess) -> int:
@@ -216,7 +225,7 @@ class Supervisor:
 
         def look_round() -> None:
             for other in others:
-                if other.poll() is not None:
+                if other.is_missed():
                     raise other.died()
             idle()
 

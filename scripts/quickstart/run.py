@@ -19,7 +19,7 @@ from scripts.quickstart.metrics import MetricsFile
 from scripts.quickstart.options import ROOT, Options
 from scripts.quickstart.plan import Command, Plan, Ports
 from scripts.quickstart.ports import PortReservations
-from scripts.quickstart.processes import ManagedProcess, QuickstartError, Supervisor
+from scripts.quickstart.processes import ManagedProcess, ProcessDied, QuickstartError, Supervisor
 from scripts.quickstart.progress import TrainingDisplay
 from scripts.quickstart.readiness import http_probe, wait_until
 from scripts.quickstart.report import (
@@ -121,7 +121,9 @@ class Quickstart:
     def start(self, command: Command) -> ManagedProcess:
         """Start one command from the repository's root, its log in the run's log folder."""
         log = self.plan.logs / command.log
-        return self.supervisor.start(command.name, command.arguments, log, command.variables, ROOT, command.grace)
+        return self.supervisor.start(
+            command.name, command.arguments, log, command.variables, ROOT, command.grace, command.may_finish
+        )
 
     def run(self) -> dict[str, Any]:
         """Do it all; returns the summary.
@@ -174,16 +176,29 @@ class Quickstart:
 
     def start_servers(self) -> None:
         """Rollout service and vLLM, side by side; returns when both answer."""
-        self.start(self.plan.service())
-        self.start(self.plan.vllm())
-        check = self.supervisor.check
-        seconds = wait_until("the rollout service", http_probe(f"{self.plan.service_url}/"), SERVICE_SECONDS, check)
+        service, vllm = self.start(self.plan.service()), self.start(self.plan.vllm())
+        seconds = self.wait_for(service, f"{self.plan.service_url}/", SERVICE_SECONDS)
         self.say(f"rollout service  ready after {span(seconds)}  {self.plan.service_url}")
         self.say("vLLM             loading the model")
-        seconds += wait_until("the vLLM server", http_probe(f"{self.plan.vllm_url}/health"), VLLM_SECONDS, check)
+        seconds += self.wait_for(vllm, f"{self.plan.vllm_url}/health", VLLM_SECONDS)
         # Healthy is not enough: it must have generated a token.
-        seconds += wait_until("the vLLM server", http_probe(f"{self.plan.vllm_url}/health_generate", 60.0), VLLM_SECONDS, check)
+        seconds += self.wait_for(vllm, f"{self.plan.vllm_url}/health_generate", VLLM_SECONDS)
         self.say(f"vLLM             ready after {span(seconds)}  {self.plan.vllm_url}")
+
+    def wait_for(self, process: ManagedProcess, url: str, seconds: float) -> float:
+        """Wait until a server answers; returns the seconds it took.
+
+        Raises:
+            ProcessDied: it, or another process, died meanwhile.
+            QuickstartError: the deadline passed; the message ends with the last lines of the server's log.
+        """
+        try:
+            return wait_until(process.name, http_probe(url, min(seconds, 60.0)), seconds, self.supervisor.check)
+        except ProcessDied:
+            raise
+        except QuickstartError as error:
+            lines = [f"{error}; log: {process.log_path}", *(f"    {line}" for line in process.tail())]
+            raise QuickstartError("\n".join(lines)) from None
 
     def evaluate(self, which: str) -> Evaluation:
         """Let the environment evaluate the model as vLLM serves it now."""

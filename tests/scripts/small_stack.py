@@ -3,7 +3,7 @@
     python small_stack.py OUTPUT STEPS [FAULT]
 
 runs the quick start's own orchestration over them. FAULT: `vllm-dies`, `trainer-fails`, `trainer-stalls`, `short`,
-`never-ready`, `not-served`, or `wait`, which trains for ever.
+`never-ready`, `not-served`, `environment-fails`, `environment-done`, or `wait`, which trains for ever.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -43,7 +43,8 @@ class SmallPlan(Plan):
         return self.small("vllm", self.ports.vllm, self.fault)
 
     def environment(self) -> Command:
-        return self.small("environment")
+        # The real one ends by itself once the trainer has reached its last step.
+        return replace(self.small("environment", self.fault), may_finish=True)
 
     def evaluation(self, which: str, result: Path) -> Command:
         return self.small("evaluation", which, result)
@@ -79,6 +80,12 @@ def evaluate(which: str, result: str) -> None:
     Path(result).with_suffix(".samples.jsonl").write_text(json.dumps(sample) + "\n")
 
 
+def environment(fault: str = "") -> None:
+    if fault == "environment-fails":
+        sys.exit(4)
+    time.sleep(0.3 if fault == "environment-done" else 600)
+
+
 def train(metrics: str, steps: str, fault: str = "") -> None:
     path = Path(metrics)
     path.parent.mkdir(parents=True)
@@ -109,7 +116,7 @@ def main(output: str, steps: str, fault: str = "") -> int:
 
 
 ROLES = {"service": lambda port: serve(int(port)), "vllm": lambda port, fault: serve(int(port), fault)}
-ROLES |= {"environment": lambda: time.sleep(600), "evaluation": evaluate, "trainer": train}
+ROLES |= {"environment": environment, "evaluation": evaluate, "trainer": train}
 
 if __name__ == "__main__":
     if sys.argv[1] == "--be":

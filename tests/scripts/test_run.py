@@ -59,11 +59,12 @@ def test_a_whole_run(tmp_path: Path) -> None:
     ("fault", "words"),
     [
         ("vllm-dies", ["vllm exited with code 9", "vllm.log", "RuntimeError: out of tokens"]),
+        ("environment-fails", ["environment exited with code 4", "environment.log"]),
         ("trainer-fails", ["trainer exited with code 1", "trainer.log", "ERROR the batch holds nothing to train on"]),
         ("trainer-stalls", ["no news from the trainer for 3 s after step 2"]),
         ("short", ["the trainer ended after 1 of 3 steps"]),
         ("not-served", ["answered by weight version 2, and the trainer is at 3", "trainer.log"]),
-        ("never-ready", ["the vLLM server was not ready after 3 s: GET http", "answers 503"]),
+        ("never-ready", ["vllm was not ready after 3 s: GET http", "answers 503; log: ", "vllm.log"]),
     ],
 )
 def test_every_failure_is_told_and_leaves_nothing(tmp_path: Path, fault: str, words: list[str]) -> None:
@@ -99,6 +100,11 @@ def test_a_signal_in_the_middle_leaves_nothing(tmp_path: Path, number: signal.Si
     while (alive := [pid for pid in below if pid in parents()]) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert alive == []
+
+
+def test_an_environment_that_is_done_before_the_trainer_is_no_failure(tmp_path: Path) -> None:
+    done = run_stack(tmp_path / "out", steps=20, fault="environment-done")
+    assert done.returncode == 0, done.stderr
 
 
 def test_two_runs_side_by_side(tmp_path: Path) -> None:
