@@ -22,7 +22,7 @@ from example_trainer.checkpointing import Checkpoints, find_resume, load_state
 from example_trainer.config import TrainerConfig, parse_config
 from example_trainer.data import Batch, parse_batch
 from example_trainer.errors import CheckpointError, NonFiniteError, TrainerError
-from example_trainer.metrics import MetricsLog, step_line, step_row
+from example_trainer.metrics import MetricsLog, import_wandb, step_line, step_row
 from example_trainer.models import load_model
 from example_trainer.process import StopRequested, StopSignal, run
 from example_trainer.rollout_client import RolloutClient
@@ -36,6 +36,8 @@ logger = logging.getLogger("example_trainer.grpo")
 def train(config: TrainerConfig, stop: StopSignal) -> None:
     """The whole run, from the checkpoint it starts from to the one it ends with."""
     torch.manual_seed(config.seed)
+    if config.use_wandb:
+        import_wandb()  # told now rather than after minutes of loading
     device = choose_device(config)
     start = find_resume(config.resume, config.save_path)
     with contextlib.ExitStack() as stack:

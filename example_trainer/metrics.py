@@ -140,10 +140,20 @@ def _prepare(path: Path, first_step: int) -> None:
     logger.info("Moved the metrics of an earlier run to %s", aside)
 
 
-def _start_wandb(names: tuple[str, str], config: dict[str, Any], folder: Path) -> Any:
+def import_wandb() -> Any:
+    """The wandb module.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
     try:
         import wandb
     except ImportError as error:
         raise ConfigError("--use-wandb needs the package wandb, which is not installed: pip install wandb") from error
+    return wandb
+
+
+def _start_wandb(names: tuple[str, str], config: dict[str, Any], folder: Path) -> Any:
+    wandb = import_wandb()
     folder.mkdir(parents=True, exist_ok=True)
     return wandb.init(project=names[0], group=names[1], config=config, dir=str(folder), job_type="trainer")

@@ -40,6 +40,10 @@ class StopSignal:
 
     def _received(self, number: int, _frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
+        self.request(number)
+
+    def request(self, number: int) -> None:
+        """Behave as if signal `number` had come."""
         self._number = number
         self._event.set()
 

@@ -51,10 +51,6 @@ class Registration:
 class _RefusedError(RolloutServiceError):
     """The service answered with a 4xx status."""
 
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
 
 class RolloutClient:
     """Talks to one rollout service.
@@ -166,21 +162,17 @@ class RolloutClient:
         """Say that the last batch is in the weights, so that the service need not hand it out again.
 
         Nothing is sent to a service that leases no batches (the original wire).
-
-        Raises:
-            RolloutServiceError: another trainer has registered since.
         """
         self._version = weight_version
         if self._batch_id is None:
             return
-        body = self._query | {"batch_id": self._batch_id, "weight_version": weight_version}
-        body.pop("received", None)
+        body = {"batch_id": self._batch_id, "weight_version": weight_version}
+        if "uuid" in self._query:
+            body["uuid"] = self._query["uuid"]
         try:
             self._request("POST", "/batch/ack", body)
         except _RefusedError as error:
-            if error.status == codes.CONFLICT:
-                raise
-            # It was restarted without its store: the next poll registers again.
+            # Restarted without its store, or taken over by another trainer: the next poll finds out which.
             logger.warning("Batch %d could not be acknowledged: %s", self._batch_id, error)
 
     def _request(

@@ -1,0 +1,180 @@
+"""The trainer as a process, with the real rollout service and no inference server, fed with groups made up beforehand."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from scripts.quickstart.processes import ManagedProcess
+from tests.conftest import ROOT, Processes
+
+pytestmark = pytest.mark.e2e
+
+STEPS = 5
+SEQUENCES = 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small checkpoint with random weights."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+    )
+    folder = tmp_path_factory.mktemp("model")
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def made_up_group(number: int) -> dict[str, Any]:
+    rng = random.Random(number)
+    prompt = [rng.randrange(61) for _ in range(3)]
+    responses = [[rng.randrange(61) for _ in range(rng.randint(2, 10))] for _ in range(SEQUENCES)]
+    return {
+        "tokens": [prompt + response for response in responses],
+        "masks": [[-100] * 3 + response for response in responses],
+        "scores": [float(i % 2) for i in range(SEQUENCES)],
+        "inference_logprobs": [[1.0] * 3 + [-4.0 + rng.random() for _ in response] for response in responses],
+        "weight_versions": [0] * SEQUENCES,
+    }
+
+
+class Run:
+    """One rollout service and one trainer."""
+
+    def __init__(self, processes: Processes, port: int, model: Path, folder: Path) -> None:
+        self.processes, self.model, self.folder = processes, model, folder
+        self.url = f"http://127.0.0.1:{port}"
+        self.service = processes.start("service", [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port)])
+        processes.wait_for_http(self.url, seconds=60)
+
+    def post(self, *numbers: int) -> None:
+        for number in numbers:
+            httpx.post(f"{self.url}/scored_data", json=made_up_group(number)).raise_for_status()
+
+    def trainer(self, *options: str) -> ManagedProcess:
+        command = [sys.executable, "-u", str(ROOT / "example_trainer" / "grpo.py"), "--model-name", str(self.model)]
+        command += ["--atropos-url", self.url, "--training-steps", str(STEPS), "--lr", "1e-2", "--lr-schedule", "linear"]
+        command += ["--batch-size", "3", "--gradient-accumulation-steps", "1", "--seq-len", "64", "--num-threads", "1"]
+        command += ["--save-path", str(self.folder / "checkpoints"), "--log-dir", str(self.folder / "logs"), *options]
+        return self.processes.start("trainer", command, directory=self.folder)
+
+    def failed(self, trainer: ManagedProcess) -> list[str]:
+        """Wait for the trainer to end with status 1; returns the lines that it wrote."""
+        trainer.guard.wait(timeout=120)
+        assert trainer.poll() == 1
+        return trainer.log_path.read_text().splitlines()
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "logs" / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def make_run(processes: Processes, free_port: Callable[[], int], model: Path, tmp_path: Path) -> Callable[[str], Run]:
+    def make(name: str) -> Run:
+        (tmp_path / name).mkdir()
+        return Run(processes, free_port(), model, tmp_path / name)
+
+    return make
+
+
+BATCH = ["--batch-size", "4"]
+
+
+def test_stopping_and_resuming_gives_the_weights_of_one_run(make_run: Callable[[str], Run]) -> None:
+    whole = make_run("whole")
+    whole.post(*range(STEPS))
+    text = whole.processes.finish(whole.trainer(*BATCH), seconds=120)
+    assert f"Step 1/{STEPS}  reward 0.500" in text
+    assert f"Step {STEPS}/{STEPS} " in text
+    assert "ERROR" not in text
+
+    parts = make_run("parts")
+    parts.post(0, 1)
+    trainer = parts.trainer(*BATCH, "--checkpoint-interval", "1")
+    parts.processes.wait_for_text(trainer, "Saved checkpoint " + str(parts.folder / "checkpoints" / "step_2"), seconds=120)
+    parts.processes.kill(trainer)
+    parts.post(2, 3, 4)
+    text = parts.processes.finish(parts.trainer(*BATCH, "--resume", "auto"), seconds=120)
+    assert "Resuming from" in text
+    assert f"Step 3/{STEPS} " in text
+    assert f"Step 2/{STEPS} " not in text
+
+    for file in ("model.safetensors", "trainer_state/optimizer.safetensors"):
+        one, two = (load_file(run.folder / "checkpoints" / f"step_{STEPS}" / file) for run in (whole, parts))
+        assert one.keys() == two.keys()
+        assert all(torch.equal(one[name], two[name]) for name in one), file
+    start = load_file(whole.model / "model.safetensors")
+    assert not torch.equal(start["model.norm.weight"], load_file(whole.folder / "checkpoints" / f"step_{STEPS}" / "model.safetensors")["model.norm.weight"])  # fmt: skip # noqa: E501
+
+    for row, other in zip(whole.rows(), parts.rows(), strict=True):
+        same = set(row) - {"tokens_per_second", "seconds_wait", "seconds_train", "seconds_sync", "queue_size"}
+        assert {name: row[name] for name in same} == {name: other[name] for name in same}
+    assert [row["weight_version"] for row in whole.rows()] == list(range(1, STEPS + 1))
+    assert [row["age_max"] for row in whole.rows()] == list(range(STEPS))
+    final = whole.folder / "checkpoints" / f"step_{STEPS}"
+    assert (final / "tokenizer.json").read_text() == "{}"
+    assert (final / "config.json").read_bytes() == (whole.model / "config.json").read_bytes()
+    Qwen3ForCausalLM.from_pretrained(final)
+
+
+def test_sigterm_saves_what_was_learned_and_ends(make_run: Callable[[str], Run]) -> None:
+    run = make_run("run")
+    run.post(0, 1)
+    trainer = run.trainer(*BATCH, "--checkpoint-interval", "0")
+    run.processes.wait_for_text(trainer, f"Step 2/{STEPS}", seconds=120)
+    assert run.processes.stop(trainer) == 128 + signal.SIGTERM
+    text = trainer.log_path.read_text()
+    assert "Stopped by SIGTERM" in text
+    assert "Traceback" not in text
+    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step_2"]
+
+
+def test_a_service_that_stays_away_ends_the_trainer_with_one_line(make_run: Callable[[str], Run]) -> None:
+    run = make_run("run")
+    run.post(0)
+    trainer = run.trainer(*BATCH, "--checkpoint-interval", "0", "--service-timeout", "2")
+    run.processes.wait_for_text(trainer, f"Step 1/{STEPS}", seconds=120)
+    run.processes.kill(run.service)
+    lines = run.failed(trainer)
+    assert lines[-1].startswith("ERROR ")
+    assert "did not answer GET /batch for 2 s (--service-timeout)" in lines[-1]
+    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step_1"]
+
+
+def test_groups_that_cannot_be_trained_on_end_the_trainer_with_one_line(make_run: Callable[[str], Run]) -> None:
+    run = make_run("run")
+    group = made_up_group(0)
+    group["tokens"][0][-1] = group["masks"][0][-1] = 61  # as if another model's tokenizer had been used
+    httpx.post(f"{run.url}/scored_data", json=group).raise_for_status()
+    trainer = run.trainer(*BATCH)
+    last = run.failed(trainer)[-1]
+    assert last.startswith("ERROR ")
+    assert "holds nothing to train on: group 0: tokens[0] holds 61, and the model's ids go from 0 to 60" in last
+
+
+def test_a_model_that_is_not_there_ends_the_trainer_with_one_line(make_run: Callable[[str], Run]) -> None:
+    run = make_run("run")
+    trainer = run.trainer("--model-name", "/nowhere/model")
+    (line,) = run.failed(trainer)
+    assert "model folder /nowhere/model does not exist" in line
