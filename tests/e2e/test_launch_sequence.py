@@ -1,0 +1,127 @@
+"""The README's launch sequence, typed as it stands there but for the model's name: what it promises must appear.
+
+The problems come from a local copy of GSM8K with the format reward, because a test has no network and its model of two million
+parameters solves none of them; those two flags are the only ones added.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scripts.quickstart.processes import ManagedProcess
+from tests.conftest import ROOT, Processes
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540)]
+
+GSM8K = ROOT.parent / "shared" / "gsm8k"
+STARTER = ROOT / "assets" / "starter_model"
+PORTS = (8000, 9001, 29500)
+README_MODEL = "Qwen/Qwen2.5-14B-Instruct"
+
+
+def launch_commands() -> list[str]:
+    """The shell blocks of the README's launch sequence, in order."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = readme.split("## Launch sequence", 1)[1].split("\n## ", 1)[0]
+    blocks = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
+    assert len(blocks) >= 7, "the README's launch sequence has lost its commands"
+    return blocks
+
+
+@pytest.fixture
+def shell(processes: Processes, tmp_path: Path) -> Iterator["Shell"]:
+    for port in PORTS:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+            except OSError:
+                pytest.skip(f"port {port}, which the README's commands use, is taken on this machine")
+    for name in ("atroposlib", "environments", "example_trainer", "vllm_patching"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    yield Shell(processes, tmp_path)
+
+
+class Shell:
+    """One bash that stays open, so that `export` and `&` mean what they mean to a person."""
+
+    def __init__(self, processes: Processes, folder: Path) -> None:
+        self.folder = folder
+        environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+        self._script = folder / "commands"
+        os.mkfifo(self._script)
+        self.process: ManagedProcess = processes.start("shell", ["bash", self._script], environment, folder)
+        self._pipe = self._script.open("w")
+
+    def type(self, command: str) -> None:
+        self._pipe.write(command.rstrip("\n") + "\n")
+        self._pipe.flush()
+
+    def read(self, name: str) -> str:
+        path = self.folder / name
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def wait_for(self, name: str, text: str, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while text not in self.read(name):
+            assert time.monotonic() < deadline, f"{name} lacks {text!r}; it ends with:\n{self.read(name)[-3000:]}"
+            time.sleep(0.25)
+
+
+def test_every_command_works_and_prints_what_it_promises(shell: Shell) -> None:
+    if not GSM8K.is_dir():
+        pytest.skip("no local copy of GSM8K in ../shared/gsm8k")
+    extra = f"--env.dataset_path {shlex.quote(str(GSM8K))} --env.format_reward --env.max_token_length 64"
+    for block in launch_commands():
+        command = block.replace(README_MODEL, str(STARTER))
+        command = command.replace("environments/gsm8k_server.py", f"environments/gsm8k_server.py {extra}")
+        if command.startswith("tail -f vllm.log"):
+            shell.wait_for("vllm.log", "Uvicorn running on http://0.0.0.0:9001", 240)
+        elif command.startswith("tail -f trainer.log"):
+            shell.wait_for("trainer.log", "Step 2/100", 240)
+        elif command.startswith(("grep", "curl")):
+            name = f"answer-{time.monotonic_ns()}"
+            shell.type(f"{command.strip()} > {name}; echo done >> {name}")
+            shell.wait_for(name, "done", 30)
+            assert len(shell.read(name).splitlines()) > 1, f"{command!r} found nothing"
+        elif "grpo.py" in command:
+            shell.type(command.rstrip() + " > /dev/null &")
+        else:
+            shell.type(command)
+
+    vllm, trainer = shell.read("vllm.log"), shell.read("trainer.log")
+    assert re.search(r"\[vLLM Patch\] ✓ Exported \d+ params", vllm)
+    assert "[vLLM Patch] ✓ Shared memory setup complete!" in vllm
+    for rank in (0, 1):
+        assert f"[vLLM Patch] ✓ Weight updater thread started (name: WeightUpdater_TP{rank})" in vllm
+    for line in (
+        "[Bridge] ✓ Gloo group created",
+        "[Bridge] ✓ NCCL group created",
+        "[Bridge] ✓ All ranks synchronized and ready",
+        "Step 1/100",
+    ):
+        assert line in trainer
+    mapped = re.search(r"\[Bridge\] Mapped (\d+)/(\d+) params from vLLM to trainer", trainer)
+    assert mapped is not None
+    assert mapped[1] == mapped[2] != "0"
+    assert "Serving weight version 2" in vllm
+    assert '"param_mappings": {"model.embed_tokens.weight"' in shell.read("vllm_bridge_config.json")
+
+    # A person stops it with Ctrl-C: the trainer keeps what it has learned, and nothing stays behind.
+    subprocess.run(["pkill", "-INT", "-f", f"grpo.py --model-name {STARTER}"], check=True, timeout=10)
+    deadline = time.monotonic() + 60
+    while not list((shell.folder / "trained_model_checkpoints").glob("step_*/model.safetensors")):
+        assert time.monotonic() < deadline, shell.read("trainer.log")[-2000:]
+        time.sleep(0.25)
+    os.kill(shell.process.command_pid(), signal.SIGTERM)
