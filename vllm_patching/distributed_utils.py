@@ -168,10 +168,20 @@ class BridgeGroups:
 def rendezvous_address() -> tuple[str, int]:
     """MASTER_ADDR and MASTER_PORT, by default localhost:29500.
 
+    NUM_INFERENCE_NODES says on how many other machines vLLM runs; 0 means on this one.
+
     Raises:
-        RendezvousError: MASTER_PORT is not a port number.
+        RendezvousError: a variable holds no number, or the address is one that another machine cannot reach.
     """
     host = os.environ.get("MASTER_ADDR", "localhost")
+    nodes = os.environ.get("NUM_INFERENCE_NODES", "0")
+    if not nodes.isdigit():
+        raise RendezvousError(f"NUM_INFERENCE_NODES={nodes!r} is not a number (0: vLLM runs on this machine)")
+    if int(nodes) > 0 and host in ("localhost", "127.0.0.1", "::1"):
+        raise RendezvousError(
+            f"NUM_INFERENCE_NODES={nodes} says that vLLM runs elsewhere, but MASTER_ADDR={host} can be reached from this machine alone; "
+            "set MASTER_ADDR to this machine's address"
+        )
     text = os.environ.get("MASTER_PORT", "29500")
     if not text.isdigit() or not 0 < int(text) < 65536:
         raise RendezvousError(f"MASTER_PORT={text!r} is not a port number (1 to 65535)")

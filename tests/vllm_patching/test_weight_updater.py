@@ -135,6 +135,19 @@ def test_a_wrong_master_port_is_refused(monkeypatch: pytest.MonkeyPatch, value: 
         rendezvous_address()
 
 
+def test_other_machines_need_an_address_that_they_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUM_INFERENCE_NODES", "1")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    with pytest.raises(RendezvousError, match="MASTER_ADDR=localhost"):
+        rendezvous_address()
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "4000")
+    assert rendezvous_address() == ("10.0.0.1", 4000)
+    monkeypatch.setenv("NUM_INFERENCE_NODES", "many")
+    with pytest.raises(RendezvousError, match="NUM_INFERENCE_NODES='many'"):
+        rendezvous_address()
+
+
 def test_the_thread_ends_when_told(updater: WeightUpdater) -> None:
     updater.stop()
     updater._thread.join(5)
