@@ -179,7 +179,7 @@ def rendezvous_address() -> tuple[str, int]:
         raise RendezvousError(f"NUM_INFERENCE_NODES={nodes!r} is not a number (0: vLLM runs on this machine)")
     if int(nodes) > 0 and host in ("localhost", "127.0.0.1", "::1"):
         raise RendezvousError(
-            f"NUM_INFERENCE_NODES={nodes} says that vLLM runs elsewhere, but MASTER_ADDR={host} can be reached from this machine alone; "
+            f"NUM_INFERENCE_NODES={nodes} says that vLLM runs elsewhere, but nobody there can reach MASTER_ADDR={host}; "
             "set MASTER_ADDR to this machine's address"
         )
     text = os.environ.get("MASTER_PORT", "29500")
