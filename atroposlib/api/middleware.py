@@ -1,0 +1,217 @@
+"""What every request passes through: bearer token, body limit, time limit, gzip both ways, and the request metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import hmac
+import logging
+import time
+import zlib
+from dataclasses import dataclass
+
+import orjson
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from atroposlib.api.metrics import Metrics
+from atroposlib.api.turnstile import Turnstile
+
+logger = logging.getLogger(__name__)
+
+GZIP_FROM = 1000
+"""Bytes above which an answer is compressed for a client that accepts it."""
+GZIP_LEVEL = 1
+"""Numbers compress nearly as well at level 1, at a fraction of the time."""
+IN_ORDER = ("/scored_data", "/scored_data_list")
+"""Requests that are let through in the order in which they arrived."""
+PATIENCE = 0.25
+"""Seconds for which a slow body may hold up those behind it."""
+IN_A_THREAD_FROM = 1 << 16
+"""Bytes above which compressing would hold up other requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What one request may take."""
+
+    max_body: int = 256 << 20
+    """Bytes of a body, after decompression."""
+    seconds: float = 60.0
+    """For receiving the body, and again for answering."""
+    api_key: str | None = None
+    """Bearer token that every request but GET / must carry."""
+
+
+class RefusedError(Exception):
+    """A request that does not reach a route."""
+
+    def __init__(self, status: int, detail: str, headers: dict[str, str] | None = None, plain: bool = False) -> None:
+        super().__init__(detail)
+        self.status, self.detail, self.headers, self.plain = status, detail, headers or {}, plain
+
+
+def accepts_gzip(headers: Headers) -> bool:
+    """Whether the client takes a gzipped answer."""
+    for part in headers.get("accept-encoding", "").lower().split(","):
+        coding, _, parameters = part.partition(";")
+        if coding.strip() in ("gzip", "*") and parameters.replace(" ", "") not in ("q=0", "q=0.0", "q=0.00", "q=0.000"):
+            return True
+    return False
+
+
+async def compress(body: bytes) -> bytes:
+    """Gzip, in a thread if it takes long."""
+    if len(body) < IN_A_THREAD_FROM:
+        return gzip.compress(body, GZIP_LEVEL, mtime=0)
+    return await asyncio.to_thread(gzip.compress, body, GZIP_LEVEL, mtime=0)
+
+
+class Gate:
+    """ASGI middleware. The route behind it gets the whole body at once, already decompressed."""
+
+    def __init__(self, app: ASGIApp, limits: RequestLimits, metrics: Metrics) -> None:
+        self.app, self.limits, self.metrics = app, limits, metrics
+        self.turnstile = Turnstile(PATIENCE)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection event."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        answer = _Answer(send, accepts_gzip(headers) and scope["method"] != "HEAD")
+        started = time.perf_counter()
+        turn = self.turnstile.enter() if scope["path"] in IN_ORDER else None
+        try:
+            self._authorize(scope, headers)
+            body = await self._body(headers, receive)
+            if turn is not None:
+                await self.turnstile.reached(turn)
+                # The route calls this as soon as its groups have their place in the queue: what follows may overlap.
+                scope["state"] = {**scope.get("state", {}), "accepted": lambda: self.turnstile.leave(turn)}
+            async with asyncio.timeout(self.limits.seconds) as deadline:
+                answer.deadline = deadline
+                await self.app(scope, _replay(body, receive), answer.send)
+        except RefusedError as refusal:
+            await self._refuse(refusal, answer)
+        except TimeoutError:
+            if answer.started:
+                raise ConnectionAbortedError(
+                    f"{scope['method']} {scope['path']}: the client did not take the answer in {self.limits.seconds:g} s"
+                ) from None
+            logger.error("%s %s took longer than %g s", scope["method"], scope["path"], self.limits.seconds)
+            late = RefusedError(503, f"not done within {self.limits.seconds:g} s; try again", {"Retry-After": "1"})
+            await self._refuse(late, answer)
+        finally:
+            if turn is not None:
+                self.turnstile.leave(turn)
+            route = getattr(scope.get("route"), "path", "unknown")
+            self.metrics.requests.labels(scope["method"], route, str(answer.status)).inc()
+            self.metrics.request_seconds.labels(route).observe(time.perf_counter() - started)
+
+    def _authorize(self, scope: Scope, headers: Headers) -> None:
+        if self.limits.api_key is None or scope["path"] == "/" or scope["method"] == "OPTIONS":
+            return  # a browser's preflight request cannot carry a token, and gets no data
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode(), self.limits.api_key.encode()):
+            what = "carries no bearer token" if not token else "carries a wrong bearer token"
+            raise RefusedError(
+                401, f"the request {what}; send 'Authorization: Bearer <api key>'", {"WWW-Authenticate": "Bearer"}
+            )
+
+    async def _body(self, headers: Headers, receive: Receive) -> bytes:
+        encoding = headers.get("content-encoding", "identity").strip().lower()
+        if encoding not in ("identity", "gzip", ""):
+            raise RefusedError(415, f"Content-Encoding {encoding!r} is not understood; send gzip or none")
+        too_large = RefusedError(
+            413, f"the body is larger than {self.limits.max_body} bytes; post fewer groups at once", {"Connection": "close"}
+        )
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length) > self.limits.max_body:
+            raise too_large
+        inflate = zlib.decompressobj(wbits=31) if encoding == "gzip" else None
+        chunks: list[bytes] = []
+        size = arrived = 0
+        try:
+            async with asyncio.timeout(self.limits.seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise RefusedError(400, "the client went away in the middle of its body")
+                    chunk = message.get("body", b"")
+                    arrived += len(chunk)
+                    if inflate is not None and chunk:
+                        chunk = inflate.decompress(chunk, self.limits.max_body - size + 1)
+                    size += len(chunk)
+                    if size > self.limits.max_body:
+                        raise too_large
+                    chunks.append(chunk)
+                    if not message.get("more_body", False):
+                        break
+        except zlib.error:
+            raise RefusedError(400, "Invalid gzip payload", plain=True) from None
+        except TimeoutError:
+            raise RefusedError(
+                408, f"the body did not arrive within {self.limits.seconds:g} s", {"Connection": "close"}
+            ) from None
+        if inflate is not None and arrived and not inflate.eof:
+            raise RefusedError(400, "Invalid gzip payload", plain=True)
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    async def _refuse(self, refusal: RefusedError, answer: _Answer) -> None:
+        body = refusal.detail.encode() if refusal.plain else orjson.dumps({"detail": refusal.detail})
+        headers = MutableHeaders()
+        headers["content-type"] = "text/plain; charset=utf-8" if refusal.plain else "application/json"
+        headers["content-length"] = str(len(body))
+        headers["access-control-allow-origin"] = "*"
+        for name, value in refusal.headers.items():
+            headers[name] = value
+        await answer.send({"type": "http.response.start", "status": refusal.status, "headers": headers.raw})
+        await answer.send({"type": "http.response.body", "body": body})
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    pending = [body]
+
+    async def again() -> Message:
+        if pending:
+            return {"type": "http.request", "body": pending.pop(), "more_body": False}
+        return await receive()
+
+    return again
+
+
+class _Answer:
+    """Passes an answer on, gzipped where it is worth it and comes in one piece."""
+
+    def __init__(self, send: Send, gzip_accepted: bool) -> None:
+        self._send, self._gzip = send, gzip_accepted
+        self._start: Message | None = None
+        self.started = False
+        self.status = 0
+        self.deadline: asyncio.Timeout | None = None
+
+    async def send(self, message: Message) -> None:
+        """An ASGI send."""
+        if message["type"] == "http.response.start":
+            self._start, self.status = message, message["status"]
+            return
+        if self._start is not None:
+            start, self._start = self._start, None
+            message = await self._encode(start, message)
+            self.started = True
+            await self._send(start)
+        await self._send(message)
+
+    async def _encode(self, start: Message, message: Message) -> Message:
+        headers = MutableHeaders(raw=start["headers"])
+        body = message.get("body", b"")
+        if not self._gzip or len(body) <= GZIP_FROM or message.get("more_body") or "content-encoding" in headers:
+            return message
+        packed = await compress(body)
+        headers["content-encoding"] = "gzip"
+        headers["content-length"] = str(len(packed))
+        headers.add_vary_header("Accept-Encoding")
+        start["headers"] = headers.raw
+        return {**message, "body": packed}

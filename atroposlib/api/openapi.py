@@ -1,0 +1,55 @@
+"""The service's OpenAPI description. The routes read their bodies themselves, so it is told here what they take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from atroposlib.api.schemas import AckBatch, EnvIdentifier, RegisterEnv, RegisterTrainer, ScoredData
+
+PREFIX = "#/components/schemas/"
+MODELS: list[type[BaseModel]] = [RegisterTrainer, RegisterEnv, EnvIdentifier, AckBatch, ScoredData]
+REFUSALS = {
+    400: "The body is no valid gzip",
+    401: "No bearer token, or a wrong one",
+    404: "No such environment or batch",
+    408: "The body did not arrive in time",
+    409: "No trainer has registered, or another one has taken over",
+    413: "The body is too large",
+    415: "A Content-Encoding other than gzip",
+    422: "The body does not validate; the answer names field, index and value",
+    429: "The queue is at its bound; see Retry-After",
+    503: "Not done in time; see Retry-After",
+    507: "The store cannot take more data",
+}
+
+
+def takes(model: type[BaseModel], many: bool = False, required: bool = True) -> dict[str, Any]:
+    """What a route's decorator needs to describe its body."""
+    schema: dict[str, Any] = {"$ref": PREFIX + model.__name__}
+    if many:
+        schema = {"type": "array", "items": schema}
+    return {"openapi_extra": {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}}
+
+
+def describe(app: FastAPI) -> None:
+    """Make /openapi.json tell what the routes take and how they refuse."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            _, models = models_json_schema([(model, "validation") for model in MODELS], ref_template=PREFIX + "{model}")
+            schema.setdefault("components", {}).setdefault("schemas", {}).update(models["$defs"])
+            refused = {"application/json": {"schema": {"type": "object", "required": ["detail"]}}}
+            for methods in schema["paths"].values():
+                for operation in methods.values():
+                    for status, text in REFUSALS.items():
+                        operation["responses"].setdefault(str(status), {"description": text, "content": refused})
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,0 +1,469 @@
+"""The rollout service's state and every rule about it. Pure: no I/O, no clock of its own, no threads.
+
+Groups come in with `add`, wait in one first-in-first-out line per environment, and leave in batches with `next_batch`.
+Each method changes the state and notes what it changed; `take_changes` hands those notes over, to be stored in one
+transaction. `RolloutQueue(limits, snapshot)` builds the same state from what was stored. Sizes and shares are in
+sequences unless a name says groups; versions are weight versions (numbers of optimizer steps); `now` is in seconds of a
+clock that never goes back.
+
+Which groups make a batch is decided in `scheduling`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from atroposlib.api import scheduling
+from atroposlib.api.environments import Registry
+from atroposlib.api.lines import Lines
+from atroposlib.api.packing import choose_multiple
+from atroposlib.api.state import (
+    NOBODY,
+    BatchTooSmallError,
+    Changes,
+    Draft,
+    Environment,
+    Group,
+    Lease,
+    Limits,
+    NotRegisteredError,
+    QueueFullError,
+    Receipt,
+    Registration,
+    Snapshot,
+    SupersededError,
+    UnknownBatchError,
+    length_bucket,
+)
+
+
+class RolloutQueue:
+    """Queue, buffers, leases and registrations of one rollout service."""
+
+    def __init__(self, limits: Limits | None = None, snapshot: Snapshot | None = None, now: float = 0.0) -> None:
+        self.limits = limits or Limits()
+        self._clear()
+        if snapshot is not None:
+            self._restore(snapshot, now)
+
+    def _clear(self) -> None:
+        self.changes = Changes()
+        self.registration: Registration | None = None
+        self.started = False  # the trainer has asked for its first batch: environments may start
+        self.current_step = 0
+        self.acked_version: int | None = None
+        self.acks = False  # the trainer acknowledges its batches
+        self.registry = Registry(self.limits)
+        self.lines = Lines()
+        self.buffers: dict[int, list[Group]] = {}
+        self.leases: dict[int, Lease] = {}
+        self.keys: OrderedDict[str, Receipt] = OrderedDict()
+        self.drops: Counter[tuple[str, int]] = Counter()
+        self.next_seq = 0
+        self.next_batch_id = 1
+        self.held_groups = 0
+        self.held_bytes = 0
+        self.waiting: str | None = None  # why the last /batch was empty
+        self._pruned_below: int | None = None
+        self._state_changed = False
+
+    # ---- what changed, and the way back ----
+
+    def take_changes(self) -> Changes:
+        """What changed since the last call."""
+        changes, self.changes = self.changes, Changes()
+        changes.environments = self.registry.take_changed()
+        if self._state_changed:
+            self._state_changed = False
+            changes.state = {
+                "registration": asdict(self.registration) if self.registration else None,
+                "started": self.started,
+                "current_step": self.current_step,
+                "acked_version": self.acked_version,
+                "acks": self.acks,
+                "clock": self.registry.clock,
+                "name_counts": dict(self.registry.name_counts),
+                "next_seq": self.next_seq,
+                "next_batch_id": self.next_batch_id,
+                "drops": [[reason, bucket, count] for (reason, bucket), count in sorted(self.drops.items())],
+            }
+        return changes
+
+    def _restore(self, snapshot: Snapshot, now: float) -> None:
+        state = snapshot.state
+        if state.get("registration"):
+            self.registration = Registration(**state["registration"])
+        self.started = state.get("started", False)
+        self.current_step = state.get("current_step", 0)
+        self.acked_version = state.get("acked_version")
+        self.acks = state.get("acks", False)
+        self.next_batch_id = state.get("next_batch_id", 1)
+        self.drops.update({(reason, bucket): count for reason, bucket, count in state.get("drops", [])})
+        self.registry.restore(snapshot.environments, state.get("name_counts", {}), state.get("clock", 0.0), now)
+        for env_id in self.registry.by_id:
+            self.lines.open(env_id)
+        for group in snapshot.queued:
+            self.lines.add(group)
+        for group in snapshot.buffered:
+            self.buffers.setdefault(group.line, []).append(group)
+        self.leases = {lease.batch_id: lease for lease in sorted(snapshot.leases, key=lambda lease: lease.batch_id)}
+        self.keys.update(snapshot.keys)
+        held = [*snapshot.queued, *snapshot.buffered, *(group for lease in snapshot.leases for group in lease.groups)]
+        self.held_groups, self.held_bytes = len(held), sum(group.n_bytes for group in held)
+        self.next_seq = max([state.get("next_seq", 0), *(group.seq + 1 for group in held)])
+
+    # ---- the trainer ----
+
+    def register(self, registration: Registration) -> None:
+        """A trainer registers, for the first time or again: it takes over, and batches that were leased wait for it."""
+        old = self.registration
+        self.registration = registration
+        self.current_step = registration.starting_step
+        self.started = False
+        self.acked_version = None
+        self.acks = registration.ack_batches
+        self.waiting = None
+        self._pruned_below = None
+        self._state_changed = True
+        for lease in list(self.leases.values()):
+            if old is None or old.batch_size != registration.batch_size:
+                self._dissolve(lease)
+            else:  # a new record, so that an answer that is still on its way to the old trainer cannot mark it
+                self.leases[lease.batch_id] = Lease(lease.batch_id, lease.groups, returned=True)
+                self._note_lease(self.leases[lease.batch_id])
+        self._drop_where(lambda group: group.size > registration.batch_size, "larger_than_batch")
+        self._drop_stale()
+        for env_id in list(self.buffers):
+            self._recombine(env_id)
+
+    def next_batch(self, now: float, received: int | None = None, uuid: int | None = None) -> Lease | None:
+        """The next batch for the trainer, or None if none can be made yet.
+
+        A trainer that acknowledges gets the same batch until it has, or passes as `received` the highest batch id that
+        it holds. A trainer that never acknowledges is taken to be done with all that was sent when it asks again.
+
+        Raises:
+            NotRegisteredError: no trainer has registered.
+            SupersededError: `uuid` is not the current registration's.
+        """
+        registration = self._require_trainer(uuid)
+        if not self.started:
+            self.started = self._state_changed = True
+        if received is not None and not self.acks:
+            self.acks = self._state_changed = True
+        for lease in [lease for lease in self.leases.values() if not lease.returned]:
+            if self.acks:
+                if lease.batch_id > (received or 0):
+                    return lease
+            elif lease.sent:
+                self._finish(lease)
+            elif not lease.sending:
+                return lease  # the answer that carried it never got out
+        self._drop_stale()
+        for lease in [lease for lease in self.leases.values() if lease.returned]:
+            if not self._any_stale(lease.groups):
+                lease.returned = False
+                return self._hand_out(lease)
+            self._dissolve(lease)
+            self._drop_where(self._is_stale, "stale")
+        if self.lines.total_sequences() < registration.batch_size:
+            self.waiting = f"{self.lines.total_sequences()} of {registration.batch_size} sequences are there"
+            return None
+        reservations = self.registry.reservations(registration.batch_size, now)
+        staleness = registration.max_staleness
+        groups, self.waiting = scheduling.form_batch(
+            registration.batch_size,
+            self.lines.by_line,
+            self.registry.by_id,
+            reservations,
+            None if staleness is None else (staleness + 1) * registration.batch_size,
+        )
+        if groups is None:
+            return None
+        served: Counter[int] = Counter()
+        for group in groups:
+            self.lines.remove(group)
+            served[group.line] += group.size
+        self.registry.charge(served, reservations)
+        lease = Lease(self.next_batch_id, sorted(groups, key=lambda group: group.seq))
+        self.next_batch_id += 1
+        self.leases[lease.batch_id] = lease
+        return self._hand_out(lease)
+
+    def _hand_out(self, lease: Lease) -> Lease:
+        self.current_step += 1
+        self._state_changed = True
+        self._note_lease(lease)
+        return lease
+
+    def sending(self, lease: Lease) -> None:
+        """An answer that carries the lease is on its way."""
+        lease.sending += 1
+
+    def sent(self, lease: Lease, complete: bool) -> None:
+        """That answer is over; `complete` says whether all of it went out."""
+        lease.sending = max(0, lease.sending - 1)
+        if complete and not lease.sent and self.leases.get(lease.batch_id) is lease:
+            lease.sent = True
+            self._note_lease(lease)
+
+    def ack(self, batch_id: int | None, version: int | None = None, uuid: int | None = None) -> int:
+        """The trainer has learned from a batch (None: from all that it holds) and is now at `version`.
+
+        Without a version, each batch counts as one optimizer step. Acknowledging twice does nothing more.
+
+        Returns:
+            How many groups are thereby gone.
+
+        Raises:
+            NotRegisteredError: no trainer has registered.
+            UnknownBatchError: no such batch was ever handed out.
+            SupersededError: `uuid` is not the current registration's.
+        """
+        self._require_trainer(uuid)
+        if batch_id is not None and not 1 <= batch_id < self.next_batch_id:
+            raise UnknownBatchError(
+                f"batch {batch_id} was never handed out (the last one was {self.next_batch_id - 1}); "
+                "acknowledge the batch_id that came with GET /batch"
+            )
+        if batch_id is None:
+            done = [lease for lease in self.leases.values() if not lease.returned]
+        else:
+            done = [self.leases[batch_id]] if batch_id in self.leases else []
+        reached = self.sampling_version()
+        self.acked_version = max(
+            reached, version if version is not None else reached + sum(not lease.returned for lease in done)
+        )
+        self.acks = self._state_changed = True
+        for lease in done:
+            self._finish(lease)
+        self._drop_stale()
+        return sum(len(lease.groups) for lease in done)
+
+    def _require_trainer(self, uuid: int | None) -> Registration:
+        if self.registration is None:
+            raise NotRegisteredError("Trainer not registered. Call /register first.")
+        if uuid is not None and uuid != self.registration.uuid:
+            raise SupersededError(
+                f"another trainer has registered since (its uuid is {self.registration.uuid}, you said {uuid}); "
+                "register again to take over"
+            )
+        return self.registration
+
+    def _note_lease(self, lease: Lease) -> None:
+        self.changes.leases.append((lease.batch_id, lease.sent, lease.returned, [group.seq for group in lease.groups]))
+
+    def _finish(self, lease: Lease) -> None:
+        del self.leases[lease.batch_id]
+        self.changes.leases_removed.append(lease.batch_id)
+        self._forget(lease.groups)
+
+    def _dissolve(self, lease: Lease) -> None:
+        """Put the groups of a lease back at the front of their lines."""
+        del self.leases[lease.batch_id]
+        self.changes.leases_removed.append(lease.batch_id)
+        for group in lease.groups:
+            self._queue(group)
+            self.changes.queued.append(group.seq)
+        for line in {group.line for group in lease.groups}:
+            self.lines.sort(line)
+
+    # ---- age ----
+
+    def _batches_out(self) -> int:
+        return sum(not lease.returned for lease in self.leases.values())
+
+    def trainer_version(self) -> int:
+        """The weight version at which the next batch will be trained on."""
+        return self.current_step if self.acked_version is None else self.acked_version + self._batches_out()
+
+    def sampling_version(self) -> int:
+        """The weight version that the inference server can be at now: without the batches that the trainer still holds."""
+        return self.current_step - self._batches_out() if self.acked_version is None else self.acked_version
+
+    def oldest_allowed(self) -> int | None:
+        """The lowest weight version that may still be handed out; None without a bound."""
+        if self.registration is None or self.registration.max_staleness is None:
+            return None
+        return self.trainer_version() - self.registration.max_staleness
+
+    def _is_stale(self, group: Group) -> bool:
+        oldest = self.oldest_allowed()
+        return oldest is not None and group.version < oldest
+
+    def _any_stale(self, groups: Iterable[Group]) -> bool:
+        return any(self._is_stale(group) for group in groups)
+
+    def _drop_stale(self) -> None:
+        oldest = self.oldest_allowed()
+        if oldest is not None and (self._pruned_below is None or oldest > self._pruned_below):
+            self._pruned_below = oldest  # what comes in later is checked when it comes in
+            self._drop_where(lambda group: group.version < oldest, "stale")
+
+    def _drop_where(self, unwanted: Callable[[Group], bool], reason: str) -> None:
+        gone = self.lines.remove_where(unwanted)
+        for env_id, buffer in self.buffers.items():
+            gone += [group for group in buffer if unwanted(group)]
+            self.buffers[env_id] = [group for group in buffer if not unwanted(group)]
+        self._forget(gone)
+        for group in gone:
+            self._count_drop(reason, group.longest)
+
+    def _count_drop(self, reason: str, longest: int) -> None:
+        self.drops[reason, length_bucket(longest)] += 1
+        self._state_changed = True
+
+    def _forget(self, groups: Iterable[Group]) -> None:
+        for group in groups:
+            self.changes.removed.append(group.seq)
+            self.held_groups -= 1
+            self.held_bytes -= group.n_bytes
+
+    # ---- environments ----
+
+    def register_env(
+        self, desired_name: str, weight: float, group_size: int, max_token_length: int, allocation: float | None, now: float
+    ) -> Environment | None:
+        """A new environment; None until the trainer has asked for its first batch."""
+        if self.registration is None or not self.started:
+            return None
+        environment = self.registry.add(desired_name, weight, group_size, max_token_length, allocation, now)
+        self.lines.open(environment.env_id)
+        self._state_changed = True
+        return environment
+
+    def disconnect_env(self, env_id: int) -> None:
+        """An environment leaves; what it posted stays, and what waited in its buffer joins the queue."""
+        self.registry.disconnect(env_id)
+        self._release(env_id, range(len(self.buffers.get(env_id, []))))
+
+    def status_env(self, env_id: int, now: float) -> dict[str, Any]:
+        """What an environment needs to know to pace itself.
+
+        Raises:
+            UnknownEnvironmentError: not registered here (any more); the environment should register again.
+        """
+        self.registry.get(env_id)
+        self.registry.touch(env_id, now)
+        return {
+            "current_step": self.current_step,
+            "queue_size": self.lines.groups,
+            "self_queue_size": len(self.lines.by_line[env_id]),
+            "max_group_size": max(self.lines.sizes, default=1),
+            **self.registry.shares(env_id, now),
+            "groups_wanted": self.groups_wanted(env_id, now),
+            "max_staleness": self.registration.max_staleness if self.registration else None,
+        }
+
+    def groups_wanted(self, env_id: int, now: float) -> int:
+        """How many more groups of its group_size this environment should have under way, those being sampled included.
+
+        With a staleness bound: as many as can still be handed out before they are too old, shared by weight. Without:
+        as many as the queue has room for.
+        """
+        room = max(0, self.limits.max_groups - self.held_groups)
+        if self.registration is None or self.registration.max_staleness is None:
+            return room
+        batches = self.registration.max_staleness + 1 - (self.trainer_version() - self.sampling_version())
+        waiting = Counter(self.lines.sequences)
+        for line, buffer in self.buffers.items():
+            waiting[line] += sum(group.size for group in buffer)
+        wanted = scheduling.apportion(
+            max(0, batches) * self.registration.batch_size, waiting, self.registry.active(now), self.limits.max_groups
+        )
+        return min(room, wanted.get(env_id, 0))
+
+    # ---- groups ----
+
+    def check(self, drafts: Sequence[Draft]) -> None:
+        """Refuse what cannot be accepted, before anything of it is.
+
+        Raises:
+            BatchTooSmallError: a group holds more sequences than a batch.
+            QueueFullError: the queue is at its bound.
+        """
+        batch_size = self.registration.batch_size if self.registration else None
+        drafts = [draft for draft in drafts if draft.key is None or draft.key not in self.keys]
+        for index, draft in enumerate(drafts):
+            if batch_size is not None and draft.size > batch_size:
+                raise BatchTooSmallError(index, draft.size, batch_size)
+        groups = self.held_groups + len(drafts)
+        size = self.held_bytes + sum(len(draft.body) for draft in drafts)
+        if groups <= self.limits.max_groups and size <= self.limits.max_bytes:
+            return
+        if self.lines.total_sequences() < 2 * (batch_size or 0) and not any(self._mis_sized(draft) for draft in drafts):
+            return  # what is held cannot fill two batches: a bound that small must not starve the trainer
+        raise QueueFullError(
+            f"the queue holds {self.held_groups} groups in {self.held_bytes} bytes; its bounds are {self.limits.max_groups} "
+            f"groups and {self.limits.max_bytes} bytes: post again when the trainer has taken some"
+        )
+
+    def _mis_sized(self, draft: Draft) -> bool:
+        environment = self.registry.by_id[self.registry.line_of(draft.env_id)]
+        return environment.env_id != NOBODY and environment.connected and draft.size != environment.group_size
+
+    def add(self, draft: Draft, now: float) -> Receipt:
+        """Accept one group, which has passed `check`. The same idempotency key again gives the first answer again."""
+        if draft.key is not None and draft.key in self.keys:
+            return self.keys[draft.key]
+        self.registry.touch(draft.env_id, now)
+        version = self.sampling_version() if draft.version is None else draft.version
+        oldest = self.oldest_allowed()
+        if oldest is not None and version < oldest:
+            self._count_drop("stale", draft.longest)
+            reason = f"stale: sampled at weight version {version}, but the trainer takes none below {oldest} now"
+            receipt = Receipt("dropped", reason=reason)
+        else:
+            receipt = self._accept(draft, version)
+        if draft.key is not None:
+            self.keys[draft.key] = receipt
+            self.changes.keys_added.append((draft.key, receipt))
+            if len(self.keys) > self.limits.max_keys:
+                self.changes.keys_removed.append(self.keys.popitem(last=False)[0])
+        return receipt
+
+    def _accept(self, draft: Draft, version: int) -> Receipt:
+        line = self.registry.line_of(draft.env_id)
+        group = Group(self.next_seq, line, draft.size, draft.longest, len(draft.body), version)
+        self.next_seq += 1
+        self.held_groups += 1
+        self.held_bytes += group.n_bytes
+        self.registry.accepted(line)
+        buffered = self._mis_sized(draft)
+        self.changes.added.append((group, draft.body, buffered))
+        if not buffered:
+            self._queue(group)
+            return Receipt("received")
+        self.buffers.setdefault(line, []).append(group)
+        self._recombine(line)
+        return Receipt("buffered", buffer_size=sum(group.size for group in self.buffers[line]))
+
+    def _queue(self, group: Group) -> None:
+        if self.lines.add(group):
+            self.registry.wake(group.line)
+
+    def _recombine(self, env_id: int) -> None:
+        """Move out of a buffer what adds up to a multiple of the environment's group_size that fits into a batch."""
+        unit = self.registry.by_id[env_id].group_size
+        limit = max(unit, self.registration.batch_size) if self.registration else unit
+        if self.registration and unit > self.registration.batch_size:  # no multiple will ever fit: leave it to the packing
+            self._release(env_id, range(len(self.buffers[env_id])))
+        while (chosen := choose_multiple([group.size for group in self.buffers[env_id]], unit, limit)) is not None:
+            self._release(env_id, chosen)
+
+    def _release(self, env_id: int, positions: Sequence[int]) -> None:
+        chosen = set(positions)
+        for position, group in enumerate(self.buffers.get(env_id, [])):
+            if position in chosen:
+                self._queue(group)
+                self.changes.queued.append(group.seq)
+        self.buffers[env_id] = [group for position, group in enumerate(self.buffers.get(env_id, [])) if position not in chosen]
+
+    def reset(self) -> None:
+        """Forget everything, registrations included."""
+        self._clear()
+        self.changes.wipe = True
+        self._state_changed = True

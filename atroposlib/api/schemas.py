@@ -1,0 +1,267 @@
+"""What the rollout service accepts, as pydantic models, and the checks that a JSON schema cannot express.
+
+A group is a body of many thousand numbers, so it is read once, by pydantic's own JSON parser, and the bytes that came in
+are the bytes that go out: `read_groups` never builds them anew unless a value had to be converted.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
+
+from atroposlib.api.state import Draft
+
+LARGEST_BATCH = 1 << 20
+"""Sequences. The work of packing a batch grows with its size, so it has a bound."""
+
+SafeInt = Annotated[int, Field(ge=-(2**53) + 1, le=2**53 - 1)]
+"""An integer that every JSON reader keeps exactly."""
+Version = Annotated[int, Field(ge=0, le=2**53 - 1)]
+Size = Annotated[int, Field(ge=1, le=LARGEST_BATCH)]
+Name = Annotated[str, Field(max_length=4096)]
+
+# The first wrong value ends the reading: a million wrong values would otherwise become a million error records.
+Ints = Annotated[list[int], Field(fail_fast=True)]
+Floats = Annotated[list[FiniteFloat], Field(fail_fast=True)]
+IntRows = Annotated[list[Ints], Field(fail_fast=True)]
+FloatRows = Annotated[list[Floats], Field(fail_fast=True)]
+
+
+class Request(BaseModel):
+    """Unknown keys are ignored, as every client of this wire may rely on."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class RegisterTrainer(Request):
+    """POST /register."""
+
+    wandb_group: Name
+    wandb_project: Name
+    batch_size: Size
+    """Sequences per batch."""
+    max_token_len: SafeInt
+    checkpoint_dir: Name
+    save_checkpoint_interval: SafeInt
+    starting_step: SafeInt
+    num_steps: SafeInt
+    max_staleness: Version | None = None
+    """Weight versions by which a group may be older than the trainer when it is handed out; null for any age."""
+    ack_batches: bool = False
+    """The trainer sends POST /batch/ack from the first batch on; without it, the first ack tells."""
+
+
+class RegisterEnv(Request):
+    """POST /register-env."""
+
+    max_token_length: SafeInt
+    desired_name: Name
+    weight: Annotated[FiniteFloat, Field(ge=0, le=1e9)]
+    """Share of the trainer's data relative to the other environments' weights."""
+    group_size: Size
+    min_batch_allocation: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
+    """Fraction of every batch that is kept for this environment."""
+
+
+class EnvIdentifier(Request):
+    """POST /disconnect-env and GET /status-env."""
+
+    env_id: SafeInt
+
+
+class AckBatch(Request):
+    """POST /batch/ack."""
+
+    batch_id: SafeInt | None = None
+    """The id that came with the batch; null for all batches that the trainer holds."""
+    weight_version: Version | None = None
+    """Optimizer steps behind the trainer's weights now; null counts each batch as one step."""
+    uuid: SafeInt | None = None
+    """What /register answered; a trainer that was superseded is told so."""
+
+
+class ScoredData(BaseModel):
+    """POST /scored_data: one group, n sequences that answer the same prompt."""
+
+    model_config = ConfigDict(extra="allow")
+
+    tokens: IntRows
+    """Token ids [n][length]."""
+    masks: IntRows
+    """[n][length]: the token id where it is trained on, -100 elsewhere."""
+    scores: Floats
+    """[n]"""
+    advantages: FloatRows | None = None
+    """[n][length], or [n][1] for the whole sequence."""
+    ref_logprobs: FloatRows | None = None
+    """[n][length]"""
+    messages: list[Any] | None = None
+    generation_params: dict[str, Any] | None = None
+    inference_logprobs: FloatRows | None = None
+    """[n][length]: 1.0 at prompt positions, elsewhere the sampled token's logprob."""
+    overrides: list[dict[str, Any]] | None = None
+    group_overrides: dict[str, Any] | None = None
+    images: Any | None = None
+    env_id: SafeInt | None = None
+    distill_token_ids: Annotated[list[IntRows], Field(fail_fast=True)] | None = None
+    """[n][length][k]"""
+    distill_logprobs: Annotated[list[FloatRows], Field(fail_fast=True)] | None = None
+    """[n][length][k]"""
+    weight_versions: Annotated[list[Version], Field(fail_fast=True)] | None = None
+    """[n]: the oldest weight version that any token of the sequence was sampled under."""
+    idempotency_key: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """Chosen by the client; the same key again is answered again but not counted again."""
+
+
+RETURNED = [name for name in ScoredData.model_fields if name != "idempotency_key"]
+"""The keys that every group in a batch has, null where nothing was posted."""
+
+_one = TypeAdapter(ScoredData)
+_many = TypeAdapter(list[ScoredData])
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+class InvalidRequestError(ValueError):
+    """The body does not validate. Holds what a 422 answer lists."""
+
+    def __init__(self, errors: list[dict[str, Any]]) -> None:
+        super().__init__("; ".join(error["msg"] for error in errors))
+        self.errors = errors
+
+
+def invalid(where: list[str | int], value: Any, message: str) -> InvalidRequestError:
+    """One error at one place of the body: its path, the value found there, and what is wrong with it."""
+    return InvalidRequestError([{"type": "value_error", "loc": ["body", *where], "msg": message, "input": value}])
+
+
+def _path(where: list[str | int] | tuple[str | int, ...]) -> str:
+    """tokens[0][3]"""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".") or "the body"
+
+
+def _short(value: Any) -> Any:
+    """An input value as it can be shown: short, and without NaN, which JSON does not have."""
+    if isinstance(value, list | dict):
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    if isinstance(value, int | float) and not abs(value) < 2**53:
+        return str(value)[:64]
+    return value if not isinstance(value, str) or len(value) <= 200 else value[:200] + "…"
+
+
+def _from_pydantic(error: ValidationError) -> InvalidRequestError:
+    errors = []
+    for item in error.errors(include_url=False, include_context=False)[:20]:
+        where = list(item["loc"])
+        bare = item["type"] in ("missing", "json_invalid")  # their input is the whole body
+        value = None if bare else _short(item["input"])
+        message = item["msg"] if bare else f"{_path(where)} is {value!r}: {item['msg']}"
+        errors.append({"type": item["type"], "loc": ["body", *where], "msg": message, "input": value})
+    return InvalidRequestError(errors)
+
+
+def read(model: type[ModelT], body: bytes) -> ModelT:
+    """Read a small request.
+
+    Raises:
+        InvalidRequestError: the body is no JSON, or does not validate.
+    """
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        raise _from_pydantic(error) from None
+
+
+def read_groups(body: bytes, many: bool) -> list[Draft]:
+    """Read one posted group, or a list of them, and check all that can be checked without the queue.
+
+    Raises:
+        InvalidRequestError: says which field, at which index, with which value, is wrong.
+    """
+    adapter: TypeAdapter[Any] = _many if many else _one
+    exact = True
+    try:
+        parsed = adapter.validate_json(body, strict=True)
+    except ValidationError:
+        try:  # "7" and 7.0 are taken for 7, as they always were on this wire
+            parsed, exact = adapter.validate_json(body), False
+        except ValidationError as error:
+            raise _from_pydantic(error) from None
+    if not many:
+        _check(parsed, [])
+        return [_draft(parsed, body.strip() if exact else _dump(parsed))]
+    for index, group in enumerate(parsed):
+        _check(group, [index])
+    return [_draft(group, _dump(group)) for group in parsed]
+
+
+def _dump(group: ScoredData) -> bytes:
+    return group.model_dump_json(exclude_unset=True).encode()
+
+
+def _draft(group: ScoredData, body: bytes) -> Draft:
+    missing = [name for name in RETURNED if name not in group.model_fields_set]
+    if missing:
+        body = body[:-1] + "".join(f',"{name}":null' for name in missing).encode() + b"}"
+    return Draft(
+        body=body,
+        size=len(group.tokens),
+        longest=max(len(row) for row in group.tokens),
+        env_id=group.env_id,
+        version=min(group.weight_versions) if group.weight_versions else None,
+        key=group.idempotency_key,
+    )
+
+
+def _check(group: ScoredData, at: list[str | int]) -> None:
+    """Lengths that must agree, and numbers that must fit."""
+    if not group.tokens:
+        raise invalid([*at, "tokens"], [], f"{_path([*at, 'tokens'])} is []: a group needs at least one sequence")
+    lengths = [len(row) for row in group.tokens]
+    if 0 in lengths:
+        where = [*at, "tokens", lengths.index(0)]
+        raise invalid(where, [], f"{_path(where)} is []: a sequence needs at least one token")
+    rows: list[tuple[str, list[Any] | None]] = [
+        ("masks", group.masks),
+        ("inference_logprobs", group.inference_logprobs),
+        ("ref_logprobs", group.ref_logprobs),
+        ("advantages", group.advantages),
+        ("distill_token_ids", group.distill_token_ids),
+        ("distill_logprobs", group.distill_logprobs),
+    ]
+    flat: list[tuple[str, list[Any] | None]] = [("scores", group.scores), ("weight_versions", group.weight_versions)]
+    for name, values in rows + flat:
+        if values is not None and len(values) != len(lengths):
+            where = [*at, name]
+            message = f"{_path(where)} has {len(values)} entries for {len(lengths)} sequences in tokens"
+            raise invalid(where, len(values), message)
+    for name, values in rows:
+        for index, row in enumerate(values or []):
+            if len(row) != lengths[index] and not (name == "advantages" and len(row) == 1):
+                where = [*at, name, index]
+                message = f"{_path(where)} has {len(row)} entries for the {lengths[index]} tokens of that sequence"
+                raise invalid(where, len(row), message)
+    free = ("messages", "generation_params", "overrides", "group_overrides", "images")
+    for name, value in [*((name, getattr(group, name)) for name in free), *(group.model_extra or {}).items()]:
+        _refuse_non_finite(value, [*at, name])
+    for name, ints in (("tokens", group.tokens), ("masks", group.masks)):
+        for index, row in enumerate(ints):
+            if max(row) >= 2**31 or min(row) < -(2**31):
+                position = next(i for i, value in enumerate(row) if not -(2**31) <= value < 2**31)
+                where = [*at, name, index, position]
+                message = f"{_path(where)} is {row[position]}: it does not fit into 32 bits"
+                raise invalid(where, str(row[position]), message)
+
+
+def _refuse_non_finite(value: Any, where: list[str | int]) -> None:
+    """Raise if a number in a field of free form is NaN or infinite, which JSON cannot carry on."""
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise invalid(where, str(value), f"{_path(where)} is {value}: every number must be finite")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _refuse_non_finite(item, [*where, index])
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _refuse_non_finite(item, [*where, key])

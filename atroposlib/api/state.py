@@ -1,0 +1,219 @@
+"""What the rollout service remembers: plain records and errors, shared by the queue, the stores and the routes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+NOBODY = -1
+"""The line of groups that name no environment, or one that never registered here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of the queue. A post beyond them is refused with 429, unless the trainer would otherwise run dry."""
+
+    max_groups: int = 20_000
+    """Groups held: queued, buffered and leased."""
+    max_bytes: int = 4 << 30
+    """Bytes of JSON held."""
+    reservation_wait: float = 60.0
+    """Seconds for which an environment that has gone silent still keeps its reserved share of a batch empty."""
+    silent_after: float = 300.0
+    """Seconds without a word from an environment after which it no longer counts in weights and wanted groups."""
+    max_keys: int = 65_536
+    """Idempotency keys remembered; the oldest are forgotten first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A validated group that has not been accepted yet."""
+
+    body: bytes
+    """The JSON object to hand out."""
+    size: int
+    """Sequences."""
+    longest: int
+    """Tokens of the longest sequence."""
+    env_id: int | None = None
+    version: int | None = None
+    """The oldest weight version that any token was sampled under; None if the environment does not say."""
+    key: str | None = None
+    """Idempotency key."""
+
+
+@dataclass(slots=True)
+class Group:
+    """An accepted group without its body, which only the store holds."""
+
+    seq: int
+    """Order of acceptance."""
+    line: int
+    """The environment in whose line it waits; NOBODY if it has none."""
+    size: int
+    longest: int
+    n_bytes: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """The answer to one posted group."""
+
+    status: str
+    """received, buffered or dropped."""
+    buffer_size: int | None = None
+    """Sequences that wait in the environment's buffer; None unless buffered."""
+    reason: str | None = None
+    """Why the group was dropped."""
+
+
+@dataclass(slots=True)
+class Registration:
+    """What the trainer said when it registered."""
+
+    uuid: int
+    wandb_group: str
+    wandb_project: str
+    batch_size: int
+    max_token_len: int
+    checkpoint_dir: str
+    save_checkpoint_interval: int
+    starting_step: int
+    num_steps: int
+    max_staleness: int | None = None
+    ack_batches: bool = False
+
+
+@dataclass(slots=True)
+class Environment:
+    """One registered environment, and its accounts with the scheduler."""
+
+    env_id: int
+    wandb_name: str
+    desired_name: str
+    weight: float
+    group_size: int
+    max_token_length: int
+    min_batch_allocation: float | None = None
+    connected: bool = True
+    clock: float = 0.0
+    """Fair-queueing clock: sequences handed out divided by weight."""
+    owed: float = 0.0
+    """Sequences of its reserved share that earlier batches could not hold because groups are whole."""
+    accepted: int = 0
+    """Groups accepted from it."""
+
+
+@dataclass(slots=True)
+class Lease:
+    """A batch handed to a trainer and not yet acknowledged."""
+
+    batch_id: int
+    groups: list[Group]
+    sent: bool = False
+    """The whole answer went out to the trainer."""
+    returned: bool = False
+    """A later registration ended this lease; the batch waits to be handed out again."""
+    sending: int = 0
+    """Answers that carry it and are on their way now."""
+
+
+@dataclass(slots=True)
+class Changes:
+    """What one call changed, to be stored in one transaction. Applied in the order of the fields."""
+
+    wipe: bool = False
+    added: list[tuple[Group, bytes, bool]] = field(default_factory=list)
+    """(group, body, buffered)"""
+    queued: list[int] = field(default_factory=list)
+    """Sequence numbers that moved into the queue, from a buffer or from a lease."""
+    leases: list[tuple[int, bool, bool, list[int]]] = field(default_factory=list)
+    """(batch id, sent, returned, sequence numbers): leases that are new or changed."""
+    removed: list[int] = field(default_factory=list)
+    """Sequence numbers of groups that are gone."""
+    leases_removed: list[int] = field(default_factory=list)
+    environments: list[dict[str, Any]] = field(default_factory=list)
+    keys_added: list[tuple[str, Receipt]] = field(default_factory=list)
+    keys_removed: list[str] = field(default_factory=list)
+    state: dict[str, Any] | None = None
+
+    def __bool__(self) -> bool:
+        return any(
+            (
+                self.wipe,
+                self.added,
+                self.queued,
+                self.leases,
+                self.removed,
+                self.leases_removed,
+                self.environments,
+                self.keys_added,
+                self.keys_removed,
+                self.state,
+            )
+        )
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """Everything a store holds, but for the bodies."""
+
+    state: dict[str, Any] = field(default_factory=dict)
+    environments: list[dict[str, Any]] = field(default_factory=list)
+    queued: list[Group] = field(default_factory=list)
+    """In order of acceptance."""
+    buffered: list[Group] = field(default_factory=list)
+    leases: list[Lease] = field(default_factory=list)
+    keys: list[tuple[str, Receipt]] = field(default_factory=list)
+    """Oldest first."""
+
+
+def record(environment: Environment) -> dict[str, Any]:
+    """A copy of an environment's record that can be stored."""
+    return asdict(environment)
+
+
+def length_bucket(tokens: int) -> int:
+    """The smallest power of two that is at least `tokens`: the bucket under which dropped lengths are counted."""
+    return 1 << max(0, tokens - 1).bit_length()
+
+
+class QueueError(Exception):
+    """A request that the queue refuses. The message is meant for the client."""
+
+
+class QueueFullError(QueueError):
+    """The queue is at its bound."""
+
+
+class BatchTooSmallError(QueueError):
+    """A group holds more sequences than a batch."""
+
+    def __init__(self, index: int, size: int, batch_size: int) -> None:
+        super().__init__(
+            f"the group has {size} sequences but the trainer's batch_size is {batch_size}, so it could never be handed out; "
+            "lower the environment's group_size or raise the trainer's batch_size"
+        )
+        self.index = index
+        """Position in the list that was posted."""
+        self.size = size
+
+
+class NotRegisteredError(QueueError):
+    """No trainer has registered."""
+
+
+class UnknownEnvironmentError(QueueError):
+    """The environment id is not registered here."""
+
+    def __init__(self, env_id: int) -> None:
+        super().__init__(f"environment {env_id} is not registered here; POST /register-env to get an id")
+
+
+class UnknownBatchError(QueueError):
+    """The batch id was never handed out."""
+
+
+class SupersededError(QueueError):
+    """Another trainer registered after the one that asks."""

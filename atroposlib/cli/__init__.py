@@ -1,0 +1,1 @@
+"""Programs that a person starts: `python -m atroposlib.cli.run_api`."""

@@ -1,0 +1,172 @@
+"""Start the rollout service: `python -m atroposlib.cli.run_api`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import errno
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import uvicorn
+
+from atroposlib.api.event_loop import new_event_loop
+from atroposlib.api.middleware import RequestLimits
+from atroposlib.api.server import make_app
+from atroposlib.api.service import RolloutService
+from atroposlib.api.state import Limits
+from atroposlib.api.store import MemoryStore, Store, StoreError
+
+logger = logging.getLogger("atroposlib.cli.run_api")
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    queue, request = Limits(), RequestLimits()
+    parser = argparse.ArgumentParser(prog="run_api", description="The rollout service: takes scored groups, hands out batches.")
+    parser.add_argument("--host", help="address to listen on (default: 127.0.0.1; 0.0.0.0 if --api-key is set)")
+    parser.add_argument("--port", type=_port, default=8000, help="port to listen on (default: 8000)")
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("ROLLOUT_API_KEY"),
+        help="bearer token that every request must carry (default: $ROLLOUT_API_KEY, which other users cannot see)",
+    )
+    parser.add_argument("--max-queue-groups", type=_positive, default=queue.max_groups, help="groups held at most")
+    parser.add_argument("--max-queue-bytes", type=_bytes, default=queue.max_bytes, help="bytes held at most, such as 4G")
+    parser.add_argument("--max-body-bytes", type=_bytes, default=request.max_body, help="bytes of one request, such as 256M")
+    parser.add_argument("--request-timeout", type=_seconds, default=request.seconds, help="seconds for one request")
+    parser.add_argument("--access-log", action="store_true", help="log every request")
+    return parser.parse_args(argv)
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or not 0 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; give a number from 0 (any free one) to 65535")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return int(text)
+
+
+def _bytes(text: str) -> int:
+    units = {"K": 10, "M": 20, "G": 30, "T": 40}
+    number, shift = (text[:-1], units[text[-1].upper()]) if text and text[-1].upper() in units else (text, 0)
+    return _positive(number) << shift
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return value
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket bound to the address.
+
+    Raises:
+        SystemExit: the address cannot be had; the message says why and what to do.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except OSError as error:
+        raise SystemExit(f"error: --host {host} cannot be resolved ({error}); pass an address of this machine") from None
+    sock = socket.socket(family, kind, protocol)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind(address)
+        sock.listen(2048)
+    except OSError as error:
+        sock.close()
+        reason = os.strerror(error.errno or 0)
+        if error.errno == errno.EADDRINUSE:
+            raise SystemExit(
+                f"error: [Errno {error.errno}] port {port} is in use by {port_user(port)}; stop it or pass --port"
+            ) from None
+        raise SystemExit(
+            f"error: [Errno {error.errno}] cannot listen on {host}:{port}: {reason}; pass --host or --port"
+        ) from None
+    return sock
+
+
+def port_user(port: int, proc: Path = Path("/proc")) -> str:
+    """Who listens on a TCP port, as "python (pid 123)"; "another process" where that cannot be seen."""
+    inodes = set()
+    for table in ("net/tcp", "net/tcp6"):
+        try:
+            lines = (proc / table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            fields = line.split()
+            if fields[3] == "0A" and int(fields[1].rsplit(":", 1)[1], 16) == port:
+                inodes.add(f"socket:[{fields[9]}]")
+    for process in proc.glob("[0-9]*"):
+        try:
+            if any(os.readlink(link) in inodes for link in (process / "fd").iterdir()):
+                return f"{(process / 'comm').read_text().strip()} (pid {process.name})"
+        except OSError:  # another user's process, or one that has just ended
+            continue
+    return "another process"
+
+
+class Server(uvicorn.Server):
+    """Says where it can be reached; uvicorn itself names only the socket that it was given."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to accept connections."""
+        await super().startup(sockets)
+        if self.started:
+            for sock in sockets or []:
+                host, port = sock.getsockname()[:2]
+                logger.info(
+                    "Uvicorn running on http://%s:%d (Press CTRL+C to quit)", f"[{host}]" if ":" in host else host, port
+                )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Serve until SIGTERM or SIGINT; requests under way are answered first."""
+    arguments = parse_arguments(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    host = arguments.host or ("0.0.0.0" if arguments.api_key else "127.0.0.1")
+    sock = listen(host, arguments.port)
+    store: Store = MemoryStore()
+    try:
+        service = RolloutService(store, Limits(arguments.max_queue_groups, arguments.max_queue_bytes))
+    except StoreError as error:
+        raise SystemExit(f"error: {error}") from None
+    limits = RequestLimits(arguments.max_body_bytes, arguments.request_timeout, arguments.api_key)
+    config = uvicorn.Config(
+        make_app(service, limits),
+        access_log=arguments.access_log,
+        log_config=None,
+        timeout_graceful_shutdown=10,
+        timeout_keep_alive=75,
+    )
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    server = Server(config)
+
+    def stop(*_: object) -> None:
+        # uvicorn handles the signals while it serves, and raises them once more when all is answered and closed.
+        if not server.started:
+            raise SystemExit("stopped before it served")
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(server.serve(sockets=[sock]))
+    logger.info("stopped")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""What is accepted as a group, and how a refusal names field, index and value."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from atroposlib.api.schemas import RETURNED, InvalidRequestError, RegisterTrainer, read, read_groups
+
+from .conftest import group
+
+NAN, INF = float("nan"), float("inf")
+
+
+def refusal(body: dict[str, Any] | list[Any], many: bool = False) -> dict[str, Any]:
+    with pytest.raises(InvalidRequestError) as caught:
+        read_groups(json.dumps(body).encode(), many)
+    return caught.value.errors[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "where", "says"),
+    [
+        ({"scores": [0.0, NAN, 1.0, 2.0]}, ["scores", 1], "scores[1] is 'nan'"),
+        ({"scores": [0.0, 1.0, 2.0, -INF]}, ["scores", 3], "scores[3] is '-inf'"),
+        ({"scores": [0.0]}, ["scores"], "scores has 1 entries for 4 sequences"),
+        ({"tokens": []}, ["tokens"], "at least one sequence"),
+        ({"tokens": [[1, 2, 3], [], [1, 2, 3], [1, 2, 3]]}, ["tokens", 1], "tokens[1] is []"),
+        ({"tokens": [[1, 2, 3]] * 3 + [[1, 2, 2**40]]}, ["tokens", 3, 2], "does not fit into 32 bits"),
+        ({"tokens": [[1, 2, 3.5]] * 4}, ["tokens", 0, 2], "tokens[0][2] is 3.5"),
+        ({"masks": [[1, 2, 3]] * 3}, ["masks"], "masks has 3 entries for 4 sequences"),
+        ({"masks": [[1, 2, 3]] * 3 + [[1]]}, ["masks", 3], "masks[3] has 1 entries for the 3 tokens"),
+        ({"inference_logprobs": [[1.0, -1.0]] * 4}, ["inference_logprobs", 0], "has 2 entries for the 3 tokens"),
+        ({"inference_logprobs": [[1.0, NAN, 0.0]] * 4}, ["inference_logprobs", 0, 1], "'nan'"),
+        ({"ref_logprobs": [[0.0] * 3] * 5}, ["ref_logprobs"], "has 5 entries"),
+        ({"advantages": [[0.0, 0.0]] * 4}, ["advantages", 0], "has 2 entries"),
+        ({"distill_logprobs": [[[0.0]]] * 4}, ["distill_logprobs", 0], "has 1 entries"),
+        ({"weight_versions": [1, 2]}, ["weight_versions"], "has 2 entries"),
+        ({"weight_versions": [1, 2, -1, 0]}, ["weight_versions", 2], "-1"),
+        ({"messages": [[{"reward": INF}]]}, ["messages", 0, 0, "reward"], "inf"),
+        ({"something_else": {"a": [NAN]}}, ["something_else", "a", 0], "nan"),
+        ({"idempotency_key": ""}, ["idempotency_key"], "at least 1 character"),
+        ({"env_id": "x"}, ["env_id"], "integer"),
+    ],
+)
+def test_a_refusal_names_field_index_and_value(fields: dict[str, Any], where: list[Any], says: str) -> None:
+    error = refusal(group(**fields))
+    assert error["loc"] == ["body", *where]
+    assert says in error["msg"]
+    json.dumps(error, allow_nan=False)
+
+
+def test_in_a_list_the_group_is_named_too() -> None:
+    assert refusal([group(), group(scores=[NAN] * 4)], many=True)["loc"] == ["body", 1, "scores", 0]
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'{"tokens": "x"}', b"\xff\xfe", b"[" * 100_000])
+def test_what_is_no_group_is_refused(body: bytes) -> None:
+    with pytest.raises(InvalidRequestError):
+        read_groups(body, many=False)
+
+
+def test_a_million_wrong_numbers_make_one_error() -> None:
+    body = json.dumps(group(1, scores=[1.0], tokens=[["x"] * 1_000_000])).encode()
+    with pytest.raises(InvalidRequestError) as caught:
+        read_groups(body, many=False)
+    assert len(caught.value.errors) == 1
+
+
+def test_the_bytes_that_came_in_go_out_with_every_key_present() -> None:
+    sent = group(env_id=3, scores=[0.1, 1e-7, 1, 2], messages=[[{"role": "user", "content": "Grüße NaN"}]], extra={"a": 1})
+    (draft,) = read_groups(json.dumps(sent, ensure_ascii=False).encode(), many=False)
+    assert json.loads(draft.body) == {name: None for name in RETURNED} | sent
+    assert (draft.size, draft.longest, draft.env_id, draft.version) == (4, 3, 3, None)
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_numbers_written_otherwise_are_taken_for_what_they_are(many: bool) -> None:
+    sent = group(1, tokens=[[1.0, "2", 3]], scores=["0.5"], weight_versions=[4], env_id="7")
+    (draft,) = read_groups(json.dumps([sent] if many else sent).encode(), many)
+    kept = json.loads(draft.body)
+    assert (kept["tokens"], kept["scores"], draft.env_id) == ([[1, 2, 3]], [0.5], 7)
+
+
+def test_the_oldest_version_of_a_group_counts() -> None:
+    (draft,) = read_groups(json.dumps(group(3, weight_versions=[9, 4, 6])).encode(), many=False)
+    assert draft.version == 4
+
+
+@pytest.mark.parametrize("size", [0, -1, 2**40])
+def test_a_batch_size_that_cannot_be_is_refused(size: int) -> None:
+    with pytest.raises(InvalidRequestError, match="batch_size is"):
+        read(RegisterTrainer, json.dumps({"batch_size": size}).encode())

@@ -1,0 +1,304 @@
+"""The wire, over HTTP against the real process."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from typing import Any
+
+import pytest
+
+from .conftest import Service, environment, group, marks, trainer
+
+
+def test_before_anyone_registered(service: Service) -> None:
+    assert service.get("/") == {"message": "AtroposLib API"}
+    assert service.get("/wandb_info") == {"group": None, "project": None}
+    assert service.get("/info") == {"batch_size": -1, "max_token_len": -1}
+    assert service.get("/status") == {"current_step": 0, "queue_size": 0}
+    answer = service.get("/batch")
+    assert answer == {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []}
+    assert service.get("/latest_example")["tokens"] == []
+    assert service.post("/register-env", environment()) == {"status": "wait for trainer to start"}
+
+
+def test_a_run_from_registration_to_batches(service: Service) -> None:
+    assert isinstance(service.post("/register", trainer(starting_step=3))["uuid"], int)
+    assert service.get("/info") == {"batch_size": 8, "max_token_len": 128}
+    assert service.get("/wandb_info") == {"group": "g", "project": "p"}
+    assert service.post("/register-env", environment()) == {"status": "wait for trainer to start"}
+    assert service.get("/batch") == {"batch": None}
+    assert service.post("/register-env", environment()) == {
+        "status": "success",
+        "env_id": 0,
+        "wandb_name": "task_0",
+        "checkpoint_dir": "checkpoints",
+        "starting_step": 3,
+        "checkpoint_interval": 5,
+        "num_steps": 100,
+    }
+    for mark in range(5):
+        assert service.post("/scored_data", group(mark=mark, env_id=0)) == {"status": "received"}
+    assert service.get("/status") == {"current_step": 3, "queue_size": 5}
+    assert marks(service.get("/batch")["batch"]) == [0, 1]
+    assert marks(service.get("/batch")["batch"]) == [2, 3]
+    assert service.get("/batch") == {"batch": None}
+    assert service.get("/status") == {"current_step": 5, "queue_size": 1}
+    assert service.post("/disconnect-env", {"env_id": 0}) == {"status": "success"}
+
+
+def test_groups_come_back_with_every_field(service: Service) -> None:
+    service.begin(batch_size=4)
+    sent = group(
+        env_id=0,
+        advantages=[[0.1, 0.2, 0.3]] * 4,
+        ref_logprobs=[[0.0, -1.0, -2.0]] * 4,
+        messages=[[{"role": "user", "content": "ü" * 2000}]] * 4,
+        generation_params={"temperature": 1.0},
+        overrides=[{"set_advantage_to_zero": True}] * 4,
+        group_overrides={"x": 1},
+        images=["…"],
+        distill_token_ids=[[[1, 2]] * 3] * 4,
+        distill_logprobs=[[[-0.1, -0.2]] * 3] * 4,
+        weight_versions=[3, 4, 5, 6],
+        unknown_to_the_service=[1],
+    )
+    service.post("/scored_data", sent)
+    assert service.get("/latest_example") == sent
+    (received,) = service.get("/batch")["batch"]
+    assert received == sent
+
+
+def test_absent_fields_come_back_as_null(service: Service) -> None:
+    service.begin(batch_size=4)
+    service.post("/scored_data", group())
+    (received,) = service.get("/batch")["batch"]
+    assert received["overrides"] is None
+    assert received["env_id"] is None
+    assert received["distill_logprobs"] is None
+
+
+def test_mis_sized_groups_and_lists(service: Service) -> None:
+    service.begin()
+    assert service.post("/scored_data", group(2, env_id=0)) == {"status": "buffered", "buffer_size": 2}
+    answer = service.post("/scored_data_list", [group(4, env_id=0), group(1, env_id=0), group(1, env_id=0)])
+    assert answer == {"status": "received", "groups_processed": 3, "buffered": 2, "last_buffer_size": 0}
+    assert service.post("/scored_data_list", []) == {"status": "received", "groups_processed": 0}
+    assert service.get("/status")["queue_size"] == 4
+    assert sum(len(entry["tokens"]) for entry in service.get("/batch")["batch"]) == 8
+
+
+def test_status_env(service: Service) -> None:
+    env_id = service.begin()
+    service.post("/register-env", environment(weight=3.0, min_batch_allocation=0.25))
+    service.post("/scored_data", group(env_id=env_id))
+    answer = service.status_env(env_id).json()
+    expected = {
+        "current_step": 0,
+        "queue_size": 1,
+        "unallocated_fraction": 0.75,
+        "self_queue_size": 1,
+        "max_group_size": 4,
+        "env_weight": 0.25,
+    }
+    assert expected.items() <= answer.items()
+    assert service.get("/status-env", env_id=env_id) == answer
+
+
+# ---- what the wire was weak at ----
+
+
+def test_batches_are_oldest_first(service: Service) -> None:
+    service.begin(batch_size=4)
+    for mark in range(6):
+        service.post("/scored_data", group(mark=mark, env_id=0))
+    assert [marks(service.get("/batch")["batch"]) for _ in range(6)] == [[mark] for mark in range(6)]
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_a_score_that_is_no_number_is_refused_and_costs_no_batch(service: Service, number: str) -> None:
+    service.begin(batch_size=4)
+    text = json.dumps(group(scores=[0.0, 0.0, 12345.0, 0.0])).replace("12345.0", number)
+    answer = service.http.post("/scored_data", content=text)
+    assert answer.status_code == 422
+    assert answer.json()["detail"][0]["loc"] == ["body", "scores", 2]
+    service.post("/scored_data", group(mark=1))
+    assert marks(service.get("/batch")["batch"]) == [1]
+
+
+@pytest.mark.parametrize("field", ["tokens", "masks", "scores", "inference_logprobs"])
+def test_lengths_that_differ_are_refused(service: Service, field: str) -> None:
+    service.begin()
+    body = group()
+    body[field] = body[field][:-1]
+    answer = service.http.post("/scored_data", json=body)
+    assert answer.status_code == 422
+    assert "entries for" in answer.json()["detail"][0]["msg"]
+
+
+def test_a_group_larger_than_a_batch_is_refused_and_blocks_nothing(service: Service) -> None:
+    service.begin()
+    answer = service.http.post("/scored_data", json=group(9))
+    assert answer.status_code == 422
+    (detail,) = answer.json()["detail"]
+    assert detail["loc"] == ["body", "tokens"]
+    assert "9 sequences" in detail["msg"]
+    assert "batch_size is 8" in detail["msg"]
+    answer = service.http.post("/scored_data_list", json=[group(8), group(9)])
+    assert answer.json()["detail"][0]["loc"] == ["body", 1, "tokens"]
+    assert service.get("/status")["queue_size"] == 0, "of a list that is refused, nothing is accepted"
+    service.post("/scored_data", group(8, mark=1))
+    assert marks(service.get("/batch")["batch"]) == [1]
+
+
+def test_data_posted_before_the_trainer_registers_wedges_nothing(service: Service) -> None:
+    service.post("/scored_data", group(99, mark=99))
+    service.post("/scored_data", group(4, mark=1))
+    service.post("/scored_data", group(4, mark=2, env_id=17))
+    service.post("/register", trainer())
+    assert marks(service.get("/batch")["batch"]) == [1, 2]
+    assert service.get("/stats")["dropped"] == [{"reason": "larger_than_batch", "longest_up_to": 4, "groups": 1}]
+
+
+def test_a_second_registration_takes_effect(service: Service) -> None:
+    first = service.post("/register", trainer())["uuid"]
+    second = service.post("/register", trainer(batch_size=4, wandb_group="other", starting_step=9))["uuid"]
+    assert first != second
+    assert service.get("/info")["batch_size"] == 4
+    assert service.get("/wandb_info")["group"] == "other"
+    assert service.get("/status")["current_step"] == 9
+    answer = service.http.get("/batch", params={"uuid": first})
+    assert answer.status_code == 409
+    assert "register again" in answer.json()["detail"]
+
+
+def test_after_a_reset_everything_answers(service: Service) -> None:
+    service.begin()
+    service.post("/scored_data", group())
+    answer = service.http.get("/reset_data")
+    assert (answer.text, answer.headers["content-type"]) == ("Reset successful", "text/plain; charset=utf-8")
+    assert service.get("/batch")["status"] == "error"
+    assert service.get("/status") == {"current_step": 0, "queue_size": 0}
+    assert service.get("/latest_example")["tokens"] == []
+    assert service.begin() == 0
+
+
+def test_status_of_an_unknown_environment_says_so(service: Service) -> None:
+    answer = service.status_env(0)
+    assert answer.status_code == 404
+    assert "POST /register-env" in answer.json()["detail"]
+    assert service.post("/disconnect-env", {"env_id": 5})["status"] == "failure"
+
+
+def test_a_batch_of_a_trainer_that_dies_is_not_gone(service: Service) -> None:
+    service.begin(batch_size=4)
+    service.post("/scored_data", group(mark=1))
+    service.post("/scored_data", group(mark=2))
+    first = service.get("/batch")
+    service.post("/register", trainer(batch_size=4))
+    again = service.get("/batch")
+    assert (marks(again["batch"]), again["batch_id"]) == ([1], first["batch_id"])
+    assert service.post("/batch/ack", {"batch_id": again["batch_id"], "weight_version": 1})["groups"] == 1
+    assert marks(service.get("/batch")["batch"]) == [2]
+
+
+def test_acks(service: Service) -> None:
+    assert service.http.post("/batch/ack", json={}).status_code == 409, "no trainer yet"
+    service.begin(batch_size=4, ack_batches=True)
+    for mark in range(2):
+        service.post("/scored_data", group(mark=mark))
+    first = service.get("/batch")
+    assert service.get("/batch") == first, "the same batch until it is acknowledged"
+    ahead = service.get("/batch", received=first["batch_id"])
+    assert marks(ahead["batch"]) == [1]
+    for _ in range(2):
+        service.post("/batch/ack", {"batch_id": first["batch_id"], "weight_version": 1})
+    assert service.get("/batch") == ahead
+    assert service.http.post("/batch/ack", json={"batch_id": 77}).status_code == 404
+    assert service.http.post("/batch/ack", json={"uuid": 1}).status_code == 409
+    assert service.post("/batch/ack", {}) == {"status": "success", "groups": 1, "weight_version": 2}
+
+
+def test_a_retried_post_is_counted_once(service: Service) -> None:
+    service.begin(batch_size=4)
+    for _ in range(3):
+        assert service.post("/scored_data", group(mark=1, idempotency_key="k")) == {"status": "received"}
+    assert service.get("/status")["queue_size"] == 1
+
+
+def test_stale_groups_are_not_handed_out_and_are_counted(service: Service) -> None:
+    service.begin(batch_size=4, max_staleness=1, starting_step=4)
+    answer = service.post("/scored_data", group(weight_versions=[9, 2, 9, 9]))
+    assert answer["status"] == "dropped"
+    assert "weight version 2" in answer["reason"]
+    service.post("/scored_data", group(mark=1, weight_versions=[3, 4, 4, 4]))
+    assert service.status_env(0).json()["groups_wanted"] == 1
+    assert marks(service.get("/batch")["batch"]) == [1]
+    assert service.get("/stats")["dropped"] == [{"reason": "stale", "longest_up_to": 4, "groups": 1}]
+
+
+# ---- encodings and errors ----
+
+
+def test_gzip_both_ways(service: Service) -> None:
+    service.begin(batch_size=4)
+    sent = group(length=500)
+    packed = gzip.compress(json.dumps(sent).encode())
+    headers = {"content-encoding": "gzip", "content-type": "application/json"}
+    assert service.http.post("/scored_data", content=packed, headers=headers).json() == {"status": "received"}
+    answer = service.http.get("/latest_example", headers={"accept-encoding": "gzip"})
+    assert answer.headers["content-encoding"] == "gzip"
+    assert answer.json()["tokens"] == sent["tokens"]
+    assert "content-encoding" not in service.http.get("/status", headers={"accept-encoding": "gzip"}).headers
+    answer = service.http.get("/batch", headers={"accept-encoding": "gzip;q=0, identity"})
+    assert "content-encoding" not in answer.headers
+    service.post("/scored_data", sent)
+    answer = service.http.get("/batch", headers={"accept-encoding": "gzip"})
+    assert answer.headers["content-encoding"] == "gzip"
+    assert answer.json()["batch"][0]["tokens"] == sent["tokens"]
+    for broken in (b"xx", packed[:-20], packed[:10]):
+        answer = service.http.post("/scored_data", content=broken, headers=headers)
+        assert (answer.status_code, answer.text) == (400, "Invalid gzip payload")
+    answer = service.http.post("/scored_data", content=packed, headers={"content-encoding": "br"})
+    assert answer.status_code == 415
+
+
+def test_cors(service: Service) -> None:
+    headers = {"origin": "http://elsewhere", "access-control-request-method": "POST"}
+    assert service.http.get("/status", headers=headers).headers["access-control-allow-origin"] == "*"
+    assert service.http.options("/scored_data", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/register", {}, "wandb_group"),
+        ("/register", trainer(batch_size=0), "batch_size"),
+        ("/register-env", environment(weight=-1), "weight"),
+        ("/register-env", environment(min_batch_allocation=1.5), "min_batch_allocation"),
+        ("/disconnect-env", {}, "env_id"),
+        ("/scored_data", {"tokens": [[1]], "masks": [[1]]}, "scores"),
+    ],
+)
+def test_bodies_that_do_not_validate(service: Service, path: str, body: dict[str, Any], field: str) -> None:
+    answer = service.http.post(path, json=body)
+    assert answer.status_code == 422
+    assert answer.json()["detail"][0]["loc"][:2] == ["body", field]
+
+
+def test_other_mistakes(service: Service) -> None:
+    assert service.http.post("/scored_data", content=b"{bad").status_code == 422
+    assert service.http.get("/nope").status_code == 404
+    assert service.http.get("/register").status_code == 405
+    assert service.http.get("/batch", params={"received": "x"}).status_code == 422
+
+
+def test_metrics_and_openapi(service: Service) -> None:
+    service.begin(batch_size=4)
+    service.post("/scored_data", group())
+    text = service.http.get("/metrics").text
+    assert "rollout_queue_groups 1.0" in text
+    assert 'rollout_groups_posted_total{status="received"}' in text
+    assert 'rollout_requests_total{method="POST",route="/scored_data",status="200"}' in text
+    schema = service.get("/openapi.json")
+    assert "tokens" in schema["components"]["schemas"]["ScoredData"]["properties"]
