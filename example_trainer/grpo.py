@@ -65,6 +65,7 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
         stack.callback(client.close)
 
         bridge.connect(model)
+        stop.defer()  # an update of the server's weights must not be torn apart
         bridge.sync(optimizer.steps, optimizer.write_weights)  # nothing may be generated with older weights
         client.register(registration(config, optimizer.steps))
         try:

@@ -162,10 +162,10 @@ class _ChosenLogprobs(torch.autograd.Function):
         entropy = torch.empty_like(logprobs)
         for start in range(0, len(targets), chunk):
             rows = slice(start, start + chunk)
-            logits = (hidden[rows] @ weight.t()).float() / temperature
-            norm = logits.logsumexp(dim=-1)
-            logprobs[rows] = logits.gather(1, targets[rows, None]).squeeze(1) - norm
-            entropy[rows] = norm - (torch.exp(logits - norm[:, None]) * logits).sum(dim=-1)
+            table = (hidden[rows] @ weight.t()).float().div_(temperature)
+            table -= table.logsumexp(dim=-1, keepdim=True)
+            logprobs[rows] = table.gather(1, targets[rows, None]).squeeze(1)
+            entropy[rows] = table.exp().mul_(table).sum(dim=-1).neg_()
         ctx.save_for_backward(hidden, weight, targets)
         ctx.chunk, ctx.temperature = chunk, temperature
         ctx.mark_non_differentiable(entropy)
@@ -179,11 +179,10 @@ class _ChosenLogprobs(torch.autograd.Function):
         weight_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for start in range(0, len(targets), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
-            logits = (hidden[rows] @ weight.t()).float() / ctx.temperature
             # d logprob / d logits = onehot(target) - softmax(logits)
-            slope = logits.softmax(dim=-1).neg_()
+            slope = (hidden[rows] @ weight.t()).float().div_(ctx.temperature).softmax(dim=-1).neg_()
             slope.scatter_add_(1, targets[rows, None], torch.ones_like(targets[rows, None], dtype=slope.dtype))
-            slope = (slope * upstream[rows, None]).to(weight.dtype)
+            slope = slope.mul_(upstream[rows, None]).to(weight.dtype)
             hidden_grad[rows] = slope @ weight
             weight_grad += (slope.t() @ hidden[rows]).float()
         return hidden_grad, weight_grad.to(weight.dtype), None, None, None
@@ -194,7 +193,7 @@ def chosen_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Logprobs of given tokens, and the entropy of the distributions they were chosen from, without keeping any logits.
 
-    At most `chunk` × vocab float32 logits exist at a time (twice that in the backward pass, which makes them again).
+    Two float32 tables of `chunk` × vocab exist at a time, at most; the backward pass makes the logits again.
 
     Args:
         hidden: [tokens, hidden] states that predict the targets, with gradient.

@@ -15,8 +15,8 @@ from example_trainer.weight_bridge.base import BridgeError
 logger = logging.getLogger(__name__)
 
 
-class StopRequested(Exception):
-    """A signal asked the process to end."""
+class StopRequested(BaseException):
+    """A signal asked the process to end. Like KeyboardInterrupt, it passes through `except Exception`."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -24,14 +24,14 @@ class StopRequested(Exception):
 
 
 class StopSignal:
-    """Turns SIGTERM and SIGINT into StopRequested at the next place where stopping leaves everything whole.
-
-    A second signal ends the process at once.
+    """Turns SIGTERM and SIGINT into StopRequested: at once while the process starts, and after `defer` only where stopping
+    leaves everything whole. A second signal ends the process at once.
     """
 
     def __init__(self) -> None:
         self._event = threading.Event()
         self._number = 0
+        self._deferred = False
 
     def install(self) -> None:
         """Take over SIGTERM and SIGINT. Call it in the main thread."""
@@ -41,9 +41,16 @@ class StopSignal:
     def _received(self, number: int, _frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
         self.request(number)
+        if not self._deferred:
+            raise StopRequested(number)
+
+    def defer(self) -> None:
+        """From now on, raise StopRequested in `check` and `wait` only."""
+        self._deferred = True
+        self.check()
 
     def request(self, number: int) -> None:
-        """Behave as if signal `number` had come."""
+        """Behave as if signal `number` had come after `defer`."""
         self._number = number
         self._event.set()
 

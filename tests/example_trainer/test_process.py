@@ -1,0 +1,101 @@
+"""Signals, exit statuses and log lines of the trainer's process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from example_trainer.errors import ConfigError, ModelError
+from example_trainer.process import StopRequested, StopSignal, log_to_stdout, run
+from example_trainer.weight_bridge.base import BridgeError
+
+
+@pytest.fixture(autouse=True)
+def _restore() -> Iterator[None]:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    root.handlers, root.level = before, level
+
+
+def raising(error: BaseException) -> Callable[[StopSignal], None]:
+    def main(_: StopSignal) -> None:
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (ConfigError("--lr is odd"), 2, "--lr is odd"),
+        (ModelError("no model\n here"), 1, "no model here"),
+        (BridgeError("rank 3 is gone"), 1, "rank 3 is gone"),
+        (ValueError("surprise"), 1, "ValueError: surprise"),
+    ],
+)
+def test_errors_end_with_one_line_and_a_status(
+    error: Exception, status: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(raising(error)) == status
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("ERROR ")
+    assert lines[-1].endswith(line)
+    assert (len(lines) == 1) == (not isinstance(error, ValueError)), "only a bug shows its traceback"
+
+
+def test_success_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(lambda stop: None) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_a_signal_while_starting_ends_it_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    passed: list[str] = []
+
+    def main(_: StopSignal) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        passed.append("went on")
+
+    assert run(main) == 128 + signal.SIGTERM
+    assert passed == []
+    assert "Stopped by SIGTERM" in capsys.readouterr().out
+
+
+def test_a_signal_is_deferred_to_the_next_check() -> None:
+    passed: list[str] = []
+
+    def main(stop: StopSignal) -> None:
+        stop.defer()
+        os.kill(os.getpid(), signal.SIGINT)
+        passed.append("the update was finished")
+        stop.check()
+        passed.append("went on")
+
+    assert run(main) == 128 + signal.SIGINT
+    assert passed == ["the update was finished"]
+
+
+def test_after_one_signal_the_next_takes_its_usual_course() -> None:
+    stop = StopSignal()
+    stop.install()
+    with pytest.raises(StopRequested):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_plain_lines_have_no_level_and_warnings_do(capsys: pytest.CaptureFixture[str]) -> None:
+    log_to_stdout()
+    logging.getLogger("example_trainer.x").info("Step %d/%d", 1, 100)
+    logging.getLogger("vllm_patching.y").warning("careful")
+    logging.getLogger("some.library").info("chatter")
+    plain, warning = capsys.readouterr().out.splitlines()
+    assert plain.endswith(" Step 1/100")
+    assert "INFO" not in plain
+    assert warning.startswith("WARNING ")
