@@ -28,6 +28,8 @@ from atroposlib.type_definitions import Item
 
 logger = logging.getLogger(__name__)
 
+PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
+
 
 class EnvironmentCore(ABC):
     """Construction, tokenizer, checkpoints, and the hooks.
@@ -220,15 +222,31 @@ def load_tokenizer(name: str) -> Any:
     Raises:
         InferenceUnavailable: it cannot be had; says which flag names another.
     """
-    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerFast
 
     try:
+        if is_plain_tokenizer(Path(name)):
+            return PreTrainedTokenizerFast.from_pretrained(name)
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise InferenceUnavailable(
             f"no tokenizer for {name!r}: {reason}; pass a local folder or a model name as --env.tokenizer_name"
         ) from error
+
+
+def is_plain_tokenizer(folder: Path) -> bool:
+    """Whether a local tokenizer is fully described by its tokenizer.json, so that its class need not be looked up.
+
+    `AutoTokenizer` imports PyTorch where it is installed: seconds and hundreds of megabytes that an environment has no use for.
+    """
+    try:
+        named = json.loads((folder / "tokenizer_config.json").read_text()).get("tokenizer_class")
+    except (OSError, ValueError):
+        return False
+    return named in PLAIN_TOKENIZERS and (folder / "tokenizer.json").exists()
 
 
 def unused_path(path: Path) -> Path:

@@ -65,7 +65,8 @@ class ProcessingMixin(RolloutMixin):
         timeout = self.config.worker_timeout if self.config.worker_timeout > 0 else None
         before = self.drops.total
         try:
-            groups = await asyncio.wait_for(self.roll_out(item), timeout)
+            async with asyncio.timeout(timeout):
+                groups = await self.roll_out(item)
         except TimeoutError:
             logger.warning("an item was cut off after %s s (--env.worker_timeout): %.200r", timeout, item)
             self.drops.add("timeout")

@@ -18,7 +18,8 @@ MOST_GROUPS = 200
 
 def write_rollout_page(groups_path: Path, tokenizer: Any, title: str) -> Path:
     """Render a groups file (JSON lines) to an HTML page next to it, and return the page's path."""
-    groups, left_out = [], 0
+    groups: list[dict[str, Any]] = []
+    left_out = 0
     with groups_path.open(encoding="utf-8") as lines:
         for line in lines:
             if len(groups) < MOST_GROUPS:

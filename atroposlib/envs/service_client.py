@@ -64,7 +64,9 @@ class RolloutServiceClient:
     async def disconnect(self, env_id: int) -> None:
         """Tell the service that this environment is gone; one attempt, since a service that is gone too needs no telling."""
         try:
-            await self._http.post("/disconnect-env", json={"env_id": env_id}, timeout=5.0)
+            response = await self._http.post("/disconnect-env", json={"env_id": env_id}, timeout=5.0)
+            response.raise_for_status()
+            logger.info("disconnected environment %s from the rollout service", env_id)
         except httpx.HTTPError as error:
             logger.info("the rollout service at %s was not told that environment %s stops: %s", self.url, env_id, error)
 

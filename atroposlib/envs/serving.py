@@ -74,7 +74,9 @@ class ServingMixin(RolloutMixin):
         assert self._wake is not None
         await asyncio.sleep(LEAST_POLL_SECONDS)
         try:
-            await asyncio.wait_for(self._wake.wait(), POLL_SECONDS)
+            # Not asyncio.wait_for: before Python 3.12 it can swallow a cancellation, and SIGTERM with it.
+            async with asyncio.timeout(POLL_SECONDS):
+                await self._wake.wait()
         except TimeoutError:
             return
         finally:

@@ -77,7 +77,8 @@ class MathScorer:
             pool = self._running_pool()
             call = functools.partial(equal_in_this_process, gold, answer)
             try:
-                return await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(pool, call), KILL_AFTER_SECONDS)
+                async with asyncio.timeout(KILL_AFTER_SECONDS):
+                    return await asyncio.get_running_loop().run_in_executor(pool, call)
             except TimeoutError:
                 self.timeouts += 1
                 logger.warning("comparing took over %.0f s, counted as not equal: %.120r", KILL_AFTER_SECONDS, answer)

@@ -13,14 +13,14 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Response
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerFast
 
 MINUS_WORDS = r"gives|lost|takes|sold \d+ of|needs|fewer|minus|take away| - "
 
 
 def build_app(tokenizer_dir: str, version: int, max_model_len: int) -> FastAPI:
     app = FastAPI()
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
     state: dict[str, Any] = {"version": version, "delay": 0.0, "fail_next": 0, "text": None, "requests": []}
     rng = random.Random(0)
 

@@ -1,0 +1,186 @@
+"""An environment process against the real rollout service, through outages, faults in its own code, and signals."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from env_stack import Stack
+
+from scripts.quickstart.readiness import wait_until
+
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).resolve().parents[3]
+ARITHMETIC = ROOT / "environments" / "arithmetic_server.py"
+
+FAULTY = """
+import sys
+sys.path.insert(0, {root!r})
+from environments.arithmetic_server import ArithmeticEnv
+
+class Faulty(ArithmeticEnv):
+    calls = 0
+
+    async def grade(self, problem, response):
+        Faulty.calls += 1
+        if {condition}:
+            raise RuntimeError("the grader broke")
+        return await super().grade(problem, response)
+
+if __name__ == "__main__":
+    Faulty.cli()
+"""
+
+
+def log_of(process: Any) -> str:
+    return process.log_path.read_text(errors="replace")
+
+
+def finished(process: Any, seconds: float = 60) -> int:
+    """Wait until a process has ended by itself; its exit status."""
+    wait_until(
+        "the environment's end", lambda: None if process.poll() is not None else f"still runs: {process.tail(2)}", seconds
+    )
+    return process.poll()
+
+
+def check_group(group: dict[str, Any], tokenizer: Any, group_size: int) -> None:
+    assert {len(group[field]) for field in ("tokens", "masks", "scores", "inference_logprobs", "weight_versions")} == {
+        group_size
+    }
+    assert len(set(group["scores"])) > 1, "a group whose scores are all equal teaches nothing"
+    assert set(group["scores"]) <= {1.0, -1.0}
+    for tokens, mask, logprobs in zip(group["tokens"], group["masks"], group["inference_logprobs"], strict=True):
+        assert len(tokens) == len(mask) == len(logprobs)
+        prompt = [i for i, token in enumerate(mask) if token == -100]
+        assert prompt == list(range(len(prompt)))
+        assert all(logprobs[i] == 1.0 for i in prompt)
+        assert mask[len(prompt) :] == tokens[len(prompt) :]
+        # The stand-in's logprobs, position by position: nothing was shifted or recomputed.
+        assert logprobs[len(prompt) :] == [-0.25 - 0.001 * i for i in range(len(tokens) - len(prompt))]
+        text = tokenizer.decode(tokens)
+        assert text.startswith("<|im_start|>user\n")
+        assert "<|im_end|>\n<|im_start|>assistant\n\\boxed{" in text
+        assert text.endswith("}<|im_end|>")
+
+
+def test_started_first_it_waits_for_all_and_ends_with_the_trainer(stack: Stack, tokenizer: Any) -> None:
+    environment = stack.start_environment(ARITHMETIC)
+    stack.processes.wait_for_text(environment, "waiting for inference server", 60)
+    stack.start_inference("--version", "7")
+    stack.processes.wait_for_text(environment, "waiting for rollout service", 60)
+    stack.start_service()
+    stack.register_trainer(num_steps=4)
+    batches = stack.take_batches(4)
+    assert finished(environment) == 0
+    assert "the trainer reached step 4: done" in log_of(environment)
+    for batch in batches:
+        assert sum(len(group["tokens"]) for group in batch) == 32
+        for group in batch:
+            check_group(group, tokenizer, 16)
+            assert group["weight_versions"] == [7] * 16
+
+
+def test_it_survives_a_new_service_that_does_not_know_it(stack: Stack, shared_inference: str) -> None:
+    stack.use_inference(shared_inference)
+    service = stack.start_service()
+    stack.register_trainer(num_steps=10)
+    environment = stack.start_environment(ARITHMETIC)
+    stack.take_batches(2)
+    stack.processes.kill(service)
+    stack.processes.wait_for_text(environment, "waiting for rollout service", 30)
+    stack.start_service()
+    stack.register_trainer(num_steps=3)
+    stack.take_batches(3)
+    assert finished(environment) == 0
+    assert log_of(environment).count("registered as arithmetic") == 2
+
+
+def test_it_survives_an_inference_server_that_is_started_again(stack: Stack) -> None:
+    inference = stack.start_inference("--version", "1")
+    stack.start_service()
+    stack.register_trainer(num_steps=6)
+    environment = stack.start_environment(ARITHMETIC)
+    stack.take_batches(1)
+    stack.processes.kill(inference)
+    while stack.next_batch():
+        pass  # what was sampled before the server died
+    stack.processes.wait_for_text(environment, "cannot be reached", 30)
+    stack.start_inference("--version", "2")
+    newest = {version for batch in stack.take_batches(2) for group in batch for version in group["weight_versions"]}
+    assert 2 in newest
+
+
+@pytest.mark.parametrize("missing", ["inference", "service", "trainer"])
+def test_what_never_comes_ends_it_with_one_clear_line(stack: Stack, shared_inference: str, missing: str) -> None:
+    if missing != "inference":
+        stack.use_inference(shared_inference)
+    if missing == "trainer":
+        stack.start_service()
+    environment = stack.start_environment(ARITHMETIC, "--env.service_timeout", "1.5")
+    assert finished(environment) == 1
+    last = log_of(environment).strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert "giving up" in last
+    assert {"inference": "--openai.base_url", "service": "--env.rollout_server_url", "trainer": "grpo.py"}[missing] in last
+    assert "Traceback" not in log_of(environment)
+
+
+def test_sigterm_stops_it_cleanly(stack: Stack, shared_inference: str) -> None:
+    stack.use_inference(shared_inference)
+    stack.start_service()
+    stack.register_trainer(num_steps=1000)
+    environment = stack.start_environment(ARITHMETIC)
+    stack.take_batches(1)
+    os.kill(environment.command_pid(), signal.SIGTERM)
+    assert finished(environment, 20) == 0
+    assert "SIGTERM: stopping" in log_of(environment)
+    assert "Traceback" not in log_of(environment)
+    assert "disconnected environment 0" in log_of(environment)
+
+
+def test_a_grader_that_fails_now_and_then_costs_retries_and_no_score(
+    stack: Stack, shared_inference: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    script = tmp_path / "faulty.py"
+    script.write_text(FAULTY.format(root=str(ROOT), condition="Faulty.calls % 40 == 7"))
+    stack.use_inference(shared_inference)
+    stack.start_service()
+    stack.register_trainer(num_steps=3)
+    environment = stack.start_environment(script)
+    for batch in stack.take_batches(3):
+        for group in batch:
+            check_group(group, tokenizer, 16)
+    assert finished(environment) == 0
+    log = log_of(environment)
+    assert "RuntimeError: the grader broke" in log
+    assert "Traceback" in log
+    assert "errors_retried=" in log
+
+
+def test_a_grader_that_always_fails_ends_it_and_sends_nothing(stack: Stack, shared_inference: str, tmp_path: Path) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text(FAULTY.format(root=str(ROOT), condition="True"))
+    stack.use_inference(shared_inference)
+    stack.start_service()
+    stack.register_trainer(num_steps=3)
+    assert stack.next_batch() is None
+    environment = stack.start_environment(script, "--env.max_consecutive_failures", "6")
+    assert finished(environment) == 1
+    assert "error: the last" in log_of(environment)
+    assert stack.next_batch() is None
+
+
+def test_a_stuck_item_is_cut_off_by_its_timeout(stack: Stack, shared_inference: str) -> None:
+    stack.use_inference(shared_inference, delay=30.0)
+    stack.start_service()
+    stack.register_trainer(num_steps=2)
+    assert stack.next_batch() is None
+    environment = stack.start_environment(ARITHMETIC, "--env.worker_timeout", "1")
+    stack.processes.wait_for_text(environment, "an item was cut off after 1 s", 30)
+    stack.control(delay=0.0)
+    stack.take_batches(2)
+    assert finished(environment) == 0
+    assert "timeout=" in log_of(environment)
