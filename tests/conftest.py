@@ -45,6 +45,7 @@ class Processes:
         environment: Mapping[str, str | None] | None = None,
         directory: Path = ROOT,
         grace: float = 10.0,
+        may_finish: bool = False,
     ) -> ManagedProcess:
         """Start a command; its output goes to `<folder>/<n>-<name>.log`.
 
@@ -54,10 +55,11 @@ class Processes:
             environment: variables on top of this process's own; None as a value removes one.
             directory: working directory.
             grace: seconds between SIGTERM and SIGKILL when it is stopped.
+            may_finish: it may end by itself, with status 0, while others still run.
         """
         self.count += 1
         log = self.folder / f"{self.count:02d}-{name.replace(' ', '-')}.log"
-        return self.supervisor.start(name, [str(part) for part in command], log, environment, directory, grace)
+        return self.supervisor.start(name, [str(part) for part in command], log, environment, directory, grace, may_finish)
 
     def wait_until(self, what: str, probe: Probe, seconds: float) -> float:
         """Poll until `probe()` answers None (else: what is missing); returns the seconds it took.

@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,7 +39,7 @@ def launch_commands() -> list[str]:
 
 
 @pytest.fixture
-def shell(processes: Processes, tmp_path: Path) -> Iterator["Shell"]:
+def shell(processes: Processes, tmp_path: Path) -> Shell:
     for port in PORTS:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -50,7 +49,7 @@ def shell(processes: Processes, tmp_path: Path) -> Iterator["Shell"]:
                 pytest.skip(f"port {port}, which the README's commands use, is taken on this machine")
     for name in ("atroposlib", "environments", "example_trainer", "vllm_patching"):
         (tmp_path / name).symlink_to(ROOT / name)
-    yield Shell(processes, tmp_path)
+    return Shell(processes, tmp_path)
 
 
 class Shell:
