@@ -10,8 +10,7 @@ from example_trainer.errors import ModelError
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
-# What the architectures' own configuration classes take when the file leaves a key out.
-_DEFAULT_ROPE_THETA = {"LlamaForCausalLM": 10_000.0, "Qwen2ForCausalLM": 10_000.0, "Qwen3ForCausalLM": 10_000.0}
+_DEFAULT_ROPE_THETA = 10_000.0  # what transformers takes for all of them when the file names none
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class Geometry:
         default_head_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden_size // num_heads
         attention_bias = bool(config.get("attention_bias", False))
         rope = config.get("rope_parameters") or {}
-        theta = rope.get("rope_theta") or config.get("rope_theta") or _DEFAULT_ROPE_THETA[architecture]
+        theta = rope.get("rope_theta") or config.get("rope_theta") or _DEFAULT_ROPE_THETA
         return cls(
             architecture=architecture,
             vocab_size=int(need("vocab_size")),
