@@ -41,7 +41,7 @@ class LockstepWorkerExtension:
         Returns:
             {"manifest", "handles" or None, "checksum", "host_pid"}
         """
-        model = self.model_runner.model  # type: ignore[attr-defined]
+        model = self.get_model()  # type: ignore[attr-defined]  # unwrapped, whatever vLLM has put around it
         parameters = dict(model.named_parameters())
         # With a tied head vLLM may list the embedding a second time under the head's name.
         for name in ("lm_head.weight",):
