@@ -156,4 +156,9 @@ def import_wandb() -> Any:
 def _start_wandb(names: tuple[str, str], config: dict[str, Any], folder: Path) -> Any:
     wandb = import_wandb()
     folder.mkdir(parents=True, exist_ok=True)
-    return wandb.init(project=names[0], group=names[1], config=config, dir=str(folder), job_type="trainer")
+    try:
+        return wandb.init(project=names[0], group=names[1], config=config, dir=str(folder), job_type="trainer")
+    except wandb.Error as error:
+        raise ConfigError(
+            f"--use-wandb: {' '.join(str(error).split())}; run `wandb login`, or set WANDB_MODE=offline"
+        ) from error
