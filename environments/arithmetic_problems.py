@@ -30,8 +30,8 @@ MAX_HELD_OUT = 1_000
 OPERAND_DIGITS: dict[int, tuple[int, int]] = {1: (2, 2), 2: (3, 2), 3: (3, 3)}
 """Difficulty level -> decimal digits of the larger and of the smaller operand."""
 
-DEFAULT_DIFFICULTY: tuple[int, ...] = (1, 2, 3)
-"""An equal share of each level."""
+DEFAULT_DIFFICULTY: tuple[int, ...] = (1, 2)
+"""An equal share of each."""
 
 # Split from one string each, because a list would fill a page with one word per line.
 NAMES = tuple(
