@@ -7,6 +7,7 @@ are the bytes that go out: `read_groups` never builds them anew unless a value h
 from __future__ import annotations
 
 import math
+from array import array
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
@@ -247,11 +248,13 @@ def _check(group: ScoredData, at: list[str | int]) -> None:
         _refuse_non_finite(value, [*at, name])
     for name, ints in (("tokens", group.tokens), ("masks", group.masks)):
         for index, row in enumerate(ints):
-            if max(row) >= 2**31 or min(row) < -(2**31):
+            try:
+                array("i", row)  # the fastest look at every number
+            except OverflowError:
                 position = next(i for i, value in enumerate(row) if not -(2**31) <= value < 2**31)
                 where = [*at, name, index, position]
                 message = f"{_path(where)} is {row[position]}: it does not fit into 32 bits"
-                raise invalid(where, str(row[position]), message)
+                raise invalid(where, str(row[position]), message) from None
 
 
 def _refuse_non_finite(value: Any, where: list[str | int]) -> None:

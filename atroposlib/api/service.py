@@ -49,10 +49,13 @@ class RolloutService:
         if not changes:
             return
         started = time.perf_counter()
+        stored = self.store.submit(changes)
+        if stored.done() and stored.exception() is None:
+            return
         try:
             async with asyncio.timeout(self.commit_timeout):
                 # shielded: a client that goes away does not take back what others share the commit with
-                await asyncio.shield(asyncio.wrap_future(self.store.submit(changes)))
+                await asyncio.shield(asyncio.wrap_future(stored))
         except TimeoutError:
             raise StoreError(f"the store did not answer within {self.commit_timeout:g} s; look at the disk it is on") from None
         except StoreError as error:
@@ -110,7 +113,10 @@ class RolloutService:
         if lease is None:
             return None
         try:
-            bodies = await asyncio.to_thread(self.store.bodies, [group.seq for group in lease.groups])
+            seqs = [group.seq for group in lease.groups]
+            bodies = self.store.bodies_at_hand(seqs)
+            if bodies is None:
+                bodies = await asyncio.to_thread(self.store.bodies, seqs)
         except BaseException:
             self.queue.sent(lease, complete=False)
             raise

@@ -18,10 +18,14 @@ from atroposlib.api.event_loop import new_event_loop
 from atroposlib.api.middleware import RequestLimits
 from atroposlib.api.server import make_app
 from atroposlib.api.service import RolloutService
+from atroposlib.api.sqlite_store import SqliteStore, set_aside
 from atroposlib.api.state import Limits
 from atroposlib.api.store import MemoryStore, Store, StoreError
 
 logger = logging.getLogger("atroposlib.cli.run_api")
+
+SWITCH_INTERVAL = 0.0005
+"""Seconds after which a thread that waits for the interpreter gets it: the writer must not wait for every parsed group."""
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -34,6 +38,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--api-key",
         default=os.environ.get("ROLLOUT_API_KEY"),
         help="bearer token that every request must carry (default: $ROLLOUT_API_KEY, which other users cannot see)",
+    )
+    parser.add_argument(
+        "--store",
+        metavar="PATH",
+        help="file that keeps everything, to be continued when it exists, or 'memory' "
+        "(default: runs/rollouts-PORT.db, always begun anew; what it held is moved to rollouts-PORT.previous.db)",
     )
     parser.add_argument("--max-queue-groups", type=_positive, default=queue.max_groups, help="groups held at most")
     parser.add_argument("--max-queue-bytes", type=_bytes, default=queue.max_bytes, help="bytes held at most, such as 4G")
@@ -134,17 +144,43 @@ class Server(uvicorn.Server):
                 )
 
 
+def open_store(name: str | None, port: int) -> Store:
+    """The store that --store names.
+
+    Raises:
+        StoreError: it cannot be opened.
+    """
+    if name == "memory":
+        logger.info("store: memory only; whatever ends this process loses all groups")
+        return MemoryStore()
+    if name is not None:
+        return SqliteStore(Path(name))
+    # Whoever does not name a file expects a new run when the service is started anew: an old queue would feed the
+    # rollouts of another model to the new trainer. Nothing of it is lost: it is one --store away.
+    path = Path("runs") / f"rollouts-{port}.db"
+    path.parent.mkdir(exist_ok=True)
+    groups = set_aside(path)
+    if groups:
+        previous = path.with_suffix(".previous.db")
+        logger.warning(
+            "%d groups of the last run are kept in %s; to continue that run, pass --store %s", groups, previous, previous
+        )
+    return SqliteStore(path)
+
+
 def main(argv: list[str] | None = None) -> None:
     """Serve until SIGTERM or SIGINT; requests under way are answered first."""
     arguments = parse_arguments(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     host = arguments.host or ("0.0.0.0" if arguments.api_key else "127.0.0.1")
     sock = listen(host, arguments.port)
-    store: Store = MemoryStore()
     try:
+        store = open_store(arguments.store, sock.getsockname()[1])
         service = RolloutService(store, Limits(arguments.max_queue_groups, arguments.max_queue_bytes))
-    except StoreError as error:
+    except (StoreError, OSError) as error:
         raise SystemExit(f"error: {error}") from None
+    if isinstance(store, SqliteStore):
+        logger.info("store %s: %d groups, step %d", store.path, service.queue.held_groups, service.queue.current_step)
     limits = RequestLimits(arguments.max_body_bytes, arguments.request_timeout, arguments.api_key)
     config = uvicorn.Config(
         make_app(service, limits),
@@ -163,6 +199,7 @@ def main(argv: list[str] | None = None) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
+    sys.setswitchinterval(SWITCH_INTERVAL)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(server.serve(sockets=[sock]))
     logger.info("stopped")

@@ -67,6 +67,7 @@ class Service:
     def __init__(self, folder: Path, *flags: str, port: int | None = None, environ: dict[str, str] | None = None) -> None:
         self.port = port or free_port()
         self.flags = flags
+        self.cwd = ROOT
         self.environ = environ or {}
         self.log = folder / f"service-{self.port}.log"
         self.process: subprocess.Popen[bytes] | None = None
@@ -80,7 +81,7 @@ class Service:
         """Start it and wait until it answers."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                self.command(), cwd=ROOT, stdout=log, stderr=log, env={**os.environ, **self.environ}
+                self.command(), cwd=self.cwd, stdout=log, stderr=log, env={**os.environ, **self.environ}
             )
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -129,7 +130,7 @@ class Service:
 @pytest.fixture(scope="module")
 def shared_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """One service for all tests of a module."""
-    service = Service(tmp_path_factory.mktemp("service")).start()
+    service = Service(tmp_path_factory.mktemp("service"), "--store", "memory").start()
     yield service
     assert service.signal(signal.SIGTERM) == 0, service.log.read_text()[-2000:]
 

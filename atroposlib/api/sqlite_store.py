@@ -1,0 +1,391 @@
+"""A durable store: one SQLite file in WAL mode, one writer thread, group commit.
+
+All changes that wait when the writer comes round go into one transaction, so that one fsync serves many posts. Bodies
+have a table of their own, because SQLite rewrites a whole row to change one column of it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import queue
+import sqlite3
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import closing
+from pathlib import Path
+
+import orjson
+
+from atroposlib.api.state import Changes, Group, Lease, Receipt, Snapshot
+from atroposlib.api.store import Store, StoreError
+
+logger = logging.getLogger(__name__)
+
+APPLICATION_ID = 0x4C6F636B
+"""Marks the file as ours."""
+FORMAT = 1
+PAGE_SIZE = 65536
+"""Bodies are long: larger pages make fewer links."""
+CHECKPOINT_PAGES = 1024
+"""64 MiB of log before it is copied into the file. Much of it has been handed out and freed by then."""
+MOST_BYTES_PER_COMMIT = 32 << 20
+RECENT_BYTES = 64 << 20
+"""Bodies of the newest groups are kept in memory, since most are handed out soon."""
+QUEUED, BUFFERED = 0, -1  # the column `place`; above 0 it is the id of the batch that holds the group
+
+SCHEMA = """
+CREATE TABLE state (id INTEGER PRIMARY KEY CHECK (id = 1), record BLOB NOT NULL);
+CREATE TABLE environments (env_id INTEGER PRIMARY KEY, record BLOB NOT NULL);
+CREATE TABLE groups (
+    seq INTEGER PRIMARY KEY, line INTEGER NOT NULL, size INTEGER NOT NULL, longest INTEGER NOT NULL,
+    n_bytes INTEGER NOT NULL, version INTEGER NOT NULL, place INTEGER NOT NULL);
+CREATE TABLE bodies (seq INTEGER PRIMARY KEY, crc INTEGER NOT NULL, body BLOB NOT NULL);
+CREATE TABLE leases (batch_id INTEGER PRIMARY KEY, sent INTEGER NOT NULL, returned INTEGER NOT NULL);
+CREATE TABLE keys (
+    place INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL UNIQUE, status TEXT NOT NULL, buffer_size INTEGER, reason TEXT);
+"""
+
+
+class SqliteStore(Store):
+    """Keeps everything in the file at `path`. No two processes can have it open.
+
+    Raises:
+        StoreError: the file cannot be opened, belongs to another program, is damaged, or is in use.
+    """
+
+    durable = True
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.parent.is_dir():
+            raise StoreError(f"{path}: the folder {path.parent} does not exist; create it, or pass another --store")
+        self._lock_file = self._take_lock()
+        self._pending: queue.SimpleQueue[tuple[Changes, Future[None]] | None] = queue.SimpleQueue()
+        self._failure: StoreError | None = None
+        self._recent = _Recent(RECENT_BYTES)
+        self._writing = threading.Lock()
+        self._reading = threading.Lock()
+        try:
+            self._writer = self._connect()
+            self._prepare()
+            self._reader = self._connect()
+        except sqlite3.Error as error:
+            raise self._error(error) from None
+        self._thread = threading.Thread(target=self._write_all, name="rollout-store", daemon=True)
+        self._thread.start()
+
+    def _error(self, error: Exception) -> StoreError:
+        text = str(error)
+        remedy = "look at the disk and the file's permissions, or pass another --store"
+        if "full" in text or "I/O" in text:
+            remedy = "is the disk full? Free some space; until then nothing new is accepted"
+        elif "malformed" in text or "not a database" in text:
+            remedy = "the file is damaged: restore it from a copy, or move it away to start with an empty one"
+        return StoreError(f"store {self.path}: {text}; {remedy}")
+
+    def _take_lock(self) -> int:
+        name = f"{self.path}.lock"
+        try:
+            descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StoreError(f"store {self.path}: {error.strerror}; pass another --store") from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            owner = os.read(descriptor, 32).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise StoreError(
+                f"store {self.path} is in use by another service (pid {owner}); stop it, or pass another --store"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, str(os.getpid()).encode())
+        return descriptor
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(self.path, timeout=10, isolation_level=None, check_same_thread=False)
+        connection.execute(f"PRAGMA page_size = {PAGE_SIZE}")
+        connection.execute("PRAGMA synchronous = FULL")  # not only a kill: a power cut may not lose an answered post either
+        connection.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
+        connection.execute(f"PRAGMA journal_size_limit = {2 * CHECKPOINT_PAGES * PAGE_SIZE}")
+        connection.execute("PRAGMA cache_size = -32768")
+        return connection
+
+    def _prepare(self) -> None:
+        new = self._writer.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
+        (application,) = self._writer.execute("PRAGMA application_id").fetchone()
+        (version,) = self._writer.execute("PRAGMA user_version").fetchone()
+        if not new and (application != APPLICATION_ID or version != FORMAT):
+            raise StoreError(
+                f"store {self.path} is not a rollout store of format {FORMAT} (application id {application:#x}, "
+                f"format {version}); pass another --store"
+            )
+        (mode,) = self._writer.execute("PRAGMA journal_mode = WAL").fetchone()
+        if mode != "wal":
+            raise StoreError(f"store {self.path}: the file system cannot do write-ahead logging ({mode}); pass another --store")
+        if new:
+            self._writer.executescript(
+                f"BEGIN; {SCHEMA} PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {FORMAT}; COMMIT;"
+            )
+
+    # ---- reading ----
+
+    def load(self) -> Snapshot:
+        """Everything but the bodies; a store that has failed is usable again."""
+        with self._writing:
+            while True:  # what was submitted after a failure was made from a state that never was
+                try:
+                    waiting = self._pending.get_nowait()
+                except queue.Empty:
+                    break
+                if waiting is not None and self._failure is not None:
+                    waiting[1].set_exception(self._failure)
+            try:
+                snapshot = self._snapshot()
+            except sqlite3.Error as error:
+                raise self._error(error) from None
+            self._failure = None
+            self._recent.clear()  # it may hold what was never stored
+            return snapshot
+
+    def _snapshot(self) -> Snapshot:
+        run = self._writer.execute
+        snapshot = Snapshot()
+        for (record,) in run("SELECT record FROM state"):
+            snapshot.state = orjson.loads(record)
+        snapshot.environments = [orjson.loads(record) for (record,) in run("SELECT record FROM environments ORDER BY env_id")]
+        leases = {
+            batch_id: Lease(batch_id, [], bool(sent), bool(returned))
+            for batch_id, sent, returned in run("SELECT batch_id, sent, returned FROM leases ORDER BY batch_id")
+        }
+        for *fields, place in run("SELECT seq, line, size, longest, n_bytes, version, place FROM groups ORDER BY seq"):
+            group = Group(*fields)
+            if place == QUEUED:
+                snapshot.queued.append(group)
+            elif place == BUFFERED:
+                snapshot.buffered.append(group)
+            else:
+                leases[place].groups.append(group)
+        snapshot.leases = list(leases.values())
+        snapshot.keys = [
+            (key, Receipt(*receipt))
+            for key, *receipt in run("SELECT key, status, buffer_size, reason FROM keys ORDER BY place")
+        ]
+        return snapshot
+
+    def bodies_at_hand(self, seqs: Sequence[int]) -> list[bytes] | None:
+        """The bodies, if all are still in memory."""
+        return self._recent.get(seqs)
+
+    def bodies(self, seqs: Sequence[int]) -> list[bytes]:
+        """Bodies by sequence number, each checked against its checksum."""
+        found = []
+        with self._reading:
+            for seq in seqs:
+                try:
+                    row = self._reader.execute("SELECT crc, body FROM bodies WHERE seq = ?", (seq,)).fetchone()
+                except sqlite3.Error as error:
+                    raise self._error(error) from None
+                if row is None or zlib.crc32(row[1]) != row[0]:
+                    what = "is missing" if row is None else "does not match its checksum"
+                    raise self._error(sqlite3.DatabaseError(f"the body of group {seq} {what} (malformed)"))
+                found.append(row[1])
+        return found
+
+    # ---- writing ----
+
+    def submit(self, changes: Changes) -> Future[None]:
+        """Hand the changes to the writer."""
+        if changes.wipe:
+            self._recent.clear()
+        for group, body, _ in changes.added:
+            self._recent.put(group.seq, body)
+        for seq in changes.removed:
+            self._recent.drop(seq)
+        future: Future[None] = Future()
+        self._pending.put((changes, future))
+        return future
+
+    def _write_all(self) -> None:
+        """The writer thread: everything that waits goes into one transaction."""
+        last = False
+        while not last:
+            first = self._pending.get()
+            if first is None:
+                return
+            together = [first]
+            size = _size(first[0])
+            while size < MOST_BYTES_PER_COMMIT:
+                try:
+                    more = self._pending.get_nowait()
+                except queue.Empty:
+                    break
+                if more is None:
+                    last = True
+                    break
+                together.append(more)
+                size += _size(more[0])
+            with self._writing:
+                if self._failure is None:
+                    self._failure = self._commit([changes for changes, _ in together])
+                failure = self._failure
+            for _, future in together:
+                if failure is None:
+                    future.set_result(None)
+                else:
+                    future.set_exception(failure)
+
+    def _commit(self, together: list[Changes]) -> StoreError | None:
+        try:
+            self._writer.execute("BEGIN IMMEDIATE")
+            for changes in together:
+                if changes.wipe:
+                    self._wipe()
+            # What came before a wipe is gone; what is left is applied at once.
+            wiped = max((index for index, changes in enumerate(together) if changes.wipe), default=0)
+            self._apply(together[wiped:])
+            self._writer.execute("COMMIT")
+        except (sqlite3.Error, OSError) as error:
+            try:
+                if self._writer.in_transaction:
+                    self._writer.execute("ROLLBACK")
+            except sqlite3.Error as second:
+                logger.error("store %s: the rollback failed too: %s", self.path, second)
+            return self._error(error)
+        return None
+
+    def _apply(self, together: list[Changes]) -> None:
+        """Apply several changes, in their order.
+
+        Lists go in as JSON and are unfolded by SQLite: every statement hands the interpreter to other threads and has to
+        wait for it again, so few statements matter more than short ones.
+        """
+        run = self._writer.execute
+        added = [entry for changes in together for entry in changes.added]
+        if added:
+            rows = [
+                (g.seq, g.line, g.size, g.longest, g.n_bytes, g.version, BUFFERED if buffered else QUEUED)
+                for g, _, buffered in added
+            ]
+            columns = ", ".join(f"value ->> {column}" for column in range(7))
+            run(f"INSERT INTO groups SELECT {columns} FROM json_each(?)", (orjson.dumps(rows).decode(),))
+            bodies = [(group.seq, zlib.crc32(body), body) for group, body, _ in added]
+            self._writer.executemany("INSERT INTO bodies VALUES (?, ?, ?)", bodies)
+        for changes in together:
+            self._place(changes)
+        removed = [seq for changes in together for seq in changes.removed]
+        if removed:
+            listed = orjson.dumps(removed).decode()
+            run("DELETE FROM groups WHERE seq IN (SELECT value FROM json_each(?))", (listed,))
+            run("DELETE FROM bodies WHERE seq IN (SELECT value FROM json_each(?))", (listed,))
+        environments = {record["env_id"]: record for changes in together for record in changes.environments}
+        for env_id, record in environments.items():
+            run("INSERT OR REPLACE INTO environments VALUES (?, ?)", (env_id, orjson.dumps(record)))
+        keys: dict[str, Receipt | None] = {}
+        for changes in together:
+            keys.update(changes.keys_added)
+            keys.update(dict.fromkeys(changes.keys_removed))
+        if keys:
+            run("DELETE FROM keys WHERE key IN (SELECT value FROM json_each(?))", (orjson.dumps(list(keys)).decode(),))
+            kept = [(key, r.status, r.buffer_size, r.reason) for key, r in keys.items() if r is not None]
+            columns = ", ".join(f"value ->> {column}" for column in range(4))
+            run(
+                f"INSERT INTO keys (key, status, buffer_size, reason) SELECT {columns} FROM json_each(?)",
+                (orjson.dumps(kept).decode(),),
+            )
+        state = next((changes.state for changes in reversed(together) if changes.state is not None), None)
+        if state is not None:
+            run("INSERT OR REPLACE INTO state VALUES (1, ?)", (orjson.dumps(state),))
+
+    def _place(self, changes: Changes) -> None:
+        run = self._writer.execute
+        place = "UPDATE groups SET place = ? WHERE seq IN (SELECT value FROM json_each(?))"
+        if changes.queued:
+            run(place, (QUEUED, orjson.dumps(changes.queued).decode()))
+        for batch_id, sent, returned, seqs in changes.leases:
+            run("INSERT OR REPLACE INTO leases VALUES (?, ?, ?)", (batch_id, sent, returned))
+            run(place, (batch_id, orjson.dumps(seqs).decode()))
+        for batch_id in changes.leases_removed:
+            run("DELETE FROM leases WHERE batch_id = ?", (batch_id,))
+
+    def _wipe(self) -> None:
+        for table in ("state", "environments", "groups", "bodies", "leases", "keys"):
+            self._writer.execute(f"DELETE FROM {table}")
+
+    def close(self) -> None:
+        """Write what waits, fold the log into the file, and let go of it."""
+        self._pending.put(None)
+        self._thread.join(timeout=60)
+        if self._thread.is_alive():
+            logger.error("store %s: the last changes were not written within 60 s", self.path)
+            return
+        with self._reading:
+            self._reader.close()
+        self._writer.close()
+        os.close(self._lock_file)
+
+
+class _Recent:
+    """The newest bodies, up to a number of bytes."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self._bodies: OrderedDict[int, bytes] = OrderedDict()
+        self._bytes = 0
+
+    def put(self, seq: int, body: bytes) -> None:
+        """Keep one more."""
+        self.drop(seq)
+        self._bodies[seq] = body
+        self._bytes += len(body)
+        while self._bytes > self.most_bytes:
+            self._bytes -= len(self._bodies.popitem(last=False)[1])
+
+    def drop(self, seq: int) -> None:
+        """Let go of one."""
+        self._bytes -= len(self._bodies.pop(seq, b""))
+
+    def get(self, seqs: Sequence[int]) -> list[bytes] | None:
+        """All of them, or None."""
+        found = [self._bodies.get(seq) for seq in seqs]
+        return [body for body in found if body is not None] if None not in found else None
+
+    def clear(self) -> None:
+        """Let go of all."""
+        self._bodies.clear()
+        self._bytes = 0
+
+
+def _size(changes: Changes) -> int:
+    return sum(len(body) for _, body, _ in changes.added)
+
+
+def set_aside(path: Path) -> int:
+    """Move a store that an earlier service left behind out of the way.
+
+    It goes to `<name>.previous.db` if it holds groups (an older one there is replaced), and is deleted if it does not.
+
+    Returns:
+        How many groups it holds.
+
+    Raises:
+        StoreError: it is in use or cannot be read.
+    """
+    if not path.exists():
+        return 0
+    store = SqliteStore(path)
+    with closing(store):
+        snapshot = store.load()
+        groups = len(snapshot.queued) + len(snapshot.buffered) + sum(len(lease.groups) for lease in snapshot.leases)
+    # Closing the last connection has folded the log into the file, so that the file alone is the whole store.
+    if groups:
+        path.replace(path.with_suffix(".previous.db"))
+    else:
+        path.unlink()
+    for suffix in ("-wal", "-shm"):
+        Path(f"{path}{suffix}").unlink(missing_ok=True)
+    return groups

@@ -1,0 +1,192 @@
+"""The command: its messages, its end, and what it refuses."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from .conftest import ROOT, Service, free_port, group, marks, trainer
+
+
+def run(*flags: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "atroposlib.cli.run_api", *flags],
+        cwd=cwd,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_port_in_use_is_one_clear_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = run("--port", str(port), "--store", "memory")
+    assert done.returncode == 1
+    assert re.fullmatch(
+        rf"error: \[Errno 98\] port {port} is in use by \S+ \(pid \d+\); stop it or pass --port\n", done.stderr
+    ), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--port", "70000"], "'70000' is no port"),
+        (["--nonsense"], "unrecognized arguments: --nonsense"),
+        (["--max-queue-bytes", "lots"], "'lots' is no number above 0"),
+        (["--request-timeout", "-1"], "no number of seconds"),
+        (["--host", "no.such.host.invalid", "--port", "0"], "cannot be resolved"),
+        (["--host", "192.0.2.1", "--port", "0"], "cannot listen on 192.0.2.1"),
+        (["--store", "/nowhere/at/all.db", "--port", "0"], "the folder /nowhere/at does not exist"),
+    ],
+)
+def test_bad_flags_are_one_clear_line(flags: list[str], says: str) -> None:
+    done = run(*flags)
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert "error: " in last
+    assert says in last
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_says_where_it_runs_and_ends_cleanly(tmp_path: Path, number: signal.Signals) -> None:
+    service = Service(tmp_path, "--store", str(tmp_path / "a.db")).start()
+    service.begin()
+    started = time.monotonic()
+    assert service.signal(number) == 0
+    assert time.monotonic() - started < 15
+    log = service.log.read_text()
+    assert f"Uvicorn running on http://127.0.0.1:{service.port}" in log
+    assert log.rstrip().endswith("stopped")
+    assert "Traceback" not in log
+    assert not (tmp_path / "a.db-wal").exists(), "the log is folded into the file"
+
+
+def test_a_request_under_way_is_answered_before_the_end(tmp_path: Path) -> None:
+    service = Service(tmp_path, "--store", "memory").start()
+    service.begin()
+    body = json.dumps(group()).encode()
+    with socket.create_connection(("127.0.0.1", service.port)) as client:
+        client.sendall(b"POST /scored_data HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body[:20])
+        time.sleep(0.3)
+        assert service.process is not None
+        service.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        client.sendall(body[20:])
+        client.settimeout(20)
+        answer = client.recv(10_000)
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert service.signal(signal.SIGTERM) == 0
+
+
+def listening_address(port: int) -> str:
+    """The local address that listens on the port, as /proc/net/tcp writes it."""
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == "0A" and int(fields[1].split(":")[1], 16) == port:
+            return fields[1].split(":")[0]
+    raise AssertionError(f"nobody listens on {port}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "address"),
+    [([], "0100007F"), (["--api-key", "s3cret"], "00000000"), (["--host", "0.0.0.0"], "00000000")],
+    ids=["alone", "with a key", "told so"],
+)
+def test_it_listens_to_other_machines_only_with_a_key_or_when_told(tmp_path: Path, flags: list[str], address: str) -> None:
+    service = Service(tmp_path, "--store", "memory", *flags).start()
+    assert listening_address(service.port) == address
+    service.signal(signal.SIGTERM)
+
+
+def test_the_api_key(tmp_path: Path) -> None:
+    service = Service(tmp_path, "--store", "memory", environ={"ROLLOUT_API_KEY": "s3cret"}).start()
+    assert service.http.get("/").status_code == 200
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic s3cret"}):
+        for path in ("/status", "/metrics", "/batch", "/openapi.json"):
+            answer = service.http.get(path, headers=headers)
+            assert answer.status_code == 401
+            assert answer.headers["www-authenticate"] == "Bearer"
+    assert service.http.get("/status", headers={"authorization": "Bearer s3cret"}).status_code == 200
+    preflight = {"origin": "http://x", "access-control-request-method": "POST"}
+    assert service.http.options("/scored_data", headers=preflight).status_code == 200
+    service.signal(signal.SIGTERM)
+
+
+def test_bounds_and_time_limits(tmp_path: Path) -> None:
+    service = Service(
+        tmp_path, "--store", "memory", "--max-queue-groups", "2", "--max-body-bytes", "10K", "--request-timeout", "1"
+    ).start()
+    service.begin(batch_size=4)
+    for _ in range(2):
+        service.post("/scored_data", group())
+    answer = service.http.post("/scored_data", json=group())
+    assert answer.status_code == 429
+    assert int(answer.headers["retry-after"]) >= 1
+    service.get("/batch")
+    service.get("/batch")
+    service.post("/scored_data", group())
+    assert service.http.post("/scored_data", json=group(length=5000)).status_code == 413
+    bomb = gzip.compress(b" " * 50_000_000)
+    assert service.http.post("/scored_data", content=bomb, headers={"content-encoding": "gzip"}).status_code == 413
+    chunks = (b" " * 1000 for _ in range(20))
+    assert service.http.post("/scored_data", content=chunks).status_code == 413
+    with socket.create_connection(("127.0.0.1", service.port)) as client:
+        client.sendall(b"POST /scored_data HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        client.settimeout(20)
+        assert client.recv(1000).startswith(b"HTTP/1.1 408")
+    service.signal(signal.SIGTERM)
+
+
+def test_without_a_store_each_start_is_a_new_run_and_the_last_one_is_kept(tmp_path: Path) -> None:
+    port = free_port()
+
+    def start(*flags: str) -> Service:
+        service = Service(tmp_path, *flags, port=port)
+        service.cwd = tmp_path
+        service.environ = {"PYTHONPATH": str(ROOT)}
+        return service.start()
+
+    service = start()
+    service.begin(batch_size=4)
+    service.post("/scored_data", group(mark=5))
+    service.signal(signal.SIGKILL)
+    service = start()
+    assert service.get("/status") == {"current_step": 0, "queue_size": 0}
+    assert f"pass --store runs/rollouts-{port}.previous.db" in service.log.read_text()
+    service.signal(signal.SIGTERM)
+    service = start("--store", f"runs/rollouts-{port}.previous.db")
+    assert marks(service.get("/batch")["batch"]) == [5]
+    service.signal(signal.SIGTERM)
+
+
+def test_a_store_is_continued(tmp_path: Path) -> None:
+    service = Service(tmp_path, "--store", str(tmp_path / "run.db")).start()
+    service.begin(batch_size=4)
+    for mark in range(3):
+        service.post("/scored_data", group(mark=mark, env_id=0))
+    assert marks(service.get("/batch")["batch"]) == [0]
+    uuid = service.post("/register", trainer(batch_size=4))["uuid"]
+    service.signal(signal.SIGKILL)
+    service.start()
+    assert service.status_env(0).status_code == 200, "the environment is still known"
+    assert marks(service.http.get("/batch", params={"uuid": uuid}).json()["batch"]) == [0]
+    assert service.get("/info")["batch_size"] == 4
+    service.signal(signal.SIGTERM)
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"http://127.0.0.1:{service.port}/")

@@ -1,0 +1,214 @@
+"""The durable store: what comes back, what is refused, and that nothing is ever half stored."""
+
+from __future__ import annotations
+
+import resource
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from atroposlib.api.rollout_queue import RolloutQueue
+from atroposlib.api.sqlite_store import SqliteStore, set_aside
+from atroposlib.api.state import Changes, Draft, Group, Limits, Registration
+from atroposlib.api.store import StoreError
+
+from .conftest import ROOT
+
+WAIT = 30  # seconds for a commit on a busy machine
+
+
+def draft(body: bytes = b"{}", size: int = 4, env_id: int | None = None, key: str | None = None) -> Draft:
+    return Draft(body, size, 10, env_id, None, key)
+
+
+def registration(batch_size: int = 8) -> Registration:
+    return Registration(1, "g", "p", batch_size, 128, "c", 5, 0, 100, max_staleness=None)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "rollouts.db"
+
+
+@pytest.fixture
+def store(path: Path) -> Iterator[SqliteStore]:
+    opened = SqliteStore(path)
+    yield opened
+    opened.close()
+
+
+def state_of(queue: RolloutQueue) -> object:
+    """All that must be the same after a restart."""
+    queue._state_changed = True
+    state = queue.take_changes().state
+    assert state is not None
+    state.pop("next_seq")
+    return (
+        state,
+        {line: list(groups) for line, groups in queue.lines.by_line.items() if groups},
+        {line: [group.seq for group in groups] for line, groups in queue.buffers.items() if groups},
+        [(lease.batch_id, lease.sent, lease.returned, [g.seq for g in lease.groups]) for lease in queue.leases.values()],
+        {env_id: (e.wandb_name, e.clock, e.connected) for env_id, e in queue.registry.by_id.items()},
+        list(queue.keys),
+        (queue.held_groups, queue.held_bytes, queue.lines.groups, queue.lines.total_sequences()),
+    )
+
+
+def test_a_restart_finds_everything_as_it_was(path: Path) -> None:
+    store = SqliteStore(path)
+    queue = RolloutQueue(Limits(max_keys=2))
+
+    def save() -> None:
+        store.submit(queue.take_changes()).result(WAIT)
+
+    def check() -> None:
+        nonlocal store, queue
+        save()
+        before = state_of(queue)
+        store.close()
+        store = SqliteStore(path)
+        queue = RolloutQueue(Limits(max_keys=2), store.load())
+        assert state_of(queue) == before
+
+    queue.register(registration())
+    queue.next_batch(0.0)
+    check()
+    env = queue.register_env("task", 2.0, 4, 128, 0.25, 0.0)
+    assert env is not None
+    for number in range(5):
+        queue.add(draft(b'{"n":%d}' % number, env_id=env.env_id, key=f"key {number}"), 0.0)
+    queue.add(draft(size=3, env_id=env.env_id), 0.0)
+    check()
+    lease = queue.next_batch(0.0)
+    assert lease is not None
+    queue.sending(lease)
+    queue.sent(lease, complete=True)
+    check()
+    queue.register(registration())
+    check()
+    queue.register(registration(4))
+    check()
+    queue.next_batch(0.0, received=0)
+    queue.ack(None, version=3)
+    check()
+    seqs = [group.seq for group in queue.lines]
+    assert store.bodies(seqs) == [b'{"n":%d}' % seq for seq in seqs]
+    queue.reset()
+    check()
+    assert queue.held_groups == 0
+    store.close()
+
+
+def test_bodies_are_read_from_the_file_when_memory_has_let_go_of_them(store: SqliteStore) -> None:
+    body = bytes(range(256)) * 4096
+    changes = Changes(added=[(Group(seq, -1, 1, 1, len(body), 0), body, False) for seq in range(70)])
+    store.submit(changes).result(WAIT)
+    assert store.bodies_at_hand([69]) == [body]
+    assert store.bodies_at_hand([0]) is None, "70 MiB are more than it keeps"
+    assert store.bodies([0, 69]) == [body, body]
+
+
+def test_two_services_cannot_share_a_file(store: SqliteStore, path: Path) -> None:
+    with pytest.raises(StoreError, match=r"in use by another service \(pid \d+\)"):
+        SqliteStore(path)
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"folder .*nowhere does not exist"):
+        SqliteStore(tmp_path / "nowhere" / "a.db")
+
+
+@pytest.mark.parametrize("content", [b"this is no database" * 100, b"SQLite format 3\x00" + b"\xff" * 4096])
+def test_a_file_that_is_no_store_is_refused_and_left_alone(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    with pytest.raises(StoreError, match="damaged"):
+        SqliteStore(path)
+    assert path.read_bytes() == content
+
+
+def test_another_programs_database_is_refused(path: Path) -> None:
+    with sqlite3.connect(path) as other:
+        other.execute("CREATE TABLE precious (x)")
+    with pytest.raises(StoreError, match="is not a rollout store"):
+        SqliteStore(path)
+
+
+def test_a_damaged_body_is_noticed(path: Path) -> None:
+    store = SqliteStore(path)
+    body = b"precious rollout " * 20_000
+    store.submit(Changes(added=[(Group(0, -1, 1, 1, len(body), 0), body, False)])).result(WAIT)
+    store.close()
+    content = bytearray(path.read_bytes())
+    content[content.rfind(b"precious") + 3] ^= 1
+    path.write_bytes(content)
+    store = SqliteStore(path)
+    with pytest.raises(StoreError, match=r"group 0 does not match its checksum.*damaged"):
+        store.bodies([0])
+    store.close()
+
+
+FULL_DISK = """
+import resource, signal, sys
+from pathlib import Path
+from atroposlib.api.sqlite_store import SqliteStore
+from atroposlib.api.state import Changes, Group
+from atroposlib.api.store import StoreError
+store = SqliteStore(Path(sys.argv[1]))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, resource.RLIM_INFINITY))
+kept = []
+for seq in range(200):
+    body = bytes([seq]) * 300_000
+    group = Group(seq, -1, 1, 1, len(body), 0)
+    try:
+        store.submit(Changes(added=[(group, body, False)])).result(30)
+        kept.append(seq)
+    except StoreError as error:
+        print(error)
+        break
+try:
+    store.submit(Changes(added=[(Group(999, -1, 1, 1, 2, 0), b"{}", False)])).result(30)
+except StoreError as error:
+    print("still refusing")
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+assert [group.seq for group in store.load().queued] == kept
+assert store.bodies(kept) == [bytes([seq]) * 300_000 for seq in kept]
+store.submit(Changes(added=[(Group(1000, -1, 1, 1, 2, 0), b"{}", False)])).result(30)
+store.close()
+print("kept", len(kept))
+"""
+
+
+def test_a_full_disk_refuses_clearly_keeps_what_was_stored_and_recovers(path: Path) -> None:
+    """The limit on file sizes makes the kernel fail the write, as a full disk does."""
+    assert hasattr(resource, "RLIMIT_FSIZE")
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(path)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    refusal, still, kept = done.stdout.splitlines()
+    assert str(path) in refusal
+    assert "Free some space" in refusal
+    assert still == "still refusing"
+    assert int(kept.split()[1]) >= 3
+    store = SqliteStore(path)
+    assert len(store.load().queued) == int(kept.split()[1]) + 1
+    store.close()
+
+
+def test_setting_a_store_aside(path: Path) -> None:
+    assert set_aside(path) == 0
+    SqliteStore(path).close()
+    assert set_aside(path) == 0
+    assert not path.exists()
+    store = SqliteStore(path)
+    store.submit(Changes(added=[(Group(0, -1, 1, 1, 2, 0), b"{}", False)])).result(WAIT)
+    store.close()
+    assert set_aside(path) == 1
+    moved = SqliteStore(path.with_suffix(".previous.db"))
+    assert moved.bodies([0]) == [b"{}"]
+    moved.close()
