@@ -52,6 +52,24 @@ def build_app(tokenizer_dir: str, version: int, max_model_len: int) -> FastAPI:
     def requests() -> list[Any]:
         return state["requests"]
 
+    @app.post("/v1/chat/completions")
+    async def chat(request: dict[str, Any]) -> dict[str, Any]:
+        state["requests"].append(request)
+        prompt = tokenizer.apply_chat_template(request["messages"], tokenize=False, add_generation_prompt=True)
+        # Like several real endpoints, it may ignore n.
+        count = 1 if state.get("ignore_n") else request.get("n") or 1
+        texts = [answer(prompt, request.get("temperature") == 0.0) for _ in range(count)]
+        return {
+            "id": "chat-1",
+            "object": "chat.completion",
+            "created": 0,
+            "model": request["model"],
+            "choices": [
+                {"index": i, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+                for i, text in enumerate(texts)
+            ],
+        }
+
     @app.post("/generate")
     async def generate(request: dict[str, Any], response: Response) -> dict[str, Any]:
         state["requests"].append(request)
@@ -93,4 +111,5 @@ if __name__ == "__main__":
         host="127.0.0.1",
         port=arguments.port,
         log_level="warning",
+        timeout_graceful_shutdown=1,
     )

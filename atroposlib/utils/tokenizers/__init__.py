@@ -1,0 +1,1 @@
+"""Tokenizers with corrected chat templates."""

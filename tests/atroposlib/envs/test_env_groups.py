@@ -1,0 +1,71 @@
+"""Putting groups together and refusing those that do not line up."""
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atroposlib.envs.groups import all_scores_equal, group_from_items, response_lengths, wrong_shape
+
+
+def item(length: int = 4, **more: Any) -> dict[str, Any]:
+    tokens = list(range(1, length + 1))
+    return {
+        "tokens": tokens,
+        "masks": [-100, *tokens[1:]],
+        "scores": 1.0,
+        "inference_logprobs": [1.0, *[-0.5] * (length - 1)],
+        "weight_version": 3,
+    } | more
+
+
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), scores=st.data())
+def test_a_group_lines_up_with_its_items(lengths: list[int], scores: Any) -> None:
+    items = [item(length, scores=scores.draw(st.floats(-5, 5))) for length in lengths]
+    group = group_from_items(items)
+    assert group["tokens"] == [entry["tokens"] for entry in items]
+    assert group["scores"] == [entry["scores"] for entry in items]
+    assert group["weight_versions"] == [3] * len(items)
+    assert "advantages" not in group
+    assert wrong_shape(group, len(items)) is None
+    assert response_lengths(group) == [length - 1 for length in lengths]
+
+
+def test_optional_fields_are_given_by_all_or_by_none() -> None:
+    with pytest.raises(ValueError, match="only 1 of 2 trajectories have 'advantages'"):
+        group_from_items([item(advantages=[0.0] * 4), item()])
+    with pytest.raises(ValueError, match="1 of 2 trajectories have no 'masks'"):
+        group_from_items([item(), item(masks=None)])
+
+
+def test_group_overrides_are_merged() -> None:
+    group = group_from_items([item(group_overrides={"a": 1}), item(group_overrides={"b": 2}), item()])
+    assert group["group_overrides"] == {"a": 1, "b": 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": None}, "'tokens' is missing"),
+        ({"scores": [1.0]}, "'scores' has 1 entries, the group size is 2"),
+        ({"scores": [1.0, math.nan]}, "scores[1] is nan"),
+        ({"scores": [1.0, math.inf]}, "scores[1] is inf"),
+        ({"scores": [1.0, "x"]}, "scores[1] is 'x'"),
+        ({"masks": [[-100, 2, 3, 4], [-100, 2]]}, "masks[1] has 2 entries for 4 tokens"),
+        ({"inference_logprobs": [[1.0] * 4, [1.0, -0.5, math.nan, 0.0]]}, "inference_logprobs[1] holds a number"),
+        ({"advantages": [[0.0] * 4]}, "'advantages' has 1 entries"),
+        ({"tokens": [[1, 2, 3, 4], []], "masks": [[-100, 2, 3, 4], []], "inference_logprobs": None}, "tokens[1] is empty"),
+        ({"weight_versions": [1]}, "'weight_versions' has 1 entries"),
+    ],
+)
+def test_what_does_not_line_up_is_named(change: dict[str, Any], message: str) -> None:
+    group: Any = group_from_items([item(), item()]) | change
+    assert message in (wrong_shape(group, 2) or "nothing is wrong")
+
+
+@given(score=st.floats(-2, 2), others=st.lists(st.floats(-2, 2), max_size=5))
+def test_equal_scores_are_those_with_no_spread(score: float, others: list[float]) -> None:
+    scores = [score, *others]
+    assert all_scores_equal(scores) == (max(scores) == min(scores))

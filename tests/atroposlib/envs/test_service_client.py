@@ -1,0 +1,124 @@
+"""Posts over HTTP to a server that answers as it is told: retries, Retry-After, refusals, lost answers."""
+
+import asyncio
+import gzip
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from atroposlib.envs import waiting
+from atroposlib.envs.errors import EnvironmentFailure, ServiceUnavailable
+from atroposlib.envs.service_client import RejectedByService, RolloutServiceClient
+
+
+class Scripted(ThreadingHTTPServer):
+    """Answers with the next (status, headers, body) of a list, then with 200; `None` hangs up without an answer."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        self.answers: list[tuple[int, dict[str, str], bytes] | None] = []
+        self.bodies: list[Any] = []
+        super().__init__(("127.0.0.1", 0), Handler)
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Scripted
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.headers.get("Content-Encoding") == "gzip":
+            body = gzip.decompress(body)
+        self.server.bodies.append(json.loads(body) if body else None)
+        answer = self.server.answers.pop(0) if self.server.answers else (200, {}, b'{"status": "received"}')
+        if answer is None:
+            self.close_connection = True
+            return
+        status, headers, content = answer
+        self.send_response(status)
+        for name, value in ({"Content-Length": str(len(content))} | headers).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_GET = do_POST
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def server() -> Iterator[Scripted]:
+    made = Scripted()
+    thread = threading.Thread(target=made.serve_forever, daemon=True)
+    thread.start()
+    yield made
+    made.shutdown()
+    made.server_close()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "FIRST_PAUSE", 0.01)
+
+
+def client(server: Scripted, timeout: float = 20.0, **more: Any) -> RolloutServiceClient:
+    return RolloutServiceClient(f"http://127.0.0.1:{server.server_address[1]}", timeout, **more)
+
+
+async def test_it_tries_again_until_it_is_answered(server: Scripted) -> None:
+    server.answers = [(500, {}, b"oops"), (503, {}, b""), None, (200, {}, b"no json"), (200, {}, b'{"ok": 1}')]
+    assert await client(server).post("/scored_data", {"a": 1}) == {"ok": 1}
+    assert server.bodies == [{"a": 1}] * 5
+
+
+async def test_it_waits_as_long_as_retry_after_says(server: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def note(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(waiting.asyncio, "sleep", note)
+    server.answers = [(429, {"Retry-After": "7"}, b""), (429, {}, b""), (429, {"Retry-After": "Wed, 21 Oct"}, b"")]
+    await client(server).post("/scored_data", {})
+    waits = [pause for pause in pauses if pause >= 0.01]
+    assert waits[0] == 7.0
+    assert min(waits[1:3]) >= 1.0
+
+
+async def test_what_a_retry_cannot_change_is_not_retried(server: Scripted) -> None:
+    server.answers = [(422, {}, b'{"detail": "scores[0] is NaN"}')]
+    with pytest.raises(RejectedByService, match=r"422: .*scores\[0\] is NaN"):
+        await client(server).post("/scored_data", {})
+    assert len(server.bodies) == 1
+
+
+async def test_a_wrong_key_ends_it_and_names_the_flag(server: Scripted) -> None:
+    server.answers = [(401, {}, b"")]
+    with pytest.raises(EnvironmentFailure, match=r"--env\.rollout_server_api_key"):
+        await client(server, api_key="wrong").post("/scored_data", {})
+
+
+async def test_nobody_there_ends_it_after_the_timeout() -> None:
+    with pytest.raises(ServiceUnavailable, match=r"rollout service at http://127\.0\.0\.1:9: .* giving up"):
+        await RolloutServiceClient("http://127.0.0.1:9", timeout=0.2).get("/status")
+
+
+async def test_status_env_sends_its_argument_as_the_body_of_a_get(server: Scripted) -> None:
+    await client(server).status_env(5)
+    assert server.bodies == [{"env_id": 5}]
+
+
+async def test_large_posts_to_other_machines_are_compressed(server: Scripted) -> None:
+    remote = client(server)
+    remote._compress = True
+    body = {"tokens": [list(range(5000))]}
+    await remote.post("/scored_data", body)
+    assert server.bodies == [body]
