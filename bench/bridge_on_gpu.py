@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)
 
 import argparse
+import copy
 import json
 import os
 import platform
@@ -109,20 +110,20 @@ def wait_for_server(process: subprocess.Popen[bytes], seconds: float) -> float:
             raise SystemExit(f"the server was not ready after {seconds:g} s")
 
 
-def worst_difference(model: Any, seed: int) -> float:
-    """Largest |logprob of vLLM - logprob of the trainer's forward pass| over 8 x 32 sampled tokens, bf16 on both sides."""
+def differences(models: list[Any], seed: int) -> list[float]:
+    """For each model: mean |logprob of vLLM - logprob of its own forward pass| over 8 x 32 sampled tokens, all in bf16."""
     prompt = list(range(1000 + seed, 1040 + seed))
     body = {"prompt": {"prompt_token_ids": prompt}, "n": 8, "max_tokens": 32, "ignore_eos": True, "seed": seed}
     answer = httpx.post(f"http://localhost:{PORT}/generate", json=body, timeout=120).json()
-    worst = 0.0
+    found: list[list[float]] = [[] for _ in models]
     for tokens, logprobs in zip(answer["token_ids"], answer["logprobs"], strict=True):
         ids = torch.tensor([prompt + tokens], device="cuda")
-        with torch.no_grad():
-            mine = model.logits(ids)[0].float().log_softmax(-1)
-        for i, token in enumerate(tokens):
-            served = logprobs[i][str(token)]
-            worst = max(worst, abs(served - mine[len(prompt) - 1 + i, token].item()))
-    return worst
+        for model, values in zip(models, found, strict=True):
+            with torch.no_grad():
+                mine = model.logits(ids)[0].float().log_softmax(-1)
+            for i, token in enumerate(tokens):
+                values.append(abs(logprobs[i][str(token)] - mine[len(prompt) - 1 + i, token].item()))
+    return [sum(values) / len(values) for values in found]
 
 
 def be_trainer(kind: str, model_path: str, output: Path) -> None:
@@ -156,16 +157,17 @@ def be_trainer(kind: str, model_path: str, output: Path) -> None:
 
     rows = []
     for version in range(UPDATES + 1):
-        stale = worst_difference(model, version) if version else None
+        stale = copy.deepcopy(model)
         report = bridge.sync(version, lambda seed=version: write(seed))
+        to_new, to_old = differences([model, stale], version)
         state = httpx.get(f"http://localhost:{PORT}/bridge/state", timeout=30).json()
         row = {
             "version": version,
             "served": state["weight_version"],
             "checksums_equal": state["checksums"] == [report.checksum],
             "bytes_moved": report.bytes_moved,
-            "worst_logprob_difference": worst_difference(model, version),
-            "difference_before_the_update": stale,
+            "mean_logprob_difference_to_new_weights": to_new,
+            "mean_logprob_difference_to_old_weights": to_old,
             "trainer_seconds": report.seconds,
             "server_seconds": state["last_update"],
         }
@@ -195,6 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--only", choices=["broadcast", "single_copy"], help="one bridge; single_copy needs one GPU")
     parser.add_argument("--trainer", choices=["broadcast", "single_copy"], help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -202,8 +205,8 @@ def main() -> None:
     if args.trainer:
         be_trainer(args.trainer, args.model, args.output / f"{args.trainer}.json")
         return
-    if torch.cuda.device_count() < 2:
-        raise SystemExit("this needs two GPUs; this machine shows " + str(torch.cuda.device_count()))
+    if torch.cuda.device_count() < (1 if args.only == "single_copy" else 2):
+        raise SystemExit(f"this needs more GPUs than the {torch.cuda.device_count()} of this machine")
     work = Path(tempfile.mkdtemp())
     make_model(work / "model")
     process = start_server(work / "model", args.output, args.eager)
@@ -211,6 +214,8 @@ def main() -> None:
     try:
         results["seconds_to_ready"] = wait_for_server(process, 330)
         for kind, gpu in (("broadcast", "1"), ("single_copy", "0")):
+            if args.only not in (None, kind):
+                continue
             command = [
                 sys.executable,
                 "-u",
@@ -224,7 +229,11 @@ def main() -> None:
             ]
             log = (args.output / f"{kind}.log").open("wb")
             environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
-            ended = subprocess.run(command, env=environment, timeout=150, check=False, stdout=log, stderr=subprocess.STDOUT)
+            try:
+                ended = subprocess.run(command, env=environment, timeout=150, check=False, stdout=log, stderr=subprocess.STDOUT)
+            except subprocess.TimeoutExpired:
+                results[kind] = {"failed": "not finished after 150 s"}
+                continue
             if ended.returncode:
                 print((args.output / f"{kind}.log").read_text()[-3000:])
                 results[kind] = {"failed": f"status {ended.returncode}"}
@@ -238,13 +247,12 @@ def main() -> None:
             process.kill()
         print("".join((args.output / "vllm.log").read_text(errors="replace")[-2500:]))
     (args.output / "bridge_on_gpu.json").write_text(json.dumps(results, indent=1))
-    print(f"{'bridge':12} {'version':>7} {'served':>6} {'checksum':>9} {'worst':>8} {'before':>8} {'MB':>8} {'ms':>8}")
+    print(f"{'bridge':12} {'version':>7} {'served':>6} {'checksum':>9} {'to new':>8} {'to old':>8} {'MB':>8} {'ms':>8}")
     for kind in ("broadcast", "single_copy"):
-        for row in results[kind].get("updates", []):
-            before = row["difference_before_the_update"]
+        for row in results.get(kind, {}).get("updates", []):
             print(
                 f"{kind:12} {row['version']:7} {row['served']:6} {'equal' if row['checksums_equal'] else 'DIFFERS':>9} "
-                f"{row['worst_logprob_difference']:8.4f} {before if before is None else format(before, '8.4f')!s:>8} "
+                f"{row['mean_logprob_difference_to_new_weights']:8.4f} {row['mean_logprob_difference_to_old_weights']:8.4f} "
                 f"{row['bytes_moved'] / 1e6:8.0f} {sum(row['trainer_seconds'].values()) * 1e3:8.1f}"
             )
 

@@ -159,8 +159,8 @@ class BridgeGroups:
 
     def close(self) -> None:
         """Drop both groups. Closing sockets makes a peer's pending operation fail at once."""
-        if self.rendezvous.data_backend == "nccl":
-            self.data.shutdown()
+        # NCCL's orderly shutdown waits for every peer to do the same; a peer that goes on serving never does.
+        self.abort()
         del self.data
         del self.control
 
