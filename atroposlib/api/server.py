@@ -179,6 +179,7 @@ def add_trainer_routes(app: FastAPI, service: RolloutService) -> None:
     async def batch(request: Request) -> Response:
         """The next batch, exactly batch_size sequences in whole groups, or null if there is none yet."""
         received, uuid = _query_int(request, "received"), _query_int(request, "uuid")
+        await request.body()  # so that what comes next on this connection is its end
         try:
             found = await service.batch(received, uuid)
         except NotRegisteredError as error:

@@ -1,0 +1,207 @@
+"""The queue with its real store, killed and restarted at will, against a model that is a few lists."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from atroposlib.api.rollout_queue import RolloutQueue
+from atroposlib.api.sqlite_store import SqliteStore
+from atroposlib.api.state import Draft, Limits, Registration
+
+GROUP_SIZE = 4
+
+
+class ServiceMachine(RuleBasedStateMachine):
+    """Model: every accepted group is in exactly one of waiting, out, done, dropped. It knows nothing of the order of
+    lines, clocks, buffers or files."""
+
+    @initialize()
+    def open(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="rollouts"))
+        self.store = SqliteStore(self.folder / "a.db")
+        self.limits = Limits(max_keys=4)
+        self.queue = RolloutQueue(self.limits, self.store.load())
+        self.posted = 0
+        self.size: dict[int, int] = {}
+        self.version: dict[int, int] = {}
+        self.env: dict[int, int | None] = {}
+        self.waiting: set[int] = set()
+        self.out: dict[int, list[int]] = {}
+        self.arrived: set[int] = set()
+        self.done: set[int] = set()
+        self.dropped: set[int] = set()
+        self.envs: list[int] = []
+        self.uuid = 0
+        self.acks = False
+
+    def commit(self) -> None:
+        self.store.submit(self.queue.take_changes()).result(60)
+
+    def note_drops(self) -> None:
+        """A group may only vanish where the contract says so; which ones did is told by the numbers."""
+        held = {group.seq for group in self.queue.lines}
+        held |= {group.seq for buffer in self.queue.buffers.values() for group in buffer}
+        held |= {seq for batch in self.out.values() for seq in batch}
+        gone = self.waiting - held
+        oldest = self.queue.oldest_allowed()
+        batch_size = self.queue.registration.batch_size if self.queue.registration else None
+        for number in gone:
+            stale = oldest is not None and self.version[number] < oldest
+            oversize = batch_size is not None and self.size[number] > batch_size
+            assert stale or oversize, f"group {number} was lost"
+        self.waiting -= gone
+        self.dropped |= gone
+
+    @rule(
+        batch_size=st.sampled_from([4, 8, 12]),
+        staleness=st.sampled_from([None, 0, 1, 2]),
+        step=st.integers(0, 4),
+        acks=st.booleans(),
+    )
+    def register(self, batch_size: int, staleness: int | None, step: int, acks: bool) -> None:
+        old = self.queue.registration
+        self.uuid += 1
+        self.queue.register(Registration(self.uuid, "g", "p", batch_size, 9, "c", 1, step, 9, staleness, acks))
+        self.acks = acks
+        self.commit()
+        if old is None or old.batch_size != batch_size:
+            self.waiting |= {seq for batch in self.out.values() for seq in batch}
+            self.out.clear()
+        self.arrived.clear()
+        self.note_drops()
+
+    @precondition(lambda self: self.queue.started)
+    @rule(weight=st.sampled_from([0.0, 1.0, 3.0]), allocation=st.sampled_from([None, 0.25]))
+    def register_env(self, weight: float, allocation: float | None) -> None:
+        if len(self.envs) < 3:
+            environment = self.queue.register_env("task", weight, GROUP_SIZE, 9, allocation, 0.0)
+            assert environment is not None
+            self.envs.append(environment.env_id)
+            self.commit()
+
+    @rule(size=st.sampled_from([4, 4, 4, 1, 2, 3, 6]), which=st.integers(0, 3), age=st.integers(0, 3), key=st.booleans())
+    def post(self, size: int, which: int, age: int, key: bool) -> None:
+        env_id = self.envs[which] if which < len(self.envs) else None
+        version = max(0, self.queue.sampling_version() - age)
+        if self.queue.registration is not None and size > self.queue.registration.batch_size:
+            return
+        draft = Draft(b'{"number":%d}' % self.queue.next_seq, size, 9, env_id, version, f"key {self.posted}" if key else None)
+        self.posted += 1
+        number = self.queue.next_seq
+        receipt = self.queue.add(draft, 0.0)
+        if key:  # the client did not get the answer and posts again
+            assert self.queue.add(draft, 0.0) == receipt
+        self.commit()
+        if receipt.status == "dropped":
+            assert self.queue.next_seq == number
+            return
+        assert self.queue.next_seq == number + 1
+        self.size[number], self.version[number], self.env[number] = size, version, env_id
+        self.waiting.add(number)
+
+    @precondition(lambda self: self.queue.registration is not None)
+    @rule(arrives=st.booleans())
+    def batch(self, arrives: bool) -> None:
+        done = set() if self.queue.acks else set(self.arrived)  # asking again means: done with what arrived
+        lease = self.queue.next_batch(0.0)
+        if lease is not None:
+            self.queue.sending(lease)
+        self.commit()
+        for batch_id in done:
+            self.done |= set(self.out.pop(batch_id))
+        self.arrived -= done
+        # a batch that waited for a new trainer may have been dissolved because part of it became too old
+        for batch_id in [batch_id for batch_id in self.out if batch_id not in self.queue.leases]:
+            assert batch_id not in self.arrived
+            self.waiting |= set(self.out.pop(batch_id))
+        if lease is None:
+            self.note_drops()
+            return
+        registration = self.queue.registration
+        assert registration is not None
+        numbers = [group.seq for group in lease.groups]
+        assert sum(self.size[number] for number in numbers) == registration.batch_size, "exact"
+        assert numbers == sorted(numbers)
+        assert self.store.bodies(numbers) == [b'{"number":%d}' % number for number in numbers], "whole"
+        if lease.batch_id in self.out:
+            assert numbers == self.out[lease.batch_id], "the same batch"
+        else:
+            assert set(numbers) <= self.waiting, "nothing twice"
+            self.waiting -= set(numbers)
+            self.out[lease.batch_id] = numbers
+        if registration.max_staleness is not None and not lease.sent:
+            at = self.queue.trainer_version() - 1  # the version at which this batch is trained on
+            assert all(self.version[number] >= at - registration.max_staleness for number in numbers), "too old"
+        self.queue.sent(lease, complete=arrives)
+        if arrives:
+            self.arrived.add(lease.batch_id)
+        self.commit()
+        self.note_drops()
+
+    @precondition(lambda self: bool(self.out))
+    @rule(data=st.data(), step=st.integers(0, 2))
+    def ack(self, data: st.DataObject, step: int) -> None:
+        batch_id = data.draw(st.sampled_from(sorted(self.out)))
+        self.queue.ack(batch_id, self.queue.sampling_version() + step)
+        self.commit()
+        self.done |= set(self.out.pop(batch_id))
+        self.arrived.discard(batch_id)
+        self.note_drops()
+
+    @precondition(lambda self: bool(self.envs))
+    @rule(which=st.integers(0, 2))
+    def disconnect(self, which: int) -> None:
+        if which < len(self.envs):
+            self.queue.disconnect_env(self.envs.pop(which))
+            self.commit()
+
+    @rule(half_way=st.booleans())
+    def kill(self, half_way: bool) -> None:
+        """The process dies; with `half_way`, in the middle of an uncommitted post."""
+        if half_way:
+            self.queue.add(Draft(b"{}", 4, 9), 0.0)
+        self.store.close()
+        self.store = SqliteStore(self.folder / "a.db")
+        self.queue = RolloutQueue(self.limits, self.store.load())
+
+    @rule()
+    def reset(self) -> None:
+        if self.posted % 5 == 0:  # seldom, or nothing would ever grow
+            self.queue.reset()
+            self.commit()
+            self.size.clear()
+            self.waiting.clear()
+            self.out.clear()
+            self.arrived.clear()
+            self.envs.clear()
+
+    @invariant()
+    def nothing_is_lost_or_doubled(self) -> None:
+        if not hasattr(self, "queue"):
+            return
+        queued = [group.seq for group in self.queue.lines]
+        buffered = [group.seq for buffer in self.queue.buffers.values() for group in buffer]
+        leased = [group.seq for lease in self.queue.leases.values() for group in lease.groups]
+        held = queued + buffered + leased
+        assert len(held) == len(set(held)), "nothing twice"
+        assert set(queued + buffered) == self.waiting
+        assert {batch_id: [g.seq for g in lease.groups] for batch_id, lease in self.queue.leases.items()} == self.out
+        assert self.queue.held_groups == len(held)
+        assert self.queue.lines.total_sequences() == sum(self.size[seq] for seq in queued)
+        for buffer in self.queue.buffers.values():
+            assert sum(group.size for group in buffer) != GROUP_SIZE, "what can be recombined was"
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self.store.close()
+            shutil.rmtree(self.folder)
+
+
+TestService = ServiceMachine.TestCase
+TestService.settings = settings(max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
