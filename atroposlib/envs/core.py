@@ -173,7 +173,7 @@ class EnvironmentCore(ABC):
     def tokenizer(self) -> Any:
         """The tokenizer of `--env.tokenizer_name`, or of the model that the inference server serves."""
         if self._tokenizer is None:
-            self.tokenizer = load_tokenizer(self.config.tokenizer_name or self._served_model_blocking())
+            self.tokenizer = load_tokenizer(self._tokenizer_name() or self._served_model_blocking())
         return self._tokenizer
 
     @tokenizer.setter
@@ -182,6 +182,11 @@ class EnvironmentCore(ABC):
         for server in self.server.servers:
             if getattr(server, "tokenizer", self) is None:
                 server.tokenizer = value
+
+    def _tokenizer_name(self) -> str | None:
+        """The tokenizer that a flag or the configuration names, or None for the served model's."""
+        of_server = getattr(getattr(self.server.servers[0], "config", None), "tokenizer_name", None)
+        return self.config.tokenizer_name or (None if of_server in MODEL_NOT_NAMED else of_server)
 
     def _served_model_blocking(self) -> str:
         """Ask the inference server for its model; waits for the server as long as `service_timeout` allows."""
@@ -211,7 +216,7 @@ class EnvironmentCore(ABC):
                 wrong = await server.probe()
                 if wrong is not None:
                     await server.gate.wait_until_well(wrong)
-        if self.config.tokenizer_name or isinstance(self.server.servers[0], OpenAIRoutes):
+        if self._tokenizer_name() or isinstance(self.server.servers[0], OpenAIRoutes):
             # Loading takes seconds: not in the event loop, where a signal to stop would have to wait for it.
             await asyncio.to_thread(lambda: self.tokenizer)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from atroposlib.envs.groups import PROMPT_MASK, ScoredDataGroup
 from atroposlib.type_definitions import Item, Message
 
@@ -59,6 +59,11 @@ class SingleTurnEnv(BaseEnv):
         self._lengths: list[int] = []
         self._pending_metrics: dict[str, float] = {}
 
+    @classmethod
+    def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
+        """The usual settings, and one vLLM server on this machine."""
+        return cls.env_config_cls(), [APIServerConfig(base_url="http://localhost:9001/v1", server_type="vllm")]
+
     @abstractmethod
     def messages(self, problem: Any) -> list[Message]:
         """The conversation that the model answers."""
@@ -71,9 +76,9 @@ class SingleTurnEnv(BaseEnv):
     def eval_problems(self) -> Sequence[Any]:
         """The held-out problems of an evaluation, at most `eval_size` of them, the same each time."""
 
-    @abstractmethod
     def describe(self, problem: Any) -> dict[str, Any]:
-        """`question` and `gold_answer`, for the record."""
+        """What the record of an evaluation says of a problem, such as `question` and `gold_answer`."""
+        return {"question": self.messages(problem)[-1]["content"]}
 
     def adjust_scores(self, grades: list[Grade], responses: list[Response]) -> list[float]:
         """The group's rewards, where they depend on the group as a whole."""

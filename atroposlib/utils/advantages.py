@@ -31,7 +31,7 @@ def allclose_to_first(
     """
     array = np.asarray(values)
     each = np.isclose(array, array[0], rtol=rtol, atol=atol, equal_nan=equal_nan).reshape(len(array), -1).all(axis=1)
-    return each if return_vector else bool(each.all())
+    return np.asarray(each) if return_vector else bool(np.all(each))
 
 
 def _flatten(data: Any) -> Any:

@@ -53,9 +53,9 @@ class Stack:
         self.service_url = f"http://127.0.0.1:{self.service_port}"
         self.inference_url = f"http://127.0.0.1:{self.inference_port}"
 
-    def start_service(self) -> Any:
+    def start_service(self, store: str | Path = "memory") -> Any:
         command = [sys.executable, "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(self.service_port)]
-        process = self.processes.start("service", command, OFFLINE)
+        process = self.processes.start("service", [*command, "--store", str(store)], OFFLINE)
         self.processes.wait_for_http(self.service_url, 60)
         return process
 

@@ -27,6 +27,9 @@ def build_app(tokenizer_dir: str, version: int, max_model_len: int) -> FastAPI:
     def answer(prompt: str, greedy: bool) -> str:
         if state["text"] is not None:
             return state["text"]
+        if state.get("cycle"):
+            state["cycle"] = [*state["cycle"][1:], state["cycle"][0]]
+            return state["cycle"][-1]
         # Only the question itself, not what an earlier turn or a system prompt may hold.
         question = prompt.rpartition("<|im_start|>user")[2]
         numbers = [int(n) for n in re.findall(r"\d+", question)] or [0]

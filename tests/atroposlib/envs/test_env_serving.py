@@ -98,6 +98,20 @@ def test_it_survives_a_new_service_that_does_not_know_it(stack: Stack, shared_in
     assert log_of(environment).count("registered as arithmetic") == 2
 
 
+def test_it_goes_on_after_a_killed_service_that_kept_its_store(stack: Stack, shared_inference: str, tmp_path: Path) -> None:
+    stack.use_inference(shared_inference)
+    store = tmp_path / "rollouts.db"
+    service = stack.start_service(store)
+    stack.register_trainer(num_steps=8)
+    environment = stack.start_environment(ARITHMETIC)
+    stack.take_batches(2)
+    stack.processes.kill(service)
+    stack.start_service(store)
+    stack.take_batches(6)
+    assert finished(environment) == 0
+    assert log_of(environment).count("registered as arithmetic") == 1
+
+
 def test_it_survives_an_inference_server_that_is_started_again(stack: Stack) -> None:
     inference = stack.start_inference("--version", "1")
     stack.start_service()
