@@ -14,9 +14,11 @@ from openai.types.chat import ChatCompletion, ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
 
 from atroposlib.envs.server_handling.generation import Generation
+from atroposlib.envs.server_handling.managed_adapter import ManagedServerAdapter
 from atroposlib.envs.server_handling.sequence_tracker import SequenceNode, SequenceTracker
+from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
 
-__all__ = ["DummyManagedServer", "ManagedServer", "SequenceNode"]
+__all__ = ["DummyManagedServer", "ManagedServer", "ManagedServerAdapter", "SequenceNode"]
 
 # Fields of a chat request that the sampler must not see, because the prompt is rendered here.
 CHAT_ONLY = ("messages", "tools", "tool_choice", "chat_template_kwargs", "extra_body", "model")
@@ -46,23 +48,29 @@ class ManagedServer:
         if self.tokenizer is None:
             raise ValueError("a managed server renders its prompts: pass tokenizer=self.tokenizer")
         self.track_tree = track_tree
-        self.tool_parser = tool_parser
+        self.translator = ToolCallTranslator(self.tokenizer, tool_parser or "hermes")
         self.preserve_think_blocks = preserve_think_blocks
         self.tracker = SequenceTracker(self.tokenizer, keep_all=track_tree)
 
     async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
         """As OpenAI's `chat.completions.create`: `messages`, `n`, `max_tokens`, `temperature`, `tools` …"""
-        prompt = self.render(kwargs["messages"], kwargs.get("tools"), kwargs.get("chat_template_kwargs"))
+        tools = kwargs.get("tools")
+        prompt = self.render(kwargs["messages"], tools, kwargs.get("chat_template_kwargs"))
         sampling = {key: value for key, value in kwargs.items() if key not in CHAT_ONLY}
         generation = await self._generate(prompt, sampling)
-        choices = [
-            Choice.model_construct(
-                index=index,
-                finish_reason=generation.finish_reasons[index],
-                message=ChatCompletionMessage(role="assistant", content=text),
+        choices = []
+        for index, tokens in enumerate(generation.output_tokens):
+            text = self.translator.decode_with_tool_awareness(tokens, has_tools=bool(tools))
+            content, calls, reason = self.translator.parse_model_output(text, kwargs.get("tool_choice"), tools)
+            # A response that was cut off stays one, whatever calls it had begun with.
+            cut_off = generation.finish_reasons[index] == "length"
+            choices.append(
+                Choice.model_construct(
+                    index=index,
+                    finish_reason=reason if calls and not cut_off else generation.finish_reasons[index],
+                    message=ChatCompletionMessage.model_construct(role="assistant", content=content, tool_calls=calls),
+                )
             )
-            for index, text in enumerate(self._texts(generation))
-        ]
         return ChatCompletion.model_construct(
             id=str(uuid.uuid4()), choices=choices, created=int(time.time()), model=self._model(), object="chat.completion"
         )
@@ -81,9 +89,13 @@ class ManagedServer:
 
     def render(self, messages: list[Any], tools: list[dict] | None = None, template_kwargs: dict | None = None) -> str:
         """The prompt's text under the tokenizer's chat template, with the opening of the assistant's turn."""
-        return self.tokenizer.apply_chat_template(
+        messages = self.translator.convert_messages_for_template(messages)
+        if self.preserve_think_blocks:
+            messages = [hide_tags(message) for message in messages]
+        text: str = self.tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, add_generation_prompt=True, **(template_kwargs or {})
         )
+        return show_tags(text) if self.preserve_think_blocks else text
 
     def get_state(self) -> dict[str, Any]:
         """`nodes`: the sequences in order; with `track_tree`, `sequences` (and its alias `tree`): text -> sequence."""
@@ -118,6 +130,26 @@ class ManagedServer:
 
     def _model(self) -> str:
         return getattr(getattr(self.server, "config", None), "model_name", "unknown")
+
+
+# Chat templates look for these tags in earlier turns, to remove what is between them.
+TAGS = {"<think>": "\ue000think\ue001", "</think>": "\ue000/think\ue001"}
+
+
+def hide_tags(message: dict[str, Any]) -> dict[str, Any]:
+    """An assistant's message whose `<think>` tags a chat template does not know; private-use characters stand for them."""
+    content = message.get("content")
+    if message.get("role") != "assistant" or not isinstance(content, str):
+        return message
+    for tag, stand_in in TAGS.items():
+        content = content.replace(tag, stand_in)
+    return message | {"content": content}
+
+
+def show_tags(text: str) -> str:
+    for tag, stand_in in TAGS.items():
+        text = text.replace(stand_in, tag)
+    return text
 
 
 class DummyManagedServer:

@@ -69,7 +69,9 @@ class Stack:
     def use_inference(self, url: str, **behaviour: Any) -> None:
         """The stand-in that tests share, set to answer in this way."""
         self.inference_url = url
-        self.control(**({"version": 0, "delay": 0.0, "fail_next": 0, "text": None} | behaviour))
+        self.control(
+            **({"version": 0, "delay": 0.0, "fail_next": 0, "text": None, "cycle": None, "ignore_n": False} | behaviour)
+        )
 
     def start_environment(self, script: str | Path, *flags: str, name: str = "environment") -> Any:
         command = [

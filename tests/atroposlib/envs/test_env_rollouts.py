@@ -1,0 +1,212 @@
+"""One item's way: retries, drops by reason, the backlog, versions; without any process."""
+
+import asyncio
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
+from atroposlib.envs.errors import RolloutFailure, UsageError
+from atroposlib.envs.processing import ProcessingMixin
+from atroposlib.envs.server_handling.generation import current_versions
+from atroposlib.envs.serving import crossed
+
+
+def response(score: float = 1.0, length: int = 3, **more: Any) -> dict[str, Any]:
+    tokens = list(range(1, length + 1))
+    return {"tokens": tokens, "masks": [-100, *tokens[1:]], "scores": score} | more
+
+
+class ScriptedEnv(BaseEnv):
+    """Gives the responses of a list one after the other; an exception in it is raised."""
+
+    name = "scripted"
+
+    def __init__(self, script: list[Any], **settings: Any):
+        super().__init__(
+            BaseEnvConfig(**({"group_size": 2, "rollout_retries": 1} | settings)), [APIServerConfig(base_url="http://x")]
+        )
+        self.script = script
+        self.posted: list[Any] = []
+
+    async def setup(self) -> None:
+        """Nothing to load."""
+
+    async def get_next_item(self) -> Any:
+        return "item"
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to measure."""
+
+    async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:
+        step = self.script.pop(0)
+        if isinstance(step, Exception):
+            raise step
+        return step, [f"after {item}"]
+
+    async def _send_scored_data_to_api(self, scored_data: Any) -> None:
+        self.posted.append(scored_data)
+
+
+def run(env: ScriptedEnv) -> Any:
+    async def whole() -> Any:
+        groups = await env.roll_out("item")
+        if groups is not None:
+            await env.handle_send_to_api(groups, "item")
+        return groups
+
+    return asyncio.run(whole())
+
+
+def test_responses_become_a_group_and_their_items_the_backlog() -> None:
+    env = ScriptedEnv([response(1.0), response(-1.0, length=5)])
+    run(env)
+    (group,) = env.posted
+    assert group["scores"] == [1.0, -1.0]
+    assert env.backlog == ["after item", "after item"]
+    assert env.completion_lengths == [2, 4]
+    assert env.drops.total == 0
+
+
+def test_a_response_that_fails_once_is_made_again(caplog: pytest.LogCaptureFixture) -> None:
+    env = ScriptedEnv([RuntimeError("now and then"), response(1.0), response(-1.0)])
+    run(env)
+    assert len(env.posted) == 1
+    assert env.drops.by_reason == {"errors_retried": 1}
+    assert "RuntimeError: now and then" in caplog.text
+    assert "Traceback" in caplog.text
+
+
+def test_a_response_that_always_fails_gives_the_item_up_and_is_never_scored() -> None:
+    env = ScriptedEnv([RuntimeError("broken")] * 6)
+    with pytest.raises(RolloutFailure, match="RuntimeError: broken"):
+        run(env)
+    assert env.posted == []
+    assert env.drops.by_reason["errors"] >= 1
+
+
+def test_none_drops_the_item_and_is_counted() -> None:
+    env = ScriptedEnv([response(), None])
+    assert run(env) is None
+    assert env.drops.by_reason == {"trajectory_is_none": 1}
+
+
+def test_something_else_than_a_response_is_an_error() -> None:
+    env = ScriptedEnv(["text", "text"], rollout_retries=0)
+    with pytest.raises(RolloutFailure, match="must return a ScoredDataItem, not str"):
+        run(env)
+
+
+@pytest.mark.parametrize(
+    ("script", "settings", "reason"),
+    [
+        ([response(1.0), response(1.0)], {}, "equal_scores"),
+        ([response(1.0), response(float("nan"))], {}, "malformed"),
+        ([response(1.0), response(-1.0, masks=[1])], {}, "malformed"),
+        ([response(1.0), response(-1.0, length=10)], {}, "too_long"),
+    ],
+)
+def test_what_is_dropped_is_counted_by_reason(script: list[Any], settings: dict[str, Any], reason: str) -> None:
+    env = ScriptedEnv(script, **settings)
+    env.max_token_len = 10
+    run(env)
+    assert env.posted == []
+    assert env.drops.by_reason == {reason: 1}
+
+
+def test_equal_scores_may_be_wanted_and_one_response_alone_is_not_equal() -> None:
+    env = ScriptedEnv([response(1.0), response(1.0)], ensure_scores_are_not_same=False)
+    run(env)
+    single = ScriptedEnv([response(1.0)], group_size=1)
+    run(single)
+    assert len(env.posted) == len(single.posted) == 1
+
+
+def test_versions_that_the_environment_does_not_carry_are_the_oldest_it_met() -> None:
+    class Meets(ScriptedEnv):
+        async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:
+            record = current_versions.get()
+            assert record is not None
+            record.note([7, 5])
+            return await super().collect_trajectory(item)
+
+    env = Meets([response(1.0), response(-1.0)])
+    run(env)
+    assert env.posted[0]["weight_versions"] == [5, 5]
+    own = Meets([response(1.0, weight_version=9), response(-1.0, weight_version=8)])
+    run(own)
+    assert own.posted[0]["weight_versions"] == [9, 8]
+
+
+def test_a_list_of_groups_is_sent_as_a_list_without_what_is_dropped() -> None:
+    env = ScriptedEnv([])
+    good = {"tokens": [[1], [1]], "masks": [[1], [1]], "scores": [1.0, -1.0]}
+    equal = good | {"scores": [1.0, 1.0]}
+    asyncio.run(env.handle_send_to_api([dict(good), None, equal, dict(good)]))
+    assert [len(posted) for posted in env.posted] == [2]
+    assert env.drops.by_reason == {"equal_scores": 1}
+
+
+def test_groups_are_kept_in_the_file_that_is_named(tmp_path: Path) -> None:
+    env = ScriptedEnv([response(1.0), response(-1.0)], data_path_to_save_groups=str(tmp_path / "deep" / "groups.jsonl"))
+    run(env)
+    (line,) = (tmp_path / "deep" / "groups.jsonl").read_bytes().splitlines()
+    assert orjson.loads(line)["scores"] == [1.0, -1.0]
+
+
+def test_metrics_go_to_the_file_and_are_counted_anew(tmp_path: Path) -> None:
+    env = ScriptedEnv([response(1.0), response(-1.0)], metrics_path=str(tmp_path / "metrics.jsonl"))
+    run(env)
+
+    async def log_twice() -> None:
+        await env.wandb_log({"own": 1.5})
+        await env.wandb_log()
+
+    asyncio.run(log_twice())
+    first, second = (orjson.loads(line) for line in (tmp_path / "metrics.jsonl").read_bytes().splitlines())
+    assert (first["own"], first["train/completion_lengths"]) == (1.5, 2.0)
+    assert "train/completion_lengths" not in second
+
+
+def test_wandb_that_is_not_installed_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    env = ScriptedEnv([], use_wandb=True)
+    with pytest.raises(UsageError, match="pip install wandb"):
+        env.start_wandb("project", "group")
+
+
+def test_checkpoints_keep_the_environments_own_state(tmp_path: Path) -> None:
+    env = ScriptedEnv([])
+    env.checkpoint_dir, env.wandb_prepend = str(tmp_path), "scripted_0"
+    env.save_checkpoint(5, {"position": 17})
+    later = ScriptedEnv([])
+    later.checkpoint_dir, later.wandb_prepend, later.curr_step = str(tmp_path), "scripted_0", 5
+    later.load_checkpoint()
+    assert later.position == 17  # type: ignore[attr-defined]
+
+
+def test_a_multiple_is_crossed_once_however_far_the_trainer_moves() -> None:
+    steps = [0, 1, 4, 5, 9, 10, 21, 22]
+    assert [now for before, now in pairwise(steps) if crossed(before, now, 5)] == [5, 10, 21]
+
+
+def test_process_stops_when_items_run_out() -> None:
+    class Runs(ScriptedEnv):
+        items = 2
+
+        async def get_next_item(self) -> Any:
+            self.items -= 1
+            return "item" if self.items >= 0 else None
+
+        async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:
+            return response(), []
+
+    env = Runs([], ensure_scores_are_not_same=False)
+    env.n_groups_to_process = 5
+    asyncio.run(ProcessingMixin._make_groups(env))
+    assert env.curr_step == 2
