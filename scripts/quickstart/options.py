@@ -123,7 +123,7 @@ def parser() -> OneLineParser:
         "--cpu", action="store_true", help="train and sample on the CPU (default where nvidia-smi finds no GPU)"
     )
     made.add_argument(
-        "--lr", type=learning_rate, default=1e-3, help="learning rate; 0 must teach nothing (default: %(default)s)"
+        "--lr", type=learning_rate, default=5e-4, help="peak learning rate; 0 must teach nothing (default: %(default)s)"
     )
     made.add_argument(
         "--seed", type=seed_number, default=0, help="seed of problems, sampling and trainer (default: %(default)s)"

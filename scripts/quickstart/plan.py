@@ -11,8 +11,10 @@ from pathlib import Path
 from scripts.quickstart.options import ROOT, Options
 
 GROUP_SIZE = 16
-GROUPS_PER_STEP = 16
+GROUPS_PER_STEP = 8
 MICRO_BATCH = 64
+BATCHES_AHEAD = 1
+"""Batches that the environment may be ahead of the trainer: vLLM samples the next one while the trainer works on this one."""
 MAX_RESPONSE_TOKENS = 96
 MAX_MODEL_LENGTH = 512
 MAX_SEQUENCES = 256
@@ -80,6 +82,8 @@ class Plan:
             variables["CUDA_VISIBLE_DEVICES"] = str(gpu)
         else:
             variables["OMP_NUM_THREADS"] = str(threads)
+            # Trainer and sampler take turns on the same cores: a thread that waits must sleep, not spin.
+            variables["OMP_WAIT_POLICY"] = "passive"
         return variables
 
     def service(self) -> Command:
@@ -119,7 +123,7 @@ class Plan:
     def environment(self) -> Command:
         """The environment that poses problems, samples and scores."""
         arguments = (sys.executable, "environments/arithmetic_server.py", "serve", *self.environment_flags())
-        arguments += ("--env.steps_per_eval", "0")
+        arguments += ("--env.steps_per_eval", "0", "--env.max_batches_offpolicy", str(BATCHES_AHEAD))
         return Command("environment", arguments, {"OMP_NUM_THREADS": "1"}, "environment.log", may_finish=True)
 
     def evaluation(self, which: str, result: Path) -> Command:
@@ -135,7 +139,8 @@ class Plan:
         arguments += ["--weight-bridge-mode", "shared_vllm"]
         arguments += ["--use-shared-memory"] if options.bridge == "broadcast" else ["--single-copy"]
         arguments += ["--vllm-port", str(self.ports.vllm), "--atropos-url", self.service_url]
-        arguments += ["--training-steps", str(options.steps), "--lr", repr(options.lr), "--seed", str(options.seed)]
+        arguments += ["--training-steps", str(options.steps), "--lr", repr(options.lr), "--lr-schedule", "cosine"]
+        arguments += ["--seed", str(options.seed)]
         sequences = GROUP_SIZE * GROUPS_PER_STEP
         arguments += ["--batch-size", str(MICRO_BATCH), "--gradient-accumulation-steps", str(sequences // MICRO_BATCH)]
         arguments += ["--seq-len", str(MAX_MODEL_LENGTH), "--log-dir", str(self.trainer_folder)]
