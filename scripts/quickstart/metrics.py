@@ -61,3 +61,18 @@ def number(step: Step, key: str) -> float | None:
     """One column of a line as a number; None if it is missing or null."""
     value = step.get(key)
     return float(value) if isinstance(value, (int, float)) else None
+
+
+def sampled(environment: list[Step]) -> list[Step]:
+    """The environment's lines as steps to plot: reward (right +1, wrong -1) and length over every answer that was sampled.
+
+    The trainer sees only the groups with something to learn from, whose reward stays near the middle while the model gets
+    better: groups whose answers are all right are dropped.
+    """
+    steps: list[Step] = []
+    for line in environment:
+        correct = number(line, "train/percent_correct")
+        if correct is not None:
+            length = number(line, "train/response_length")
+            steps.append({"step": line.get("step"), "reward_mean": 2 * correct - 1, "response_length_mean": length})
+    return steps

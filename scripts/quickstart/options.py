@@ -115,7 +115,7 @@ def parser() -> OneLineParser:
         allow_abbrev=False,
     )
     made.add_argument("--bridge", choices=BRIDGES, help="how weights reach vLLM (default: broadcast; single-copy on one GPU)")
-    made.add_argument("--steps", type=positive_int, default=60, help="optimizer steps (default: %(default)s)")
+    made.add_argument("--steps", type=positive_int, default=40, help="optimizer steps (default: %(default)s)")
     made.add_argument("--model", default=None, help="checkpoint folder or Hugging Face name (default: the starter model)")
     device = made.add_mutually_exclusive_group()
     device.add_argument("--gpu", action="store_true", help="train and sample on NVIDIA GPUs")

@@ -18,7 +18,6 @@ BATCHES_AHEAD = 1
 MAX_RESPONSE_TOKENS = 96
 MAX_MODEL_LENGTH = 512
 MAX_SEQUENCES = 256
-TRAINING_TEMPERATURE = 1.0
 
 
 @dataclass(frozen=True)
@@ -74,6 +73,11 @@ class Plan:
         """Folder of the trainer's metrics."""
         return self.options.output / "trainer"
 
+    @property
+    def environment_metrics(self) -> Path:
+        """The environment's metrics, JSON lines: over every answer that was sampled, also those of groups it dropped."""
+        return self.options.output / "environment" / "metrics.jsonl"
+
     def shared_variables(self, gpu: int | None, threads: int) -> dict[str, str]:
         """What every process that computes gets."""
         variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(self.ports.rendezvous), "NUM_INFERENCE_NODES": "0"}
@@ -124,6 +128,7 @@ class Plan:
         """The environment that poses problems, samples and scores."""
         arguments = (sys.executable, "environments/arithmetic_server.py", "serve", *self.environment_flags())
         arguments += ("--env.steps_per_eval", "0", "--env.max_batches_offpolicy", str(BATCHES_AHEAD))
+        arguments += ("--env.metrics_path", str(self.environment_metrics))
         return Command("environment", arguments, {"OMP_NUM_THREADS": "1"}, "environment.log", may_finish=True)
 
     def evaluation(self, which: str, result: Path) -> Command:

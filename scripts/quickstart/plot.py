@@ -67,7 +67,7 @@ def draw(path: Path, steps: Sequence[Step], eval_before: float, eval_after: floa
     figure.suptitle(subtitle, x=0.014, ha="left", fontsize=9, color=MUTED)
     reward, length, accuracy = figure.subplots(1, 3, width_ratios=[1.25, 1.25, 0.8])
 
-    style(reward, "Reward on training problems")
+    style(reward, "Reward of sampled answers")
     curve(reward, steps, "reward_mean", REWARD)
 
     style(length, "Response length (tokens)")

@@ -12,13 +12,17 @@ from rich.table import Table
 
 from scripts.quickstart.metrics import Step, number
 
-COLUMNS = ("step", "reward", "loss", "KL", "entropy", "length", "tokens/s", "queue", "age", "version")
+COLUMNS = ("step", "solved", "reward", "loss", "KL", "entropy", "length", "tokens/s", "queue", "age", "version")
 ROWS = 12
 """Steps that the live table shows."""
 
 
 def cells(step: Step) -> tuple[str, ...]:
-    """One line of metrics as text, in the order of COLUMNS; a missing value is a dash."""
+    """One line of metrics as text, in the order of COLUMNS; a missing value is a dash.
+
+    `solved` is the share of right answers among all that were sampled; the trainer's own reward is over the groups that it
+    trained on, which are those with something to learn from.
+    """
 
     def text(key: str, form: str) -> str:
         value = number(step, key)
@@ -26,6 +30,7 @@ def cells(step: Step) -> tuple[str, ...]:
 
     return (
         text("step", ".0f"),
+        text("solved", ".0%"),
         text("reward_mean", "+.3f"),
         text("loss", "+.4f"),
         text("kl", ".1e"),
@@ -70,7 +75,10 @@ class TrainingDisplay:
 
     def table(self) -> Table:
         """The last steps."""
-        table = Table(header_style="bold", caption="age: weight versions between sampling and training, mean/max")
+        table = Table(
+            header_style="bold",
+            caption="solved: of all answers sampled; reward: of those trained on; age: in weight versions, mean/max",
+        )
         for name in COLUMNS:
             table.add_column(name, justify="right")
         for step in self.shown[-ROWS:]:

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from rich.console import Console
 
-from scripts.quickstart.metrics import MetricsFile
+from scripts.quickstart.metrics import MetricsFile, sampled
 from scripts.quickstart.options import ROOT, Options
 from scripts.quickstart.plan import Command, Plan, Ports
 from scripts.quickstart.ports import PortReservations
@@ -43,8 +43,11 @@ STALL_SECONDS = 300.0
 FINISH_SECONDS = 180.0
 """How long the trainer may take after its last step, to write the checkpoint."""
 
+SHARE = "train/percent_correct"
+"""The environment's name for the fraction of right answers among those sampled since its last line."""
+
 LOCK = ".quickstart-lock"
-MADE_HERE = ("logs", "trainer", "checkpoints", "tensorboard", "summary.json", "reward.png", "commands.sh")
+MADE_HERE = ("logs", "trainer", "environment", "checkpoints", "summary.json", "reward.png", "commands.sh")
 """What a run puts into its output folder, and what the next one in the same folder removes first."""
 
 
@@ -112,6 +115,7 @@ class Quickstart:
         self.options, self.console, self.make_plan = options, console, make_plan
         self.phases = Phases()
         self.metrics = MetricsFile(Path())
+        self.environment_metrics = MetricsFile(Path())
         self.supervisor = Supervisor()
 
     def say(self, text: str) -> None:
@@ -138,6 +142,7 @@ class Quickstart:
             self.plan = self.make_plan(self.options, Ports(service=ports.pick(), vllm=ports.pick(), rendezvous=ports.pick()))
             (self.options.output / "commands.sh").write_text(self.plan.script())
             self.metrics = MetricsFile(self.plan.trainer_folder / "metrics.jsonl")
+            self.environment_metrics = MetricsFile(self.plan.environment_metrics)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 stack.callback(signal.signal, number, signal.signal(number, raise_interrupted))
             try:
@@ -226,7 +231,9 @@ class Quickstart:
                 new = self.metrics.read_new()
                 if new:
                     last_news = time.monotonic()
-                    display.add(new)
+                    self.environment_metrics.read_new()
+                    share = [line[SHARE] for line in self.environment_metrics.steps if SHARE in line]
+                    display.add([step | {"solved": share[-1] if share else None} for step in new])
                 limit = FINISH_SECONDS if len(self.metrics.steps) >= self.options.steps else STALL_SECONDS
                 if time.monotonic() - last_news > limit:
                     raise self.stalled(limit, [trainer, environment])
@@ -253,7 +260,9 @@ class Quickstart:
         write_summary(output / "summary.json", summary)
         plot = output / "reward.png"
         problems = summary["eval_problems"]
-        draw(plot, self.metrics.steps, summary["eval_before"], summary["eval_after"], problems, subtitle(summary))
+        self.environment_metrics.read_new()
+        curves = sampled(self.environment_metrics.steps) or self.metrics.steps
+        draw(plot, curves, summary["eval_before"], summary["eval_after"], problems, subtitle(summary))
         paths = {
             "reward plot": plot,
             "summary": output / "summary.json",

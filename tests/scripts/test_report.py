@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from scripts.quickstart.metrics import MetricsFile
+from scripts.quickstart.metrics import MetricsFile, sampled
 from scripts.quickstart.options import Options
 from scripts.quickstart.plan import Plan, Ports
 from scripts.quickstart.plot import draw, smooth
@@ -81,11 +81,16 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
         metrics.read_new()
 
 
+def test_every_sampled_answer_counts_in_the_plot() -> None:
+    lines = [{"step": 1, "train/percent_correct": 0.25, "train/response_length": 9.5}, {"step": 2}]
+    assert sampled(lines) == [{"step": 1, "reward_mean": -0.5, "response_length_mean": 9.5}]
+
+
 def test_plain_lines_without_a_terminal() -> None:
     out = io.StringIO()
     with TrainingDisplay(Console(file=out, width=200), 3, seconds_between_lines=3600) as display:
         for number in (1, 2, 3):
-            display.add([step(number)])
+            display.add([step(number, solved=0.5)])
     first, last = out.getvalue().splitlines()  # the second came too soon after the first
     assert first.startswith("step 1/3 ")
     assert last.startswith("step 3/3 ")
@@ -96,6 +101,7 @@ def test_plain_lines_without_a_terminal() -> None:
         "KL 2.0e-04",
         "entropy 0.500",
         "tokens/s 1,23",
+        "solved 50%",
         "queue 3",
         "age 0.5/1",
         "version 3",
@@ -104,7 +110,7 @@ def test_plain_lines_without_a_terminal() -> None:
 
 
 def test_missing_values_are_dashes_not_errors() -> None:
-    assert plain_line({"step": 1, "kl": None}, 5).startswith("step 1/5  reward -  loss -  KL -")
+    assert plain_line({"step": 1, "kl": None}, 5).startswith("step 1/5  solved -  reward -  loss -  KL -")
 
 
 def test_a_terminal_gets_one_table() -> None:
