@@ -7,6 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from atroposlib.api.metrics import Metrics
@@ -31,6 +32,11 @@ class RolloutService:
         self.latest: bytes | None = None
         self._broken: StoreError | None = None
         self._mending: asyncio.Task[None] | None = None
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-store")
+        self._waiting: list[Changes] = []
+        self._committed: asyncio.Future[None] | None = None
+        """Resolves when what waits now is stored."""
+        self._committing: asyncio.Task[None] | None = None
 
     async def run(self, call: Callable[[RolloutQueue], T]) -> T:
         """Run `call` on the queue and return its result once everything it changed is stored.
@@ -46,22 +52,43 @@ class RolloutService:
         return result
 
     async def _store(self, changes: Changes) -> None:
+        """Wait until the changes are stored, together with all others that wait by then."""
         if not changes:
             return
-        started = time.perf_counter()
-        stored = self.store.submit(changes)
-        if stored.done() and stored.exception() is None:
+        if not self.store.durable:
+            self.store.commit([changes])
             return
+        self._waiting.append(changes)
+        if self._committed is None:
+            self._committed = asyncio.get_running_loop().create_future()
+        committed = self._committed
+        if self._committing is None or self._committing.done():
+            self._committing = asyncio.create_task(self._commit_all())
         try:
             async with asyncio.timeout(self.commit_timeout):
-                # shielded: a client that goes away does not take back what others share the commit with
-                await asyncio.shield(asyncio.wrap_future(stored))
+                await asyncio.shield(committed)  # a client that goes away does not take back what others share
         except TimeoutError:
             raise StoreError(f"the store did not answer within {self.commit_timeout:g} s; look at the disk it is on") from None
-        except StoreError as error:
-            self._mend(error)
-            raise
-        self.metrics.commit_seconds.observe(time.perf_counter() - started)
+
+    async def _commit_all(self) -> None:
+        while self._waiting:
+            together, self._waiting = self._waiting, []
+            committed, self._committed = self._committed, None
+            assert committed is not None
+            started = time.perf_counter()
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._writer, self.store.commit, together)
+            except StoreError as error:
+                self._mend(error)
+                # What came after was made from a state that never was.
+                for future in (committed, self._committed):
+                    if future is not None:
+                        future.set_exception(error)
+                        future.exception()  # whoever waited may be gone
+                self._waiting, self._committed = [], None
+            else:
+                committed.set_result(None)
+                self.metrics.commit_seconds.observe(time.perf_counter() - started)
 
     def _mend(self, error: StoreError) -> None:
         """What the queue did since the last commit did not happen: take over the store's view of it."""
@@ -174,6 +201,10 @@ class RolloutService:
 
     async def close(self) -> None:
         """Store what is under way and close the store."""
-        if self._mending is not None:
-            await asyncio.wait([self._mending], timeout=self.commit_timeout)
+        under_way = [task for task in (self._committing, self._mending) if task is not None]
+        if under_way:
+            _, late = await asyncio.wait(under_way, timeout=self.commit_timeout)
+            if late:
+                logger.error("the store did not answer within %g s; what it was given last may be lost", self.commit_timeout)
+        self._writer.shutdown(wait=False)
         await asyncio.to_thread(self.store.close)

@@ -1,7 +1,6 @@
-"""A durable store: one SQLite file in WAL mode, one writer thread, group commit.
+"""A durable store: one SQLite file in WAL mode. What is committed together costs one fsync.
 
-All changes that wait when the writer comes round go into one transaction, so that one fsync serves many posts. Bodies
-have a table of their own, because SQLite rewrites a whole row to change one column of it.
+Bodies have a table of their own, because SQLite rewrites a whole row to change one column of it.
 """
 
 from __future__ import annotations
@@ -9,13 +8,11 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import queue
 import sqlite3
 import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 
@@ -33,7 +30,6 @@ PAGE_SIZE = 65536
 """Bodies are long: larger pages make fewer links."""
 CHECKPOINT_PAGES = 1024
 """64 MiB of log before it is copied into the file. Much of it has been handed out and freed by then."""
-MOST_BYTES_PER_COMMIT = 32 << 20
 RECENT_BYTES = 64 << 20
 """Bodies of the newest groups are kept in memory, since most are handed out soon."""
 QUEUED, BUFFERED = 0, -1  # the column `place`; above 0 it is the id of the batch that holds the group
@@ -65,8 +61,6 @@ class SqliteStore(Store):
         if not path.parent.is_dir():
             raise StoreError(f"{path}: the folder {path.parent} does not exist; create it, or pass another --store")
         self._lock_file = self._take_lock()
-        self._pending: queue.SimpleQueue[tuple[Changes, Future[None]] | None] = queue.SimpleQueue()
-        self._failure: StoreError | None = None
         self._recent = _Recent(RECENT_BYTES)
         self._writing = threading.Lock()
         self._reading = threading.Lock()
@@ -76,8 +70,6 @@ class SqliteStore(Store):
             self._reader = self._connect()
         except sqlite3.Error as error:
             raise self._error(error) from None
-        self._thread = threading.Thread(target=self._write_all, name="rollout-store", daemon=True)
-        self._thread.start()
 
     def _error(self, error: Exception) -> StoreError:
         text = str(error)
@@ -135,22 +127,13 @@ class SqliteStore(Store):
     # ---- reading ----
 
     def load(self) -> Snapshot:
-        """Everything but the bodies; a store that has failed is usable again."""
+        """Everything but the bodies."""
         with self._writing:
-            while True:  # what was submitted after a failure was made from a state that never was
-                try:
-                    waiting = self._pending.get_nowait()
-                except queue.Empty:
-                    break
-                if waiting is not None and self._failure is not None:
-                    waiting[1].set_exception(self._failure)
+            self._recent.clear()  # it may hold what was never stored
             try:
-                snapshot = self._snapshot()
+                return self._snapshot()
             except sqlite3.Error as error:
                 raise self._error(error) from None
-            self._failure = None
-            self._recent.clear()  # it may hold what was never stored
-            return snapshot
 
     def _snapshot(self) -> Snapshot:
         run = self._writer.execute
@@ -198,67 +181,32 @@ class SqliteStore(Store):
 
     # ---- writing ----
 
-    def submit(self, changes: Changes) -> Future[None]:
-        """Hand the changes to the writer."""
-        if changes.wipe:
-            self._recent.clear()
-        for group, body, _ in changes.added:
-            self._recent.put(group.seq, body)
-        for seq in changes.removed:
-            self._recent.drop(seq)
-        future: Future[None] = Future()
-        self._pending.put((changes, future))
-        return future
-
-    def _write_all(self) -> None:
-        """The writer thread: everything that waits goes into one transaction."""
-        last = False
-        while not last:
-            first = self._pending.get()
-            if first is None:
-                return
-            together = [first]
-            size = _size(first[0])
-            while size < MOST_BYTES_PER_COMMIT:
-                try:
-                    more = self._pending.get_nowait()
-                except queue.Empty:
-                    break
-                if more is None:
-                    last = True
-                    break
-                together.append(more)
-                size += _size(more[0])
-            with self._writing:
-                if self._failure is None:
-                    self._failure = self._commit([changes for changes, _ in together])
-                failure = self._failure
-            for _, future in together:
-                if failure is None:
-                    future.set_result(None)
-                else:
-                    future.set_exception(failure)
-
-    def _commit(self, together: list[Changes]) -> StoreError | None:
-        try:
-            self._writer.execute("BEGIN IMMEDIATE")
-            for changes in together:
-                if changes.wipe:
-                    self._wipe()
-            # What came before a wipe is gone; what is left is applied at once.
-            wiped = max((index for index, changes in enumerate(together) if changes.wipe), default=0)
-            self._apply(together[wiped:])
-            self._writer.execute("COMMIT")
-        except (sqlite3.Error, OSError) as error:
+    def commit(self, together: Sequence[Changes]) -> None:
+        """Write the changes in one transaction, and have it on the disk."""
+        with self._writing:
             try:
-                if self._writer.in_transaction:
-                    self._writer.execute("ROLLBACK")
-            except sqlite3.Error as second:
-                logger.error("store %s: the rollback failed too: %s", self.path, second)
-            return self._error(error)
-        return None
+                self._writer.execute("BEGIN IMMEDIATE")
+                for changes in together:
+                    if changes.wipe:
+                        self._wipe()
+                # What came before a wipe is gone; what is left is applied at once.
+                wiped = max((index for index, changes in enumerate(together) if changes.wipe), default=0)
+                self._apply(together[wiped:])
+                self._writer.execute("COMMIT")
+            except (sqlite3.Error, OSError) as error:
+                self._roll_back()
+                raise self._error(error) from None
+            for changes in together:
+                self._recent.follow(changes)
 
-    def _apply(self, together: list[Changes]) -> None:
+    def _roll_back(self) -> None:
+        try:
+            if self._writer.in_transaction:
+                self._writer.execute("ROLLBACK")
+        except sqlite3.Error as error:
+            logger.error("store %s: the rollback failed too: %s", self.path, error)
+
+    def _apply(self, together: Sequence[Changes]) -> None:
         """Apply several changes, in their order.
 
         Lists go in as JSON and are unfolded by SQLite: every statement hands the interpreter to other threads and has to
@@ -317,16 +265,11 @@ class SqliteStore(Store):
             self._writer.execute(f"DELETE FROM {table}")
 
     def close(self) -> None:
-        """Write what waits, fold the log into the file, and let go of it."""
-        self._pending.put(None)
-        self._thread.join(timeout=60)
-        if self._thread.is_alive():
-            logger.error("store %s: the last changes were not written within 60 s", self.path)
-            return
-        with self._reading:
+        """Fold the log into the file, and let go of it."""
+        with self._writing, self._reading:
             self._reader.close()
-        self._writer.close()
-        os.close(self._lock_file)
+            self._writer.close()
+            os.close(self._lock_file)
 
 
 class _Recent:
@@ -337,17 +280,17 @@ class _Recent:
         self._bodies: OrderedDict[int, bytes] = OrderedDict()
         self._bytes = 0
 
-    def put(self, seq: int, body: bytes) -> None:
-        """Keep one more."""
-        self.drop(seq)
-        self._bodies[seq] = body
-        self._bytes += len(body)
+    def follow(self, changes: Changes) -> None:
+        """Keep what was added, let go of what was removed."""
+        if changes.wipe:
+            self.clear()
+        for group, body, _ in changes.added:
+            self._bodies[group.seq] = body
+            self._bytes += len(body)
+        for seq in changes.removed:
+            self._bytes -= len(self._bodies.pop(seq, b""))
         while self._bytes > self.most_bytes:
             self._bytes -= len(self._bodies.popitem(last=False)[1])
-
-    def drop(self, seq: int) -> None:
-        """Let go of one."""
-        self._bytes -= len(self._bodies.pop(seq, b""))
 
     def get(self, seqs: Sequence[int]) -> list[bytes] | None:
         """All of them, or None."""
@@ -358,10 +301,6 @@ class _Recent:
         """Let go of all."""
         self._bodies.clear()
         self._bytes = 0
-
-
-def _size(changes: Changes) -> int:
-    return sum(len(body) for _, body, _ in changes.added)
 
 
 def set_aside(path: Path) -> int:

@@ -1,10 +1,9 @@
-"""Where the rollout service keeps its state. A store applies `Changes` in the order in which they are submitted."""
+"""Where the rollout service keeps its state."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from concurrent.futures import Future
 
 from atroposlib.api.state import Changes, Snapshot
 
@@ -16,30 +15,30 @@ class StoreError(RuntimeError):
 class Store(ABC):
     """Keeps groups, leases and registrations.
 
-    Used by one thread: `load`, then any number of `submit` and `bodies`, then `close`.
+    `commit` is called by one thread at a time, `bodies` by any.
     """
 
     durable: bool = False
-    """What was submitted survives the death of the process once its future has resolved."""
+    """What was committed survives the death of the process and of the machine. A store that is not commits at once."""
 
     @abstractmethod
     def load(self) -> Snapshot:
-        """Everything that was stored, but for the bodies. Also makes a store that has failed usable again.
+        """Everything that was stored, but for the bodies.
 
         Raises:
             StoreError: the store cannot be read.
         """
 
     @abstractmethod
-    def submit(self, changes: Changes) -> Future[None]:
-        """Store the changes, all or none of them.
+    def commit(self, together: Sequence[Changes]) -> None:
+        """Store changes, in their order, all or none of them.
 
-        The future resolves when they are stored. If it fails, with a StoreError, everything submitted after it fails
-        too until `load` is called: what is stored is always what was submitted up to some point.
+        Raises:
+            StoreError: none is stored. What is stored is as it was before.
         """
 
     def bodies_at_hand(self, seqs: Sequence[int]) -> list[bytes] | None:
-        """The same as `bodies` if that needs no disk, else None. Called on the thread that submits."""
+        """The same as `bodies` if that needs no disk, else None."""
         return None
 
     @abstractmethod
@@ -52,7 +51,7 @@ class Store(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Store what was submitted and let go of the file."""
+        """Let go of the file."""
 
 
 class MemoryStore(Store):
@@ -65,17 +64,15 @@ class MemoryStore(Store):
         """Nothing: a memory store starts empty."""
         return Snapshot()
 
-    def submit(self, changes: Changes) -> Future[None]:
+    def commit(self, together: Sequence[Changes]) -> None:
         """Keep new bodies and let go of removed ones."""
-        if changes.wipe:
-            self._bodies.clear()
-        for group, body, _ in changes.added:
-            self._bodies[group.seq] = body
-        for seq in changes.removed:
-            self._bodies.pop(seq, None)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        for changes in together:
+            if changes.wipe:
+                self._bodies.clear()
+            for group, body, _ in changes.added:
+                self._bodies[group.seq] = body
+            for seq in changes.removed:
+                self._bodies.pop(seq, None)
 
     def bodies(self, seqs: Sequence[int]) -> list[bytes]:
         """Bodies by sequence number."""

@@ -18,8 +18,6 @@ from atroposlib.api.store import StoreError
 
 from .conftest import ROOT
 
-WAIT = 30  # seconds for a commit on a busy machine
-
 
 def draft(body: bytes = b"{}", size: int = 4, env_id: int | None = None, key: str | None = None) -> Draft:
     return Draft(body, size, 10, env_id, None, key)
@@ -63,7 +61,7 @@ def test_a_restart_finds_everything_as_it_was(path: Path) -> None:
     queue = RolloutQueue(Limits(max_keys=2))
 
     def save() -> None:
-        store.submit(queue.take_changes()).result(WAIT)
+        store.commit([queue.take_changes()])
 
     def check() -> None:
         nonlocal store, queue
@@ -106,7 +104,7 @@ def test_a_restart_finds_everything_as_it_was(path: Path) -> None:
 def test_bodies_are_read_from_the_file_when_memory_has_let_go_of_them(store: SqliteStore) -> None:
     body = bytes(range(256)) * 4096
     changes = Changes(added=[(Group(seq, -1, 1, 1, len(body), 0), body, False) for seq in range(70)])
-    store.submit(changes).result(WAIT)
+    store.commit([changes])
     assert store.bodies_at_hand([69]) == [body]
     assert store.bodies_at_hand([0]) is None, "70 MiB are more than it keeps"
     assert store.bodies([0, 69]) == [body, body]
@@ -140,7 +138,7 @@ def test_another_programs_database_is_refused(path: Path) -> None:
 def test_a_damaged_body_is_noticed(path: Path) -> None:
     store = SqliteStore(path)
     body = b"precious rollout " * 20_000
-    store.submit(Changes(added=[(Group(0, -1, 1, 1, len(body), 0), body, False)])).result(WAIT)
+    store.commit([Changes(added=[(Group(0, -1, 1, 1, len(body), 0), body, False)])])
     store.close()
     content = bytearray(path.read_bytes())
     content[content.rfind(b"precious") + 3] ^= 1
@@ -165,19 +163,19 @@ for seq in range(200):
     body = bytes([seq]) * 300_000
     group = Group(seq, -1, 1, 1, len(body), 0)
     try:
-        store.submit(Changes(added=[(group, body, False)])).result(30)
+        store.commit([Changes(added=[(group, body, False)])])
         kept.append(seq)
     except StoreError as error:
         print(error)
         break
 try:
-    store.submit(Changes(added=[(Group(999, -1, 1, 1, 2, 0), b"{}", False)])).result(30)
+    store.commit([Changes(added=[(Group(999, -1, 1, 1, 300_000, 0), b"x" * 300_000, False)])])
 except StoreError as error:
     print("still refusing")
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 assert [group.seq for group in store.load().queued] == kept
 assert store.bodies(kept) == [bytes([seq]) * 300_000 for seq in kept]
-store.submit(Changes(added=[(Group(1000, -1, 1, 1, 2, 0), b"{}", False)])).result(30)
+store.commit([Changes(added=[(Group(1000, -1, 1, 1, 2, 0), b"{}", False)])])
 store.close()
 print("kept", len(kept))
 """
@@ -206,7 +204,7 @@ def test_setting_a_store_aside(path: Path) -> None:
     assert set_aside(path) == 0
     assert not path.exists()
     store = SqliteStore(path)
-    store.submit(Changes(added=[(Group(0, -1, 1, 1, 2, 0), b"{}", False)])).result(WAIT)
+    store.commit([Changes(added=[(Group(0, -1, 1, 1, 2, 0), b"{}", False)])])
     store.close()
     assert set_aside(path) == 1
     moved = SqliteStore(path.with_suffix(".previous.db"))

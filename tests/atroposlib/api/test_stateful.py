@@ -42,7 +42,7 @@ class ServiceMachine(RuleBasedStateMachine):
         self.acks = False
 
     def commit(self) -> None:
-        self.store.submit(self.queue.take_changes()).result(60)
+        self.store.commit([self.queue.take_changes()])
 
     def note_drops(self) -> None:
         """A group may only vanish where the contract says so; which ones did is told by the numbers."""
@@ -220,6 +220,4 @@ class ServiceMachine(RuleBasedStateMachine):
 
 
 TestService = ServiceMachine.TestCase
-TestService.settings = settings(
-    max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestService.settings = settings(max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
