@@ -14,7 +14,7 @@ from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.errors import InferenceUnavailable
 from atroposlib.envs.groups import DropCounter, ScoredDataGroup
 from atroposlib.envs.jsonl import JsonLinesWriter
-from atroposlib.envs.server_handling.openai_server import OpenAIRoutes
+from atroposlib.envs.server_handling.openai_server import OpenAIRoutes, OpenAIServer
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.server_baseline import (
     MODEL_NOT_NAMED,
@@ -90,6 +90,7 @@ class EnvironmentCore(ABC):
         # What is counted and logged
         self.drops = DropCounter()
         self.items_sent_this_step = 0
+        self.groups_sent = 0
         self.completion_lengths: list[int] = []
         self.rollouts_for_wandb: list[list[tuple[str, float]]] = []
         self.task_duration: list[float] = []
@@ -216,9 +217,18 @@ class EnvironmentCore(ABC):
                 wrong = await server.probe()
                 if wrong is not None:
                     await server.gate.wait_until_well(wrong)
-        if self._tokenizer_name() or isinstance(self.server.servers[0], OpenAIRoutes):
+        name, server = self._tokenizer_name(), self.server.servers[0]
+        # An endpoint that gives text only may serve a model whose tokenizer nobody can have: load it when it is used.
+        if name is None and isinstance(server, OpenAIRoutes) and not isinstance(server, OpenAIServer):
+            try:
+                name = await server.model()
+            except httpx.HTTPError as error:
+                raise InferenceUnavailable(
+                    f"inference server at {server.root_url}: /v1/models failed ({error}); pass --env.tokenizer_name"
+                ) from error
+        if name is not None and self._tokenizer is None:
             # Loading takes seconds: not in the event loop, where a signal to stop would have to wait for it.
-            await asyncio.to_thread(lambda: self.tokenizer)
+            self.tokenizer = await asyncio.to_thread(load_tokenizer, name)
 
 
 def load_tokenizer(name: str) -> Any:

@@ -108,8 +108,9 @@ class ReportingMixin(EnvironmentCore):
             "mainloop_timings": self.mainloop_timings,
             "workers_added_per_attempt": self.workers_added_list,
         }
-        if self.succeeded_task_duration:
-            metrics_dict["train/items_sent_to_api"] = len(self.succeeded_task_duration)
+        if self.groups_sent:
+            metrics_dict["train/items_sent_to_api"] = self.groups_sent
+            self.groups_sent = 0
         if self.failed_task_duration:
             metrics_dict["train/items_rejected"] = len(self.failed_task_duration)
         for name, values in series.items():

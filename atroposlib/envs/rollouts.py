@@ -159,6 +159,7 @@ class RolloutMixin(ReportingMixin):
             logger.error("the rollout service refused %d group(s): %s", len(groups), rejection)
             return
         self.items_sent_this_step += len(groups)
+        self.groups_sent += len(groups)
 
 
 async def gather_or_cancel(calls: list[Awaitable[T]]) -> list[T]:

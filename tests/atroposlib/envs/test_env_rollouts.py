@@ -171,6 +171,47 @@ def test_metrics_go_to_the_file_and_are_counted_anew(tmp_path: Path) -> None:
     assert "train/completion_lengths" not in second
 
 
+class RecordingWandb:
+    """Has W&B's interface and keeps what it is given: the real one is optional, and needs an account."""
+
+    def __init__(self) -> None:
+        self.runs: list[dict[str, Any]] = []
+        self.logged: list[tuple[int, dict[str, Any]]] = []
+
+    class Table:
+        def __init__(self, columns: list[str]):
+            self.rows: list[tuple[Any, ...]] = []
+
+        def add_data(self, *row: Any) -> None:
+            self.rows.append(row)
+
+    def init(self, **settings: Any) -> None:
+        self.runs.append(settings)
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        self.logged.append((step, metrics))
+
+
+def test_wandb_gets_each_environments_metrics_under_its_name(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
+    import sys
+
+    wandb = RecordingWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    env = ScriptedEnv([response(1.0), response(-1.0)], use_wandb=True, wandb_name="mine")
+    env.tokenizer = tokenizer
+    env.start_wandb("project", "group")
+    env.wandb_prepend, env.curr_step = "mine_0", 12
+    run(env)
+    asyncio.run(env.wandb_log({"train/percent_correct": 0.5}))
+    ((step, metrics),) = wandb.logged
+    assert (wandb.runs[0]["project"], wandb.runs[0]["group"]) == ("project", "group")
+    assert wandb.runs[0]["name"].startswith("mine-")
+    assert step == 12
+    assert metrics["mine_0_train/percent_correct"] == 0.5
+    (table,) = [value for value in metrics.values() if isinstance(value, RecordingWandb.Table)]
+    assert [score for _, score in table.rows] == [1.0]
+
+
 def test_wandb_that_is_not_installed_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
