@@ -9,9 +9,12 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
+import openai
 from pydantic import BaseModel
 
-from atroposlib.envs.errors import EnvironmentFailure
+from atroposlib.envs.errors import EnvironmentFailure, RolloutFailure
+from atroposlib.envs.server_handling.server_baseline import describe
 from atroposlib.envs.server_handling.server_manager import APIServerConfig, ServerManagerConfig
 from atroposlib.envs.settings import Settings, merge, parse_flags, read_yaml
 
@@ -47,6 +50,10 @@ def main(env_cls: "type[BaseEnv]", arguments: list[str] | None = None) -> int:
     except EnvironmentFailure as failure:
         print(f"error: {failure}", file=sys.stderr, flush=True)
         return failure.exit_code
+    except (httpx.HTTPError, openai.APIError, RolloutFailure) as error:
+        # What a server refused, or a rollout that could not be made, is no fault of this program: no traceback.
+        print(f"error: {' '.join(describe(error).split())}", file=sys.stderr, flush=True)
+        return EnvironmentFailure.exit_code
 
 
 def command_defaults(command: str, env_cls: "type[BaseEnv]", default_env: BaseModel) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from atroposlib.envs.errors import UsageError
 from atroposlib.envs.server_handling.generation import Generation
 from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
+from atroposlib.envs.server_handling.proxy_client import create_proxy_session
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ReasoningConfig, ServerBaseline
 from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
@@ -159,6 +160,15 @@ class ServerManager:
         Raises:
             NotImplementedError: the endpoint gives no token ids and dummies are not allowed.
         """
+        if self.use_proxy:
+            if not self.proxy_url:
+                raise UsageError("use_proxy is set but no address is: pass --proxy_url or set ATROPOS_PROXY_URL")
+            session = await create_proxy_session(self.proxy_url, base_url, self.tool_parser or "hermes")
+            try:
+                yield session
+            finally:
+                await session.cleanup()
+            return
         server = self.pick()
         managed: ManagedServer | DummyManagedServer
         if isinstance(server, OpenAIServer):

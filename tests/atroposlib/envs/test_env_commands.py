@@ -7,6 +7,8 @@ import pytest
 import yaml
 from env_stack import Stack
 
+from scripts.quickstart.readiness import wait_until
+
 pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -32,14 +34,6 @@ def test_evaluate_writes_the_result_and_readable_samples(stack: Stack, shared_in
     assert samples[0]["messages"][-1] == {"role": "assistant", "content": f"\\boxed{{{samples[0]['gold_answer']}}}"}
 
 
-def test_evaluate_counts_what_is_wrong(stack: Stack, shared_inference: str, tmp_path: Path) -> None:
-    stack.use_inference(shared_inference, text="I do not know")
-    output = tmp_path / "result.json"
-    command = stack.start_environment(ARITHMETIC, "evaluate", "--env.eval_size", "10", "--env.eval_output", str(output))
-    stack.processes.finish(command, 60)
-    assert json.loads(output.read_text())["fraction_correct"] == 0.0
-
-
 def test_process_writes_groups_and_a_page(stack: Stack, shared_inference: str, tmp_path: Path) -> None:
     stack.use_inference(shared_inference, version=2)
     groups = tmp_path / "groups.jsonl"
@@ -57,13 +51,12 @@ def test_process_writes_groups_and_a_page(stack: Stack, shared_inference: str, t
     assert "http" not in page, "the page must be self-contained"
 
 
-def test_process_never_overwrites_earlier_groups(stack: Stack, shared_inference: str, tmp_path: Path) -> None:
-    stack.use_inference(shared_inference)
-    groups = tmp_path / "groups.jsonl"
-    groups.write_text("earlier\n")
-    command = stack.start_environment(
-        ARITHMETIC, "process", "--env.total_steps", "1", "--env.data_path_to_save_groups", str(groups)
-    )
-    stack.processes.finish(command, 60)
-    assert groups.read_text() == "earlier\n"
-    assert len((tmp_path / "groups_1.jsonl").read_text().splitlines()) == 1
+def test_a_server_that_refuses_ends_an_evaluation_with_one_clear_line(stack: Stack, shared_inference: str) -> None:
+    stack.use_inference(shared_inference, fail_next=10_000)
+    command = stack.start_environment(ARITHMETIC, "evaluate", "--env.eval_size", "2")
+    wait_until("its end", lambda: None if command.poll() is not None else "it still runs", 60)
+    stack.control(fail_next=0)
+    log = command.log_path.read_text()
+    assert command.poll() == 1
+    assert log.strip().splitlines()[-1].startswith("error: 500: ")
+    assert "Traceback" not in log

@@ -157,6 +157,15 @@ def test_groups_are_kept_in_the_file_that_is_named(tmp_path: Path) -> None:
     assert orjson.loads(line)["scores"] == [1.0, -1.0]
 
 
+def test_earlier_groups_are_never_overwritten(tmp_path: Path) -> None:
+    groups = tmp_path / "groups.jsonl"
+    groups.write_text("earlier")
+    (tmp_path / "groups_1.jsonl").write_text("too")
+    env = ScriptedEnv([], data_path_to_save_groups=str(groups))
+    assert env.config.data_path_to_save_groups == str(tmp_path / "groups_2.jsonl")
+    assert groups.read_text() == "earlier"
+
+
 def test_metrics_go_to_the_file_and_are_counted_anew(tmp_path: Path) -> None:
     env = ScriptedEnv([response(1.0), response(-1.0)], metrics_path=str(tmp_path / "metrics.jsonl"))
     run(env)
