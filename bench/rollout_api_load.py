@@ -1,0 +1,278 @@
+#!/usr/bin/env python3
+"""The same load on the public Atropos server and on ours, side by side, and what our memory does over many groups.
+
+    python bench/rollout_api_load.py                    # both servers in turn, three rounds
+    python bench/rollout_api_load.py --memory-groups 100000
+
+Ours keeps every group in SQLite (an answered post is on the disk); the public server keeps them in memory. The load comes
+from ../shared/bench/api_load.py: 1,024 groups of 8 x 512 tokens with logprobs, 16 clients, one trainer that drains. It
+shares the machine's cores with the server. Prints a table and writes bench/results/rollout_api_load.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import platform
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+LOAD = ROOT.parent / "shared" / "bench" / "api_load.py"
+PUBLIC = "atroposlib==0.4.0"
+PUBLIC_NEEDS = ["fastapi", "uvicorn", "pydantic", "numpy"]
+RESULT = re.compile(
+    r"posted=(?P<posted>\d+) drained=(?P<drained>\d+) p50=(?P<p50>[\d.]+)ms p99=(?P<p99>[\d.]+)ms "
+    r"lost=(?P<lost>\d+) dup=(?P<dup>\d+) order_inversions=(?P<inversions>\d+)"
+)
+
+
+def public_python(folder: Path) -> Path:
+    """The interpreter of a virtual environment that holds the public server; made at the first call."""
+    python = folder / "bin" / "python"
+    ready = folder / "ready"
+    if not ready.exists():
+        print(f"installing {PUBLIC} in {folder} …", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True, timeout=120)
+        install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        # The server needs a few packages only; the environments' (datasets, nltk, …) would take minutes.
+        subprocess.run([*install, "--no-deps", PUBLIC], check=True, timeout=600)
+        subprocess.run([*install, *PUBLIC_NEEDS], check=True, timeout=600, stderr=subprocess.DEVNULL)
+        ready.touch()
+    return python
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@contextmanager
+def server(command: Sequence[str | Path], port: int, directory: Path) -> Iterator[int]:
+    """A server process, from its first answer on. Yields its process id."""
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen([str(part) for part in command], cwd=directory, stdout=log, stderr=log)
+        try:
+            deadline = time.monotonic() + 60
+            while True:
+                try:
+                    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+                    connection.request("GET", "/")
+                    connection.getresponse().read()
+                    break
+                except OSError:
+                    if process.poll() is not None or time.monotonic() > deadline:
+                        log.seek(0)
+                        sys.exit(f"error: {command[0]} did not start: {log.read()[-1000:].decode(errors='replace')}")
+                    time.sleep(0.05)
+            yield process.pid
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(10)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor seconds that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def rss_mib(pid: int) -> float:
+    """Resident memory in MiB."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def measure(command: Sequence[str | Path], port: int, directory: Path, clients: int) -> dict[str, float]:
+    """One run of the load on a fresh server."""
+    with server(command, port, directory) as pid:
+        before = cpu_seconds(pid)
+        done = subprocess.run(
+            [sys.executable, LOAD, f"http://127.0.0.1:{port}", "--clients", str(clients)],
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        used = cpu_seconds(pid) - before
+    match = RESULT.search(done.stdout)
+    if match is None:
+        sys.exit(f"error: the load ended with {done.returncode}: {(done.stdout + done.stderr)[-1000:]}")
+    return {name: float(value) for name, value in match.groupdict().items()} | {"cpu_ms_per_group": used / 1024 * 1e3}
+
+
+def ours(port: int, folder: Path) -> list[str | Path]:
+    """The command of our service, durable."""
+    store = folder / f"rollouts-{port}.db"
+    return [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port), "--store", store]
+
+
+def compare(rounds: int, clients: int) -> dict[str, list[dict[str, float]]]:
+    """Both servers in turn, so that both meet the same machine."""
+    python = public_python(ROOT / "runs" / "bench" / "atroposlib-0.4.0")
+    runs: dict[str, list[dict[str, float]]] = {"public": [], "ours": []}
+    for number in range(rounds):
+        for name in runs:
+            port = free_port()
+            with tempfile.TemporaryDirectory(prefix="rollouts", dir=ROOT / "runs") as folder:
+                if name == "public":
+                    # from an empty folder: `-m` puts the working directory first, and ours has the same package name
+                    command: list[str | Path] = [python, "-m", "atroposlib.cli.run_api", "--port", str(port)]
+                    result = measure(command, port, Path(folder), clients)
+                else:
+                    result = measure(ours(port, Path(folder)), port, ROOT, clients)
+            runs[name].append(result)
+            print(f"round {number + 1} {name:6} " + " ".join(f"{k}={v:g}" for k, v in result.items()), flush=True)
+    return runs
+
+
+def flat_memory(groups: int) -> dict[str, Any]:
+    """Post and drain so many small groups, and watch the service's memory.
+
+    A trainer that acknowledges takes batches while four clients post groups of 8 x 64 tokens.
+    """
+    port = free_port()
+    row = list(range(64))
+    body = json.dumps({"tokens": [row] * 8, "masks": [row] * 8, "scores": [0.5] * 8, "inference_logprobs": [[-0.5] * 64] * 8})
+    headers = {"content-type": "application/json"}
+    samples: list[tuple[int, float]] = []
+    drained = 0
+    with (
+        tempfile.TemporaryDirectory(prefix="rollouts", dir=ROOT / "runs") as folder,
+        server(ours(port, Path(folder)), port, ROOT) as pid,
+    ):
+
+        def call(connection: http.client.HTTPConnection, method: str, path: str, content: str | None = None) -> Any:
+            connection.request(method, path, content, headers)
+            response = connection.getresponse()
+            data = response.read()
+            if response.status == 429:
+                return None
+            if response.status != 200:
+                raise RuntimeError(f"{method} {path}: {response.status} {data[:200]!r}")
+            return data
+
+        def post(count: int) -> None:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+            for _ in range(count):
+                while call(connection, "POST", "/scored_data", body) is None:
+                    time.sleep(1)
+
+        trainer = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        registration = {"wandb_group": "g", "wandb_project": "p", "batch_size": 64, "max_token_len": 65, "checkpoint_dir": "x"}
+        registration |= {"save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 10**6, "ack_batches": True}
+        call(trainer, "POST", "/register", json.dumps(registration))
+        clients = [threading.Thread(target=post, args=(groups // 4,), daemon=True) for _ in range(4)]
+        for client in clients:
+            client.start()
+        stalled = time.monotonic()
+        while drained < groups // 4 * 4 - 7:
+            answer = json.loads(call(trainer, "GET", "/batch"))
+            if answer["batch"] is None:
+                if time.monotonic() - stalled > 60:
+                    sys.exit(f"error: no batch for 60 s after {drained} groups")
+                time.sleep(0.005)
+                continue
+            stalled = time.monotonic()
+            call(trainer, "POST", "/batch/ack", json.dumps({"batch_id": answer["batch_id"]}))
+            drained += len(answer["batch"])
+            if drained // (groups // 20) > len(samples):
+                samples.append((drained, rss_mib(pid)))
+                print(f"{drained:7d} groups: {samples[-1][1]:.0f} MiB", flush=True)
+        file_mib = sum(path.stat().st_size for path in Path(folder).iterdir()) / 2**20
+    first, last = samples[len(samples) // 4][1], samples[-1][1]
+    return {"groups": drained, "rss_mib": samples, "growth_mib_after_first_quarter": last - first, "store_mib": file_mib}
+
+
+def machine() -> dict[str, Any]:
+    """What this ran on."""
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    memory = re.search(r"MemTotal:\s+(\d+)", Path("/proc/meminfo").read_text())
+    return {
+        "cpu": cpu.group(1) if cpu else platform.processor(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(int(memory.group(1)) / 2**20, 1) if memory else None,
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "load_average_before": os.getloadavg(),
+    }
+
+
+def table(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Print medians side by side; return them with the verdicts."""
+    middle = {name: {key: statistics.median(run[key] for run in found) for key in found[0]} for name, found in runs.items()}
+    print(f"\n{'median of ' + str(len(runs['ours'])) + ' rounds':34}{'public':>10}{'ours':>10}{'ours/public':>13}")
+    for key, text in (
+        ("posted", "groups/s posted"),
+        ("drained", "groups/s drained"),
+        ("p50", "post p50, ms"),
+        ("p99", "post p99, ms"),
+        ("cpu_ms_per_group", "server CPU, ms per group"),
+        ("lost", "lost"),
+        ("dup", "doubled"),
+        ("inversions", "handed out of order"),
+    ):
+        public, mine = middle["public"][key], middle["ours"][key]
+        print(f"{text:34}{public:10.1f}{mine:10.1f}{mine / public if public else float('nan'):13.2f}")
+    verdict = {
+        "posted at least 3 x": middle["ours"]["posted"] >= 3 * middle["public"]["posted"],
+        "drained at least 3 x": middle["ours"]["drained"] >= 3 * middle["public"]["drained"],
+        "p99 no worse": middle["ours"]["p99"] <= middle["public"]["p99"],
+        "nothing lost or doubled": all(run["lost"] == run["dup"] == 0 for run in runs["ours"]),
+        "no order inversions": all(run["inversions"] == 0 for run in runs["ours"]),
+    }
+    for text, good in verdict.items():
+        print(f"{'yes' if good else 'NO':>4}  {text}")
+    return {"medians": middle, "verdict": verdict}
+
+
+def main() -> None:
+    """Run what was asked for, and add it to the results file."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each server (default: 3)")
+    parser.add_argument("--clients", type=int, default=16, help="connections that post (default: 16)")
+    parser.add_argument("--memory-groups", type=int, metavar="N", help="instead, post and drain N groups and watch the memory")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "rollout_api_load.json")
+    arguments = parser.parse_args()
+    (ROOT / "runs").mkdir(exist_ok=True)
+    results = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    described = machine()
+    if arguments.memory_groups:
+        results["memory"] = {"machine": described, **flat_memory(arguments.memory_groups)}
+    elif not LOAD.exists():
+        print("skipped: ../shared/bench/api_load.py, the load that both servers get, is not there")
+        return
+    else:
+        runs = compare(arguments.rounds, arguments.clients)
+        name = "load" if arguments.clients == 16 else f"load, {arguments.clients} clients"
+        results[name] = {
+            "machine": described,
+            "public_server": PUBLIC,
+            "clients": arguments.clients,
+            "runs": runs,
+            **table(runs),
+        }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(results, indent=2) + "\n")
+    print(f"written to {arguments.out.relative_to(ROOT) if arguments.out.is_relative_to(ROOT) else arguments.out}")
+
+
+if __name__ == "__main__":
+    main()
