@@ -20,7 +20,8 @@ check ruff check .
 check ruff format --check .
 check mypy
 check mypy -p scripts
-"$venv/bin/python" -m pytest "$@" || failed+=("pytest")
-((${#failed[@]} == 0)) && exit 0
+"$venv/bin/python" -m pytest "$@"
+status=$?
+((${#failed[@]} == 0)) && exit "$status"
 printf 'test: FAILED: %s\n' "${failed[@]}" >&2
 exit 1

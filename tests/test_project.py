@@ -26,8 +26,9 @@ PROMISED_LINES = {
         "✓ Gloo group created",
         "✓ NCCL group created",
         "✓ All ranks synchronized and ready",
+        "Mapped ",
         " params from vLLM to trainer",
-        "Step ",
+        "Step {step}/{steps}",
     ),
 }
 """Folders and files -> text that people grep for, which must not change when somebody rewords a message."""
