@@ -269,16 +269,23 @@ class BridgeController:
             if not self.state.in_update or self._lock.locked():
                 continue
             async with self._lock:
-                if not self.state.in_update:
-                    continue
-                silent = time.monotonic() - self._deadline
-                if silent > 0:
-                    await self._give_up(f"nothing from {self.state.trainer} for {self.timeout:g} s")
-                elif self.state.mode == "broadcast":
-                    for status in await self._rpc("lockstep_status"):
-                        if status["phase"] == "failed":
-                            await self._give_up(f"rank {status['tp_rank']}: {status['error']}")
-                            break
+                try:
+                    await self._give_up_if_lost()
+                except BridgeRefusal as refusal:
+                    # The workers do not even answer; whether the weights are whole cannot be known.
+                    self.state.fail(str(refusal), weights_intact=False)
+                    logger.error("[Bridge] %s; UNHEALTHY until a full update succeeds", refusal)
+
+    async def _give_up_if_lost(self) -> None:
+        if not self.state.in_update:
+            return
+        if time.monotonic() > self._deadline:
+            await self._give_up(f"nothing from {self.state.trainer} for {self.timeout:g} s")
+        elif self.state.mode == "broadcast":
+            for status in await self._rpc("lockstep_status"):
+                if status["phase"] == "failed":
+                    await self._give_up(f"rank {status['tp_rank']}: {status['error']}")
+                    return
 
     def _watchdog_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:

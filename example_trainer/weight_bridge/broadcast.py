@@ -111,6 +111,7 @@ class BroadcastBridge(WeightBridge):
                     self._groups.send(buffer[start : start + BUCKET_BYTES], 1 + tp_rank)
             except RuntimeError as error:
                 why = self._server.worker_error() or "the server reports no error"
+                self._server.abort(self._epoch, f"sending version {version} failed")
                 raise BridgeError(
                     f"sending version {version} to vLLM rank {tp_rank} failed: {str(error).splitlines()[0]} ({why}); "
                     "the server keeps its old version; start the trainer again with --resume auto"

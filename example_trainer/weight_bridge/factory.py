@@ -33,7 +33,9 @@ def make_bridge(config: TrainerConfig) -> WeightBridge:
         return NoBridge()
     if config.weight_bridge_mode == "lora_only":
         raise BridgeError("--weight-bridge-mode lora_only is not available yet; use shared_vllm, or none")
-    server = BridgeServer(config.vllm_host, config.vllm_port, config.bridge_timeout, config.vllm_api_key)
+    server = BridgeServer(
+        config.vllm_host, config.vllm_port, config.bridge_timeout, config.vllm_api_key, startup_timeout=config.service_timeout
+    )
     if config.use_shared_memory:
         return BroadcastBridge(server)
     if config.single_copy:

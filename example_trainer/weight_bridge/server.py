@@ -22,15 +22,19 @@ _LOG_EVERY_SECONDS = 10.0
 class BridgeServer:
     """Speaks HTTP to one server."""
 
-    def __init__(self, host: str, port: int, timeout: float, api_key: str | None = None) -> None:
+    def __init__(
+        self, host: str, port: int, timeout: float, api_key: str | None = None, startup_timeout: float | None = None
+    ) -> None:
         """
         Args:
             host, port: where vllm_api_server.py listens.
-            timeout: seconds for each phase of an update, and for the server to be there at first.
+            timeout: seconds for each phase of an update.
             api_key: bearer token, if the server asks for one.
+            startup_timeout: seconds for the server to be there at first; by default the same as `timeout`.
         """
         self.url = f"http://{host}:{port}"
         self.timeout = timeout
+        self._startup_timeout = timeout if startup_timeout is None else startup_timeout
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         # The server answers within its own deadline; the margin lets its explanation arrive before ours.
         self._client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout + 10)
@@ -41,7 +45,7 @@ class BridgeServer:
         Raises:
             BridgeError: it is not there after the deadline, or it is there and does not share its weights.
         """
-        deadline = time.monotonic() + self.timeout
+        deadline = time.monotonic() + self._startup_timeout
         next_log = time.monotonic() + 1
         while True:
             try:
@@ -61,9 +65,9 @@ class BridgeServer:
                 reason = str(error) or type(error).__name__
             if time.monotonic() > deadline:
                 raise BridgeError(
-                    f"no vLLM server at {self.url} after {self.timeout:g} s ({reason}); start it "
+                    f"no vLLM server at {self.url} after {self._startup_timeout:g} s ({reason}); start it "
                     "(`VLLM_ENABLE_SHARED_WEIGHTS=1 python -u example_trainer/vllm_api_server.py --model …`), or correct "
-                    "--vllm-host and --vllm-port, or wait longer with --bridge-timeout"
+                    "--vllm-host and --vllm-port, or wait longer with --service-timeout"
                 )
             if time.monotonic() >= next_log:
                 logger.info("[Bridge] Waiting for the vLLM server at %s (%s)", self.url, reason)
@@ -101,6 +105,13 @@ class BridgeServer:
             raise BridgeError(f"{self.url} refused {what}: {_reason(response)}")
         answer: dict[str, Any] = response.json()
         return answer
+
+    def abort(self, epoch: int, reason: str) -> None:
+        """Tell the server at once that an update will not be finished; without it the server notices at its deadline."""
+        try:
+            self.post("abort", {"epoch": epoch, "reason": reason})
+        except BridgeError as error:
+            logger.warning("[Bridge] could not call the update off, the server gives it up at its deadline: %s", error)
 
     def worker_error(self) -> str:
         """What the server says went wrong with the present update; empty if nothing, or if it cannot be asked."""

@@ -70,7 +70,7 @@ class SingleCopyBridge(WeightBridge):
                 if next(iter(self._shared.values())).is_cuda:
                     torch.cuda.synchronize()
             except Exception as error:
-                self._server.post("abort", {"epoch": self._epoch, "reason": f"writing version {version} failed: {error}"})
+                self._server.abort(self._epoch, f"writing version {version} failed: {error}")
                 raise
         with timed(seconds, "checksum"):
             checksum = weights_checksum((item.name, local_view(item, self._shared[item.name])) for item in self._layout)
