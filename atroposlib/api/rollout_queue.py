@@ -11,109 +11,31 @@ Which groups make a batch is decided in `scheduling`.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from atroposlib.api import scheduling
-from atroposlib.api.environments import Registry
-from atroposlib.api.lines import Lines
 from atroposlib.api.packing import choose_multiple
+from atroposlib.api.queue_state import QueueState
 from atroposlib.api.state import (
     NOBODY,
     BatchTooSmallError,
-    Changes,
     Draft,
     Environment,
     Group,
     Lease,
-    Limits,
     NotRegisteredError,
     QueueFullError,
     Receipt,
     Registration,
-    Snapshot,
     SupersededError,
     UnknownBatchError,
-    length_bucket,
 )
 
 
-class RolloutQueue:
+class RolloutQueue(QueueState):
     """Queue, buffers, leases and registrations of one rollout service."""
-
-    def __init__(self, limits: Limits | None = None, snapshot: Snapshot | None = None, now: float = 0.0) -> None:
-        self.limits = limits or Limits()
-        self._clear()
-        if snapshot is not None:
-            self._restore(snapshot, now)
-
-    def _clear(self) -> None:
-        self.changes = Changes()
-        self.registration: Registration | None = None
-        self.started = False  # the trainer has asked for its first batch: environments may start
-        self.current_step = 0
-        self.acked_version: int | None = None
-        self.acks = False  # the trainer acknowledges its batches
-        self.registry = Registry(self.limits)
-        self.lines = Lines()
-        self.buffers: dict[int, list[Group]] = {}
-        self.leases: dict[int, Lease] = {}
-        self.keys: OrderedDict[str, Receipt] = OrderedDict()
-        self.drops: Counter[tuple[str, int]] = Counter()
-        self.next_seq = 0
-        self.next_batch_id = 1
-        self.held_groups = 0
-        self.held_bytes = 0
-        self.waiting: str | None = None  # why the last /batch was empty
-        self._pruned_below: int | None = None
-        self._state_changed = False
-
-    # ---- what changed, and the way back ----
-
-    def take_changes(self) -> Changes:
-        """What changed since the last call."""
-        changes, self.changes = self.changes, Changes()
-        changes.environments = self.registry.take_changed()
-        if self._state_changed:
-            self._state_changed = False
-            changes.state = {
-                "registration": asdict(self.registration) if self.registration else None,
-                "started": self.started,
-                "current_step": self.current_step,
-                "acked_version": self.acked_version,
-                "acks": self.acks,
-                "clock": self.registry.clock,
-                "name_counts": dict(self.registry.name_counts),
-                "next_seq": self.next_seq,
-                "next_batch_id": self.next_batch_id,
-                "drops": [[reason, bucket, count] for (reason, bucket), count in sorted(self.drops.items())],
-            }
-        return changes
-
-    def _restore(self, snapshot: Snapshot, now: float) -> None:
-        state = snapshot.state
-        if state.get("registration"):
-            self.registration = Registration(**state["registration"])
-        self.started = state.get("started", False)
-        self.current_step = state.get("current_step", 0)
-        self.acked_version = state.get("acked_version")
-        self.acks = state.get("acks", False)
-        self.next_batch_id = state.get("next_batch_id", 1)
-        self.drops.update({(reason, bucket): count for reason, bucket, count in state.get("drops", [])})
-        self.registry.restore(snapshot.environments, state.get("name_counts", {}), state.get("clock", 0.0), now)
-        for env_id in self.registry.by_id:
-            self.lines.open(env_id)
-        for group in snapshot.queued:
-            self.lines.add(group)
-        for group in snapshot.buffered:
-            self.buffers.setdefault(group.line, []).append(group)
-        self.leases = {lease.batch_id: lease for lease in sorted(snapshot.leases, key=lambda lease: lease.batch_id)}
-        self.keys.update(snapshot.keys)
-        held = [*snapshot.queued, *snapshot.buffered, *(group for lease in snapshot.leases for group in lease.groups)]
-        self.held_groups, self.held_bytes = len(held), sum(group.n_bytes for group in held)
-        self.next_seq = max([state.get("next_seq", 0), *(group.seq + 1 for group in held)])
 
     # ---- the trainer ----
 
@@ -271,57 +193,6 @@ class RolloutQueue:
         for line in {group.line for group in lease.groups}:
             self.lines.sort(line)
 
-    # ---- age ----
-
-    def _batches_out(self) -> int:
-        return sum(not lease.returned for lease in self.leases.values())
-
-    def trainer_version(self) -> int:
-        """The weight version at which the next batch will be trained on."""
-        return self.current_step if self.acked_version is None else self.acked_version + self._batches_out()
-
-    def sampling_version(self) -> int:
-        """The weight version that the inference server can be at now: without the batches that the trainer still holds."""
-        return self.current_step - self._batches_out() if self.acked_version is None else self.acked_version
-
-    def oldest_allowed(self) -> int | None:
-        """The lowest weight version that may still be handed out; None without a bound."""
-        if self.registration is None or self.registration.max_staleness is None:
-            return None
-        return self.trainer_version() - self.registration.max_staleness
-
-    def _is_stale(self, group: Group) -> bool:
-        oldest = self.oldest_allowed()
-        return oldest is not None and group.version < oldest
-
-    def _any_stale(self, groups: Iterable[Group]) -> bool:
-        return any(self._is_stale(group) for group in groups)
-
-    def _drop_stale(self) -> None:
-        oldest = self.oldest_allowed()
-        if oldest is not None and (self._pruned_below is None or oldest > self._pruned_below):
-            self._pruned_below = oldest  # what comes in later is checked when it comes in
-            self._drop_where(lambda group: group.version < oldest, "stale")
-
-    def _drop_where(self, unwanted: Callable[[Group], bool], reason: str) -> None:
-        gone = self.lines.remove_where(unwanted)
-        for env_id, buffer in self.buffers.items():
-            gone += [group for group in buffer if unwanted(group)]
-            self.buffers[env_id] = [group for group in buffer if not unwanted(group)]
-        self._forget(gone)
-        for group in gone:
-            self._count_drop(reason, group.longest)
-
-    def _count_drop(self, reason: str, longest: int) -> None:
-        self.drops[reason, length_bucket(longest)] += 1
-        self._state_changed = True
-
-    def _forget(self, groups: Iterable[Group]) -> None:
-        for group in groups:
-            self.changes.removed.append(group.seq)
-            self.held_groups -= 1
-            self.held_bytes -= group.n_bytes
-
     # ---- environments ----
 
     def register_env(
@@ -440,10 +311,6 @@ class RolloutQueue:
         self.buffers.setdefault(line, []).append(group)
         self._recombine(line)
         return Receipt("buffered", buffer_size=sum(group.size for group in self.buffers[line]))
-
-    def _queue(self, group: Group) -> None:
-        if self.lines.add(group):
-            self.registry.wake(group.line)
 
     def _recombine(self, env_id: int) -> None:
         """Move out of a buffer what adds up to a multiple of the environment's group_size that fits into a batch."""

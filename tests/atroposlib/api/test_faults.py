@@ -88,6 +88,7 @@ class Consumer(threading.Thread):
                     time.sleep(0.02)
 
 
+@pytest.mark.timeout(600)  # twenty starts of a process, on a machine that may be busy
 def test_twenty_kills_under_load_lose_nothing_and_double_nothing(tmp_path: Path) -> None:
     service = Service(tmp_path, "--store", str(tmp_path / "run.db")).start()
     service.begin(batch_size=8, ack_batches=True)
