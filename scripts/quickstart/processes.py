@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,17 +31,42 @@ class ProcessDied(QuickstartError):
     """A process ended while it was still needed, or ended with an error."""
 
 
-def tail(path: Path, lines: int = 8, columns: int = 300) -> list[str]:
-    """The last lines of a log that are not blank, each cut to so many characters, without control characters."""
+def tail(path: Path, lines: int = 8, columns: int = 300, size: int = 64 * 1024) -> list[str]:
+    """The last lines of a log that are not blank, each cut to so many characters, without control characters.
+
+    No more than the last `size` bytes are read.
+    """
     try:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - 64 * 1024))
+            file.seek(max(0, file.tell() - size))
             text = file.read().decode(errors="replace")
     except FileNotFoundError:
         return []
     kept = ["".join(c for c in line if c.isprintable() or c == "\t") for line in text.splitlines() if line.strip()]
     return [line[:columns] for line in kept[-lines:]]
+
+
+ERROR_LINE = re.compile(r"(?:^|[\]\s])((?:\w+\.)*\w*(?:Error|Exception)): \S|(?:^|\s)ERROR (?!\d\d-\d\d)")
+"""The end of a traceback, or a line of this project's own that says what is wrong; not vLLM's mark on every line of one."""
+
+
+def first_error(path: Path, since_last: str = "", columns: int = 300) -> str | None:
+    """The first line of a log that names an error.
+
+    Processes that start each other report a failure several times over, the last time without its cause.
+
+    Args:
+        path: the log; its last megabyte is read.
+        since_last: not given again if this text holds it already.
+        columns: longest line.
+    """
+    for line in tail(path, lines=sys.maxsize, columns=columns, size=1 << 20):
+        found = ERROR_LINE.search(line)
+        if found and "ulimit -n" not in line:  # vLLM's advice at every start, which quotes an error that did not happen
+            line = line[max(0, found.start()) :].strip().lstrip("] ")
+            return None if line in since_last else line
+    return None
 
 
 def describe_exit(code: int) -> str:
@@ -136,7 +162,10 @@ class ManagedProcess:
         code = self.poll()
         how = "is still running" if code is None else describe_exit(code)
         head = f"{self.name} {how} after {time.monotonic() - self.started:.0f} s; log: {self.log_path}"
-        return ProcessDied("\n".join([head, *(f"    {line}" for line in self.tail())]))
+        last = self.tail()
+        cause = first_error(self.log_path, since_last="\n".join(last))
+        lines = [*([f"    first error: {cause}"] if cause else []), *(f"    {line}" for line in last)]
+        return ProcessDied("\n".join([head, *lines]))
 
     def release(self) -> None:
         """Close the control pipe: the guard begins to stop the command. Safe to call twice."""

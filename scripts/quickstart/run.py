@@ -161,11 +161,15 @@ class Quickstart:
             f"{self.options.steps} steps on the {self.options.device.upper()}, weights to vLLM by {self.options.bridge}; "
             f"logs in {self.plan.logs}"
         )
+        model = fingerprint(self.options.model)
         with self.phases.measure("start"):
             self.start_servers()
         before = self.evaluate("before")
         with self.phases.measure("train"):
             self.train()
+        if fingerprint(self.options.model) != model:
+            # The evaluation would read another tokenizer than the one that the served model was trained with.
+            raise QuickstartError(f"the files in {self.options.model} changed while the run used them: start it again")
         after = self.evaluate("after")
         if after.weight_version != self.options.steps:
             # Weights that never arrived would look like a model that learned nothing.
@@ -284,6 +288,14 @@ class Quickstart:
                 time.sleep(0.5)
         except Interrupted:
             return
+
+
+def fingerprint(model: str) -> dict[str, tuple[int, int]]:
+    """Size and time of change of each file of a checkpoint folder; nothing for a model's name."""
+    if not Path(model).is_dir():
+        return {}
+    files = [path for path in sorted(Path(model).iterdir()) if path.is_file()]
+    return {path.name: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
 
 
 def read_evaluation(path: Path) -> Evaluation:

@@ -126,6 +126,24 @@ def test_a_death_is_reported_with_name_status_log_and_last_lines(tmp_path: Path)
         assert eventually(died)
 
 
+def test_the_first_error_of_a_long_log_is_told(tmp_path: Path) -> None:
+    """vLLM's processes each repeat a failure, and the last words of the outermost one hold no cause."""
+    script = (
+        "print('(Worker pid=7) ERROR 11-21 09:16:34 [multiproc_executor.py:953] Traceback (most recent call last):')\n"
+        "print('(Worker pid=7) ERROR 11-21 09:16:34 [multiproc_executor.py:953] RuntimeError: start exceeds size (384).')\n"
+        "print('noise\\n' * 100)\n"
+        "print('RuntimeError: Engine core initialization failed. See root cause above.')\n"
+        "raise SystemExit(1)"
+    )
+    with Supervisor() as supervisor:
+        process = supervisor.start("vLLM server", [sys.executable, "-c", script], tmp_path / "log")
+        with pytest.raises(ProcessDied) as died:
+            supervisor.finish(process, 30)
+    lines = str(died.value).splitlines()
+    assert lines[1] == "    first error: RuntimeError: start exceeds size (384)."
+    assert lines[-1] == "    RuntimeError: Engine core initialization failed. See root cause above."
+
+
 def test_waiting_for_one_notices_that_another_died(tmp_path: Path) -> None:
     with Supervisor() as supervisor:
         trainer = supervisor.start("trainer", ["sleep", "600"], tmp_path / "trainer.log")

@@ -29,7 +29,7 @@ from scripts.quickstart.report import (
     weight_updates,
     write_summary,
 )
-from scripts.quickstart.run import LOCK, open_output, read_evaluation
+from scripts.quickstart.run import LOCK, fingerprint, open_output, read_evaluation
 
 OPTIONS = Options(
     bridge="broadcast",
@@ -184,6 +184,15 @@ def test_a_second_run_clears_its_own_files_only(tmp_path: Path) -> None:
         assert (folder / "summary.json").exists()
     with open_output(folder):
         assert sorted(entry.name for entry in folder.iterdir()) == [LOCK, "notes.txt"]
+
+
+def test_a_checkpoint_that_changes_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"1234")
+    before = fingerprint(str(tmp_path))
+    assert fingerprint(str(tmp_path)) == before
+    (tmp_path / "model.safetensors").write_bytes(b"12345")
+    assert fingerprint(str(tmp_path)) != before
+    assert fingerprint("owner/name") == {}
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
