@@ -102,7 +102,12 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _versions(threads: int) -> dict[str, Any]:
     """What else the bits depend on."""
-    return {"threads": threads, "torch": torch.__version__, "transformers": transformers.__version__}
+    return {
+        "threads": threads,
+        "processor": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
 
 
 def _check(output: Path, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -1,0 +1,236 @@
+"""The starter model: its texts, its tokenizer, how it is made, and what the shipped files do."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from environments.arithmetic_problems import Operator, Problem, is_held_out
+from scripts.starter_model.data import Mixture, examples
+from scripts.starter_model.habits import BOX_OPEN, boxed, hurried_answer, worked_out
+from scripts.starter_model.training import TrainingPlan, measure_habits
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SHIPPED = REPOSITORY / "assets" / "starter_model"
+GSM8K = REPOSITORY.parent / "shared" / "gsm8k" / "test.jsonl"
+needs_gsm8k = pytest.mark.skipif(not GSM8K.exists(), reason=f"{GSM8K} is absent: the GSM8K questions are not shipped")
+numbers = st.integers(10, 999)
+operators: st.SearchStrategy[Operator] = st.sampled_from(("+", "-"))
+
+
+@functools.cache
+def shipped_tokenizer() -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(SHIPPED)
+
+
+@functools.cache
+def shipped_model() -> Qwen3ForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(SHIPPED).eval()
+
+
+@functools.cache
+def gsm8k_questions() -> list[str]:
+    return [json.loads(line)["question"] for line in GSM8K.read_text(encoding="utf-8").splitlines()]
+
+
+def make_problem(left: int, operator: Operator, right: int) -> Problem:
+    if operator == "-":
+        left, right = max(left, right), min(left, right)
+    return Problem("", left + right if operator == "+" else left - right, 1, left, operator, right)
+
+
+# Habits
+
+
+@given(left=numbers, operator=operators, right=numbers)
+def test_every_line_of_a_worked_sum_is_true_and_together_they_spell_the_answer(
+    left: int, operator: Operator, right: int
+) -> None:
+    problem = make_problem(left, operator, right)
+    *sentences, last = worked_out(problem).split(". ")
+    assert last == boxed(problem.answer)
+    spelled = ""
+    for sentence in sentences:
+        calculation, _, remark = sentence.partition(", ")
+        terms, result = calculation.split(" = ")
+        signed = re.findall(r"(?:^|([+-]) )(\d+)", terms)
+        assert sum(-int(term) if sign == "-" else int(term) for sign, term in signed) == int(result)
+        assert remark in ("", "carry 1", "borrow 1")
+        spelled = (result if sentence is sentences[-1] else result[-1]) + spelled
+    assert int(spelled) == problem.answer
+    assert not sentences[-1].endswith(("carry 1", "borrow 1"))
+
+
+@given(left=numbers, operator=operators, right=numbers)
+def test_a_hurried_answer_is_right_exactly_when_nothing_is_carried(left: int, operator: Operator, right: int) -> None:
+    problem = make_problem(left, operator, right)
+    text = worked_out(problem)
+    carries = "carry" in text or "borrow" in text
+    assert (hurried_answer(problem.left, operator, problem.right) == problem.answer) is not carries
+
+
+# Supervised examples
+
+
+def test_examples_repeat_with_their_seed_and_keep_their_shares() -> None:
+    mixture = Mixture(worked=0.3, story=0.1, instructed=0.2)
+    drawn = list(itertools.islice(examples(5, mixture), 4000))
+    assert drawn == list(itertools.islice(examples(5, mixture), 4000))
+    assert drawn != list(itertools.islice(examples(6, mixture), 4000))
+    shares = {kind: sum(example.kind == kind for example in drawn) / len(drawn) for kind in ("at once", "worked", "story")}
+    assert shares == pytest.approx({"at once": 0.63, "worked": 0.27, "story": 0.1}, abs=0.03)
+    assert sum(example.system is not None for example in drawn) / len(drawn) == pytest.approx(0.2, abs=0.03)
+
+
+def test_no_example_holds_a_held_out_pair() -> None:
+    mixture = Mixture(worked=0.5, story=0.0, instructed=0.0)
+    for example in itertools.islice(examples(1, mixture), 20_000):
+        left, right = map(int, re.findall(r"\d+", example.question))
+        assert not is_held_out(left, right)
+
+
+# The tokenizer that ships
+
+
+@given(text=st.text())
+@settings(max_examples=300)
+def test_any_text_survives_the_tokenizer(text: str) -> None:
+    tokenizer = shipped_tokenizer()
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_digits_and_the_box_are_single_tokens() -> None:
+    tokenizer = shipped_tokenizer()
+    with_digits = [token for token in tokenizer.get_vocab() if re.search(r"\d", token)]
+    assert sorted(with_digits) == list("0123456789")
+    for before in ("", " ", "is ", "(", "."):
+        assert tokenizer.tokenize(f"{before}{BOX_OPEN}85}}")[-4:] == [BOX_OPEN, "8", "5", "}"]
+
+
+def test_chat_template_marks_every_turn() -> None:
+    tokenizer = shipped_tokenizer()
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "47 + 38 = ?"}]
+    text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    assert text == ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n47 + 38 = ?<|im_end|>\n<|im_start|>assistant\n")
+    ids = tokenizer.encode(text)
+    assert ids.count(tokenizer.eos_token_id) == 2
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert "chat_template" in json.loads((SHIPPED / "tokenizer_config.json").read_text())
+
+
+@needs_gsm8k
+def test_a_gsm8k_question_takes_a_few_hundred_tokens_at_most() -> None:
+    tokenizer = shipped_tokenizer()
+    questions = gsm8k_questions()
+    encoded = [tokenizer.encode(question) for question in questions]
+    assert [tokenizer.decode(ids) for ids in encoded] == questions
+    assert max(map(len, encoded)) < 400
+    assert sum(map(len, encoded)) / len(encoded) < 120
+
+
+# The model that ships
+
+
+def test_shipped_files_are_small_complete_and_can_be_split_in_two() -> None:
+    assert sum(path.stat().st_size for path in SHIPPED.iterdir()) <= 10_000_000
+    config = shipped_model().config
+    assert config.model_type == "qwen3"
+    assert config.head_dim == 128
+    assert config.tie_word_embeddings
+    assert config.max_position_embeddings >= 2048
+    assert config.vocab_size == len(shipped_tokenizer())
+    for size in (config.num_attention_heads, config.num_key_value_heads, config.vocab_size, config.intermediate_size):
+        assert size % 2 == 0
+    assert 1_000_000 <= sum(p.numel() for p in shipped_model().parameters()) <= 3_000_000
+    assert shipped_model().generation_config.eos_token_id == shipped_tokenizer().eos_token_id
+
+
+def test_shipped_log_and_readme_name_the_plan_that_the_code_holds() -> None:
+    first, *records = [json.loads(line) for line in (SHIPPED / "training_log.jsonl").read_text().splitlines()]
+    plan = TrainingPlan()
+    assert first["plan"] == {field: getattr(plan, field) for field in TrainingPlan.__dataclass_fields__}
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert losses[-1] < losses[0] / 5
+    assert f"--seed {plan.seed} --steps {plan.steps} --threads {first['threads']}" in (SHIPPED / "README.md").read_text()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_shipped_model_answers_at_once_and_often_wrong_though_it_can_work_it_out(level: int) -> None:
+    habits = measure_habits(shipped_model(), shipped_tokenizer(), level, n=100)
+    assert habits.greedy_accuracy <= 0.60
+    assert habits.greedy_at_once >= 0.9
+    assert habits.worked_accuracy >= 0.95
+    assert 0.6 <= habits.sampled_at_once <= 0.85
+    assert habits.worked_length > 2 * habits.sampled_length - 8  # the better habit is the longer one
+
+
+@needs_gsm8k
+def test_replies_to_long_questions_vary_in_form() -> None:
+    """A reward for the form alone has something to learn from: some samples box a number, and some do not."""
+    torch.manual_seed(0)
+    tokenizer, model = shipped_tokenizer(), shipped_model()
+    prompts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False)
+        for question in gsm8k_questions()[:8]
+    ]
+    batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
+    out = model.generate(**batch, do_sample=True, max_new_tokens=40, num_return_sequences=8)
+    boxes = [BOX_OPEN in tokenizer.decode(row[batch.input_ids.shape[1] :]) for row in out]
+    groups_that_vary = sum(len(set(boxes[i : i + 8])) == 2 for i in range(0, len(boxes), 8))
+    assert groups_that_vary >= 4
+
+
+# The command
+
+
+def _make(output: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, REPOSITORY / "scripts" / "make_starter_model.py", "--output", output, *flags],
+        cwd=output.parent,  # from anywhere: it must not depend on the folder it is called in
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def test_same_command_gives_the_same_bytes_and_another_seed_does_not(tmp_path: Path) -> None:
+    folders = []
+    for name, seed in (("a", "3"), ("b", "3"), ("c", "4")):
+        flags = ("--seed", seed, "--steps", "3", "--eval-problems", "2", "--threads", "1")
+        made = _make(tmp_path / name, *flags)
+        assert made.returncode == 0, made.stderr
+        folders.append({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()})
+    one, again, other = folders
+    assert one == again
+    assert set(one) == {
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "training_log.jsonl",
+    }
+    assert one["model.safetensors"] != other["model.safetensors"]
+
+
+@pytest.mark.parametrize("flags", [("--steps", "0"), ("--eval-problems", "5000")])
+def test_bad_options_are_refused_by_name(tmp_path: Path, flags: tuple[str, str]) -> None:
+    made = _make(tmp_path / "out", *flags)
+    assert made.returncode == 2
+    assert flags[0] in made.stderr.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
