@@ -146,7 +146,8 @@ def compare(rounds: int, clients: int) -> dict[str, list[dict[str, float]]]:
 def flat_memory(groups: int) -> dict[str, Any]:
     """Post and drain so many small groups, and watch the service's memory.
 
-    A trainer that acknowledges takes batches while four clients post groups of 8 x 64 tokens.
+    A trainer that acknowledges takes batches while four clients post groups of 8 x 64 tokens, never more than 256 ahead of
+    it: what a queue holds needs memory, and here only what stays behind is of interest.
     """
     port = free_port()
     row = list(range(64))
@@ -154,6 +155,7 @@ def flat_memory(groups: int) -> dict[str, Any]:
     headers = {"content-type": "application/json"}
     samples: list[tuple[int, float]] = []
     drained = 0
+    ahead = threading.Semaphore(256)
     with (
         tempfile.TemporaryDirectory(prefix="rollouts", dir=ROOT / "runs") as folder,
         server(ours(port, Path(folder)), port, ROOT) as pid,
@@ -172,6 +174,8 @@ def flat_memory(groups: int) -> dict[str, Any]:
         def post(count: int) -> None:
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
             for _ in range(count):
+                if not ahead.acquire(timeout=120):
+                    raise RuntimeError("the trainer took nothing for 120 s")
                 while call(connection, "POST", "/scored_data", body) is None:
                     time.sleep(1)
 
@@ -193,6 +197,7 @@ def flat_memory(groups: int) -> dict[str, Any]:
             stalled = time.monotonic()
             call(trainer, "POST", "/batch/ack", json.dumps({"batch_id": answer["batch_id"]}))
             drained += len(answer["batch"])
+            ahead.release(len(answer["batch"]))
             if drained // (groups // 20) > len(samples):
                 samples.append((drained, rss_mib(pid)))
                 print(f"{drained:7d} groups: {samples[-1][1]:.0f} MiB", flush=True)
