@@ -124,6 +124,10 @@ def _cpu_defaults(args: argparse.Namespace) -> None:
     # The sampler would otherwise be compiled at the first request: 15 s, and a C++ compiler that a machine may not have.
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     args.enforce_eager = True
+    if args.tensor_parallel_size == 1 and args.distributed_executor_backend is None:
+        # vLLM would start a worker process and poll shared memory for its answers without sleeping, which takes a core from
+        # whoever else has work to do. By its class's name the executor that needs no second process is accepted.
+        args.distributed_executor_backend = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     if args.dtype in ("bfloat16", "float16", "half"):
         print(
             f"[vLLM Patch] --dtype {args.dtype}: without a GPU the weights are served in float32 instead "

@@ -7,6 +7,7 @@ the trainer opens them through CUDA IPC. Either way a handle is plain JSON, so n
 from __future__ import annotations
 
 import base64
+import logging
 import os
 import tempfile
 from collections.abc import Mapping
@@ -17,7 +18,10 @@ import torch
 
 from vllm_patching.manifest import ALIGNMENT, dtype_name, parse_dtype
 
+logger = logging.getLogger(__name__)
+
 SHM_DIR = Path("/dev/shm")
+_PREFIX = "lockstep-"
 
 
 class SharedMemoryError(RuntimeError):
@@ -45,7 +49,8 @@ def export_to_shared_memory(parameters: Mapping[str, torch.nn.Parameter], tag: s
         table[name] = {"offset": total, "shape": list(parameter.shape), "dtype": dtype_name(parameter.dtype)}
         total += -(-parameter.numel() * parameter.element_size() // ALIGNMENT) * ALIGNMENT
     directory = SHM_DIR if SHM_DIR.is_dir() else Path(tempfile.gettempdir())
-    descriptor, path = tempfile.mkstemp(prefix=f"lockstep-{tag}-", suffix=".weights", dir=directory)
+    remove_leftovers(directory)
+    descriptor, path = tempfile.mkstemp(prefix=f"{_PREFIX}{os.getpid()}-{tag}-", suffix=".weights", dir=directory)
     try:
         # Reserves the pages now: a full /dev/shm is an error here, not a SIGBUS in the middle of training.
         os.posix_fallocate(descriptor, 0, max(total, 1))
@@ -62,6 +67,15 @@ def export_to_shared_memory(parameters: Mapping[str, torch.nn.Parameter], tag: s
         view.copy_(parameter.data)
         parameter.data = view
     return {"kind": "shm", "path": path, "num_bytes": total, "params": table}
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Delete the files of servers that were killed before they could do it themselves."""
+    for path in directory.glob(f"{_PREFIX}*.weights"):
+        owner = path.name.removeprefix(_PREFIX).split("-")[0]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists() and path.stat().st_uid == os.getuid():
+            logger.warning("removing %s: process %s, which shared its weights in it, is gone", path, owner)
+            path.unlink(missing_ok=True)
 
 
 def export_cuda_ipc(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class LockstepWorkerExtension:
             if device.type == "cuda":
                 handles = export_cuda_ipc(parameters)
             else:
-                handles = export_to_shared_memory(parameters, f"{os.getpid()}-tp{rank}")
+                handles = export_to_shared_memory(parameters, f"tp{rank}")
         logger.info("[vLLM Patch] ✓ Exported %d params", len(manifest.entries))
         self._lockstep_updater = WeightUpdater(manifest, device, logger)
         self._lockstep_updater.start()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_patching.shared_memory import SharedMemoryError, export_to_shared_memory, open_handles
+from vllm_patching.shared_memory import SharedMemoryError, export_to_shared_memory, open_handles, remove_leftovers
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,6 +68,17 @@ def test_a_server_that_has_gone_is_named() -> None:
         open_handles({"kind": "shm", "path": "/nowhere/x", "num_bytes": 1, "params": {}})
     with pytest.raises(SharedMemoryError, match="pickle"):
         open_handles({"kind": "pickle"})
+
+
+def test_the_file_of_a_killed_server_is_removed_and_that_of_a_living_one_is_not(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    dead, living = tmp_path / f"lockstep-{gone.pid}-tp0-x.weights", tmp_path / f"lockstep-{os.getpid()}-tp0-x.weights"
+    other = tmp_path / "something.weights"
+    for path in (dead, living, other):
+        path.write_bytes(b"")
+    remove_leftovers(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([living, other])
 
 
 def test_no_room_is_an_error_and_leaves_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
