@@ -86,13 +86,17 @@ async def start(env_cls: "type[BaseEnv]", command: str, settings: Settings) -> N
     elif command == "evaluate":
         await env._run_evaluate()
     else:
-        await env.env_manager()
+        try:
+            await env.env_manager()
+        finally:
+            # Also when it is stopped: whoever trained wants to read what was sampled.
+            write_page(settings.env.data_path_to_save_groups, env)
 
 
 def write_page(groups_path: str | None, env: "BaseEnv") -> None:
     from atroposlib.envs.rollout_page import write_rollout_page
 
-    if groups_path and Path(groups_path).stat().st_size:
+    if groups_path and Path(groups_path).is_file() and Path(groups_path).stat().st_size:
         page = write_rollout_page(Path(groups_path), env.tokenizer, title=env.name or type(env).__name__)
         logger.info("wrote the groups to %s; read them at %s", groups_path, page)
 

@@ -78,6 +78,11 @@ class Plan:
         """The environment's metrics, JSON lines: over every answer that was sampled, also those of groups it dropped."""
         return self.options.output / "environment" / "metrics.jsonl"
 
+    @property
+    def rollouts(self) -> Path:
+        """The groups that were trained on, JSON lines; the environment writes a page to read them beside it."""
+        return self.options.output / "environment" / "rollouts.jsonl"
+
     def shared_variables(self, gpu: int | None, threads: int) -> dict[str, str]:
         """What every process that computes gets."""
         variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(self.ports.rendezvous), "NUM_INFERENCE_NODES": "0"}
@@ -129,6 +134,7 @@ class Plan:
         arguments = (sys.executable, "environments/arithmetic_server.py", "serve", *self.environment_flags())
         arguments += ("--env.steps_per_eval", "0", "--env.max_batches_offpolicy", str(BATCHES_AHEAD))
         arguments += ("--env.metrics_path", str(self.environment_metrics))
+        arguments += ("--env.data_path_to_save_groups", str(self.rollouts))
         return Command("environment", arguments, {"OMP_NUM_THREADS": "1"}, "environment.log", may_finish=True)
 
     def evaluation(self, which: str, result: Path) -> Command:

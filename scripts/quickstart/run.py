@@ -273,6 +273,7 @@ class Quickstart:
             "TensorBoard": self.plan.trainer_folder / "tensorboard",
             "process logs": self.plan.logs,
             "commands": output / "commands.sh",
+            "rollouts to read": self.plan.rollouts.with_suffix(".html"),
         }
         example = changed_answer(self.plan.logs)
         if example:
