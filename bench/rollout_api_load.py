@@ -11,6 +11,12 @@ shares the machine's cores with the server. Prints a table and writes bench/resu
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[0] = str(ROOT)  # run by path: import from the repository, and never a sibling file by a bare name
+
 import argparse
 import http.client
 import json
@@ -20,38 +26,20 @@ import re
 import socket
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from bench.public_server import PUBLIC, public_python
+
 LOAD = ROOT.parent / "shared" / "bench" / "api_load.py"
-PUBLIC = "atroposlib==0.4.0"
-PUBLIC_NEEDS = ["fastapi", "uvicorn", "pydantic", "numpy"]
 RESULT = re.compile(
     r"posted=(?P<posted>\d+) drained=(?P<drained>\d+) p50=(?P<p50>[\d.]+)ms p99=(?P<p99>[\d.]+)ms "
     r"lost=(?P<lost>\d+) dup=(?P<dup>\d+) order_inversions=(?P<inversions>\d+)"
 )
-
-
-def public_python(folder: Path) -> Path:
-    """The interpreter of a virtual environment that holds the public server; made at the first call."""
-    python = folder / "bin" / "python"
-    ready = folder / "ready"
-    if not ready.exists():
-        print(f"installing {PUBLIC} in {folder} …", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True, timeout=120)
-        install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        # The server needs a few packages only; the environments' (datasets, nltk, …) would take minutes.
-        subprocess.run([*install, "--no-deps", PUBLIC], check=True, timeout=600)
-        subprocess.run([*install, *PUBLIC_NEEDS], check=True, timeout=600, stderr=subprocess.DEVNULL)
-        ready.touch()
-    return python
 
 
 def free_port() -> int:
@@ -126,7 +114,7 @@ def ours(port: int, folder: Path) -> list[str | Path]:
 
 def compare(rounds: int, clients: int) -> dict[str, list[dict[str, float]]]:
     """Both servers in turn, so that both meet the same machine."""
-    python = public_python(ROOT / "runs" / "bench" / "atroposlib-0.4.0")
+    python = public_python()
     runs: dict[str, list[dict[str, float]]] = {"public": [], "ours": []}
     for number in range(rounds):
         for name in runs:

@@ -67,6 +67,35 @@ async def compress(body: bytes) -> bytes:
     return await asyncio.to_thread(gzip.compress, body, GZIP_LEVEL, mtime=0)
 
 
+class Inflate:
+    """Unpacks gzip as it arrives. A body may be several members, one after the other (RFC 1952), padded with zeros."""
+
+    def __init__(self) -> None:
+        self._member = zlib.decompressobj(wbits=31)
+
+    @property
+    def complete(self) -> bool:
+        """What has arrived ends with the end of a member."""
+        return self._member.eof
+
+    def decompress(self, chunk: bytes, most: int) -> bytes:
+        """What the chunk unpacks to, cut off once there are `most` bytes.
+
+        Raises:
+            zlib.error: this is no gzip.
+        """
+        out = b""
+        while chunk and len(out) < most:
+            if self._member.eof:
+                chunk = chunk.lstrip(b"\0")
+                if not chunk:
+                    break
+                self._member = zlib.decompressobj(wbits=31)
+            out += self._member.decompress(chunk, most - len(out))
+            chunk = self._member.unused_data
+        return out
+
+
 class Gate:
     """ASGI middleware. The route behind it gets the whole body at once, already decompressed."""
 
@@ -130,7 +159,7 @@ class Gate:
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > self.limits.max_body:
             raise too_large
-        inflate = zlib.decompressobj(wbits=31) if encoding == "gzip" else None
+        inflate = Inflate() if encoding == "gzip" else None
         chunks: list[bytes] = []
         size = arrived = 0
         try:
@@ -144,7 +173,7 @@ class Gate:
                     if inflate is not None and chunk:
                         chunk = inflate.decompress(chunk, self.limits.max_body - size + 1)
                     size += len(chunk)
-                    if size > self.limits.max_body:
+                    if max(size, arrived) > self.limits.max_body:  # what arrives counts too: members may be empty
                         raise too_large
                     chunks.append(chunk)
                     if not message.get("more_body", False):
@@ -155,7 +184,7 @@ class Gate:
             raise RefusedError(
                 408, f"the body did not arrive within {self.limits.seconds:g} s", {"Connection": "close"}
             ) from None
-        if inflate is not None and arrived and not inflate.eof:
+        if inflate is not None and arrived and not inflate.complete:
             raise RefusedError(400, "Invalid gzip payload", plain=True)
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 

@@ -214,15 +214,18 @@ class RolloutQueue(QueueState):
     def status_env(self, env_id: int, now: float) -> dict[str, Any]:
         """What an environment needs to know to pace itself.
 
+        Both queue sizes are in groups of the environment's own group_size, rounded down: that is the unit in which it
+        counts its work, whatever the size of the groups that others post.
+
         Raises:
             UnknownEnvironmentError: not registered here (any more); the environment should register again.
         """
-        self.registry.get(env_id)
+        unit = self.registry.get(env_id).group_size
         self.registry.touch(env_id, now)
         return {
             "current_step": self.current_step,
-            "queue_size": self.lines.groups,
-            "self_queue_size": len(self.lines.by_line[env_id]),
+            "queue_size": self.lines.total_sequences() // unit,
+            "self_queue_size": self.lines.sequences[env_id] // unit,
             "max_group_size": max(self.lines.sizes, default=1),
             **self.registry.shares(env_id, now),
             "groups_wanted": self.groups_wanted(env_id, now),

@@ -105,6 +105,18 @@ def test_status_env(service: Service) -> None:
     assert service.get("/status-env", env_id=env_id) == answer
 
 
+def test_status_env_counts_in_groups_of_the_environments_own_size(service: Service) -> None:
+    small = service.begin(environment(group_size=2))
+    large = service.post("/register-env", environment(group_size=6))["env_id"]
+    for _ in range(4):
+        service.post("/scored_data", group(2, env_id=small))
+    sizes = [
+        (answer["queue_size"], answer["self_queue_size"])
+        for answer in (service.status_env(env_id).json() for env_id in (small, large))
+    ]
+    assert sizes == [(4, 4), (1, 0)]
+
+
 # ---- what the wire was weak at ----
 
 
@@ -256,9 +268,13 @@ def test_gzip_both_ways(service: Service) -> None:
     answer = service.http.get("/batch", headers={"accept-encoding": "gzip"})
     assert answer.headers["content-encoding"] == "gzip"
     assert answer.json()["batch"][0]["tokens"] == sent["tokens"]
-    for broken in (b"xx", packed[:-20], packed[:10]):
+    for broken in (b"xx", packed[:-20], packed[:10], packed + b"xx", packed + packed[:-20]):
         answer = service.http.post("/scored_data", content=broken, headers=headers)
         assert (answer.status_code, answer.text) == (400, "Invalid gzip payload")
+    text = json.dumps(sent).encode()
+    members = [gzip.compress(text[start : start + 700]) for start in range(0, len(text), 700)]
+    answer = service.http.post("/scored_data", content=b"".join(members) + bytes(16), headers=headers)
+    assert (answer.status_code, service.get("/batch")["batch"][0]["tokens"]) == (200, sent["tokens"])
     answer = service.http.post("/scored_data", content=packed, headers={"content-encoding": "br"})
     assert answer.status_code == 415
 
