@@ -31,7 +31,7 @@ def public_python(folder: Path = FOLDER) -> Path:
     if not is_ready(folder):
         print(f"installing {PUBLIC} in {folder} …", flush=True)
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True, timeout=120)
-        install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        install: list[str | Path] = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         # The server needs a few packages only; the environments' (datasets, nltk, …) would take minutes.
         subprocess.run([*install, "--no-deps", PUBLIC], check=True, timeout=600)
         subprocess.run([*install, *PUBLIC_NEEDS], check=True, timeout=600, stderr=subprocess.DEVNULL)

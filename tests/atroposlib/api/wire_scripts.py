@@ -146,6 +146,7 @@ OPTIONAL: dict[str, Any] = {
 }
 ROUTES = ("/register", "/register-env", "/disconnect-env", "/scored_data", "/scored_data_list")
 BODIES = (b"", b"{", b"null", b"{}", b'"x"', b'{"env_id": "x", "tokens": "x", "batch_size": "x", "group_size": 1.5}')
+WRONG_IDS: tuple[Any, ...] = (None, {}, [], "x", {"env_id": "x"}, {"env_id": None})
 
 SCRIPTS: dict[str, list[Step]] = {
     "before anyone registered": [
@@ -284,7 +285,7 @@ SCRIPTS: dict[str, list[Step]] = {
     ],
     "bodies that are wrong": [
         *(raw(path, body) for path in ROUTES for body in BODIES),
-        *(get("/status-env", body) for body in (None, {}, [], "x", {"env_id": "x"}, {"env_id": None})),
+        *(get("/status-env", body) for body in WRONG_IDS),
         raw(
             "/register",
             b"\xff",
@@ -296,7 +297,7 @@ SCRIPTS: dict[str, list[Step]] = {
         *(post("/register-env", {**environment(), "min_batch_allocation": None}), post("/disconnect-env", {"env_id": "0"})),
         *(data(scores=scores) for scores in ("x", [1, 2, "x", 4], [1, 2, "3", 4])),
         *(data(tokens=[row] * 4) for row in ([1, 2, "x"], [1, 1.5, 2], ["7", 7.0, 7])),
-        *(data(**{name: {}}) for name in ("masks", "overrides", "advantages", "distill_token_ids")),
+        *(post("/scored_data", {**group(), name: {}}) for name in ("masks", "overrides", "advantages", "distill_token_ids")),
         *(data(generation_params=[]), data(env_id="0"), data(env_id="x"), data(env_id=None), STATUS),
         data(Differs("messages", CRASHED, refused("messages")), messages=5),
         data(Differs("free messages", refused("messages"), RECEIVED), messages=["a"]),
