@@ -51,11 +51,13 @@ class UpdaterStatus:
 
 @dataclass(frozen=True)
 class _Join:
+    status: UpdaterStatus
     rendezvous: Rendezvous
 
 
 @dataclass(frozen=True)
 class _Receive:
+    status: UpdaterStatus
     version: int
 
 
@@ -76,7 +78,7 @@ class WeightUpdater:
         self._device = device
         self._logger = logger
         self._status = UpdaterStatus()
-        self._commands: queue.SimpleQueue[_Join | _Receive | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Join | _Receive] = queue.SimpleQueue()
         self._groups: BridgeGroups | None = None
         self._called_off = threading.Event()
         self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
@@ -97,13 +99,13 @@ class WeightUpdater:
         """Leave the present trainer, if any, and meet the one at `rendezvous`. Returns at once; watch `status`."""
         self._called_off.set()
         self._status = UpdaterStatus(phase="joining", epoch=rendezvous.epoch)
-        self._commands.put(_Join(rendezvous))
+        self._commands.put(_Join(self._status, rendezvous))
 
     def receive(self, version: int) -> None:
         """Fill the staging buffer with the weights of `version`. Returns at once; watch `status`."""
-        self._status.phase, self._status.staged_version, self._status.error = "receiving", None, ""
+        self._status = UpdaterStatus(phase="receiving", epoch=self._status.epoch)
         self._called_off.clear()
-        self._commands.put(_Receive(version))
+        self._commands.put(_Receive(self._status, version))
 
     def discard(self) -> None:
         """Forget what is staged; a transfer in flight is called off."""
@@ -112,11 +114,6 @@ class WeightUpdater:
         if self._status.phase == "staged":
             self._status.phase = "ready"
 
-    def stop(self) -> None:
-        """End the thread once its current command has ended. Used when the worker shuts down."""
-        self._called_off.set()
-        self._commands.put(None)
-
     def _run(self) -> None:
         while True:
             self._status.heartbeat = time.time()
@@ -124,44 +121,41 @@ class WeightUpdater:
                 command = self._commands.get(timeout=_HEARTBEAT_SECONDS)
             except queue.Empty:
                 continue
-            if command is None:
-                self._leave()
-                return
-            # A failed command must not end the thread: the next trainer needs it. The reason is kept for whoever asks.
+            # A failed command must not end the thread: the next trainer needs it. The reason is kept for whoever asks. Each
+            # command has a status of its own, so that one which ends late says nothing about what was asked since.
             try:
                 if isinstance(command, _Join):
-                    self._join(command.rendezvous)
+                    self._join(command)
                 else:
-                    self._receive(command.version)
+                    self._receive(command)
             except Exception as error:  # noqa: BLE001
                 self._logger.error(
                     "[vLLM Patch] %s: %s failed: %s", self.name, type(command).__name__.strip("_").lower(), error
                 )
                 self._logger.debug("%s", traceback.format_exc())
-                self._status.phase = "failed"
-                self._status.error = f"{self.name}: {error}"
+                command.status.phase = "failed"
+                command.status.error = f"{self.name}: {error}"
 
-    def _join(self, rendezvous: Rendezvous) -> None:
+    def _join(self, command: _Join) -> None:
         self._leave()
         if self.staging is None:
             self.staging = torch.zeros(self.num_bytes, dtype=torch.uint8, device=self._device)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        groups = BridgeGroups(rendezvous, join_store(rendezvous), self._device)
-        self._groups = groups
-        self._status.phase = "ready"
-        self._logger.info("[vLLM Patch] %s joined the trainer (epoch %d)", self.name, rendezvous.epoch)
+        self._groups = BridgeGroups(command.rendezvous, join_store(command.rendezvous), self._device)
+        command.status.phase = "ready"
+        self._logger.info("[vLLM Patch] %s joined the trainer (epoch %d)", self.name, command.rendezvous.epoch)
 
-    def _receive(self, version: int) -> None:
+    def _receive(self, command: _Receive) -> None:
         if self._groups is None or self.staging is None:
             raise RuntimeError("no trainer has joined; call /bridge/init first")
         started = time.perf_counter()
         for start in range(0, self.num_bytes, BUCKET_BYTES):
             self._groups.receive(self.staging[start : start + BUCKET_BYTES], TRAINER_RANK, self._called_off.is_set)
-            self._status.heartbeat = time.time()
-        self._status.receive_seconds = time.perf_counter() - started
-        self._status.staged_version = version
-        self._status.phase = "staged"
+            command.status.heartbeat = time.time()
+        command.status.receive_seconds = time.perf_counter() - started
+        command.status.staged_version = command.version
+        command.status.phase = "staged"
 
     def _leave(self) -> None:
         groups, self._groups = self._groups, None

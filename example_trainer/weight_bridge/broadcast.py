@@ -12,7 +12,7 @@ import torch
 
 from example_trainer.weight_bridge.base import BridgeError, SyncReport, WeightBridge
 from example_trainer.weight_bridge.phases import timed
-from example_trainer.weight_bridge.server import BridgeServer, check_layout, manifests_of
+from example_trainer.weight_bridge.server import BridgeServer, check_layout, manifests_of, served_dtype
 from vllm_patching.checksum import weights_checksum
 from vllm_patching.distributed_utils import (
     TRAINER_RANK,
@@ -22,7 +22,7 @@ from vllm_patching.distributed_utils import (
     host_store,
     rendezvous_address,
 )
-from vllm_patching.manifest import FlatSlice, flat_layout, flat_views, parse_dtype, source_view
+from vllm_patching.manifest import FlatSlice, flat_layout, flat_views, source_view
 from vllm_patching.weight_updater import BUCKET_BYTES
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class BroadcastBridge(WeightBridge):
         self._epoch = 0
 
     def serving_dtype(self) -> torch.dtype | None:
-        return parse_dtype(self._server.wait_for_info()["ranks"][0]["param_mappings"]["model.norm.weight"]["dtype"])
+        return served_dtype(self._server.wait_for_info())
 
     def connect(self, model: torch.nn.Module) -> None:
         info = self._server.wait_for_info()

@@ -130,6 +130,11 @@ def manifests_of(info: dict[str, Any]) -> list[Manifest]:
     return [Manifest.from_json(rank) for rank in info["ranks"]]
 
 
+def served_dtype(info: dict[str, Any]) -> torch.dtype:
+    """The dtype in which the server of /bridge/info holds its weights."""
+    return manifests_of(info)[0].entries[0].torch_dtype
+
+
 def check_layout(info: dict[str, Any], model: torch.nn.Module) -> tuple[int, int]:
     """Compare the server's parameters with the model's.
 

@@ -12,9 +12,9 @@ import torch
 
 from example_trainer.weight_bridge.base import BridgeError, SyncReport, WeightBridge
 from example_trainer.weight_bridge.phases import timed
-from example_trainer.weight_bridge.server import BridgeServer, check_layout, manifests_of
+from example_trainer.weight_bridge.server import BridgeServer, check_layout, manifests_of, served_dtype
 from vllm_patching.checksum import weights_checksum
-from vllm_patching.manifest import FlatSlice, flat_layout, local_view, parse_dtype
+from vllm_patching.manifest import FlatSlice, flat_layout, local_view
 from vllm_patching.shared_memory import SharedMemoryError, open_handles
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class SingleCopyBridge(WeightBridge):
         self._epoch = 0
 
     def serving_dtype(self) -> torch.dtype | None:
-        return parse_dtype(self._server.wait_for_info()["ranks"][0]["param_mappings"]["model.norm.weight"]["dtype"])
+        return served_dtype(self._server.wait_for_info())
 
     def connect(self, model: torch.nn.Module) -> None:
         info = self._server.wait_for_info()

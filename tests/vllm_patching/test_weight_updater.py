@@ -148,7 +148,21 @@ def test_other_machines_need_an_address_that_they_can_reach(monkeypatch: pytest.
         rendezvous_address()
 
 
-def test_the_thread_ends_when_told(updater: WeightUpdater) -> None:
-    updater.stop()
-    updater._thread.join(5)
-    assert not updater._thread.is_alive()
+def test_a_command_that_fails_late_says_nothing_about_the_next(updater: WeightUpdater, free_port: Callable[[], int]) -> None:
+    """The old trainer's join is still waiting for its deadline when the new trainer has been announced."""
+    updater.join(Rendezvous("localhost", free_port(), 1, 1, 2, "gloo", 1.0))
+    port = free_port()
+    trainer = start_trainer(port, 2, updater.num_bytes, "wait")
+    try:
+        updater.join(Rendezvous("localhost", port, 2, 1, 2, "gloo", SECONDS))
+        seen = set()
+        deadline = time.monotonic() + 30
+        while updater.status.phase != "ready":
+            seen.add(updater.status.phase)
+            assert time.monotonic() < deadline, updater.status
+            time.sleep(0.001)
+        assert seen <= {"joining"}
+        assert updater.status.epoch == 2
+    finally:
+        trainer.kill()
+        trainer.wait()

@@ -2,10 +2,8 @@
 
 from typing import Any
 
-import httpx
-
 from atroposlib.envs.server_handling.generation import Generation
-from atroposlib.envs.server_handling.openai_server import PROBE_TIMEOUT, resolve_openai_configs
+from atroposlib.envs.server_handling.openai_server import resolve_openai_configs
 from atroposlib.envs.server_handling.vllm_server import MAX_TOKENS_NAMES, VLLMServer
 
 __all__ = ["SGLangServer", "resolve_openai_configs"]
@@ -13,13 +11,6 @@ __all__ = ["SGLangServer", "resolve_openai_configs"]
 
 class SGLangServer(VLLMServer):
     """An SGLang server. It says nothing about weight versions."""
-
-    async def probe(self) -> str | None:
-        try:
-            response = await self.http.get("/health", timeout=PROBE_TIMEOUT)
-        except httpx.HTTPError as error:
-            return f"no answer ({type(error).__name__})"
-        return None if response.status_code == 200 else f"/health answered {response.status_code}"
 
     async def _generate_wrapper(self, **kwargs: Any) -> Generation:
         prompt_tokens = self._prompt_tokens(kwargs)
