@@ -25,3 +25,7 @@ class RolloutServiceError(TrainerError):
 
 class NonFiniteError(TrainerError):
     """A gradient or a weight is NaN or infinite."""
+
+
+class RankError(TrainerError):
+    """Another rank of this trainer failed, ended or fell silent. Nothing collective is possible any more."""

@@ -1,0 +1,24 @@
+"""The whole of a parameter that is spread over several ranks. What the weight bridge needs of a parallel trainer."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter as one process would hold it, without its gradient history.
+
+    Collective for a sharded parameter (a DTensor, FSDP2): every rank calls this for the same parameters in the same order,
+    and each gets a new, contiguous tensor on its own device. A plain tensor comes back as it is, without a copy.
+    """
+    if isinstance(parameter, DTensor):
+        with torch.no_grad():
+            whole: torch.Tensor = parameter.full_tensor()
+        return whole.detach().contiguous()
+    return parameter.detach()
+
+
+def full_parameters(model: torch.nn.Module) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Name, whole shape and dtype of every parameter, in the model's order; the same on every rank, nothing is sent."""
+    return {name: (tuple(parameter.shape), parameter.dtype) for name, parameter in model.named_parameters()}

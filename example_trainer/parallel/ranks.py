@@ -1,0 +1,316 @@
+"""The processes that torchrun started as one trainer, and how they agree: objects, errors and signals.
+
+A *rank* is one of these processes; rank 0 is the main one, which alone speaks HTTP and writes files. Every method of `Ranks`
+but the properties is collective: all ranks call it in the same order, and each ends within its deadline, with the same
+outcome on every rank, also when one of them fails or dies. Without torchrun there is one rank and nothing is sent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions, BroadcastOptions
+from torch.distributed.rendezvous import rendezvous
+
+from example_trainer.errors import ConfigError, RankError, TrainerError
+from example_trainer.process import StopRequested, StopSignal
+
+T = TypeVar("T")
+
+_FAILED = "failed"
+_REASON_SECONDS = 2.0
+"""How long to wait for the reason that a failing rank leaves behind, after its connections broke."""
+
+
+class Ranks:
+    """This process's place among the ranks. Made by `join_ranks`; `Ranks()` is the only rank there is.
+
+    Attributes:
+        rank: 0 to world_size - 1, over all machines.
+        world_size: how many ranks there are.
+        local_rank: this rank's number on its machine, which is its GPU's number.
+        timeout: seconds that a rank waits for the others unless a call says otherwise.
+
+    Example:
+        info = ranks.on_main("asking the server", lambda: server.wait_for_info())    # rank 0 asks, every rank is told
+        ranks.together("reading the model", lambda: read_weights(model, folder))     # one fails: all raise
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        world_size: int = 1,
+        local_rank: int = 0,
+        timeout: float = 600.0,
+        control: dist.ProcessGroup | None = None,
+        store: dist.Store | None = None,
+    ) -> None:
+        self.rank, self.world_size, self.local_rank, self.timeout = rank, world_size, local_rank, timeout
+        self._control, self._store = control, store
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def broadcast(self, value: Any, what: str = "an object", timeout: float | None = None) -> Any:
+        """Rank 0's `value` on every rank. JSON values only; the other ranks' own are ignored."""
+        if self.world_size == 1:
+            return value
+        payload = _encode(value) if self.is_main else torch.empty(0, dtype=torch.uint8)
+        size = torch.tensor([payload.numel()], dtype=torch.int64)
+        self._exchange(what, lambda group: group.broadcast([size], self._root(timeout)))
+        if not self.is_main:
+            payload = torch.empty(int(size), dtype=torch.uint8)
+        self._exchange(what, lambda group: group.broadcast([payload], self._root(None)))
+        return _decode(payload)
+
+    def gather(self, value: Any, what: str = "an object", timeout: float | None = None) -> list[Any]:
+        """Every rank's `value`, by rank, on every rank. JSON values only."""
+        if self.world_size == 1:
+            return [value]
+        payload = _encode(value)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        options = AllgatherOptions()
+        options.timeout = self._seconds(timeout)
+        mine = torch.tensor([payload.numel()], dtype=torch.int64)
+        self._exchange(what, lambda group: group.allgather([sizes], [mine], options))
+        longest = max(int(size) for size in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: payload.numel()] = payload
+        rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
+        options = AllgatherOptions()
+        options.timeout = self._seconds(None)
+        self._exchange(what, lambda group: group.allgather([rows], [padded], options))
+        return [_decode(row[: int(size)]) for row, size in zip(rows, sizes, strict=True)]
+
+    def barrier(self, what: str, timeout: float | None = None) -> None:
+        """Return when every rank is here."""
+        self.gather(None, what, timeout)
+
+    def together(self, what: str, work: Callable[[], T], timeout: float | None = None) -> T:
+        """Do `work` on every rank. If it raises on any, every rank raises: its own error, or that of the lowest rank that
+        failed, named.
+
+        `work` may hold collectives of its own, but a rank that fails between two of them leaves the others waiting in theirs
+        until its deadline.
+        """
+        outcome, error = _attempt(work)
+        outcomes = self.gather(_describe(error), what, timeout)
+        if error is not None:
+            raise error
+        self._raise_first(what, outcomes)
+        return outcome  # type: ignore[return-value]
+
+    def on_main(self, what: str, work: Callable[[], T], timeout: float | None = None) -> T:
+        """Do `work` on rank 0 alone. Every rank gets its result (a JSON value), or raises its error.
+
+        Args:
+            timeout: seconds that the others wait for the result; longer than `work` may take.
+        """
+        outcome, error = _attempt(work) if self.is_main else (None, None)
+        result, described = self.broadcast([None if error else outcome, _describe(error)], what, timeout)
+        if error is not None:
+            raise error
+        if described is not None:
+            self._raise_first(what, [described])
+        whole: T = outcome if self.is_main else result  # type: ignore[assignment]
+        return whole
+
+    def check(self, stop: StopSignal) -> None:
+        """Raise StopRequested on every rank if a signal came to any of them."""
+        if self.world_size == 1:
+            stop.check()
+            return
+        self.together("agreeing whether to stop", stop.check)
+
+    def _raise_first(self, what: str, outcomes: list[Any]) -> None:
+        """Raise what another rank failed with. An error goes before a request to stop."""
+        failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome is not None]
+        failed.sort(key=lambda item: (item[1]["kind"] == "StopRequested", item[0]))
+        if failed:
+            rank, outcome = failed[0]
+            if outcome["kind"] == "StopRequested":
+                raise StopRequested(outcome["number"])
+            kind = _kinds().get(outcome["kind"])
+            told = outcome["message"] if kind else f"{outcome['kind']}: {outcome['message']}"
+            raise (kind or RankError)(f"{what} failed on rank {rank}: {told}")
+
+    def _exchange(self, what: str, start: Callable[[dist.ProcessGroup], Any]) -> None:
+        assert self._control is not None
+        try:
+            start(self._control).wait()
+        except RuntimeError as error:
+            raise self.lost(what, error) from error
+
+    def lost(self, what: str, error: BaseException) -> RankError:
+        """What a broken or timed-out collective means: who failed and why, where that is known."""
+        reason = self._reason_of_another()
+        if reason:
+            return RankError(f"rank {self.rank} gave up {what}: {reason}")
+        return RankError(
+            f"rank {self.rank} of {self.world_size} lost another rank while {what} ({first_line(error)}); "
+            "torchrun's report names the one that ended first, its own last lines say why; start again with --resume auto"
+        )
+
+    def _reason_of_another(self) -> str:
+        """What a rank that failed said before it ended; empty if it said nothing, or the store is gone too."""
+        deadline = time.monotonic() + _REASON_SECONDS
+        while self._store is not None and time.monotonic() < deadline:
+            try:
+                if self._store.check([_FAILED]):
+                    told = json.loads(self._store.get(_FAILED))
+                    return "" if told["rank"] == self.rank else f"rank {told['rank']} failed: {told['message']}"
+            except RuntimeError:
+                return ""
+            time.sleep(0.05)
+        return ""
+
+    def announce_failure(self, error: BaseException) -> None:
+        """Leave the reason of this rank's end for the others, who will find their connections broken. Not collective."""
+        if self._store is None:
+            return
+        told = {"rank": self.rank, "message": f"{type(error).__name__}: {' '.join(str(error).split())}"[:2000]}
+        try:
+            # The first to fail is the one that matters: what follows is its consequence.
+            self._store.compare_set(_FAILED, "", json.dumps(told))
+        except RuntimeError:
+            return  # the store has gone with the rank or the torchrun that held it
+
+    def _seconds(self, timeout: float | None) -> timedelta:
+        return timedelta(seconds=self.timeout if timeout is None else timeout)
+
+    def _root(self, timeout: float | None) -> BroadcastOptions:
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, self._seconds(timeout)
+        return options
+
+
+@contextmanager
+def join_ranks(timeout: float, device: torch.device) -> Iterator[Ranks]:
+    """Meet the other ranks, and leave them at the end of the with block.
+
+    Two process groups are formed: torch's default group for tensors (NCCL if `device` is a GPU, else Gloo), and a Gloo group
+    for objects and errors. A block that ends with an error leaves its reason to the other ranks.
+
+    Args:
+        timeout: seconds that ranks wait for each other, here and in each later step.
+        device: this rank's.
+
+    Raises:
+        ConfigError: torchrun's variables are incomplete.
+        RankError: the others did not come.
+    """
+    place = place_of(os.environ)
+    if place is None:
+        yield Ranks(timeout=timeout)
+        return
+    rank, world_size, local_rank = place
+    limit = timedelta(seconds=timeout)
+    try:
+        store, _, _ = next(rendezvous("env://", timeout=limit))
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("trainer", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=limit,
+            device_id=device if device.type == "cuda" else None,
+        )
+        control = dist.new_group(backend="gloo", timeout=limit)
+    except (RuntimeError, ValueError) as error:
+        raise RankError(
+            f"rank {rank} of {world_size} did not meet the others within {timeout:g} s (--rank-timeout) at "
+            f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {first_line(error)}"
+        ) from error
+    ranks = Ranks(rank, world_size, local_rank, timeout, control, dist.PrefixStore("errors", store))
+    try:
+        yield ranks
+    except (StopRequested, TrainerError) as error:
+        ranks.announce_failure(error)
+        raise
+    except RuntimeError as error:
+        # A collective of tensors breaks with a bare RuntimeError when another rank has ended; a bug raises one too.
+        reason = ranks._reason_of_another()
+        ranks.announce_failure(error)
+        if reason:
+            raise RankError(f"rank {rank} gave up: {reason}") from error
+        if _is_lost_connection(error):
+            raise ranks.lost("exchanging tensors", error) from error
+        raise
+    except Exception as error:
+        ranks.announce_failure(error)
+        raise
+    else:
+        dist.destroy_process_group()
+
+
+def place_of(environment: Mapping[str, str]) -> tuple[int, int, int] | None:
+    """Rank, world size and local rank that torchrun gave this process; None for a trainer of one process.
+
+    Raises:
+        ConfigError: some of the variables are missing or are no numbers.
+    """
+    if environment.get("WORLD_SIZE", "1") == "1":
+        return None
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    values = [environment.get(name, "") for name in names]
+    if not all(value.isdigit() for value in values):
+        found = ", ".join(f"{name}={value!r}" for name, value in zip(names, values, strict=True))
+        raise ConfigError(f"{found}: a trainer of several ranks is started by torchrun, which sets all three; or unset them")
+    rank, world_size, local_rank = map(int, values)
+    return rank, world_size, local_rank
+
+
+def first_line(error: BaseException) -> str:
+    """The part of a torch error that a person wants to read."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def _is_lost_connection(error: RuntimeError) -> bool:
+    signs = ("Connection closed by peer", "Connection reset", "Timed out waiting", "Broken pipe", "NCCL", "Gloo", "gloo")
+    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    try:
+        return work(), None
+    except (StopRequested, Exception) as error:  # noqa: BLE001 - told to every rank, then raised
+        return None, error
+
+
+def _describe(error: BaseException | None) -> dict[str, Any] | None:
+    if error is None:
+        return None
+    if isinstance(error, StopRequested):
+        return {"kind": "StopRequested", "number": int(error.number)}
+    return {"kind": type(error).__name__, "message": " ".join(str(error).split())}
+
+
+def _kinds() -> dict[str, type[TrainerError]]:
+    """The errors that keep their class on the way to another rank, by name."""
+    kinds: dict[str, type[TrainerError]] = {}
+    todo: list[type[TrainerError]] = [TrainerError]
+    while todo:
+        kind = todo.pop()
+        kinds[kind.__name__] = kind
+        todo += kind.__subclasses__()
+    return kinds
+
+
+def _encode(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _decode(payload: torch.Tensor) -> Any:
+    return json.loads(payload.numpy().tobytes())
