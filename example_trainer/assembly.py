@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
+from example_trainer.checkpointing import PREFIX, Checkpoints
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
-from example_trainer.models import Decoder
+from example_trainer.lora.checkpoints import ADAPTER_PREFIX, AdapterCheckpoints
+from example_trainer.lora.layers import attach_adapters
+from example_trainer.lora.peft_format import AdapterWriter, check_same_adapter
+from example_trainer.models import Decoder, load_model
 from example_trainer.models.hf_checkpoint import checkpoint_dtype, find_checkpoint
 from example_trainer.optimizer import MasterAdamW
 from example_trainer.rollout_client import Registration
@@ -55,6 +61,43 @@ def choose_dtype(config: TrainerConfig, serving: torch.dtype | None, device: tor
         return dtype
     # bf16 arithmetic on CPUs is slow, and not to be trusted on all of them.
     return torch.float32 if device.type == "cpu" else checkpoint_dtype(find_checkpoint(config.model_name))
+
+
+def checkpoint_prefix(config: TrainerConfig) -> str:
+    """What the names of this run's checkpoints begin with."""
+    return ADAPTER_PREFIX if config.lora else PREFIX
+
+
+def make_model(config: TrainerConfig, start: Path | None, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """The model to train: whole, from the checkpoint `start` or as it was at first, or the frozen one with adapters.
+
+    Adapters are new here even on a resume: their values are in the optimizer's state.
+
+    Raises:
+        ModelError: the model cannot be read.
+        CheckpointError: `start` holds adapters of another shape.
+    """
+    if config.lora and start:
+        check_same_adapter(start, config.lora, dtype)
+    model = load_model(config.model_name if config.lora else str(start or config.model_name), dtype, device)
+    model.gradient_checkpointing = config.gradient_checkpointing
+    if config.lora:
+        attach_adapters(model, config.lora)
+    return model
+
+
+def make_checkpoints(config: TrainerConfig, model: Decoder, last: int | None) -> Checkpoints:
+    """Where the run saves: `step_N/`, or `adapter_step_N/` in PEFT's format."""
+    if not config.lora:
+        return Checkpoints(config.save_path, config.keep_optimizer_states, last)
+    writer = AdapterWriter(model, config.lora, base_model_name(config))
+    return AdapterCheckpoints(config.save_path, config.keep_optimizer_states, last, writer)
+
+
+def base_model_name(config: TrainerConfig) -> str:
+    """The base model's id, or its folder's absolute path: an adapter may be loaded from anywhere."""
+    folder = Path(config.model_name).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else config.model_name
 
 
 def make_optimizer(config: TrainerConfig, model: Decoder) -> MasterAdamW:

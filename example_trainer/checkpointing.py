@@ -23,34 +23,36 @@ from example_trainer.optimizer import MasterAdamW
 logger = logging.getLogger(__name__)
 
 STATE_FOLDER, OPTIMIZER_FILE, TRAINER_FILE = "trainer_state", "optimizer.safetensors", "trainer.json"
-_STEP = re.compile(r"step_(\d+)")
+PREFIX = "step_"
 
 
-def steps_in(folder: Path) -> dict[int, Path]:
-    """The complete checkpoints in a folder, by step, oldest first."""
-    found = {int(match[1]): path for path in folder.glob("step_*") if path.is_dir() and (match := _STEP.fullmatch(path.name))}
-    return dict(sorted(found.items()))
+def steps_in(folder: Path, prefix: str = PREFIX) -> dict[int, Path]:
+    """The complete checkpoints in a folder whose names are `prefix` and a step, by step, oldest first."""
+    name = re.compile(re.escape(prefix) + r"(\d+)")
+    matches = ((name.fullmatch(path.name), path) for path in folder.glob(f"{prefix}*") if path.is_dir())
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
-def find_resume(resume: str | None, folder: Path) -> Path | None:
+def find_resume(resume: str | None, folder: Path, prefix: str = PREFIX) -> Path | None:
     """The checkpoint to continue from.
 
     Args:
         resume: "auto" for the newest that has its optimizer state (None if there is none yet), a checkpoint's path, or None.
         folder: where checkpoints are saved.
+        prefix: what their names begin with.
 
     Raises:
         CheckpointError: the path is no checkpoint, or lacks its optimizer state.
     """
     if resume is None:
-        if present := steps_in(folder):
+        if present := steps_in(folder, prefix):
             logger.warning(
                 "%s holds checkpoints up to step %d: this run starts anew and replaces equal steps (--resume auto continues)",
                 folder, max(present),
             )  # fmt: skip
         return None
     if resume == "auto":
-        complete = [path for path in steps_in(folder).values() if (path / STATE_FOLDER / TRAINER_FILE).is_file()]
+        complete = [path for path in steps_in(folder, prefix).values() if (path / STATE_FOLDER / TRAINER_FILE).is_file()]
         if not complete:
             logger.info("No checkpoint with an optimizer state in %s: starting anew", folder)
         return complete[-1] if complete else None
@@ -58,7 +60,7 @@ def find_resume(resume: str | None, folder: Path) -> Path | None:
     if not (path / STATE_FOLDER / TRAINER_FILE).is_file():
         what = "does not exist" if not path.is_dir() else f"has no {STATE_FOLDER}/{TRAINER_FILE}"
         raise CheckpointError(
-            f"--resume {resume}: the folder {what}; give a step_N folder that keeps its optimizer state, or 'auto'"
+            f"--resume {resume}: the folder {what}; give a {prefix}N folder that keeps its optimizer state, or 'auto'"
         )
     return path
 
@@ -90,22 +92,24 @@ class Checkpoints:
         last: the step of the newest one saved or resumed from by this process; None before that.
     """
 
+    prefix = PREFIX
+
     def __init__(self, folder: Path, keep_states: int = 1, last: int | None = None) -> None:
         self.folder, self.keep_states, self.last = folder, keep_states, last
 
     def save(self, model: Decoder, optimizer: MasterAdamW, config: dict[str, Any]) -> Path:
-        """Write `step_N` for the optimizer's masters, which the model's dtype is the rounding of.
+        """Write the checkpoint of the present step from the optimizer's masters, which the model's dtype is the rounding of.
 
         Raises:
             CheckpointError: it could not be written whole; earlier checkpoints are as they were.
         """
-        final = self.folder / f"step_{optimizer.steps}"
+        final = self.path(optimizer.steps)
         draft = self.folder / f".{final.name}.draft-{os.getpid()}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._remove_drafts()
             self._require_space(model, optimizer)
-            save_model(model, draft, weights=optimizer.masters)
+            self._write_weights(model, optimizer, draft)
             (draft / STATE_FOLDER).mkdir()
             save_file(optimizer.state_dict(), draft / STATE_FOLDER / OPTIMIZER_FILE)
             state = {"step": optimizer.steps, "config": config}
@@ -114,7 +118,7 @@ class Checkpoints:
             _replace(draft, final)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(draft, ignore_errors=True)
-            kept = f"step_{self.last} is untouched" if self.last is not None else "there was none before it"
+            kept = f"{self.path(self.last).name} is untouched" if self.last is not None else "there was none before it"
             reason = (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())
             raise CheckpointError(
                 f"could not write checkpoint {final}: {reason}; {kept}; make room or change --save-path"
@@ -124,8 +128,15 @@ class Checkpoints:
         self._drop_old_states()
         return final
 
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step is."""
+        return self.folder / f"{self.prefix}{step}"
+
+    def _write_weights(self, model: Decoder, optimizer: MasterAdamW, draft: Path) -> None:
+        save_model(model, draft, weights=optimizer.masters)
+
     def _remove_drafts(self) -> None:
-        for draft in self.folder.glob(".step_*.draft-*"):
+        for draft in self.folder.glob(f".{self.prefix}*.draft-*"):
             owner = int(draft.name.rpartition("-")[2])
             if owner == os.getpid() or not Path(f"/proc/{owner}").exists():
                 logger.warning("Removing %s, which a process that died left unfinished", draft)
@@ -133,13 +144,14 @@ class Checkpoints:
 
     def _require_space(self, model: Decoder, optimizer: MasterAdamW) -> None:
         # Knowing beforehand is kinder than failing after gigabytes; the write itself is guarded too.
-        needed = sum(p.nbytes for p in model.parameters()) + 12 * sum(m.numel() for m in optimizer.masters.values())
+        weights = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        needed = weights + 12 * sum(m.numel() for m in optimizer.masters.values())
         free = shutil.disk_usage(self.folder).free
         if free < needed:
             raise OSError(0, f"it needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free")
 
     def _drop_old_states(self) -> None:
-        with_state = [path for path in steps_in(self.folder).values() if (path / STATE_FOLDER).is_dir()]
+        with_state = [path for path in steps_in(self.folder, self.prefix).values() if (path / STATE_FOLDER).is_dir()]
         for path in with_state[: -self.keep_states] if self.keep_states else []:
             shutil.rmtree(path / STATE_FOLDER)
             logger.info(

@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from example_trainer.errors import ConfigError
+from example_trainer.lora.settings import LoraSettings, parse_targets
 
 
 class TrainerConfig(BaseModel):
@@ -48,7 +49,7 @@ class TrainerConfig(BaseModel):
     lora_target_modules: list[str] = Field(
         ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
         min_length=1,
-        description="lora_only: projections that get an adapter",
+        description="lora_only: projections that get an adapter; all-linear: every one",
     )
 
     # Rollouts
@@ -109,6 +110,11 @@ class TrainerConfig(BaseModel):
         parts = value.split(",") if isinstance(value, str) else value
         return [name for part in parts for name in str(part).split(",") if name] if isinstance(parts, list) else parts
 
+    @field_validator("lora_target_modules")
+    @classmethod
+    def _known_projections(cls, value: list[str]) -> list[str]:
+        return list(parse_targets(value))
+
     @model_validator(mode="after")
     def _options_agree(self) -> TrainerConfig:
         if self.use_shared_memory and self.single_copy:
@@ -124,6 +130,13 @@ class TrainerConfig(BaseModel):
     def sequences_per_step(self) -> int:
         """Sequences in the batch that one optimizer step trains on."""
         return self.batch_size * self.gradient_accumulation_steps
+
+    @property
+    def lora(self) -> LoraSettings | None:
+        """The adapters to train; None if the whole model is trained."""
+        if self.weight_bridge_mode != "lora_only":
+            return None
+        return LoraSettings(self.lora_r, self.lora_alpha, self.lora_dropout, tuple(self.lora_target_modules))
 
     @property
     def shareable(self) -> dict[str, Any]:

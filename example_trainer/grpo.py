@@ -17,8 +17,16 @@ import time
 
 import torch
 
-from example_trainer.assembly import choose_device, choose_dtype, make_optimizer, registration
-from example_trainer.checkpointing import Checkpoints, find_resume, load_state
+from example_trainer.assembly import (
+    checkpoint_prefix,
+    choose_device,
+    choose_dtype,
+    make_checkpoints,
+    make_model,
+    make_optimizer,
+    registration,
+)
+from example_trainer.checkpointing import find_resume, load_state
 from example_trainer.config import TrainerConfig, parse_config
 from example_trainer.data import Batch, parse_batch
 from example_trainer.errors import CheckpointError, NonFiniteError, TrainerError
@@ -39,13 +47,12 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
     if config.use_wandb:
         import_wandb()  # told now rather than after minutes of loading
     device = choose_device(config)
-    start = find_resume(config.resume, config.save_path)
+    start = find_resume(config.resume, config.save_path, checkpoint_prefix(config))
     with contextlib.ExitStack() as stack:
         bridge = make_bridge(config)
         stack.callback(bridge.close)
         dtype = choose_dtype(config, bridge.serving_dtype(), device)
-        model = load_model(str(start or config.model_name), dtype, device)
-        model.gradient_checkpointing = config.gradient_checkpointing
+        model = make_model(config, start, dtype, device)
         reference = None
         if config.kl_coef:
             reference = load_model(config.reference_model or config.model_name, dtype, device).requires_grad_(False)
@@ -57,7 +64,7 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
         if optimizer.steps >= config.training_steps:
             logger.info("Nothing to do: %d of %d steps are done", optimizer.steps, config.training_steps)
             return
-        checkpoints = Checkpoints(config.save_path, config.keep_optimizer_states, last=optimizer.steps if start else None)
+        checkpoints = make_checkpoints(config, model, last=optimizer.steps if start else None)
         options = config.shareable
         metrics = MetricsLog(config.log_dir, options, optimizer.steps, config.wandb_names if config.use_wandb else None)
         stack.callback(metrics.close)
@@ -93,7 +100,7 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
             raise
         if checkpoints.last != optimizer.steps:
             checkpoints.save(model, optimizer, options)
-        logger.info("Training complete: %d steps, checkpoint %s", optimizer.steps, config.save_path / f"step_{optimizer.steps}")
+        logger.info("Training complete: %d steps, checkpoint %s", optimizer.steps, checkpoints.path(optimizer.steps))
 
 
 def read_batch(client: RolloutClient, config: TrainerConfig, vocab_size: int) -> Batch:

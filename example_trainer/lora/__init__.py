@@ -1,0 +1,1 @@
+"""Low-rank adapters: trained beside frozen weights, saved and loaded in PEFT's format."""

@@ -1,0 +1,47 @@
+"""What a LoRA adapter is, as far as options say it. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The projections of a layer that can have an adapter, by their Hugging Face names, in the order of the forward pass."""
+
+ALL_LINEAR = "all-linear"
+"""PEFT's name for all of them."""
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """The shape of an adapter: y = W x + alpha / rank · B A dropout(x) (arXiv:2106.09685).
+
+    Attributes:
+        rank: rows of A and columns of B.
+        alpha: scale, before it is divided by the rank.
+        dropout: share of the adapter's inputs that are dropped while training.
+        targets: the projections that have an adapter, in the order of TARGETS.
+    """
+
+    rank: int
+    alpha: float
+    dropout: float
+    targets: tuple[str, ...]
+
+    @property
+    def scale(self) -> float:
+        """What B A x is multiplied by."""
+        return self.alpha / self.rank
+
+
+def parse_targets(names: list[str]) -> tuple[str, ...]:
+    """Names of projections, or "all-linear" for all of them, in the order of TARGETS and each once.
+
+    Raises:
+        ValueError: a name is no projection; the message gives those that are.
+    """
+    unknown = [name for name in names if name not in (*TARGETS, ALL_LINEAR)]
+    if unknown:
+        raise ValueError(
+            f"no projection is called {', '.join(map(repr, unknown))}; give {ALL_LINEAR}, or some of {', '.join(TARGETS)}"
+        )
+    return TARGETS if ALL_LINEAR in names else tuple(name for name in TARGETS if name in names)
