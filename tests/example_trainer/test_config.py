@@ -48,7 +48,7 @@ def test_the_documented_commands_are_understood(command: str) -> None:
 def test_every_field_is_a_flag_and_a_key(tmp_path: Path) -> None:
     values = {
         "model_name": "m", "dtype": "float32", "device": "cpu", "weight_bridge_mode": "shared_vllm", "vllm_host": "h",
-        "vllm_api_key": "k", "vllm_restart_interval": 3, "lora_target_modules": ["a", "b"], "atropos_url": "http://x:1",
+        "vllm_api_key": "k", "vllm_restart_interval": 3, "lora_target_modules": ["q_proj", "up_proj"], "atropos_url": "http://x:1",
         "atropos_api_key": "s", "max_staleness": 2, "lr_schedule": "cosine", "num_threads": 2, "clip_eps_high": 0.3,
         "reference_model": "r", "loss_normalisation": "constant", "save_path": "p", "resume": "auto", "log_dir": "l",
         "wandb_project": "w", "wandb_group": "g",
