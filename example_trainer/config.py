@@ -38,8 +38,28 @@ class TrainerConfig(BaseModel):
     single_copy: bool = Field(False, description="shared_vllm: train in vLLM's own memory (trainer on vLLM's GPUs)")
     vllm_host: str = Field("localhost", description="vLLM server's host")
     vllm_port: int = Field(9001, ge=1, le=65535, description="vLLM server's port")
+    vllm_servers: list[str] = Field(
+        [], description="host:port of every vLLM server, if there are several; instead of vllm-host and vllm-port"
+    )
+    weight_transfer: Literal["auto", "direct", "overlapped"] = Field(
+        "auto",
+        description="broadcast: into the live weights of a paused vLLM, or beside them while it generates; auto: if there is room",
+    )
     vllm_api_key: str | None = Field(None, description="bearer token of the vLLM server, if it asks for one")
-    vllm_restart_interval: int | None = Field(None, ge=1, description="mode none: restart vLLM on a checkpoint every N steps")
+    vllm_restart_interval: int | None = Field(
+        None, ge=1, description="mode none: start vLLM, and restart it on a new checkpoint every N steps"
+    )
+    vllm_command: str | None = Field(
+        None,
+        min_length=1,
+        description="what starts that server, with {model}, {name} and {port}, and {version} if wanted; "
+        "not given: this project's own server",
+    )
+    vllm_args: str = Field("", description='further flags for that server, in quotes: --vllm-args "--max-model-len 4096"')
+    vllm_gpus: str | None = Field(
+        None, pattern=r"^\d+(,\d+)*$", description="GPUs of that server, such as 0,1; not given: those that the trainer sees"
+    )
+    vllm_start_timeout: float = Field(600.0, gt=0, description="seconds that server may take to load and answer")
     bridge_timeout: float = Field(120.0, gt=0, description="seconds that each phase of a weight update may take")
 
     # LoRA
@@ -75,6 +95,7 @@ class TrainerConfig(BaseModel):
     max_grad_norm: float = Field(1.0, ge=0, description="gradients are scaled down to this global norm; 0: never")
     seed: int = Field(0, ge=0, description="seed of torch's random numbers")
     num_threads: int | None = Field(None, ge=1, description="torch's CPU threads; not given: torch decides")
+    skip_memory_check: bool = Field(False, description="load the model even if the estimate says that memory will not do")
 
     # Loss
     clip_eps: float = Field(0.2, gt=0, lt=1, description="how far the ratio to the rollout policy may fall (and rise)")
@@ -100,11 +121,12 @@ class TrainerConfig(BaseModel):
     keep_optimizer_states: int = Field(1, ge=0, description="newest checkpoints that keep their optimizer state; 0: all do")
     resume: str | None = Field(None, description="auto (newest checkpoint in save-path, if any) or a step_N folder")
     log_dir: Path = Field(Path("runs/grpo"), description="folder of metrics.jsonl and the TensorBoard logs")
+    metrics_port: int = Field(0, ge=0, le=65535, description="serve the figures of the last step to Prometheus; 0: do not")
     use_wandb: bool = Field(False, description="log to Weights & Biases as well")
     wandb_project: str = Field("lockstep", description="W&B project, also told to the environments")
     wandb_group: str | None = Field(None, description="W&B group, also told to the environments; not given: grpo-<model>")
 
-    @field_validator("lora_target_modules", mode="before")
+    @field_validator("lora_target_modules", "vllm_servers", mode="before")
     @classmethod
     def _split_commas(cls, value: Any) -> Any:
         parts = value.split(",") if isinstance(value, str) else value
@@ -115,6 +137,23 @@ class TrainerConfig(BaseModel):
     def _known_projections(cls, value: list[str]) -> list[str]:
         return list(parse_targets(value))
 
+    @field_validator("vllm_servers")
+    @classmethod
+    def _addresses(cls, value: list[str]) -> list[str]:
+        for server in value:
+            host, _, port = server.rpartition(":")
+            if not host or not port.isdigit() or not 0 < int(port) < 65536:
+                raise ValueError(f"{server!r} is no address; give host:port, as in localhost:9001")
+        if len(set(value)) != len(value):
+            raise ValueError(f"{', '.join(value)} names a server twice")
+        return value
+
+    @property
+    def vllm_addresses(self) -> list[tuple[str, int]]:
+        """Host and port of each vLLM server."""
+        pairs = [server.rpartition(":") for server in self.vllm_servers]
+        return [(host, int(port)) for host, _, port in pairs] or [(self.vllm_host, self.vllm_port)]
+
     @model_validator(mode="after")
     def _options_agree(self) -> TrainerConfig:
         if self.use_shared_memory and self.single_copy:
@@ -124,7 +163,29 @@ class TrainerConfig(BaseModel):
         if (self.use_shared_memory or self.single_copy) and self.weight_bridge_mode != "shared_vllm":
             flag = "--single-copy" if self.single_copy else "--use-shared-memory"
             raise ValueError(f"{flag} needs --weight-bridge-mode shared_vllm, which is {self.weight_bridge_mode!r}")
+        if len(self.vllm_servers) > 1 and (self.single_copy or self.weight_bridge_mode != "shared_vllm"):
+            raise ValueError(f"{len(self.vllm_servers)} --vllm-servers can be reached by broadcast only: --use-shared-memory")
+        if self.vllm_restart_interval is None:
+            idle = [name for name in ("vllm_command", "vllm_args", "vllm_gpus") if getattr(self, name)]
+            if idle:
+                raise ValueError(f"{flag_of(idle[0])} needs --vllm-restart-interval, without which no vLLM server is started")
+            return self
+        if self.weight_bridge_mode != "none":
+            raise ValueError(
+                f"--vllm-restart-interval needs --weight-bridge-mode none, which is {self.weight_bridge_mode!r}: "
+                "the other modes give vLLM its weights without restarting it"
+            )
+        if self.max_staleness is not None and self.max_staleness < self.vllm_restart_interval:
+            raise ValueError(
+                f"--max-staleness {self.max_staleness} would drop every rollout before vLLM gets new weights: give at least "
+                f"--vllm-restart-interval, which is {self.vllm_restart_interval}"
+            )
         return self
+
+    def restarts_vllm_at(self, step: int) -> bool:
+        """Whether vLLM is restarted on the weights of optimizer step `step`; not after the last one, when it is stopped."""
+        interval = self.vllm_restart_interval
+        return interval is not None and 0 < step < self.training_steps and step % interval == 0
 
     @property
     def sequences_per_step(self) -> int:

@@ -30,7 +30,9 @@ from example_trainer.checkpointing import find_resume, load_state
 from example_trainer.config import TrainerConfig, parse_config
 from example_trainer.data import Batch, parse_batch
 from example_trainer.errors import CheckpointError, NonFiniteError, TrainerError
+from example_trainer.memory_plan import check_memory
 from example_trainer.metrics import MetricsLog, import_wandb, step_line, step_row
+from example_trainer.metrics_server import serve_metrics
 from example_trainer.models import load_model
 from example_trainer.process import StopRequested, StopSignal, run
 from example_trainer.rollout_client import RolloutClient
@@ -46,12 +48,14 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
     torch.manual_seed(config.seed)
     if config.use_wandb:
         import_wandb()  # told now rather than after minutes of loading
+    exporter = serve_metrics(config.metrics_port)
     device = choose_device(config)
     start = find_resume(config.resume, config.save_path, checkpoint_prefix(config))
     with contextlib.ExitStack() as stack:
-        bridge = make_bridge(config)
+        bridge = make_bridge(config, stop)
         stack.callback(bridge.close)
         dtype = choose_dtype(config, bridge.serving_dtype(), device)
+        check_memory(config, bridge, dtype, device)
         model = make_model(config, start, dtype, device)
         reference = None
         if config.kl_coef:
@@ -66,7 +70,8 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
             return
         checkpoints = make_checkpoints(config, model, last=optimizer.steps if start else None)
         options = config.shareable
-        metrics = MetricsLog(config.log_dir, options, optimizer.steps, config.wandb_names if config.use_wandb else None)
+        wandb = config.wandb_names if config.use_wandb else None
+        metrics = MetricsLog(config.log_dir, options, optimizer.steps, wandb, exporter)
         stack.callback(metrics.close)
         client = RolloutClient(config.atropos_url, stop, config.atropos_api_key, config.service_timeout, config.batch_timeout)
         stack.callback(client.close)
@@ -83,6 +88,8 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
                 sums = accumulate_gradients(model, optimizer, batch, config, stop, reference)
                 step = optimizer.step()
                 trained = time.perf_counter()
+                if config.restarts_vllm_at(optimizer.steps):
+                    checkpoints.save(model, optimizer, options)  # what the bridge starts vLLM on
                 report = bridge.sync(optimizer.steps, optimizer.write_weights)
                 client.acknowledge(optimizer.steps)
                 synced = time.perf_counter()
@@ -90,7 +97,8 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
                 row = step_row(batch, sums, step, report, bridge, client.queue_size(), seconds, optimizer.steps)
                 metrics.write(optimizer.steps, row)
                 logger.info("%s", step_line(optimizer.steps, config.training_steps, row))
-                if config.checkpoint_interval and optimizer.steps % config.checkpoint_interval == 0:
+                due = config.checkpoint_interval and optimizer.steps % config.checkpoint_interval == 0
+                if due and checkpoints.last != optimizer.steps:
                     checkpoints.save(model, optimizer, options)
                 stop.check()
         except (StopRequested, TrainerError, BridgeError) as error:

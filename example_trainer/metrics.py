@@ -1,4 +1,4 @@
-"""One row of figures per optimizer step: to metrics.jsonl, to TensorBoard, to Weights & Biases when asked."""
+"""One row of figures per optimizer step: to metrics.jsonl, to TensorBoard, to Weights & Biases and Prometheus when asked."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from example_trainer.data import Batch
 from example_trainer.errors import ConfigError
+from example_trainer.metrics_server import MetricsServer
 from example_trainer.optimizer import StepReport
 from example_trainer.step import StepSums
 from example_trainer.weight_bridge.base import SyncReport, WeightBridge
@@ -90,12 +91,21 @@ class MetricsLog:
         config: the run's options, for W&B.
         first_step: the step that the run starts from, 0 unless resumed.
         wandb: project and group, or None.
+        exporter: shows each row to Prometheus; closed with this log.
 
     Raises:
         ConfigError: W&B is asked for and not installed, or the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, config: dict[str, Any], first_step: int = 0, wandb: tuple[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: dict[str, Any],
+        first_step: int = 0,
+        wandb: tuple[str, str] | None = None,
+        exporter: MetricsServer | None = None,
+    ) -> None:
+        self._exporter = exporter
         self._wandb = _start_wandb(wandb, config, folder) if wandb else None
         path = folder / "metrics.jsonl"
         try:
@@ -114,6 +124,8 @@ class MetricsLog:
         for name, value in numbers.items():
             self._tensorboard.add_scalar(f"train/{name}", value, step)
         self._tensorboard.flush()
+        if self._exporter is not None:
+            self._exporter.update(step, row)
         if self._wandb is not None:
             self._wandb.log({f"train/{name}": value for name, value in numbers.items()}, step=step)
 
@@ -121,6 +133,8 @@ class MetricsLog:
         """Finish all logs."""
         self._file.close()
         self._tensorboard.close()
+        if self._exporter is not None:
+            self._exporter.close()
         if self._wandb is not None:
             self._wandb.finish()
 

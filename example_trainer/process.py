@@ -31,6 +31,7 @@ class StopSignal:
     def __init__(self) -> None:
         self._event = threading.Event()
         self._number = 0
+        self._error: TrainerError | None = None
         self._deferred = False
 
     def install(self) -> None:
@@ -54,14 +55,22 @@ class StopSignal:
         self._number = number
         self._event.set()
 
+    def fail(self, error: TrainerError) -> None:
+        """Called by another thread: the main one cannot go on, and shall raise `error` in `check` and `wait`."""
+        self._error = error
+        self._event.set()
+
     def check(self) -> None:
-        """Raise StopRequested if a signal came."""
+        """Raise StopRequested if a signal came, or what `fail` was given."""
         self.wait(0)
 
     def wait(self, seconds: float) -> None:
-        """Sleep, but raise StopRequested as soon as a signal comes."""
-        if self._event.wait(seconds):
-            raise StopRequested(self._number)
+        """Sleep, but raise StopRequested as soon as a signal comes, or what `fail` is given."""
+        if not self._event.wait(seconds):
+            return
+        if self._error is not None and not self._number:
+            raise self._error
+        raise StopRequested(self._number)
 
 
 class _Formatter(logging.Formatter):

@@ -3,8 +3,8 @@
     VLLM_ENABLE_SHARED_WEIGHTS=1 python -u example_trainer/vllm_api_server.py --model Qwen/Qwen2.5-14B-Instruct \\
         --tensor-parallel-size 2 --port 9001 --dtype bfloat16
 
-Takes every flag of `vllm serve`. Our own: --bridge-timeout. Environment: VLLM_ENABLE_SHARED_WEIGHTS=1 shares the weights with a
-trainer; LOGDIR is where vllm_bridge_config.json goes (default: the working directory).
+Takes every flag of `vllm serve`. Our own: --bridge-timeout, --inflight-cache, --weight-version. Environment: VLLM_ENABLE_SHARED_WEIGHTS=1 shares
+the weights with a trainer; LOGDIR is where vllm_bridge_config.json goes (default: the working directory).
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ import socket
 from typing import Any, NoReturn
 
 WORKER_EXTENSION = "vllm_patching.worker_extension.LockstepWorkerExtension"
+LORA_EXTENSION = "vllm_patching.lora_worker.LoraWorkerExtension"
+ADAPTERS_AT_ONCE, ADAPTERS_IN_MEMORY = 2, 8
 DEFAULT_PORT = 9001
 DEFAULT_BRIDGE_TIMEOUT = 120.0
 
@@ -59,12 +61,27 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default=DEFAULT_BRIDGE_TIMEOUT,
         help="seconds that each step of a weight update may take before it is given up (default: %(default)s)",
     )
-    parser.set_defaults(port=DEFAULT_PORT)
+    parser.add_argument(
+        "--weight-version",
+        type=int,
+        default=0,
+        help="the optimizer step that --model was saved at, which /generate reports until an update (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--inflight-cache",
+        choices=["recompute", "keep"],
+        default="recompute",
+        help="keys and values of requests that run across a weight update: computed anew with the new weights (every token's "
+        "logprob is then that of one version), or kept (faster; their next tokens mix both) (default: %(default)s)",
+    )
+    parser.set_defaults(port=DEFAULT_PORT, max_loras=ADAPTERS_AT_ONCE)
     args = parser.parse_args(arguments)
     if getattr(args, "model_tag", None):
         args.model = args.model_tag
     if args.bridge_timeout <= 0:
         fail(f"--bridge-timeout {args.bridge_timeout:g} must be larger than 0 (seconds)")
+    if args.weight_version < 0:
+        fail(f"--weight-version {args.weight_version} must be 0 or larger")
     return args
 
 
@@ -153,11 +170,30 @@ def refuse_what_moves_weights(args: argparse.Namespace) -> None:
             fail(f"--{name.replace('_', '-')} {value} cannot be combined with VLLM_ENABLE_SHARED_WEIGHTS=1: {why}")
 
 
+def prepare_lora(args: argparse.Namespace, shared: bool) -> None:
+    """Settings for exchanging LoRA adapters while requests run. Ends with one line if another flag forbids it."""
+    if shared:
+        fail(
+            "--enable-lora cannot be combined with VLLM_ENABLE_SHARED_WEIGHTS=1: the weights under adapters stay as they are; "
+            "`unset VLLM_ENABLE_SHARED_WEIGHTS`, or leave --enable-lora out"
+        )
+    for name in ("pipeline_parallel_size", "data_parallel_size", "api_server_count"):
+        if getattr(args, name, 1) not in (1, None):
+            fail(f"--{name.replace('_', '-')} {getattr(args, name)} cannot be combined with --enable-lora: only 1 is supported")
+    if args.max_cpu_loras is None:
+        args.max_cpu_loras = max(ADAPTERS_IN_MEMORY, args.max_loras)
+    if args.max_cpu_loras < 2:
+        fail("--max-cpu-loras must be at least 2: the old adapter is kept until its last request has ended")
+    args.worker_extension_cls = LORA_EXTENSION
+
+
 def build_service(args: argparse.Namespace, module: Any, shared: bool) -> None:
     """Hook our routes and the bridge into vLLM's server."""
     from vllm_patching import compat
     from vllm_patching.bridge_controller import BridgeController
+    from vllm_patching.bridge_metrics import attach_metrics
     from vllm_patching.generate import Generator
+    from vllm_patching.lora import AdapterSpans, LoraController
     from vllm_patching.routes import NOT_SHARED, LockstepService, attach
     from vllm_patching.version_spans import VersionSpans
 
@@ -165,23 +201,36 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool) -> None:
     keys = [key for key in (args.api_key or [os.environ.get("VLLM_API_KEY")]) if key]
     service = LockstepService(keys)
     background: set[asyncio.Task[None]] = set()
+    spans = AdapterSpans(args.weight_version) if args.enable_lora else VersionSpans(args.weight_version)
+
+    def bridge_state() -> dict[str, Any]:
+        return service.bridge.state.to_json() if service.bridge is not None else {"weight_version": spans.version}
+
+    def on_app(app: Any) -> None:
+        attach(app, service)
+        attach_metrics(app, bridge_state)
 
     async def on_state(engine: Any, state: Any) -> None:
-        spans = VersionSpans()
         if shared:
             directory = Path(os.environ.get("LOGDIR", "."))
-            bridge = BridgeController(engine, args.model, args.dtype, args.bridge_timeout, directory, spans)
+            keep = args.inflight_cache == "keep"
+            bridge = BridgeController(engine, args.model, args.dtype, args.bridge_timeout, directory, spans, keep)
+            bridge.state.weight_version = args.weight_version
             await bridge.start()
             service.bridge = bridge
         else:
             logger.warning("[vLLM Patch] %s", NOT_SHARED)
+        if isinstance(spans, AdapterSpans):
+            lora = LoraController(engine, args.model, args.bridge_timeout, spans)
+            await lora.start()
+            service.lora = lora
         service.generator = Generator(engine, spans)
         service.engine = engine
         task = asyncio.create_task(announce(state, args, logger))
         background.add(task)
         task.add_done_callback(background.discard)
 
-    compat.wrap_server(module, lambda app: attach(app, service), on_state)
+    compat.wrap_server(module, on_app, on_state)
 
     run_server = module.run_server
 
@@ -222,6 +271,8 @@ def main(arguments: list[str] | None = None) -> None:
     if shared:
         refuse_what_moves_weights(args)
         args.worker_extension_cls = WORKER_EXTENSION
+    if args.enable_lora:
+        prepare_lora(args, shared)
     import uvloop
 
     from vllm_patching import compat

@@ -15,8 +15,12 @@ class VersionSpans:
     sampled under the old version.
     """
 
-    def __init__(self) -> None:
-        self.version = 0
+    def __init__(self, version: int = 0) -> None:
+        """
+        Args:
+            version: the one served at first.
+        """
+        self.version = version
         self._switches: dict[str, list[tuple[int, int]]] = {}
 
     def start(self, request_id: str) -> None:

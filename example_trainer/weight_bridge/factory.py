@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from example_trainer.config import TrainerConfig
+from example_trainer.process import StopSignal
 from example_trainer.weight_bridge.base import BridgeError, NoBridge, WeightBridge
 from example_trainer.weight_bridge.broadcast import BroadcastBridge
+from example_trainer.weight_bridge.restart import RestartBridge
 from example_trainer.weight_bridge.server import BridgeServer
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
 from vllm_patching.shared_memory import gpu_uuid
@@ -18,31 +20,38 @@ from vllm_patching.shared_memory import gpu_uuid
 logger = logging.getLogger(__name__)
 
 
-def make_bridge(config: TrainerConfig) -> WeightBridge:
+def make_bridge(config: TrainerConfig, stop: StopSignal | None = None) -> WeightBridge:
     """The bridge for --weight-bridge-mode, --use-shared-memory and --single-copy; connects to nothing but to choose.
+
+    Args:
+        config: the options.
+        stop: told by a bridge that runs something in the background when training cannot go on, and heeded while it waits.
 
     Raises:
         BridgeError: the mode cannot work here.
     """
     if config.weight_bridge_mode == "none":
         if config.vllm_restart_interval is not None:
-            raise BridgeError(
-                "--vllm-restart-interval is not available yet: this trainer does not restart vLLM. Leave it out "
-                "(checkpoints are saved every --checkpoint-interval steps), or use --weight-bridge-mode shared_vllm"
-            )
+            return RestartBridge(config, stop or StopSignal())
+        logger.info(
+            "[Bridge] --weight-bridge-mode none: vLLM keeps the weights that it was started with, and nothing is sent to it "
+            "(--vllm-restart-interval N restarts it on a checkpoint every N steps)"
+        )
         return NoBridge()
     if config.weight_bridge_mode == "lora_only":
         raise BridgeError("--weight-bridge-mode lora_only is not available yet; use shared_vllm, or none")
-    server = BridgeServer(
-        config.vllm_host, config.vllm_port, config.bridge_timeout, config.vllm_api_key, startup_timeout=config.service_timeout
-    )
-    if config.use_shared_memory:
-        return BroadcastBridge(server)
-    if config.single_copy:
-        return SingleCopyBridge(server)
-    single, why = prefers_single_copy(server.wait_for_info())
-    logger.info("[Bridge] %s: %s", "Single copy" if single else "Broadcast", why)
-    return SingleCopyBridge(server) if single else BroadcastBridge(server)
+    servers = [
+        BridgeServer(host, port, config.bridge_timeout, config.vllm_api_key, startup_timeout=config.service_timeout)
+        for host, port in config.vllm_addresses
+    ]
+    single = config.single_copy
+    if not single and not config.use_shared_memory:
+        info = servers[0].wait_for_info()
+        single, why = prefers_single_copy(info) if len(servers) == 1 else (False, f"there are {len(servers)} vLLM servers")
+        logger.info("[Bridge] %s: %s", "Single copy" if single else "Broadcast", why)
+    if single:
+        return SingleCopyBridge(servers[0])
+    return BroadcastBridge(servers, config.weight_transfer)
 
 
 def prefers_single_copy(info: dict[str, Any]) -> tuple[bool, str]:

@@ -84,11 +84,12 @@ class ManagedProcess:
     Args:
         name: what to call it in messages, such as `vLLM server`.
         command: program and arguments.
-        log_path: file that gets its standard output and error; made or emptied.
+        log_path: file that gets its standard output and error; made, and emptied unless `append`.
         environment: variables on top of this process's own; None as a value removes one.
         directory: its working directory.
         grace: seconds between SIGTERM and SIGKILL.
         may_finish: it may end by itself, with status 0, while others still run.
+        append: keep what the log holds.
 
     Raises:
         OSError: the log cannot be written.
@@ -103,6 +104,7 @@ class ManagedProcess:
         directory: Path | None = None,
         grace: float = 10.0,
         may_finish: bool = False,
+        append: bool = False,
     ) -> None:
         self.name, self.command, self.log_path, self.grace = name, list(command), log_path, grace
         self.may_finish = may_finish
@@ -114,7 +116,7 @@ class ManagedProcess:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         read_end, self.control = os.pipe()  # neither is inherited but for what pass_fds names
         try:
-            with log_path.open("wb") as log:
+            with log_path.open("ab" if append else "wb") as log:
                 self.guard = subprocess.Popen(
                     [sys.executable, "-I", "-S", str(GUARD), str(read_end), str(grace), *self.command],
                     stdin=subprocess.DEVNULL,

@@ -47,9 +47,10 @@ def test_the_documented_commands_are_understood(command: str) -> None:
 
 def test_every_field_is_a_flag_and_a_key(tmp_path: Path) -> None:
     values = {
-        "model_name": "m", "dtype": "float32", "device": "cpu", "weight_bridge_mode": "shared_vllm", "vllm_host": "h",
-        "vllm_api_key": "k", "vllm_restart_interval": 3, "lora_target_modules": ["q_proj", "up_proj"], "atropos_url": "http://x:1",
-        "atropos_api_key": "s", "max_staleness": 2, "lr_schedule": "cosine", "num_threads": 2, "clip_eps_high": 0.3,
+        "model_name": "m", "dtype": "float32", "device": "cpu", "weight_bridge_mode": "none", "vllm_host": "h",
+        "vllm_api_key": "k", "vllm_restart_interval": 3, "vllm_command": "c", "vllm_gpus": "0,1", "vllm_args": "-x y",
+        "lora_target_modules": ["q_proj", "up_proj"], "atropos_url": "http://x:1",
+        "atropos_api_key": "s", "max_staleness": 3, "lr_schedule": "cosine", "num_threads": 2, "clip_eps_high": 0.3,
         "reference_model": "r", "loss_normalisation": "constant", "save_path": "p", "resume": "auto", "log_dir": "l",
         "wandb_project": "w", "wandb_group": "g",
     }  # fmt: skip
@@ -57,7 +58,14 @@ def test_every_field_is_a_flag_and_a_key(tmp_path: Path) -> None:
         if name not in values:
             default = field.get_default()
             values[name] = (not default) if isinstance(default, bool) else default + (0 if name.startswith("beta") else 1)
-    values |= {"lora_dropout": 0.5, "clip_eps": 0.1, "beta1": 0.5, "beta2": 0.6, "single_copy": False}
+    values |= {
+        "lora_dropout": 0.5,
+        "clip_eps": 0.1,
+        "beta1": 0.5,
+        "beta2": 0.6,
+        "single_copy": False,
+        "use_shared_memory": False,
+    }
     (tmp_path / "all.yaml").write_text(yaml.safe_dump(values))
     from_file = parse_config(["--config", str(tmp_path / "all.yaml")])
     words = []
@@ -86,6 +94,13 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
         ("--model-name m --train 3", "unknown flag --train; "),
         ("--model-name m stray", "unexpected argument stray"),
         ("--lr 1", "--model-name is required"),
+        (
+            "--model-name m --vllm-restart-interval 3 --weight-bridge-mode shared_vllm",
+            "--vllm-restart-interval needs --weight-bridge-mode none, which is 'shared_vllm'",
+        ),
+        ("--model-name m --vllm-restart-interval 3 --max-staleness 2", "--max-staleness 2 would drop every rollout"),
+        ("--model-name m --vllm-gpus 0", "--vllm-gpus needs --vllm-restart-interval"),
+        ("--model-name m --vllm-restart-interval 3 --vllm-gpus zero", "--vllm-gpus 'zero'"),
         ("--model-name m --lr fast", "--lr 'fast': input should be a valid number"),
         ("--model-name m --lr", "argument --lr: expected one argument; see --help"),
         ("--model-name m --lr -1", "--lr '-1': input should be greater than or equal to 0"),

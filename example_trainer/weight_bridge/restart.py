@@ -1,0 +1,165 @@
+"""The weights travel on the disk: a checkpoint every N steps, and a vLLM server that is started anew on each.
+
+Slow (loading takes vLLM tens of seconds) and simple: it needs nothing inside vLLM, so it works with servers that are not ours.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from example_trainer.config import TrainerConfig
+from example_trainer.errors import ConfigError
+from example_trainer.process import StopSignal
+from example_trainer.weight_bridge.base import BridgeError, SyncReport, WeightBridge
+from example_trainer.weight_bridge.owned_server import OWN_COMMAND, OwnedServer, Served, ServerDied, is_this_machine
+from example_trainer.weight_bridge.phases import timed
+
+logger = logging.getLogger(__name__)
+
+REVIVALS = 3
+"""How often a server that died by itself is started again before the next restart that was planned."""
+LOG_NAME = "vllm.log"
+_WATCH_SECONDS = 0.5
+
+
+class RestartBridge(WeightBridge):
+    """Owns the server's process.
+
+    A thread watches over the server while the trainer does other things, mostly waiting for rollouts that a dead server would
+    never give: it starts the server again on the checkpoint that it had, and ends the training through `stop` if that fails.
+
+    Args:
+        config: --vllm-restart-interval and what belongs to it.
+        stop: heeded while a server loads.
+
+    Raises:
+        ConfigError: --vllm-host is another machine.
+    """
+
+    def __init__(self, config: TrainerConfig, stop: StopSignal) -> None:
+        if not is_this_machine(config.vllm_host):
+            raise ConfigError(
+                f"--vllm-host {config.vllm_host} is another machine, and --vllm-restart-interval starts vLLM on this one; "
+                "leave --vllm-host out, or leave out --vllm-restart-interval and restart that server yourself"
+            )
+        self._config, self._stop = config, stop
+        self._server = OwnedServer(
+            config.vllm_command or OWN_COMMAND,
+            config.vllm_args,
+            config.model_name,
+            config.vllm_host,
+            config.vllm_port,
+            config.log_dir / LOG_NAME,
+            config.vllm_gpus,
+            config.vllm_api_key,
+            config.vllm_start_timeout,
+        )
+        self._first_model = config.model_name
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._failure: BridgeError | None = None
+        self._revivals = 0
+        self._watch: threading.Thread | None = None
+
+    def serving_dtype(self) -> torch.dtype | None:
+        """None: the server takes the dtype of the checkpoint. A port that is taken is told here, before the model is loaded."""
+        self._server.require_free_port()
+        self._server.command(Served(self._first_model, 0))
+        return None
+
+    def connect(self, model: torch.nn.Module) -> None:
+        """See WeightBridge.connect. The server is started by the first `sync`, which knows the version."""
+        self._first_model = str(getattr(model, "source", None) or self._config.model_name)
+        self.params_total = self.params_mapped = sum(1 for _ in model.named_parameters())
+
+    def sync(self, version: int, write_weights: Callable[[], None]) -> SyncReport:
+        """Restart the server if `version` is one that it shall serve; `save_path/step_<version>` must then be there.
+
+        Returns:
+            A report with the version that the server serves, which between restarts is an older one.
+
+        Raises:
+            BridgeError: the server does not run, or not in time.
+            StopRequested: a signal came while it was loading.
+        """
+        write_weights()
+        seconds: dict[str, float] = {}
+        if self._server.served is None:
+            self._restart(Served(self._first_model, version), seconds)
+            self._watch = threading.Thread(target=self._look_after, name="vLLM watch", daemon=True)
+            self._watch.start()
+        elif self._config.restarts_vllm_at(version):
+            self._restart(Served(str((self._config.save_path / f"step_{version}").resolve()), version), seconds)
+        if self._failure is not None:
+            raise self._failure
+        served = self._server.served
+        assert served is not None
+        return SyncReport(version=served.version, checksum="", bytes_moved=0, seconds=seconds)
+
+    def _restart(self, served: Served, seconds: dict[str, float]) -> None:
+        with self._exclusively():
+            with timed(seconds, "stop"):
+                self._server.stop()
+            with timed(seconds, "start"):
+                self._server.start(served)
+                self._server.wait_until_ready(self._stop.wait)
+            self._revivals = 0
+        logger.info("[Bridge] vLLM serves weight version %d after %.1f s", served.version, sum(seconds.values()))
+
+    @contextmanager
+    def _exclusively(self) -> Iterator[None]:
+        while not self._lock.acquire(timeout=_WATCH_SECONDS):
+            self._stop.check()  # the watch is starting a server, which may take as long as any start
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _look_after(self) -> None:
+        while not self._closing.wait(_WATCH_SECONDS):
+            with self._lock:
+                error: BridgeError | None = self._server.died()
+                if error is None or self._closing.is_set():
+                    continue
+                try:
+                    self._revive(error)
+                except _Closing:
+                    return
+                except ServerDied:
+                    continue  # the next round counts it
+                except BridgeError as failure:
+                    self._failure = failure
+                    self._stop.fail(failure)
+                    return
+
+    def _revive(self, error: BridgeError) -> None:
+        if self._revivals >= REVIVALS:
+            raise BridgeError(f"gave up after starting the vLLM server again {REVIVALS} times: {error}")
+        self._revivals += 1
+        logger.warning("[Bridge] %s; starting it again (%d of %d)", error, self._revivals, REVIVALS)
+        served = self._server.served
+        assert served is not None
+        self._server.stop()
+        self._server.start(served)
+        seconds = self._server.wait_until_ready(self._pause_until_closing)
+        logger.info("[Bridge] vLLM serves weight version %d again after %.1f s", served.version, seconds)
+
+    def _pause_until_closing(self, seconds: float) -> None:
+        if self._closing.wait(seconds):
+            raise _Closing
+
+    def close(self) -> None:
+        """Stop the server. Safe to call twice."""
+        self._closing.set()
+        if self._watch is not None:
+            self._watch.join()  # it sleeps half a second at a time, and stops a server within a deadline
+        self._server.close()
+
+
+class _Closing(Exception):
+    """The bridge is being closed while its watch waits for a server."""
