@@ -112,6 +112,7 @@ def make_optimizer(config: TrainerConfig, model: Decoder) -> MasterAdamW:
         schedule=config.lr_schedule,
         warmup_steps=config.warmup_steps,
         total_steps=config.training_steps,
+        shards=model.shards,
     )
 
 

@@ -249,6 +249,13 @@ def microbatches(batch: Batch, size: int, normalisation: Normalisation, max_toke
         yield _collate(pairs[start : start + size])
 
 
+def empty_microbatch() -> MicroBatch:
+    """One token and nothing to train on: for a rank that must take part in a pass without work of its own."""
+    none = torch.zeros(0)
+    ids = torch.zeros(0, dtype=torch.int64)
+    return MicroBatch(torch.zeros((1, 1), dtype=torch.int64), ids, ids, none, none, none)
+
+
 def _collate(pairs: Sequence[tuple[TrainedSequence, float]]) -> MicroBatch:
     length = max(len(sequence.tokens) for sequence, _ in pairs)
     tokens = np.zeros((len(pairs), length), dtype=np.int64)

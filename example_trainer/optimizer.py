@@ -8,7 +8,7 @@ parameters as soon as they are complete and are summed in float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from example_trainer.errors import CheckpointError, NonFiniteError
+from example_trainer.parallel.shards import Shards
 
 LearningRateSchedule = Literal["constant", "linear", "cosine"]
 
@@ -58,9 +59,12 @@ class MasterAdamW:
         lr, betas, eps, weight_decay: as in torch.optim.AdamW; decay acts on matrices only, not on norms and biases.
         max_grad_norm: gradients are scaled down to this global norm; 0 leaves them as they are.
         schedule, warmup_steps, total_steps: see learning_rate_factor.
+        shards: what this rank holds of the parameters; masters, gradients and moments are of the same part. With several
+            ranks `step` and everything named `whole` is collective.
 
     Attributes:
         steps: optimizer steps taken, which is the weight version of the masters.
+        masters: float32 weights by parameter, this rank's part.
     """
 
     def __init__(
@@ -75,9 +79,12 @@ class MasterAdamW:
         schedule: LearningRateSchedule = "constant",
         warmup_steps: int = 0,
         total_steps: int = 1,
+        shards: Shards | None = None,
     ) -> None:
+        self.shards = shards = shards or Shards()
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.masters = {name: p.detach().to(torch.float32, copy=True) for name, p in self._parameters.items()}
+        self.masters = {name: shards.local(p).to(torch.float32, copy=True) for name, p in self._parameters.items()}
+        self.whole_shapes = {name: shards.whole_shape(name, p) for name, p in self._parameters.items()}
         self.lr, self.max_grad_norm = lr, max_grad_norm
         self.schedule, self.warmup_steps, self.total_steps = schedule, warmup_steps, total_steps
         self.steps = 0
@@ -87,22 +94,28 @@ class MasterAdamW:
         ]
         # fused: one pass over each tensor, elementwise, so its result depends neither on threads nor on grouping.
         self._adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True)
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._collector(name)) for name, parameter in self._parameters.items()
-        ]
+        if shards.hooks:
+            for name, parameter in self._parameters.items():
+                parameter.register_post_accumulate_grad_hook(self._collector(name))
 
     def _collector(self, name: str) -> Any:
-        def collect(parameter: Tensor) -> None:
-            master, gradient = self.masters[name], parameter.grad
-            if gradient is None:
-                return
-            if master.grad is None:
-                master.grad = gradient.to(torch.float32, copy=True)
-            else:
-                master.grad += gradient
-            parameter.grad = None  # its float32 sum lives with the master
+        return lambda _: self._collect(name)
 
-        return collect
+    def _collect(self, name: str) -> None:
+        master, parameter = self.masters[name], self._parameters[name]
+        if parameter.grad is None:
+            return
+        gradient = self.shards.local(parameter.grad)
+        if master.grad is None:
+            master.grad = gradient.to(torch.float32, copy=True)
+        else:
+            master.grad += gradient
+        parameter.grad = None  # its float32 sum lives with the master
+
+    def collect(self) -> None:
+        """Add what a backward pass left on the parameters. Call it after each; where hooks do so, it finds nothing."""
+        for name in self._parameters:
+            self._collect(name)
 
     def gradients(self) -> dict[str, Tensor | None]:
         """The float32 gradient summed so far for each parameter, None where there is none."""
@@ -121,24 +134,26 @@ class MasterAdamW:
             NonFiniteError: a gradient or, after the step, a weight is NaN or infinite; names the first such parameter.
             RuntimeError: a parameter received no gradient, so it would silently stay what it is.
         """
-        without = [name for name, gradient in self.gradients().items() if gradient is None]
+        self.collect()
+        gradients = {name: gradient for name, gradient in self.gradients().items() if gradient is not None}
+        without = [name for name in self.masters if name not in gradients]
         if without:
             raise RuntimeError(f"no gradient reached {len(without)} of {len(self.masters)} parameters, first {without[0]}")
-        norms = torch.stack([torch.linalg.vector_norm(m.grad) for m in self.masters.values() if m.grad is not None])
+        self.shards.complete(gradients)
+        norms = self.shards.norms(gradients)
         self._refuse_non_finite(norms, "the gradient of")
         total = torch.linalg.vector_norm(norms)
         grad_norm = float(total)
         if self.max_grad_norm > 0 and grad_norm > self.max_grad_norm:
-            for master in self.masters.values():
-                if master.grad is not None:
-                    master.grad *= self.max_grad_norm / (total + 1e-6)
+            for gradient in gradients.values():
+                gradient *= self.max_grad_norm / (total + 1e-6)
         lr = self.lr * learning_rate_factor(self.steps, self.schedule, self.warmup_steps, self.total_steps)
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._adamw.step()
         self.zero_grad()
         self.steps += 1
-        self._refuse_non_finite(torch.stack([torch.linalg.vector_norm(m) for m in self.masters.values()]), "the weight")
+        self._refuse_non_finite(self.shards.norms(self.masters), "the weight")
         return StepReport(grad_norm=grad_norm, lr=lr)
 
     def _refuse_non_finite(self, norms: Tensor, what: str) -> None:
@@ -153,7 +168,7 @@ class MasterAdamW:
     def write_weights(self) -> None:
         """Round the masters into the model's parameters, wherever their memory is now."""
         for name, parameter in self._parameters.items():
-            parameter.copy_(self.masters[name])
+            self.shards.local(parameter).copy_(self.masters[name])
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything that the next step depends on but `steps`: masters and both moments, by parameter (float32, no copies)."""
@@ -165,25 +180,41 @@ class MasterAdamW:
                 state[f"{key}.{name}"] = moments[key] if key in moments else torch.zeros_like(master)
         return state
 
+    def whole_masters(self) -> Iterator[tuple[str, Tensor]]:
+        """The masters of the whole model, one at a time. Collective: every rank takes all of them."""
+        return ((name, self.shards.whole(name, master)) for name, master in self.masters.items())
+
+    def whole_state(self) -> Iterator[tuple[str, Tensor]]:
+        """`state_dict` of the whole model, one tensor at a time. Collective: every rank takes all of them."""
+        for key, tensor in self.state_dict().items():
+            yield key, self.shards.whole(key.partition(".")[2], tensor)
+
+    def whole_state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of what `whole_state` yields, in its order; nothing is sent."""
+        return {key: self.whole_shapes[key.partition(".")[2]] for key in self.state_dict()}
+
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor], steps: int) -> None:
-        """Continue from what `state_dict` returned after `steps` steps.
+        """Continue from `state`, what `whole_state` gave after `steps` steps, whatever the number of ranks was.
 
         Raises:
             CheckpointError: it belongs to another model.
         """
-        expected = {key: tensor.shape for key, tensor in self.state_dict().items()}
-        found = {key: tensor.shape for key, tensor in state.items()}
+        expected = self.whole_state_shapes()
+        found = {key: tuple(tensor.shape) for key, tensor in state.items()}
         if expected != found:
             different = sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))
             raise CheckpointError(
                 f"the optimizer state is of another model: {len(different)} tensors differ, first {different[0]}"
             )
         for name, master in self.masters.items():
-            master.copy_(state[f"master.{name}"])
+            parts = {
+                key: self.shards.take(name, state[f"{key}.{name}"]).to(master.device, copy=True)
+                for key in ("master", "exp_avg", "exp_avg_sq")
+            }
+            master.copy_(parts.pop("master"))
             self._adamw.state[master] = {
                 "step": torch.tensor(float(steps), dtype=torch.float32, device=master.device),
-                "exp_avg": state[f"exp_avg.{name}"].to(master.device, copy=True),
-                "exp_avg_sq": state[f"exp_avg_sq.{name}"].to(master.device, copy=True),
+                **parts,
             }
         self.steps = steps

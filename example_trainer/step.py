@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from example_trainer.config import TrainerConfig
-from example_trainer.data import Batch, MicroBatch, microbatches
+from example_trainer.data import Batch, MicroBatch, empty_microbatch, microbatches
 from example_trainer.loss import chosen_logprobs, grpo_loss
 from example_trainer.models import Decoder
 from example_trainer.optimizer import MasterAdamW
+from example_trainer.parallel.vocabulary import split_chosen_logprobs
 from example_trainer.process import StopSignal
 
 
@@ -45,14 +46,16 @@ def accumulate_gradients(
 ) -> StepSums:
     """Add the gradient of a batch to the optimizer's, one microbatch at a time.
 
-    How the batch is split does not matter: every token's weight is its weight in the whole batch.
+    How the batch is split does not matter: every token's weight is its weight in the whole batch. With data-parallel ranks
+    each adds the gradient of its own microbatches, and all get the whole batch's figures. Collective.
 
     Raises:
         StopRequested: a signal came; the step must not be taken.
     """
     device = model.output_weight.device
     totals = torch.zeros(6, dtype=torch.float64, device=device)
-    for micro in microbatches(batch, config.batch_size, config.loss_normalisation, config.seq_len):
+    parts = list(microbatches(batch, config.batch_size, config.loss_normalisation, config.seq_len))
+    for micro in model.shards.share(parts, empty_microbatch()):
         stop.check()
         micro = micro.to(device)
         logprobs, entropy = response_logprobs(model, micro, config)
@@ -60,6 +63,7 @@ def accumulate_gradients(
         if reference is not None:
             with torch.no_grad():
                 reference_logprobs, _ = response_logprobs(reference, micro, config)
+                reference.shards.release(reference)
         loss, sums = grpo_loss(
             logprobs,
             micro.rollout_logprobs,
@@ -71,13 +75,24 @@ def accumulate_gradients(
             reference_logprobs=reference_logprobs,
         )
         loss.backward()
-        parts = (loss.detach(), sums.kl, sums.reference_kl, entropy.sum(), sums.clipped, sums.missing_rollout_logprobs)
-        totals += torch.stack([part.double() for part in parts])
-    loss_sum, *others = totals.tolist()
+        optimizer.collect()
+        figures = (loss.detach(), sums.kl, sums.reference_kl, entropy.sum(), sums.clipped, sums.missing_rollout_logprobs)
+        totals += torch.stack([figure.double() for figure in figures])
+    loss_sum, *others = model.shards.sum_figures(totals).tolist()
     return StepSums(loss_sum, *(value / batch.trained_tokens for value in others))
 
 
 def response_logprobs(model: Decoder, micro: MicroBatch, config: TrainerConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprob and entropy ([n] float32 each) at the trained tokens; only these are projected to the vocabulary."""
     hidden = model(micro.tokens).flatten(0, 1).index_select(0, micro.sources)
+    if model.split.size > 1:
+        return split_chosen_logprobs(
+            hidden,
+            model.output_weight,
+            micro.targets,
+            model.geometry.vocab_size,
+            model.split,
+            config.logprob_chunk,
+            config.temperature,
+        )
     return chosen_logprobs(hidden, model.output_weight, micro.targets, config.logprob_chunk, config.temperature)

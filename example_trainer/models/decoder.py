@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from example_trainer.errors import ModelError
 from example_trainer.models.geometry import Geometry, RopeScaling
+from example_trainer.parallel.shards import Shards
+from example_trainer.parallel.split import Split
 
 
 class RMSNorm(nn.Module):
@@ -46,15 +48,41 @@ class Linear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-class Embedding(nn.Module):
-    """Rows of a table by token id."""
+class RowLinear(Linear):
+    """A linear layer whose inputs, and the columns of whose weight, are split over ranks. The bias is added to the sum."""
 
-    def __init__(self, rows: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, inputs: int, outputs: int, bias: bool, dtype: torch.dtype, device: torch.device, split: Split) -> None:
+        super().__init__(inputs, outputs, bias, dtype, device)
+        self.split = split
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.split.leave(F.linear(x, self.weight))
+        return y if self.bias is None else y + self.bias
+
+
+def row_linear(inputs: int, outputs: int, bias: bool, dtype: torch.dtype, device: torch.device, split: Split) -> Linear:
+    """The layer that ends a split one: this rank's columns of it."""
+    if split.size == 1:
+        return Linear(inputs, outputs, bias, dtype, device)
+    return RowLinear(inputs // split.size, outputs, bias, dtype, device, split)
+
+
+class Embedding(nn.Module):
+    """Rows of a table by token id; split over ranks, a rank looks up the ids that it has and the sum has them all."""
+
+    def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device, split: Split) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, size, dtype=dtype, device=device))
+        self.split = split
+        self.first, self.end = split.vocabulary_range(geometry.vocab_size)
+        rows = split.vocabulary_rows(geometry.vocab_size)
+        self.weight = nn.Parameter(torch.empty(rows, geometry.hidden_size, dtype=dtype, device=device))
 
     def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.weight)
+        if self.split.size == 1:
+            return F.embedding(ids, self.weight)
+        absent = (ids < self.first) | (ids >= self.end)
+        rows = F.embedding((ids - self.first).masked_fill(absent, 0), self.weight)
+        return self.split.leave(rows.masked_fill(absent[..., None], 0))
 
 
 def rotary_table(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -89,52 +117,56 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention in which several query heads share a key/value head."""
+    """Causal self-attention in which several query heads share a key/value head. Heads are split over ranks; where there
+    are fewer key/value heads than ranks, several ranks hold the same one.
+    """
 
-    def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device, split: Split) -> None:
         super().__init__()
-        self.geometry = geometry
+        self.geometry, self.split = geometry, split
         g = geometry
-        self.qkv_proj = Linear(g.hidden_size, g.q_size + 2 * g.kv_size, g.qkv_bias, dtype, device)
-        self.o_proj = Linear(g.q_size, g.hidden_size, g.o_bias, dtype, device)
+        self.q_size, self.kv_size = g.q_size // split.size, max(g.kv_size // split.size, g.head_dim)
+        self.qkv_proj = Linear(g.hidden_size, self.q_size + 2 * self.kv_size, g.qkv_bias, dtype, device)
+        self.o_proj = row_linear(g.q_size, g.hidden_size, g.o_bias, dtype, device, split)
         self.q_norm = RMSNorm(g.head_dim, g.rms_norm_eps, dtype, device) if g.qk_norm else None
         self.k_norm = RMSNorm(g.head_dim, g.rms_norm_eps, dtype, device) if g.qk_norm else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         g = self.geometry
         batch, length, _ = x.shape
-        q, k, v = self.qkv_proj(x).split([g.q_size, g.kv_size, g.kv_size], dim=-1)
+        q, k, v = self.qkv_proj(self.split.enter(x)).split([self.q_size, self.kv_size, self.kv_size], dim=-1)
         q, k, v = (part.view(batch, length, -1, g.head_dim) for part in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        shared = g.num_heads != g.num_kv_heads
+        shared = self.q_size != self.kv_size
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=g.head_dim**-0.5, enable_gqa=shared)
-        return self.o_proj(out.transpose(1, 2).reshape(batch, length, g.q_size))
+        return self.o_proj(out.transpose(1, 2).reshape(batch, length, self.q_size))
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) · up(x)) (arXiv:2002.05202)."""
+    """down(silu(gate(x)) · up(x)) (arXiv:2002.05202). Its inner width is split over ranks."""
 
-    def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device, split: Split) -> None:
         super().__init__()
         g = geometry
-        self.gate_up_proj = Linear(g.hidden_size, 2 * g.intermediate_size, g.mlp_bias, dtype, device)
-        self.down_proj = Linear(g.intermediate_size, g.hidden_size, g.mlp_bias, dtype, device)
+        self.split = split
+        self.gate_up_proj = Linear(g.hidden_size, 2 * g.intermediate_size // split.size, g.mlp_bias, dtype, device)
+        self.down_proj = row_linear(g.intermediate_size, g.hidden_size, g.mlp_bias, dtype, device, split)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        gate, up = self.gate_up_proj(self.split.enter(x)).chunk(2, dim=-1)
         return self.down_proj(F.silu(gate) * up)
 
 
 class Layer(nn.Module):
     """Attention and MLP, each behind a norm and beside a residual path."""
 
-    def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device, split: Split) -> None:
         super().__init__()
-        self.self_attn = Attention(geometry, dtype, device)
-        self.mlp = MLP(geometry, dtype, device)
+        self.self_attn = Attention(geometry, dtype, device, split)
+        self.mlp = MLP(geometry, dtype, device, split)
         self.input_layernorm = RMSNorm(geometry.hidden_size, geometry.rms_norm_eps, dtype, device)
         self.post_attention_layernorm = RMSNorm(geometry.hidden_size, geometry.rms_norm_eps, dtype, device)
 
@@ -146,10 +178,10 @@ class Layer(nn.Module):
 class Stack(nn.Module):
     """Embedding, layers, last norm: everything under the name `model.`."""
 
-    def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device, split: Split) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(geometry.vocab_size, geometry.hidden_size, dtype, device)
-        self.layers = nn.ModuleList(Layer(geometry, dtype, device) for _ in range(geometry.num_layers))
+        self.embed_tokens = Embedding(geometry, dtype, device, split)
+        self.layers = nn.ModuleList(Layer(geometry, dtype, device, split) for _ in range(geometry.num_layers))
         self.norm = RMSNorm(geometry.hidden_size, geometry.rms_norm_eps, dtype, device)
 
 
@@ -160,26 +192,31 @@ class Decoder(nn.Module):
         geometry: its sizes.
         source: the folder whose config and tokenizer files are copied beside saved weights; None if made from scratch.
         gradient_checkpointing: recompute each layer in the backward pass instead of keeping its activations.
+        split: this rank's part of each layer; the parameters then have the shapes of vLLM's rank of the same number.
+        shards: what this rank holds of each parameter.
     """
 
-    def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, geometry: Geometry, dtype: torch.dtype, device: torch.device | str = "cpu", split: Split | None = None
+    ) -> None:
         super().__init__()
         device = torch.device(device)
         self.geometry = geometry
+        self.split = split = split or Split()
+        self.shards = Shards()
         self.source: Path | None = None
         self.gradient_checkpointing = False
-        self.model = Stack(geometry, dtype, device)
-        self.lm_head = (
-            None
-            if geometry.tie_word_embeddings
-            else Linear(geometry.hidden_size, geometry.vocab_size, bias=False, dtype=dtype, device=device)
-        )
+        self.model = Stack(geometry, dtype, device, split)
+        rows = split.vocabulary_rows(geometry.vocab_size)
+        tied = geometry.tie_word_embeddings
+        self.lm_head = None if tied else Linear(geometry.hidden_size, rows, bias=False, dtype=dtype, device=device)
         self.rotary: Tensor
         self.register_buffer("rotary", rotary_table(geometry, dtype, device), persistent=False)
 
     @property
     def output_weight(self) -> Tensor:
-        """[vocab, hidden]: the matrix that turns hidden states into logits; the embedding itself when they are tied."""
+        """[vocab, hidden]: the matrix that turns hidden states into logits; the embedding itself when they are tied. A split
+        model has this rank's rows of it."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def forward(self, tokens: Tensor) -> Tensor:

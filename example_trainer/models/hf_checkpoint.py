@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -88,20 +88,26 @@ def checkpoint_dtype(folder: Path) -> torch.dtype:
     return dtype
 
 
-def load_model(name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
+def load_model(
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    make: Callable[[Geometry, torch.dtype, torch.device], Decoder] = Decoder,
+) -> Decoder:
     """Make a decoder and read a checkpoint into it.
 
     Args:
         name: a folder or a hub id.
         dtype: of the parameters; tensors stored in another one are converted.
         device: where the parameters live.
+        make: makes the uninitialised decoder; one that is spread over ranks reads its own part.
 
     Raises:
         ModelError: not found, not supported, or a tensor is missing, left over or of the wrong shape (all are named).
     """
     folder = find_checkpoint(name)
     geometry, _ = read_geometry(folder)
-    model = Decoder(geometry, dtype, device)
+    model = make(geometry, dtype, torch.device(device))
     model.source = folder
     read_weights(model, folder)
     return model
@@ -122,8 +128,12 @@ def read_weights(model: Decoder, folder: Path) -> None:
                 plan_names=[part.name for parts in plan.values() for part in parts], where=where, model=model, folder=folder
             )
             for parameter_name, parts in plan.items():
+                parameter = parameters[parameter_name]
+                whole = torch.empty(_whole_shape(parts), dtype=parameter.dtype) if model.shards.spread else parameter
                 for part in parts:
-                    _copy_part(parameters[parameter_name], part, where[part.name], folder)
+                    _copy_part(whole, part, where[part.name], folder)
+                if model.shards.spread:
+                    model.shards.local(parameter).copy_(model.shards.take(parameter_name, whole))
         except (SafetensorError, OSError) as error:
             raise ModelError(f"cannot read the weights in {folder}: {error}; is the download complete?") from error
 
@@ -172,6 +182,10 @@ def _compare_names(plan_names: list[str], where: dict[str, Any], model: Decoder,
         says = [f"missing {_some(missing)}"] if missing else []
         says += [f"not expected {_some(unexpected)}"] if unexpected else []
         raise ModelError(f"{folder} does not hold what {model.geometry.architecture} needs: {'; '.join(says)}")
+
+
+def _whole_shape(parts: list[Part]) -> tuple[int, ...]:
+    return (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
 
 
 def _copy_part(parameter: Tensor, part: Part, handle: Any, folder: Path) -> None:

@@ -1,0 +1,95 @@
+"""Data parallelism with sharded parameters (ZeRO stage 3, arXiv:1910.02054) by torch's FSDP2.
+
+Each rank works on its own microbatches and holds a range of rows of every parameter, of its master and of its moments; a
+layer's parameters are whole only while that layer computes. Gradients are summed in float32, not averaged: the loss weights
+are those of the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from example_trainer.models.decoder import Decoder, rotary_table
+from example_trainer.models.geometry import Geometry
+from example_trainer.parallel.shards import Shards
+
+T = TypeVar("T")
+
+
+class FsdpShards(Shards):
+    """Rows of each parameter in equal chunks, the last ones shorter or empty, as `torch.chunk` cuts them.
+
+    FSDP2 does call hooks on a sharded parameter (torch 2.11 and 2.13), but in the stream of its reduce-scatter and while it
+    still relies on `grad` keeping memory alive; so gradients are taken when the backward pass has ended.
+    """
+
+    spread = True
+    hooks = False
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._rank, self._size = mesh.get_local_rank(), mesh.size()
+        self._whole_shapes: dict[str, tuple[int, ...]] = {}
+
+    def local(self, parameter: Tensor) -> Tensor:
+        tensor = parameter.detach()
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def whole_shape(self, name: str, parameter: Tensor) -> tuple[int, ...]:
+        self._whole_shapes[name] = tuple(parameter.shape)
+        return self._whole_shapes[name]
+
+    def take(self, name: str, whole: Tensor) -> Tensor:
+        chunk = -(-whole.shape[0] // self._size)
+        start = min(self._rank * chunk, whole.shape[0])
+        return whole[start : start + chunk]
+
+    def whole(self, name: str, local: Tensor) -> Tensor:
+        shape = self._whole_shapes[name]
+        stride = torch.empty(shape, device="meta").stride()
+        sharded = DTensor.from_local(local, self._mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
+        return sharded.full_tensor()
+
+    def total(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values, group=self._mesh.get_group())
+        return values
+
+    def share(self, parts: Sequence[T], empty: T) -> list[T]:
+        rounds = -(-len(parts) // self._size)
+        mine = list(parts[self._rank :: self._size])
+        return mine + [empty] * (rounds - len(mine))
+
+    def sum_figures(self, figures: Tensor) -> Tensor:
+        return self.total(figures)
+
+    def release(self, model: nn.Module) -> None:
+        if isinstance(model, FSDPModule):
+            model.reshard()  # the root keeps its parameters whole for a backward pass that does not come
+
+
+def sharded_decoder(geometry: Geometry, dtype: torch.dtype, device: torch.device, world_size: int) -> Decoder:
+    """A decoder of which this rank allocates its shards alone, uninitialised. Collective."""
+    mesh = init_device_mesh(device.type, (world_size,))
+    model = Decoder(geometry, dtype, "meta")
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    model.to_empty(device=device)
+    model.rotary = rotary_table(geometry, dtype, device)
+    model.shards = shards = FsdpShards(mesh)
+    for name, parameter in model.named_parameters():
+        shards.whole_shape(name, parameter)
+    return model

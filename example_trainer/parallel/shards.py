@@ -1,0 +1,72 @@
+"""How a model's parameters are spread over the ranks, as the optimizer, checkpoints and the step see it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Shards:
+    """One process holds every parameter whole. The base of the other ways, which spread them.
+
+    A *local* tensor is what this rank holds of a parameter (of its float32 master, of its gradient); a *whole* one is what a
+    single process would hold. Methods that say "collective" are called by all ranks in the same order.
+
+    Attributes:
+        spread: whether a local tensor may be less than the whole.
+        hooks: whether a parameter's gradient is complete as soon as autograd has accumulated it.
+    """
+
+    spread = False
+    hooks = True
+
+    def local(self, parameter: Tensor) -> Tensor:
+        """This rank's values of a parameter or of its gradient; shares their memory."""
+        return parameter.detach()
+
+    def whole_shape(self, name: str, parameter: Tensor) -> tuple[int, ...]:
+        """The shape of the whole parameter."""
+        return tuple(parameter.shape)
+
+    def take(self, name: str, whole: Tensor) -> Tensor:
+        """What this rank holds of a whole tensor, padding included."""
+        return whole
+
+    def whole(self, name: str, local: Tensor) -> Tensor:
+        """The whole tensor that every rank holds a part of. Collective."""
+        return local
+
+    def owned(self, name: str, local: Tensor) -> Sequence[Tensor]:
+        """Parts of a local tensor such that all ranks' parts together hold each element of the whole exactly once."""
+        return [local]
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum of the ranks' values, where each contributes a part. Collective; may change `values`."""
+        return values
+
+    def norms(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """L2 norm of each whole tensor (float64, in the mapping's order) from this rank's local ones. Collective."""
+        squares = []
+        for name, local in tensors.items():
+            parts = [torch.linalg.vector_norm(part).double().square() for part in self.owned(name, local)]
+            squares.append(torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=local.device))
+        return self.total(torch.stack(squares)).sqrt()
+
+    def complete(self, gradients: Mapping[str, Tensor]) -> None:
+        """Make local gradients, in place, what they are in the whole gradient. Collective."""
+
+    def share(self, parts: Sequence[T], empty: T) -> list[T]:
+        """Which of a batch's parts this rank works on; every rank gets the same number, filled up with `empty`."""
+        return list(parts)
+
+    def sum_figures(self, figures: Tensor) -> Tensor:
+        """A batch's figures from those of the parts that this rank worked on. Collective."""
+        return figures
+
+    def release(self, model: torch.nn.Module) -> None:
+        """Drop what a forward pass without a backward pass has gathered."""
