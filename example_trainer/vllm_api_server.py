@@ -218,7 +218,7 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool) -> None:
             bridge.state.weight_version = args.weight_version
             await bridge.start()
             service.bridge = bridge
-        else:
+        elif not args.enable_lora:
             logger.warning("[vLLM Patch] %s", NOT_SHARED)
         if isinstance(spans, AdapterSpans):
             lora = LoraController(engine, args.model, args.bridge_timeout, spans)

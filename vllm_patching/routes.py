@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from vllm_patching import compat
 from vllm_patching.bridge_controller import BridgeController, BridgeRefusal
 from vllm_patching.generate import GenerateRequest, Generator
+from vllm_patching.lora import LoraController, add_lora_routes
 
 logger = logging.getLogger("vllm.lockstep.routes")
 
@@ -58,6 +59,7 @@ class LockstepService:
         self.engine: Any = None
         self.generator: Generator | None = None
         self.bridge: BridgeController | None = None
+        self.lora: LoraController | None = None
         self._api_keys = [key.encode() for key in api_keys]
 
     def unavailable(self) -> str:
@@ -162,6 +164,7 @@ def make_router(service: LockstepService) -> APIRouter:
     bridge_route("/bridge/commit", lambda b, body: b.commit(body.epoch, body.version, body.checksums), CommitBody)
     bridge_route("/bridge/resume", lambda b, body: b.resume(body.epoch, body.version), StepBody)
     bridge_route("/bridge/abort", lambda b, body: b.abort(body.epoch, body.reason), AbortBody)
+    add_lora_routes(router, service)
     return router
 
 

@@ -6,7 +6,6 @@ data is one contiguous tensor that leaves a GPU in one copy. safetensors, PEFT a
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,9 +20,7 @@ from example_trainer.errors import CheckpointError
 from example_trainer.lora.layers import adapters_of
 from example_trainer.lora.settings import LoraSettings
 from example_trainer.models import Decoder
-from vllm_patching.checksum import weights_checksum
-
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+from vllm_patching.adapter_file import CONFIG_FILE, WEIGHTS_FILE, adapter_checksum
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _PREFIX = "base_model.model."
@@ -71,17 +68,12 @@ class WrittenAdapter:
     """What one writing left on the disk.
 
     Attributes:
-        checksum: over the file's header and data, as the server computes it; see adapter_checksum.
+        checksum: over the file's header and data, as the server computes it.
         num_bytes: of the data.
     """
 
     checksum: str
     num_bytes: int
-
-
-def adapter_checksum(header: bytes, data: Tensor) -> str:
-    """Checksum of a safetensors file: of its header, and of its data as one flat tensor, wherever that tensor is."""
-    return weights_checksum([(hashlib.sha256(header).hexdigest(), data)])
 
 
 class AdapterWriter:
