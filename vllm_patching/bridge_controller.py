@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from vllm_patching import compat
+from vllm_patching import bridge_config, compat
 from vllm_patching.bridge_state import BridgeConflict, BridgeState, Phase
-from vllm_patching.manifest import Manifest, mismatches
+from vllm_patching.manifest import Manifest, flat_layout, mismatches
 from vllm_patching.version_spans import VersionSpans
 
 logger = logging.getLogger("vllm.lockstep.bridge")
 
 CONFIG_NAME = "vllm_bridge_config.json"
-_POLL_SECONDS = 0.005
+_POLL_SECONDS = 0.002
+_PATIENCE_SECONDS = 0.05
+_LET_GO_SECONDS = 2.0
 _WATCH_SECONDS = 0.5
 
 
@@ -35,7 +37,25 @@ class BridgeRefusal(RuntimeError):
 class BridgeController:
     """One method for each arrow of the state machine, each with a deadline and an answer for failure."""
 
-    def __init__(self, engine: Any, model: str, dtype: str, timeout: float, config_dir: Path, spans: VersionSpans) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        model: str,
+        dtype: str,
+        timeout: float,
+        config_dir: Path,
+        spans: VersionSpans,
+        keep_cache: bool = False,
+    ) -> None:
+        """
+        Args:
+            engine: vLLM's AsyncLLM.
+            model, dtype: as given on the command line; for messages.
+            timeout: seconds for each step.
+            config_dir: where vllm_bridge_config.json goes.
+            spans: told of every switch of versions.
+            keep_cache: let running requests keep the keys and values that older weights computed.
+        """
         self.state = BridgeState()
         self.timeout = timeout
         self._engine = engine
@@ -43,22 +63,34 @@ class BridgeController:
         self._dtype = dtype
         self._config_path = config_dir / CONFIG_NAME
         self._spans = spans
+        self._keep_cache = keep_cache
+        self._instance = uuid.uuid4().hex
         self._manifests: list[Manifest] = []
         self._handles: list[dict[str, Any] | None] = []
+        self._rank_bytes = 0
         self._lock = asyncio.Lock()
         self._deadline = 0.0
         self._phase_started = 0.0
+        self._paused_at = 0.0
         self._seconds: dict[str, float] = {}
         self._engine_paused = False
+        self._pauses = 0
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Open the workers' weights and write the config file. Raises whatever keeps the weights from being shared."""
-        setups = await self._rpc("lockstep_setup", True)
-        self._manifests = sorted((Manifest.from_json(s["manifest"]) for s in setups), key=lambda m: m.tp_rank)
-        setups = sorted(setups, key=lambda s: s["manifest"]["tp_rank"])
+        setups = sorted(await self._rpc("lockstep_setup", True), key=lambda s: s["manifest"]["tp_rank"])
+        self._manifests = [Manifest.from_json(s["manifest"]) for s in setups]
         self._handles = [s["handles"] for s in setups]
+        self._rank_bytes = sum(flat_layout(manifest)[1] for manifest in self._manifests)
         self.state.checksums = [s["checksum"] for s in setups]
+        if self._keep_cache:
+            # What is accepted before a pause may go on with older keys and values; what is accepted after it never sees them.
+            compat.salt_prefix_cache(self._engine, lambda: f"lockstep-{self._pauses}-")
+        reason = bridge_config.awaited_trainer(self._config_path)
+        if reason:
+            self.state.await_weights(reason)
+            logger.warning("[Bridge] %s", reason)
         self._write_config()
         self._watch = asyncio.create_task(self._watch_updates(), name="bridge watchdog")
         self._watch.add_done_callback(self._watchdog_ended)
@@ -78,6 +110,7 @@ class BridgeController:
     def info(self) -> dict[str, Any]:
         """Everything a trainer must know before it joins, but for the storage handles, which only the config file holds."""
         return {
+            "instance": self._instance,
             "model": self._model,
             "dtype": self._dtype,
             "tp_degree": len(self._manifests),
@@ -90,10 +123,28 @@ class BridgeController:
             "ranks": [m.to_json() for m in self._manifests],
         }
 
+    def status(self) -> dict[str, Any]:
+        """The state as JSON, with the `instance`, which is another one after each start of the server."""
+        return {"instance": self._instance, "engine_dead": compat.engine_is_dead(self._engine), **self.state.to_json()}
+
     async def init(
-        self, trainer: str, mode: str, parameters: dict[str, tuple[tuple[int, ...], str]], master_addr: str, master_port: int
+        self,
+        trainer: str,
+        mode: str,
+        parameters: dict[str, tuple[tuple[int, ...], str]],
+        master_addr: str,
+        master_port: int,
+        key: str = "",
+        transfer: str = "auto",
     ) -> dict[str, Any]:
-        """A trainer joins: compare the layouts, begin an epoch, and have the workers meet it."""
+        """A trainer joins: compare the layouts, begin an epoch, and have the workers meet it.
+
+        Args:
+            parameters: name -> (full shape, dtype) of the trainer's.
+            master_addr, master_port: where the trainer's store is.
+            key: prefix for this server in it.
+            transfer: auto, direct or overlapped; auto overlaps where there is room for a staging buffer.
+        """
         async with self._lock:
             for manifest in self._manifests:
                 problems = mismatches(manifest, parameters)
@@ -104,86 +155,88 @@ class BridgeController:
                         f"(server's model: {self._model}): {'; '.join(problems[:5])}. "
                         "Start both with the same model and dtype.",
                     )
-            epoch = self._or_conflict(lambda: self.state.begin_epoch(trainer, mode))
-            world_size = 1 + len(self._manifests)
+            chosen = await self._choose_transfer(transfer) if mode == "broadcast" else ""
+            epoch = self._or_conflict(lambda: self.state.begin_epoch(trainer, mode, chosen))
             backend = "nccl" if self._manifests[0].entries[0].device.startswith("cuda") else "gloo"
+            key = f"{key}/epoch{epoch}"
             if mode == "broadcast":
-                await self._rpc("lockstep_join", master_addr, master_port, epoch, world_size, backend, self.timeout)
+                direct = chosen == "direct"
+                await self._rpc("lockstep_join", master_addr, master_port, key, epoch, backend, self.timeout, direct)
             self._write_config()
-            logger.info("[Bridge] %s joins as epoch %d (%s)", trainer, epoch, mode)
+            logger.info("[Bridge] %s joins as epoch %d (%s)", trainer, epoch, f"{mode}, {chosen}" if chosen else mode)
             return {
                 "epoch": epoch,
-                "world_size": world_size,
+                "key": key,
                 "data_backend": backend,
+                "transfer": chosen,
                 "weight_version": self.state.weight_version,
             }
 
-    async def prepare(self, epoch: int, version: int) -> dict[str, Any]:
-        """Announce a version; every rank must have joined by then."""
+    async def prepare(self, epoch: int, version: int, not_finite: str = "") -> dict[str, Any]:
+        """Announce a version; every rank must have joined by then. An overlapped transfer begins.
+
+        Args:
+            not_finite: the parameter in which the trainer found NaN or infinity, if it did; then the version is refused.
+        """
         async with self._lock:
             self._or_conflict(lambda: self.state.check(epoch, version, Phase.PREPARED))
+            if not_finite:
+                raise BridgeRefusal(
+                    422, f"version {version} is refused: {not_finite} holds NaN or infinity; {self.state.weight_version} stays"
+                )
             if self.state.mode == "broadcast":
-                await self._until_ranks("ready", "prepare", version, also=("staged",))
+                await self._until_ranks("ready", "prepare", version, also=("received",))
             self._seconds = {}
             self._enter(Phase.PREPARED, version)
+            if self.state.transfer == "overlapped":
+                await self._rpc("lockstep_receive", version)
             return {"state": self.state.phase}
 
     async def pause(self, epoch: int, version: int) -> dict[str, Any]:
-        """Stop the engine between two steps and, for a broadcast, have the workers receive."""
+        """Stop the engine between two steps and, for a direct transfer, have the workers receive."""
         async with self._lock:
-            self._or_conflict(lambda: self.state.check(epoch, version, Phase.PAUSED))
-            try:
-                await asyncio.wait_for(compat.pause_and_keep(self._engine), self.timeout)
-            except TimeoutError:
-                reason = f"the engine did not pause within {self.timeout:g} s for version {version}"
-                await self._give_up(reason)
-                raise BridgeRefusal(504, reason) from None
-            self._engine_paused = True
-            if self.state.mode == "broadcast":
+            await self._pause_engine(epoch, version)
+            if self.state.transfer == "direct":
                 await self._rpc("lockstep_receive", version)
-            self._enter(Phase.PAUSED, version)
             return {"state": self.state.phase}
 
-    async def commit(self, epoch: int, version: int, checksums: list[str]) -> dict[str, Any]:
+    async def commit(self, epoch: int, version: int, checksums: list[str], resume: bool = False) -> dict[str, Any]:
         """Make the transferred weights the live ones on every rank, and prove that they are what the trainer sent.
 
         Args:
             checksums: per rank, what the trainer computed from its own tensors.
+            resume: go on at once to serve the version.
         """
         async with self._lock:
+            overlapped = self.state.transfer == "overlapped"
             self._or_conflict(lambda: self.state.check(epoch, version, Phase.TRANSFERRED))
             if len(checksums) != len(self._manifests):
                 raise BridgeRefusal(422, f"{len(checksums)} checksum(s) for {len(self._manifests)} rank(s)")
             try:
                 if self.state.mode == "broadcast":
-                    live = await self._commit_staged(version, checksums)
+                    arrived = await self._until_ranks("received", "transfer", version)
                 else:
-                    live = await self._accept_written(version)
+                    arrived = await self._rpc("lockstep_check")
+                self._enter(Phase.TRANSFERRED, version)
+                self._compare(arrived, checksums, version, "received")
+                if overlapped:
+                    await self._pause_engine(epoch, version)
+                    arrived = await self._rpc("lockstep_commit")
+                self._enter(Phase.COMMITTED, version)
+                self._compare(arrived, checksums, version, "holds after the commit")
             except BridgeRefusal as refusal:
-                await self._give_up(str(refusal))
+                if self.state.in_update:
+                    await self._give_up(str(refusal))
                 raise
-            self._enter(Phase.COMMITTED, version)
-            for rank, (mine, theirs) in enumerate(zip(live, checksums, strict=True)):
-                if mine != theirs:
-                    reason = (
-                        f"rank {rank} holds checksum {mine} after the commit of version {version}, the trainer sent {theirs}"
-                    )
-                    await self._give_up(reason)
-                    raise BridgeRefusal(500, f"{reason}; the server is unhealthy until a full update succeeds")
             self._enter(Phase.VERIFIED, version)
-            self.state.checksums = live
-            return {"state": self.state.phase, "checksums": live}
+            self.state.checksums = list(checksums)
+            return await self._serve(version) if resume else {"state": self.state.phase, "checksums": checksums}
 
     async def resume(self, epoch: int, version: int) -> dict[str, Any]:
         """Serve the new version."""
         async with self._lock:
             self._or_conflict(lambda: self.state.check(epoch, version, Phase.SERVING))
-            self._spans.switch(self.state.weight_version, version, compat.output_token_counts(self._engine))
-            self._enter(Phase.SERVING, version)
-            self.state.last_update = dict(self._seconds)
-            await self._resume_engine()
-            logger.info("[Bridge] Serving weight version %d (epoch %d, %s)", version, epoch, self._seconds_text())
-            return {"state": self.state.phase, "weight_version": version, "seconds": self.state.last_update}
+            return await self._serve(version)
 
     async def abort(self, epoch: int, reason: str) -> dict[str, Any]:
         """The trainer gives the update up."""
@@ -191,44 +244,76 @@ class BridgeController:
             self._or_conflict(lambda: self.state.check_epoch(epoch))
             if self.state.in_update:
                 await self._give_up(f"the trainer gave up: {reason}")
-            return self.state.to_json()
+            return self.status()
 
     # -- what the arrows are made of
 
-    async def _commit_staged(self, version: int, expected: list[str]) -> list[str]:
-        await self._until_ranks("staged", "transfer", version)
-        self._enter(Phase.TRANSFERRED, version)
-        staged = await self._rpc("lockstep_verify_staged", version)
-        for answer in staged:
+    async def _choose_transfer(self, asked: str) -> str:
+        if asked == "direct":
+            return asked
+        rooms = await self._rpc("lockstep_room")
+        tight = next((r for r in rooms if r["free"] is not None and r["free"] < r["needed"]), None)
+        if tight is None:
+            return "overlapped"
+        figures = (
+            f"an overlapped transfer needs {tight['needed'] / 1e9:.2f} GB more on each of vLLM's GPUs, "
+            f"{max(0, tight['free']) / 1e9:.2f} GB are free"
+        )
+        if asked == "overlapped":
+            raise BridgeRefusal(
+                409, f"{figures}: start vLLM with a lower --gpu-memory-utilization, or train with --weight-transfer direct"
+            )
+        logger.info("[Bridge] Transfers go directly into the live weights: %s", figures)
+        return "direct"
+
+    async def _pause_engine(self, epoch: int, version: int) -> None:
+        self._or_conflict(lambda: self.state.check(epoch, version, Phase.PAUSED))
+        try:
+            await asyncio.wait_for(compat.pause_and_keep(self._engine, clear_cache=not self._keep_cache), self.timeout)
+        except TimeoutError:
+            reason = f"the engine did not pause within {self.timeout:g} s for version {version}"
+            await self._give_up(reason)
+            raise BridgeRefusal(504, reason) from None
+        self._engine_paused = True
+        self._pauses += 1
+        self._paused_at = time.monotonic()
+        self._enter(Phase.PAUSED, version)
+
+    async def _serve(self, version: int) -> dict[str, Any]:
+        begun = time.monotonic()
+        await compat.outputs_delivered(self._engine)
+        self._spans.switch(self.state.weight_version, version, compat.output_token_counts(self._engine))
+        self._enter(Phase.SERVING, version)
+        await self._resume_engine()
+        now = time.monotonic()
+        self._seconds |= {"halted": now - self._paused_at, "resume": now - begun}
+        self.state.last_update = dict(self._seconds)
+        self.state.last_bytes = self._rank_bytes if self.state.mode == "broadcast" else 0
+        logger.info("[Bridge] Serving weight version %d (epoch %d, %s)", version, self.state.epoch, self._seconds_text())
+        return {"state": self.state.phase, "weight_version": version, "seconds": self.state.last_update}
+
+    def _compare(self, answers: list[dict[str, Any]], expected: list[str], version: int, what: str) -> None:
+        """Refuse weights that are not what the trainer sent, or that nothing can be computed with."""
+        for answer in answers:
             rank = answer["tp_rank"]
-            if answer["error"]:
-                raise BridgeRefusal(
-                    422, f"rank {rank} refuses version {version}: {answer['error']}; version {self.state.weight_version} stays"
-                )
+            if answer["not_finite"]:
+                raise BridgeRefusal(422, f"rank {rank} refuses version {version}: {answer['not_finite']} holds NaN or infinity")
             if answer["checksum"] != expected[rank]:
                 raise BridgeRefusal(
                     502,
-                    f"rank {rank} received checksum {answer['checksum']} for version {version}, the trainer sent "
-                    f"{expected[rank]}; version {self.state.weight_version} stays",
+                    f"rank {rank} {what} checksum {answer['checksum']} of version {version}, the trainer's is {expected[rank]}",
                 )
-        answers = await self._rpc("lockstep_commit")
-        return [a["checksum"] for a in sorted(answers, key=lambda a: a["tp_rank"])]
-
-    async def _accept_written(self, version: int) -> list[str]:
-        self._enter(Phase.TRANSFERRED, version)
-        for rank, bad in enumerate(await self._rpc("lockstep_first_not_finite")):
-            if bad:
-                raise BridgeRefusal(422, f"rank {rank}: {bad} holds NaN or infinity in version {version}")
-        return list(await self._rpc("lockstep_checksum"))
 
     async def _give_up(self, reason: str) -> None:
         """End the update; go on with the old version if its weights are untouched, else become unhealthy."""
         version, phase = self.state.target_version, self.state.phase
+        let_go = [True]
         if self.state.mode == "broadcast":
-            await self._rpc("lockstep_discard")
-        # Whatever the phase, the weights themselves say whether they are still the old ones.
-        intact = list(await self._rpc("lockstep_checksum")) == self.state.checksums
-        self.state.fail(reason, intact)
+            let_go = await self._rpc("lockstep_discard", _LET_GO_SECONDS)
+        # Whatever the phase, the weights themselves say whether they are still the old ones; unless somebody may yet write.
+        settled = all(let_go) or self.state.transfer != "direct"
+        live = [answer["checksum"] for answer in await self._rpc("lockstep_check")]
+        self.state.fail(reason, weights_intact=settled and live == self.state.checksums)
         if self.state.healthy:
             await self._resume_engine()
             outcome = f"serving version {self.state.weight_version}"
@@ -236,10 +321,13 @@ class BridgeController:
             outcome = "UNHEALTHY until a full update succeeds (GET /health answers 503)"
         logger.error("[Bridge] Update to version %s failed in phase %s: %s; now %s", version, phase, reason, outcome)
 
-    async def _until_ranks(self, wanted: str, phase: str, version: int, also: tuple[str, ...] = ()) -> None:
+    async def _until_ranks(self, wanted: str, phase: str, version: int, also: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+        """Wait until every rank's updater is where it should be; returns their statuses by rank."""
         deadline = time.monotonic() + self.timeout
+        # While the engine is paused a worker may wait itself; otherwise that would hold up its next step.
+        patience = _PATIENCE_SECONDS if self._engine_paused else 0.0
         while True:
-            statuses = await self._rpc("lockstep_status")
+            statuses = sorted(await self._rpc("lockstep_status", patience), key=lambda s: s["tp_rank"])
             for status in statuses:
                 if status["phase"] == "failed":
                     raise BridgeRefusal(
@@ -249,13 +337,13 @@ class BridgeController:
                     )
             late = [s for s in statuses if s["phase"] not in (wanted, *also)]
             if not late:
-                return
+                return statuses
             if time.monotonic() > deadline:
                 who = ", ".join(f"rank {s['tp_rank']} is {s['phase']}" for s in late)
                 raise BridgeRefusal(
                     504, f"{phase} of version {version}: {who} after {self.timeout:g} s, waiting for {self.state.trainer}"
                 )
-            await asyncio.sleep(_POLL_SECONDS)
+            await asyncio.sleep(0.0 if self._engine_paused else _POLL_SECONDS)
 
     async def _resume_engine(self) -> None:
         if self._engine_paused:
@@ -314,25 +402,19 @@ class BridgeController:
             return list(await asyncio.wait_for(self._engine.collective_rpc(method, args=args), self.timeout))
         except TimeoutError:
             raise BridgeRefusal(504, f"vLLM's workers did not answer {method} within {self.timeout:g} s") from None
+        except Exception as error:
+            if compat.engine_is_dead(self._engine):
+                raise BridgeRefusal(503, "vLLM's engine process has died; restart the server") from error
+            raise
 
     def _write_config(self) -> None:
-        """Write the config file atomically, readable by this user alone: it holds the handles to the weights' memory."""
-        data = {
-            **{key: value for key, value in self.info().items() if key != "ranks"},
-            "epoch": self.state.epoch,
-            "pid": os.getpid(),
-            "rendezvous": {
-                "MASTER_ADDR": os.environ.get("MASTER_ADDR", "localhost"),
-                "MASTER_PORT": os.environ.get("MASTER_PORT", "29500"),
-            },
-            "param_mappings": self._manifests[0].to_json()["param_mappings"],
-            "ranks": [{**m.to_json(), "handles": h} for m, h in zip(self._manifests, self._handles, strict=True)],
-        }
-        temporary = self._config_path.with_suffix(f".{os.getpid()}.tmp")
-        self._config_path.parent.mkdir(parents=True, exist_ok=True)
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump(data, file)
-        temporary.replace(self._config_path)
+        bridge_config.write(
+            self._config_path,
+            {key: value for key, value in self.info().items() if key != "ranks"}
+            | {"epoch": self.state.epoch, "trainer": self.state.trainer, "pid": os.getpid()},
+            self._manifests,
+            self._handles,
+        )
 
 
 def _unlink(path: str | Path) -> None:

@@ -4,7 +4,9 @@
                                │                  │            │              │
                                └── failed before anything was written ──▶ serving v        └── failed after ──▶ unhealthy
 
-`unhealthy` means that the live weights may be a mixture; it ends when a later update has been verified.
+With an overlapped transfer the weights arrive beside the old ones while the server goes on, so `transferred` comes before
+`paused`. `unhealthy` means that the live weights may be a mixture, or are not the trainer's; it ends when a later update has
+been verified.
 """
 
 from __future__ import annotations
@@ -36,6 +38,12 @@ _FOLLOWS: dict[Phase, tuple[Phase, ...]] = {
     Phase.VERIFIED: (Phase.COMMITTED,),
     Phase.SERVING: (Phase.VERIFIED,),
 }
+_FOLLOWS_OVERLAPPED = {
+    **_FOLLOWS,
+    Phase.TRANSFERRED: (Phase.PREPARED,),
+    Phase.PAUSED: (Phase.TRANSFERRED,),
+    Phase.COMMITTED: (Phase.PAUSED,),
+}
 
 IN_UPDATE = (Phase.PREPARED, Phase.PAUSED, Phase.TRANSFERRED, Phase.COMMITTED, Phase.VERIFIED)
 
@@ -51,10 +59,14 @@ class BridgeState:
         epoch: how many trainers have joined since the server started.
         trainer: who the present one is, for messages; empty before the first.
         mode: `broadcast` or `single_copy`; empty before the first trainer.
+        transfer: how a broadcast arrives: `direct` (into the live weights, paused) or `overlapped` (beside them, then copied);
+            empty for a single copy.
         checksums: per rank, of the weights that the server serves.
         last_error: why the last update failed; empty after one that succeeded.
         updates: number of updates that were served.
+        failures: number of updates that were given up.
         last_update: seconds by phase of the last update that was served.
+        last_bytes: payload bytes that the ranks received in it.
     """
 
     phase: Phase = Phase.SERVING
@@ -63,10 +75,13 @@ class BridgeState:
     epoch: int = 0
     trainer: str = ""
     mode: str = ""
+    transfer: str = ""
     checksums: list[str] = field(default_factory=list)
     last_error: str = ""
     updates: int = 0
+    failures: int = 0
     last_update: dict[str, float] = field(default_factory=dict)
+    last_bytes: int = 0
     _tainted: bool = False
 
     @property
@@ -77,7 +92,7 @@ class BridgeState:
     def healthy(self) -> bool:
         return self.phase is not Phase.UNHEALTHY
 
-    def begin_epoch(self, trainer: str, mode: str) -> int:
+    def begin_epoch(self, trainer: str, mode: str, transfer: str = "") -> int:
         """A trainer joins; the one before it, if any, is out.
 
         Raises:
@@ -89,7 +104,7 @@ class BridgeState:
                 f"version {self.target_version}; wait until it has ended or timed out"
             )
         self.epoch += 1
-        self.trainer, self.mode = trainer, mode
+        self.trainer, self.mode, self.transfer = trainer, mode, transfer
         # A new trainer may start from an older checkpoint than the last one reached, so its first version may be lower.
         self._first_of_epoch = True
         return self.epoch
@@ -105,8 +120,9 @@ class BridgeState:
     def check(self, epoch: int, version: int, before: Phase) -> None:
         """Raise BridgeConflict unless the step to `before` for this epoch and version may be taken now."""
         self.check_epoch(epoch)
-        if self.phase not in _FOLLOWS[before]:
-            expected = " or ".join(_FOLLOWS[before])
+        allowed = (_FOLLOWS_OVERLAPPED if self.transfer == "overlapped" else _FOLLOWS)[before]
+        if self.phase not in allowed:
+            expected = " or ".join(allowed)
             reason = f" (the last update failed: {self.last_error})" if self.last_error else ""
             raise BridgeConflict(f"cannot go to {before} from {self.phase}, only from {expected}{reason}")
         if before is Phase.PREPARED:
@@ -136,7 +152,13 @@ class BridgeState:
         """
         self.last_error = reason
         self.target_version = None
+        self.failures += 1
         self.phase = Phase.SERVING if weights_intact and not self._tainted else Phase.UNHEALTHY
+
+    def await_weights(self, reason: str) -> None:
+        """Serve nothing until a trainer has sent its weights: those at hand are not the ones that it trains."""
+        self.last_error = reason
+        self.phase = Phase.UNHEALTHY
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -147,9 +169,12 @@ class BridgeState:
             "epoch": self.epoch,
             "trainer": self.trainer,
             "mode": self.mode,
+            "transfer": self.transfer,
             "checksums": list(self.checksums),
             "updates": self.updates,
+            "failures": self.failures,
             "last_update": dict(self.last_update),
+            "last_bytes": self.last_bytes,
             "last_error": self.last_error,
         }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import importlib
 import inspect
 import logging
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
     import torch
 
 SUPPORTED = ">= 0.26 and < 0.33"
+
+_MOST_TURNS = 100_000
+_TURNS_FOR_LAST_OUTPUT = 64
+"""vLLM hands on 128 outputs in each turn of the event loop: this is enough for 8,192 requests in one step."""
 
 
 class UnsupportedVllm(RuntimeError):
@@ -108,9 +113,48 @@ def wrap_server(
     module.init_app_state = init_app_state_and_extend  # type: ignore[attr-defined]
 
 
-async def pause_and_keep(engine: Any) -> None:
-    """Stop scheduling, keep the requests, drop every cached key and value, and let all finished tokens reach their requests."""
-    await engine.pause_generation(mode="keep", clear_cache=True)
+async def pause_and_keep(engine: Any, clear_cache: bool) -> None:
+    """Stop scheduling and keep the requests; returns when no step is in flight.
+
+    vLLM's own pause_generation does the same and then sleeps for 20 ms, so that outputs reach their callers first; instead,
+    see outputs_delivered.
+
+    Args:
+        clear_cache: drop every cached key and value; running requests compute theirs anew when they go on.
+    """
+    if clear_cache:
+        # The front end's and the engine's caches of processed images must be emptied together.
+        await engine.renderer.clear_mm_cache_async()
+    await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
+
+
+async def outputs_delivered(engine: Any) -> None:
+    """Wait until every token that the paused engine has put out is counted with its request.
+
+    They have arrived in this process by then (before the answer to the pause); a task of vLLM's hands them on, in portions
+    with a turn of the event loop between them.
+    """
+    queue = engine.engine_core.outputs_queue
+    for _ in range(_MOST_TURNS):
+        if queue.empty():
+            break
+        await asyncio.sleep(0)
+    for _ in range(_TURNS_FOR_LAST_OUTPUT):
+        await asyncio.sleep(0)
+
+
+def salt_prefix_cache(engine: Any, salt: Callable[[], str]) -> None:
+    """Have every request accepted from now on share cached prefixes only with requests of the same salt."""
+    processor = engine.input_processor
+    if not hasattr(processor, "assign_request_id"):
+        raise UnsupportedVllm(_seam_missing("InputProcessor.assign_request_id"))
+    assign = processor.assign_request_id
+
+    def assign_and_salt(request: Any) -> None:
+        assign(request)
+        request.cache_salt = f"{salt()}{request.cache_salt or ''}"
+
+    processor.assign_request_id = assign_and_salt
 
 
 async def tokenizer_of(engine: Any) -> Any:

@@ -1,16 +1,19 @@
 """Rendezvous and process groups of the bridge, apart from the ones that vLLM and the trainer have for themselves.
 
 torch.distributed keeps one default group per process, and vLLM owns it. The bridge therefore builds its groups directly on a
-TCPStore: rank 0 is the trainer (which hosts the store), rank 1 + r is vLLM's tensor-parallel rank r. Each epoch has its own
-prefix in the store, so a trainer that comes back never meets the keys of the one before it.
+TCPStore that the trainer hosts. Each of vLLM's ranks has a pair of groups with the one trainer process that sends to it, so
+what one rank waits for never depends on another rank. Each epoch has its own prefix in the store, so a trainer or server that
+comes back never meets the keys of the one before it.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,7 +23,13 @@ import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
-TRAINER_RANK = 0
+SENDER, RECEIVER = 0, 1
+"""The trainer's and the worker's rank in a pair."""
+
+PART_BYTES = 256 << 20
+"""How much is handed to NCCL at once (see manifest.parts). Both sides must agree."""
+
+_ASK_SECONDS = 0.25
 
 
 class RendezvousError(RuntimeError):
@@ -29,33 +38,34 @@ class RendezvousError(RuntimeError):
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where and as whom to meet.
+    """Where a worker and its sender meet.
 
     Attributes:
         host, port: address of the trainer's TCPStore (MASTER_ADDR and MASTER_PORT).
-        epoch: counts the trainers that have joined this server; separates their keys.
-        rank, world_size: 0 is the trainer; a worker is 1 + its tensor-parallel rank.
+        key: prefix of their keys in the store, which no other pair and no other epoch has.
+        epoch: counts the trainers that have joined the server; for messages.
+        tp_rank: the worker's tensor-parallel rank.
         data_backend: `nccl` for GPU weights, `gloo` for CPU weights.
         timeout: seconds for each collective step.
     """
 
     host: str
     port: int
+    key: str
     epoch: int
-    rank: int
-    world_size: int
+    tp_rank: int
     data_backend: str
     timeout: float
 
 
-def host_store(host: str, port: int, timeout: float) -> dist.TCPStore:
-    """Open the store that everyone meets at, in this process.
+def host_store(host: str, port: int, timeout: float, is_host: bool = True) -> dist.TCPStore:
+    """Open the store that everyone meets at, in this process; or, for the trainer's other ranks, connect to it.
 
     Raises:
         RendezvousError: the port is taken or the address is not this machine's.
     """
     try:
-        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+        return dist.TCPStore(host, port, is_master=is_host, wait_for_workers=False, timeout=timedelta(seconds=timeout))
     except (RuntimeError, ValueError) as error:
         raise RendezvousError(
             f"cannot open the rendezvous on {host}:{port} ({_first_line(error)}). "
@@ -76,33 +86,40 @@ def join_store(rendezvous: Rendezvous) -> dist.TCPStore:
         )
     except (RuntimeError, ValueError) as error:
         raise RendezvousError(
-            f"rank {rendezvous.rank} cannot reach the trainer's rendezvous at {where} within {rendezvous.timeout:g} s "
+            f"rank {rendezvous.tp_rank} cannot reach the trainer's rendezvous at {where} within {rendezvous.timeout:g} s "
             f"({_first_line(error)}); check MASTER_ADDR and MASTER_PORT on the trainer"
         ) from error
 
 
 class BridgeGroups:
-    """The two process groups of one epoch: `control` (always Gloo: barriers) and `data` (NCCL or Gloo: weights)."""
+    """The two groups of a pair: `control` (always Gloo: barriers) and `data` (NCCL or Gloo: weights)."""
 
-    def __init__(self, rendezvous: Rendezvous, store: dist.TCPStore, device: torch.device) -> None:
-        """Form both groups; blocks until every rank has come or the deadline has passed.
+    def __init__(self, rendezvous: Rendezvous, store: dist.TCPStore, device: torch.device, role: int) -> None:
+        """Form both groups; blocks until the other side has come or the deadline has passed.
+
+        Args:
+            role: SENDER or RECEIVER.
 
         Raises:
-            RendezvousError: somebody did not come.
+            RendezvousError: the other side did not come.
         """
         self.rendezvous = rendezvous
         self.device = device
-        # Kept referenced: the groups use it in the background for as long as they live.
-        self._store = dist.PrefixStore(f"lockstep/epoch{rendezvous.epoch}", store)
-        logger.info("[Bridge] Creating Gloo process group... (rank %d of %d)", rendezvous.rank, rendezvous.world_size)
+        self._role = role
+        self._store = dist.PrefixStore(f"lockstep/{rendezvous.key}", store)  # referenced by the groups while they live
+        logger.info("[Bridge] Creating Gloo process group... (vLLM rank %d)", rendezvous.tp_rank)
         self.control = self._form("control", "gloo")
         logger.info("[Bridge] ✓ Gloo group created")
         self.data = self._form("data", rendezvous.data_backend)
         if rendezvous.data_backend == "nccl":
+            # The connection is made and the kernels are loaded now, and not in the first update, beside a running model.
+            first = [torch.zeros(8, device=device) for _ in range(2)]
+            self.broadcast(first)
+            self.finish()
             logger.info("[Bridge] ✓ NCCL group created")
         else:
             logger.info("[Bridge] ✓ Second Gloo group created for the weights (with GPUs: [Bridge] ✓ NCCL group created)")
-        self.barrier()
+        self.control.barrier().wait(timedelta(seconds=rendezvous.timeout))
         logger.info("[Bridge] ✓ All ranks synchronized and ready")
 
     def _form(self, name: str, backend: str) -> Any:
@@ -112,48 +129,67 @@ class BridgeGroups:
         try:
             if backend == "nccl":
                 options = dist.ProcessGroupNCCL.Options()
-                options._timeout = timedelta(seconds=r.timeout)
-                return dist.ProcessGroupNCCL(store, r.rank, r.world_size, options)
-            return dist.ProcessGroupGloo(store, r.rank, r.world_size, timedelta(seconds=r.timeout))
+                options._timeout = timedelta(seconds=2 * r.timeout + 60)  # ours comes first, and says more
+                with _quiet_nccl_watchdog():
+                    return dist.ProcessGroupNCCL(store, self._role, 2, options)
+            return dist.ProcessGroupGloo(store, self._role, 2, timedelta(seconds=r.timeout))
         except RuntimeError as error:
+            other = f"vLLM rank {r.tp_rank}" if self._role == SENDER else "the trainer"
             raise RendezvousError(
-                f"rank {r.rank} waited {r.timeout:g} s for the other {r.world_size - 1} rank(s) of the {name} group "
+                f"waited {r.timeout:g} s for {other} in the {name} group of rank {r.tp_rank} "
                 f"(epoch {r.epoch}, {r.host}:{r.port}): {_first_line(error)}"
             ) from error
 
-    def barrier(self) -> None:
-        """Return when every rank has called this. Raises RuntimeError after the deadline."""
-        self.control.barrier().wait(timedelta(seconds=self.rendezvous.timeout))
+    def broadcast(self, pieces: Sequence[torch.Tensor]) -> None:
+        """Copy contiguous tensors from the sender to the receiver.
 
-    def send(self, tensor: torch.Tensor, to: int, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Send a contiguous tensor to a rank; returns when it has been handed over, or raises after the deadline."""
-        self._finish(self.data.send([tensor], to, 0), should_stop)
+        NCCL: as one operation, enqueued in the order of the current stream; `finish` waits for it. Gloo: it is done on return.
 
-    def receive(self, tensor: torch.Tensor, source: int, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Fill a contiguous tensor from a rank; returns when it is complete, or raises after the deadline."""
-        self._finish(self.data.recv([tensor], source, 0), should_stop)
-
-    def _finish(self, work: Any, should_stop: Callable[[], bool]) -> None:
-        timeout = self.rendezvous.timeout
+        Raises:
+            RuntimeError: the other side has gone, or (Gloo) did not take part within the deadline.
+        """
+        options = dist.BroadcastOptions()
+        options.rootRank = SENDER
         if self.rendezvous.data_backend != "nccl":
-            work.wait(timedelta(seconds=timeout))
+            deadline = timedelta(seconds=self.rendezvous.timeout)
+            for piece in pieces:
+                self.data.broadcast([piece], options).wait(deadline)
             return
-        # NCCL's wait() only orders CUDA streams. Poll, so that a dead peer costs a deadline and not a hung process.
-        work.wait()
+        self.data._start_coalescing()
+        for piece in pieces:
+            self.data.broadcast([piece], options)
+        self.data._end_coalescing().wait()  # orders the current stream behind it, and returns at once
+
+    def finish(self, lost: Callable[[], str] = lambda: "") -> None:
+        """Wait until everything enqueued on the current stream is done.
+
+        Args:
+            lost: asked now and then; a reason why waiting is in vain, or an empty string.
+
+        Raises:
+            RuntimeError: `lost` gave a reason, or the deadline passed. The groups are of no use any more.
+        """
+        if self.rendezvous.data_backend != "nccl":
+            return
+        # NCCL itself would wait for a dead peer for ever: poll.
         done = torch.cuda.Event()
         done.record()
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + self.rendezvous.timeout
+        next_question = time.monotonic() + _ASK_SECONDS
         while not done.query():
-            if should_stop():
+            now = time.monotonic()
+            reason = ""
+            if now > deadline:
+                reason = f"not finished after {self.rendezvous.timeout:g} s"
+            elif now > next_question:
+                reason, next_question = lost(), now + _ASK_SECONDS
+            if reason:
                 self.abort()
-                raise RuntimeError("the transfer was called off")
-            if time.monotonic() > deadline:
-                self.abort()
-                raise RuntimeError(f"NCCL transfer not finished after {timeout:g} s")
-            time.sleep(0.0002)
+                raise RuntimeError(f"the transfer was broken off: {reason}")
+            time.sleep(0.0001)
 
     def abort(self) -> None:
-        """Break off whatever is in flight, so that a blocked peer or stream comes free."""
+        """Break off whatever is in flight, so that a blocked stream comes free."""
         if self.rendezvous.data_backend == "nccl":
             self.data.abort()
 
@@ -165,10 +201,50 @@ class BridgeGroups:
         del self.control
 
 
+class PeerWatch:
+    """Notices that the process which hosts a store has ended: the kernel closes its connections."""
+
+    def __init__(self, host: str, port: int, timeout: float) -> None:
+        """Raises OSError if nobody listens there."""
+        self._socket = socket.create_connection((host, port), timeout)
+        self._socket.setblocking(False)
+
+    def gone(self) -> bool:
+        """Whether the process has ended. A process that is merely stopped has not."""
+        try:
+            return self._socket.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@contextmanager
+def _quiet_nccl_watchdog() -> Iterator[None]:
+    """Make a group whose watchdog reports nothing and ends nothing: by default it aborts the whole process, vLLM's worker,
+    when an operation takes too long. The deadlines are ours.
+    """
+    ours = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+    before = {name: os.environ.get(name) for name in ours}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 def rendezvous_address() -> tuple[str, int]:
     """MASTER_ADDR and MASTER_PORT, by default localhost:29500.
 
-    NUM_INFERENCE_NODES says on how many other machines vLLM runs; 0 means on this one.
+    NUM_INFERENCE_NODES says on how many other machines vLLM runs; 0 means on this one. Under torchrun, which uses MASTER_PORT
+    itself, it is the port after that one.
 
     Raises:
         RendezvousError: a variable holds no number, or the address is one that another machine cannot reach.
@@ -185,7 +261,7 @@ def rendezvous_address() -> tuple[str, int]:
     text = os.environ.get("MASTER_PORT", "29500")
     if not text.isdigit() or not 0 < int(text) < 65536:
         raise RendezvousError(f"MASTER_PORT={text!r} is not a port number (1 to 65535)")
-    return host, int(text)
+    return host, int(text) + ("TORCHELASTIC_RUN_ID" in os.environ)
 
 
 def _first_line(error: BaseException) -> str:

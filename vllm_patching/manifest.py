@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -119,7 +119,22 @@ def flat_layout(manifest: Manifest) -> tuple[list[FlatSlice], int]:
     return layout, offset
 
 
-def flat_views(buffer: torch.Tensor, layout: list[FlatSlice]) -> Iterator[tuple[FlatSlice, torch.Tensor]]:
+def parts(layout: Sequence[FlatSlice], num_bytes: int) -> list[tuple[int, int]]:
+    """Cut a layout into ranges (first, last) of slices that hold at least `num_bytes` each, but for the last range.
+
+    Both sides send and receive a range at a time, so that what has arrived is checked while the rest is under way.
+    """
+    ranges = []
+    first, size = 0, 0
+    for index, item in enumerate(layout):
+        size += item.num_bytes
+        if size >= num_bytes or index == len(layout) - 1:
+            ranges.append((first, index + 1))
+            first, size = index + 1, 0
+    return ranges
+
+
+def flat_views(buffer: torch.Tensor, layout: Sequence[FlatSlice]) -> Iterator[tuple[FlatSlice, torch.Tensor]]:
     """Each slice with its view on a flat uint8 buffer."""
     for item in layout:
         yield item, buffer[item.offset : item.offset + item.num_bytes].view(item.dtype).view(item.shape)

@@ -35,6 +35,8 @@ class InitBody(_Body):
     mode: str = Field(pattern="^(broadcast|single_copy)$")
     master_addr: str = "localhost"
     master_port: int = Field(default=29500, gt=0, lt=65536)
+    key: str = Field(default="", max_length=200, description="this server's prefix in the trainer's store")
+    transfer: str = Field(default="auto", pattern="^(auto|direct|overlapped)$")
     parameters: dict[str, tuple[tuple[int, ...], str]] = Field(description="name -> (full shape, dtype) of the trainer")
 
 
@@ -43,8 +45,13 @@ class StepBody(_Body):
     version: int = Field(ge=0)
 
 
+class PrepareBody(StepBody):
+    not_finite: str = Field(default="", description="parameter in which the trainer found NaN or infinity")
+
+
 class CommitBody(StepBody):
     checksums: list[str]
+    resume: bool = Field(default=False, description="serve the version at once, without a /bridge/resume")
 
 
 class AbortBody(_Body):
@@ -152,16 +159,16 @@ def make_router(service: LockstepService) -> APIRouter:
 
     @router.get("/bridge/state")
     async def bridge_state(request: Request) -> JSONResponse:
-        return info(request, lambda bridge: bridge.state.to_json())
+        return info(request, lambda bridge: bridge.status())
 
     bridge_route(
         "/bridge/init",
-        lambda b, body: b.init(body.trainer, body.mode, body.parameters, body.master_addr, body.master_port),
+        lambda b, body: b.init(**body.model_dump()),
         InitBody,
     )
-    bridge_route("/bridge/prepare", lambda b, body: b.prepare(body.epoch, body.version), StepBody)
+    bridge_route("/bridge/prepare", lambda b, body: b.prepare(body.epoch, body.version, body.not_finite), PrepareBody)
     bridge_route("/bridge/pause", lambda b, body: b.pause(body.epoch, body.version), StepBody)
-    bridge_route("/bridge/commit", lambda b, body: b.commit(body.epoch, body.version, body.checksums), CommitBody)
+    bridge_route("/bridge/commit", lambda b, body: b.commit(**body.model_dump()), CommitBody)
     bridge_route("/bridge/resume", lambda b, body: b.resume(body.epoch, body.version), StepBody)
     bridge_route("/bridge/abort", lambda b, body: b.abort(body.epoch, body.reason), AbortBody)
     add_lora_routes(router, service)

@@ -1,7 +1,11 @@
-"""The thread in each vLLM worker that receives weights, so that the worker's main thread goes on generating.
+"""The thread in each vLLM worker that receives weights, so that the worker's main thread stays free.
 
-It owns the rendezvous with the trainer, the process groups, the staging buffer and the time-outs. It never writes a live
-parameter: what it has received waits in the staging buffer until the worker's main thread commits it between two steps.
+It owns the rendezvous with the trainer, the process groups, the staging buffer and the time-outs. A transfer is one of two:
+
+- overlapped: into the staging buffer while the model generates; the worker's main thread commits it between two steps;
+- direct: into the live parameters, while the engine is paused and no step runs. It needs no second copy of the weights.
+
+Either way what has arrived is summed and searched for NaN in the same pass, part by part, while the rest is under way.
 """
 
 from __future__ import annotations
@@ -11,16 +15,16 @@ import queue
 import threading
 import time
 import traceback
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from vllm_patching.distributed_utils import TRAINER_RANK, BridgeGroups, Rendezvous, join_store
-from vllm_patching.manifest import FlatSlice, Manifest, flat_layout
-
-BUCKET_BYTES = 64 << 20
-"""Bytes per message. Both sides cut the flat buffer at multiples of this."""
+from vllm_patching.checksum import WeightSums
+from vllm_patching.distributed_utils import PART_BYTES, RECEIVER, BridgeGroups, PeerWatch, Rendezvous, join_store
+from vllm_patching.manifest import FlatSlice, flat_views, parts
 
 _HEARTBEAT_SECONDS = 1.0
 
@@ -30,17 +34,21 @@ class UpdaterStatus:
     """What the thread is doing, as told to the other processes.
 
     Attributes:
-        phase: idle, joining, ready, receiving, staged or failed.
+        phase: idle, joining, ready, receiving, received or failed.
         epoch: the trainer's epoch that it has joined; 0 before the first.
-        staged_version: the weight version in the staging buffer, or None.
+        version: the weight version that was received, or None.
+        checksum: of what was received.
+        not_finite: name of the first parameter in it that holds NaN or infinity; empty if none does.
         error: what went wrong last, empty while all is well.
         heartbeat: time.time() of the thread's last sign of life.
-        receive_seconds: how long the last transfer took from its first byte's request to its last.
+        receive_seconds: how long the last transfer took from its first byte's request to its last check.
     """
 
     phase: str = "idle"
     epoch: int = 0
-    staged_version: int | None = None
+    version: int | None = None
+    checksum: str = ""
+    not_finite: str = ""
     error: str = ""
     heartbeat: float = field(default_factory=time.time)
     receive_seconds: float = 0.0
@@ -53,6 +61,7 @@ class UpdaterStatus:
 class _Join:
     status: UpdaterStatus
     rendezvous: Rendezvous
+    direct: bool
 
 
 @dataclass(frozen=True)
@@ -64,23 +73,39 @@ class _Receive:
 class WeightUpdater:
     """One thread, fed with commands by the worker's main thread."""
 
-    def __init__(self, manifest: Manifest, device: torch.device, logger: logging.Logger) -> None:
+    def __init__(
+        self,
+        tp_rank: int,
+        layout: Sequence[FlatSlice],
+        num_bytes: int,
+        live: Sequence[tuple[str, torch.Tensor]],
+        logger: logging.Logger,
+    ) -> None:
         """
         Args:
-            manifest: what this rank holds; decides the staging buffer's layout.
-            device: where the parameters live; the staging buffer is made there, at the first join.
+            tp_rank: this worker's.
+            layout, num_bytes: of this rank's flat buffer, from manifest.flat_layout.
+            live: for each slice of the layout its part of the live parameters, by name; contiguous.
             logger: the worker's logger, so that the lines appear in vLLM's log.
         """
-        self.name = f"WeightUpdater_TP{manifest.tp_rank}"
-        self.layout: list[FlatSlice]
-        self.layout, self.num_bytes = flat_layout(manifest)
+        self.name = f"WeightUpdater_TP{tp_rank}"
+        self.num_bytes = num_bytes
         self.staging: torch.Tensor | None = None
-        self._device = device
+        self._layout = layout
+        self._parts = parts(layout, PART_BYTES)
+        self._live = live
+        self._device = live[0][1].device
         self._logger = logger
         self._status = UpdaterStatus()
         self._commands: queue.SimpleQueue[_Join | _Receive] = queue.SimpleQueue()
         self._groups: BridgeGroups | None = None
+        self._watch: PeerWatch | None = None
+        self._targets: Sequence[tuple[str, torch.Tensor]] = ()
+        self._sums: WeightSums | None = None
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._called_off = threading.Event()
+        self._at_rest = threading.Condition()
+        self._pending = 0
         self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
 
     def start(self) -> None:
@@ -95,69 +120,120 @@ class WeightUpdater:
             phase="failed", epoch=self._status.epoch, error=self._status.error or f"thread {self.name} has died"
         )
 
-    def join(self, rendezvous: Rendezvous) -> None:
-        """Leave the present trainer, if any, and meet the one at `rendezvous`. Returns at once; watch `status`."""
+    def join(self, rendezvous: Rendezvous, direct: bool) -> None:
+        """Leave the present trainer, if any, and meet the one at `rendezvous`. Returns at once; watch `status`.
+
+        Args:
+            direct: receive into the live parameters instead of a staging buffer.
+        """
         self._called_off.set()
-        self._status = UpdaterStatus(phase="joining", epoch=rendezvous.epoch)
-        self._commands.put(_Join(self._status, rendezvous))
+        self._submit(_Join(UpdaterStatus(phase="joining", epoch=rendezvous.epoch), rendezvous, direct))
 
     def receive(self, version: int) -> None:
-        """Fill the staging buffer with the weights of `version`. Returns at once; watch `status`."""
-        self._status = UpdaterStatus(phase="receiving", epoch=self._status.epoch)
+        """Receive the weights of `version`. Returns at once; watch `status`."""
         self._called_off.clear()
-        self._commands.put(_Receive(self._status, version))
+        self._submit(_Receive(UpdaterStatus(phase="receiving", epoch=self._status.epoch), version))
 
-    def discard(self) -> None:
-        """Forget what is staged; a transfer in flight is called off."""
+    def wait(self, seconds: float) -> UpdaterStatus:
+        """Give the command in progress up to `seconds` to end; returns the status then."""
+        with self._at_rest:
+            self._at_rest.wait_for(lambda: self._pending == 0, seconds)
+        return self.status
+
+    def discard(self, seconds: float) -> bool:
+        """Call a transfer off, and forget what was received. Returns whether the thread has let go of its target by then."""
         self._called_off.set()
-        self._status.staged_version = None
-        if self._status.phase == "staged":
+        self.wait(seconds)
+        self._status.version = None
+        if self._status.phase == "received":
             self._status.phase = "ready"
+        return self._pending == 0
+
+    def staged(self) -> list[torch.Tensor]:
+        """For each slice of the layout, what was received in an overlapped transfer."""
+        return [tensor for _, tensor in self._targets]
+
+    def _submit(self, command: _Join | _Receive) -> None:
+        with self._at_rest:
+            self._pending += 1
+        self._status = command.status
+        self._commands.put(command)
 
     def _run(self) -> None:
-        while True:
-            self._status.heartbeat = time.time()
-            try:
-                command = self._commands.get(timeout=_HEARTBEAT_SECONDS)
-            except queue.Empty:
-                continue
-            # A failed command must not end the thread: the next trainer needs it. The reason is kept for whoever asks. Each
-            # command has a status of its own, so that one which ends late says nothing about what was asked since.
-            try:
-                if isinstance(command, _Join):
-                    self._join(command)
-                else:
-                    self._receive(command)
-            except Exception as error:  # noqa: BLE001
-                self._logger.error(
-                    "[vLLM Patch] %s: %s failed: %s", self.name, type(command).__name__.strip("_").lower(), error
-                )
-                self._logger.debug("%s", traceback.format_exc())
-                command.status.phase = "failed"
-                command.status.error = f"{self.name}: {error}"
+        stream: AbstractContextManager[Any] = torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        with stream:
+            while True:
+                self._status.heartbeat = time.time()
+                try:
+                    command = self._commands.get(timeout=_HEARTBEAT_SECONDS)
+                except queue.Empty:
+                    continue
+                self._obey(command)
+                with self._at_rest:
+                    self._pending -= 1
+                    self._at_rest.notify_all()
+
+    def _obey(self, command: _Join | _Receive) -> None:
+        # A failed command must not end the thread: the next trainer needs it. The reason is kept for whoever asks. Each command
+        # has a status of its own, so that one which ends late says nothing about what was asked since.
+        try:
+            if isinstance(command, _Join):
+                self._join(command)
+            else:
+                self._receive(command)
+        except Exception as error:  # noqa: BLE001
+            self._logger.error("[vLLM Patch] %s: %s failed: %s", self.name, type(command).__name__.strip("_").lower(), error)
+            self._logger.debug("%s", traceback.format_exc())
+            command.status.phase = "failed"
+            command.status.error = f"{self.name}: {error}"
 
     def _join(self, command: _Join) -> None:
         self._leave()
-        if self.staging is None:
-            self.staging = torch.zeros(self.num_bytes, dtype=torch.uint8, device=self._device)
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-        self._groups = BridgeGroups(command.rendezvous, join_store(command.rendezvous), self._device)
+        if command.direct:
+            self.staging = None
+            self._targets = self._live
+        else:
+            if self.staging is None:
+                self.staging = torch.zeros(self.num_bytes, dtype=torch.uint8, device=self._device)
+            self._targets = [(item.name, view) for item, view in flat_views(self.staging, self._layout)]
+        self._sums = WeightSums(self._targets)
+        self._sums.all()  # compiles the kernel now, and not in the first update
+        r = command.rendezvous
+        store = join_store(r)
+        self._watch = PeerWatch(r.host, r.port, r.timeout)
+        self._groups = BridgeGroups(r, store, self._device, RECEIVER)
         command.status.phase = "ready"
-        self._logger.info("[vLLM Patch] %s joined the trainer (epoch %d)", self.name, command.rendezvous.epoch)
+        how = "directly into the live weights" if command.direct else "into a staging buffer"
+        self._logger.info("[vLLM Patch] %s joined the trainer (epoch %d), receives %s", self.name, r.epoch, how)
 
     def _receive(self, command: _Receive) -> None:
-        if self._groups is None or self.staging is None:
+        if self._groups is None or self._sums is None:
             raise RuntimeError("no trainer has joined; call /bridge/init first")
         started = time.perf_counter()
-        for start in range(0, self.num_bytes, BUCKET_BYTES):
-            self._groups.receive(self.staging[start : start + BUCKET_BYTES], TRAINER_RANK, self._called_off.is_set)
-            command.status.heartbeat = time.time()
-        command.status.receive_seconds = time.perf_counter() - started
-        command.status.staged_version = command.version
-        command.status.phase = "staged"
+        self._sums.reset()
+        for first, last in self._parts:
+            if self._called_off.is_set():
+                raise RuntimeError("the transfer was called off")
+            self._groups.broadcast([tensor for _, tensor in self._targets[first:last]])
+            self._sums.add(first, last)
+        self._groups.finish(self._lost)
+        summary = self._sums.read()
+        status = command.status
+        status.receive_seconds = time.perf_counter() - started
+        status.version, status.checksum, status.not_finite = command.version, summary.checksum, summary.not_finite
+        status.phase = "received"
+
+    def _lost(self) -> str:
+        if self._called_off.is_set():
+            return "it was called off"
+        return "the trainer's process has ended" if self._watch is not None and self._watch.gone() else ""
 
     def _leave(self) -> None:
         groups, self._groups = self._groups, None
+        watch, self._watch = self._watch, None
         if groups is not None:
             groups.close()
+        if watch is not None:
+            watch.close()

@@ -7,20 +7,22 @@ is prefixed: the names share one space with vLLM's own.
 from __future__ import annotations
 
 import os
-import time
 from typing import Any
 
 import torch
 
-from vllm_patching.checksum import weights_checksum
+from vllm_patching.checksum import WeightSums
 from vllm_patching.compat import keep_cpu_weights_plain, worker_logger
 from vllm_patching.distributed_utils import Rendezvous
-from vllm_patching.manifest import Manifest, ManifestEntry, dtype_name, flat_layout, flat_views, local_view
+from vllm_patching.manifest import Manifest, ManifestEntry, dtype_name, flat_layout, local_view
 from vllm_patching.sharding import ModelGeometry, plan_shards
 from vllm_patching.shared_memory import export_cuda_ipc, export_to_shared_memory
 from vllm_patching.weight_updater import WeightUpdater
 
 logger = worker_logger("lockstep.worker")
+
+STAGING_MARGIN = 1 << 30
+"""Bytes of GPU memory that a staging buffer must leave free for whatever vLLM still allocates."""
 
 keep_cpu_weights_plain()
 
@@ -50,9 +52,6 @@ class LockstepWorkerExtension:
         rank, size = _tensor_parallel()
         geometry = ModelGeometry.from_hf_config(self.vllm_config.model_config.hf_config.to_dict())  # type: ignore[attr-defined]
         manifest = build_manifest(geometry, parameters, rank, size)
-        self._lockstep_parameters = parameters
-        self._lockstep_manifest = manifest
-        self._lockstep_layout, _ = flat_layout(manifest)
         device = next(iter(parameters.values())).device
         handles = None
         if share_storage:
@@ -61,65 +60,66 @@ class LockstepWorkerExtension:
             else:
                 handles = export_to_shared_memory(parameters, f"tp{rank}")
         logger.info("[vLLM Patch] ✓ Exported %d params", len(manifest.entries))
-        self._lockstep_updater = WeightUpdater(manifest, device, logger)
+        self._lockstep_rank = rank
+        self._lockstep_device = device
+        layout, num_bytes = flat_layout(manifest)
+        live = [(item.name, local_view(item, parameters[item.name].data)) for item in layout]
+        self._lockstep_live = [tensor for _, tensor in live]
+        self._lockstep_sums = WeightSums(live)
+        self._lockstep_updater = WeightUpdater(rank, layout, num_bytes, live, logger)
         self._lockstep_updater.start()
-        return {"manifest": manifest.to_json(), "handles": handles, "checksum": self.lockstep_checksum(), "pid": os.getpid()}
-
-    def lockstep_join(self, host: str, port: int, epoch: int, world_size: int, data_backend: str, timeout: float) -> None:
-        """Have the updater thread meet the trainer. Returns at once."""
-        rank = 1 + self._lockstep_manifest.tp_rank
-        self._lockstep_updater.join(Rendezvous(host, port, epoch, rank, world_size, data_backend, timeout))
-
-    def lockstep_receive(self, version: int) -> None:
-        """Have the updater thread receive the weights of `version` into staging. Returns at once."""
-        self._lockstep_updater.receive(version)
-
-    def lockstep_status(self) -> dict[str, Any]:
-        """The updater thread's status, with the rank."""
-        return {"tp_rank": self._lockstep_manifest.tp_rank, **self._lockstep_updater.status.to_json()}
-
-    def lockstep_verify_staged(self, version: int) -> dict[str, Any]:
-        """Checksum of what is staged and whether all of it is finite, without touching a live parameter."""
-        status = self._lockstep_updater.status
-        if status.staged_version != version or self._lockstep_updater.staging is None:
-            return {
-                "tp_rank": self._lockstep_manifest.tp_rank,
-                "error": f"version {status.staged_version} is staged, not {version}",
-            }
-        staged = list(flat_views(self._lockstep_updater.staging, self._lockstep_layout))
-        bad = _first_not_finite((item.name, tensor) for item, tensor in staged)
         return {
-            "tp_rank": self._lockstep_manifest.tp_rank,
-            "checksum": weights_checksum((item.name, tensor) for item, tensor in staged),
-            "error": f"{bad} holds NaN or infinity" if bad else "",
+            "manifest": manifest.to_json(),
+            "handles": handles,
+            "checksum": self.lockstep_check()["checksum"],
+            "pid": os.getpid(),
         }
 
+    def lockstep_room(self) -> dict[str, Any]:
+        """Bytes that a staging buffer needs, and bytes free for one (None on a CPU, where memory is not the question)."""
+        updater = self._lockstep_updater
+        free = None
+        if self._lockstep_device.type == "cuda":
+            free = torch.cuda.mem_get_info(self._lockstep_device)[0] - STAGING_MARGIN
+        return {"needed": 0 if updater.staging is not None else updater.num_bytes, "free": free}
+
+    def lockstep_join(
+        self, host: str, port: int, key: str, epoch: int, data_backend: str, timeout: float, direct: bool
+    ) -> None:
+        """Have the updater thread meet the trainer. Returns at once."""
+        rank = self._lockstep_rank
+        rendezvous = Rendezvous(host, port, f"{key}/rank{rank}", epoch, rank, data_backend, timeout)
+        self._lockstep_updater.join(rendezvous, direct)
+
+    def lockstep_receive(self, version: int) -> None:
+        """Have the updater thread receive the weights of `version`. Returns at once."""
+        if self._lockstep_device.type == "cuda":
+            torch.cuda.synchronize()  # a direct transfer must not overtake a step that still reads the old weights
+        self._lockstep_updater.receive(version)
+
+    def lockstep_status(self, patience: float = 0.0) -> dict[str, Any]:
+        """The updater thread's status, with the rank; waits up to `patience` seconds for its command to end."""
+        return {"tp_rank": self._lockstep_rank, **self._lockstep_updater.wait(patience).to_json()}
+
     def lockstep_commit(self) -> dict[str, Any]:
-        """Copy what is staged into the live parameters; returns their checksum and the seconds it took."""
-        assert self._lockstep_updater.staging is not None
-        started = time.perf_counter()
+        """Copy what is staged into the live parameters, and check those."""
         with torch.no_grad():
-            for item, tensor in flat_views(self._lockstep_updater.staging, self._lockstep_layout):
-                local_view(item, self._lockstep_parameters[item.name].data).copy_(tensor)
-        self._lockstep_updater.discard()
-        checksum = self.lockstep_checksum()
-        return {"tp_rank": self._lockstep_manifest.tp_rank, "checksum": checksum, "seconds": time.perf_counter() - started}
+            torch._foreach_copy_(self._lockstep_live, self._lockstep_updater.staged())
+        return self.lockstep_check()
 
-    def lockstep_discard(self) -> None:
-        """Forget what is staged."""
-        self._lockstep_updater.discard()
+    def lockstep_discard(self, patience: float) -> bool:
+        """Forget what was received; a transfer in flight is called off. Returns whether it has ended by then."""
+        return self._lockstep_updater.discard(patience)
 
-    def lockstep_checksum(self) -> str:
-        """Checksum of the live parameters. On a GPU it first waits for every write made through another process."""
-        if next(iter(self._lockstep_parameters.values())).is_cuda:
+    def lockstep_check(self) -> dict[str, Any]:
+        """Checksum of the live parameters and the first of them that holds NaN or infinity (or an empty string).
+
+        On a GPU it first waits for every write made through another process.
+        """
+        if self._lockstep_device.type == "cuda":
             torch.cuda.synchronize()
-        return weights_checksum(
-            (item.name, local_view(item, self._lockstep_parameters[item.name].data)) for item in self._lockstep_layout
-        )
-
-    def lockstep_first_not_finite(self) -> str:
-        """Name of the first live parameter with NaN or infinity in it, or an empty string."""
-        return _first_not_finite((name, parameter.data) for name, parameter in self._lockstep_parameters.items())
+        summary = self._lockstep_sums.all()
+        return {"tp_rank": self._lockstep_rank, "checksum": summary.checksum, "not_finite": summary.not_finite}
 
 
 def build_manifest(geometry: ModelGeometry, parameters: dict[str, torch.nn.Parameter], tp_rank: int, tp_size: int) -> Manifest:
@@ -144,13 +144,6 @@ def build_manifest(geometry: ModelGeometry, parameters: dict[str, torch.nn.Param
         ManifestEntry(spec, dtype_name(parameters[name].dtype), str(parameters[name].device)) for name, spec in specs.items()
     )
     return Manifest(tp_rank, tp_size, tuple(entries))
-
-
-def _first_not_finite(named: Any) -> str:
-    for name, tensor in named:
-        if not bool(torch.isfinite(tensor).all()):
-            return str(name)
-    return ""
 
 
 def _tensor_parallel() -> tuple[int, int]:

@@ -26,13 +26,18 @@ class SyncReport:
         version: the weight version that the server serves now.
         checksum: hex digest over every parameter, equal on both sides; empty if the bridge does not carry weights.
         bytes_moved: payload bytes sent (0 for a single copy).
-        seconds: wall-clock seconds by phase, in the order in which the phases ran.
+        seconds: wall-clock seconds by phase, in the order in which the phases ran; of several servers, summed.
+        first_byte_to_verified: seconds from before the first byte was sent (or written) to the answer that every rank holds
+            and has checked the new weights; of several servers, the longest.
+        server_seconds: the server's own view by phase; `halted` is how long it did not generate. Of several, the last one's.
     """
 
     version: int
     checksum: str
     bytes_moved: int
     seconds: dict[str, float] = field(default_factory=dict)
+    first_byte_to_verified: float = 0.0
+    server_seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def total_seconds(self) -> float:
@@ -48,6 +53,8 @@ class WeightBridge(ABC):
         bridge.sync(0, write_weights=lambda: None)   # the server generates nothing older than this
         ...
         report = bridge.sync(step, optimizer.write_weights)
+
+    In a trainer of several ranks every method is collective: all ranks call it in the same order.
     """
 
     params_mapped: int = 0
@@ -78,11 +85,21 @@ class WeightBridge(ABC):
         Args:
             version: the number of optimizer steps behind these weights; larger than any before it.
             write_weights: writes the new values into the parameters of the model given to `connect`. The bridge calls it
-                exactly once, when nothing samples from the memory it writes to.
+                when nothing samples from the memory it writes to; again if the update has to be repeated.
 
         Raises:
             BridgeError: the update failed; the server serves the old version or reports itself unhealthy.
         """
+
+    def keep_serving(self, write_weights: Callable[[], None]) -> None:
+        """Called now and then while training waits: a server that was restarted in the meantime gets the present weights.
+
+        Without this it would serve none or old ones, and training would wait for its rollouts for ever.
+
+        Raises:
+            BridgeError: it is there again, and cannot be brought up to date.
+        """
+        return None
 
     @abstractmethod
     def close(self) -> None:

@@ -1,29 +1,23 @@
-"""Two copies of the weights: the trainer sends its own to every rank of the server, NCCL between GPUs, Gloo between CPUs."""
+"""Two copies of the weights: the trainer sends its own to every rank of every server, NCCL between GPUs, Gloo between CPUs."""
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
 
+from example_trainer.parallel.gather import full_parameters, full_tensor
+from example_trainer.parallel.ranks import Ranks
 from example_trainer.weight_bridge.base import BridgeError, SyncReport, WeightBridge
+from example_trainer.weight_bridge.link import ServerLink
+from example_trainer.weight_bridge.outgoing import OutgoingWeights
 from example_trainer.weight_bridge.phases import timed
-from example_trainer.weight_bridge.server import BridgeServer, check_layout, manifests_of, served_dtype
-from vllm_patching.checksum import weights_checksum
-from vllm_patching.distributed_utils import (
-    TRAINER_RANK,
-    BridgeGroups,
-    Rendezvous,
-    RendezvousError,
-    host_store,
-    rendezvous_address,
-)
-from vllm_patching.manifest import FlatSlice, flat_layout, flat_views, source_view
-from vllm_patching.weight_updater import BUCKET_BYTES
+from example_trainer.weight_bridge.server import BridgeServer, Shapes, served_dtype, shapes_of
+from vllm_patching.checksum import WeightSummary
+from vllm_patching.distributed_utils import RendezvousError, host_store, rendezvous_address
 
 logger = logging.getLogger(__name__)
 
@@ -31,115 +25,171 @@ _T = TypeVar("_T")
 
 
 class BroadcastBridge(WeightBridge):
-    """Sends each rank the shards that it holds, packed into one flat buffer per rank and cut into buckets."""
+    """Sends each rank of each server the shards that it holds, one server after the other.
 
-    def __init__(self, server: BridgeServer) -> None:
-        self._server = server
+    A server that is killed and started again is found, and gets the weights of the present version before it serves.
+    """
+
+    def __init__(
+        self, servers: BridgeServer | Sequence[BridgeServer], transfer: str = "auto", ranks: Ranks | None = None
+    ) -> None:
+        """
+        Args:
+            servers: one or several that serve the same model.
+            transfer: `direct` into the live weights of a paused server; `overlapped`, beside them while it generates; `auto`
+                overlaps where the server's GPUs have room for a second copy.
+            ranks: the trainer's processes, if it has several.
+        """
+        self._ranks = ranks or Ranks()
+        given = [servers] if isinstance(servers, BridgeServer) else list(servers)
+        self._links = [ServerLink(server, number, self._ranks) for number, server in enumerate(given)]
+        self._transfer = transfer
         self._model: torch.nn.Module | None = None
-        self._groups: BridgeGroups | None = None
-        self._layouts: list[tuple[list[FlatSlice], int]] = []
-        self._epoch = 0
+        self._shapes: Shapes = {}
+        self._device = torch.device("cpu")
+        self._address = ("", 0)
+        self._store: torch.distributed.TCPStore | None = None
+        self._outgoing: dict[str, OutgoingWeights] = {}
+        self._version = 0
 
     def serving_dtype(self) -> torch.dtype | None:
-        return served_dtype(self._server.wait_for_info())
+        server = self._links[0].server
+        info = self._ranks.on_main("asking the vLLM server", server.wait_for_info, server.longest_wait)
+        return served_dtype(info)
 
     def connect(self, model: torch.nn.Module) -> None:
-        info = self._server.wait_for_info()
-        self.params_mapped, self.params_total = check_layout(info, model)
-        device = next(model.parameters()).device
-        if device.type != info["device"]:
-            raise BridgeError(
-                f"vLLM's weights are on {info['device']}, the trainer's on {device.type}; "
-                f"start the trainer with --device {info['device']}"
-            )
         self._model = model
-        self._layouts = [flat_layout(manifest) for manifest in manifests_of(info)]
-        host, port = _translate(rendezvous_address)
-        store = _translate(lambda: host_store(host, port, self._server.timeout))
-        answer = self._server.init("broadcast", model, host, port)
-        self._epoch = answer["epoch"]
-        rendezvous = Rendezvous(
-            host, port, self._epoch, TRAINER_RANK, answer["world_size"], answer["data_backend"], self._server.timeout
-        )
-        self._groups = self._meet(rendezvous, store, device)
+        self._shapes = shapes_of(full_parameters(model))
+        self._device = next(model.parameters()).device
+        self._address = _translate(rendezvous_address)
+        timeout = self._links[0].server.timeout
+        # Rank 0 hosts the store: the others come after it.
+        if self._ranks.is_main:
+            self._store = _translate(lambda: host_store(*self._address, timeout))
+        self._ranks.barrier("opening the rendezvous with vLLM")
+        if not self._ranks.is_main:
+            self._store = _translate(lambda: host_store(*self._address, timeout, is_host=False))
+        for link in self._links:
+            self._join(link)
 
     def sync(self, version: int, write_weights: Callable[[], None]) -> SyncReport:
-        """See WeightBridge.sync. The model's weights are this process's own, so they are written before the server pauses."""
-        if self._model is None or self._groups is None:
-            raise BridgeError("connect() must come before sync()")
+        """See WeightBridge.sync. The model's weights are this process's own, so they are written before any server pauses."""
         seconds: dict[str, float] = {}
-        step = {"epoch": self._epoch, "version": version}
         with timed(seconds, "write"):
             write_weights()
-        with timed(seconds, "pack"):
-            packed = [self._pack(layout, size) for layout, size in self._layouts]
-        with timed(seconds, "prepare"):
-            self._server.post("prepare", step)
-        with timed(seconds, "pause"):
-            self._server.post("pause", step)
-        with timed(seconds, "transfer"):
-            self._send(version, [buffer for buffer, _ in packed])
-        with timed(seconds, "commit"):
-            self._server.post("commit", {**step, "checksums": [checksum for _, checksum in packed]})
-        with timed(seconds, "resume"):
-            self._server.post("resume", step)
-        moved = sum(buffer.numel() for buffer, _ in packed)
-        return SyncReport(version=version, checksum=packed[0][1], bytes_moved=moved, seconds=seconds)
+        self._version = version
+        summaries = self._pack(seconds)
+        reports = [self._deliver(link, version, summaries, seconds) for link in self._links]
+        return SyncReport(
+            version=version,
+            checksum=reports[0].checksum,
+            bytes_moved=sum(report.bytes_moved for report in reports),
+            seconds=seconds,
+            first_byte_to_verified=max(report.first_byte_to_verified for report in reports),
+            server_seconds=reports[-1].server_seconds,
+        )
+
+    def keep_serving(self, write_weights: Callable[[], None]) -> None:
+        """See WeightBridge.keep_serving. The model's weights are the present ones already."""
+        for link in self._links:
+            if not link.server.has_restarted():
+                continue
+            if self._ranks.world_size > 1:
+                raise BridgeError(
+                    f"the vLLM server at {link.server.url} was restarted while this trainer of {self._ranks.world_size} ranks "
+                    "waited for rollouts; start the trainer again with --resume auto"
+                )
+            logger.warning("[Bridge] %s was restarted: sending it version %d", link.server.url, self._version)
+            seconds: dict[str, float] = {}
+            self._join(link)
+            self._update(link, self._version, self._pack(seconds), seconds)
 
     def close(self) -> None:
-        groups, self._groups = self._groups, None
-        if groups is not None:
-            groups.close()
-        self._server.close()
+        for link in self._links:
+            link.leave()
+            link.server.close()
 
-    def _pack(self, layout: list[FlatSlice], size: int) -> tuple[torch.Tensor, str]:
+    def _join(self, link: ServerLink) -> None:
+        assert self._store is not None
         assert self._model is not None
+        self.params_mapped, self.params_total = link.look(self._shapes), len(self._shapes)
+        if self._device.type != link.info["device"]:
+            raise BridgeError(
+                f"vLLM's weights are on {link.info['device']}, the trainer's on {self._device.type}; "
+                f"start the trainer with --device {link.info['device']}"
+            )
         parameters = dict(self._model.named_parameters())
-        device = next(iter(parameters.values())).device
-        buffer = torch.zeros(size, dtype=torch.uint8, device=device)
-        views = list(flat_views(buffer, layout))
-        with torch.no_grad():
-            for item, view in views:
-                view.copy_(source_view(item, parameters[item.name]))
-        return buffer, weights_checksum((item.name, view) for item, view in views)
+        whole = self._ranks.world_size == 1
+        for rank in link.mine:
+            manifest = link.manifests[rank]
+            if manifest.digest() not in self._outgoing:
+                self._outgoing[manifest.digest()] = OutgoingWeights(manifest, parameters, whole, self._device)
+        link.join(self._shapes, *self._address, self._store, self._device, self._transfer)
 
-    def _send(self, version: int, buffers: list[torch.Tensor]) -> None:
-        assert self._groups is not None
-        for tp_rank, buffer in enumerate(buffers):
+    def _pack(self, seconds: dict[str, float]) -> dict[str, WeightSummary]:
+        """Put together what will be sent, and sum it up. Returns the summaries by layout, of every rank's share."""
+        assert self._model is not None
+        with timed(seconds, "pack"):
+            wanted = {name for outgoing in self._outgoing.values() for name in outgoing.packed_names}
+            for name, parameter in self._model.named_parameters():
+                if self._ranks.world_size == 1 and name not in wanted:
+                    continue
+                full = full_tensor(parameter)  # collective: every rank takes part, also if it sends nothing
+                for outgoing in self._outgoing.values():
+                    outgoing.pack(name, full)
+        with timed(seconds, "checksum"):
+            mine = [(digest, outgoing.summary()) for digest, outgoing in self._outgoing.items()]
+            told = [[digest, summary.checksum, summary.not_finite] for digest, summary in mine]
+            rows = self._ranks.gather(told, "summing up the weights")
+            return {digest: WeightSummary(checksum, bad) for rank in rows for digest, checksum, bad in rank}
+
+    def _deliver(
+        self, link: ServerLink, version: int, summaries: dict[str, WeightSummary], seconds: dict[str, float]
+    ) -> SyncReport:
+        """Update one server; if it turns out to have been restarted, join it anew and update that."""
+        try:
+            if not link.joined:
+                self._join(link)
+            return self._update(link, version, summaries, seconds)
+        except BridgeError as error:
+            waiting = f"[Bridge] {error}; looking whether the server was restarted"
+            if not self._ranks.on_main("asking vLLM", lambda: link.server.wait_for_restart(waiting), link.server.longest_wait):
+                raise
+            logger.warning("[Bridge] %s was restarted: joining it again to send version %d", link.server.url, version)
+        self._join(link)
+        return self._update(link, version, self._pack(seconds), seconds)
+
+    def _update(
+        self, link: ServerLink, version: int, summaries: dict[str, WeightSummary], seconds: dict[str, float]
+    ) -> SyncReport:
+        found = [summaries[manifest.digest()] for manifest in link.manifests]
+        outgoing = {rank: self._outgoing[link.manifests[rank].digest()] for rank in link.mine}
+        spoilt = next((summary.not_finite for summary in found if summary.not_finite), "")
+        on_main = self._ranks.on_main
+        with timed(seconds, "prepare"):
+            on_main("preparing vLLM", lambda: link.prepare(version, spoilt), link.server.longest_wait)
+        if link.transfer == "direct":
+            with timed(seconds, "pause"):
+                on_main("pausing vLLM", lambda: link.pause(version), link.server.longest_wait)
+        first_byte = time.perf_counter()
+        with timed(seconds, "transfer"):
             try:
-                for start in range(0, buffer.numel(), BUCKET_BYTES):
-                    self._groups.send(buffer[start : start + BUCKET_BYTES], 1 + tp_rank)
-            except RuntimeError as error:
-                why = self._server.worker_error() or "the server reports no error"
-                self._server.abort(self._epoch, f"sending version {version} failed")
-                raise BridgeError(
-                    f"sending version {version} to vLLM rank {tp_rank} failed: {str(error).splitlines()[0]} ({why}); "
-                    "the server keeps its old version; start the trainer again with --resume auto"
-                ) from error
-
-    def _meet(self, rendezvous: Rendezvous, store: torch.distributed.TCPStore, device: torch.device) -> BridgeGroups:
-        """Form the groups in a thread, so that a worker's failure is reported at once and not after the deadline."""
-        result: list[BridgeGroups | BaseException] = []
-
-        def form() -> None:
-            try:
-                result.append(BridgeGroups(rendezvous, store, device))
-            except Exception as error:  # noqa: BLE001 - handed to the waiting thread
-                result.append(error)
-
-        thread = threading.Thread(target=form, name="bridge rendezvous", daemon=True)
-        thread.start()
-        deadline = time.monotonic() + self._server.timeout + 5
-        while thread.is_alive() and time.monotonic() < deadline:
-            thread.join(1.0)
-        outcome = result[0] if result else None
-        if isinstance(outcome, BridgeGroups):
-            return outcome
-        raise BridgeError(
-            f"vLLM's weight updater threads did not join epoch {rendezvous.epoch} at {rendezvous.host}:{rendezvous.port} "
-            f"within {self._server.timeout:g} s ({outcome or 'still waiting'}; "
-            f"server: {self._server.worker_error() or 'no error'}). "
-            "Look for `Weight updater thread started` and for errors in the server's log."
+                self._ranks.together("sending the weights", lambda: link.send(version, outgoing), link.server.longest_wait)
+            except BridgeError as error:
+                link.joined = False
+                if not self._ranks.is_main:
+                    raise
+                raise link.server.give_up(link.epoch, error) from error
+        with timed(seconds, "commit"):
+            answer = on_main(
+                "committing on vLLM", lambda: link.commit(version, [s.checksum for s in found]), link.server.longest_wait
+            )
+        return SyncReport(
+            version=version,
+            checksum=found[0].checksum,
+            bytes_moved=link.num_bytes,
+            first_byte_to_verified=time.perf_counter() - first_byte - answer["seconds"]["resume"],
+            server_seconds=answer["seconds"],
         )
 
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def timed(table: dict[str, float], phase: str) -> Iterator[None]:
-    """Record in `table[phase]` the seconds that the with block took, whether it succeeded or not."""
+    """Add to `table[phase]` the seconds that the with block took, whether it succeeded or not."""
     started = time.perf_counter()
     try:
         yield
     finally:
-        table[phase] = time.perf_counter() - started
+        table[phase] = table.get(phase, 0.0) + time.perf_counter() - started

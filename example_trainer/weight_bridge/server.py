@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import httpx
@@ -17,6 +18,10 @@ from vllm_patching.manifest import Manifest, dtype_name, mismatches
 logger = logging.getLogger(__name__)
 
 _LOG_EVERY_SECONDS = 10.0
+_QUICK_SECONDS = 2.0
+
+Shapes = Mapping[str, tuple[tuple[int, ...], str]]
+"""Whole shape and dtype name of each of the trainer's parameters, by name."""
 
 
 class BridgeServer:
@@ -35,9 +40,16 @@ class BridgeServer:
         self.url = f"http://{host}:{port}"
         self.timeout = timeout
         self._startup_timeout = timeout if startup_timeout is None else startup_timeout
+        self._instance: str | None = None
+        self._said_away = False
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         # The server answers within its own deadline; the margin lets its explanation arrive before ours.
         self._client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout + 10)
+
+    @property
+    def longest_wait(self) -> float:
+        """Seconds after which any of the methods has returned or raised."""
+        return self._startup_timeout + self.timeout + 15
 
     def wait_for_info(self) -> dict[str, Any]:
         """GET /bridge/info, waiting for a server that is still loading.
@@ -52,6 +64,7 @@ class BridgeServer:
                 response = self._client.get("/bridge/info", timeout=5)
                 if response.status_code == 200:
                     info: dict[str, Any] = response.json()
+                    self._instance, self._said_away = info["instance"], False
                     return info
                 if response.status_code == 404:
                     raise BridgeError(
@@ -74,16 +87,24 @@ class BridgeServer:
                 next_log = time.monotonic() + _LOG_EVERY_SECONDS
             time.sleep(0.5)
 
-    def init(self, mode: str, model: torch.nn.Module, master_addr: str, master_port: int) -> dict[str, Any]:
-        """Join the server as a new epoch. Returns epoch, world_size, data_backend and weight_version."""
-        parameters = {name: (list(p.shape), dtype_name(p.dtype)) for name, p in model.named_parameters()}
-        trainer = f"trainer {socket.gethostname()}:{os.getpid()}"
+    def init(
+        self,
+        mode: str,
+        shapes: Shapes,
+        master_addr: str = "localhost",
+        master_port: int = 1,
+        key: str = "",
+        transfer: str = "auto",
+    ) -> dict[str, Any]:
+        """Join the server as a new epoch. Returns epoch, key, data_backend, transfer and weight_version."""
         body = {
-            "trainer": trainer,
+            "trainer": f"trainer {socket.gethostname()}:{os.getpid()}",
             "mode": mode,
             "master_addr": master_addr,
             "master_port": master_port,
-            "parameters": parameters,
+            "key": key,
+            "transfer": transfer,
+            "parameters": shapes,
         }
         return self.post("init", body)
 
@@ -113,13 +134,78 @@ class BridgeServer:
         except BridgeError as error:
             logger.warning("[Bridge] could not call the update off, the server gives it up at its deadline: %s", error)
 
+    def give_up(self, epoch: int, error: Exception) -> BridgeError:
+        """Call an update off because of `error`. Returns that error with what the server says, and what it serves now."""
+        why = self.worker_error()
+        self.abort(epoch, str(error))
+        state = self._state()
+        if state is None:
+            outcome = "the server does not answer"
+        elif state["healthy"]:
+            outcome = f"the server keeps version {state['weight_version']}"
+        else:
+            outcome = "the server is unhealthy until a full update succeeds"
+        return BridgeError(f"{error} ({why or 'the server reports no error'}); {outcome}; --resume auto goes on from here")
+
     def worker_error(self) -> str:
         """What the server says went wrong with the present update; empty if nothing, or if it cannot be asked."""
+        state = self._state()
+        return "the server does not answer /bridge/state" if state is None else str(state["last_error"])
+
+    def lost_update(self, epoch: int) -> str:
+        """Why the server will not go on with the update of this epoch; empty while it will."""
+        state = self._state()
+        if state is None:
+            return "the server does not answer"
+        if state["instance"] != self._instance:
+            return "the server was restarted"
+        if state["engine_dead"]:
+            return "vLLM's engine process has died"
+        if state["epoch"] != epoch:
+            return f"{state['trainer']} has taken over as epoch {state['epoch']}"
+        return "" if state["target_version"] is not None else f"the server gave it up: {state['last_error']}"
+
+    def has_restarted(self) -> bool:
+        """Whether another process than the one joined answers here, ready to be joined. Does not wait."""
+        state = self._state()
+        if state is None and not self._said_away:
+            logger.warning("[Bridge] the vLLM server at %s does not answer; start it again, it will get the weights", self.url)
+            self._said_away = True
+        return state is not None and state["instance"] != self._instance
+
+    def wait_for_restart(self, message: str) -> bool:
+        """After an update failed: whether the server has gone and come back. Waits for it if it is away.
+
+        Args:
+            message: logged if it is away.
+
+        Raises:
+            BridgeError: it did not come back in time.
+        """
+        state = self._state()
+        if state is not None and not state["engine_dead"]:
+            return bool(state["instance"] != self._instance)
+        logger.warning("%s", message)
+        before = self._instance
+        deadline = time.monotonic() + self._startup_timeout
+        while True:
+            self.wait_for_info()
+            if self._instance != before:
+                return True
+            # The old process still answers though its engine is dead: it is about to end.
+            if time.monotonic() > deadline:
+                raise BridgeError(f"vLLM's engine behind {self.url} has died, and the server was not restarted; restart it")
+            time.sleep(0.5)
+
+    def _state(self) -> dict[str, Any] | None:
+        """GET /bridge/state; None if there is no such answer now."""
         try:
-            state = self._client.get("/bridge/state", timeout=5).json()
+            response = self._client.get("/bridge/state", timeout=_QUICK_SECONDS)
+            state = response.json() if response.status_code == 200 else None
         except (httpx.HTTPError, ValueError) as error:
-            return f"the server does not answer /bridge/state ({error})"
-        return str(state.get("last_error", ""))
+            logger.debug("no answer to /bridge/state: %s", error)
+            return None
+        return state if isinstance(state, dict) else None
 
     def close(self) -> None:
         self._client.close()
@@ -135,27 +221,31 @@ def served_dtype(info: dict[str, Any]) -> torch.dtype:
     return manifests_of(info)[0].entries[0].torch_dtype
 
 
-def check_layout(info: dict[str, Any], model: torch.nn.Module) -> tuple[int, int]:
+def shapes_of(parameters: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Shapes:
+    """Shapes with the dtypes' names, as they are told to the server."""
+    return {name: (shape, dtype_name(dtype)) for name, (shape, dtype) in parameters.items()}
+
+
+def check_layout(info: dict[str, Any], shapes: Shapes) -> int:
     """Compare the server's parameters with the model's.
 
     Returns:
-        (parameters mapped, parameters of the model); equal, or an error is raised.
+        The number of parameters mapped: all of them, or an error is raised.
 
     Raises:
         BridgeError: names the parameters that differ and both values.
     """
-    mine = {name: (tuple(p.shape), dtype_name(p.dtype)) for name, p in model.named_parameters()}
     for manifest in manifests_of(info):
-        problems = mismatches(manifest, mine)
+        problems = mismatches(manifest, shapes)
         if problems:
             shown = "; ".join(problems[:5]) + ("; …" if len(problems) > 5 else "")
             raise BridgeError(
                 f"{len(problems)} parameter(s) differ between the trainer and vLLM rank {manifest.tp_rank}, which serves "
                 f"{info['model']}: {shown}. Start both with the same model."
             )
-    mapped = len({entry.shard.name for manifest in manifests_of(info) for entry in manifest.entries} & mine.keys())
-    logger.info("[Bridge] Mapped %d/%d params from vLLM to trainer", mapped, len(mine))
-    return mapped, len(mine)
+    mapped = len({entry.shard.name for manifest in manifests_of(info) for entry in manifest.entries} & shapes.keys())
+    logger.info("[Bridge] Mapped %d/%d params from vLLM to trainer", mapped, len(shapes))
+    return mapped
 
 
 def _reason(response: httpx.Response) -> str:

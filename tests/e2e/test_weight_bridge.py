@@ -15,9 +15,10 @@ import torch
 
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.hf_checkpoint import load_model
+from example_trainer.parallel.gather import full_parameters
 from example_trainer.weight_bridge.base import BridgeError, WeightBridge
 from example_trainer.weight_bridge.broadcast import BroadcastBridge
-from example_trainer.weight_bridge.server import BridgeServer
+from example_trainer.weight_bridge.server import BridgeServer, shapes_of
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
 from tests.conftest import Processes
 from tests.e2e.conftest import BRIDGE_TIMEOUT, VllmServer, make_tiny_model, start_vllm
@@ -27,6 +28,9 @@ from vllm_patching.manifest import Manifest, flat_layout, source_view
 pytestmark = pytest.mark.e2e
 
 PROMPTS = ([72, 101, 108, 108, 111], [1], list(range(30, 130)))
+KINDS = ("direct", "overlapped", "single_copy")
+"""The two transfers of a broadcast, and the bridge that transfers nothing."""
+
 TOLERANCE = 2e-5
 """Largest difference of two float32 logprobs that were computed by different kernels; the weights differ by far more."""
 
@@ -91,7 +95,7 @@ def joined(
     """A trainer's half of the bridge and its model, with the checkpoint's weights served as version 0."""
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     client = BridgeServer("localhost", server.port, BRIDGE_TIMEOUT)
-    bridge = BroadcastBridge(client) if kind == "broadcast" else SingleCopyBridge(client)
+    bridge = SingleCopyBridge(client) if kind == "single_copy" else BroadcastBridge(client, kind)
     dtype = bridge.serving_dtype()
     assert dtype is torch.float32
     model = load_model(str(server.model), dtype)
@@ -114,7 +118,7 @@ def test_generate_equals_the_trainers_forward_pass(server: VllmServer) -> None:
     assert largest_difference(server, load_model(str(server.model), torch.float32)) < TOLERANCE
 
 
-@pytest.mark.parametrize("kind", ["broadcast", "single_copy"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_update_arrives_whole(
     server: VllmServer, kind: str, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,11 +129,13 @@ def test_every_update_arrives_whole(
             stale.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()})
             report = bridge.sync(version, new_weights(model, version))
             state = server.state()
-            assert (state["weight_version"], state["state"], state["mode"]) == (version, "serving", kind)
+            how = (state["transfer"] or state["mode"], report.bytes_moved > 0)
+            assert (state["weight_version"], state["state"], how) == (version, "serving", (kind, kind != "single_copy"))
             assert state["checksums"] == checksums(server, model) == [report.checksum]
             assert largest_difference(server, model) < TOLERANCE
             assert largest_difference(server, stale) > 0.01, "the comparison must be able to see old weights"
-            assert (report.bytes_moved == 0) == (kind == "single_copy")
+            assert state["last_bytes"] >= report.bytes_moved
+            assert 0 < report.server_seconds["halted"] < report.total_seconds
         assert server.generate([1], max_tokens=2)["weight_versions"] == [5]
 
 
@@ -149,7 +155,7 @@ def test_single_copy_is_the_same_memory(
             model.model.norm.weight.data.fill_(1.0)
 
 
-@pytest.mark.parametrize("kind", ["broadcast", "single_copy"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_request_across_an_update_says_which_tokens_are_whose(
     server: VllmServer, kind: str, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,7 +183,7 @@ def test_a_request_across_an_update_says_which_tokens_are_whose(
             assert (served - trainer_logprobs(model, prompt, tokens))[cut:].abs().max() < TOLERANCE * 5
 
 
-@pytest.mark.parametrize("kind", ["broadcast", "single_copy"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_not_a_number_is_refused_before_it_is_served(
     server: VllmServer, kind: str, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,7 +196,7 @@ def test_not_a_number_is_refused_before_it_is_served(
         with pytest.raises(BridgeError, match=f"{name} holds NaN"):
             bridge.sync(1, write)
         state = server.state()
-        if kind == "broadcast":  # the old weights were never touched
+        if kind != "single_copy":  # the old weights were never touched
             assert (state["state"], state["weight_version"]) == ("serving", 0)
             assert largest_difference(server, load_model(str(server.model), torch.float32)) < TOLERANCE
         else:  # there is one copy, and it is spoilt: nothing may be sampled until it has been replaced
@@ -208,7 +214,7 @@ def test_not_a_number_is_refused_before_it_is_served(
 def test_a_trainer_that_falls_silent_while_the_server_is_paused(server: VllmServer, free_port: Callable[[], int]) -> None:
     client = BridgeServer("localhost", server.port, BRIDGE_TIMEOUT)
     model = load_model(str(server.model), torch.float32)
-    epoch = client.init("single_copy", model, "localhost", 1)["epoch"]
+    epoch = client.init("single_copy", shapes_of(full_parameters(model)))["epoch"]
     served = server.state()["weight_version"]
     for step in ("prepare", "pause"):
         client.post(step, {"epoch": epoch, "version": 9})
@@ -233,7 +239,7 @@ def test_another_model_is_refused_with_both_shapes(
         bridge.connect(other)
     half = load_model(str(server.model), torch.bfloat16)
     with pytest.raises(BridgeError, match="dtype bfloat16 in the trainer, float32 in vLLM"):
-        BridgeServer("localhost", server.port, BRIDGE_TIMEOUT).init("broadcast", half, "localhost", 1)
+        BridgeServer("localhost", server.port, BRIDGE_TIMEOUT).init("broadcast", shapes_of(full_parameters(half)))
 
 
 def test_a_second_trainer_takes_over_and_the_first_is_told(
@@ -241,7 +247,7 @@ def test_a_second_trainer_takes_over_and_the_first_is_told(
 ) -> None:
     with (
         joined(server, "single_copy", free_port, monkeypatch) as (first, _),
-        joined(server, "broadcast", free_port, monkeypatch) as (second, _model),
+        joined(server, "overlapped", free_port, monkeypatch) as (second, _model),
     ):
         with pytest.raises(BridgeError, match=r"epoch \d+ is over"):
             first.sync(1, lambda: None)
@@ -301,7 +307,7 @@ def test_two_ranks_get_their_own_shards(
     server = start_vllm(processes, free_port, tiny_model, tmp_path, flags=("--tensor-parallel-size", "2"))
     for rank in range(2):
         assert f"Weight updater thread started (name: WeightUpdater_TP{rank})" in server.log
-    with joined(server, "broadcast", free_port, monkeypatch) as (bridge, model):
+    with joined(server, "overlapped", free_port, monkeypatch) as (bridge, model):
         report = bridge.sync(1, new_weights(model, 1))
         expected = checksums(server, model)
         assert server.state()["checksums"] == expected

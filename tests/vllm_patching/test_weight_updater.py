@@ -12,8 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_patching.distributed_utils import BridgeGroups, Rendezvous, RendezvousError, host_store, rendezvous_address
-from vllm_patching.manifest import Manifest, ManifestEntry
+from vllm_patching.checksum import weights_checksum
+from vllm_patching.distributed_utils import (
+    SENDER,
+    BridgeGroups,
+    PeerWatch,
+    Rendezvous,
+    RendezvousError,
+    host_store,
+    rendezvous_address,
+)
+from vllm_patching.manifest import Manifest, ManifestEntry, flat_layout
 from vllm_patching.sharding import ModelGeometry, plan_shards
 from vllm_patching.weight_updater import WeightUpdater
 
@@ -21,28 +30,49 @@ ROOT = Path(__file__).resolve().parents[2]
 GEOMETRY = ModelGeometry("qwen3", 1, 12, 8, 4, 2, 3, 70, True, False, False, False, True)
 SECONDS = 10.0
 
+LAYOUT, NUM_BYTES = flat_layout(
+    Manifest(0, 1, tuple(ManifestEntry(spec, "float32", "cpu") for spec in plan_shards(GEOMETRY, 0, 1)))
+)
+
 TRAINER = """
-import sys, time, torch
-from vllm_patching.distributed_utils import BridgeGroups, Rendezvous, host_store
-port, epoch, num_bytes, behaviour = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+import sys, torch
+from tests.vllm_patching.test_weight_updater import new_weights
+from vllm_patching.distributed_utils import SENDER, BridgeGroups, Rendezvous, host_store
+port, epoch, behaviour = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 store = host_store("localhost", port, 10)
-groups = BridgeGroups(Rendezvous("localhost", port, epoch, 0, 2, "gloo", 10), store, torch.device("cpu"))
-if behaviour == "send":
-    groups.send(torch.arange(num_bytes, dtype=torch.int64).to(torch.uint8), 1)
-if behaviour != "die":
-    sys.stdin.readline()
+place = Rendezvous("localhost", port, f"epoch{epoch}", epoch, 0, "gloo", 10)
+groups = BridgeGroups(place, store, torch.device("cpu"), SENDER)
+if behaviour != "wait":
+    weights = [tensor for _, tensor in new_weights(spoil=behaviour == "nan")]
+    groups.broadcast(weights[:3] if behaviour == "half" else weights)
+sys.stdin.readline()
 """
 
 
-def manifest() -> Manifest:
-    return Manifest(0, 1, tuple(ManifestEntry(spec, "float32", "cpu") for spec in plan_shards(GEOMETRY, 0, 1)))
+def new_weights(spoil: bool = False) -> list[tuple[str, torch.Tensor]]:
+    """What the trainer sends."""
+    generator = torch.Generator().manual_seed(5)
+    weights = [(item.name, torch.randn(item.shape, generator=generator)) for item in LAYOUT]
+    if spoil:
+        weights[2][1].view(-1)[-1] = float("inf")
+    return weights
 
 
 @pytest.fixture
-def updater() -> WeightUpdater:
-    made = WeightUpdater(manifest(), torch.device("cpu"), logging.getLogger("test"))
+def live() -> list[tuple[str, torch.Tensor]]:
+    """The worker's parameters."""
+    return [(item.name, torch.zeros(item.shape)) for item in LAYOUT]
+
+
+@pytest.fixture
+def updater(live: list[tuple[str, torch.Tensor]]) -> WeightUpdater:
+    made = WeightUpdater(0, LAYOUT, NUM_BYTES, live, logging.getLogger("test"))
     made.start()
     return made
+
+
+def place(port: int, epoch: int, timeout: float = SECONDS) -> Rendezvous:
+    return Rendezvous("localhost", port, f"epoch{epoch}", epoch, 0, "gloo", timeout)
 
 
 def wait_for(updater: WeightUpdater, phase: str) -> None:
@@ -52,49 +82,69 @@ def wait_for(updater: WeightUpdater, phase: str) -> None:
         time.sleep(0.01)
 
 
-def start_trainer(port: int, epoch: int, num_bytes: int, behaviour: str) -> subprocess.Popen[bytes]:
-    arguments = [sys.executable, "-c", TRAINER, str(port), str(epoch), str(num_bytes), behaviour]
+def start_trainer(port: int, epoch: int, behaviour: str) -> subprocess.Popen[bytes]:
+    arguments = [sys.executable, "-c", TRAINER, str(port), str(epoch), behaviour]
     return subprocess.Popen(arguments, stdin=subprocess.PIPE, cwd=ROOT)
 
 
-def test_what_the_trainer_sends_is_staged(updater: WeightUpdater, free_port: Callable[[], int]) -> None:
+@pytest.mark.parametrize("direct", [False, True])
+def test_what_the_trainer_sends_arrives_where_it_should(
+    updater: WeightUpdater, live: list[tuple[str, torch.Tensor]], free_port: Callable[[], int], direct: bool
+) -> None:
     port = free_port()
-    trainer = start_trainer(port, 1, updater.num_bytes, "send")
+    trainer = start_trainer(port, 1, "send")
     try:
-        updater.join(Rendezvous("localhost", port, 1, 1, 2, "gloo", SECONDS))
+        updater.join(place(port, 1), direct)
         wait_for(updater, "ready")
         updater.receive(3)
-        wait_for(updater, "staged")
-        assert updater.status.staged_version == 3
-        assert updater.staging is not None
-        assert torch.equal(updater.staging, torch.arange(updater.num_bytes).to(torch.uint8))
-        updater.discard()
-        assert updater.status.staged_version is None
+        status = updater.wait(30)
+        assert (status.phase, status.version, status.not_finite) == ("received", 3, "")
+        assert status.checksum == weights_checksum(new_weights())
+        for (_, target), here, (_, sent) in zip(live, updater.staged(), new_weights(), strict=True):
+            assert torch.equal(here, sent)
+            assert torch.equal(target, sent) == direct, "the live weights are touched by a direct transfer, and by no other"
+        assert updater.discard(5)
+        assert updater.status.version is None
     finally:
         trainer.kill()
         trainer.wait()
 
 
+def test_infinity_is_found_on_the_way(updater: WeightUpdater, free_port: Callable[[], int]) -> None:
+    port = free_port()
+    trainer = start_trainer(port, 1, "nan")
+    try:
+        updater.join(place(port, 1), False)
+        wait_for(updater, "ready")
+        updater.receive(1)
+        assert updater.wait(30).not_finite == LAYOUT[2].name
+    finally:
+        trainer.kill()
+        trainer.wait()
+
+
+@pytest.mark.parametrize("behaviour", ["wait", "half"])
 def test_a_trainer_that_dies_is_reported_and_the_next_one_is_served(
-    updater: WeightUpdater, free_port: Callable[[], int]
+    updater: WeightUpdater, free_port: Callable[[], int], behaviour: str
 ) -> None:
     port = free_port()
-    first = start_trainer(port, 1, updater.num_bytes, "wait")
-    updater.join(Rendezvous("localhost", port, 1, 1, 2, "gloo", SECONDS))
+    first = start_trainer(port, 1, behaviour)
+    updater.join(place(port, 1), False)
     wait_for(updater, "ready")
     updater.receive(1)
+    time.sleep(0.2)
     first.kill()
     first.wait()
     wait_for(updater, "failed")
-    assert updater.status.staged_version is None
+    assert updater.status.version is None
     assert "WeightUpdater_TP0" in updater.status.error
     second_port = free_port()
-    second = start_trainer(second_port, 2, updater.num_bytes, "send")
+    second = start_trainer(second_port, 2, "send")
     try:
-        updater.join(Rendezvous("localhost", second_port, 2, 1, 2, "gloo", SECONDS))
+        updater.join(place(second_port, 2), False)
         wait_for(updater, "ready")
         updater.receive(1)
-        wait_for(updater, "staged")
+        wait_for(updater, "received")
         assert updater.status.error == ""
     finally:
         second.kill()
@@ -102,7 +152,7 @@ def test_a_trainer_that_dies_is_reported_and_the_next_one_is_served(
 
 
 def test_nobody_at_the_rendezvous_is_an_error_after_the_deadline(updater: WeightUpdater, free_port: Callable[[], int]) -> None:
-    updater.join(Rendezvous("localhost", free_port(), 1, 1, 2, "gloo", 1.0))
+    updater.join(place(free_port(), 1, 1.0), False)
     wait_for(updater, "failed")
     assert "cannot reach the trainer's rendezvous" in updater.status.error
 
@@ -116,8 +166,22 @@ def test_receiving_without_a_trainer_says_what_to_do(updater: WeightUpdater) -> 
 def test_a_worker_that_never_comes_is_an_error_on_the_trainers_side(free_port: Callable[[], int]) -> None:
     port = free_port()
     store = host_store("localhost", port, 1.0)
-    with pytest.raises(RendezvousError, match=r"rank 0 waited 1 s for the other 1 rank"):
-        BridgeGroups(Rendezvous("localhost", port, 1, 0, 2, "gloo", 1.0), store, torch.device("cpu"))
+    with pytest.raises(RendezvousError, match=r"waited 1 s for vLLM rank 0 in the control group"):
+        BridgeGroups(place(port, 1, 1.0), store, torch.device("cpu"), SENDER)
+
+
+def test_the_end_of_the_storing_process_is_seen_at_once(free_port: Callable[[], int]) -> None:
+    port = free_port()
+    store = host_store("localhost", port, 1.0)
+    watch = PeerWatch("localhost", port, 5)
+    time.sleep(0.3)
+    assert not watch.gone()
+    del store
+    deadline = time.monotonic() + 10
+    while not watch.gone():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    watch.close()
 
 
 def test_a_port_in_use_names_the_port_and_the_remedy(free_port: Callable[[], int]) -> None:
@@ -150,11 +214,11 @@ def test_other_machines_need_an_address_that_they_can_reach(monkeypatch: pytest.
 
 def test_a_command_that_fails_late_says_nothing_about_the_next(updater: WeightUpdater, free_port: Callable[[], int]) -> None:
     """The old trainer's join is still waiting for its deadline when the new trainer has been announced."""
-    updater.join(Rendezvous("localhost", free_port(), 1, 1, 2, "gloo", 1.0))
+    updater.join(place(free_port(), 1, 1.0), False)
     port = free_port()
-    trainer = start_trainer(port, 2, updater.num_bytes, "wait")
+    trainer = start_trainer(port, 2, "wait")
     try:
-        updater.join(Rendezvous("localhost", port, 2, 1, 2, "gloo", SECONDS))
+        updater.join(place(port, 2), False)
         seen = set()
         deadline = time.monotonic() + 30
         while updater.status.phase != "ready":
