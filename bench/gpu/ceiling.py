@@ -1,0 +1,163 @@
+"""What NCCL itself reaches between the same GPUs: the ceiling that an update is compared with.
+
+    python -m bench.gpu.ceiling …      one process for each GPU; started by `measure`
+
+The sender is rank 0. Patterns: a broadcast of 1 GiB; the model's parameters broadcast one by one in one coalesced launch (one
+receiver); each receiver its own shards, sent point to point in one coalesced launch (several receivers).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench.gpu.processes import BenchError, Child, free_port, tail
+from bench.gpu.shapes import SHAPES, shard_shapes
+from bench.gpu.summary import gigabytes_per_second, spread_ms
+
+WARMUP = 5
+
+
+def measure(
+    shape: str, gpus: list[str], output: Path, repeats: int = 20, seconds: float = 90.0, gibibyte: int = 1 << 30
+) -> dict[str, Any]:
+    """Run the patterns on these GPUs (the sender first; `cpu` for a CPU process) and return their figures.
+
+    Raises:
+        BenchError: a process failed or took too long; the message ends with its log.
+    """
+    port = free_port()
+    children = []
+    for rank, gpu in enumerate(gpus):
+        command = [sys.executable, "-u", "-m", "bench.gpu.ceiling", "--rank", str(rank), "--world", str(len(gpus))]
+        command += ["--port", str(port), "--shape", shape, "--repeats", str(repeats), "--gibibyte", str(gibibyte)]
+        command += ["--device", "cpu" if gpu == "cpu" else "cuda", "--result", str(output / "ceiling.json")]
+        environment = {} if gpu == "cpu" else {"CUDA_VISIBLE_DEVICES": gpu}
+        children.append(Child(f"ceiling rank {rank}", command, output / f"ceiling-{rank}.log", environment, pipes=False))
+    deadline = time.monotonic() + seconds
+    try:
+        for child in children:
+            status = child.process.wait(max(0.1, deadline - time.monotonic()))
+            if status:
+                raise BenchError(f"{child.name} ended with status {status}:\n{tail(child.log)}")
+    except subprocess.TimeoutExpired as error:
+        raise BenchError(f"the NCCL ceiling was not measured within {seconds:g} s") from error
+    finally:
+        for child in children:
+            child.stop(grace=5)
+    result: dict[str, Any] = json.loads((output / "ceiling.json").read_text())
+    return result
+
+
+def run(args: argparse.Namespace) -> None:
+    """One rank."""
+    backend = "gloo" if args.device == "cpu" else "nccl"
+    device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
+    where = f"tcp://127.0.0.1:{args.port}"
+    extra: dict[str, Any] = {"device_id": device} if args.device == "cuda" else {}
+    dist.init_process_group(
+        backend, init_method=where, rank=args.rank, world_size=args.world, timeout=timedelta(seconds=60), **extra
+    )
+    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    receivers = args.world - 1
+    results: dict[str, Any] = {}
+
+    def record(name: str, num_bytes: int, transfer: Callable[[], None]) -> None:
+        seconds = [_timed(transfer, device) for _ in range(WARMUP + args.repeats)][WARMUP:]
+        slowest: list[Any] = [None] * args.world
+        dist.all_gather_object(slowest, seconds)
+        worst = [max(values) for values in zip(*slowest, strict=True)]
+        results[name] = {
+            "bytes": num_bytes,
+            "ms": spread_ms(worst),
+            "gb_per_s": gigabytes_per_second(num_bytes, statistics.median(worst)),
+        }
+
+    block = [torch.randint(0, 255, (args.gibibyte,), dtype=torch.uint8, device=device)]
+    record("broadcast_1gib", args.gibibyte, lambda: _broadcast(block[0]))
+    block.clear()
+
+    shards = [
+        [torch.randn(s, device=device, dtype=dtype) for s in shard_shapes(args.shape, r, receivers)] for r in range(receivers)
+    ]
+    num_bytes = sum(t.numel() * t.element_size() for shard in shards for t in shard)
+    mine = shards if args.rank == 0 else [shards[args.rank - 1]]
+    if receivers == 1:
+
+        def broadcast_parameters() -> None:
+            if backend == "gloo":
+                for tensor in mine[0]:
+                    dist.broadcast(tensor, 0)
+                return
+            with dist._coalescing_manager(device=device, async_ops=True) as coalesced:
+                for tensor in mine[0]:
+                    dist.broadcast(tensor, 0, async_op=True)
+            coalesced.wait()
+
+        record("parameters_broadcast_coalesced", num_bytes, broadcast_parameters)
+
+    def send_shards() -> None:
+        operations = []
+        for index, shard in enumerate(mine):
+            for tensor in shard:
+                if args.rank == 0:
+                    operations.append(dist.P2POp(dist.isend, tensor, 1 + index))
+                else:
+                    operations.append(dist.P2POp(dist.irecv, tensor, 0))
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+    record("shards_sent_coalesced", num_bytes, send_shards)
+    if args.rank == 0:
+        of_model = [row["gb_per_s"] for name, row in results.items() if name != "broadcast_1gib"]
+        summary = {
+            "backend": backend,
+            "patterns": results,
+            "broadcast_gb_per_s": results["broadcast_1gib"]["gb_per_s"],
+            "model_gb_per_s": max(of_model),
+        }
+        Path(args.result).write_text(json.dumps(summary))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _broadcast(tensor: torch.Tensor) -> None:
+    dist.broadcast(tensor, 0)
+
+
+def _timed(transfer: Callable[[], None], device: torch.device) -> float:
+    """Seconds from a point at which every rank has arrived until this rank's part is complete."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    transfer()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--world", type=int, required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--shape", choices=SHAPES, required=True)
+    parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--gibibyte", type=int, default=1 << 30)
+    parser.add_argument("--result", required=True)
+    run(parser.parse_args())

@@ -1,0 +1,39 @@
+"""What the figures were measured on, without any name of the machine or path on it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from typing import Any
+
+import torch
+
+
+def describe() -> dict[str, Any]:
+    """GPUs, driver and versions of what took part."""
+    import vllm
+
+    machine: dict[str, Any] = {
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "torch": torch.__version__,
+        "vllm": vllm.__version__,
+        "python": platform.python_version(),
+        "cpus": len(os.sched_getaffinity(0)),
+    }
+    if machine["gpus"]:
+        machine |= {
+            "driver": _driver(),
+            "cuda": torch.version.cuda,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        }
+    return machine
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"unknown ({type(error).__name__})"
+    return answer.stdout.strip().splitlines()[0]

@@ -1,0 +1,196 @@
+"""Child processes of a benchmark: a vLLM server, and workers that are told what to do line by line. Every wait has an end."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class BenchError(RuntimeError):
+    """A measurement could not be made. The message names what failed and ends with the process's last lines."""
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def end_on_sigterm() -> None:
+    """Let SIGTERM (of `timeout`, say) end this program as an exception does, so that its children are stopped."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+
+
+def tail(path: Path, lines: int = 12) -> str:
+    """The last lines of a log, without control characters."""
+    if not path.exists():
+        return ""
+    text = path.read_bytes()[-20_000:].decode(errors="replace")
+    kept = ["".join(c for c in line if c.isprintable() or c == "\t") for line in text.splitlines() if line.strip()]
+    return "\n".join(line[:400] for line in kept[-lines:])
+
+
+class Child:
+    """A process in a session of its own, with a log; `stop` ends it and all that it started."""
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str], pipes: bool) -> None:
+        """
+        Args:
+            name: for messages.
+            command: program and arguments; run in the repository's root.
+            log: what it writes to stderr, and to stdout unless `pipes`.
+            environment: on top of this process's own.
+            pipes: stdin and stdout are ours to talk through.
+        """
+        self.name, self.log = name, log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        merged = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", **environment}
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(
+                list(command),
+                cwd=ROOT,
+                env=merged,
+                start_new_session=True,
+                stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if pipes else file,
+                stderr=file,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def descendants(self) -> list[psutil.Process]:
+        """Everything it has started that still lives."""
+        try:
+            return psutil.Process(self.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process itself."""
+        os.kill(self.pid, number)
+
+    def stop(self, grace: float = 20.0) -> None:
+        """SIGTERM, then SIGKILL for whatever is left of it. Safe to call twice."""
+        family = self.descendants()
+        if self.process.poll() is None:
+            with suppress(ProcessLookupError):
+                self.process.send_signal(signal.SIGCONT)
+            self.process.terminate()
+            try:
+                self.process.wait(grace)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(grace)
+        for process in family:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(family, timeout=grace)
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with suppress(BrokenPipeError):
+                    pipe.close()
+
+
+class Worker(Child):
+    """A child that reads one JSON object a line and answers each with one: {"ok": …}, {"error": …} or {"event": …}."""
+
+    def __init__(self, name: str, module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+        super().__init__(name, [sys.executable, "-u", "-m", module, *arguments], log, environment, pipes=True)
+        self._lines: queue.Queue[bytes | None] = queue.Queue()
+        threading.Thread(target=self._read, name=f"answers of {name}", daemon=True).start()
+
+    def ask(self, command: str, timeout: float, **arguments: Any) -> Any:
+        """Send a command and return its answer.
+
+        Raises:
+            BenchError: it answered with an error, ended, or did not answer in time.
+        """
+        self.send(command, **arguments)
+        return self.answer(timeout, command)
+
+    def send(self, command: str, **arguments: Any) -> None:
+        """Send a command without waiting; `answer` fetches what it says."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write((json.dumps({"do": command, **arguments}) + "\n").encode())
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise BenchError(f"{self.name} has ended before {command}; its log ends with:\n{tail(self.log)}") from None
+
+    def answer(self, timeout: float, to: str = "") -> Any:
+        """The next answer. Raises BenchError as `ask` does."""
+        message = self.message(timeout, to)
+        if "error" in message:
+            raise BenchError(f"{self.name}: {to}: {message['error']}")
+        return message.get("ok", message)
+
+    def message(self, timeout: float, to: str = "") -> dict[str, Any]:
+        """The next message, errors included. Raises BenchError if none comes."""
+        try:
+            line = self._lines.get(timeout=timeout)
+        except queue.Empty:
+            raise BenchError(f"{self.name} did not answer {to} within {timeout:g} s:\n{tail(self.log)}") from None
+        if line is None:
+            self._lines.put(None)
+            status = self.process.wait(10)
+            raise BenchError(f"{self.name} ended with status {status} during {to}:\n{tail(self.log)}")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(line)
+        self._lines.put(None)
+
+
+@contextmanager
+def all_stopped(*children: Child) -> Iterator[None]:
+    """Stop these at the end, whatever happens."""
+    try:
+        yield
+    finally:
+        for child in children:
+            child.stop()
+
+
+def wait_all(probes: Mapping[str, Any], seconds: float) -> dict[str, float]:
+    """Call each probe until it returns True; returns the seconds each took.
+
+    Raises:
+        BenchError: one did not within `seconds`; a probe may raise it too.
+    """
+    started, done = time.monotonic(), dict[str, float]()
+    while len(done) < len(probes):
+        for name, probe in probes.items():
+            if name not in done and probe():
+                done[name] = round(time.monotonic() - started, 1)
+        if time.monotonic() - started > seconds:
+            late = ", ".join(sorted(probes.keys() - done.keys()))
+            raise BenchError(f"{late}: not ready after {seconds:g} s")
+        time.sleep(0.2)
+    return done

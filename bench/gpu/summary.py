@@ -1,0 +1,136 @@
+"""Numbers and tables of the benchmarks. Pure: no I/O, no torch."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+Interval = tuple[float, float]
+"""Start and end on the monotonic clock, seconds."""
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` (0 to 1) of the values do not exceed.
+
+    Raises:
+        ValueError: there are no values.
+    """
+    if not values:
+        raise ValueError("a percentile of no values was asked for")
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def spread_ms(seconds: Sequence[float]) -> dict[str, float]:
+    """Median, 90th percentile and maximum in milliseconds, and how many values there were; only `n` if there were none."""
+    if not seconds:
+        return {"n": 0}
+    return {
+        "median": round(statistics.median(seconds) * 1e3, 3),
+        "p90": round(percentile(seconds, 0.9) * 1e3, 3),
+        "max": round(max(seconds) * 1e3, 3),
+        "n": len(seconds),
+    }
+
+
+def spread_by_phase(reports: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """spread_ms for each phase that occurs, in the order of the first report."""
+    names = list(dict.fromkeys(name for report in reports for name in report))
+    return {name: spread_ms([report[name] for report in reports if name in report]) for name in names}
+
+
+def gigabytes_per_second(num_bytes: float, seconds: float) -> float:
+    """10**9 bytes per second; 0 if no time passed."""
+    return round(num_bytes / seconds / 1e9, 2) if seconds > 0 else 0.0
+
+
+def gaps_of(streams: Sequence[Sequence[float]]) -> list[Interval]:
+    """The time between each two neighbouring arrivals of a stream, over all streams, by start.
+
+    Args:
+        streams: for each request, when its tokens arrived; what lies between two requests is no gap.
+    """
+    return sorted((before, after) for arrivals in streams for before, after in pairwise(arrivals))
+
+
+@dataclass(frozen=True)
+class Halts:
+    """How updates show in the stream of tokens.
+
+    Attributes:
+        usual: spread of the gaps that touch no update, ms.
+        around_updates: spread over the updates of each one's largest gap, ms.
+        unseen: updates that no gap touches, so that nothing can be said of them.
+    """
+
+    usual: dict[str, float]
+    around_updates: dict[str, float]
+    unseen: int
+
+    def to_json(self) -> dict[str, object]:
+        return {"usual_gap_ms": self.usual, "largest_gap_per_update_ms": self.around_updates, "updates_unseen": self.unseen}
+
+
+def find_halts(streams: Sequence[Sequence[float]], updates: Sequence[Interval], after: float = 0.5) -> Halts:
+    """Compare the gaps between tokens around updates with all others.
+
+    Args:
+        streams: see gaps_of.
+        updates: when each update ran.
+        after: a gap that begins within so many seconds of an update's end still belongs to it, since what was cached must be
+            computed again; half the way to the next update at most.
+    """
+    bounds = sorted(updates)
+    windows = []
+    for index, (start, end) in enumerate(bounds):
+        limit = end + after
+        if index + 1 < len(bounds):
+            limit = min(limit, max(end, (end + bounds[index + 1][0]) / 2))
+        windows.append((start, limit))
+    largest = [0.0] * len(windows)
+    usual = []
+    first = 0
+    for begin, finish in gaps_of(streams):
+        while first < len(windows) and windows[first][1] < begin:
+            first += 1
+        touched = False
+        for index in range(first, len(windows)):
+            if windows[index][0] > finish:
+                break
+            touched = True
+            largest[index] = max(largest[index], finish - begin)
+        if not touched:
+            usual.append(finish - begin)
+    seen = [gap for gap in largest if gap > 0]
+    return Halts(spread_ms(usual), spread_ms(seen), len(largest) - len(seen))
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Plain text: the first column to the left, the others to the right; floats with one decimal.
+
+    Raises:
+        ValueError: a row has another number of cells than the header.
+    """
+    cells = [[_cell(value) for value in row] for row in rows]
+    for row in cells:
+        if len(row) != len(headers):
+            raise ValueError(f"a row has {len(row)} cells for {len(headers)} headers: {row}")
+    widths = [max(len(str(header)), *(len(row[i]) for row in cells), 0) for i, header in enumerate(headers)]
+    lines = [_line([str(h) for h in headers], widths), "  ".join("-" * width for width in widths)]
+    return "\n".join(lines + [_line(row, widths) for row in cells])
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    return f"{value:.1f}" if isinstance(value, float) else str(value)
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    padded = [cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+    return "  ".join(padded).rstrip()

@@ -1,0 +1,314 @@
+"""The trainer's side of a measurement: a random model of a given shape behind the project's real bridge classes.
+
+Run as a process of its own (`trainer_arguments` makes the command line) and told what to do line by line: load, connect, sync,
+check, … Two sets of weights are made beforehand and taken in turn, so that making new weights costs one copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import torch
+from torch import Tensor
+
+from bench.gpu.line_protocol import Answers, serve
+from bench.gpu.shapes import SHAPES
+from example_trainer.models.decoder import Decoder
+from example_trainer.models.geometry import Geometry
+from example_trainer.weight_bridge.base import WeightBridge
+from example_trainer.weight_bridge.broadcast import BroadcastBridge
+from example_trainer.weight_bridge.server import BridgeServer
+from example_trainer.weight_bridge.single_copy import SingleCopyBridge
+
+PROMPT_TOKENS = 40
+SAMPLES, SAMPLE_TOKENS = 8, 32
+
+
+def trainer_arguments(shape: str, port: int, device: str, timeout: float) -> list[str]:
+    """The command line of a trainer, after the module's name."""
+    return ["--shape", shape, "--port", str(port), "--device", device, "--timeout", str(timeout)]
+
+
+class BenchTrainer:
+    """What the parent can ask for; every public method is a command and returns something that JSON can hold."""
+
+    def __init__(self, shape: str, port: int, device: str, timeout: float) -> None:
+        """
+        Args:
+            shape: a key of SHAPES.
+            port: the server's, on this machine.
+            device: `cuda` or `cpu`.
+            timeout: seconds for each phase of an update.
+        """
+        self.shape, self.port, self.timeout = shape, port, timeout
+        self.device = torch.device(device)
+        self.url = f"http://localhost:{port}"
+        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.model: Decoder | None = None
+        self.sets: list[dict[str, Tensor]] = []
+        self.served_set = 0
+        self.version = -1
+        self.bridge: WeightBridge | None = None
+        self.optimizer: Any = None
+
+    def load(self, seed: int = 0, optimizer: bool = False, shape: str = "") -> dict[str, Any]:
+        """Make the model and two sets of weights; with `optimizer` also float32 masters and moments (made from the first)."""
+        self.shape = shape or self.shape
+        before = self._memory_used()
+        geometry = Geometry.from_config(SHAPES[self.shape])
+        self.model = Decoder(geometry, self.dtype, self.device)
+        generator = torch.Generator(device=self.device).manual_seed(seed)
+        std = 1.8 / geometry.hidden_size**0.5  # logits of a spread at which another set of weights shows at once
+        self.sets = []
+        for _ in range(2):
+            weights = {}
+            for name, parameter in self.model.named_parameters():
+                noise = torch.randn(parameter.shape, generator=generator, device=self.device, dtype=self.dtype)
+                weights[name] = noise.mul_(0.05).add_(1.0) if "norm" in name else noise.mul_(std)
+            self.sets.append(weights)
+        self.write(0)
+        if optimizer:
+            from example_trainer.optimizer import MasterAdamW
+
+            self.optimizer = MasterAdamW(self.model, lr=1e-3)
+        weights_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        return {
+            "parameters": sum(1 for _ in self.model.parameters()),
+            "model_bytes": weights_bytes,
+            "gpu_bytes_taken": self._memory_used() - before,
+        }
+
+    def write(self, which: int) -> None:
+        """Copy a set into the model's parameters, wherever their memory is."""
+        assert self.model is not None
+        with torch.no_grad():
+            names, parameters = zip(*self.model.named_parameters(), strict=True)
+            torch._foreach_copy_(list(parameters), [self.sets[which][name] for name in names])
+        self.served_set = which
+
+    def connect(self, kind: str, **options: Any) -> dict[str, Any]:
+        """Join the server by `broadcast` or `single_copy`, and send the first weights.
+
+        Args:
+            kind: which bridge.
+            options: keyword arguments of its class, such as transfer; one that the class does not know is an error.
+
+        Returns:
+            params_mapped, params_total, seconds, and how the GPU's memory changed (bytes; 0 without a GPU).
+        """
+        assert self.model is not None
+        bridge_class = {"broadcast": BroadcastBridge, "single_copy": SingleCopyBridge}[kind]
+        known = inspect.signature(bridge_class).parameters
+        unknown = sorted(options.keys() - known.keys())
+        if unknown:
+            raise TypeError(f"{bridge_class.__name__} has no option {', '.join(unknown)}")
+        self.close()
+        before = self._memory_used()
+        started = time.monotonic()
+        self.bridge = bridge_class(BridgeServer("localhost", self.port, self.timeout), **options)
+        if self.bridge.serving_dtype() is not self.dtype:
+            raise RuntimeError(f"the server holds {self.bridge.serving_dtype()}, this trainer {self.dtype}")
+        self.bridge.connect(self.model)
+        seconds = time.monotonic() - started
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        first = self._update(lambda: self.write(0))
+        return {
+            "params_mapped": self.bridge.params_mapped,
+            "params_total": self.bridge.params_total,
+            "seconds": seconds,
+            "gpu_bytes_taken": self._memory_used() - before,
+            "first_update": first,
+        }
+
+    def sync(self, count: int, interval: float = 0.0) -> list[dict[str, Any]]:
+        """Update the server `count` times, beginning one every `interval` seconds or as soon as the one before has ended.
+
+        Returns:
+            for each: version, start and end (monotonic clock), seconds by phase, bytes_moved, first_byte_to_verified, and the
+            server's own seconds.
+        """
+        rows = []
+        begin = time.monotonic()
+        for index in range(count):
+            time.sleep(max(0.0, begin + index * interval - time.monotonic()))
+            rows.append(self._update(lambda: self.write(1 - self.served_set)))
+        return rows
+
+    def sync_with_optimizer(self, count: int) -> list[dict[str, Any]]:
+        """As sync, with a real forward, backward and optimizer step before each; its masters are rounded in the pause."""
+        assert self.model is not None
+        rows = []
+        for index in range(count):
+            started = time.monotonic()
+            tokens = torch.randint(3, self.model.geometry.vocab_size, (2, 64), device=self.device)
+            logprobs = self.model.logits(tokens[:, :-1]).float().log_softmax(-1)
+            loss = -logprobs.gather(-1, tokens[:, 1:, None]).mean()
+            loss.backward()
+            middle = time.monotonic()
+            report = self.optimizer.step()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            stepped = time.monotonic() - middle
+            row = self._update(self.optimizer.write_weights)
+            rows.append({**row, "optimizer_step": stepped, "forward_backward": middle - started, "loss": float(loss.detach())})
+            del loss, logprobs, report, index
+        return rows
+
+    def check(self, seed: int = 0) -> dict[str, Any]:
+        """Do the server's logprobs of freshly sampled tokens belong to the weights sent last, and not to the ones before?"""
+        assert self.model is not None
+        prompt = [(1000 + 7 * seed + i) % self.model.geometry.vocab_size for i in range(PROMPT_TOKENS)]
+        body = {
+            "prompt": {"prompt_token_ids": prompt},
+            "n": SAMPLES,
+            "max_tokens": SAMPLE_TOKENS,
+            "ignore_eos": True,
+            "seed": seed,
+        }
+        answer = httpx.post(f"{self.url}/generate", json=body, timeout=120).raise_for_status().json()
+        sampled = torch.tensor(answer["token_ids"], device=self.device)
+        served = torch.tensor(
+            [
+                [row[str(token)] for token, row in zip(tokens, rows, strict=True)]
+                for tokens, rows in zip(answer["token_ids"], answer["logprobs"], strict=True)
+            ],
+            device=self.device,
+        )
+        to_new = self._difference(prompt, sampled, served, None)
+        to_old = self._difference(prompt, sampled, served, self.sets[1 - self.served_set])
+        state = httpx.get(f"{self.url}/bridge/state", timeout=30).json()
+        return {
+            "version": self.version,
+            "served": state["weight_version"],
+            "mean_logprob_difference_to_new_weights": to_new,
+            "mean_logprob_difference_to_old_weights": to_old,
+            "new_not_old": to_new < 0.25 and to_old > 4 * to_new,
+            "checksums_equal": state["checksums"] == self.checksums(),
+        }
+
+    def checksums(self) -> list[str]:
+        """What each of the server's ranks should hold, computed from this side's tensors."""
+        from vllm_patching.checksum import weights_checksum
+        from vllm_patching.manifest import Manifest, flat_layout, source_view
+
+        assert self.model is not None
+        parameters = dict(self.model.named_parameters())
+        ranks = httpx.get(f"{self.url}/bridge/info", timeout=30).json()["ranks"]
+        layouts = [flat_layout(Manifest.from_json(rank))[0] for rank in ranks]
+        return [weights_checksum((i.name, source_view(i, parameters[i.name]).detach()) for i in layout) for layout in layouts]
+
+    def flatten_head(self, undo: bool = False) -> dict[str, Any]:
+        """Write zeros into the last norm, without telling the server (or put back what was there): a single copy shows it."""
+        assert self.model is not None
+        weight = self.model.model.norm.weight
+        with torch.no_grad():
+            weight.copy_(self.sets[self.served_set]["model.norm.weight"] if undo else torch.zeros_like(weight))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return {"vocab": self.model.geometry.vocab_size}
+
+    def memory(self) -> dict[str, int]:
+        """Bytes: in use on the GPU by everyone, and reserved by this process's allocator (0 without a GPU)."""
+        reserved = torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
+        return {"gpu_bytes_used": self._memory_used(), "reserved_by_trainer": reserved}
+
+    def forget_sets(self) -> dict[str, int]:
+        """Drop the second set of weights, to make room."""
+        self.sets = self.sets[:1]
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return self.memory()
+
+    def close(self) -> dict[str, Any]:
+        """Leave the server."""
+        if self.bridge is not None:
+            self.bridge.close()
+            self.bridge = None
+        return {}
+
+    def commands(self) -> dict[str, Callable[..., Any]]:
+        """The public methods by name."""
+        public = (self.load, self.connect, self.sync, self.sync_with_optimizer, self.check, self.checksums, self.flatten_head)
+        return {method.__name__: method for method in (*public, self.memory, self.forget_sets, self.close)}
+
+    def _update(self, write: Callable[[], None]) -> dict[str, Any]:
+        assert self.bridge is not None
+        version = self.version + 1
+        start = time.monotonic()
+        report = self.bridge.sync(version, write)
+        end = time.monotonic()
+        self.version = version
+        state = httpx.get(f"{self.url}/bridge/state", timeout=30).json()
+        first_byte = getattr(report, "first_byte_to_verified", None)
+        if not first_byte:
+            first_byte = sum(report.seconds.get(phase, 0.0) for phase in ("transfer", "checksum", "commit"))
+        return {
+            "version": version,
+            "start": start,
+            "end": end,
+            "seconds": report.seconds,
+            "bytes_moved": report.bytes_moved,
+            "first_byte_to_verified": first_byte,
+            "server": state["last_update"],
+        }
+
+    def _difference(self, prompt: list[int], sampled: Tensor, served: Tensor, weights: dict[str, Tensor] | None) -> float:
+        """Mean |served logprob - logprob of the forward pass with `weights`| (None: the model's own); [samples, tokens]."""
+        assert self.model is not None
+        own = {}
+        if weights is not None:
+            for name, parameter in self.model.named_parameters():
+                own[name], parameter.data = parameter.data, weights[name]
+        try:
+            rows = []
+            with torch.no_grad():
+                for tokens in sampled:
+                    ids = torch.cat([torch.tensor(prompt, device=self.device), tokens])[None]
+                    logprobs = self.model.logits(ids)[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+                    rows.append(logprobs.gather(-1, tokens[:, None])[:, 0])
+        finally:
+            for name, parameter in self.model.named_parameters():
+                parameter.data = own.get(name, parameter.data)
+        return float((served - torch.stack(rows)).abs().mean())
+
+    def _memory_used(self) -> int:
+        if self.device.type != "cuda":
+            return 0
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line that trainer_arguments makes."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shape", required=True, choices=SHAPES)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--device", required=True, choices=["cpu", "cuda"])
+    parser.add_argument("--timeout", type=float, required=True)
+    return parser.parse_args(arguments)
+
+
+def set_up(args: argparse.Namespace) -> None:
+    """Logging to stderr, one thread on a CPU, and a CUDA context."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    if args.device == "cuda":
+        torch.zeros(1, device="cuda")
+    else:
+        torch.set_num_threads(max(1, min(2, os.cpu_count() or 1)))
+
+
+if __name__ == "__main__":
+    answers = Answers()
+    parsed = parse()
+    set_up(parsed)
+    serve(answers, BenchTrainer(parsed.shape, parsed.port, parsed.device, parsed.timeout).commands())

@@ -1,0 +1,156 @@
+"""A trainer that uses vLLM's own NCCL weight-transfer engine, to compare with. vLLM 0.26; needs GPUs.
+
+The server is started with VLLM_SERVER_DEV_MODE=1 and `--weight-transfer-config '{"backend": "nccl"}'`. One update is:
+/pause?mode=keep, /start_weight_update, the packed broadcast beside /update_weights, /finish_weight_update, /resume.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import torch
+
+from bench.gpu.line_protocol import Answers, serve
+from bench.gpu.processes import free_port
+from bench.gpu.trainer import BenchTrainer, parse, set_up
+from example_trainer.models.layout import layout
+
+
+class EngineTrainer(BenchTrainer):
+    """The same model and weights, sent in the checkpoint's names and shapes."""
+
+    def __init__(self, shape: str, port: int, device: str, timeout: float) -> None:
+        super().__init__(shape, port, device, timeout)
+        self._group: Any = None
+        self._client = httpx.Client(base_url=self.url, timeout=timeout)
+
+    def join(self) -> dict[str, Any]:
+        """Meet the server's workers in an NCCL group, this process as rank 0."""
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+        world = 1 + int(self._client.get("/get_world_size").raise_for_status().json()["world_size"])
+        port = free_port()
+        info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": world}
+        call = self._in_background("/init_weight_transfer_engine", {"init_info": info})
+        self._group = NCCLWeightTransferEngine.trainer_init(
+            {"master_address": "127.0.0.1", "master_port": port, "world_size": world}
+        )
+        call()
+        self.served_set = 0
+        return {"world_size": world, "first_update": self._engine_update(0)}
+
+    def sync(self, count: int, interval: float = 0.0) -> list[dict[str, Any]]:
+        """As BenchTrainer.sync, through vLLM's engine."""
+        rows = []
+        begin = time.monotonic()
+        for index in range(count):
+            time.sleep(max(0.0, begin + index * interval - time.monotonic()))
+            rows.append(self._engine_update(1 - self.served_set))
+        return rows
+
+    def commands(self) -> dict[str, Callable[..., Any]]:
+        return {**super().commands(), "join": self.join, "check": self.check_logprobs}
+
+    def check_logprobs(self, seed: int = 0) -> dict[str, Any]:
+        """BenchTrainer.check without the checksums, which vLLM does not have."""
+        assert self.model is not None
+        prompt = [1000 + 7 * seed + i for i in range(40)]
+        body = {"prompt": {"prompt_token_ids": prompt}, "n": 4, "max_tokens": 32, "ignore_eos": True, "seed": seed}
+        answer = self._client.post("/generate", json=body).raise_for_status().json()
+        sampled = torch.tensor(answer["token_ids"], device=self.device)
+        pairs = zip(answer["token_ids"], answer["logprobs"], strict=True)
+        served = torch.tensor(
+            [[row[str(t)] for t, row in zip(tokens, rows, strict=True)] for tokens, rows in pairs], device=self.device
+        )
+        return {
+            "mean_logprob_difference_to_new_weights": self._difference(prompt, sampled, served, None),
+            "mean_logprob_difference_to_old_weights": self._difference(prompt, sampled, served, self.sets[1 - self.served_set]),
+        }
+
+    def checkpoint_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Every tensor of a Hugging Face checkpoint, as views on the model's parameters."""
+        assert self.model is not None
+        parameters = dict(self.model.named_parameters())
+        return [
+            (part.name, parameters[name].data[part.start : part.stop])
+            for name, parts in layout(self.model.geometry).items()
+            for part in parts
+        ]
+
+    def _engine_update(self, which: int) -> dict[str, Any]:
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerSendWeightsArgs, NCCLWeightTransferEngine
+
+        self.write(which)
+        torch.cuda.synchronize()
+        tensors = self.checkpoint_tensors()
+        info = {
+            "names": [name for name, _ in tensors],
+            "dtype_names": [str(t.dtype).removeprefix("torch.") for _, t in tensors],
+            "shapes": [list(t.shape) for _, t in tensors],
+            "packed": True,
+        }
+        seconds: dict[str, float] = {}
+        start = last = time.monotonic()
+
+        def lap(name: str) -> None:
+            nonlocal last
+            now = time.monotonic()
+            seconds[name], last = now - last, now
+
+        self._client.post("/pause", params={"mode": "keep", "clear_cache": "true"}).raise_for_status()
+        lap("pause")
+        paused = last
+        self._client.post("/start_weight_update").raise_for_status()
+        lap("start")
+        call = self._in_background("/update_weights", {"update_info": info})
+        arguments = NCCLTrainerSendWeightsArgs(group=self._group, packed=True)
+        NCCLWeightTransferEngine.trainer_send_weights(iter(tensors), arguments)
+        torch.cuda.synchronize()
+        call()
+        lap("transfer")
+        self._client.post("/finish_weight_update").raise_for_status()
+        lap("finish")
+        self._client.post("/resume").raise_for_status()
+        lap("resume")
+        return {
+            "start": start,
+            "end": last,
+            "seconds": seconds,
+            "bytes_moved": sum(t.numel() * t.element_size() for _, t in tensors),
+            "first_byte_to_verified": seconds["transfer"] + seconds["finish"],
+            "server": {"halted": last - paused},
+        }
+
+    def _in_background(self, path: str, body: dict[str, Any]) -> Callable[[], None]:
+        """POST in a thread; the function returned waits for it and raises what it raised."""
+        outcome: list[BaseException | None] = []
+
+        def call() -> None:
+            try:
+                httpx.post(f"{self.url}{path}", json=body, timeout=self.timeout).raise_for_status()
+                outcome.append(None)
+            except Exception as error:  # noqa: BLE001 - raised again where it is waited for
+                outcome.append(error)
+
+        thread = threading.Thread(target=call, name=path, daemon=True)
+        thread.start()
+
+        def wait() -> None:
+            thread.join(self.timeout + 10)
+            if not outcome:
+                raise TimeoutError(f"{path} did not answer within {self.timeout:g} s")
+            if outcome[0] is not None:
+                raise outcome[0]
+
+        return wait
+
+
+if __name__ == "__main__":
+    answers = Answers()
+    parsed = parse()
+    set_up(parsed)
+    serve(answers, EngineTrainer(parsed.shape, parsed.port, parsed.device, parsed.timeout).commands())

@@ -1,0 +1,170 @@
+"""A vLLM server of a given shape with random weights: started, waited for, asked, stopped."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from bench.gpu.processes import ROOT, BenchError, Child, free_port, tail
+
+READY_SECONDS = 240.0
+"""The first start on a fresh machine takes 100 to 130 s."""
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How to start it.
+
+    Attributes:
+        gpus: for CUDA_VISIBLE_DEVICES; empty on a machine without one.
+        tp: tensor-parallel degree.
+        shared: our weight bridge is on; without it the workers run vLLM's code alone.
+        eager: without compilation and CUDA graphs.
+        utilization: share of the GPU's memory that vLLM takes.
+        bridge_timeout: seconds for each phase of an update.
+        flags, environment: whatever else.
+    """
+
+    gpus: str
+    tp: int = 1
+    shared: bool = True
+    eager: bool = False
+    utilization: float = 0.35
+    max_model_len: int = 2048
+    max_num_seqs: int = 256
+    bridge_timeout: float = 60.0
+    flags: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+class VllmServer(Child):
+    """A running vllm_api_server.py."""
+
+    def __init__(self, name: str, model: Path, output: Path, options: ServerOptions, port: int | None = None) -> None:
+        """
+        Args:
+            name: for messages and the log's name.
+            model: folder with config.json and tokenizer.
+            output: where the log goes.
+            port: an earlier server's, to take its place; by default a free one.
+        """
+        self.port = port or free_port()
+        self.url = f"http://localhost:{self.port}"
+        self.options = options
+        self.model = model
+        folder = model.parent / f"logdir-{name.replace(' ', '-')}"
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-u", str(ROOT / "example_trainer" / "vllm_api_server.py"), "--model", str(model)]
+        command += ["--port", str(self.port), "--load-format", "dummy", "--max-model-len", str(options.max_model_len)]
+        command += ["--max-num-seqs", str(options.max_num_seqs), "--bridge-timeout", str(options.bridge_timeout)]
+        environment = {"VLLM_ENABLE_SHARED_WEIGHTS": "1" if options.shared else "0", "LOGDIR": str(folder)}
+        if options.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = options.gpus
+            command += ["--dtype", "bfloat16", "--gpu-memory-utilization", str(options.utilization)]
+            if options.eager:
+                command.append("--enforce-eager")
+        else:
+            environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+        if options.tp > 1:
+            command += ["--tensor-parallel-size", str(options.tp)]
+            if options.gpus:
+                command.append("--disable-custom-all-reduce")
+                environment["VLLM_ALLREDUCE_USE_SYMM_MEM"] = "0"
+        environment |= dict(options.environment)
+        super().__init__(name, [*command, *options.flags], output / f"{name.replace(' ', '-')}.log", environment, pipes=False)
+
+    def ready(self) -> bool:
+        """Whether it samples a token now. Raises BenchError if it has ended."""
+        if self.process.poll() is not None:
+            raise BenchError(f"{self.name} ended with status {self.process.returncode}:\n{tail(self.log, 25)}")
+        try:
+            return httpx.get(f"{self.url}/health_generate", timeout=40).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def get(self, path: str, timeout: float = 30.0) -> Any:
+        """GET a JSON answer."""
+        return httpx.get(f"{self.url}{path}", timeout=timeout).raise_for_status().json()
+
+    def post(self, path: str, body: dict[str, Any], timeout: float = 120.0) -> Any:
+        """POST a JSON body for a JSON answer."""
+        response = httpx.post(f"{self.url}{path}", json=body, timeout=timeout)
+        if response.status_code != 200:
+            raise BenchError(f"{self.name} answered {path} with {response.status_code}: {response.text[:400]}")
+        return response.json()
+
+    def state(self) -> dict[str, Any]:
+        """GET /bridge/state."""
+        answer: dict[str, Any] = self.get("/bridge/state")
+        return answer
+
+    def health(self) -> int:
+        """Status of GET /health; 0 if nobody answers."""
+        try:
+            return httpx.get(f"{self.url}/health", timeout=30).status_code
+        except httpx.TransportError:
+            return 0
+
+    def greedy(self, prompt: list[int], max_tokens: int = 8) -> tuple[list[int], list[float]]:
+        """Token ids and logprobs of a completion without randomness."""
+        body = {"prompt": {"prompt_token_ids": prompt}, "max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
+        answer = self.post("/generate", body)
+        tokens = answer["token_ids"][0]
+        return tokens, [row[str(token)] for token, row in zip(tokens, answer["logprobs"][0], strict=True)]
+
+    def generated_tokens(self) -> float:
+        """How many tokens it has sampled since it started, by its own counter."""
+        text = httpx.get(f"{self.url}/metrics", timeout=30).raise_for_status().text
+        found = re.findall(r"^vllm:generation_tokens_total\S* (\S+)$", text, re.MULTILINE)
+        if not found:
+            raise BenchError(f"{self.name} has no counter vllm:generation_tokens_total in /metrics")
+        return sum(map(float, found))
+
+    def engine_processes(self) -> list[psutil.Process]:
+        """The engine's core and, with several ranks, its workers; the largest first."""
+        found = []
+        for process in self.descendants():
+            try:
+                line = " ".join(process.cmdline())
+                if "resource_tracker" not in line:
+                    found.append((process.memory_info().rss, process))
+            except psutil.NoSuchProcess:
+                continue
+        return [process for _, process in sorted(found, key=lambda pair: -pair[0])]
+
+    def worker_process(self, tp_rank: int) -> psutil.Process:
+        """The process that holds a rank's weights. Raises BenchError if it cannot be told from the others."""
+        processes = self.engine_processes()
+        if self.options.tp == 1:
+            cores = [p for p in processes if "EngineCore" in _title(p)] or processes[:1]
+        else:
+            cores = [p for p in processes if re.search(rf"Worker(_PP\d+)?_TP{tp_rank}\b", _title(p))]
+        if len(cores) != 1:
+            titles = [_title(p)[:80] for p in processes]
+            raise BenchError(f"{self.name}: {len(cores)} processes look like rank {tp_rank}'s worker among {titles}")
+        return cores[0]
+
+    def kill(self) -> None:
+        """End it and its workers at once, as a machine failure would, and wait until they are gone."""
+        family = self.descendants()
+        for pid in [self.pid, *(p.pid for p in family)]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.stop()
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
