@@ -1,0 +1,119 @@
+"""Made-up models and batches for a trainer of several ranks, and the run of a few steps that every way of spreading must equal."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+from example_trainer.config import TrainerConfig
+from example_trainer.data import parse_batch
+from example_trainer.models import Decoder, Geometry
+from example_trainer.optimizer import MasterAdamW
+from example_trainer.process import StopSignal
+from example_trainer.step import accumulate_gradients
+
+STEPS = 3
+SEQ_LEN = 48
+
+
+def make_geometry(seed: int) -> Geometry:
+    """A small Qwen3, Qwen2 or Llama, by turns, of random sizes that two ranks can share: few and many key/value heads, odd
+    vocabularies (one so small that the second rank has padding only), biases, tied and untied.
+    """
+    rng = random.Random(seed)
+    architecture = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")[seed % 3]
+    heads = rng.choice([2, 4])
+    llama_biases = architecture == "LlamaForCausalLM" and rng.random() < 0.7
+    return Geometry(
+        architecture=architecture,
+        vocab_size=rng.choice([29, 61, 97, 131]),
+        hidden_size=rng.choice([24, 32, 40]),
+        intermediate_size=rng.choice([20, 36]),
+        num_layers=2,
+        num_heads=heads,
+        num_kv_heads=rng.choice([1, 2]),
+        head_dim=rng.choice([8, 12]),
+        max_positions=64,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        qkv_bias=architecture == "Qwen2ForCausalLM" or llama_biases,
+        o_bias=llama_biases,
+        mlp_bias=llama_biases,
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        tie_word_embeddings=rng.random() < 0.5,
+    )
+
+
+def make_whole(geometry: Geometry, seed: int) -> Decoder:
+    """A one-process model with random weights, norms and biases too."""
+    generator = torch.Generator().manual_seed(seed)
+    model = Decoder(geometry, torch.float32)
+    for parameter in model.parameters():
+        parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=generator) + (parameter.dim() == 1))
+    return model
+
+
+def make_batch(seed: int, vocab_size: int) -> list[dict[str, Any]]:
+    """Groups as the rollout service hands them out; 11 sequences, so that ranks get different numbers of microbatches."""
+    rng = random.Random(seed)
+    groups = []
+    for size in (4, 4, 3):
+        prompt = [rng.randrange(vocab_size) for _ in range(rng.randint(2, 6))]
+        responses = [[rng.randrange(vocab_size) for _ in range(rng.randint(1, 15))] for _ in range(size)]
+        groups.append(
+            {
+                "tokens": [prompt + response for response in responses],
+                "masks": [[-100] * len(prompt) + response for response in responses],
+                "scores": [float(i % 2) for i in range(size)],
+                "inference_logprobs": [[1.0] * len(prompt) + [-3.4 + rng.gauss(0, 0.3) for _ in r] for r in responses],
+            }
+        )
+    return groups
+
+
+def make_config(seed: int) -> TrainerConfig:
+    """Options that exercise what ranks must agree on: clipping of the norm, divergence from a reference, recomputation."""
+    return TrainerConfig(
+        model_name="-",
+        seq_len=SEQ_LEN,
+        batch_size=2,
+        lr=0.02,
+        adam_eps=1e-3,
+        max_grad_norm=0.2 if seed % 2 else 0.0,
+        weight_decay=0.05,
+        kl_coef=0.05 if seed % 4 == 1 else 0.0,
+        gradient_checkpointing=seed % 4 == 2,
+        temperature=0.9,
+        logprob_chunk=7,
+    )
+
+
+def make_optimizer(model: Decoder, config: TrainerConfig) -> MasterAdamW:
+    """As the trainer makes it."""
+    return MasterAdamW(
+        model,
+        lr=config.lr,
+        eps=config.adam_eps,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
+        shards=model.shards,
+    )
+
+
+def take_steps(
+    model: Decoder, optimizer: MasterAdamW, reference: Decoder | None, config: TrainerConfig, seed: int
+) -> list[dict[str, float]]:
+    """Train up to STEPS steps. Returns each step's figures, the norm of the gradient among them."""
+    figures = []
+    model.gradient_checkpointing = config.gradient_checkpointing
+    while optimizer.steps < STEPS:
+        batch = parse_batch(
+            make_batch(seed * 100 + optimizer.steps, model.geometry.vocab_size), SEQ_LEN, model.geometry.vocab_size
+        )
+        sums = accumulate_gradients(model, optimizer, batch, config, StopSignal(), reference if config.kl_coef else None)
+        step = optimizer.step()
+        optimizer.write_weights()
+        figures.append({**vars(sums), "grad_norm": step.grad_norm})
+    return figures

@@ -1,0 +1,52 @@
+"""What torchrun starts in test_spread_training.py: train made-up models spread over the ranks, and write the whole results.
+
+torchrun --nproc-per-node 2 spread_worker.py KIND FOLDER SEED…      KIND: fsdp or tensor_parallel
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[3])
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from example_trainer.models import load_model
+from example_trainer.parallel.fsdp import sharded_decoder
+from example_trainer.parallel.ranks import Ranks, join_ranks
+from example_trainer.parallel.tensor_parallel import TensorParallelShards, split_decoder
+from tests.example_trainer.parallel.cases import make_config, make_optimizer, take_steps
+
+
+def run_case(ranks: Ranks, kind: str, folder: Path, seed: int) -> None:
+    if kind == "fsdp":
+        make = partial(sharded_decoder, world_size=ranks.world_size)
+    else:
+        make = partial(split_decoder, rank=ranks.rank, size=ranks.world_size, group=dist.group.WORLD)
+    config = make_config(seed)
+    model = load_model(str(folder / f"model-{seed}"), torch.float32, "cpu", make)
+    reference = load_model(str(folder / f"model-{seed}"), torch.float32, "cpu", make).requires_grad_(False)
+    optimizer = make_optimizer(model, config)
+    figures = take_steps(model, optimizer, reference, config, seed)
+    state = dict(optimizer.whole_state())
+    parameters = {name: model.shards.local(p).clone() for name, p in model.named_parameters()}
+    weights = {name: model.shards.whole(name, local).clone() for name, local in parameters.items()}
+    if isinstance(model.shards, TensorParallelShards):
+        equal = [name for name, what in model.shards.kinds.items() if what in ("equal", "partial")]
+        rows = {name: model.shards.split.gather(optimizer.masters[name]) for name in equal}
+        apart = [name for name, copies in rows.items() if not all(torch.equal(copies[0], copy) for copy in copies)]
+        assert not apart, f"ranks hold different values of {apart}"
+    if ranks.is_main:
+        save_file({f"weight.{k}": v for k, v in weights.items()} | state, folder / f"{kind}-{seed}.safetensors")
+        (folder / f"{kind}-{seed}.json").write_text(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    with join_ranks(60, torch.device("cpu")) as joined:
+        for number in map(int, sys.argv[3:]):
+            run_case(joined, sys.argv[1], Path(sys.argv[2]), number)
