@@ -12,6 +12,7 @@ from example_trainer.errors import ConfigError
 from example_trainer.lora.checkpoints import ADAPTER_PREFIX, AdapterCheckpoints
 from example_trainer.lora.layers import attach_adapters
 from example_trainer.lora.peft_format import AdapterWriter, check_same_adapter
+from example_trainer.lora.settings import base_model_name
 from example_trainer.models import Decoder, load_model
 from example_trainer.models.hf_checkpoint import checkpoint_dtype, find_checkpoint
 from example_trainer.optimizer import MasterAdamW
@@ -90,14 +91,8 @@ def make_checkpoints(config: TrainerConfig, model: Decoder, last: int | None) ->
     """Where the run saves: `step_N/`, or `adapter_step_N/` in PEFT's format."""
     if not config.lora:
         return Checkpoints(config.save_path, config.keep_optimizer_states, last)
-    writer = AdapterWriter(model, config.lora, base_model_name(config))
+    writer = AdapterWriter(model, config.lora, base_model_name(config.model_name))
     return AdapterCheckpoints(config.save_path, config.keep_optimizer_states, last, writer)
-
-
-def base_model_name(config: TrainerConfig) -> str:
-    """The base model's id, or its folder's absolute path: an adapter may be loaded from anywhere."""
-    folder = Path(config.model_name).expanduser()
-    return str(folder.resolve()) if folder.is_dir() else config.model_name
 
 
 def make_optimizer(config: TrainerConfig, model: Decoder) -> MasterAdamW:

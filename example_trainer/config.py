@@ -163,8 +163,10 @@ class TrainerConfig(BaseModel):
         if (self.use_shared_memory or self.single_copy) and self.weight_bridge_mode != "shared_vllm":
             flag = "--single-copy" if self.single_copy else "--use-shared-memory"
             raise ValueError(f"{flag} needs --weight-bridge-mode shared_vllm, which is {self.weight_bridge_mode!r}")
-        if len(self.vllm_servers) > 1 and (self.single_copy or self.weight_bridge_mode != "shared_vllm"):
-            raise ValueError(f"{len(self.vllm_servers)} --vllm-servers can be reached by broadcast only: --use-shared-memory")
+        if len(self.vllm_servers) > 1 and (self.single_copy or self.weight_bridge_mode == "none"):
+            raise ValueError(
+                f"{len(self.vllm_servers)} --vllm-servers can be reached by broadcast (--use-shared-memory) or lora_only alone"
+            )
         if self.vllm_restart_interval is None:
             idle = [name for name in ("vllm_command", "vllm_args", "vllm_gpus") if getattr(self, name)]
             if idle:

@@ -207,7 +207,7 @@ class LoraController:
         took = time.perf_counter() - began
         seconds |= {phase: max(answer["seconds"][phase] for answer in answers) for phase in answers[0]["seconds"]}
         seconds["call"] = max(0.0, took - sum(seconds[phase] for phase in answers[0]["seconds"]))
-        name = f"{folder.name}-v{version}-{adapter_id}"
+        name = f"lora-v{version}-{adapter_id}"
         request = compat.lora_request(name, adapter_id, path)
         adapter = Adapter(adapter_id, name, version, path, file.rank, answers[0]["checksum"], request)
         self._replace_by(adapter)

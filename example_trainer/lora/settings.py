@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The projections of a layer that can have an adapter, by their Hugging Face names, in the order of the forward pass."""
@@ -31,6 +32,12 @@ class LoraSettings:
     def scale(self) -> float:
         """What B A x is multiplied by."""
         return self.alpha / self.rank
+
+
+def base_model_name(model: str) -> str:
+    """A model's id, or its folder's absolute path: an adapter that names it may be loaded from anywhere."""
+    folder = Path(model).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else model
 
 
 def parse_targets(names: list[str]) -> tuple[str, ...]:

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from example_trainer.config import TrainerConfig
+from example_trainer.lora.settings import base_model_name
 from example_trainer.process import StopSignal
-from example_trainer.weight_bridge.base import BridgeError, NoBridge, WeightBridge
+from example_trainer.weight_bridge.base import NoBridge, WeightBridge
 from example_trainer.weight_bridge.broadcast import BroadcastBridge
+from example_trainer.weight_bridge.lora import make_lora_bridge
 from example_trainer.weight_bridge.restart import RestartBridge
 from example_trainer.weight_bridge.server import BridgeServer
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
@@ -38,8 +40,16 @@ def make_bridge(config: TrainerConfig, stop: StopSignal | None = None) -> Weight
             "(--vllm-restart-interval N restarts it on a checkpoint every N steps)"
         )
         return NoBridge()
-    if config.weight_bridge_mode == "lora_only":
-        raise BridgeError("--weight-bridge-mode lora_only is not available yet; use shared_vllm, or none")
+    if config.lora:
+        return make_lora_bridge(
+            config.vllm_addresses,
+            config.lora,
+            folder=config.save_path,
+            base_model=base_model_name(config.model_name),
+            timeout=config.bridge_timeout,
+            api_key=config.vllm_api_key,
+            startup_timeout=config.service_timeout,
+        )
     servers = [
         BridgeServer(host, port, config.bridge_timeout, config.vllm_api_key, startup_timeout=config.service_timeout)
         for host, port in config.vllm_addresses

@@ -1,0 +1,282 @@
+"""Hands adapters to running servers: a folder in PEFT's format for each version, and a request to serve it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from example_trainer.lora.peft_format import AdapterWriter, WrittenAdapter
+from example_trainer.lora.settings import LoraSettings
+from example_trainer.models import Decoder
+from example_trainer.weight_bridge.base import BridgeError, SyncReport, WeightBridge
+from vllm_patching.checksum import weights_checksum
+from vllm_patching.manifest import Manifest, dtype_name, flat_layout, mismatches, source_view
+
+logger = logging.getLogger(__name__)
+
+SERVING_FOLDER = "serving"
+_LOG_EVERY_SECONDS = 10.0
+_QUICK_SECONDS = 5.0
+_HOW_TO_START = "`python -u example_trainer/vllm_api_server.py --model … --enable-lora`"
+
+
+class LoraServer:
+    """Speaks HTTP to the LoRA routes of one server.
+
+    Args:
+        host, port: where vllm_api_server.py listens.
+        timeout: seconds that a load may take.
+        api_key: bearer token, if the server asks for one.
+        startup_timeout: seconds for the server to be there.
+
+    Attributes:
+        serves: name of the adapter that this trainer has loaded last; None before the first.
+    """
+
+    def __init__(self, host: str, port: int, timeout: float, api_key: str | None, startup_timeout: float) -> None:
+        self.url = f"http://{host}:{port}"
+        self.serves: str | None = None
+        self._startup_timeout = startup_timeout
+        self._said_away = False
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        # The server answers within its own deadline; the margin lets its explanation arrive before ours.
+        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout + 10)
+
+    def wait_for_info(self) -> dict[str, Any]:
+        """GET /lora/info, waiting for a server that is still loading.
+
+        Raises:
+            BridgeError: it is not there after the deadline, or it is there and takes no adapters.
+        """
+        deadline = time.monotonic() + self._startup_timeout
+        next_log = time.monotonic() + 1
+        while True:
+            try:
+                response = self._client.get("/lora/info", timeout=_QUICK_SECONDS)
+                if response.status_code == 200:
+                    info: dict[str, Any] = response.json()
+                    return info
+                if response.status_code == 404:
+                    raise BridgeError(f"{self.url} is a server without /lora routes; start it with {_HOW_TO_START}")
+                reason = _reason(response)
+                if response.status_code != 503:
+                    raise BridgeError(f"{self.url} refuses LoRA: {reason}")
+            except httpx.TransportError as error:
+                reason = str(error) or type(error).__name__
+            if time.monotonic() > deadline:
+                raise BridgeError(
+                    f"no vLLM server at {self.url} after {self._startup_timeout:g} s ({reason}); start it ({_HOW_TO_START}), "
+                    "or correct --vllm-host and --vllm-port, or wait longer with --service-timeout"
+                )
+            if time.monotonic() >= next_log:
+                logger.info("[Bridge] Waiting for the vLLM server at %s (%s)", self.url, reason)
+                next_log = time.monotonic() + _LOG_EVERY_SECONDS
+            time.sleep(0.5)
+
+    def load(self, folder: Path, version: int, checksum: str) -> dict[str, Any]:
+        """Have the adapter in `folder` served. Waits for a server that is away.
+
+        Returns:
+            name, seconds by phase, and `paths_in_use`: the folders that must stay.
+
+        Raises:
+            BridgeError: the server refused, with its reason, or did not answer.
+        """
+        body = {"path": str(folder), "version": version, "checksum": checksum, "replaces": self.serves}
+        try:
+            response = self._client.post("/lora/load", json=body)
+        except httpx.TransportError as error:
+            logger.warning("[Bridge] %s did not answer (%s): waiting for it to be there again", self.url, error)
+            self.wait_for_info()
+            self.serves = None
+            response = self._client.post("/lora/load", json={**body, "replaces": None})
+        if response.status_code != 200:
+            hint = ""
+            if response.status_code == 400 and "cannot read" in response.text:
+                hint = "; trainer and server must see the same --save-path: the same machine, or a file system that both mount"
+            raise BridgeError(f"{self.url} refused the adapter of version {version}: {_reason(response)}{hint}")
+        answer: dict[str, Any] = response.json()
+        self.serves = answer["name"]
+        return answer
+
+    def has_lost_adapter(self) -> bool:
+        """Whether the server is there and serves no adapter, as after a restart. Does not wait.
+
+        Raises:
+            BridgeError: it serves the adapter of somebody else.
+        """
+        try:
+            response = self._client.get("/lora/status", timeout=_QUICK_SECONDS)
+            current = response.json()["current"] if response.status_code == 200 else self.serves
+        except httpx.TransportError:
+            if not self._said_away:
+                logger.warning(
+                    "[Bridge] the vLLM server at %s does not answer; start it again, it will get the adapter", self.url
+                )
+            self._said_away = True
+            return False
+        self._said_away = False
+        if isinstance(current, dict) and current["name"] != self.serves:
+            raise BridgeError(f"{self.url} serves {current['name']}, which is not of this trainer; two trainers share a server")
+        return current is None
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class LoraBridge(WeightBridge):
+    """Writes each version's adapters into a folder of its own and has every server load it.
+
+    Args:
+        servers: each serves the base model with --enable-lora.
+        settings: of the adapters.
+        folder: where folders of adapters are made; servers must see it under the same path.
+        base_model: id or folder of the base model.
+    """
+
+    def __init__(self, servers: Sequence[LoraServer], settings: LoraSettings, folder: Path, base_model: str) -> None:
+        self._servers, self._settings, self._base_model = servers, settings, base_model
+        self._folder = folder.resolve() / SERVING_FOLDER
+        self._infos: list[dict[str, Any]] = []
+        self._writer: AdapterWriter | None = None
+        self._mine: list[Path] = []
+        self._last: tuple[Path, int, WrittenAdapter] | None = None
+
+    def serving_dtype(self) -> torch.dtype:
+        self._infos = [server.wait_for_info() for server in self._servers]
+        dtypes = {_manifests(info)[0].entries[0].torch_dtype for info in self._infos}
+        if len(dtypes) != 1:
+            raise BridgeError(f"the vLLM servers hold {' and '.join(sorted(map(str, dtypes)))}; give all the same --dtype")
+        return dtypes.pop()
+
+    def connect(self, model: torch.nn.Module) -> None:
+        assert isinstance(model, Decoder)
+        infos = self._infos or [server.wait_for_info() for server in self._servers]
+        for server, info in zip(self._servers, infos, strict=True):
+            if self._settings.rank > info["max_rank"]:
+                raise BridgeError(
+                    f"--lora-r {self._settings.rank}, and {server.url} takes ranks up to {info['max_rank']}; start it with a "
+                    "larger --max-lora-rank"
+                )
+            _check_base(server.url, info, model, self._base_model)
+        self._writer = AdapterWriter(model, self._settings, self._base_model)
+        self.params_mapped = self.params_total = self._writer.num_tensors
+        logger.info(
+            "[Bridge] LoRA: %d tensors, %.1f MB, on a base model that is equal on both sides, bit for bit",
+            self._writer.num_tensors, self._writer.num_bytes / 1e6,
+        )  # fmt: skip
+
+    def sync(self, version: int, write_weights: Callable[[], None]) -> SyncReport:
+        assert self._writer is not None, "connect first"
+        started = time.perf_counter()
+        write_weights()
+        rounded = time.perf_counter()
+        folder = self._folder / f"v{version}-{uuid.uuid4().hex[:12]}"
+        try:
+            written = self._writer.write(folder)
+        except OSError as error:
+            raise BridgeError(f"cannot write the adapter to {folder}: {error.strerror or error}; make room") from error
+        self._mine.append(folder)
+        on_disk = time.perf_counter()
+        self._last = (folder, version, written)
+        answers = [server.load(folder, version, written.checksum) for server in self._servers]
+        loaded = time.perf_counter()
+        self._remove_unused({Path(path) for answer in answers for path in answer["paths_in_use"]})
+        return SyncReport(
+            version=version,
+            checksum=written.checksum,
+            bytes_moved=written.num_bytes * len(self._servers),
+            seconds={"write_weights": rounded - started, "write_file": on_disk - rounded, "load": loaded - on_disk},
+            first_byte_to_verified=loaded - rounded,
+            server_seconds=answers[-1]["seconds"],
+        )
+
+    def keep_serving(self, write_weights: Callable[[], None]) -> None:
+        """See WeightBridge.keep_serving. The adapter of the present version is on the disk."""
+        if self._last is None:
+            return
+        folder, version, written = self._last
+        for server in self._servers:
+            if server.has_lost_adapter():
+                logger.warning("[Bridge] %s was restarted: it gets the adapter of version %d again", server.url, version)
+                server.serves = None
+                server.load(folder, version, written.checksum)
+
+    def close(self) -> None:
+        # The last folder stays: the servers go on serving it.
+        self._remove_unused(set())
+        for server in self._servers:
+            server.close()
+
+    def _remove_unused(self, in_use: set[Path]) -> None:
+        for folder in self._mine[:-1]:
+            if folder not in in_use:
+                shutil.rmtree(folder, ignore_errors=True)
+        self._mine = [folder for folder in self._mine if folder.exists()]
+
+
+def make_lora_bridge(
+    addresses: Sequence[tuple[str, int]],
+    settings: LoraSettings,
+    *,
+    folder: Path,
+    base_model: str,
+    timeout: float,
+    api_key: str | None,
+    startup_timeout: float,
+) -> LoraBridge:
+    """A bridge to the servers at these addresses; see LoraServer and LoraBridge.
+
+    Raises:
+        BridgeError: the trainer was started as one of several processes.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise BridgeError("--weight-bridge-mode lora_only trains in one process; start grpo.py without torchrun")
+    servers = [LoraServer(host, port, timeout, api_key, startup_timeout) for host, port in addresses]
+    return LoraBridge(servers, settings, folder, base_model)
+
+
+def _manifests(info: dict[str, Any]) -> list[Manifest]:
+    return [Manifest.from_json(rank) for rank in info["ranks"]]
+
+
+def _check_base(url: str, info: dict[str, Any], model: Decoder, name: str) -> None:
+    """Compare the server's base model with the trainer's: names, shapes, dtypes, and every bit of every weight.
+
+    Raises:
+        BridgeError: names what differs.
+    """
+    parameters = {name: p.detach() for name, p in model.named_parameters() if ".adapters." not in name}
+    shapes = {name: (tuple(p.shape), dtype_name(p.dtype)) for name, p in parameters.items()}
+    for rank, (manifest, theirs) in enumerate(zip(_manifests(info), info["base_checksums"], strict=True)):
+        problems = mismatches(manifest, shapes)
+        if problems:
+            raise BridgeError(
+                f"{len(problems)} parameter(s) of --model-name {name} and of {info['model']}, which {url} serves, differ: "
+                f"{'; '.join(problems[:5])}. Start both with the same model."
+            )
+        layout, _ = flat_layout(manifest)
+        mine = weights_checksum((item.name, source_view(item, parameters[item.name])) for item in layout)
+        if mine != theirs:
+            raise BridgeError(
+                f"the weights of --model-name {name} (checksum {mine}) are not those of {info['model']}, which {url} serves "
+                f"(rank {rank}: {theirs}): the adapter would be trained on another model than it is served on. Start both "
+                "with the same model."
+            )
+
+
+def _reason(response: httpx.Response) -> str:
+    try:
+        body = response.json()
+    except ValueError:
+        return f"{response.status_code} {response.text[:200]}"
+    return str(body.get("error") or body.get("detail") or body) if isinstance(body, dict) else str(body)
