@@ -124,4 +124,5 @@ def registration(config: TrainerConfig, starting_step: int) -> Registration:
         starting_step=starting_step,
         num_steps=config.training_steps,
         max_staleness=config.max_staleness,
+        model=config.model_name,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from example_trainer.process import StopSignal
 logger = logging.getLogger(__name__)
 
 PROGRESS_SECONDS = 10.0
+CALL_SECONDS = 2.0
 _REQUEST_SECONDS = 60.0
 _FIRST_DELAY, _LONGEST_DELAY = 0.2, 5.0
 _FIRST_POLL, _LONGEST_POLL = 0.02, 0.25
@@ -35,6 +37,7 @@ class Registration:
         save_checkpoint_interval: steps between checkpoints, 0 for none but the last.
         starting_step, num_steps: optimizer steps done and to be done in all.
         max_staleness: oldest data wanted, in weight versions; None for any.
+        model: what is trained; with checkpoint_dir it keeps one run's rollouts from another's trainer.
     """
 
     wandb_group: str
@@ -46,6 +49,7 @@ class Registration:
     starting_step: int
     num_steps: int
     max_staleness: int | None = None
+    model: str | None = None
 
 
 class _RefusedError(RolloutServiceError):
@@ -103,11 +107,14 @@ class RolloutClient:
         self._query = {} if uuid is None else {"uuid": uuid}
         self._batch_id = None
 
-    def next_batch(self) -> list[dict[str, Any]]:
+    def next_batch(self, while_waiting: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
         """Poll for a batch.
 
         A service that has lost the registration is registered with again. One that leases its batches hands the same one out
         again if the connection broke before it arrived here, or if an earlier trainer died before it acknowledged it.
+
+        Args:
+            while_waiting: called every few seconds until it comes.
 
         Returns:
             Its groups.
@@ -115,7 +122,7 @@ class RolloutClient:
         Raises:
             RolloutServiceError: no batch came in time, or the service went away for too long.
         """
-        begun = last_said = time.monotonic()
+        begun = last_said = last_called = time.monotonic()
         delay = _FIRST_POLL
         while True:
             answer = self._request("GET", "/batch", query=self._query)
@@ -138,6 +145,9 @@ class RolloutClient:
             if now - last_said > PROGRESS_SECONDS:
                 logger.info("Waiting for a batch for %.0f s: %s", now - begun, self._progress())
                 last_said = now
+            if now - last_called > CALL_SECONDS:
+                while_waiting()
+                last_called = time.monotonic()
             self.stop.wait(delay)
             delay = min(_LONGEST_POLL, delay * 1.5)
 

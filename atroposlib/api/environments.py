@@ -82,18 +82,17 @@ class Registry:
         if env_id is not None and env_id in self.last_seen:
             self.last_seen[env_id] = now
 
-    def active(self, now: float, within: float | None = None) -> list[Environment]:
-        """Connected environments that have spoken within so many seconds (by default, the limit `silent_after`)."""
-        within = self.limits.silent_after if within is None else within
+    def active(self, now: float) -> list[Environment]:
+        """Connected environments that have spoken within the limit `silent_after`."""
         return [
             self.by_id[env_id]
             for env_id, seen in self.last_seen.items()
-            if self.by_id[env_id].connected and now - seen <= within
+            if self.by_id[env_id].connected and now - seen <= self.limits.silent_after
         ]
 
     def reservations(self, batch_size: int, now: float) -> dict[int, float]:
         """Sequences of the next batch that are kept for each environment, what earlier batches owe it included."""
-        reserving = [e for e in self.active(now, self.limits.reservation_wait) if e.min_batch_allocation]
+        reserving = [e for e in self.active(now) if e.min_batch_allocation]
         scale = max(1.0, sum(e.min_batch_allocation or 0.0 for e in reserving))
         return {e.env_id: (e.min_batch_allocation or 0.0) / scale * batch_size + e.owed for e in reserving}
 

@@ -36,6 +36,7 @@ class QueueState:
         self.current_step = 0
         self.acked_version: int | None = None
         self.acks = False  # the trainer acknowledges its batches
+        self.former_version: int | None = None  # how far an earlier trainer came, if the present one began below that
         self.registry = Registry(self.limits)
         self.lines = Lines()
         self.buffers: dict[int, list[Group]] = {}
@@ -64,6 +65,7 @@ class QueueState:
                 "current_step": self.current_step,
                 "acked_version": self.acked_version,
                 "acks": self.acks,
+                "former_version": self.former_version,
                 "clock": self.registry.clock,
                 "name_counts": dict(self.registry.name_counts),
                 "next_seq": self.next_seq,
@@ -80,6 +82,7 @@ class QueueState:
         self.current_step = state.get("current_step", 0)
         self.acked_version = state.get("acked_version")
         self.acks = state.get("acks", False)
+        self.former_version = state.get("former_version")
         self.next_batch_id = state.get("next_batch_id", 1)
         self.drops.update({(reason, bucket): count for reason, bucket, count in state.get("drops", [])})
         self.registry.restore(snapshot.environments, state.get("name_counts", {}), state.get("clock", 0.0), now)
@@ -126,6 +129,10 @@ class QueueState:
         if oldest is not None and (self._pruned_below is None or oldest > self._pruned_below):
             self._pruned_below = oldest  # what comes in later is checked when it comes in
             self._drop_where(lambda group: group.version < oldest, "stale")
+
+    def _is_of_another_run(self, version: int) -> bool:
+        """Whether these weights were an earlier trainer's: the present one has not come so far, and an earlier one had."""
+        return self.former_version is not None and self.trainer_version() + 1 < version <= self.former_version
 
     def _drop_where(self, unwanted: Callable[[Group], bool], reason: str) -> None:
         gone = self.lines.remove_where(unwanted)

@@ -39,9 +39,21 @@ class RolloutQueue(QueueState):
 
     # ---- the trainer ----
 
-    def register(self, registration: Registration) -> None:
-        """A trainer registers, for the first time or again: it takes over, and batches that were leased wait for it."""
-        old = self.registration
+    def register(self, registration: Registration) -> int:
+        """A trainer registers, for the first time or again: it takes over, and batches that were leased wait for it.
+
+        What another model has sampled is dropped: all groups, if the registration is another run's, and otherwise those
+        sampled at a version that this trainer has not reached. Of a batch that was out, only stated versions count.
+
+        Returns:
+            How many groups were dropped for that.
+        """
+        old, reached = self.registration, self.trainer_version()
+        another_run = old is not None and old.is_another_run(registration)
+        if old is not None and registration.starting_step < reached:
+            self.former_version = max(reached, self.former_version or 0)
+        elif another_run:
+            self.former_version = None
         self.registration = registration
         self.current_step = registration.starting_step
         self.started = False
@@ -50,16 +62,27 @@ class RolloutQueue(QueueState):
         self.waiting = None
         self._pruned_below = None
         self._state_changed = True
+
+        def ahead(group: Group) -> bool:
+            return group.version > registration.starting_step
+
         for lease in list(self.leases.values()):
-            if old is None or old.batch_size != registration.batch_size:
+            foreign = another_run or any(group.stated and ahead(group) for group in lease.groups)
+            if foreign or old is None or old.batch_size != registration.batch_size:
                 self._dissolve(lease)
             else:  # a new record, so that an answer that is still on its way to the old trainer cannot mark it
                 self.leases[lease.batch_id] = Lease(lease.batch_id, lease.groups, returned=True)
                 self._note_lease(self.leases[lease.batch_id])
+        held = self.held_groups
+        if another_run:
+            self._drop_where(lambda group: True, "another_run")
+        self._drop_where(ahead, "ahead_of_trainer")
+        dropped = held - self.held_groups
         self._drop_where(lambda group: group.size > registration.batch_size, "larger_than_batch")
         self._drop_stale()
         for env_id in list(self.buffers):
             self._recombine(env_id)
+        return dropped
 
     def next_batch(self, now: float, received: int | None = None, uuid: int | None = None) -> Lease | None:
         """The next batch for the trainer, or None if none can be made yet.
@@ -290,6 +313,13 @@ class RolloutQueue(QueueState):
             self._count_drop("stale", draft.longest)
             reason = f"stale: sampled at weight version {version}, but the trainer takes none below {oldest} now"
             receipt = Receipt("dropped", reason=reason)
+        elif draft.version is not None and self._is_of_another_run(version):
+            self._count_drop("another_run", draft.longest)
+            reason = (
+                f"another run: sampled at weight version {version}, which an earlier trainer had reached; this one is at "
+                f"{self.sampling_version()}. Does the inference server have its weights?"
+            )
+            receipt = Receipt("dropped", reason=reason)
         else:
             receipt = self._accept(draft, version)
         if draft.key is not None:
@@ -301,7 +331,7 @@ class RolloutQueue(QueueState):
 
     def _accept(self, draft: Draft, version: int) -> Receipt:
         line = self.registry.line_of(draft.env_id)
-        group = Group(self.next_seq, line, draft.size, draft.longest, len(draft.body), version)
+        group = Group(self.next_seq, line, draft.size, draft.longest, len(draft.body), version, draft.version is not None)
         self.next_seq += 1
         self.held_groups += 1
         self.held_bytes += group.n_bytes

@@ -52,6 +52,8 @@ class RegisterTrainer(Request):
     """Weight versions by which a group may be older than the trainer when it is handed out; null for any age."""
     ack_batches: bool = False
     """The trainer sends POST /batch/ack from the first batch on; without it, the first ack tells."""
+    model: Name | None = None
+    """The model that is trained. With checkpoint_dir it tells one run from another; null where nothing does."""
 
 
 class RegisterEnv(Request):

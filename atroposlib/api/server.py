@@ -165,7 +165,7 @@ def add_trainer_routes(app: FastAPI, service: RolloutService) -> None:
         """Register the trainer. A later registration takes over, with the batches that were not acknowledged yet."""
         asked = read(RegisterTrainer, await request.body())
         registration = Registration(uuid=secrets.randbits(52), **asked.model_dump())
-        await service.run(lambda queue: queue.register(registration))
+        dropped = await service.run(lambda queue: queue.register(registration))
         logger.info(
             "trainer registered: batch_size %d, max_token_len %d, starting_step %d, max_staleness %s",
             asked.batch_size,
@@ -173,6 +173,13 @@ def add_trainer_routes(app: FastAPI, service: RolloutService) -> None:
             asked.starting_step,
             asked.max_staleness,
         )
+        if dropped:
+            logger.warning(
+                "dropped %d groups that this trainer's weights did not sample: of another run, or of a version above "
+                "starting_step %d",
+                dropped,
+                asked.starting_step,
+            )
         return answer({"uuid": registration.uuid})
 
     @app.get("/batch")

@@ -207,4 +207,4 @@ class RolloutService:
             if late:
                 logger.error("the store did not answer within %g s; what it was given last may be lost", self.commit_timeout)
         self._writer.shutdown(wait=False)
-        await asyncio.to_thread(self.store.close)
+        await asyncio.to_thread(self.store.close, True)

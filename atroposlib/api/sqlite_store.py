@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 APPLICATION_ID = 0x4C6F636B
 """Marks the file as ours."""
-FORMAT = 1
+FORMAT = 2
 PAGE_SIZE = 65536
 """Bodies are long: larger pages make fewer links."""
 CHECKPOINT_PAGES = 1024
@@ -39,11 +39,12 @@ CREATE TABLE state (id INTEGER PRIMARY KEY CHECK (id = 1), record BLOB NOT NULL)
 CREATE TABLE environments (env_id INTEGER PRIMARY KEY, record BLOB NOT NULL);
 CREATE TABLE groups (
     seq INTEGER PRIMARY KEY, line INTEGER NOT NULL, size INTEGER NOT NULL, longest INTEGER NOT NULL,
-    n_bytes INTEGER NOT NULL, version INTEGER NOT NULL, place INTEGER NOT NULL);
+    n_bytes INTEGER NOT NULL, version INTEGER NOT NULL, place INTEGER NOT NULL, stated INTEGER NOT NULL);
 CREATE TABLE bodies (seq INTEGER PRIMARY KEY, crc INTEGER NOT NULL, body BLOB NOT NULL);
 CREATE TABLE leases (batch_id INTEGER PRIMARY KEY, sent INTEGER NOT NULL, returned INTEGER NOT NULL);
 CREATE TABLE keys (
     place INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL UNIQUE, status TEXT NOT NULL, buffer_size INTEGER, reason TEXT);
+CREATE TABLE clean_stop (id INTEGER PRIMARY KEY CHECK (id = 1));
 """
 
 
@@ -64,6 +65,8 @@ class SqliteStore(Store):
         self._recent = _Recent(RECENT_BYTES)
         self._writing = threading.Lock()
         self._reading = threading.Lock()
+        self.stopped_cleanly = False
+        """The service that had the file before was stopped, rather than killed, or there was none."""
         try:
             self._writer = self._connect()
             self._prepare()
@@ -111,7 +114,7 @@ class SqliteStore(Store):
         new = self._writer.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
         (application,) = self._writer.execute("PRAGMA application_id").fetchone()
         (version,) = self._writer.execute("PRAGMA user_version").fetchone()
-        if not new and (application != APPLICATION_ID or version != FORMAT):
+        if not new and (application != APPLICATION_ID or version not in (1, FORMAT)):
             raise StoreError(
                 f"store {self.path} is not a rollout store of format {FORMAT} (application id {application:#x}, "
                 f"format {version}); pass another --store"
@@ -123,6 +126,12 @@ class SqliteStore(Store):
             self._writer.executescript(
                 f"BEGIN; {SCHEMA} PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {FORMAT}; COMMIT;"
             )
+        elif version == 1:
+            self._writer.executescript(
+                "BEGIN; ALTER TABLE groups ADD COLUMN stated INTEGER NOT NULL DEFAULT 0;"
+                f"{SCHEMA[SCHEMA.index('CREATE TABLE clean_stop') :]} PRAGMA user_version = {FORMAT}; COMMIT;"
+            )
+        self.stopped_cleanly = new or self._writer.execute("DELETE FROM clean_stop").rowcount > 0
 
     # ---- reading ----
 
@@ -145,8 +154,10 @@ class SqliteStore(Store):
             batch_id: Lease(batch_id, [], bool(sent), bool(returned))
             for batch_id, sent, returned in run("SELECT batch_id, sent, returned FROM leases ORDER BY batch_id")
         }
-        for *fields, place in run("SELECT seq, line, size, longest, n_bytes, version, place FROM groups ORDER BY seq"):
-            group = Group(*fields)
+        columns = "seq, line, size, longest, n_bytes, version, stated, place"
+        for *numbers, stated, place in run(f"SELECT {columns} FROM groups ORDER BY seq"):
+            group = Group(*numbers)
+            group.stated = bool(stated)
             if place == QUEUED:
                 snapshot.queued.append(group)
             elif place == BUFFERED:
@@ -216,10 +227,10 @@ class SqliteStore(Store):
         added = [entry for changes in together for entry in changes.added]
         if added:
             rows = [
-                (g.seq, g.line, g.size, g.longest, g.n_bytes, g.version, BUFFERED if buffered else QUEUED)
+                (g.seq, g.line, g.size, g.longest, g.n_bytes, g.version, BUFFERED if buffered else QUEUED, int(g.stated))
                 for g, _, buffered in added
             ]
-            columns = ", ".join(f"value ->> {column}" for column in range(7))
+            columns = ", ".join(f"value ->> {column}" for column in range(8))
             run(f"INSERT INTO groups SELECT {columns} FROM json_each(?)", (orjson.dumps(rows).decode(),))
             bodies = [(group.seq, zlib.crc32(body), body) for group, body, _ in added]
             self._writer.executemany("INSERT INTO bodies VALUES (?, ?, ?)", bodies)
@@ -264,9 +275,14 @@ class SqliteStore(Store):
         for table in ("state", "environments", "groups", "bodies", "leases", "keys"):
             self._writer.execute(f"DELETE FROM {table}")
 
-    def close(self) -> None:
+    def close(self, stopped: bool = False) -> None:
         """Fold the log into the file, and let go of it."""
         with self._writing, self._reading:
+            if stopped:
+                try:
+                    self._writer.execute("INSERT OR IGNORE INTO clean_stop VALUES (1)")
+                except sqlite3.Error as error:
+                    logger.error("%s; the next start will take this end for a crash", self._error(error))
             self._reader.close()
             self._writer.close()
             os.close(self._lock_file)

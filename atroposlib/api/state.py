@@ -17,10 +17,9 @@ class Limits:
     """Groups held: queued, buffered and leased."""
     max_bytes: int = 4 << 30
     """Bytes of JSON held."""
-    reservation_wait: float = 60.0
-    """Seconds for which an environment that has gone silent still keeps its reserved share of a batch empty."""
-    silent_after: float = 300.0
-    """Seconds without a word from an environment after which it no longer counts in weights and wanted groups."""
+    silent_after: float = 60.0
+    """Seconds without a word from an environment after which it no longer counts: no batch waits for its reserved share,
+    and weights and wanted groups are shared among the others."""
     max_keys: int = 65_536
     """Idempotency keys remembered; the oldest are forgotten first."""
 
@@ -54,6 +53,8 @@ class Group:
     longest: int
     n_bytes: int
     version: int
+    stated: bool = False
+    """The version is the environment's word; else it is the trainer's version when the group arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,12 @@ class Registration:
     num_steps: int
     max_staleness: int | None = None
     ack_batches: bool = False
+    model: str | None = None
+
+    def is_another_run(self, other: Registration) -> bool:
+        """Whether the two say that they train different models, or the same one into different folders."""
+        named = self.model is not None and other.model is not None
+        return named and (self.model, self.checkpoint_dir) != (other.model, other.checkpoint_dir)
 
 
 @dataclass(slots=True)

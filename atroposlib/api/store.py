@@ -50,8 +50,8 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def close(self) -> None:
-        """Let go of the file."""
+    def close(self, stopped: bool = False) -> None:
+        """Let go of the file. `stopped` leaves a mark in it that the service was stopped, rather than killed."""
 
 
 class MemoryStore(Store):
@@ -80,5 +80,5 @@ class MemoryStore(Store):
 
     bodies_at_hand = bodies
 
-    def close(self) -> None:
+    def close(self, stopped: bool = False) -> None:
         """Nothing to do."""

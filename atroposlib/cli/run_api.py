@@ -42,12 +42,24 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--store",
         metavar="PATH",
-        help="file that keeps everything, to be continued when it exists, or 'memory' "
-        "(default: runs/rollouts-PORT.db, always begun anew; what it held is moved to rollouts-PORT.previous.db)",
+        help="file that keeps everything, to be continued when it exists, or 'memory' (default: runs/rollouts-PORT.db, "
+        "continued after a crash or kill -9, begun anew after a clean stop)",
+    )
+    parser.add_argument(
+        "--new-run",
+        action="store_true",
+        help="begin a new run in any case; what the store held is moved to NAME.previous.db beside it",
     )
     parser.add_argument("--max-queue-groups", type=_positive, default=queue.max_groups, help="groups held at most")
     parser.add_argument("--max-queue-bytes", type=_bytes, default=queue.max_bytes, help="bytes held at most, such as 4G")
     parser.add_argument("--max-body-bytes", type=_bytes, default=request.max_body, help="bytes of one request, such as 256M")
+    parser.add_argument(
+        "--silent-after",
+        type=_seconds,
+        default=queue.silent_after,
+        help="seconds without a word from an environment after which no batch waits for the share that it reserved "
+        f"(default: {queue.silent_after:g})",
+    )
     parser.add_argument("--request-timeout", type=_seconds, default=request.seconds, help="seconds for one request")
     parser.add_argument("--access-log", action="store_true", help="log every request")
     return parser.parse_args(argv)
@@ -144,8 +156,11 @@ class Server(uvicorn.Server):
                 )
 
 
-def open_store(name: str | None, port: int) -> Store:
+def open_store(name: str | None, port: int, new_run: bool = False) -> Store:
     """The store that --store names.
+
+    Without a name, whoever stopped the last service and starts another means a new run, and whoever finds it dead means
+    to go on. A file that was named goes on either way.
 
     Raises:
         StoreError: it cannot be opened.
@@ -153,13 +168,26 @@ def open_store(name: str | None, port: int) -> Store:
     if name == "memory":
         logger.info("store: memory only; whatever ends this process loses all groups")
         return MemoryStore()
-    if name is not None:
-        return SqliteStore(Path(name))
-    # Whoever does not name a file expects a new run when the service is started anew: an old queue would feed the
-    # rollouts of another model to the new trainer. Nothing of it is lost: it is one --store away.
-    path = Path("runs") / f"rollouts-{port}.db"
-    path.parent.mkdir(exist_ok=True)
+    path = Path(name) if name is not None else Path("runs") / f"rollouts-{port}.db"
+    if name is None:
+        path.parent.mkdir(exist_ok=True)
+    if not path.exists():
+        return SqliteStore(path)
+    why = "as --new-run says"
+    if not new_run:
+        store = SqliteStore(path)
+        if name is not None:
+            return store
+        if not store.stopped_cleanly:
+            logger.warning(
+                "the service that used %s before was not stopped but died: going on with its run (--new-run begins a new one)",
+                path,
+            )
+            return store
+        store.close(stopped=True)
+        why = f"because the last service was stopped in good order (--store {path} would have gone on with its run)"
     groups = set_aside(path)
+    logger.info("beginning a new run, %s", why)
     if groups:
         previous = path.with_suffix(".previous.db")
         logger.warning(
@@ -175,8 +203,8 @@ def main(argv: list[str] | None = None) -> None:
     host = arguments.host or ("0.0.0.0" if arguments.api_key else "127.0.0.1")
     sock = listen(host, arguments.port)
     try:
-        store = open_store(arguments.store, sock.getsockname()[1])
-        service = RolloutService(store, Limits(arguments.max_queue_groups, arguments.max_queue_bytes))
+        store = open_store(arguments.store, sock.getsockname()[1], arguments.new_run)
+        service = RolloutService(store, Limits(arguments.max_queue_groups, arguments.max_queue_bytes, arguments.silent_after))
     except (StoreError, OSError) as error:
         raise SystemExit(f"error: {error}") from None
     if isinstance(store, SqliteStore):

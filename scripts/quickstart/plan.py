@@ -98,7 +98,7 @@ class Plan:
     def service(self) -> Command:
         """The rollout service."""
         arguments = (sys.executable, "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(self.ports.service))
-        return Command("rollout service", arguments, {}, "service.log")
+        return Command("rollout service", (*arguments, "--new-run"), {}, "service.log")
 
     def vllm(self) -> Command:
         """The inference server, its weights shared with the trainer."""

@@ -50,7 +50,8 @@ def test_evaluate_and_three_training_steps(processes: Processes, free_port: Call
     assert 0 <= evaluation["correct"] <= 200
     assert evaluation["weight_version"] == 0
 
-    service = processes.start("service", [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port)])
+    command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port), "--new-run"]
+    service = processes.start("service", command)
     processes.wait_for_http(f"http://localhost:{port}/", 60)
     processes.start("gsm8k", [*environment, "serve", *flags], may_finish=True)
     trainer = processes.start(

@@ -65,7 +65,8 @@ class Run:
     def __init__(self, processes: Processes, port: int, model: Path, folder: Path) -> None:
         self.processes, self.model, self.folder = processes, model, folder
         self.url = f"http://127.0.0.1:{port}"
-        self.service = processes.start("service", [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port)])
+        command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port), "--new-run"]
+        self.service = processes.start("service", command)
         processes.wait_for_http(self.url, seconds=60)
 
     def post(self, *numbers: int) -> None:

@@ -58,7 +58,8 @@ def client_of() -> Iterator[Callable[..., RolloutClient]]:
 
 class TestRealService:
     def start(self, processes: Processes, port: int, *options: str) -> Any:
-        service = processes.start("service", [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port), *options])
+        command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port), *(options or ["--new-run"])]
+        service = processes.start("service", command)
         processes.wait_for_http(f"http://127.0.0.1:{port}/", seconds=60)
         return service
 
@@ -214,6 +215,7 @@ def test_the_original_wire_without_leases_works(scripted: MakeServer, client_of:
         "starting_step": 3,
         "num_steps": 10,
         "max_staleness": None,
+        "model": None,
         "ack_batches": True,
     }
 

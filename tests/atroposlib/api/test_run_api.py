@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from .conftest import ROOT, Service, free_port, group, marks, trainer
+from .conftest import ROOT, Service, group, marks, trainer
 
 
 def run(*flags: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -150,28 +150,6 @@ def test_bounds_and_time_limits(tmp_path: Path) -> None:
         client.sendall(b"POST /scored_data HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
         client.settimeout(20)
         assert client.recv(1000).startswith(b"HTTP/1.1 408")
-    service.signal(signal.SIGTERM)
-
-
-def test_without_a_store_each_start_is_a_new_run_and_the_last_one_is_kept(tmp_path: Path) -> None:
-    port = free_port()
-
-    def start(*flags: str) -> Service:
-        service = Service(tmp_path, *flags, port=port)
-        service.cwd = tmp_path
-        service.environ = {"PYTHONPATH": str(ROOT)}
-        return service.start()
-
-    service = start()
-    service.begin(batch_size=4)
-    service.post("/scored_data", group(mark=5))
-    service.signal(signal.SIGKILL)
-    service = start()
-    assert service.get("/status") == {"current_step": 0, "queue_size": 0}
-    assert f"pass --store runs/rollouts-{port}.previous.db" in service.log.read_text()
-    service.signal(signal.SIGTERM)
-    service = start("--store", f"runs/rollouts-{port}.previous.db")
-    assert marks(service.get("/batch")["batch"]) == [5]
     service.signal(signal.SIGTERM)
 
 

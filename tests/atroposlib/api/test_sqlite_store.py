@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -210,3 +211,20 @@ def test_setting_a_store_aside(path: Path) -> None:
     moved = SqliteStore(path.with_suffix(".previous.db"))
     assert moved.bodies([0]) == [b"{}"]
     moved.close()
+
+
+def test_a_store_of_format_1_is_taken_over(path: Path) -> None:
+    store = SqliteStore(path)
+    store.commit([Changes(added=[(Group(0, -1, 1, 1, 2, 7, True), b"{}", False)])])
+    store.close()
+    with closing(sqlite3.connect(path)) as old:
+        old.executescript("ALTER TABLE groups DROP COLUMN stated; DROP TABLE clean_stop; PRAGMA user_version = 1;")
+    store = SqliteStore(path)
+    assert not store.stopped_cleanly
+    assert store.load().queued == [Group(0, -1, 1, 1, 2, 7, False)]
+    store.commit([Changes(added=[(Group(1, -1, 1, 1, 2, 7, True), b"{}", False)])])
+    store.close(stopped=True)
+    store = SqliteStore(path)
+    assert store.stopped_cleanly
+    assert [group.stated for group in store.load().queued] == [False, True]
+    store.close()

@@ -44,7 +44,7 @@ class ServiceMachine(RuleBasedStateMachine):
     def commit(self) -> None:
         self.store.commit([self.queue.take_changes()])
 
-    def note_drops(self) -> None:
+    def note_drops(self, another_run: bool = False, step: int | None = None) -> None:
         """A group may only vanish where the contract says so; which ones did is told by the numbers."""
         held = {group.seq for group in self.queue.lines}
         held |= {group.seq for buffer in self.queue.buffers.values() for group in buffer}
@@ -55,7 +55,11 @@ class ServiceMachine(RuleBasedStateMachine):
         for number in gone:
             stale = oldest is not None and self.version[number] < oldest
             oversize = batch_size is not None and self.size[number] > batch_size
-            assert stale or oversize, f"group {number} was lost"
+            foreign = another_run or (step is not None and self.version[number] > step)
+            assert stale or oversize or foreign, f"group {number} was lost"
+        for number in self.waiting - gone if step is not None else ():
+            assert not another_run, f"group {number} is another run's"
+            assert self.version[number] <= step, f"group {number} is of weights that are gone"
         self.waiting -= gone
         self.dropped |= gone
 
@@ -64,25 +68,30 @@ class ServiceMachine(RuleBasedStateMachine):
         staleness=st.sampled_from([None, 0, 1, 2]),
         step=st.sampled_from([0, 3, 6]),
         acks=st.booleans(),
+        model=st.sampled_from([None, "a", "a", "b"]),
     )
-    def register(self, batch_size: int, staleness: int | None, step: int, acks: bool) -> None:
+    def register(self, batch_size: int, staleness: int | None, step: int, acks: bool, model: str | None) -> None:
         old = self.queue.registration
         self.uuid += 1
-        self.queue.register(Registration(self.uuid, "g", "p", batch_size, 9, "c", 1, step, 9, staleness, acks))
+        self.queue.register(Registration(self.uuid, "g", "p", batch_size, 9, "c", 1, step, 9, staleness, acks, model))
         self.acks = acks
         self.commit()
-        if old is None or old.batch_size != batch_size:
-            self.waiting |= {seq for batch in self.out.values() for seq in batch}
-            self.out.clear()
+        another_run = old is not None and {old.model, model} == {"a", "b"}
+        for batch_id, batch in list(self.out.items()):
+            ahead = any(self.version[seq] > step for seq in batch)
+            if old is None or old.batch_size != batch_size or another_run or ahead:
+                self.waiting |= set(self.out.pop(batch_id))
         self.arrived.clear()
-        self.note_drops()
+        self.note_drops(another_run, step)
 
     @precondition(lambda self: bool(self.out))
     @rule(later=st.sampled_from([0, 3]))
     def trainer_dies_and_comes_back(self, later: int) -> None:
         trainer = self.queue.registration
         assert trainer is not None
-        self.register(trainer.batch_size, trainer.max_staleness, self.queue.current_step + later, trainer.ack_batches)
+        self.register(
+            trainer.batch_size, trainer.max_staleness, self.queue.trainer_version() + later, trainer.ack_batches, trainer.model
+        )
         self.batch(arrives=True)
 
     @precondition(lambda self: self.queue.started)

@@ -1,0 +1,129 @@
+"""What the service goes on with when it is started again, and what a trainer of another run gets. Real processes."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import ROOT, Service, environment, free_port, group, marks, trainer
+
+Start = Callable[..., Service]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts services on one port and in one folder, one after the other."""
+    port = free_port()
+    started: list[Service] = []
+
+    def run(*flags: str) -> Service:
+        service = Service(tmp_path, *flags, port=port, environ={"PYTHONPATH": str(ROOT)})
+        service.cwd = tmp_path
+        started.append(service)
+        return service.start()
+
+    yield run
+    for service in started:
+        service.signal(signal.SIGKILL)
+
+
+def begin(service: Service) -> None:
+    """A run with something of everything: a batch that is out, a queue, a buffer, a key, an environment."""
+    service.begin(batch_size=4, ack_batches=True, model="m", max_staleness=5)
+    for mark in range(4):
+        service.post("/scored_data", group(mark=mark, env_id=0, weight_versions=[1] * 4))
+    service.post("/scored_data", group(2, mark=9, env_id=0, idempotency_key="nine", weight_versions=[1, 1]))
+    batch = service.get("/batch")
+    service.post("/batch/ack", {"batch_id": batch["batch_id"], "weight_version": 1})
+    assert marks(service.get("/batch")["batch"]) == [1]
+
+
+def lasting(service: Service) -> dict[str, Any]:
+    """What /stats says, but for the time since an environment has spoken."""
+    stats: dict[str, Any] = service.get("/stats")
+    for entry in stats["environments"]:
+        del entry["seconds_silent"]
+    return stats
+
+
+def is_new(service: Service) -> bool:
+    return service.get("/status") == {"current_step": 0, "queue_size": 0} and service.get("/info")["batch_size"] == -1
+
+
+def test_the_same_command_goes_on_after_kill_9_and_begins_anew_after_a_stop(start: Start, tmp_path: Path) -> None:
+    service = start()
+    assert is_new(service)
+    begin(service)
+    before = lasting(service)
+    for _ in range(2):
+        service.signal(signal.SIGKILL)
+        service = start()
+        assert lasting(service) == before
+        assert "was not stopped but died: going on with its run (--new-run begins a new one)" in service.log.read_text()
+    assert service.status_env(0).status_code == 200, "the environment is known still"
+    assert marks(service.get("/batch")["batch"]) == [1], "the batch that was out is the trainer's"
+    assert (
+        service.post("/scored_data", group(2, mark=9, env_id=0, idempotency_key="nine", weight_versions=[1, 1]))["status"]
+        == "buffered"
+    )
+    assert lasting(service) == before, "the group was posted before"
+
+    service.signal(signal.SIGTERM)
+    service = start()
+    assert is_new(service)
+    name = Path("runs") / f"rollouts-{service.port}.db"
+    previous = name.with_suffix(".previous.db")
+    log = service.log.read_text()
+    assert f"because the last service was stopped in good order (--store {name} would have gone on" in log
+    assert f"4 groups of the last run are kept in {previous}; to continue that run, pass --store {previous}" in log
+    service.signal(signal.SIGTERM)
+    service = start("--store", str(previous))
+    assert marks(service.get("/batch")["batch"]) == [1]
+
+
+def test_a_named_store_goes_on_after_a_stop_too_unless_told_otherwise(start: Start, tmp_path: Path) -> None:
+    service = start("--store", "run.db")
+    begin(service)
+    before = lasting(service)
+    service.signal(signal.SIGTERM)
+    service = start("--store", "run.db")
+    assert lasting(service) == before
+    service.signal(signal.SIGKILL)
+    service = start("--store", "run.db", "--new-run")
+    assert is_new(service)
+    assert "beginning a new run, as --new-run says" in service.log.read_text()
+    assert (tmp_path / "run.previous.db").exists()
+
+
+def test_a_crash_of_everything_does_not_feed_the_next_run_with_the_last_ones_rollouts(start: Start) -> None:
+    """`kill -9` of all processes, and the same commands again: the service goes on, but the trainer is at step 0."""
+    service = start()
+    begin(service)
+    service.signal(signal.SIGKILL)
+    service = start()
+    again = trainer(batch_size=4, ack_batches=True, model="m", max_staleness=5)
+    service.post("/register", again)
+    assert service.get("/batch") == {"batch": None}
+    stats = service.get("/stats")
+    assert sum(entry["groups"] for entry in stats["dropped"] if entry["reason"] == "ahead_of_trainer") == 4
+    assert stats["queue"]["held_groups"] == 0
+    assert "dropped 4 groups that this trainer's weights did not sample" in service.log.read_text()
+    late = service.post("/scored_data", group(mark=5, env_id=0, weight_versions=[1] * 4))
+    assert late["status"] == "received", "one ahead may be what the trainer is sending now"
+
+
+def test_a_trainer_that_resumes_keeps_what_its_weights_sampled(start: Start) -> None:
+    service = start()
+    begin(service)
+    service.signal(signal.SIGKILL)
+    service = start()
+    service.post("/register", trainer(batch_size=4, ack_batches=True, model="m", max_staleness=5, starting_step=1))
+    assert marks(service.get("/batch")["batch"]) == [1]
+    assert service.get("/stats")["dropped"] == []
+    service.post("/register", trainer(batch_size=4, ack_batches=True, model="another", max_staleness=5, starting_step=1))
+    assert service.get("/batch") == {"batch": None}
+    assert service.post("/register-env", environment())["status"] == "success"
