@@ -108,13 +108,19 @@ class Guard:
     def spawn(self) -> int:
         """Start the command in a process group of its own; returns its process id."""
         guard = os.getpid()
+        # Held back until the child answers to signals as the command will: a SIGTERM that came while it still had this
+        # process's handlers would be swallowed, and the command would run on until the grace period is over.
+        stop_signals = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+        signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals)
         pid = os.fork()
         if pid:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals)
             return pid
         try:
             signal.set_wakeup_fd(-1)
-            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGCHLD):
+            for number in (*stop_signals, signal.SIGCHLD):
                 signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals)
             os.setpgid(0, 0)
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != guard:

@@ -51,6 +51,13 @@ def living(pids: list[int]) -> list[int]:
     return [pid for pid in pids if pid in now]
 
 
+def test_stopping_at_once_needs_no_grace_period(tmp_path: Path) -> None:
+    """The command may not even have been started when it is asked to end."""
+    for attempt in range(10):
+        process = ManagedProcess("sleeper", ["sleep", "600"], tmp_path / f"{attempt}.log", grace=600.0)
+        assert process.stop() == 128 + signal.SIGTERM
+
+
 @pytest.mark.parametrize("arguments", [[], ["stubborn"]], ids=["obedient", "ignores SIGTERM"])
 def test_stop_ends_the_whole_family(tmp_path: Path, arguments: list[str]) -> None:
     log = tmp_path / "family.log"

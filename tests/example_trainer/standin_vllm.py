@@ -1,0 +1,46 @@
+"""A server that is not ours: takes a model and a port, loads for a moment, then answers /health and /v1/models.
+
+    python standin_vllm.py MODEL PORT [FAULT]
+
+FAULT: `crashes` ends it with an error while it loads, `crashes-later` after it was ready, `never-ready` keeps it loading.
+Each start appends the model's path to $STANDIN_STARTS.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+
+def main(model: str, port: str, fault: str = "") -> None:
+    with Path(os.environ["STANDIN_STARTS"]).open("a") as starts:
+        starts.write(f"{model}\n")
+    if fault == "crashes":
+        raise RuntimeError("not enough memory for the model")
+    ready_at = time.monotonic() + 0.2
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            ready = self.path == "/health" or (time.monotonic() > ready_at and fault != "never-ready")
+            body = json.dumps({"data": [{"id": model}], "pid": os.getpid()}).encode()
+            self.send_response(200 if ready else 503)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            return None
+
+    server = ThreadingHTTPServer(("127.0.0.1", int(port)), Handler)
+    if fault == "crashes-later":
+        threading.Timer(0.6, lambda: (print("RuntimeError: an illegal memory access", flush=True), os._exit(9))).start()
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
