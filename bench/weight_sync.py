@@ -24,14 +24,15 @@ from functools import partial
 from typing import Any
 
 from bench.gpu import ceiling
-from bench.gpu.processes import BenchError, Worker, end_on_sigterm, wait_all
+from bench.gpu.processes import BenchError, Worker, end_on_sigterm, free_port, wait_all
 from bench.gpu.runs import ASK_SECONDS, Results, figures, loaded, median_of, tokens_per_second, updates_under_load
 from bench.gpu.shapes import SHAPES, model_bytes, write_model_folder
-from bench.gpu.summary import table
+from bench.gpu.summary import find_halts, table
 from bench.gpu.trainer import trainer_arguments
 from bench.gpu.vllm_server import READY_SECONDS, ServerOptions, VllmServer
 
 PARTS = ("ceiling", "bridge", "engine", "throughput")
+"""throughput: with both settings of --inflight-cache, the second on a server of its own."""
 TRAINER_TIMEOUT = 60.0
 
 
@@ -43,152 +44,175 @@ class Benchmark:
         self.shape: str = args.shape
         self.lengths = {"min_tokens": 8, "max_tokens": 24} if args.tiny else {}
         self.model = write_model_folder(work / "model", self.shape)
-        self.results = Results(args.output / f"weight_sync_{self.shape}.json")
-        gpus = args.device == "cuda"
-        mine = ",".join(map(str, range(args.tp))) if gpus else ""
-        self.trainer_gpu = str(args.tp) if gpus else "cpu"
-        self.server = VllmServer("vllm", self.model, args.output, ServerOptions(mine, args.tp, utilization=0.4))
-        stack.callback(self.server.stop)
-        self.rival: VllmServer | None = None
-        self.rival_trainer_gpu = "0"
-        if gpus and "engine" in args.parts:
-            # The mirror image, so that both servers start at the same time: their workers where our trainer will be.
-            theirs = ",".join(map(str, range(args.tp, 2 * args.tp)))
-            flags = ("--weight-transfer-config", '{"backend": "nccl"}')
-            options = ServerOptions(
-                theirs, args.tp, shared=False, utilization=0.4, flags=flags, environment=(("VLLM_SERVER_DEV_MODE", "1"),)
-            )
-            self.rival = VllmServer("vllm own engine", self.model, args.output, options)
-            stack.callback(self.rival.stop)
+        self.results = Results(args.output / f"{args.name or 'weight_sync_' + self.shape}.json")
+        self.gpus = args.device == "cuda"
+        self.load = Worker("load", "bench.gpu.load", [], args.output / "load.log", {})
+        stack.callback(self.load.stop)
 
     def run(self) -> None:
         """Everything that was asked for."""
         from bench.gpu.machine import describe
 
         args, results = self.args, self.results
+        server = self._start("vllm", mirrored=False)
+        second: VllmServer | None = None
+        # A second server starts at the same time, mirrored: its workers where our trainer will be, and the other way round.
+        if "engine" in args.parts and self.gpus:
+            second = self._start_engine()
+        elif "throughput" in args.parts:
+            second = self._start("vllm keep", mirrored=True, flags=("--inflight-cache", "keep"))
         results.put("machine", value=describe())
         for key, value in (("shape", self.shape), ("tensor_parallel_size", args.tp), ("model_bytes", model_bytes(self.shape))):
             results.put(key, value=value)
-        probes = {server.name: server.ready for server in (self.server, self.rival) if server is not None}
-        results.put("seconds_to_ready", value=wait_all(probes, READY_SECONDS))
-        print(f"ready after {results.data['seconds_to_ready']}", flush=True)
+        ready = wait_all({s.name: s.ready for s in (server, second) if s is not None}, READY_SECONDS)
+        results.put("seconds_to_ready", value=ready)
+        print(f"ready after {ready}", flush=True)
         if "ceiling" in args.parts:
-            gpus = [self.trainer_gpu, *("cpu" if args.device == "cpu" else str(i) for i in range(args.tp))]
-            small = 1 << 20 if args.device == "cpu" else 1 << 30
+            gpus = [self._trainer_gpu(False), *(str(i) if self.gpus else "cpu" for i in range(args.tp))]
+            small = 1 << 30 if self.gpus else 1 << 20
             results.measure("ceiling", run=lambda: ceiling.measure(self.shape, gpus, args.output, args.updates, gibibyte=small))
-        load = Worker("load", "bench.gpu.load", [], args.output / "load.log", {})
-        self.stack.callback(load.stop)
         if "bridge" in args.parts or "throughput" in args.parts:
-            trainer = self._trainer("trainer", "bench.gpu.trainer", self.server, self.trainer_gpu)
-            results.put("trainer", value=trainer.ask("load", timeout=120))
-            self._warm_up(load)
-            if "throughput" in args.parts:
-                results.measure("throughput", "without updates", run=lambda: self._steady(load))
-            for transfer in args.transfers:
-                self._bridge(transfer, trainer, load)
-            if "throughput" in args.parts:
-                results.measure("throughput", "without updates, again", run=lambda: self._steady(load))
-                self._ratios()
-            trainer.stop()
-        if self.rival is not None:
-            self._engine(load)
+            self._measure_bridge(server, "recompute", mirrored=False)
+        if "engine" in args.parts and self.gpus and second is not None:
+            self._measure_engine(second)
+            second.stop()
+            second = None
+        if "throughput" in args.parts:
+            if second is None:
+                second = self._start("vllm keep", mirrored=True, flags=("--inflight-cache", "keep"))
+                wait_all({second.name: second.ready}, READY_SECONDS)
+            self._measure_bridge(second, "keep", mirrored=True)
 
-    def _trainer(self, name: str, module: str, server: VllmServer, gpu: str) -> Worker:
-        environment = {"CUDA_VISIBLE_DEVICES": gpu} if self.args.device == "cuda" else {"OMP_NUM_THREADS": "1"}
+    # -- processes
+
+    def _start(self, name: str, mirrored: bool, **options: Any) -> VllmServer:
+        tp = self.args.tp
+        first = tp if mirrored else 0
+        gpus = ",".join(map(str, range(first, first + tp))) if self.gpus else ""
+        server = VllmServer(name, self.model, self.args.output, ServerOptions(gpus, tp, utilization=0.4, **options))
+        self.stack.callback(server.stop)
+        return server
+
+    def _start_engine(self) -> VllmServer:
+        flags = ("--weight-transfer-config", '{"backend": "nccl"}')
+        environment = (("VLLM_SERVER_DEV_MODE", "1"),)
+        return self._start("vllm own engine", mirrored=True, shared=False, flags=flags, environment=environment)
+
+    def _trainer_gpu(self, mirrored: bool) -> str:
+        if not self.gpus:
+            return "cpu"
+        return "0" if mirrored else str(self.args.tp)
+
+    def _trainer(self, name: str, module: str, server: VllmServer, mirrored: bool) -> Worker:
+        environment = {"CUDA_VISIBLE_DEVICES": self._trainer_gpu(mirrored)} if self.gpus else {"OMP_NUM_THREADS": "1"}
+        environment["MASTER_PORT"] = str(free_port())
         arguments = trainer_arguments(self.shape, server.port, self.args.device, TRAINER_TIMEOUT)
         worker = Worker(name, module, arguments, self.args.output / f"{name.replace(' ', '-')}.log", environment)
         self.stack.callback(worker.stop)
         return worker
 
-    def _warm_up(self, load: Worker) -> None:
+    # -- measurements
+
+    def _measure_bridge(self, server: VllmServer, inflight: str, mirrored: bool) -> None:
+        """Our bridge to one server: updates idle and under load (recompute alone), and what generation loses."""
+        args, results = self.args, self.results
+        trainer = self._trainer(f"trainer {inflight}", "bench.gpu.trainer", server, mirrored)
+        results.put("trainer", value=trainer.ask("load", timeout=120))
+        self._warm_up(server)
+        steady = "throughput" in args.parts
+        if steady:
+            results.measure("throughput", f"without updates, {inflight}", run=partial(self._steady, server))
+        for transfer in args.transfers:
+            ask = partial(trainer.ask, "connect", timeout=120, kind="broadcast", transfer=transfer)
+            if results.measure("bridge", transfer, f"connect, {inflight}", run=ask) is None:
+                continue
+            if "bridge" in args.parts and inflight == "recompute":
+                self._measure_updates(server, trainer, transfer)
+            if steady:
+                name = f"one update every {args.update_every:g} s, {transfer}, {inflight}"
+                results.measure("throughput", name, run=partial(self._steady, server, trainer))
+        if steady:
+            results.measure("throughput", f"without updates, {inflight}, again", run=partial(self._steady, server))
+            self._ratios(inflight)
+        trainer.stop()
+
+    def _measure_updates(self, server: VllmServer, trainer: Worker, transfer: str) -> None:
+        count = self.args.updates
+        measure = partial(self.results.measure, "bridge", transfer)
+        measure("idle", run=lambda: figures(trainer.ask("sync", timeout=ASK_SECONDS, count=count)))
+        measure("check", run=lambda: self._check(trainer))
+        for concurrency in self.args.concurrency:
+            measure(f"load_{concurrency}", run=partial(self._under_load, server, trainer, concurrency))
+        measure("check_after_load", run=lambda: self._check(trainer))
+
+    def _measure_engine(self, server: VllmServer) -> None:
+        """vLLM's own NCCL weight-transfer engine, with the same model, weights and load."""
+        trainer = self._trainer("trainer of vllm own engine", "bench.gpu.vllm_engine_trainer", server, mirrored=True)
+        measure = partial(self.results.measure, "vllm_engine")
+        measure("model", run=lambda: trainer.ask("load", timeout=120))
+        self._warm_up(server)
+        if measure("join", run=lambda: trainer.ask("join", timeout=180)) is None:
+            return
+        measure("idle", run=lambda: figures(trainer.ask("sync", timeout=ASK_SECONDS, count=self.args.updates)))
+        measure("check", run=lambda: trainer.ask("check", timeout=ASK_SECONDS))
+        for concurrency in self.args.concurrency:
+            measure(f"load_{concurrency}", run=partial(self._under_load, server, trainer, concurrency))
+        trainer.stop()
+
+    def _warm_up(self, server: VllmServer) -> None:
         """The first batches of each size compile kernels, which is no part of any figure."""
         concurrency = max(self.args.throughput_concurrency, *self.args.concurrency)
-        with loaded(load, self.server, self.shape, concurrency, 2 * self.args.ramp, self.lengths):
+        with loaded(self.load, server, self.shape, concurrency, 2 * self.args.ramp, self.lengths):
             pass
 
-    def _ratios(self) -> None:
-        """Compare what was sampled during updates with the mean of what was sampled before and after, without any."""
-        rows = {name: row for name, row in self.results.data["throughput"].items() if "tokens_per_s" in row}
-        without = [row["tokens_per_s"] for name, row in rows.items() if name.startswith("without")]
-        for row in rows.values():
-            if "updates" in row and any(without):
-                row["ratio"] = round(row["tokens_per_s"] * len(without) / sum(without), 4)
-        self.results.put("throughput", value=self.results.data["throughput"])
-
-    def _bridge(self, transfer: str, trainer: Worker, load: Worker) -> None:
-        args, results = self.args, self.results
-        options = {} if transfer == "default" else {"transfer": transfer}
-        connected = results.measure(
-            "bridge", transfer, "connect", run=lambda: trainer.ask("connect", timeout=120, kind="broadcast", **options)
+    def _under_load(self, server: VllmServer, trainer: Worker, concurrency: int) -> dict[str, Any]:
+        args = self.args
+        interval = args.interval * (2 if concurrency > 64 else 1)
+        return updates_under_load(
+            self.load, server, trainer, self.shape, concurrency, args.updates, interval, args.ramp, lengths=self.lengths
         )
-        if connected is None:
-            return
-        if "bridge" in args.parts:
-            results.measure(
-                "bridge", transfer, "idle", run=lambda: figures(trainer.ask("sync", timeout=ASK_SECONDS, count=args.updates))
-            )
-            results.measure("bridge", transfer, "check", run=lambda: self._check(trainer))
-            for concurrency in args.concurrency:
-                run = partial(self._under_load, load, self.server, trainer, concurrency)
-                results.measure("bridge", transfer, f"load_{concurrency}", run=run)
-            results.measure("bridge", transfer, "check_after_load", run=lambda: self._check(trainer))
-        if "throughput" in args.parts:
-            results.measure(
-                "throughput", f"one update every {args.update_every:g} s, {transfer}", run=lambda: self._steady(load, trainer)
-            )
 
-    def _steady(self, load: Worker, trainer: Worker | None = None) -> dict[str, Any]:
+    def _steady(self, server: VllmServer, trainer: Worker | None = None) -> dict[str, Any]:
         """Tokens per second over a while, with or without updates."""
         args = self.args
         count = max(1, int(args.throughput_seconds / args.update_every))
+        rows: list[dict[str, Any]] = []
 
         def work() -> None:
+            started = time.monotonic()
             if trainer is not None:
-                started = time.monotonic()
-                trainer.ask("sync", timeout=args.throughput_seconds + ASK_SECONDS, count=count, interval=args.update_every)
-                time.sleep(max(0.0, started + count * args.update_every - time.monotonic()))
-            else:
-                time.sleep(args.throughput_seconds)
+                seconds = args.throughput_seconds + ASK_SECONDS
+                rows.extend(trainer.ask("sync", timeout=seconds, count=count, interval=args.update_every))
+            time.sleep(max(0.0, started + count * args.update_every - time.monotonic()))
 
-        with loaded(load, self.server, self.shape, args.throughput_concurrency, args.ramp + 1, self.lengths) as seen:
-            rate, seconds = tokens_per_second(self.server, work)
+        with loaded(self.load, server, self.shape, args.throughput_concurrency, args.ramp + 1, self.lengths) as seen:
+            rate, seconds = tokens_per_second(server, work)
         answer: dict[str, Any] = {
             "tokens_per_s": round(rate, 1),
             "seconds": round(seconds, 2),
             "concurrency": args.throughput_concurrency,
+            "updates": len(rows),
+            "request_failures": seen["failures"],
         }
-        if trainer is not None:
-            answer["updates"] = count
-        return answer | {"request_failures": seen["failures"]}
+        halts = find_halts(seen["streams"], [(row["start"], row["end"]) for row in rows])
+        return answer | halts.to_json() | ({"halted_ms": figures(rows)["halted_ms"]} if rows else {})
+
+    def _ratios(self, inflight: str) -> None:
+        """Compare what was sampled during updates with the mean of what was sampled before and after, without any."""
+        rows = {
+            name: row for name, row in self.results.data["throughput"].items() if "tokens_per_s" in row and inflight in name
+        }
+        without = [row["tokens_per_s"] for row in rows.values() if not row["updates"]]
+        for row in rows.values():
+            if row["updates"] and any(without):
+                row["ratio"] = round(row["tokens_per_s"] * len(without) / sum(without), 4)
+        self.results.put("throughput", value=self.results.data["throughput"])
 
     def _check(self, trainer: Worker) -> dict[str, Any]:
         found: dict[str, Any] = trainer.ask("check", timeout=ASK_SECONDS, seed=1)
         if not (found["checksums_equal"] and found["new_not_old"] and found["served"] == found["version"]):
             raise BenchError(f"the weights that the server holds are not the ones that were sent: {found}")
         return found
-
-    def _engine(self, load: Worker) -> None:
-        assert self.rival is not None
-        results, args, rival = self.results, self.args, self.rival
-        trainer = self._trainer("trainer of vllm own engine", "bench.gpu.vllm_engine_trainer", rival, self.rival_trainer_gpu)
-        results.measure("vllm_engine", "load", run=lambda: trainer.ask("load", timeout=120))
-        if results.measure("vllm_engine", "join", run=lambda: trainer.ask("join", timeout=180)) is None:
-            return
-        results.measure(
-            "vllm_engine", "idle", run=lambda: figures(trainer.ask("sync", timeout=ASK_SECONDS, count=args.updates))
-        )
-        results.measure("vllm_engine", "check", run=lambda: trainer.ask("check", timeout=ASK_SECONDS))
-        for concurrency in args.concurrency:
-            run = partial(self._under_load, load, rival, trainer, concurrency)
-            results.measure("vllm_engine", f"load_{concurrency}", run=run)
-
-    def _under_load(self, load: Worker, server: VllmServer, trainer: Worker, concurrency: int) -> dict[str, Any]:
-        args = self.args
-        interval = args.interval * (2 if concurrency > 64 else 1)
-        updates = args.updates
-        return updates_under_load(
-            load, server, trainer, self.shape, concurrency, updates, interval, args.ramp, lengths=self.lengths
-        )
 
 
 def report(data: dict[str, Any]) -> str:
@@ -238,14 +262,17 @@ def report(data: dict[str, Any]) -> str:
                 f"{check['mean_logprob_difference_to_old_weights']:.3f} from the old ones'; checksums equal: "
                 f"{check.get('checksums_equal', 'not known')}"
             )
-        connect = part.get("connect", {})
+        connect: dict[str, Any] = next((row for key, row in part.items() if key.startswith("connect")), {})
         if "params_mapped" in connect:
             lines.append(f"  mapped {connect['params_mapped']}/{connect['params_total']} parameters")
     steady = data.get("throughput", {})
     if steady:
-        cells = [[name, row.get("tokens_per_s"), row.get("ratio"), row.get("updates")] for name, row in steady.items()]
-        cells = [[a, b, None if c is None else f"{c:.4f}", d] for a, b, c, d in cells]
-        lines.append(table(["generation", "tokens/s", "ratio", "updates"], cells))
+        cells = []
+        for name, row in steady.items():
+            ratio = f"{row['ratio']:.4f}" if "ratio" in row else None
+            gaps = [median_of(row, "usual_gap_ms"), median_of(row, "largest_gap_per_update_ms")]
+            cells.append([name, row.get("tokens_per_s"), ratio, row.get("updates"), *gaps])
+        lines.append(table(["generation", "tokens/s", "ratio", "updates", "usual gap ms", "gap at an update ms"], cells))
     return "\n".join(lines)
 
 
@@ -257,6 +284,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="folder for the results and the logs")
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b")
+    parser.add_argument("--name", help="of the results file, without .json")
     parser.add_argument("--tp", type=int, default=1, help="vLLM's tensor-parallel degree")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny shape and short measurements, to try the script itself")

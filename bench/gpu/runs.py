@@ -54,26 +54,17 @@ def figures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What a list of updates (BenchTrainer.sync) comes to: milliseconds by phase on both sides, speed, halt."""
     first_byte = [row["first_byte_to_verified"] for row in rows]
     moved = statistics.median(row["bytes_moved"] for row in rows)
-    halted = [row["server"]["halted"] for row in rows if "halted" in row["server"]]
-    source = "server"
-    if not halted:
-        source = "trainer, from the pause's request to the resumption's answer"
-        halted = [sum(v for k, v in row["seconds"].items() if k not in ("write", "pack", "prepare")) for row in rows]
+    halted = [row["server"]["halted"] for row in rows]
     return {
         "updates": len(rows),
         "bytes_moved": moved,
         "first_byte_to_verified_ms": spread_ms(first_byte),
         "gb_per_s": gigabytes_per_second(moved, statistics.median(first_byte)),
         "halted_ms": spread_ms(halted),
-        "halted_measured_by": source,
         "whole_update_ms": spread_ms([row["end"] - row["start"] for row in rows]),
         "phases_ms": spread_by_phase([row["seconds"] for row in rows]),
-        "server_ms": spread_by_phase([_numbers(row["server"]) for row in rows]),
+        "server_ms": spread_by_phase([row["server"] for row in rows]),
     }
-
-
-def _numbers(values: dict[str, Any]) -> dict[str, float]:
-    return {k: v for k, v in values.items() if isinstance(v, int | float) and not isinstance(v, bool)}
 
 
 @contextmanager

@@ -247,18 +247,14 @@ class BenchTrainer:
         report = self.bridge.sync(version, write)
         end = time.monotonic()
         self.version = version
-        state = httpx.get(f"{self.url}/bridge/state", timeout=30).json()
-        first_byte = getattr(report, "first_byte_to_verified", None)
-        if not first_byte:
-            first_byte = sum(report.seconds.get(phase, 0.0) for phase in ("transfer", "checksum", "commit"))
         return {
             "version": version,
             "start": start,
             "end": end,
             "seconds": report.seconds,
             "bytes_moved": report.bytes_moved,
-            "first_byte_to_verified": first_byte,
-            "server": state["last_update"],
+            "first_byte_to_verified": report.first_byte_to_verified,
+            "server": report.server_seconds,
         }
 
     def _difference(self, prompt: list[int], sampled: Tensor, served: Tensor, weights: dict[str, Tensor] | None) -> float:

@@ -1,0 +1,241 @@
+"""One copy of the weights for trainer and vLLM on the same GPU: is it one, and how long does generation stand still?
+
+    python bench/single_copy.py --output DIR                        1 GPU
+    python bench/single_copy.py --output DIR --tiny --device cpu    everything but the figures, without a GPU
+
+Proves by the GPU's memory, by writing on one side and reading on the other, and by bytes moved that there is one copy; then
+measures the pause of updates, idle and under load, also with a real optimizer. Writes single_copy.json.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[0] = str(ROOT)
+
+import argparse
+import math
+import statistics
+import tempfile
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from bench.gpu.processes import BenchError, Worker, end_on_sigterm, wait_all
+from bench.gpu.runs import ASK_SECONDS, Results, figures, median_of, updates_under_load
+from bench.gpu.shapes import SHAPES, model_bytes, write_model_folder
+from bench.gpu.summary import spread_ms, table
+from bench.gpu.trainer import trainer_arguments
+from bench.gpu.vllm_server import READY_SECONDS, ServerOptions, VllmServer
+
+TRAINER_TIMEOUT = 60.0
+ONE_COPY_SHARE = 0.05
+"""Largest share of the model's bytes that joining may add to the GPU's memory; a second copy would add all of them."""
+
+
+class Benchmark:
+    """The server, the trainer and the load of one run."""
+
+    def __init__(self, args: argparse.Namespace, work: Path, stack: ExitStack) -> None:
+        self.args = args
+        self.shape: str = args.shape
+        self.lengths = {"min_tokens": 8, "max_tokens": 24} if args.tiny else {}
+        self.results = Results(args.output / "single_copy.json")
+        gpu = "0" if args.device == "cuda" else ""
+        options = ServerOptions(gpu, utilization=args.utilization)
+        self.server = VllmServer("vllm", write_model_folder(work / "model", self.shape), args.output, options)
+        stack.callback(self.server.stop)
+        self.load = Worker("load", "bench.gpu.load", [], args.output / "load.log", {})
+        stack.callback(self.load.stop)
+        self.stack = stack
+
+    def run(self) -> None:
+        """Everything, in the order in which a reader wants to believe it."""
+        from bench.gpu.machine import describe
+
+        results, args = self.results, self.args
+        results.put("machine", value=describe())
+        results.put("shape", value=self.shape)
+        results.put("model_bytes", value=model_bytes(self.shape))
+        results.put("seconds_to_ready", value=wait_all({"vllm": self.server.ready}, READY_SECONDS)["vllm"])
+        environment = {"CUDA_VISIBLE_DEVICES": "0"} if args.device == "cuda" else {"OMP_NUM_THREADS": "1"}
+        arguments = trainer_arguments(self.shape, self.server.port, args.device, TRAINER_TIMEOUT)
+        trainer = Worker("trainer", "bench.gpu.trainer", arguments, args.output / "trainer.log", environment)
+        self.stack.callback(trainer.stop)
+        if results.measure("one_copy", run=lambda: self._one_copy(trainer)) is None:
+            return
+        results.measure("read_on_the_other_side", run=lambda: self._write_here_read_there(trainer))
+        results.measure("idle", run=lambda: pause_figures(trainer.ask("sync", timeout=ASK_SECONDS, count=args.updates)))
+        results.measure("check", run=lambda: self._check(trainer))
+        for concurrency in args.concurrency:
+            results.measure(f"load_{concurrency}", run=partial(self._loaded, trainer, concurrency, "sync"))
+        results.measure("check_after_load", run=lambda: self._check(trainer))
+        results.measure("optimizer, idle", run=partial(self._optimizer, trainer))
+        for concurrency in args.concurrency:
+            run = partial(self._loaded, trainer, concurrency, "sync_with_optimizer")
+            results.measure(f"optimizer, load_{concurrency}", run=run)
+
+    def _one_copy(self, trainer: Worker) -> dict[str, Any]:
+        """Load, join, and account for the GPU's memory: what loading took must come back when the server's memory is used."""
+        before = trainer.ask("memory", timeout=60)
+        loaded = trainer.ask("load", timeout=120, optimizer=True)
+        with_own_copy = trainer.ask("memory", timeout=60)
+        connected = trainer.ask("connect", timeout=180, kind="single_copy")
+        joined = trainer.ask("memory", timeout=60)
+        moved = connected["first_update"]["bytes_moved"]
+        answer = {
+            "params_mapped": connected["params_mapped"],
+            "params_total": connected["params_total"],
+            "model_bytes": loaded["model_bytes"],
+            "bytes_moved_by_an_update": moved,
+            "gpu_bytes_used": {"before_loading": before, "model_loaded": with_own_copy, "joined": joined},
+        }
+        # The optimizer's masters and the two sets to write from stay; the model's own copy goes.
+        freed = with_own_copy["gpu_bytes_used"] - joined["gpu_bytes_used"]
+        answer["gpu_bytes_freed_by_joining"] = freed
+        if moved:
+            raise BenchError(f"an update of a single copy moved {moved} bytes")
+        if self.args.device == "cuda" and freed < (1 - ONE_COPY_SHARE) * loaded["model_bytes"]:
+            raise BenchError(f"joining freed {freed} bytes of the {loaded['model_bytes']} that the trainer's own copy took")
+        return answer
+
+    def _write_here_read_there(self, trainer: Worker) -> dict[str, Any]:
+        """Zeros in the last norm, without a message to the server: every token must become equally likely."""
+        trainer.ask("sync", timeout=ASK_SECONDS, count=1)
+        _, before = self.server.greedy([5, 6, 7], max_tokens=1)
+        vocab = trainer.ask("flatten_head", timeout=30)["vocab"]
+        try:
+            _, flat = self.server.greedy([8, 9, 10], max_tokens=1)
+        finally:
+            trainer.ask("flatten_head", timeout=30, undo=True)
+        _, again = self.server.greedy([11, 6, 7], max_tokens=1)
+        expected = -math.log(vocab)
+        found = {"before": before[0], "zeroed": flat[0], "expected_when_zeroed": expected, "restored": again[0]}
+        if abs(flat[0] - expected) > 0.01 or min(abs(v[0] - expected) for v in (before, again)) < 0.1:
+            raise BenchError(f"vLLM does not read what the trainer writes: {found}")
+        return found
+
+    def _loaded(self, trainer: Worker, concurrency: int, command: str) -> dict[str, Any]:
+        args = self.args
+        return updates_under_load(
+            self.load,
+            self.server,
+            trainer,
+            self.shape,
+            concurrency,
+            args.updates,
+            args.interval,
+            args.ramp,
+            command,
+            self.lengths,
+            summarise=pause_figures,
+        )
+
+    def _optimizer(self, trainer: Worker) -> dict[str, Any]:
+        rows = trainer.ask("sync_with_optimizer", timeout=ASK_SECONDS, count=self.args.updates)
+        return {**pause_figures(rows), "loss": [row["loss"] for row in rows]}
+
+    def _check(self, trainer: Worker) -> dict[str, Any]:
+        found: dict[str, Any] = trainer.ask("check", timeout=ASK_SECONDS, seed=1)
+        if not (found["checksums_equal"] and found["new_not_old"] and found["served"] == found["version"]):
+            raise BenchError(f"the weights that the server samples with are not the trainer's: {found}")
+        return found
+
+
+def pause_figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Figures of updates, and how much longer than the write itself the engine stood still."""
+    found = figures(rows)
+    write = [row["seconds"]["write"] for row in rows]
+    window = [row["server"]["halted"] for row in rows]
+    found["write_ms"] = spread_ms(write)
+    found["pause_beyond_write_ms"] = spread_ms([w - own for w, own in zip(window, write, strict=True)])
+    if "optimizer_step" in rows[0]:
+        found["optimizer_step_ms"] = spread_ms([row["optimizer_step"] for row in rows])
+        found["median_seconds_per_training_step"] = round(
+            statistics.median(row["forward_backward"] + row["optimizer_step"] + row["end"] - row["start"] for row in rows), 4
+        )
+    return found
+
+
+def report(data: dict[str, Any]) -> str:
+    """The tables of a results file."""
+    lines = []
+    one = data.get("one_copy", {})
+    if "gpu_bytes_used" in one:
+        used = {name: row["gpu_bytes_used"] / 1e6 for name, row in one["gpu_bytes_used"].items()}
+        lines.append(
+            f"GPU memory in use, MB: {used['before_loading']:.0f} before, {used['model_loaded']:.0f} with the trainer's own "
+            f"copy, {used['joined']:.0f} after joining; {one['gpu_bytes_freed_by_joining'] / 1e6:.0f} freed of "
+            f"{one['model_bytes'] / 1e6:.0f} MB of weights; mapped {one['params_mapped']}/{one['params_total']}, "
+            f"{one['bytes_moved_by_an_update']} bytes moved by an update"
+        )
+    read = data.get("read_on_the_other_side", {})
+    if "zeroed" in read:
+        lines.append(
+            f"logprob served: {read['before']:.3f}, {read['zeroed']:.3f} once the trainer has zeroed the last norm "
+            f"(-log of the vocabulary: {read['expected_when_zeroed']:.3f}), {read['restored']:.3f} once it has put it back"
+        )
+    rows = []
+    for name, row in data.items():
+        if isinstance(row, dict) and "pause_beyond_write_ms" in row:
+            rows.append(
+                [
+                    name,
+                    row["updates"],
+                    *(median_of(row, "pause_beyond_write_ms", what) for what in ("median", "p90", "max")),
+                    median_of(row, "halted_ms"),
+                    median_of(row, "write_ms"),
+                    median_of(row, "optimizer_step_ms"),
+                    median_of(row, "usual_gap_ms"),
+                    median_of(row, "largest_gap_per_update_ms"),
+                ]
+            )
+    head = ["", "updates", "pause beyond the write: median ms", "p90", "max", "halted ms", "write ms", "optimizer step ms"]
+    lines += [table([*head, "usual gap ms", "gap at an update ms"], rows)] if rows else []
+    for name in ("idle", "optimizer, idle"):
+        phases = data.get(name, {}).get("phases_ms", {})
+        server = data.get(name, {}).get("server_ms", {})
+        for side, part in (("trainer", phases), ("server", server)):
+            lines.append(f"{name}, {side}: " + ", ".join(f"{key} {row['median']:.2f}" for key, row in part.items()))
+    return "\n".join(lines)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True, help="folder for the results and the logs")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a tiny shape and short measurements, to try the script itself")
+    parser.add_argument("--updates", type=int, default=20, help="per measurement")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[64])
+    parser.add_argument("--interval", type=float, default=0.5, help="seconds between updates under load")
+    parser.add_argument("--ramp", type=float, default=3.0, help="seconds from the load's start to the measurement's")
+    parser.add_argument("--utilization", type=float, default=0.3, help="share of the GPU's memory for vLLM")
+    args = parser.parse_args(arguments)
+    if args.tiny:
+        args.shape, args.concurrency = "tiny", [4]
+        args.updates, args.interval, args.ramp = min(args.updates, 3), 0.2, 0.5
+    return args
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse(arguments)
+    end_on_sigterm()
+    args.output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as work, ExitStack() as stack:
+        benchmark = Benchmark(args, Path(work), stack)
+        try:
+            benchmark.run()
+        except BenchError as error:
+            benchmark.results.failures.append(str(error))
+        finally:
+            print(report(benchmark.results.data))
+    for failure in benchmark.results.failures:
+        print(f"FAILED  {failure}")
+    return 1 if benchmark.results.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
