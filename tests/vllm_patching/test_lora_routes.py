@@ -1,0 +1,49 @@
+"""The LoRA routes of a server that cannot serve adapters, or not yet, or not to everybody."""
+
+from __future__ import annotations
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from vllm_patching.lora import AdapterSpans
+from vllm_patching.routes import LockstepService, make_router
+
+ROUTES = [("GET", "/lora/status"), ("GET", "/lora/info"), ("POST", "/lora/load"), ("POST", "/lora/unload")]
+BODY = {"path": "/adapters/one", "version": 1}
+
+
+def client(service: LockstepService) -> TestClient:
+    app = FastAPI()
+    app.include_router(make_router(service))
+    return TestClient(app)
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_each_route_wants_the_key_then_the_engine_then_the_flag(method: str, path: str) -> None:
+    service = LockstepService(["secret"])
+    server = client(service)
+    key = {"Authorization": "Bearer secret"}
+    assert server.request(method, path, json=BODY).status_code == 401
+    assert server.request(method, path, json=BODY, headers={"Authorization": "Bearer other"}).status_code == 401
+    assert server.request(method, path, json=BODY, headers=key).status_code == 503
+    service.engine = object()
+    answer = server.request(method, path, json=BODY, headers=key)
+    assert answer.status_code == 409
+    assert "--enable-lora" in answer.json()["error"]
+
+
+@pytest.mark.parametrize("body", [{}, {"path": "/x"}, {**BODY, "version": -1}, {**BODY, "name": "x"}, {**BODY, "path": ""}])
+def test_a_body_that_does_not_fit_is_refused(body: dict[str, object]) -> None:
+    assert client(LockstepService()).post("/lora/load", json=body).status_code == 422
+
+
+def test_a_request_keeps_the_version_that_it_began_with() -> None:
+    spans = AdapterSpans(3)
+    spans.start("before")
+    spans.version = 4
+    spans.start("after")
+    spans.start("gone")
+    spans.forget("gone")
+    assert spans.finish("before", 10) == [(3, 10)]
+    assert spans.finish("after", 0) == [(4, 0)]
