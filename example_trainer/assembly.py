@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from example_trainer.checkpointing import PREFIX, Checkpoints
 from example_trainer.config import TrainerConfig
@@ -13,10 +17,20 @@ from example_trainer.lora.checkpoints import ADAPTER_PREFIX, AdapterCheckpoints
 from example_trainer.lora.layers import attach_adapters
 from example_trainer.lora.peft_format import AdapterWriter, check_same_adapter
 from example_trainer.lora.settings import base_model_name
+from example_trainer.metrics import MetricsLog
+from example_trainer.metrics_server import MetricsServer
 from example_trainer.models import Decoder, load_model
+from example_trainer.models.geometry import Geometry
 from example_trainer.models.hf_checkpoint import checkpoint_dtype, find_checkpoint
 from example_trainer.optimizer import MasterAdamW
-from example_trainer.rollout_client import Registration
+from example_trainer.parallel.fsdp import sharded_decoder
+from example_trainer.parallel.ranks import Ranks, place_of
+from example_trainer.parallel.shared import NoMetrics, SharedRollouts
+from example_trainer.parallel.tensor_parallel import split_decoder
+from example_trainer.process import StopSignal
+from example_trainer.rollout_client import Registration, RolloutClient
+
+DecoderMaker = Callable[[Geometry, torch.dtype, torch.device], Decoder]
 
 
 def choose_device(config: TrainerConfig) -> torch.device:
@@ -30,6 +44,13 @@ def choose_device(config: TrainerConfig) -> torch.device:
     name = config.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    place = place_of(os.environ)
+    if place is not None and name.startswith("cuda"):
+        if name != "cuda":
+            raise ConfigError(
+                f"--device {name!r}: torchrun gives each rank its own GPU; give cuda, or set CUDA_VISIBLE_DEVICES"
+            )
+        name = f"cuda:{place[2]}"
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -41,6 +62,8 @@ def choose_device(config: TrainerConfig) -> torch.device:
         raise ConfigError(
             f"--device {name}: this process sees {count} GPUs; look at CUDA_VISIBLE_DEVICES, or give --device cpu"
         )
+    if place is not None and device.type == "cuda":
+        torch.cuda.set_device(device)
     return device
 
 
@@ -69,7 +92,32 @@ def checkpoint_prefix(config: TrainerConfig) -> str:
     return ADAPTER_PREFIX if config.lora else PREFIX
 
 
-def make_model(config: TrainerConfig, start: Path | None, dtype: torch.dtype, device: torch.device) -> Decoder:
+def refuse_ranks(config: TrainerConfig, ranks: Ranks) -> None:
+    """Say so if the options ask for something that a trainer of several ranks does not do.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    if ranks.world_size > 1 and config.lora:
+        raise ConfigError("--weight-bridge-mode lora_only trains in one process; start it without torchrun")
+    if ranks.world_size > 1 and config.vllm_restart_interval is not None:
+        raise ConfigError(
+            "--vllm-restart-interval needs a trainer of one process; start it without torchrun, or use shared_vllm"
+        )
+
+
+def decoder_maker(config: TrainerConfig, ranks: Ranks) -> DecoderMaker:
+    """How this rank makes its part of a model: vLLM's shards for a single copy, else FSDP2's; all of it without other ranks."""
+    if ranks.world_size == 1:
+        return Decoder
+    if config.single_copy:
+        return partial(split_decoder, rank=ranks.rank, size=ranks.world_size, group=dist.group.WORLD)
+    return partial(sharded_decoder, world_size=ranks.world_size)
+
+
+def make_model(
+    config: TrainerConfig, start: Path | None, dtype: torch.dtype, device: torch.device, make: DecoderMaker = Decoder
+) -> Decoder:
     """The model to train: whole, from the checkpoint `start` or as it was at first, or the frozen one with adapters.
 
     Adapters are new here even on a resume: their values are in the optimizer's state.
@@ -80,17 +128,35 @@ def make_model(config: TrainerConfig, start: Path | None, dtype: torch.dtype, de
     """
     if config.lora and start:
         check_same_adapter(start, config.lora, dtype)
-    model = load_model(config.model_name if config.lora else str(start or config.model_name), dtype, device)
+    model = load_model(config.model_name if config.lora else str(start or config.model_name), dtype, device, make)
     model.gradient_checkpointing = config.gradient_checkpointing
     if config.lora:
         attach_adapters(model, config.lora)
     return model
 
 
-def make_checkpoints(config: TrainerConfig, model: Decoder, last: int | None) -> Checkpoints:
+def make_client(config: TrainerConfig, stop: StopSignal, ranks: Ranks) -> RolloutClient | SharedRollouts:
+    """Who speaks with the rollout service: rank 0, for all."""
+    client = None
+    if ranks.is_main:
+        client = RolloutClient(config.atropos_url, stop, config.atropos_api_key, config.service_timeout, config.batch_timeout)
+        if ranks.world_size == 1:
+            return client
+    return SharedRollouts(ranks, client, config.service_timeout, config.service_timeout + config.batch_timeout)
+
+
+def make_metrics(config: TrainerConfig, first_step: int, exporter: MetricsServer | None, ranks: Ranks) -> MetricsLog:
+    """Where the figures go; they are the same on every rank, and rank 0 writes them."""
+    if not ranks.is_main:
+        return NoMetrics()
+    wandb = config.wandb_names if config.use_wandb else None
+    return MetricsLog(config.log_dir, config.shareable, first_step, wandb, exporter)
+
+
+def make_checkpoints(config: TrainerConfig, model: Decoder, last: int | None, ranks: Ranks) -> Checkpoints:
     """Where the run saves: `step_N/`, or `adapter_step_N/` in PEFT's format."""
     if not config.lora:
-        return Checkpoints(config.save_path, config.keep_optimizer_states, last)
+        return Checkpoints(config.save_path, config.keep_optimizer_states, last, ranks)
     writer = AdapterWriter(model, config.lora, base_model_name(config.model_name))
     return AdapterCheckpoints(config.save_path, config.keep_optimizer_states, last, writer)
 

@@ -7,18 +7,25 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import shutil
+from collections import deque
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from torch import Tensor
 
 from example_trainer.errors import CheckpointError
 from example_trainer.models import Decoder, save_model
 from example_trainer.optimizer import MasterAdamW
+from example_trainer.parallel.ranks import Ranks
+from example_trainer.tensor_file import write_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +94,7 @@ class Checkpoints:
         folder: created when the first one is saved.
         keep_states: how many of the newest keep their optimizer state, which is several times as large as the weights;
             0 for all.
+        ranks: rank 0 writes; the others give it what they hold.
 
     Attributes:
         last: the step of the newest one saved or resumed from by this process; None before that.
@@ -94,26 +102,56 @@ class Checkpoints:
 
     prefix = PREFIX
 
-    def __init__(self, folder: Path, keep_states: int = 1, last: int | None = None) -> None:
-        self.folder, self.keep_states, self.last = folder, keep_states, last
+    def __init__(self, folder: Path, keep_states: int = 1, last: int | None = None, ranks: Ranks | None = None) -> None:
+        self.folder, self.keep_states, self.last, self.ranks = folder, keep_states, last, ranks or Ranks()
 
     def save(self, model: Decoder, optimizer: MasterAdamW, config: dict[str, Any]) -> Path:
         """Write the checkpoint of the present step from the optimizer's masters, which the model's dtype is the rounding of.
+
+        Collective; one tensor at a time is whole on rank 0, in the same format for any number of ranks.
 
         Raises:
             CheckpointError: it could not be written whole; earlier checkpoints are as they were.
         """
         final = self.path(optimizer.steps)
+        masters, state = optimizer.whole_masters(), optimizer.whole_state()
+
+        def write() -> None:
+            try:
+                if self.ranks.is_main:
+                    self._write(model, optimizer, masters, state, config, final)
+            finally:
+                # The other ranks take part in every gathering, whether or not rank 0 could write what came before.
+                deque(masters, maxlen=0)
+                deque(state, maxlen=0)
+
+        self.ranks.together(f"writing {final.name}", write)
+        self.last = optimizer.steps
+        logger.info("Saved checkpoint %s", final)
+        if self.ranks.is_main:
+            self._drop_old_states()
+        return final
+
+    def _write(
+        self,
+        model: Decoder,
+        optimizer: MasterAdamW,
+        masters: Iterator[tuple[str, Tensor]],
+        state: Iterator[tuple[str, Tensor]],
+        config: dict[str, Any],
+        final: Path,
+    ) -> None:
         draft = self.folder / f".{final.name}.draft-{os.getpid()}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._remove_drafts()
             self._require_space(model, optimizer)
-            self._write_weights(model, optimizer, draft)
+            self._write_weights(model, optimizer.masters if self.ranks.world_size == 1 else _InOrder(masters), draft)
+            deque(masters, maxlen=0)
             (draft / STATE_FOLDER).mkdir()
-            save_file(optimizer.state_dict(), draft / STATE_FOLDER / OPTIMIZER_FILE)
-            state = {"step": optimizer.steps, "config": config}
-            (draft / STATE_FOLDER / TRAINER_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+            write_tensors(draft / STATE_FOLDER / OPTIMIZER_FILE, optimizer.whole_state_shapes(), state, torch.float32)
+            trainer = {"step": optimizer.steps, "config": config}
+            (draft / STATE_FOLDER / TRAINER_FILE).write_text(json.dumps(trainer, indent=2) + "\n", encoding="utf-8")
             _flush(draft)
             _replace(draft, final)
         except (OSError, SafetensorError) as error:
@@ -123,17 +161,13 @@ class Checkpoints:
             raise CheckpointError(
                 f"could not write checkpoint {final}: {reason}; {kept}; make room or change --save-path"
             ) from error
-        self.last = optimizer.steps
-        logger.info("Saved checkpoint %s", final)
-        self._drop_old_states()
-        return final
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step is."""
         return self.folder / f"{self.prefix}{step}"
 
-    def _write_weights(self, model: Decoder, optimizer: MasterAdamW, draft: Path) -> None:
-        save_model(model, draft, weights=optimizer.masters)
+    def _write_weights(self, model: Decoder, masters: Mapping[str, Tensor], draft: Path) -> None:
+        save_model(model, draft, weights=masters)
 
     def _remove_drafts(self) -> None:
         for draft in self.folder.glob(f".{self.prefix}*.draft-*"):
@@ -144,8 +178,8 @@ class Checkpoints:
 
     def _require_space(self, model: Decoder, optimizer: MasterAdamW) -> None:
         # Knowing beforehand is kinder than failing after gigabytes; the write itself is guarded too.
-        weights = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-        needed = weights + 12 * sum(m.numel() for m in optimizer.masters.values())
+        itemsize = next(model.parameters()).dtype.itemsize
+        needed = (itemsize + 12) * sum(math.prod(shape) for shape in optimizer.whole_shapes.values())
         free = shutil.disk_usage(self.folder).free
         if free < needed:
             raise OSError(0, f"it needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free")
@@ -157,6 +191,28 @@ class Checkpoints:
             logger.info(
                 "Removed the optimizer state of %s (--keep-optimizer-states %d); its weights stay", path, self.keep_states
             )
+
+
+class _InOrder(Mapping[str, Tensor]):
+    """Named tensors that are made one after another, asked for in that order, some several times in a row."""
+
+    def __init__(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        self._tensors = tensors
+        self._last: tuple[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        while self._last is None or self._last[0] != name:
+            self._last = None  # freed before the next one is made
+            self._last = next(self._tensors, None)
+            if self._last is None:
+                raise KeyError(name)
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        raise NotImplementedError("the names come with the tensors")
+
+    def __len__(self) -> int:
+        raise NotImplementedError("the names come with the tensors")
 
 
 def _flush(folder: Path) -> None:

@@ -94,6 +94,7 @@ class TrainerConfig(BaseModel):
     weight_decay: float = Field(0.0, ge=0, description="AdamW: decay of matrices")
     max_grad_norm: float = Field(1.0, ge=0, description="gradients are scaled down to this global norm; 0: never")
     seed: int = Field(0, ge=0, description="seed of torch's random numbers")
+    rank_timeout: float = Field(600.0, gt=0, description="under torchrun: seconds that the ranks wait for each other")
     num_threads: int | None = Field(None, ge=1, description="torch's CPU threads; not given: torch decides")
     skip_memory_check: bool = Field(False, description="load the model even if the estimate says that memory will not do")
 

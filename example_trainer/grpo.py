@@ -14,6 +14,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -21,19 +22,25 @@ from example_trainer.assembly import (
     checkpoint_prefix,
     choose_device,
     choose_dtype,
+    decoder_maker,
     make_checkpoints,
+    make_client,
+    make_metrics,
     make_model,
     make_optimizer,
+    refuse_ranks,
     registration,
 )
 from example_trainer.checkpointing import find_resume, load_state
 from example_trainer.config import TrainerConfig, parse_config
 from example_trainer.data import Batch, parse_batch
-from example_trainer.errors import CheckpointError, NonFiniteError, TrainerError
+from example_trainer.errors import CheckpointError, NonFiniteError, RankError, TrainerError
 from example_trainer.memory_plan import check_memory
-from example_trainer.metrics import MetricsLog, import_wandb, step_line, step_row
+from example_trainer.metrics import import_wandb, step_line, step_row
 from example_trainer.metrics_server import serve_metrics
 from example_trainer.models import load_model
+from example_trainer.parallel.ranks import join_ranks
+from example_trainer.parallel.shared import SharedRollouts, agreed_stop
 from example_trainer.process import StopRequested, StopSignal, run
 from example_trainer.rollout_client import RolloutClient
 from example_trainer.step import accumulate_gradients
@@ -48,18 +55,21 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
     torch.manual_seed(config.seed)
     if config.use_wandb:
         import_wandb()  # told now rather than after minutes of loading
-    exporter = serve_metrics(config.metrics_port)
     device = choose_device(config)
-    start = find_resume(config.resume, config.save_path, checkpoint_prefix(config))
     with contextlib.ExitStack() as stack:
-        bridge = make_bridge(config, stop)
+        ranks = stack.enter_context(join_ranks(config.rank_timeout, device))
+        refuse_ranks(config, ranks)
+        exporter = serve_metrics(config.metrics_port) if ranks.is_main else None
+        start = find_resume(config.resume, config.save_path, checkpoint_prefix(config))
+        bridge = make_bridge(config, stop, ranks)
         stack.callback(bridge.close)
         dtype = choose_dtype(config, bridge.serving_dtype(), device)
         check_memory(config, bridge, dtype, device)
-        model = make_model(config, start, dtype, device)
+        make = decoder_maker(config, ranks)
+        model = make_model(config, start, dtype, device, make)
         reference = None
         if config.kl_coef:
-            reference = load_model(config.reference_model or config.model_name, dtype, device).requires_grad_(False)
+            reference = load_model(config.reference_model or config.model_name, dtype, device, make).requires_grad_(False)
         # The masters are copied from the checkpoint before the bridge may put the parameters onto the server's memory.
         optimizer = make_optimizer(config, model)
         if start:
@@ -68,14 +78,14 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
         if optimizer.steps >= config.training_steps:
             logger.info("Nothing to do: %d of %d steps are done", optimizer.steps, config.training_steps)
             return
-        checkpoints = make_checkpoints(config, model, last=optimizer.steps if start else None)
+        checkpoints = make_checkpoints(config, model, last=optimizer.steps if start else None, ranks=ranks)
         options = config.shareable
-        wandb = config.wandb_names if config.use_wandb else None
-        metrics = MetricsLog(config.log_dir, options, optimizer.steps, wandb, exporter)
+        metrics = make_metrics(config, optimizer.steps, exporter, ranks)
         stack.callback(metrics.close)
-        client = RolloutClient(config.atropos_url, stop, config.atropos_api_key, config.service_timeout, config.batch_timeout)
+        client = make_client(config, stop, ranks)
         stack.callback(client.close)
 
+        stop = agreed_stop(stop, ranks)
         bridge.connect(model)
         stop.defer()  # an update of the server's weights must not be torn apart
         bridge.sync(optimizer.steps, optimizer.write_weights)  # nothing may be generated with older weights
@@ -83,7 +93,9 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
         try:
             while optimizer.steps < config.training_steps:
                 begun = time.perf_counter()
-                batch = read_batch(client, config, model.geometry.vocab_size)
+                batch = read_batch(
+                    client, config, model.geometry.vocab_size, lambda: bridge.keep_serving(optimizer.write_weights)
+                )
                 waited = time.perf_counter()
                 sums = accumulate_gradients(model, optimizer, batch, config, stop, reference)
                 step = optimizer.step()
@@ -103,7 +115,10 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
                 stop.check()
         except (StopRequested, TrainerError, BridgeError) as error:
             # What was learned is kept, unless it is what is broken.
-            if not isinstance(error, NonFiniteError | CheckpointError) and optimizer.steps not in (0, checkpoints.last):
+            if not isinstance(error, NonFiniteError | CheckpointError | RankError) and optimizer.steps not in (
+                0,
+                checkpoints.last,
+            ):
                 checkpoints.save(model, optimizer, options)
             raise
         if checkpoints.last != optimizer.steps:
@@ -111,13 +126,18 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
         logger.info("Training complete: %d steps, checkpoint %s", optimizer.steps, checkpoints.path(optimizer.steps))
 
 
-def read_batch(client: RolloutClient, config: TrainerConfig, vocab_size: int) -> Batch:
+def read_batch(
+    client: RolloutClient | SharedRollouts,
+    config: TrainerConfig,
+    vocab_size: int,
+    while_waiting: Callable[[], None] = lambda: None,
+) -> Batch:
     """Wait for a batch and check it. Says what it had to leave out or cut.
 
     Raises:
         TrainerError: nothing in the batch can be trained on.
     """
-    batch = parse_batch(client.next_batch(), config.seq_len, vocab_size, config.advantage_std)
+    batch = parse_batch(client.next_batch(while_waiting), config.seq_len, vocab_size, config.advantage_std)
     for problem in batch.invalid:
         logger.warning("Left out of the batch: %s", problem)
     if batch.truncated:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import threading
@@ -47,8 +48,12 @@ class StopSignal:
 
     def defer(self) -> None:
         """From now on, raise StopRequested in `check` and `wait` only."""
-        self._deferred = True
+        self.hold()
         self.check()
+
+    def hold(self) -> None:
+        """As `defer`, but a signal that has come already waits for the next `check`."""
+        self._deferred = True
 
     def request(self, number: int) -> None:
         """Behave as if signal `number` had come after `defer`."""
@@ -74,23 +79,32 @@ class StopSignal:
 
 
 class _Formatter(logging.Formatter):
-    """`07:53:11 message`; what is not plain information starts with its level, so that `grep ERROR` finds it."""
+    """`07:53:11 message`; what is not plain information starts with its level, so that `grep ERROR` finds it. A rank other than
+    0 says which it is: `WARNING 07:53:11 [rank 1] message`.
+    """
+
+    def __init__(self, rank: str = "0") -> None:
+        super().__init__()
+        self._prefix = "" if rank == "0" else f"[rank {rank}] "
 
     def format(self, record: logging.LogRecord) -> str:
-        line = f"{self.formatTime(record, '%H:%M:%S')} {record.getMessage()}"
+        line = f"{self.formatTime(record, '%H:%M:%S')} {self._prefix}{record.getMessage()}"
         line = line if record.levelno == logging.INFO else f"{record.levelname} {line}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
 def log_to_stdout() -> None:
-    """Send this project's log lines to standard output, and other libraries' warnings."""
+    """Send this project's log lines to standard output, and other libraries' warnings. Under torchrun, rank 0 speaks for all,
+    and the others log warnings and errors alone.
+    """
+    rank = os.environ.get("RANK", "0") if os.environ.get("WORLD_SIZE", "1") != "1" else "0"
     handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(_Formatter())
+    handler.setFormatter(_Formatter(rank))
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(logging.WARNING)
     for package in ("example_trainer", "vllm_patching"):
-        logging.getLogger(package).setLevel(logging.INFO)
+        logging.getLogger(package).setLevel(logging.INFO if rank == "0" else logging.WARNING)
 
 
 def run(main: Callable[[StopSignal], None]) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+
+from torch import Tensor
 
 from example_trainer.checkpointing import Checkpoints
 from example_trainer.lora.peft_format import AdapterWriter
 from example_trainer.models import Decoder
-from example_trainer.optimizer import MasterAdamW
 
 ADAPTER_PREFIX = "adapter_step_"
 
@@ -25,5 +27,5 @@ class AdapterCheckpoints(Checkpoints):
         super().__init__(folder, keep_states, last)
         self._writer = writer
 
-    def _write_weights(self, model: Decoder, optimizer: MasterAdamW, draft: Path) -> None:
-        self._writer.write(draft, optimizer.masters)
+    def _write_weights(self, model: Decoder, masters: Mapping[str, Tensor], draft: Path) -> None:
+        self._writer.write(draft, masters)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from typing import Any
 
 import torch
 
 from example_trainer.config import TrainerConfig
 from example_trainer.lora.settings import base_model_name
+from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal
 from example_trainer.weight_bridge.base import NoBridge, WeightBridge
 from example_trainer.weight_bridge.broadcast import BroadcastBridge
@@ -22,12 +24,13 @@ from vllm_patching.shared_memory import gpu_uuid
 logger = logging.getLogger(__name__)
 
 
-def make_bridge(config: TrainerConfig, stop: StopSignal | None = None) -> WeightBridge:
+def make_bridge(config: TrainerConfig, stop: StopSignal | None = None, ranks: Ranks | None = None) -> WeightBridge:
     """The bridge for --weight-bridge-mode, --use-shared-memory and --single-copy; connects to nothing but to choose.
 
     Args:
         config: the options.
         stop: told by a bridge that runs something in the background when training cannot go on, and heeded while it waits.
+        ranks: the trainer's processes, if it has several. Collective.
 
     Raises:
         BridgeError: the mode cannot work here.
@@ -50,18 +53,22 @@ def make_bridge(config: TrainerConfig, stop: StopSignal | None = None) -> Weight
             api_key=config.vllm_api_key,
             startup_timeout=config.service_timeout,
         )
+    sleep = time.sleep if stop is None else stop.wait
     servers = [
-        BridgeServer(host, port, config.bridge_timeout, config.vllm_api_key, startup_timeout=config.service_timeout)
+        BridgeServer(host, port, config.bridge_timeout, config.vllm_api_key, config.service_timeout, sleep)
         for host, port in config.vllm_addresses
     ]
     single = config.single_copy
-    if not single and not config.use_shared_memory:
+    several = ranks is not None and ranks.world_size > 1
+    if several and not single and not config.use_shared_memory:
+        logger.info("[Bridge] Broadcast: the trainer has several ranks (--single-copy attaches each to one of vLLM's)")
+    elif not single and not config.use_shared_memory:
         info = servers[0].wait_for_info()
         single, why = prefers_single_copy(info) if len(servers) == 1 else (False, f"there are {len(servers)} vLLM servers")
         logger.info("[Bridge] %s: %s", "Single copy" if single else "Broadcast", why)
     if single:
         return SingleCopyBridge(servers[0])
-    return BroadcastBridge(servers, config.weight_transfer)
+    return BroadcastBridge(servers, config.weight_transfer, ranks)
 
 
 def prefers_single_copy(info: dict[str, Any]) -> tuple[bool, str]:

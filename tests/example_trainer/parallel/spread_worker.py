@@ -10,8 +10,6 @@ import sys
 from functools import partial
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[3])
-
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
