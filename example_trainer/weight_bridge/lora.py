@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import time
 import uuid
@@ -234,13 +233,7 @@ def make_lora_bridge(
     api_key: str | None,
     startup_timeout: float,
 ) -> LoraBridge:
-    """A bridge to the servers at these addresses; see LoraServer and LoraBridge.
-
-    Raises:
-        BridgeError: the trainer was started as one of several processes.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise BridgeError("--weight-bridge-mode lora_only trains in one process; start grpo.py without torchrun")
+    """A bridge to the servers at these addresses; see LoraServer and LoraBridge."""
     servers = [LoraServer(host, port, timeout, api_key, startup_timeout) for host, port in addresses]
     return LoraBridge(servers, settings, folder, base_model)
 

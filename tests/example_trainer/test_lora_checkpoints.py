@@ -15,6 +15,7 @@ from example_trainer.config import TrainerConfig, parse_config
 from example_trainer.errors import CheckpointError, ConfigError
 from example_trainer.models import Decoder
 from example_trainer.optimizer import MasterAdamW
+from example_trainer.parallel.ranks import Ranks
 
 CPU = torch.device("cpu")
 
@@ -56,7 +57,7 @@ def test_stopping_and_resuming_gives_the_adapters_of_one_run(config: TrainerConf
 
     model, optimizer = begin(config, newest(config))
     train(model, optimizer, 2)
-    saved = make_checkpoints(config, model, last=None).save(model, optimizer, config.shareable)
+    saved = make_checkpoints(config, model, None, Ranks()).save(model, optimizer, config.shareable)
     assert saved == config.save_path / "adapter_step_2"
     (config.save_path / "step_9" / "trainer_state").mkdir(parents=True)
     (config.save_path / "step_9" / "trainer_state" / "trainer.json").write_text("{}")  # of a run without adapters
@@ -71,7 +72,7 @@ def test_stopping_and_resuming_gives_the_adapters_of_one_run(config: TrainerConf
 def test_a_checkpoint_is_small_and_holds_only_the_adapters(config: TrainerConfig) -> None:
     model, optimizer = begin(config, None)
     train(model, optimizer, 1)
-    saved = make_checkpoints(config, model, last=None).save(model, optimizer, config.shareable)
+    saved = make_checkpoints(config, model, None, Ranks()).save(model, optimizer, config.shareable)
     assert sorted(path.name for path in saved.iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -87,7 +88,7 @@ def test_a_checkpoint_is_small_and_holds_only_the_adapters(config: TrainerConfig
 def test_adapters_of_another_rank_are_not_continued(config: TrainerConfig) -> None:
     model, optimizer = begin(config, None)
     train(model, optimizer, 1)
-    make_checkpoints(config, model, last=None).save(model, optimizer, config.shareable)
+    make_checkpoints(config, model, None, Ranks()).save(model, optimizer, config.shareable)
     other = config.model_copy(update={"lora_r": 8})
     with pytest.raises(CheckpointError, match=r"adapter_step_1 was made with --lora-r 4, and this run has 8"):
         make_model(other, newest(other), torch.float32, CPU)
