@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import httpx
@@ -28,18 +28,26 @@ class BridgeServer:
     """Speaks HTTP to one server."""
 
     def __init__(
-        self, host: str, port: int, timeout: float, api_key: str | None = None, startup_timeout: float | None = None
+        self,
+        host: str,
+        port: int,
+        timeout: float,
+        api_key: str | None = None,
+        startup_timeout: float | None = None,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """
         Args:
             host, port: where vllm_api_server.py listens.
             timeout: seconds for each phase of an update.
             api_key: bearer token, if the server asks for one.
-            startup_timeout: seconds for the server to be there at first; by default the same as `timeout`.
+            startup_timeout: seconds for the server to be there at first, and to come back; by default the same as `timeout`.
+            sleep: how to wait between two questions; may raise to end the wait.
         """
         self.url = f"http://{host}:{port}"
         self.timeout = timeout
         self._startup_timeout = timeout if startup_timeout is None else startup_timeout
+        self._sleep = sleep
         self._instance: str | None = None
         self._said_away = False
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -85,7 +93,7 @@ class BridgeServer:
             if time.monotonic() >= next_log:
                 logger.info("[Bridge] Waiting for the vLLM server at %s (%s)", self.url, reason)
                 next_log = time.monotonic() + _LOG_EVERY_SECONDS
-            time.sleep(0.5)
+            self._sleep(0.5)
 
     def init(
         self,
@@ -195,7 +203,7 @@ class BridgeServer:
             # The old process still answers though its engine is dead: it is about to end.
             if time.monotonic() > deadline:
                 raise BridgeError(f"vLLM's engine behind {self.url} has died, and the server was not restarted; restart it")
-            time.sleep(0.5)
+            self._sleep(0.5)
 
     def _state(self) -> dict[str, Any] | None:
         """GET /bridge/state; None if there is no such answer now."""

@@ -85,14 +85,15 @@ def start_vllm(
     folder: Path,
     shared: bool = True,
     flags: tuple[str, ...] = (),
+    ready: str = "/health_generate",
 ) -> VllmServer:
-    """Start a server and wait until it generates."""
+    """Start a server and wait until it generates, or until it answers `ready`."""
     port = free_port()
     environment = {"VLLM_ENABLE_SHARED_WEIGHTS": "1" if shared else None, "LOGDIR": str(folder), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-u", ROOT / "example_trainer/vllm_api_server.py", "--model", model, "--port", str(port), *flags]
     process = processes.start("vllm", command, environment=environment)
     url = f"http://localhost:{port}"
-    processes.wait_for_http(f"{url}/health_generate", SERVER_SECONDS)
+    processes.wait_for_http(f"{url}{ready}", SERVER_SECONDS)
     return VllmServer(url, port, model, process)
 
 

@@ -318,6 +318,75 @@ def test_two_ranks_get_their_own_shards(
         single.connect(model)
 
 
+@pytest.mark.parametrize("kind", ["direct", "single_copy"])
+def test_a_server_that_was_killed_gets_the_present_weights_before_it_serves(
+    processes: Processes,
+    free_port: Callable[[], int],
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:
+    server = start_vllm(processes, free_port, tiny_model, tmp_path)
+    with joined(server, kind, free_port, monkeypatch) as (bridge, model):
+        weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+        def write() -> None:
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    weights[name] += 0.05
+                    parameter.copy_(weights[name])
+
+        def write_again() -> None:
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.copy_(weights[name])
+
+        bridge.sync(1, write)
+        processes.kill(server.process)
+        bridge.keep_serving(write_again)  # it is away: nothing happens
+        again = start_vllm(processes, lambda: server.port, tiny_model, tmp_path, ready="/bridge/state")
+        refused = httpx.get(f"{again.url}/health", timeout=30)
+        assert (refused.status_code, again.state()["weight_version"]) == (503, 0)
+        assert "waiting for its weights" in refused.json()["error"]
+        bridge.keep_serving(write_again)
+        assert httpx.get(f"{again.url}/health", timeout=30).status_code == 200
+        assert (again.state()["weight_version"], again.generate([1], max_tokens=1)["weight_versions"]) == (1, [1])
+        assert largest_difference(again, model) < TOLERANCE
+        bridge.sync(2, write)
+        assert largest_difference(again, model) < TOLERANCE
+
+
+def test_one_trainer_serves_two_servers_and_one_of_them_may_die(
+    processes: Processes, free_port: Callable[[], int], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    one = start_vllm(processes, free_port, tiny_model, tmp_path / "one")
+    two = start_vllm(processes, free_port, tiny_model, tmp_path / "two")
+    clients = [BridgeServer("localhost", s.port, BRIDGE_TIMEOUT, startup_timeout=120) for s in (one, two)]
+    bridge = BroadcastBridge(clients)
+    model = load_model(str(tiny_model), torch.float32)
+    bridge.connect(model)
+    for version in (0, 1):
+        report = bridge.sync(version, new_weights(model, version))
+        assert report.bytes_moved == 2 * sum(p.numel() * p.element_size() for p in model.parameters())
+        for server in (one, two):
+            assert server.state()["checksums"] == checksums(server, model)
+            assert largest_difference(server, model) < TOLERANCE
+    processes.kill(two.process)
+    answers: list[VllmServer] = []
+    thread = threading.Thread(
+        target=lambda: answers.append(start_vllm(processes, lambda: two.port, tiny_model, tmp_path / "two"))
+    )
+    thread.start()
+    bridge.sync(2, new_weights(model, 2))  # waits for the second one to come back
+    thread.join(120)
+    for server in (one, answers[0]):
+        assert server.state()["weight_version"] == 2
+        assert largest_difference(server, model) < TOLERANCE
+    bridge.close()
+
+
 def test_a_server_that_does_not_share_says_so(
     processes: Processes, free_port: Callable[[], int], tiny_model: Path, tmp_path: Path
 ) -> None:

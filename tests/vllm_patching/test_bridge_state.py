@@ -10,18 +10,21 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from vllm_patching.bridge_state import IN_UPDATE, BridgeConflict, BridgeState, Phase
 
 UPDATE = [Phase.PREPARED, Phase.PAUSED, Phase.TRANSFERRED, Phase.COMMITTED, Phase.VERIFIED, Phase.SERVING]
+OVERLAPPED = [Phase.PREPARED, Phase.TRANSFERRED, Phase.PAUSED, Phase.COMMITTED, Phase.VERIFIED, Phase.SERVING]
+ORDERS = {"direct": UPDATE, "overlapped": OVERLAPPED, "": UPDATE}
 
 
 def run_update(state: BridgeState, version: int) -> None:
-    for phase in UPDATE:
+    for phase in ORDERS[state.transfer]:
         state.check(state.epoch, version, phase)
         state.advance(phase, version)
 
 
-def test_an_update_goes_through_every_phase_in_order() -> None:
+@pytest.mark.parametrize("transfer", list(ORDERS))
+def test_an_update_goes_through_every_phase_in_order(transfer: str) -> None:
     state = BridgeState()
-    state.begin_epoch("trainer", "broadcast")
-    for index, phase in enumerate(UPDATE):
+    state.begin_epoch("trainer", "broadcast", transfer)
+    for index, phase in enumerate(ORDERS[transfer]):
         for other in UPDATE:
             if other is not phase:
                 with pytest.raises(BridgeConflict, match=str(other)):
@@ -82,6 +85,18 @@ def test_weights_that_were_a_mixture_stay_unhealthy_until_an_update_is_verified(
     assert state.last_error == ""
 
 
+def test_a_server_that_awaits_weights_is_healthy_only_after_an_update() -> None:
+    state = BridgeState()
+    state.await_weights("restarted under a trainer")
+    assert (state.healthy, state.in_update) == (False, False)
+    state.begin_epoch("trainer", "broadcast", "overlapped")
+    state.advance(Phase.PREPARED, 4)
+    state.fail("the trainer died", weights_intact=True)
+    assert not state.healthy, "the checkpoint's weights are still not the trainer's"
+    run_update(state, 4)
+    assert state.healthy
+
+
 class Machine(RuleBasedStateMachine):
     """Any sequence of calls: the machine never serves a version whose update was not verified on whole weights."""
 
@@ -90,13 +105,13 @@ class Machine(RuleBasedStateMachine):
         self.state = BridgeState()
         self.live_is_whole = True
 
-    @rule()
-    def join(self) -> None:
+    @rule(transfer=st.sampled_from(list(ORDERS)))
+    def join(self, transfer: str) -> None:
         if self.state.in_update:
             with pytest.raises(BridgeConflict):
-                self.state.begin_epoch("t", "broadcast")
+                self.state.begin_epoch("t", "broadcast", transfer)
         else:
-            self.state.begin_epoch("t", "broadcast")
+            self.state.begin_epoch("t", "broadcast", transfer)
 
     @precondition(lambda self: self.state.epoch > 0)
     @rule(phase=st.sampled_from(UPDATE), version=st.integers(0, 5))
