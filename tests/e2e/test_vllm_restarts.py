@@ -1,0 +1,80 @@
+"""Legacy mode with every process real: the trainer owns vLLM, restarts it on checkpoints, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from scripts.quickstart.guard import descendants, parents
+from scripts.quickstart.ports import is_free
+from tests.conftest import ROOT, Processes
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540)]
+
+STARTER = ROOT / "assets" / "starter_model"
+
+
+def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
+    processes: Processes, free_port: Callable[[], int], tmp_path: Path
+) -> None:
+    port, vllm_port, metrics_port = free_port(), free_port(), free_port()
+    url, vllm = f"http://localhost:{port}", f"http://localhost:{vllm_port}"
+    folder, log = tmp_path / "trainer", tmp_path / "trainer" / "vllm.log"
+    processes.start("service", [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port)])
+    flags = ["--env.rollout_server_url", url, "--openai.base_url", vllm, "--env.max_token_length", "24"]
+    environment = processes.start(
+        "environment",
+        [sys.executable, ROOT / "environments/arithmetic_server.py", "serve", *flags, "--env.group_size", "8"],
+        may_finish=True,
+    )
+    command = [
+        *(sys.executable, "-u", ROOT / "example_trainer/grpo.py", "--model-name", STARTER, "--lr", "1e-4"),
+        *("--weight-bridge-mode", "none", "--vllm-restart-interval", "2", "--vllm-port", str(vllm_port)),
+        *("--vllm-args", "--max-model-len 256 --max-num-seqs 32", "--metrics-port", str(metrics_port)),
+        *("--atropos-url", url, "--batch-size", "16", "--gradient-accumulation-steps", "1", "--training-steps", "50"),
+        *("--checkpoint-interval", "2", "--num-threads", "1", "--seq-len", "256"),
+        *("--save-path", tmp_path / "checkpoints", "--log-dir", folder),
+    ]
+    trainer = processes.start("trainer", command, {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_SHARED_WEIGHTS": "1"}, grace=60)
+
+    def rows() -> list[dict[str, Any]]:
+        path = folder / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def wait_for_step(step: int) -> None:
+        processes.wait_until(f"step {step}", lambda: None if len(rows()) >= step else f"{len(rows())} steps", 200)
+
+    def versions_of_an_answer() -> list[int]:
+        body = {"prompt": {"prompt_token_ids": [5, 6, 7]}, "max_tokens": 2}
+        answer: list[int] = httpx.post(f"{vllm}/generate", json=body, timeout=60).json()["weight_versions"]
+        return answer
+
+    wait_for_step(4)
+    assert [row["weight_version"] for row in rows()[:4]] == [0, 2, 2, 4]
+    assert re.findall(r"==== weight version (\d+): ", log.read_text()) == ["0", "2", "4"]
+    assert versions_of_an_answer() == [4]
+    assert "lockstep_weight_version 4.0" in httpx.get(f"{vllm}/metrics", timeout=30).text
+    assert "lockstep_trainer_served_weight_version 4.0" in httpx.get(f"http://localhost:{metrics_port}/metrics").text
+    # What the server was started on is a checkpoint like any other, and was written once.
+    assert trainer.log_path.read_text().count("Saved checkpoint") == 2
+
+    # A person's SIGTERM: what was learned is kept, and no process of the server's is left.
+    family = descendants(trainer.command_pid())
+    assert len(family) >= 3  # guard, API server, engine
+    assert processes.stop(trainer) == 128 + signal.SIGTERM
+    text = trainer.log_path.read_text()
+    assert "Stopped by SIGTERM" in text
+    assert "ERROR" not in text
+    assert not set(family) & parents().keys()
+    assert is_free(vllm_port)
+    assert environment.poll() is None  # it waits, while vLLM is restarted and when the trainer is gone
+    last = rows()[-1]["step"]
+    assert (tmp_path / "checkpoints" / f"step_{last}" / "model.safetensors").is_file()
