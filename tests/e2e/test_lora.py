@@ -1,0 +1,351 @@
+"""LoRA with the real vLLM: an adapter is served as the merged model would be, at once, and what goes wrong changes nothing."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from example_trainer.lora.layers import adapters_of, attach_adapters, merged_weights
+from example_trainer.lora.peft_format import AdapterWriter
+from example_trainer.lora.settings import TARGETS, LoraSettings
+from example_trainer.models import Decoder, load_model
+from example_trainer.weight_bridge.base import BridgeError
+from example_trainer.weight_bridge.lora import LoraBridge, LoraServer
+from tests.conftest import ROOT, Processes
+from tests.e2e.conftest import BRIDGE_TIMEOUT, VllmServer, make_tiny_model, start_vllm
+
+pytestmark = pytest.mark.e2e
+
+PROMPTS = ([72, 101, 108, 108, 111], [1], list(range(30, 230)))
+"""The last one is longer than a block of the prefix cache, which has 128 tokens on a CPU."""
+TOLERANCE = 2e-5
+"""Largest difference of two float32 logprobs that were computed by different kernels; adapters change them by far more."""
+CLEARLY = 0.2
+SETTINGS = LoraSettings(8, 16.0, 0.0, TARGETS)
+
+
+@pytest.fixture(scope="module")
+def lora_server(
+    module_processes: Processes, free_port: Callable[[], int], tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> VllmServer:
+    folder = tmp_path_factory.mktemp("vllm")
+    (folder / "chat.jinja").write_text("{{ messages[0]['content'] }}")
+    flags = ("--enable-lora", "--bridge-timeout", str(BRIDGE_TIMEOUT), "--chat-template", str(folder / "chat.jinja"))
+    return start_vllm(module_processes, free_port, tiny_model, folder, shared=False, flags=flags)
+
+
+def adapted(folder: Path, settings: LoraSettings = SETTINGS) -> Decoder:
+    model = load_model(str(folder), torch.float32)
+    attach_adapters(model, settings)
+    return model
+
+
+def redraw(model: Decoder, seed: int) -> Callable[[], None]:
+    """A write_weights that gives every adapter other random values."""
+
+    def write() -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for found in adapters_of(model):
+            for parameter in found.adapter.parameters():
+                parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+
+    return write
+
+
+def merged(model: Decoder, folder: Path) -> Decoder:
+    whole = load_model(str(folder), torch.float32)
+    whole.load_state_dict(merged_weights(model))
+    return whole
+
+
+def trainer_logprobs(model: Decoder, prompt: list[int], completion: list[int]) -> torch.Tensor:
+    """Logprobs, shape (completion,), of the trainer's own forward pass."""
+    with torch.no_grad():
+        logprobs = model.logits(torch.tensor([prompt + completion]))[0].log_softmax(-1)
+    positions = torch.arange(len(prompt) - 1, len(prompt) + len(completion) - 1)
+    return logprobs[positions, torch.tensor(completion)]
+
+
+def difference(answer: dict[str, Any], model: Decoder) -> float:
+    """Over every token of an answer: |logprob of vLLM - logprob of the trainer's own forward pass|."""
+    worst = 0.0
+    for tokens, logprobs in zip(answer["token_ids"], answer["logprobs"], strict=True):
+        served = torch.tensor([position[str(token)] for position, token in zip(logprobs, tokens, strict=True)])
+        worst = max(worst, float((served - trainer_logprobs(model, answer["prompt_token_ids"], tokens)).abs().max()))
+    return worst
+
+
+def sample(server: VllmServer, version: int) -> list[dict[str, Any]]:
+    answers = [server.generate(prompt, n=2, max_tokens=12, seed=7, ignore_eos=True) for prompt in PROMPTS]
+    assert all(answer["weight_versions"] == [version, version] for answer in answers)
+    return answers
+
+
+def status(server: VllmServer) -> dict[str, Any]:
+    answer: dict[str, Any] = httpx.get(f"{server.url}/lora/status", timeout=30).json()
+    return answer
+
+
+def load(server: VllmServer, path: Path | str, **body: object) -> httpx.Response:
+    return httpx.post(f"{server.url}/lora/load", json={"path": str(path), "version": 99, **body}, timeout=60)
+
+
+@pytest.fixture
+def joined(lora_server: VllmServer, tmp_path: Path) -> Iterator[tuple[LoraBridge, Decoder]]:
+    """A trainer's half of the bridge and its model. The server serves the base model before and after."""
+    httpx.post(f"{lora_server.url}/lora/unload", timeout=30).raise_for_status()
+    server = LoraServer("localhost", lora_server.port, BRIDGE_TIMEOUT, None, BRIDGE_TIMEOUT)
+    bridge = LoraBridge([server], SETTINGS, tmp_path / "saved", str(lora_server.model))
+    assert bridge.serving_dtype() is torch.float32
+    model = adapted(lora_server.model)
+    bridge.connect(model)
+    yield bridge, model
+    bridge.close()
+    httpx.post(f"{lora_server.url}/lora/unload", timeout=30).raise_for_status()
+
+
+def test_every_adapter_is_served_as_the_merged_model(lora_server: VllmServer, joined: tuple[LoraBridge, Decoder]) -> None:
+    bridge, model = joined
+    base = load_model(str(lora_server.model), torch.float32)
+    assert max(difference(answer, base) for answer in sample(lora_server, 0)) < TOLERANCE
+    assert bridge.params_mapped == bridge.params_total == 2 * 7 * 2
+    before = base
+    for version in (1, 2, 3):  # the same prompts each time: nothing of an older adapter may come out of the prefix cache
+        report = bridge.sync(version, redraw(model, version))
+        now = merged(model, lora_server.model)
+        answers = sample(lora_server, version)
+        assert max(difference(answer, now) for answer in answers) < TOLERANCE
+        assert min(difference(answer, before) for answer in answers) > CLEARLY
+        before = now
+        served = status(lora_server)
+        assert served["current"]["checksum"] == report.checksum
+        assert (served["current"]["version"], served["weight_version"], served["current"]["rank"]) == (version, version, 8)
+        assert set(served["last_swap"]) == {"wait", "read", "check", "install", "call", "total"}
+        assert report.bytes_moved == sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    folders = {path.name.partition("-")[0] for path in Path(served["current"]["path"]).parent.iterdir()}
+    assert folders == {"v3"}
+    assert served["retiring"] == []
+
+
+def test_prefixes_are_shared_under_one_adapter(lora_server: VllmServer, joined: tuple[LoraBridge, Decoder]) -> None:
+    """The control of the test above: there is a cache, and it works."""
+
+    def hits() -> float:
+        text = httpx.get(f"{lora_server.url}/metrics", timeout=30).text
+        return sum(float(value) for value in re.findall(r"^vllm:prefix_cache_hits_total\S* (\S+)", text, re.MULTILINE))
+
+    bridge, model = joined
+    bridge.sync(1, redraw(model, 11))
+    prompt = list(range(40, 240))
+    counts = [hits()]
+    for _ in range(2):
+        lora_server.generate(prompt, max_tokens=1)
+        counts.append(hits())
+    assert counts[1] == counts[0]
+    assert counts[2] > counts[1]
+
+
+def test_completions_and_chat_use_the_newest_adapter(lora_server: VllmServer, joined: tuple[LoraBridge, Decoder]) -> None:
+    bridge, model = joined
+    bodies = {
+        "completions": {"prompt": [1, 2, 3], "logprobs": 0},
+        "chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True},
+    }
+
+    def ask(route: str) -> list[float]:
+        body = {"model": str(lora_server.model), "max_tokens": 3, "temperature": 0, "ignore_eos": True, **bodies[route]}
+        response = httpx.post(f"{lora_server.url}/v1/{route}", json=body, timeout=60)
+        assert response.status_code == 200, response.text
+        found = response.json()["choices"][0]["logprobs"]
+        return found.get("token_logprobs") or [token["logprob"] for token in found["content"]]
+
+    before = {route: ask(route) for route in bodies}
+    bridge.sync(1, redraw(model, 21))
+    for route, logprobs in before.items():
+        assert max(abs(one - two) for one, two in zip(ask(route), logprobs, strict=True)) > 0.01, route
+    prompt = [1, 2, 3]
+    tokens = lora_server.generate(prompt, max_tokens=3, temperature=0, ignore_eos=True)["token_ids"][0]
+    expected = trainer_logprobs(merged(model, lora_server.model), prompt, tokens)
+    assert (torch.tensor(ask("completions")) - expected).abs().max() < TOLERANCE
+
+
+def test_a_request_that_is_under_way_keeps_its_adapter(lora_server: VllmServer, joined: tuple[LoraBridge, Decoder]) -> None:
+    bridge, model = joined
+    bridge.sync(1, redraw(model, 31))
+    first = merged(model, lora_server.model)
+    answers: list[dict[str, Any]] = []
+    prompt = [5, 6, 7]
+    thread = threading.Thread(
+        target=lambda: answers.append(lora_server.generate(prompt, n=4, max_tokens=450, seed=3, ignore_eos=True))
+    )
+    thread.start()
+    deadline = time.monotonic() + 30
+    while status(lora_server)["current"]["requests"] != 4:
+        assert time.monotonic() < deadline, "the requests never ran"
+    bridge.sync(2, redraw(model, 32))
+    during = status(lora_server)
+    assert [(old["version"], old["requests"]) for old in during["retiring"]] == [(1, 4)]
+    assert Path(during["retiring"][0]["path"]).is_dir()
+    crossing = sample(lora_server, 2)
+    thread.join(120)
+    assert answers[0]["weight_versions"] == [1] * 4
+    assert answers[0]["weight_version_spans"] == [[[1, 450]]] * 4
+    assert difference(answers[0], first) < 5 * TOLERANCE
+    second = merged(model, lora_server.model)
+    assert max(difference(answer, second) for answer in crossing) < TOLERANCE
+    assert status(lora_server)["retiring"] == []
+    bridge.sync(3, redraw(model, 33))
+    assert max(difference(answer, merged(model, lora_server.model)) for answer in sample(lora_server, 3)) < TOLERANCE
+
+
+def test_what_cannot_be_served_changes_nothing(
+    lora_server: VllmServer, joined: tuple[LoraBridge, Decoder], tmp_path: Path
+) -> None:
+    bridge, model = joined
+    bridge.sync(4, redraw(model, 41))
+    served = merged(model, lora_server.model)
+    good = Path(status(lora_server)["current"]["path"])
+
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(good, tmp_path / name))
+
+    cut, spoilt, other = copy("cut"), tmp_path / "spoilt", tmp_path / "other"
+    (cut / "adapter_model.safetensors").write_bytes((cut / "adapter_model.safetensors").read_bytes()[:-8])
+    not_finite = adapted(lora_server.model)
+    not_finite.get_parameter(next(adapters_of(not_finite)).parameter_name("lora_B")).data[0, 0] = float("nan")
+    AdapterWriter(not_finite, SETTINGS, "x").write(spoilt)
+    deeper = adapted(make_tiny_model(tmp_path / "deeper", layers=3))
+    AdapterWriter(deeper, SETTINGS, "x").write(other)
+    big = LoraSettings(32, 64.0, 0.0, TARGETS)
+    AdapterWriter(adapted(lora_server.model, big), big, "x").write(tmp_path / "big")
+    for path, body, code, message in [
+        (tmp_path / "none", {}, 400, "cannot read .*/none/adapter_config.json: No such file or directory"),
+        ("relative/folder", {}, 400, "path 'relative/folder' must be absolute"),
+        (cut, {}, 400, "holds .* bytes of data, its header describes"),
+        (spoilt, {}, 422, "rank 0: .* holds NaN or infinity"),
+        (other, {}, 400, "layers.2.* has no place in the served model of 2 layers"),
+        (tmp_path / "big", {}, 400, "rank 32 does not fit this server.* --max-lora-rank 16"),
+        (good, {"checksum": "0" * 32}, 422, "checksum .*, 0{32} was announced"),
+        (good, {"replaces": "lora-v0-1"}, 409, "is served, not lora-v0-1: another trainer"),
+    ]:
+        response = load(lora_server, path, **body)
+        assert response.status_code == code, response.text
+        assert re.search(message, response.json()["error"]), response.text
+        assert status(lora_server)["last_error"] == response.json()["error"]
+    assert max(difference(answer, served) for answer in sample(lora_server, 4)) < TOLERANCE
+    bridge.sync(5, redraw(model, 42))
+    assert status(lora_server)["last_error"] == ""
+    assert max(difference(answer, merged(model, lora_server.model)) for answer in sample(lora_server, 5)) < TOLERANCE
+
+
+def test_a_trainer_on_another_base_model_is_told(lora_server: VllmServer, tmp_path: Path) -> None:
+    server = LoraServer("localhost", lora_server.port, BRIDGE_TIMEOUT, None, BRIDGE_TIMEOUT)
+    for name, folder, settings, message in [
+        ("weights", make_tiny_model(tmp_path / "twin", seed=1), SETTINGS, r"the weights of --model-name .*twin \(checksum"),
+        ("layers", make_tiny_model(tmp_path / "deep", layers=3), SETTINGS, r"8 parameter\(s\) .* differ: .*layers\.2"),
+        ("rank", lora_server.model, LoraSettings(32, 1.0, 0.0, TARGETS), r"--lora-r 32, and .* takes ranks up to 16"),
+    ]:
+        bridge = LoraBridge([server], settings, tmp_path, str(folder))
+        with pytest.raises(BridgeError, match=message):
+            bridge.connect(adapted(folder, settings))
+        assert not (tmp_path / "serving").exists(), name
+
+
+def test_two_trainers_on_one_server_are_told(lora_server: VllmServer, joined: tuple[LoraBridge, Decoder]) -> None:
+    bridge, model = joined
+    bridge.sync(1, redraw(model, 51))
+    assert load(lora_server, status(lora_server)["current"]["path"]).status_code == 200
+    with pytest.raises(BridgeError, match=r"refused the adapter of version 2: lora-v99-\d+ is served, not lora-v1-"):
+        bridge.sync(2, redraw(model, 52))
+    with pytest.raises(BridgeError, match="two trainers share a server"):
+        bridge.keep_serving(lambda: None)
+
+
+def test_a_server_that_lost_the_adapter_gets_it_again(lora_server: VllmServer, joined: tuple[LoraBridge, Decoder]) -> None:
+    bridge, model = joined
+    bridge.sync(6, redraw(model, 61))
+    bridge.keep_serving(lambda: None)
+    assert status(lora_server)["current"]["version"] == 6
+    httpx.post(f"{lora_server.url}/lora/unload", timeout=30).raise_for_status()  # what a restart leaves: no adapter
+    bridge.keep_serving(lambda: None)
+    assert max(difference(answer, merged(model, lora_server.model)) for answer in sample(lora_server, 6)) < TOLERANCE
+
+
+def made_up_group(number: int) -> dict[str, Any]:
+    rng = random.Random(number)
+    prompt = [rng.randrange(250) for _ in range(3)]
+    responses = [[rng.randrange(250) for _ in range(rng.randint(4, 10))] for _ in range(4)]
+    return {
+        "tokens": [prompt + response for response in responses],
+        "masks": [[-100] * 3 + response for response in responses],
+        "scores": [float(i % 2) for i in range(4)],
+        "inference_logprobs": [[1.0] * 3 + [-6.0 + rng.random() for _ in response] for response in responses],
+        "weight_versions": [0] * 4,
+    }
+
+
+def test_training_serves_each_step_and_saves_what_peft_loads(
+    lora_server: VllmServer, processes: Processes, free_port: Callable[[], int], tmp_path: Path
+) -> None:
+    httpx.post(f"{lora_server.url}/lora/unload", timeout=30).raise_for_status()
+    api = f"http://127.0.0.1:{free_port()}"
+    processes.start("service", [sys.executable, "-m", "atroposlib.cli.run_api", "--port", api.rpartition(":")[2]])
+    processes.wait_for_http(api, seconds=60)
+
+    def trainer(steps: int, *options: str) -> str:
+        command = [sys.executable, "-u", ROOT / "example_trainer/grpo.py", "--model-name", lora_server.model]
+        command += ["--weight-bridge-mode", "lora_only", "--lora-r", "16", "--lora-alpha", "32", "--lr", "1e-2"]
+        command += ["--vllm-port", str(lora_server.port), "--atropos-url", api, "--training-steps", str(steps)]
+        command += [
+            "--batch-size",
+            "4",
+            "--gradient-accumulation-steps",
+            "1",
+            "--seq-len",
+            "64",
+            "--num-threads",
+            "1",
+            *options,
+        ]
+        process = processes.start("trainer", [*command, *options], directory=tmp_path, may_finish=True)
+        for number in range(steps):
+            httpx.post(f"{api}/scored_data", json=made_up_group(number)).raise_for_status()
+        return processes.finish(process, seconds=120)
+
+    text = trainer(3)
+    assert "equal on both sides, bit for bit" in text
+    saved = tmp_path / "trained_model_checkpoints"
+    assert [path.name for path in sorted(saved.iterdir())] == ["adapter_step_3", "serving"]
+    assert (status(lora_server)["current"]["version"], status(lora_server)["current"]["rank"]) == (3, 16)
+    rows = [json.loads(line) for line in (tmp_path / "runs/grpo/metrics.jsonl").read_text().splitlines()]
+    assert [row["weight_version"] for row in rows] == [1, 2, 3]
+    assert all(row["params_mapped"] == row["params_total"] == 28 for row in rows)
+    assert rows[-1]["checksum"] == status(lora_server)["current"]["checksum"]
+
+    text = trainer(4, "--resume", "auto")
+    assert "Resuming from trained_model_checkpoints/adapter_step_3 at step 3" in text
+    assert status(lora_server)["current"]["version"] == 4
+    base = AutoModelForCausalLM.from_pretrained(lora_server.model)
+    peft = PeftModel.from_pretrained(base, saved / "adapter_step_4").eval()
+    for answer in sample(lora_server, 4):
+        prompt = answer["prompt_token_ids"]
+        for tokens, logprobs in zip(answer["token_ids"], answer["logprobs"], strict=True):
+            with torch.no_grad():
+                expected = peft(torch.tensor([prompt + tokens])).logits[0].log_softmax(-1)
+            for i, token in enumerate(tokens):
+                assert abs(logprobs[i][str(token)] - float(expected[len(prompt) + i - 1, token])) < 5 * TOLERANCE
+    httpx.post(f"{lora_server.url}/lora/unload", timeout=30).raise_for_status()
