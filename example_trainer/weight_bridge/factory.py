@@ -67,7 +67,7 @@ def make_bridge(config: TrainerConfig, stop: StopSignal | None = None, ranks: Ra
         single, why = prefers_single_copy(info) if len(servers) == 1 else (False, f"there are {len(servers)} vLLM servers")
         logger.info("[Bridge] %s: %s", "Single copy" if single else "Broadcast", why)
     if single:
-        return SingleCopyBridge(servers[0])
+        return SingleCopyBridge(servers[0], ranks)
     return BroadcastBridge(servers, config.weight_transfer, ranks)
 
 

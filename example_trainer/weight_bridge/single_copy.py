@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from example_trainer.parallel.gather import full_parameters
+from example_trainer.parallel.ranks import Ranks
 from example_trainer.weight_bridge.base import BridgeError, SyncReport, WeightBridge
 from example_trainer.weight_bridge.phases import timed
 from example_trainer.weight_bridge.server import BridgeServer, Shapes, check_layout, manifests_of, served_dtype, shapes_of
 from vllm_patching.checksum import WeightSums
 from vllm_patching.manifest import flat_layout, local_view
-from vllm_patching.shared_memory import SharedMemoryError, open_handles
+from vllm_patching.shared_memory import SharedMemoryError, gpu_uuid, open_handles
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +26,19 @@ logger = logging.getLogger(__name__)
 class SingleCopyBridge(WeightBridge):
     """The optimizer writes into vLLM's own storage, while the server is paused.
 
+    A trainer of several ranks has one for each of vLLM's: each writes the storage of the rank with its own number.
+
     A server that is killed and started again is found; the parameters become views on the new server's memory.
     """
 
-    def __init__(self, server: BridgeServer) -> None:
+    def __init__(self, server: BridgeServer, ranks: Ranks | None = None) -> None:
+        """
+        Args:
+            server: what rank 0 asks; the other ranks do not use it.
+            ranks: the trainer's processes, if it has several.
+        """
         self._server = server
+        self._ranks = ranks or Ranks()
         self._model: torch.nn.Module | None = None
         self._shapes: Shapes = {}
         self._sums: WeightSums | None = None
@@ -38,7 +47,7 @@ class SingleCopyBridge(WeightBridge):
         self._version = 0
 
     def serving_dtype(self) -> torch.dtype | None:
-        return served_dtype(self._server.wait_for_info())
+        return served_dtype(self._ask())
 
     def connect(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -51,7 +60,10 @@ class SingleCopyBridge(WeightBridge):
         try:
             return self._update(version, write_weights)
         except BridgeError as error:
-            if not self._server.wait_for_restart(f"[Bridge] {error}; looking whether the server was restarted"):
+            waiting = f"[Bridge] {error}; looking whether the server was restarted"
+            if not self._ranks.on_main(
+                "asking vLLM", lambda: self._server.wait_for_restart(waiting), self._server.longest_wait
+            ):
                 raise
             logger.warning("[Bridge] %s was restarted: joining it again to give it version %d", self._server.url, version)
         self._attach()
@@ -60,6 +72,11 @@ class SingleCopyBridge(WeightBridge):
     def keep_serving(self, write_weights: Callable[[], None]) -> None:
         """See WeightBridge.keep_serving."""
         if self._server.has_restarted():
+            if self._ranks.world_size > 1:
+                raise BridgeError(
+                    f"the vLLM server at {self._server.url} was restarted while this trainer of {self._ranks.world_size} "
+                    "ranks waited for rollouts; start the trainer again with --resume auto"
+                )
             logger.warning("[Bridge] %s was restarted: giving it version %d", self._server.url, self._version)
             self._attach()
             self._update(self._version, write_weights)
@@ -70,27 +87,54 @@ class SingleCopyBridge(WeightBridge):
     def _attach(self) -> None:
         """Make the parameters views on the server's memory. What they held before is not carried over."""
         assert self._model is not None
-        info = self._server.wait_for_info()
-        if info["tp_degree"] != 1:
+        info = self._ask()
+        if info["tp_degree"] != self._ranks.world_size:
             raise BridgeError(
-                f"single copy needs one trainer rank for each of vLLM's {info['tp_degree']} ranks, and this trainer is one "
-                "process; start vLLM with --tensor-parallel-size 1, or train with --use-shared-memory (broadcast)"
+                f"single copy needs one trainer rank for each of vLLM's {info['tp_degree']} ranks, and this trainer has "
+                f"{self._ranks.world_size}: start it with `torchrun --nproc-per-node {info['tp_degree']} "
+                "example_trainer/grpo.py …`, or train with --use-shared-memory (broadcast)"
             )
         self.params_mapped, self.params_total = check_layout(info, self._shapes), len(self._shapes)
-        layout, _ = flat_layout(manifests_of(info)[0])
-        try:
-            shared = open_handles(_read_handles(info, self._server.url))
-        except SharedMemoryError as error:
-            raise BridgeError(str(error)) from error
-        self._epoch = self._server.init("single_copy", self._shapes)["epoch"]
+        layout, _ = flat_layout(manifests_of(info)[self._ranks.rank])
         parameters = dict(self._model.named_parameters())
-        for item in layout:
-            # At degree 1 a parameter that is made of several slices (qkv_proj) is still one contiguous range of rows.
-            parameters[item.name].data = shared[item.name].narrow(0, 0, parameters[item.name].shape[0])
+        shared = self._ranks.together("opening vLLM's memory", lambda: self._open(info, parameters))
+        self._epoch = self._post("init", lambda: self._server.init("single_copy", self._shapes))["epoch"]
+        for name, parameter in parameters.items():
+            # A trainer of one rank holds the vocabulary without vLLM's padding, which is below it.
+            parameter.data = shared[name].narrow(0, 0, parameter.shape[0])
         self._sums = WeightSums([(item.name, local_view(item, shared[item.name])) for item in layout])
         self._sums.all()  # compiles the kernel now, and not while the server waits
         self._cuda = next(iter(shared.values())).is_cuda
         logger.info("[Bridge] ✓ Single copy: the trainer's %d parameters are vLLM's own memory", self.params_mapped)
+
+    def _open(self, info: dict[str, Any], parameters: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
+        """The storage of vLLM's rank of this rank's number."""
+        handles = _read_handles(info, self._server.url, self._ranks.rank)
+        device = next(iter(parameters.values())).device
+        try:
+            shared = open_handles(handles)
+        except SharedMemoryError as error:
+            raise BridgeError(str(error)) from error
+        if device.type == "cuda" and handles.get("gpu_uuid") != gpu_uuid(device):
+            raise BridgeError(
+                f"the weights of vLLM's rank {self._ranks.rank} are on GPU {handles.get('gpu_uuid')}, and trainer rank "
+                f"{self._ranks.rank} computes on {device}, which is {gpu_uuid(device)}; give both equal CUDA_VISIBLE_DEVICES "
+                "(a trainer of one rank can also be given --device cuda:N)"
+            )
+        for name, parameter in parameters.items():
+            if shared[name].shape[1:] != parameter.shape[1:] or shared[name].shape[0] < parameter.shape[0]:
+                raise BridgeError(
+                    f"{name}: shape {tuple(parameter.shape)} on the trainer's rank {self._ranks.rank}, "
+                    f"{tuple(shared[name].shape)} on vLLM's; start both with the same model"
+                )
+        return shared
+
+    def _ask(self) -> dict[str, Any]:
+        return self._ranks.on_main("asking the vLLM server", self._server.wait_for_info, self._server.longest_wait)
+
+    def _post(self, step: str, post: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Let rank 0 send a step to the server; every rank gets the answer, or the error."""
+        return self._ranks.on_main(f"{step} of the vLLM server's update", post, self._server.longest_wait)
 
     def _update(self, version: int, write_weights: Callable[[], None]) -> SyncReport:
         if self._sums is None:
@@ -98,34 +142,39 @@ class SingleCopyBridge(WeightBridge):
         seconds: dict[str, float] = {}
         step: dict[str, Any] = {"epoch": self._epoch, "version": version}
         with timed(seconds, "prepare"):
-            self._server.post("prepare", step)
+            self._post("prepare", lambda: self._server.post("prepare", step))
         with timed(seconds, "pause"):
-            self._server.post("pause", step)
+            self._post("pause", lambda: self._server.post("pause", step))
         first_byte = time.perf_counter()
         with timed(seconds, "write"):
             try:
-                write_weights()
-                if self._cuda:
-                    torch.cuda.synchronize()
+                self._ranks.together("writing the weights", lambda: self._write(write_weights))
             except Exception as error:
-                self._server.abort(self._epoch, f"writing version {version} failed: {error}")
+                if self._ranks.is_main:
+                    self._server.abort(self._epoch, f"writing version {version} failed: {error}")
                 raise
         with timed(seconds, "checksum"):
-            checksum = self._sums.all().checksum
+            checksums = self._ranks.gather(self._sums.all().checksum, "summing up the weights")
         with timed(seconds, "commit"):
-            answer = self._server.post("commit", {**step, "checksums": [checksum], "resume": True})
+            body = {**step, "checksums": checksums, "resume": True}
+            answer = self._post("commit", lambda: self._server.post("commit", body))
         return SyncReport(
             version=version,
-            checksum=checksum,
+            checksum=checksums[0],
             bytes_moved=0,
             seconds=seconds,
             first_byte_to_verified=time.perf_counter() - first_byte - answer["seconds"]["resume"],
             server_seconds=answer["seconds"],
         )
 
+    def _write(self, write_weights: Callable[[], None]) -> None:
+        write_weights()
+        if self._cuda:
+            torch.cuda.synchronize()
 
-def _read_handles(info: dict[str, Any], url: str) -> dict[str, Any]:
-    """The storage handles from the server's config file, which only this user on this machine can read."""
+
+def _read_handles(info: dict[str, Any], url: str, rank: int) -> dict[str, Any]:
+    """The storage handles of one of vLLM's ranks from the server's config file, which only this user on this machine reads."""
     path = Path(info["config_path"])
     try:
         config = json.loads(path.read_text())
@@ -134,5 +183,5 @@ def _read_handles(info: dict[str, Any], url: str) -> dict[str, Any]:
             f"cannot read {path}, where {url} (host {info['hostname']}) keeps the handles of its weights: {error}. "
             "Single copy needs the trainer on the server's machine and under its user; use --use-shared-memory otherwise."
         ) from error
-    handles: dict[str, Any] = config["ranks"][0]["handles"]
+    handles: dict[str, Any] = config["ranks"][rank]["handles"]
     return handles

@@ -1,4 +1,4 @@
-"""Made-up models and batches for a trainer of several ranks, and a run of a few steps that every way of spreading must equal."""
+"""Made-up models and batches for a trainer of several ranks, and a few steps that every way of spreading must equal."""
 
 from __future__ import annotations
 

@@ -1,0 +1,109 @@
+"""A trainer of several ranks under torchrun and a vLLM of two: every rank's weights are the trainer's after each step."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from example_trainer.models.hf_checkpoint import load_model
+from tests.conftest import ROOT, Processes
+from tests.e2e.conftest import VllmServer, start_vllm
+from vllm_patching.checksum import weights_checksum
+from vllm_patching.manifest import Manifest, flat_layout, source_view
+
+pytestmark = pytest.mark.e2e
+
+STEPS = 3
+SEQUENCES = 4
+VOCABULARY = 301
+TOLERANCE = 2e-5
+"""Largest difference of two float32 logprobs that were computed by different kernels; training changes them by far more."""
+
+
+@pytest.fixture(scope="module")
+def two_ranks(
+    module_processes: Processes, free_port: Callable[[], int], tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> VllmServer:
+    """A server of tensor-parallel degree 2, whose ranks share one key/value head and split an odd vocabulary."""
+    flags = ("--tensor-parallel-size", "2", "--bridge-timeout", "60")
+    return start_vllm(module_processes, free_port, tiny_model, tmp_path_factory.mktemp("vllm"), flags=flags)
+
+
+def made_up_group(number: int) -> dict[str, object]:
+    rng = random.Random(number)
+    prompt = [rng.randrange(VOCABULARY) for _ in range(3)]
+    responses = [[rng.randrange(VOCABULARY) for _ in range(rng.randint(2, 10))] for _ in range(SEQUENCES)]
+    return {
+        "tokens": [prompt + response for response in responses],
+        "masks": [[-100] * 3 + response for response in responses],
+        "scores": [float(i % 2) for i in range(SEQUENCES)],
+        "inference_logprobs": [[1.0] * 3 + [-5.7 + rng.random() for _ in response] for response in responses],
+        "weight_versions": [0] * SEQUENCES,
+    }
+
+
+@pytest.mark.parametrize(("flag", "ranks"), [("--single-copy", 2), ("--use-shared-memory", 3)])
+def test_three_steps_of_a_trainer_of_several_ranks(
+    flag: str, ranks: int, two_ranks: VllmServer, processes: Processes, free_port: Callable[[], int], tmp_path: Path
+) -> None:
+    port = free_port()
+    processes.start("service", [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port)])
+    processes.wait_for_http(f"http://127.0.0.1:{port}", seconds=60)
+    for number in range(STEPS):
+        httpx.post(f"http://127.0.0.1:{port}/scored_data", json=made_up_group(number), timeout=30).raise_for_status()
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(ranks),
+        "--master-port",
+        str(free_port()),
+    ]
+    trainer = processes.start(
+        "trainer",
+        [
+            *torchrun, ROOT / "example_trainer/grpo.py", "--model-name", two_ranks.model, "--weight-bridge-mode", "shared_vllm",
+            flag, "--vllm-port", str(two_ranks.port), "--atropos-url", f"http://127.0.0.1:{port}", "--lr", "1e-3",
+            "--training-steps", str(STEPS), "--batch-size", "1", "--gradient-accumulation-steps", "4", "--seq-len", "64", "--num-threads", "1",
+            "--save-path", tmp_path / "checkpoints", "--log-dir", tmp_path / "logs", "--rank-timeout", "60",
+        ],
+        directory=tmp_path,
+    )  # fmt: skip
+    text = processes.finish(trainer, seconds=240)
+    assert f"Training complete: {STEPS} steps" in text
+
+    trained = load_model(str(tmp_path / "checkpoints" / f"step_{STEPS}"), torch.float32)
+    parameters = dict(trained.named_parameters())
+    info = httpx.get(f"{two_ranks.url}/bridge/info", timeout=30).json()
+    layouts = [flat_layout(Manifest.from_json(rank))[0] for rank in info["ranks"]]
+    expected = [
+        weights_checksum((item.name, source_view(item, parameters[item.name])) for item in layout) for layout in layouts
+    ]
+    state = two_ranks.state()
+    assert (state["state"], state["weight_version"]) == ("serving", STEPS)
+    assert state["mode"] == flag.removeprefix("--").replace("-", "_").replace("use_shared_memory", "broadcast")
+    assert state["checksums"] == expected
+    rows = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["weight_version"] for row in rows] == [1, 2, 3]
+    assert all(row["params_mapped"] == row["params_total"] == len(parameters) for row in rows)
+    assert len({row["checksum"] for row in rows}) == STEPS
+    assert rows[-1]["checksum"] == expected[0]
+    assert all((row["bytes_moved"] == 0) == (flag == "--single-copy") for row in rows)
+
+    answer = two_ranks.generate([72, 105], n=2, max_tokens=8, seed=3, ignore_eos=True)
+    start = load_model(str(two_ranks.model), torch.float32)
+    for tokens, logprobs in zip(answer["token_ids"], answer["logprobs"], strict=True):
+        served = torch.tensor([row[str(token)] for row, token in zip(logprobs, tokens, strict=True)])
+        for model, same in ((trained, True), (start, False)):
+            with torch.no_grad():
+                table = model.logits(torch.tensor([[72, 105, *tokens]]))[0, 1:-1].log_softmax(-1)
+            difference = float((table.gather(1, torch.tensor(tokens)[:, None])[:, 0] - served).abs().max())
+            assert (difference < TOLERANCE) == same
