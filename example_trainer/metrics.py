@@ -65,7 +65,9 @@ def step_row(
         "seconds_wait": seconds[0],
         "seconds_train": seconds[1],
         "seconds_sync": seconds[2],
+        "first_byte_to_verified": sync.first_byte_to_verified,
         **{f"sync/{phase}": value for phase, value in sync.seconds.items()},
+        **{f"server/{phase.removeprefix('to_')}": value for phase, value in sync.server_seconds.items()},
     }
 
 
