@@ -14,7 +14,7 @@ from example_trainer.checkpointing import PREFIX, Checkpoints
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
 from example_trainer.lora.checkpoints import ADAPTER_PREFIX, AdapterCheckpoints
-from example_trainer.lora.layers import attach_adapters
+from example_trainer.lora.layers import BaseModel, attach_adapters
 from example_trainer.lora.peft_format import AdapterWriter, check_same_adapter
 from example_trainer.lora.settings import base_model_name
 from example_trainer.metrics import MetricsLog
@@ -133,6 +133,17 @@ def make_model(
     if config.lora:
         attach_adapters(model, config.lora)
     return model
+
+
+def make_reference(
+    config: TrainerConfig, model: Decoder, dtype: torch.dtype, device: torch.device, make: DecoderMaker = Decoder
+) -> Decoder | None:
+    """The model that --kl-coef keeps the policy near: under adapters that is the base model, which is in memory already."""
+    if not config.kl_coef:
+        return None
+    if config.lora and config.reference_model is None:
+        return BaseModel(model)
+    return load_model(config.reference_model or config.model_name, dtype, device, make).requires_grad_(False)
 
 
 def make_client(config: TrainerConfig, stop: StopSignal, ranks: Ranks) -> RolloutClient | SharedRollouts:

@@ -28,6 +28,7 @@ from example_trainer.assembly import (
     make_metrics,
     make_model,
     make_optimizer,
+    make_reference,
     refuse_ranks,
     registration,
 )
@@ -38,7 +39,6 @@ from example_trainer.errors import CheckpointError, NonFiniteError, RankError, T
 from example_trainer.memory_plan import check_memory
 from example_trainer.metrics import import_wandb, step_line, step_row
 from example_trainer.metrics_server import serve_metrics
-from example_trainer.models import load_model
 from example_trainer.parallel.ranks import join_ranks
 from example_trainer.parallel.shared import SharedRollouts, agreed_stop
 from example_trainer.process import StopRequested, StopSignal, run
@@ -67,9 +67,7 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
         check_memory(config, bridge, dtype, device)
         make = decoder_maker(config, ranks)
         model = make_model(config, start, dtype, device, make)
-        reference = None
-        if config.kl_coef:
-            reference = load_model(config.reference_model or config.model_name, dtype, device, make).requires_grad_(False)
+        reference = make_reference(config, model, dtype, device, make)
         # The masters are copied from the checkpoint before the bridge may put the parameters onto the server's memory.
         optimizer = make_optimizer(config, model)
         if start:

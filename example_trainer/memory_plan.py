@@ -261,7 +261,7 @@ def check_memory(config: TrainerConfig, bridge: WeightBridge, dtype: torch.dtype
         logprob_chunk=config.logprob_chunk,
         single_copy=isinstance(bridge, SingleCopyBridge),
         broadcast=config.weight_bridge_mode == "shared_vllm" and not isinstance(bridge, SingleCopyBridge),
-        reference=bool(config.kl_coef),
+        reference=bool(config.kl_coef) and not (lora and config.reference_model is None),
         lora=(config.lora_r, tuple(config.lora_target_modules)) if lora else None,
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
         workspace=GPU_WORKSPACE if device.type == "cuda" else CPU_WORKSPACE,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vllm_patching import compat
-from vllm_patching.adapter_file import AdapterError, AdapterFile, open_adapter
+from vllm_patching.adapter_file import AdapterError, AdapterFile, expected_shapes, open_adapter
 from vllm_patching.checksum import weights_checksum
 from vllm_patching.manifest import dtype_name, flat_layout, local_view
 from vllm_patching.sharding import ModelGeometry
@@ -34,10 +34,10 @@ class LoraWorkerExtension:
         manager = compat.adapter_manager(self)
         self._lora_geometry = ModelGeometry.from_hf_config(self.vllm_config.model_config.hf_config.to_dict())  # type: ignore[attr-defined]
         self._lora_config = manager.lora_config
-        self._lora_staging = torch.empty(0, dtype=torch.uint8)
         parameters = _base_parameters(self.get_model())  # type: ignore[attr-defined]
         manifest = build_manifest(self._lora_geometry, parameters, *tensor_parallel())
         self._lora_device = next(iter(parameters.values())).device
+        self._lora_staging = self._lora_page_locked()
         layout, _ = flat_layout(manifest)
         checksum = weights_checksum((item.name, local_view(item, parameters[item.name].data)) for item in layout)
         return {
@@ -94,6 +94,14 @@ class LoraWorkerExtension:
         """Forget an adapter; whether it was there."""
         return bool(compat.adapter_manager(self).remove_adapter(adapter_id))
 
+    def _lora_page_locked(self) -> torch.Tensor:
+        """Memory that a GPU copies from directly, which takes long to get: enough for an adapter of the largest rank."""
+        if self._lora_device.type == "cpu":
+            return torch.empty(0, dtype=torch.uint8)
+        columns = sum(inputs + outputs for inputs, outputs in expected_shapes(self._lora_geometry).values())
+        num_bytes = columns * self._lora_config.max_lora_rank * self._lora_config.lora_dtype.itemsize
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
     def _lora_read(self, file: AdapterFile) -> torch.Tensor:
         """The file's data as one flat tensor of its dtype, on the model's device."""
         if self._lora_device.type == "cpu":
@@ -101,8 +109,7 @@ class LoraWorkerExtension:
             file.read_into(buffer)
             return buffer.view(file.dtype)
         if self._lora_staging.numel() < file.num_bytes:
-            # Page-locked memory is slow to get and fast to copy from: it is kept for the next adapter.
-            self._lora_staging = torch.empty(file.num_bytes, dtype=torch.uint8, pin_memory=True)
+            self._lora_staging = torch.empty(file.num_bytes, dtype=torch.uint8, pin_memory=True)  # of a wider dtype
         buffer = self._lora_staging[: file.num_bytes]
         file.read_into(buffer)
         return buffer.to(self._lora_device).view(file.dtype)

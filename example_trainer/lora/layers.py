@@ -156,6 +156,26 @@ def merged_weights(model: Decoder) -> dict[str, Tensor]:
     return result
 
 
+class BaseModel(Decoder):
+    """A model without its adapters, in the same memory: what it was before it was trained."""
+
+    def __init__(self, adapted: Decoder) -> None:
+        nn.Module.__init__(self)
+        self.geometry, self.split, self.shards, self.source = adapted.geometry, adapted.split, adapted.shards, adapted.source
+        self.adapted = adapted
+
+    @property
+    def output_weight(self) -> Tensor:
+        """See Decoder.output_weight."""
+        return self.adapted.output_weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """See Decoder.forward. Not for training: a recomputed layer would have its adapters again."""
+        with torch.no_grad(), without_adapters(self.adapted):
+            hidden: Tensor = self.adapted(tokens)
+            return hidden
+
+
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """The base model, within the block."""

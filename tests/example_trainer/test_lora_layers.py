@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from example_trainer.errors import ModelError
-from example_trainer.lora.layers import AdaptedLinear, adapters_of, attach_adapters, merged_weights, without_adapters
+from example_trainer.lora.layers import AdaptedLinear, BaseModel, adapters_of, attach_adapters, merged_weights, without_adapters
 from example_trainer.lora.settings import TARGETS, LoraSettings, parse_targets
 from example_trainer.models import Decoder, Geometry
 from example_trainer.models.decoder import Linear
@@ -152,6 +152,15 @@ def test_without_adapters_it_is_the_base_model() -> None:
     with without_adapters(model):
         assert torch.equal(model.logits(TOKENS), random_model().logits(TOKENS))
     assert torch.equal(model.logits(TOKENS), outside)
+
+
+def test_the_reference_of_adapters_is_the_model_under_them() -> None:
+    model = adapted(settings(dropout=0.5))
+    reference = BaseModel(model)
+    assert torch.equal(reference.logits(TOKENS), random_model().logits(TOKENS))
+    assert {p.data_ptr() for p in reference.parameters()} == {p.data_ptr() for p in model.parameters()}
+    assert not reference(TOKENS).requires_grad
+    assert model(TOKENS).requires_grad
 
 
 def test_a_is_uniform_and_b_is_zero_at_first() -> None:
