@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 from bench.gpu import ceiling
-from bench.gpu.processes import BenchError, Worker, end_on_sigterm, free_port, wait_all
+from bench.gpu.processes import BenchError, Worker, end_on_sigterm, wait_all
 from bench.gpu.runs import ASK_SECONDS, Results, figures, loaded, median_of, tokens_per_second, updates_under_load
 from bench.gpu.shapes import SHAPES, model_bytes, write_model_folder
 from bench.gpu.summary import find_halts, table
@@ -105,7 +105,6 @@ class Benchmark:
 
     def _trainer(self, name: str, module: str, server: VllmServer, mirrored: bool) -> Worker:
         environment = {"CUDA_VISIBLE_DEVICES": self._trainer_gpu(mirrored)} if self.gpus else {"OMP_NUM_THREADS": "1"}
-        environment["MASTER_PORT"] = str(free_port())
         arguments = trainer_arguments(self.shape, server.port, self.args.device, TRAINER_TIMEOUT)
         worker = Worker(name, module, arguments, self.args.output / f"{name.replace(' ', '-')}.log", environment)
         self.stack.callback(worker.stop)

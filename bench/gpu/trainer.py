@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu.line_protocol import Answers, serve
+from bench.gpu.processes import free_port
 from bench.gpu.shapes import SHAPES
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.geometry import Geometry
@@ -56,6 +57,7 @@ class BenchTrainer:
         self.sets: list[dict[str, Tensor]] = []
         self.served_set = 0
         self.version = -1
+        self.startup_timeout = timeout
         self.bridge: WeightBridge | None = None
         self.optimizer: Any = None
 
@@ -113,7 +115,10 @@ class BenchTrainer:
         self.close()
         before = self._memory_used()
         started = time.monotonic()
-        self.bridge = bridge_class(BridgeServer("localhost", self.port, self.timeout), **options)
+        # Another port each time: the store of a bridge that has just been left may still hold its own.
+        os.environ["MASTER_PORT"] = str(free_port())
+        server = BridgeServer("localhost", self.port, self.timeout, startup_timeout=self.startup_timeout)
+        self.bridge = bridge_class(server, **options)
         if self.bridge.serving_dtype() is not self.dtype:
             raise RuntimeError(f"the server holds {self.bridge.serving_dtype()}, this trainer {self.dtype}")
         self.bridge.connect(self.model)

@@ -1,0 +1,397 @@
+"""What becomes of an update when something goes wrong in it? Every fault is really done, to real processes.
+
+    python bench/bridge_faults.py --output DIR                          2 GPUs: vLLM on 0, trainers on 1 (single copy: on 0)
+    python bench/bridge_faults.py --output DIR --tp 2 --only late       3 GPUs or more: one tensor-parallel rank that is late
+    python bench/bridge_faults.py --output DIR --tiny --device cpu      without a GPU
+
+After each: did the other side end the update within its deadline, does its error name side, rank, phase and version, does the
+server serve the old version (by checksum and logprobs) or refuse to, and does the next attempt work while the other side lives
+on? Prints a table, writes bridge_faults.json, and ends with status 1 if any row is not good.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[0] = str(ROOT)
+
+import argparse
+import os
+import re
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from bench.gpu.faults import Outcome, Stage, stopped_for, wait_for_text
+from bench.gpu.processes import BenchError, end_on_sigterm
+from bench.gpu.runs import Results
+from bench.gpu.shapes import SHAPES, write_model_folder
+from bench.gpu.summary import table
+
+MODES = ("direct", "overlapped", "single_copy")
+MARGIN = 5.0
+"""Seconds on top of the bridge's own deadline, for noticing and for telling."""
+
+
+def points(mode: str) -> tuple[str, str, str]:
+    """Where an update of this mode can be stopped."""
+    return ("prepare", "write" if mode == "single_copy" else "transfer", "commit")
+
+
+class Faults:
+    """One method for each kind of fault; each returns an Outcome."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.limit = stage.timeout + MARGIN
+
+    # -- the trainer is the one that suffers
+
+    def trainer_killed(self, mode: str, point: str) -> Outcome:
+        """kill -9 of the trainer; another one takes over."""
+        stage = self.stage
+        trainer = stage.joined(mode)
+        before, mark = stage.snapshot(), stage.log_mark()
+        stage.hold(trainer, point)
+        trainer.process.kill()
+        outcome = Outcome(f"trainer killed, {mode}, in {point}", self.limit)
+        outcome.seconds = stage.settled(self.limit)
+        return self._told_by_server(outcome, before, mark, partial(stage.attempt, stage.trainer(_kind(mode)), mode, True))
+
+    def trainer_stopped(self, mode: str, point: str) -> Outcome:
+        """SIGSTOP of the trainer for longer than the deadline; it goes on, is told, and tries again."""
+        stage = self.stage
+        trainer = stage.joined(mode)
+        before, mark = stage.snapshot(), stage.log_mark()
+        stage.hold(trainer, point)
+        outcome = Outcome(f"trainer stopped for longer than the deadline, {mode}, in {point}", self.limit)
+        outcome.seconds = stopped_for(trainer.signal, 0, lambda: stage.settled(self.limit))
+        verdict = stage.verdict(before)
+        stage.release(trainer)
+        message = trainer.message(self.limit + stage.timeout + 15, "the stopped update")
+        if "error" not in message:
+            outcome.problems.append(f"the trainer was not told: {message}")
+        done = self._told_by_server(outcome, before, mark, partial(stage.attempt, trainer, mode, True), verdict)
+        outcome.error += f"\ntrainer: {message.get('error', '')}"
+        return done
+
+    def not_finite(self, mode: str) -> Outcome:
+        """A NaN among the weights: refused, and the next update is welcome."""
+        stage = self.stage
+        trainer = stage.joined(mode)
+        before = stage.snapshot()
+        version = before["version"] + 1
+        started = time.monotonic()
+        trainer.send("sync_nan")
+        message = trainer.message(self.limit, "an update with NaN")
+        outcome = Outcome(f"NaN in the weights, {mode}", self.limit, time.monotonic() - started, message.get("error", ""))
+        outcome.must_name = {"value": "NaN", "parameter": r"model\.\S+", "version": rf"version {version}\b"}
+        outcome.server = stage.verdict(before)
+        outcome.next_attempt = stage.attempt(trainer, mode, connect=False)
+        outcome.judge(("old version",) if mode != "single_copy" else ("unhealthy",))
+        return outcome
+
+    def layout_differs(self, what: str) -> Outcome:
+        """One parameter of another dtype, shape or name: refused by both sides before anything moves."""
+        stage = self.stage
+        trainer = stage.joined("direct")
+        before = stage.snapshot()
+        started = time.monotonic()
+        told = trainer.ask("connect_wrong", timeout=60, what=what)
+        seconds = time.monotonic() - started
+        outcome = Outcome(f"layouts differ by one {what}", self.limit, seconds)
+        outcome.error = f"trainer: {told['trainer']}\nserver: {told['server']}"
+        name = re.escape(told["parameter"])
+        outcome.must_name = {
+            "parameter, by the trainer": rf"trainer: .*{name}",
+            "parameter, by the server": rf"server: .*{name}",
+            "rank": r"rank 0",
+            "side": "the trainer.*vLLM",
+        }
+        outcome.server = stage.verdict(before)
+        outcome.next_attempt = stage.attempt(trainer, "direct", connect=True)
+        outcome.judge(("old version",))
+        return outcome
+
+    def port_taken(self) -> Outcome:
+        """MASTER_PORT belongs to somebody else."""
+        stage = self.stage
+        trainer = stage.joined("direct")
+        before = stage.snapshot()
+        with socket.socket() as other:
+            other.bind(("", 0))
+            other.listen()
+            port = other.getsockname()[1]
+            started = time.monotonic()
+            told = trainer.ask("connect_at_port", timeout=60, master_port=port)["error"]
+            seconds = time.monotonic() - started
+        outcome = Outcome("MASTER_PORT is taken", self.limit, seconds, told)
+        outcome.must_name = {"port": str(port), "variable": "MASTER_PORT"}
+        outcome.server = stage.verdict(before)
+        outcome.next_attempt = stage.attempt(trainer, "direct", connect=True)
+        outcome.judge(("old version",))
+        return outcome
+
+    def second_trainer_during_update(self) -> Outcome:
+        """A second trainer while the first one's update is under way: refused, and the first is not disturbed."""
+        stage = self.stage
+        first, second = stage.joined("direct"), stage.trainer()
+        before = stage.snapshot()
+        stage.hold(first, "transfer")
+        started = time.monotonic()
+        try:
+            stage.connect(second, "direct")
+            told = ""
+        except BenchError as error:
+            told = str(error)
+        outcome = Outcome("second trainer joins during an update", self.limit, time.monotonic() - started, told)
+        outcome.must_name = {"phase": "phase", "side": "trainer", "version": rf"version {before['version'] + 1}\b"}
+        stage.release(first)
+        message = first.message(self.limit, "the first trainer's update")
+        if "error" in message:
+            outcome.problems.append(f"the first trainer was disturbed: {message['error']}")
+        outcome.server = stage.verdict(before)
+        outcome.next_attempt = stage.attempt(first, "direct", connect=False)
+        outcome.judge(("new version",))
+        return outcome
+
+    def second_trainer_between_updates(self) -> Outcome:
+        """A second trainer takes over between two updates, and the first is told."""
+        stage = self.stage
+        first, second = stage.joined("direct"), stage.trainer()
+        before = stage.snapshot()
+        stage.connect(second, "direct")
+        started = time.monotonic()
+        first.send("sync", count=1)
+        message = first.message(self.limit, "the first trainer's update")
+        outcome = Outcome(
+            "second trainer takes over between updates", self.limit, time.monotonic() - started, message.get("error", "")
+        )
+        outcome.must_name = {"epoch": r"epoch \d+ is over", "side": "trainer"}
+        outcome.next_attempt = stage.attempt(second, "direct", connect=False)
+        outcome.server = (
+            "the second's weights" if stage.snapshot()["checksums"] != before["checksums"] else "the first's weights"
+        )
+        outcome.judge(("the second's weights",))
+        return outcome
+
+    # -- the server is the one that suffers
+
+    def worker_killed(self, mode: str, point: str) -> Outcome:
+        """kill -9 of vLLM's engine; the trainer lives, waits for another server in its place, and goes on there."""
+        stage = self.stage
+        trainer = stage.joined(mode)
+        version = stage.snapshot()["version"] + 1
+        stage.hold(trainer, point)
+        mark = trainer.log.stat().st_size
+        stage.server.worker_process(0).kill()
+        stage.release(trainer)
+        outcome = Outcome(f"vLLM worker killed, {mode}, in {point}", self.limit)
+        try:
+            outcome.seconds = wait_for_text(trainer.log, "looking whether the server was restarted", 2 * self.limit, mark)
+        except BenchError as error:
+            outcome.seconds = 2 * self.limit
+            outcome.problems.append(str(error).splitlines()[0])
+        text = trainer.log.read_bytes()[mark:].decode(errors="replace")
+        outcome.error = "\n".join(line for line in text.splitlines() if "looking whether" in line)[:1500]
+        outcome.must_name = {
+            "side": "vLLM|server",
+            "version": rf"version {version}\b",
+            "phase": "/bridge/|sending|commit|prepare",
+        }
+        health = stage.server.health()
+        outcome.server = "gone" if health != 200 else "healthy though its engine is dead"
+        outcome.next_attempt = self._restart_and_go_on(trainer, expect_answer=True)
+        outcome.judge(("gone",))
+        return outcome
+
+    def server_restarted(self, mode: str) -> Outcome:
+        """The whole server killed and started again between two updates, under a trainer that lives."""
+        stage = self.stage
+        trainer = stage.joined(mode)
+        stage.server.kill()
+        outcome = Outcome(f"server killed and started again between updates, {mode}", 0.0)
+        outcome.limit = outcome.seconds = 0.0
+        trainer.send("sync", count=1)
+        outcome.server = "gone"
+        outcome.next_attempt = self._restart_and_go_on(trainer, expect_answer=True)
+        outcome.error = "the trainer waits for it"
+        outcome.judge(("gone",))
+        return outcome
+
+    def worker_stopped(self, mode: str, tp_rank: int) -> Outcome:
+        """SIGSTOP of one of vLLM's ranks during the transfer for longer than the deadline."""
+        stage = self.stage
+        trainer = stage.joined(mode)
+        before, mark = stage.snapshot(), stage.log_mark()
+        version = before["version"] + 1
+        stage.hold(trainer, "transfer")
+        pid = stage.server.worker_process(tp_rank).pid
+
+        def meanwhile() -> dict[str, Any]:
+            stage.release(trainer)
+            return trainer.message(3 * stage.timeout + 30, "the update of a server that does not move")
+
+        started = time.monotonic()
+        message = stopped_for(lambda number: os.kill(pid, number), stage.timeout + 1, meanwhile)
+        who = "vLLM worker" if stage.tp == 1 else f"vLLM rank {tp_rank}"
+        outcome = Outcome(f"{who} stopped for longer than the deadline, {mode}, in transfer", stage.timeout + 10 + MARGIN)
+        outcome.seconds = time.monotonic() - started
+        stage.settled(2 * self.limit)
+        outcome.error = f"trainer: {message.get('error', message)}\nserver: {stage.said(mark)}"
+        outcome.must_name = {"side": "vLLM|server", "rank": rf"rank {tp_rank}\b", "version": rf"version {version}\b"}
+        outcome.must_name["phase"] = "transfer|commit|sending|receiv"
+        outcome.server = stage.verdict(before)
+        outcome.next_attempt = stage.attempt(trainer, mode, connect=True)
+        outcome.judge(("old version", "unhealthy"))
+        return outcome
+
+    # -- parts of the above
+
+    def _told_by_server(
+        self, outcome: Outcome, before: dict[str, Any], mark: int, attempt: Callable[[], str], verdict: str = ""
+    ) -> Outcome:
+        """The end of a row in which the server is the one that tells."""
+        outcome.server = verdict or self.stage.verdict(before)
+        outcome.error = f"server: {self.stage.said(mark)}"
+        outcome.must_name = {
+            "side": "trainer",
+            "phase": "in phase (prepared|paused|transferred)",
+            "version": rf"version {before['version'] + 1}\b",
+        }
+        outcome.next_attempt = attempt()
+        outcome.judge(("old version", "unhealthy"))
+        return outcome
+
+    def _restart_and_go_on(self, trainer: Any, expect_answer: bool) -> str:
+        """Start another server in the killed one's place; the trainer's update must arrive there by itself."""
+        stage = self.stage
+        stage.server.kill()
+        stage.restart_server()
+        message = trainer.message(240, "the update after the server's restart") if expect_answer else {}
+        if "error" in message:
+            stage.wait()
+            return f"the trainer did not find the new server: {message['error']}"
+        stage.wait()
+        try:
+            found = trainer.ask("check", timeout=60)
+        except BenchError as error:
+            return str(error).splitlines()[0]
+        return "ok" if found["checksums_equal"] and found["new_not_old"] else f"not the weights that were sent: {found}"
+
+
+def _kind(mode: str) -> str:
+    return "single_copy" if mode == "single_copy" else "broadcast"
+
+
+def rows(args: argparse.Namespace, faults: Faults) -> list[tuple[str, str, Callable[[], Outcome]]]:
+    """(group, name, what to run), those that cost a server's start last."""
+    plan: list[tuple[str, str, Callable[[], Outcome]]] = []
+
+    def add(group: str, method: Callable[..., Outcome], *arguments: Any) -> None:
+        name = " ".join([method.__name__.replace("_", " "), *map(str, arguments)])
+        plan.append((group, name, partial(method, *arguments)))
+
+    broadcast = [mode for mode in args.modes if mode != "single_copy"]
+    if args.tp > 1:
+        for mode in broadcast:
+            add("late", faults.worker_stopped, mode, args.tp - 1)
+    for what in ("dtype", "shape", "name"):
+        add("layout", faults.layout_differs, what)
+    add("port", faults.port_taken)
+    add("second", faults.second_trainer_during_update)
+    add("second", faults.second_trainer_between_updates)
+    modes = args.modes if args.tp == 1 else broadcast
+    for mode in modes:
+        add("nan", faults.not_finite, mode)
+    for mode in modes:
+        for point in points(mode):
+            add("trainer", faults.trainer_killed, mode, point)
+    for mode in modes:
+        add("stop", faults.trainer_stopped, mode, points(mode)[1])
+    for mode in broadcast:
+        if args.tp == 1:
+            add("stop", faults.worker_stopped, mode, 0)
+    for mode, point in [(broadcast[0], point) for point in points(broadcast[0])] + [(m, "transfer") for m in broadcast[1:]]:
+        add("worker", faults.worker_killed, mode, point)
+    add("restart", faults.server_restarted, broadcast[-1])
+    return [row for row in plan if not args.only or row[0] in args.only]
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    groups = ["late", "layout", "port", "second", "nan", "trainer", "stop", "worker", "restart"]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True, help="folder for the results and the logs")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a tiny shape")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--only", nargs="+", choices=groups, help="some kinds of fault")
+    parser.add_argument("--bridge-timeout", type=float, default=8.0, help="seconds; short, because it is waited for")
+    parser.add_argument("--name", default="bridge_faults", help="of the results file, without .json")
+    args = parser.parse_args(arguments)
+    if args.tiny:
+        args.shape = "tiny"
+    return args
+
+
+def main(arguments: list[str] | None = None) -> int:
+    from bench.gpu.machine import describe
+
+    args = parse(arguments)
+    end_on_sigterm()
+    args.output.mkdir(parents=True, exist_ok=True)
+    results = Results(args.output / f"{args.name}.json")
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory() as work:
+        model = write_model_folder(Path(work) / "model", args.shape)
+        stage = Stage(args.shape, model, args.output, args.device, args.tp, args.bridge_timeout)
+        try:
+            for key, value in (("machine", describe()), ("shape", args.shape), ("tensor_parallel_size", args.tp)):
+                results.put(key, value=value)
+            results.put("bridge_timeout_s", value=args.bridge_timeout)
+            stage.wait()
+            for _, name, run in rows(args, Faults(stage)):
+                started = time.monotonic()
+                try:
+                    outcome = run()
+                except (BenchError, OSError, ValueError, KeyError) as error:
+                    outcome = Outcome(name, problems=[f"could not be judged: {error}"])
+                    if not _usable(stage):
+                        stage.server.kill()
+                        stage.restart_server()
+                        stage.wait()
+                outcomes.append(outcome)
+                results.put("faults", value=[o.to_json() for o in outcomes])
+                mark = "good" if not outcome.problems else "NOT GOOD: " + "; ".join(outcome.problems)
+                print(f"{time.monotonic() - started:6.1f} s  {outcome.fault}: {mark}", flush=True)
+        except BenchError as error:
+            results.failures.append(str(error))
+        finally:
+            stage.close()
+    cells = [[o.fault, f"{o.seconds:.1f}", f"{o.limit:g}", o.server, o.next_attempt[:40], not o.problems] for o in outcomes]
+    print(table(["fault", "ended after s", "limit s", "server then", "next attempt", "good"], cells))
+    for outcome in outcomes:
+        for problem in outcome.problems:
+            print(f"NOT GOOD  {outcome.fault}: {problem}\n          it said: {outcome.error[:600]}")
+    for failure in results.failures:
+        print(f"FAILED  {failure}")
+    return 1 if results.failures or any(o.problems for o in outcomes) else 0
+
+
+def _usable(stage: Stage) -> bool:
+    """Whether the server can go on after a row that could not be judged."""
+    try:
+        return stage.server.process.poll() is None and not stage.server.state()["engine_dead"]
+    except OSError:
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

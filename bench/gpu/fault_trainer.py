@@ -1,0 +1,200 @@
+"""A trainer that stops at a chosen point of an update and waits, so that a fault can be done to it, or to the server, there.
+
+Points: `prepare` (announced; this trainer has not stopped the engine yet), `transfer` (some of the weights have been handed
+over), `write` (of a single copy: half of them are written), `commit` (all of them are; nothing has been taken over).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bench.gpu.line_protocol import Answers, serve
+from bench.gpu.processes import free_port
+from bench.gpu.shapes import SHAPES
+from bench.gpu.trainer import BenchTrainer, parse, set_up
+from example_trainer.models.decoder import Decoder
+from example_trainer.models.geometry import Geometry
+from example_trainer.weight_bridge.base import BridgeError
+from example_trainer.weight_bridge.broadcast import BroadcastBridge
+from example_trainer.weight_bridge.server import BridgeServer, shapes_of
+from example_trainer.weight_bridge.single_copy import SingleCopyBridge
+
+RESTART_SECONDS = 240.0
+"""How long a trainer waits for a server that has gone: a GPU server's first start takes 130 s."""
+
+
+class FaultTrainer(BenchTrainer):
+    """BenchTrainer with commands that go wrong."""
+
+    def __init__(self, shape: str, port: int, device: str, timeout: float, answers: Answers) -> None:
+        super().__init__(shape, port, device, timeout)
+        self._answers = answers
+        self.startup_timeout = RESTART_SECONDS
+
+    def sync_held(self, at: str) -> dict[str, Any]:
+        """One update that stops at a point, says so ({"event": point}), and goes on when it reads a line."""
+        held = False
+
+        def hold() -> None:
+            nonlocal held
+            if held:
+                return
+            held = True
+            self._answers.write({"event": at})
+            if not sys.stdin.readline():
+                os._exit(1)  # the parent has gone
+
+        undo = self._arm(at, hold)
+        try:
+            return self._update(lambda: self._write_half_and_half(hold if at == "write" else None))
+        finally:
+            for owner, name in undo:
+                delattr(owner, name)
+
+    def sync_nan(self) -> dict[str, Any]:
+        """One update with a single NaN in it."""
+        assert self.model is not None
+
+        def write() -> None:
+            self.write(1 - self.served_set)
+            parameter = list(self.model.parameters())[3]  # type: ignore[union-attr]
+            with torch.no_grad():
+                parameter.view(-1)[7] = float("nan")
+
+        return self._update(write)
+
+    def connect_wrong(self, what: str) -> dict[str, Any]:
+        """Try to join with a model that differs by one `dtype`, `shape` or `name`.
+
+        Returns:
+            what the trainer's own check says, what the server says to a trainer that does not check, and the parameter's name.
+        """
+        model = Decoder(Geometry.from_config(SHAPES[self.shape]), self.dtype, torch.device("meta"))
+        norm: Any = model.model.layers[1].input_layernorm
+        name = "model.layers.1.input_layernorm.weight"
+        if what == "dtype":
+            norm.weight.data = norm.weight.data.to(torch.float16)
+        elif what == "shape":
+            norm.weight = torch.nn.Parameter(norm.weight.data.new_empty(norm.weight.shape[0] + 1))
+        elif what == "name":
+            norm.scale = norm.weight
+            del norm.weight
+        else:
+            raise ValueError(f"{what!r} is none of dtype, shape, name")
+        os.environ["MASTER_PORT"] = str(free_port())
+        client = BridgeServer("localhost", self.port, self.timeout)
+        bridge = BroadcastBridge(client)
+        told = {"parameter": name, "trainer": "", "server": ""}
+        try:
+            bridge.connect(model)
+        except BridgeError as error:
+            told["trainer"] = str(error)
+        finally:
+            bridge.close()
+        careless = BridgeServer("localhost", self.port, self.timeout)
+        try:
+            careless.init("broadcast", shapes_of({n: (tuple(p.shape), p.dtype) for n, p in model.named_parameters()}))
+        except BridgeError as error:
+            told["server"] = str(error)
+        finally:
+            careless.close()
+        return told
+
+    def connect_at_port(self, master_port: int) -> dict[str, Any]:
+        """Try to join with a rendezvous port that may be taken; returns the error, empty if there was none."""
+        assert self.model is not None
+        os.environ["MASTER_PORT"] = str(master_port)
+        bridge = BroadcastBridge(BridgeServer("localhost", self.port, self.timeout))
+        try:
+            bridge.connect(self.model)
+        except BridgeError as error:
+            return {"error": str(error)}
+        finally:
+            bridge.close()
+        return {"error": ""}
+
+    def commands(self) -> dict[str, Callable[..., Any]]:
+        mine = (self.sync_held, self.sync_nan, self.connect_wrong, self.connect_at_port)
+        return super().commands() | {method.__name__: method for method in mine}
+
+    def _write_half_and_half(self, hold: Callable[[], None] | None) -> None:
+        assert self.model is not None
+        which = 1 - self.served_set
+        if hold is not None:
+            parameters = list(self.model.named_parameters())
+            with torch.no_grad():
+                for name, parameter in parameters[: len(parameters) // 2]:
+                    parameter.copy_(self.sets[which][name])
+            hold()
+        self.write(which)
+
+    def _arm(self, at: str, hold: Callable[[], None]) -> list[tuple[Any, str]]:
+        """Wrap the method of the bridge in which the point lies; returns what must be deleted again."""
+        if isinstance(self.bridge, SingleCopyBridge):
+            if at == "write":
+                return []
+            server = self.bridge._server
+            post = server.post
+
+            def post_and_hold(step: str, body: dict[str, Any]) -> dict[str, Any]:
+                if at == step == "commit":
+                    hold()
+                answer = post(step, body)
+                if at == step == "prepare":
+                    hold()
+                return answer
+
+            return self._replace((server, "post", post_and_hold))
+        assert isinstance(self.bridge, BroadcastBridge)
+        link = self.bridge._links[0]
+        if at == "prepare":
+            prepare = link.prepare
+
+            def prepare_and_hold(version: int, not_finite: str) -> None:
+                prepare(version, not_finite)
+                hold()
+
+            return self._replace((link, "prepare", prepare_and_hold))
+        if at == "commit":
+            commit = link.commit
+
+            def hold_and_commit(version: int, checksums: Any) -> dict[str, Any]:
+                hold()
+                return commit(version, checksums)
+
+            return self._replace((link, "commit", hold_and_commit))
+        groups = link._groups.values()
+        return self._replace(*((group, "broadcast", self._broken_broadcast(group, hold)) for group in groups))
+
+    @staticmethod
+    def _replace(*methods: tuple[Any, str, Callable[..., Any]]) -> list[tuple[Any, str]]:
+        for owner, name, method in methods:
+            setattr(owner, name, method)
+        return [(owner, name) for owner, name, _ in methods]
+
+    def _broken_broadcast(self, groups: Any, hold: Callable[[], None]) -> Callable[[Any], None]:
+        original = groups.broadcast
+        # What NCCL gets at once must be cut alike on both sides: stop after a whole part of a model that has several.
+        cut = groups.rendezvous.data_backend != "nccl"
+
+        def broadcast(pieces: Any) -> None:
+            half = len(pieces) // 2 if cut else len(pieces)
+            original(pieces[:half])
+            hold()
+            if half < len(pieces):
+                original(pieces[half:])
+
+        return broadcast
+
+
+if __name__ == "__main__":
+    channel = Answers()
+    parsed = parse()
+    set_up(parsed)
+    trainer = FaultTrainer(parsed.shape, parsed.port, parsed.device, parsed.timeout, channel)
+    serve(channel, trainer.commands())

@@ -1,0 +1,239 @@
+"""The stage on which faults are done to a server and its trainers, and the judgement of what came of each."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.gpu.processes import BenchError, Worker, tail, wait_all
+from bench.gpu.trainer import trainer_arguments
+from bench.gpu.vllm_server import READY_SECONDS, ServerOptions, VllmServer
+
+PROMPTS = ([5, 6, 7, 8], [900, 12, 40])
+LOGPROB_TOLERANCE = 0.02
+"""Largest difference of two logprobs of the same weights and tokens; another set of weights differs by whole units."""
+
+
+@dataclass
+class Outcome:
+    """What came of one fault.
+
+    Attributes:
+        fault: what was done, to whom and when.
+        limit: seconds within which the other side must have ended the update.
+        seconds: how long it took.
+        error: what the survivor said.
+        must_name: what the error must hold, as regular expressions by what they stand for.
+        server: `old version`, `unhealthy`, `gone` or `new version`, after the fault.
+        next_attempt: how the next update went; `ok`, or why not.
+        problems: what keeps the row from being good; empty if it is.
+    """
+
+    fault: str
+    limit: float = 0.0
+    seconds: float = 0.0
+    error: str = ""
+    must_name: dict[str, str] = field(default_factory=dict)
+    server: str = ""
+    next_attempt: str = ""
+    problems: list[str] = field(default_factory=list)
+
+    def judge(self, allowed: tuple[str, ...]) -> None:
+        """Collect the problems. `allowed`: what the server may be after the fault."""
+        if self.seconds > self.limit:
+            self.problems.append(f"took {self.seconds:.1f} s, more than {self.limit:g}")
+        for what, pattern in self.must_name.items():
+            if not re.search(pattern, self.error, re.IGNORECASE):
+                self.problems.append(f"the error does not name the {what}")
+        if self.server not in allowed:
+            self.problems.append(f"the server is {self.server}, not {' or '.join(allowed)}")
+        if self.next_attempt != "ok":
+            self.problems.append(f"the next attempt: {self.next_attempt}")
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "good": not self.problems}
+
+
+class Stage:
+    """A server that serves a known version, and trainers that can be stopped at a point."""
+
+    def __init__(
+        self,
+        shape: str,
+        model: Path,
+        output: Path,
+        device: str,
+        tp: int,
+        timeout: float,
+        eager: bool = True,
+        name: str = "vllm",
+    ) -> None:
+        self.shape, self.output, self.device, self.timeout, self.tp = shape, output, device, timeout, tp
+        gpus = ",".join(map(str, range(tp))) if device == "cuda" else ""
+        options = ServerOptions(gpus, tp, eager=eager, bridge_timeout=timeout, utilization=0.3, max_num_seqs=32)
+        self._model, self._options, self._name, self._starts = model, options, name, 0
+        self.server = VllmServer(name, model, output, options)
+        self._trainers: list[Worker] = []
+        self._spares: dict[str, Worker] = {}
+        self._count = 0
+
+    def wait(self) -> None:
+        """Return when the server generates."""
+        wait_all({self.server.name: self.server.ready}, READY_SECONDS)
+
+    def restart_server(self) -> None:
+        """Start a server in the place of the present one, which must have been killed; returns at once."""
+        self._starts += 1
+        log = self.server.log
+        log.rename(log.with_name(f"{log.stem}-{self._starts}.log"))
+        self.server = VllmServer(self._name, self._model, self.output, self._options, port=self.server.port)
+
+    def close(self) -> None:
+        """Stop everything."""
+        for worker in self._trainers:
+            worker.stop(grace=5)
+        self.server.stop()
+
+    # -- trainers
+
+    def trainer(self, kind: str = "broadcast") -> Worker:
+        """A loaded trainer that has not joined yet. The next one of its kind begins to load meanwhile."""
+        worker = self._spares.pop(kind, None) or self._start_trainer(kind)
+        worker.answer(180, "load")
+        self._spares[kind] = self._start_trainer(kind)
+        return worker
+
+    def joined(self, mode: str) -> Worker:
+        """A trainer that has joined by `direct`, `overlapped` or `single_copy` and served two sets of weights in turn."""
+        worker = self.trainer("single_copy" if mode == "single_copy" else "broadcast")
+        self.connect(worker, mode)
+        worker.ask("sync", timeout=60, count=1)
+        return worker
+
+    def connect(self, worker: Worker, mode: str) -> Any:
+        """Join, or join again."""
+        options = {} if mode == "single_copy" else {"transfer": mode}
+        kind = "single_copy" if mode == "single_copy" else "broadcast"
+        return worker.ask("connect", timeout=self.timeout + 60, kind=kind, **options)
+
+    def hold(self, worker: Worker, point: str) -> None:
+        """Begin an update and return when the trainer has stopped at the point."""
+        worker.send("sync_held", at=point)
+        message = worker.message(self.timeout + 30, point)
+        if message.get("event") != point:
+            raise BenchError(f"{worker.name} did not stop at {point} but said {message}")
+
+    @staticmethod
+    def release(worker: Worker) -> None:
+        """Let a held trainer go on."""
+        assert worker.process.stdin is not None
+        worker.process.stdin.write(b"go\n")
+        worker.process.stdin.flush()
+
+    def _start_trainer(self, kind: str) -> Worker:
+        self._count += 1
+        environment = {"OMP_NUM_THREADS": "1"}
+        if self.device == "cuda":
+            environment["CUDA_VISIBLE_DEVICES"] = "0" if kind == "single_copy" else str(self.tp)
+        arguments = trainer_arguments(self.shape, self.server.port, self.device, self.timeout)
+        log = self.output / f"trainer-{self._count:02d}.log"
+        worker = Worker(f"trainer {self._count}", "bench.gpu.fault_trainer", arguments, log, environment)
+        self._trainers.append(worker)
+        worker.send("load", seed=self._count)
+        return worker
+
+    # -- what is looked at
+
+    def snapshot(self) -> dict[str, Any]:
+        """Version, checksums and greedy completions of what is served."""
+        state = self.server.state()
+        return {
+            "version": state["weight_version"],
+            "checksums": state["checksums"],
+            "greedy": [self.server.greedy(prompt) for prompt in PROMPTS],
+        }
+
+    def settled(self, limit: float) -> float:
+        """Seconds until no update is in progress. Raises BenchError after twice the limit."""
+        started = time.monotonic()
+        while True:
+            state = self.server.state()
+            if state["target_version"] is None:
+                return time.monotonic() - started
+            if time.monotonic() - started > 2 * limit:
+                raise BenchError(f"the server is still in phase {state['state']} after {2 * limit:g} s")
+            time.sleep(0.1)
+
+    def verdict(self, before: dict[str, Any]) -> str:
+        """What the server serves compared with a snapshot; `unhealthy` only if it also refuses to generate."""
+        if self.server.process.poll() is not None or self.server.health() == 0:
+            return "gone"
+        state = self.server.state()
+        if state["engine_dead"]:
+            return "gone" if self.server.health() != 200 else "healthy though its engine is dead"
+        if state["state"] == "unhealthy":
+            try:
+                self.server.greedy(PROMPTS[0], max_tokens=1)
+            except BenchError:
+                return "unhealthy" if self.server.health() == 503 else f"unhealthy, but /health says {self.server.health()}"
+            return "unhealthy, but it generates"
+        if state["weight_version"] != before["version"]:
+            return "new version"
+        if state["checksums"] != before["checksums"]:
+            return "old version by name, other checksums"
+        for (tokens, logprobs), (old_tokens, old_logprobs) in zip(self.snapshot()["greedy"], before["greedy"], strict=True):
+            if tokens[0] != old_tokens[0] or abs(logprobs[0] - old_logprobs[0]) > LOGPROB_TOLERANCE:
+                return f"old version by name, other logprobs ({logprobs[0]:.3f}, before {old_logprobs[0]:.3f})"
+        return "old version"
+
+    def said(self, mark: int) -> str:
+        """The lines on updates that the server has logged since `mark` (see log_mark), and its last error."""
+        text = self.server.log.read_bytes()[mark:].decode(errors="replace")
+        lines = [line[line.index("[Bridge]") :] for line in text.splitlines() if "[Bridge]" in line]
+        lines = [line for line in lines if re.search(r"failed|refus|gave|UNHEALTHY|died", line)]
+        return "\n".join(dict.fromkeys(lines))[:2000]
+
+    def log_mark(self) -> int:
+        """Where the server's log ends now."""
+        return self.server.log.stat().st_size
+
+    def attempt(self, worker: Worker, mode: str, connect: bool) -> str:
+        """Update once more, joining anew if asked, and compare what is served with what was sent: `ok` or what went wrong."""
+        try:
+            if connect:
+                self.connect(worker, mode)
+            worker.ask("sync", timeout=self.timeout + 60, count=1)
+            found = worker.ask("check", timeout=60)
+        except BenchError as error:
+            return str(error).splitlines()[0]
+        health = self.server.health()
+        if not (found["checksums_equal"] and found["new_not_old"] and health == 200):
+            return f"checksums equal: {found['checksums_equal']}, new weights: {found['new_not_old']}, /health: {health}"
+        return "ok"
+
+
+def wait_for_text(path: Path, text: str, seconds: float, mark: int = 0) -> float:
+    """Seconds until a log holds `text` after position `mark`. Raises BenchError at the deadline."""
+    started = time.monotonic()
+    while text.encode() not in path.read_bytes()[mark:]:
+        if time.monotonic() - started > seconds:
+            raise BenchError(f"nobody wrote {text!r} within {seconds:g} s:\n{tail(path)}")
+        time.sleep(0.1)
+    return time.monotonic() - started
+
+
+def stopped_for(send: Callable[[int], None], seconds: float, meanwhile: Callable[[], Any]) -> Any:
+    """SIGSTOP, do `meanwhile`, and SIGCONT after `seconds` or when that has ended, whichever is later."""
+    started = time.monotonic()
+    send(signal.SIGSTOP)
+    try:
+        answer = meanwhile()
+        time.sleep(max(0.0, started + seconds - time.monotonic()))
+    finally:
+        send(signal.SIGCONT)
+    return answer
