@@ -163,6 +163,8 @@ def refuse_what_moves_weights(args: argparse.Namespace) -> None:
         "quantization": (None, "quantised weights differ from the trainer's"),
         "api_server_count": (1, "one process must own the bridge's state"),
         "cpu_offload_gb": (0, "offloaded weights move"),
+        "weight_transfer_config": (None, "vLLM's own way of updating weights would overwrite the trainer's unseen"),
+        "enable_eplb": (False, "balancing experts moves weights"),
     }
     for name, (allowed, why) in refused.items():
         value = getattr(args, name, allowed)
