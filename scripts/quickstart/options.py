@@ -62,7 +62,7 @@ class OneLineParser(argparse.ArgumentParser):
     """Says what is wrong in one line, without the usage in front of it."""
 
     def error(self, message: str) -> NoReturn:
-        print(f"quickstart: {message} (see scripts/quickstart.sh --help)", file=sys.stderr)
+        print(f"{Path(self.prog).stem}: {message} (see {self.prog} --help)", file=sys.stderr)
         raise SystemExit(2)
 
 

@@ -1,0 +1,110 @@
+"""`scripts/start.sh`, `status.sh`, `stop.sh` and `logs.sh`: run by path, from any folder, the command as first argument."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # run by path: import from the repository
+
+from scripts.ops import logs, status
+from scripts.ops.control import Starter, stop_parts
+from scripts.ops.options import PARTS, add_run_option, parse
+from scripts.ops.stack import Stack
+from scripts.quickstart.options import OneLineParser, positive_int
+from scripts.quickstart.processes import QuickstartError
+
+
+def say(text: str) -> None:
+    """One line, at once."""
+    print(text, flush=True)
+
+
+def interrupted(number: int, _: object) -> None:
+    """Signal handler: unwinds, so that a start that is interrupted stops what it started."""
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+def parser(name: str, description: str) -> OneLineParser:
+    """A command line with --run and parts."""
+    made = OneLineParser(prog=f"scripts/{name}.sh", description=description, allow_abbrev=False)
+    made.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)} (default: all)")
+    add_run_option(made)
+    return made
+
+
+def chosen(parts: list[str]) -> tuple[str, ...]:
+    """The parts that were named, or all.
+
+    Raises:
+        QuickstartError: there is no such part.
+    """
+    unknown = [part for part in parts if part not in PARTS]
+    if unknown:
+        raise QuickstartError(f"{unknown[0]!r} is no part of the stack: give some of {', '.join(PARTS)}, or none for all")
+    return tuple(part for part in PARTS if not parts or part in parts)
+
+
+def start(arguments: list[str]) -> int:
+    """Start the stack in the background."""
+    options = parse(arguments)
+    Starter(Stack(options), say).run()
+    say(f"running in {options.run}: scripts/status.sh, scripts/logs.sh and scripts/stop.sh look at it, follow it and end it")
+    return 0
+
+
+def show_status(arguments: list[str]) -> int:
+    """Print the table; 0 if everything is up, else 1."""
+    made = OneLineParser(prog="scripts/status.sh", description="Show whether the stack is up and moves.", allow_abbrev=False)
+    add_run_option(made)
+    made.add_argument("--json", action="store_true", help="for scripts")
+    given = made.parse_args(arguments)
+    run = given.run.expanduser().absolute()
+    found = status.collect(run)
+    say(json.dumps(found.to_json(), indent=1) if given.json else status.table(found, run, time.time()))
+    return 0 if found.good else 1
+
+
+def stop(arguments: list[str]) -> int:
+    """Stop the stack: environment, trainer, vLLM, service."""
+    given = parser(
+        "stop", "Stop the stack, or some parts of it: environment, trainer, vLLM, service, in this order."
+    ).parse_args(arguments)
+    return 0 if stop_parts(given.run.expanduser().absolute(), chosen(given.parts), say) else 1
+
+
+def follow(arguments: list[str]) -> int:
+    """Follow the logs until Ctrl-C."""
+    made = parser("logs", "Follow the logs of the stack; Ctrl-C ends that, and nothing else.")
+    made.add_argument("--lines", type=positive_int, default=10, help="old lines of each log (default: %(default)s)")
+    made.add_argument("--no-follow", action="store_true", help="print those and end")
+    given = made.parse_args(arguments)
+    logs.show(given.run.expanduser().absolute(), chosen(given.parts), given.lines, not given.no_follow, say)
+    return 0
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {"start": start, "status": show_status, "stop": stop, "logs": follow}
+
+
+def main(arguments: list[str]) -> int:
+    """Run one command; returns the exit status."""
+    name, *rest = arguments
+    signal.signal(signal.SIGTERM, interrupted)
+    try:
+        return COMMANDS[name](rest)
+    except QuickstartError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return 0  # whoever read has enough
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,207 @@
+"""What start.sh can be asked, from flags and from LOCKSTEP_* variables; flags win."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts.quickstart.options import (
+    ROOT,
+    STARTER_MODEL,
+    OneLineParser,
+    check_model,
+    learning_rate,
+    positive_int,
+    visible_gpus,
+)
+from scripts.quickstart.processes import QuickstartError
+
+PARTS = ("service", "vllm", "environment", "trainer")
+"""In the order in which they are started."""
+BRIDGES = ("auto", "broadcast", "single-copy", "lora", "restart", "none")
+ENVIRONMENTS = ("arithmetic", "gsm8k")
+RUN = Path("runs") / "stack"
+
+
+@dataclass(frozen=True)
+class StackOptions:
+    """One start of the stack; see the help texts in `parser`."""
+
+    run: Path
+    parts: tuple[str, ...]
+    model: str
+    environment: str
+    bridge: str
+    vllm_gpus: tuple[int, ...]
+    trainer_gpus: tuple[int, ...]
+    service_port: int
+    vllm_port: int
+    master_port: int
+    metrics_port: int
+    steps: int
+    lr: float | None
+    batch_size: int | None
+    restart_interval: int
+    service_args: tuple[str, ...]
+    vllm_args: tuple[str, ...]
+    environment_args: tuple[str, ...]
+    trainer_args: tuple[str, ...]
+    wait: float
+    links: bool
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether anything runs on a GPU."""
+        return bool(self.vllm_gpus or self.trainer_gpus)
+
+    @property
+    def small(self) -> bool:
+        """Whether this is the starter model, for which small sizes are right."""
+        return Path(self.model) == STARTER_MODEL
+
+
+def gpu_list(text: str) -> tuple[int, ...]:
+    """`0,1` -> (0, 1)."""
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of GPUs: give indices such as 0 or 0,1")
+    return tuple(int(part) for part in text.split(","))
+
+
+def port(text: str) -> int:
+    """A TCP port, or 0."""
+    value = int(text) if text.isdigit() else -1
+    if not 0 <= value < 65536:
+        raise argparse.ArgumentTypeError(f"{text!r} is no TCP port")
+    return value
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Flags in quotes, as a shell would split them."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be split into words: {error}") from None
+
+
+def add_run_option(parser: argparse.ArgumentParser) -> None:
+    """--run, which all four commands have."""
+    default = os.environ.get("LOCKSTEP_RUN") or str(ROOT / RUN)
+    parser.add_argument("--run", type=Path, default=default, help=f"the run's folder (default: {RUN}, or $LOCKSTEP_RUN)")
+
+
+def parser() -> OneLineParser:
+    """The command line of start.sh."""
+    made = OneLineParser(
+        prog="scripts/start.sh",
+        description="Start the stack, or some parts of it, in the background. Every option can also be given as a variable: "
+        "--vllm-port as LOCKSTEP_VLLM_PORT, and so on.",
+        allow_abbrev=False,
+    )
+
+    def option(name: str, default: object, help_text: str, **more: object) -> None:
+        variable = "LOCKSTEP_" + name.upper().replace("-", "_")
+        shown = "" if default is None else f" (default: {default})"
+        made.add_argument(f"--{name}", default=os.environ.get(variable, default), help=help_text + shown, **more)  # type: ignore[arg-type]
+
+    made.add_argument("parts", nargs="*", metavar="PART", help=f"which to start: {', '.join(PARTS)} (default: all)")
+    add_run_option(made)
+    option("model", None, "checkpoint folder or Hugging Face name (default: the starter model)")
+    option(
+        "environment",
+        None,
+        "arithmetic, gsm8k, or an environment's file (default: arithmetic for the starter model, else gsm8k)",
+    )
+    option("bridge", "auto", f"how weights reach vLLM: {', '.join(BRIDGES)}; restart: the trainer starts vLLM itself")
+    option("vllm-gpus", None, "GPUs of vLLM, such as 0,1: its tensor-parallel degree is their number", type=gpu_list)
+    option("trainer-gpus", None, "GPUs of the trainer, such as 2", type=gpu_list)
+    made.add_argument("--cpu", action="store_true", help="use no GPU (default where nvidia-smi finds none)")
+    option("service-port", "8000", "rollout service", type=port)
+    option("vllm-port", "9001", "vLLM", type=port)
+    option("master-port", os.environ.get("MASTER_PORT", "29500"), "where trainer and vLLM meet", type=port)
+    option("metrics-port", "0", "the trainer's figures for Prometheus; 0: none", type=port)
+    option("steps", "100", "optimizer steps", type=positive_int)
+    option("lr", None, "learning rate", type=learning_rate)
+    option("batch-size", None, "sequences in a micro-batch of the trainer", type=positive_int)
+    option("restart-interval", "10", "steps between restarts of vLLM, with --bridge restart", type=positive_int)
+    for part in PARTS:
+        option(f"{part}-args", "", f'further flags for the {part}, in quotes: --{part}-args="--flag value"', type=words)
+    option("wait", "600", "seconds that vLLM may take to load", type=positive_int)
+    made.add_argument("--no-links", action="store_true", help="put no links to the logs into the folder where this is typed")
+    return made
+
+
+def parse(arguments: Sequence[str]) -> StackOptions:
+    """Read and check the command line.
+
+    Raises:
+        QuickstartError: something cannot work.
+        SystemExit: `--help`, or a line that does not parse (status 2).
+    """
+    given = parser().parse_args(arguments)
+    unknown = [part for part in given.parts if part not in PARTS]
+    if unknown:
+        raise QuickstartError(f"{unknown[0]!r} is no part of the stack: give some of {', '.join(PARTS)}, or none for all")
+    if given.bridge not in BRIDGES:
+        raise QuickstartError(f"--bridge {given.bridge}: give one of {', '.join(BRIDGES)}")
+    model = check_model(given.model or str(STARTER_MODEL))
+    environment = given.environment or ("arithmetic" if Path(model) == STARTER_MODEL else "gsm8k")
+    if environment not in ENVIRONMENTS and not Path(environment).is_file():
+        raise QuickstartError(
+            f"--environment {environment}: give {' or '.join(ENVIRONMENTS)}, or the path of an environment's file"
+        )
+    vllm_gpus, trainer_gpus = choose_gpus(given.vllm_gpus, given.trainer_gpus, () if given.cpu else visible_gpus(), given.cpu)
+    parts = tuple(part for part in PARTS if not given.parts or part in given.parts)
+    if given.bridge == "restart":
+        if "vllm" in given.parts:
+            raise QuickstartError("--bridge restart: the trainer starts vLLM itself, so leave vllm out of the parts")
+        parts = tuple(part for part in parts if part != "vllm")
+    return StackOptions(
+        run=given.run.expanduser().absolute(),
+        parts=parts,
+        model=model,
+        environment=environment if environment in ENVIRONMENTS else str(Path(environment).resolve()),
+        bridge=given.bridge,
+        vllm_gpus=vllm_gpus,
+        trainer_gpus=trainer_gpus,
+        service_port=given.service_port,
+        vllm_port=given.vllm_port,
+        master_port=given.master_port,
+        metrics_port=given.metrics_port,
+        steps=given.steps,
+        lr=given.lr,
+        batch_size=given.batch_size,
+        restart_interval=given.restart_interval,
+        service_args=given.service_args,
+        vllm_args=given.vllm_args,
+        environment_args=given.environment_args,
+        trainer_args=given.trainer_args,
+        wait=float(given.wait),
+        links=not given.no_links,
+    )
+
+
+def choose_gpus(
+    vllm: tuple[int, ...] | None, trainer: tuple[int, ...] | None, visible: tuple[int, ...], cpu: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The GPUs of vLLM and of the trainer; both empty on a CPU.
+
+    Of three or more GPUs, vLLM gets the first two and the trainer the third; of two, each gets one; one they share.
+
+    Raises:
+        QuickstartError: a GPU was asked for that is not there.
+    """
+    if cpu and (vllm or trainer):
+        raise QuickstartError("--cpu excludes --vllm-gpus and --trainer-gpus: leave one or the other out")
+    missing = sorted({*(vllm or ()), *(trainer or ())} - set(visible))
+    if missing:
+        there = ",".join(map(str, visible)) or "none"
+        raise QuickstartError(f"GPU {missing[0]} is not there: nvidia-smi and CUDA_VISIBLE_DEVICES leave {there}")
+    if not visible:
+        return (), ()
+    default = {1: (visible[:1], visible[:1]), 2: (visible[:1], visible[1:2])}.get(len(visible), (visible[:2], visible[2:3]))
+    return vllm or default[0], trainer or default[1]

@@ -1,0 +1,226 @@
+"""Starting, watching and stopping a stack of small real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from scripts.ops.control import Starter, claimed, stop, stop_parts
+from scripts.ops.options import PARTS
+from scripts.ops.records import Identity, Record, Records, identify
+from scripts.ops.status import collect, table
+from scripts.quickstart.guard import descendants
+from scripts.quickstart.ports import is_free
+from scripts.quickstart.processes import QuickstartError
+from tests.scripts.ops_stack import FAILS, FINISHES, STUBBORN, SmallStack, small_options
+
+
+class Run:
+    """One run folder, and what was said about it."""
+
+    def __init__(self, folder: Path, ports: tuple[int, int, int]) -> None:
+        self.folder, self.ports = folder, ports
+        self.said: list[str] = []
+        self.records = Records(folder)
+
+    def start(self, *parts: str, **codes: str) -> None:
+        options = small_options(self.folder, self.ports, tuple(p for p in PARTS if not parts or p in parts))
+        Starter(SmallStack(options, **codes), self.said.append).run()
+
+    def stop(self, *parts: str) -> bool:
+        return stop_parts(self.folder, parts or PARTS, self.said.append)
+
+    def pids(self) -> dict[str, list[int]]:
+        found = {part: self.records.read(part) for part in PARTS}
+        return {part: [r.keeper.pid, *descendants(r.keeper.pid)] for part, r in found.items() if r and r.keeper.is_alive()}
+
+    def states(self) -> dict[str, str]:
+        return {row.part: row.state for row in collect(self.folder).rows}
+
+    def text(self) -> str:
+        return "\n".join(self.said)
+
+
+@pytest.fixture
+def run(tmp_path: Path, free_port: Callable[[], int]) -> Iterator[Run]:
+    made = Run(tmp_path / "run", (free_port(), free_port(), free_port()))
+    yield made
+    made.stop()
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if identify(pid)]
+
+
+def eventually(done: Callable[[], bool], what: str, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def test_the_whole_stack_starts_shows_its_state_and_stops_in_order(run: Run) -> None:
+    run.start()
+    pids = run.pids()
+    assert list(pids) == list(PARTS)
+    assert (run.folder / "vllm.log").read_text().startswith("child ")
+    metrics = run.folder / "trainer" / "metrics.jsonl"
+    metrics.parent.mkdir()
+    metrics.write_text('{"step": 3}\n{"step": 4}\n{"ste')
+    (run.folder / "env.log").write_text("12:00 INFO fine\nValueError: a wrong answer\n")
+
+    status = collect(run.folder)
+    assert status.good
+    assert (status.served, status.step, status.queue) == (3, 4, 5)
+    shown = table(status, run.folder, time.time())
+    assert "weight version served 3, trainer's last step 4, queue 5 groups" in shown
+    assert "last error of environment: ValueError: a wrong answer" in shown
+    assert f"{run.ports[1]}  healthy" in shown
+    assert json.dumps(status.to_json())
+
+    run.said.clear()
+    assert run.stop()
+    assert [line.split()[0] for line in run.said] == ["environment", "trainer", "vllm", "service"]
+    assert alive([pid for family in pids.values() for pid in family]) == []
+    assert all(is_free(port) for port in run.ports)
+    assert not collect(run.folder).good
+    assert "nothing is started" in table(collect(run.folder), run.folder, time.time())
+
+
+def test_what_runs_is_not_started_twice_and_other_parts_are(run: Run) -> None:
+    run.start("service")
+    (keeper, *_) = run.pids()["service"]
+    with pytest.raises(QuickstartError, match=rf"service runs already in .* \(process {keeper}, .*scripts/stop.sh service"):
+        run.start()
+    assert list(run.pids()) == ["service"]
+    run.start("trainer")
+    assert list(run.pids()) == ["service", "trainer"]
+    assert run.stop("trainer")
+    assert list(run.pids()) == ["service"]
+
+
+def test_two_starts_at_once_do_not_meet(run: Run) -> None:
+    with claimed(run.folder), pytest.raises(QuickstartError, match=r"another start\.sh or stop\.sh is at work"):
+        run.start()
+
+
+def test_a_part_that_ends_at_once_ends_the_start_and_leaves_nothing(run: Run) -> None:
+    with pytest.raises(QuickstartError, match=r"trainer exited with code 1; log: .*trainer\.log\n(.|\n)*no rollouts for me"):
+        run.start(trainer_code=FAILS)
+    assert run.pids() == {}
+    assert run.states() == {}
+    assert all(is_free(port) for port in run.ports)
+
+
+def test_a_trainer_that_is_done_is_no_failure_and_one_that_failed_is(run: Run) -> None:
+    run.start("service", "trainer", trainer_code=FINISHES)
+    assert run.states() == {"service": "up", "trainer": "finished"}
+    assert collect(run.folder).good
+    run.stop("trainer")
+    run.start("environment", environment_code="import sys, time; time.sleep(2); sys.exit(3)")
+    eventually(lambda: run.states()["environment"] == "down", "the environment is still up")
+    status = collect(run.folder)
+    assert not status.good
+    assert [row.detail for row in status.rows if row.part == "environment"] == ["exited with code 3"]
+
+
+def test_ports_that_are_taken_are_all_named(run: Run) -> None:
+    other = Run(run.folder.with_name("other"), (run.ports[0], run.ports[1], run.ports[2]))
+    other.start("service", "vllm")
+    try:
+        with pytest.raises(QuickstartError) as caught:
+            run.start()
+    finally:
+        other.stop()
+    for port, flag in zip(run.ports[:2], ("--service-port", "--vllm-port"), strict=True):
+        assert f"{port} ({flag}) by python " in str(caught.value)
+
+
+def test_a_part_that_ignores_sigterm_is_killed_after_its_grace_period(run: Run) -> None:
+    run.start("trainer", trainer_code=STUBBORN)
+    pids = run.pids()["trainer"]
+    assert run.stop()
+    assert "trainer      had to be killed" in run.text()
+    assert alive(pids) == []
+
+
+def test_after_kill_minus_9_of_everything_the_next_start_copes(run: Run) -> None:
+    """Everything that the usual pkill pattern finds; what it does not find, as vLLM's engine, lives on and holds its memory."""
+    run.start()
+    (run.folder / "vllm_bridge_config.json").write_text("{}")
+    pids = [pid for family in run.pids().values() for pid in family]
+    orphan = int((run.folder / "vllm.log").read_text().split()[1])
+    assert orphan in pids
+    for pid in set(pids) - {orphan}:
+        os.kill(pid, signal.SIGKILL)
+    eventually(lambda: alive(pids) == [orphan], "not all ended")
+    assert set(run.states().values()) == {"down"}
+
+    run.said.clear()
+    run.start("service")
+    assert f"vllm: killed process {orphan}, which had outlived it" in run.text()
+    assert "trainer: the last one (process" in run.text()
+    assert not (run.folder / "vllm_bridge_config.json").exists()
+    eventually(lambda: alive([orphan]) == [], "the orphan lives on")
+    assert run.states() == {"service": "up"}
+
+
+def test_stop_after_a_kill_ends_the_orphans_too(run: Run) -> None:
+    run.start("vllm")
+    pids = run.pids()["vllm"]
+    orphan = int((run.folder / "vllm.log").read_text().split()[1])
+    for pid in set(pids) - {orphan}:
+        os.kill(pid, signal.SIGKILL)
+    eventually(lambda: alive(pids) == [orphan], "not all ended")
+    assert run.stop()
+    assert "vllm         had ended before: it was killed" in run.text()
+    eventually(lambda: alive([orphan]) == [], "the orphan lives on")
+
+
+@pytest.mark.parametrize("change", [{"ticks": 1}, {"boot": "another boot"}], ids=["reused process id", "machine restarted"])
+def test_a_process_that_only_has_the_same_id_is_never_touched(run: Run, change: dict[str, object]) -> None:
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as stranger:
+        found = identify(stranger.pid)
+        assert found is not None
+        record = Record("trainer", replace(found, **change), time.time(), str(run.folder / "trainer.log"))  # type: ignore[arg-type]
+        run.records.write(record)
+        assert run.states() == {"trainer": "down"}
+        assert stop(record, run.records, run.said.append)
+        assert stranger.poll() is None
+        stranger.kill()
+
+
+def test_a_zombie_is_not_alive() -> None:
+    process = subprocess.Popen(["true"])
+    found: Identity | None = identify(process.pid)
+    eventually(lambda: identify(process.pid) is None, "a zombie counts as alive")
+    assert found is None or not found.is_alive()
+    process.wait()
+
+
+def test_a_record_that_cannot_be_read_is_named(run: Run) -> None:
+    run.records.folder.mkdir(parents=True)
+    (run.records.folder / "vllm.json").write_text("{")
+    with pytest.raises(QuickstartError, match=r"vllm\.json is no record of a process"):
+        collect(run.folder)
+    (run.records.folder / "vllm.json").unlink()
+
+
+def test_links_lead_to_the_logs_and_replace_no_file(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "trainer.log").write_text("mine")
+    monkeypatch.chdir(here)
+    options = replace(small_options(run.folder, run.ports, ("service", "trainer")), links=True)
+    Starter(SmallStack(options), run.said.append).run()
+    assert (here / "api.log").read_text().startswith("ready")
+    assert (here / "trainer.log").read_text() == "mine"
+    assert "trainer.log in" in run.text()
