@@ -1,0 +1,120 @@
+"""RMSNorm in Triton: one block per row whose size follows from the row's width alone. Needs a GPU and Triton.
+
+vLLM's fused kernel picks the size of its block by the number of tokens, so a row's sum is ordered one way in a small batch and
+another way in a large one; its Triton kernel for the norm without the addition copies views first and always takes 1,024 lanes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+
+WIDEST = 16384
+"""Columns that one block takes."""
+_ALIGNMENT = 16
+
+
+@triton.jit
+def _rms_norm(  # type: ignore[no-untyped-def]
+    x, residual, weight, y, total, outer_stride, inner_stride, inner: tl.constexpr, eps,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    valid = column < COLUMNS
+    start = (row // inner) * outer_stride + (row % inner) * inner_stride
+    values = tl.load(x + start + column, mask=valid, other=0.0)
+    if ADD:
+        added = values.to(tl.float32) + tl.load(residual + row * COLUMNS + column, mask=valid, other=0.0).to(tl.float32)
+        values = added.to(y.dtype.element_ty)
+        tl.store(total + row * COLUMNS + column, values, mask=valid)
+    wide = values.to(tl.float32)
+    mean = tl.sum(wide * wide, axis=0) / COLUMNS
+    scale = 1.0 / tl.sqrt(mean + eps)
+    factors = tl.load(weight + column, mask=valid, other=0.0).to(tl.float32)
+    tl.store(y + row * COLUMNS + column, (wide * scale * factors).to(y.dtype.element_ty), mask=valid)
+
+
+def source_hash() -> str:
+    """Of this file: two sides with the same hash and the same Triton run the same norm."""
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See ops.rms_norm. x: [..., dim] of 1 to 3 dimensions."""
+    if not (x.dim() in (2, 3) and _aligned(x)):
+        x = x.contiguous()
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.dim() == 3 and not x.is_contiguous():
+        inner, outer_stride, inner_stride = x.shape[1], x.stride(0), x.stride(1)
+    else:
+        flat = x.view(-1, x.shape[-1]) if x.is_contiguous() else x
+        inner, outer_stride, inner_stride = 1, flat.stride(0), 0
+    _launch(x, None, weight, y, None, outer_stride, inner_stride, inner, eps)
+    return y
+
+
+def fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ops.fused_add_rms_norm."""
+    if x.shape != residual.shape or x.dtype != residual.dtype:
+        raise ValueError(
+            f"cannot add a residual {tuple(residual.shape)} {residual.dtype} to {tuple(x.shape)} {x.dtype}: "
+            "shapes and dtypes must be equal"
+        )
+    x, residual = x.contiguous(), residual.contiguous()
+    y, total = torch.empty_like(x), torch.empty_like(x)
+    _launch(x, residual, weight, y, total, x.shape[-1], 0, 1, eps)
+    return y, total
+
+
+def _aligned(x: torch.Tensor) -> bool:
+    """Whether Triton would compile the same code for it as for a contiguous copy, which it does by what strides divide by."""
+    outer = all(stride % _ALIGNMENT == 0 for stride in x.stride()[:-1])
+    return x.stride(-1) == 1 and outer and x.shape[-1] % _ALIGNMENT == 0 and x.data_ptr() % _ALIGNMENT == 0
+
+
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    y: torch.Tensor,
+    total: torch.Tensor | None,
+    outer_stride: int,
+    inner_stride: int,
+    inner: int,
+    eps: float,
+) -> None:
+    columns = x.shape[-1]
+    rows = x.numel() // columns
+    if weight.shape != (columns,) or columns > WIDEST:
+        raise ValueError(f"cannot normalise rows of {columns} with a weight {tuple(weight.shape)}: at most {WIDEST} columns")
+    if rows == 0:
+        return
+    block = triton.next_power_of_2(columns)
+    with torch.cuda.device(x.device):
+        _rms_norm[(rows,)](
+            x,
+            x if residual is None else residual,
+            weight.contiguous(),
+            y,
+            y if total is None else total,
+            outer_stride,
+            inner_stride,
+            inner,
+            eps,
+            COLUMNS=columns,
+            BLOCK=block,
+            ADD=residual is not None,
+            num_warps=_warps(block),
+        )
+
+
+def _warps(block: int) -> int:
+    """A quarter of the block's lanes take a vector of four or eight values each: 1 warp for a head, 8 for a hidden state."""
+    return min(16, max(1, block // 256))

@@ -1,0 +1,223 @@
+"""The operations of a decoder, one implementation for both sides: no autograd, nothing in place for the caller.
+
+On a GPU each function runs the very kernel that vLLM runs in deterministic mode, on the same dtypes, so that equal inputs give
+equal bits whatever else is in the batch. On a CPU a reference runs (`reference`), which is invariant to the batch too but has
+other bits than vLLM. Run them under `settings.settings()` or after `settings.enable_settings()`.
+
+Shapes: tokens of all sequences are packed into one dimension; heads come before the head's dimension.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from types import ModuleType
+
+import torch
+
+from vllm_patching.batch_invariant import reference
+from vllm_patching.batch_invariant.pages import page_plan
+from vllm_patching.batch_invariant.provenance import provenance
+from vllm_patching.batch_invariant.settings import settings
+
+__all__ = [
+    "attention_scale",
+    "attention_varlen",
+    "chosen_logprobs",
+    "fused_add_rms_norm",
+    "linear",
+    "log_softmax",
+    "provenance",
+    "rms_norm",
+    "rotary_embedding",
+    "rotary_table",
+    "settings",
+    "silu_and_mul",
+]
+
+VOCAB_MULTIPLE = 64
+"""vLLM pads the rows of an output head to a multiple of this; a product with other columns might take another kernel."""
+LOGIT_ROWS = 1024
+"""Tokens whose logits exist at once in chosen_logprobs. Rows do not depend on each other, so this changes no bit."""
+FLASH_ATTENTION = 3
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x @ weight.T (+ bias). One cuBLASLt product without split-K; the bias is added to the rounded product.
+
+    Args:
+        x: [..., in].
+        weight: [out, in], the dtype of x.
+        bias: [out].
+
+    Returns:
+        [..., out], the dtype of x.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    product = torch.nn.functional.linear(flat, weight) if x.is_cuda else reference.linear(flat, weight)
+    if bias is not None:
+        # Within the product, the library may add it before or after rounding, as suits the number of rows.
+        product = product + bias
+    return product.view(*x.shape[:-1], weight.shape[0])
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x²) + eps) * weight over the last dimension: float32 inside, rounded once.
+
+    Args:
+        x: [..., dim] of up to 3 dimensions; a view on heads of a wider row needs no copy.
+        weight: [dim].
+
+    Returns:
+        contiguous, the shape and dtype of x.
+    """
+    if not x.is_cuda:
+        return reference.rms_norm(x, weight, eps)
+    return _kernels().rms_norm(x, weight, eps)
+
+
+def fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rms_norm(r), r) with r = x + residual rounded to their dtype.
+
+    Args:
+        x, residual: [tokens, dim].
+        weight: [dim].
+    """
+    if not x.is_cuda:
+        return reference.fused_add_rms_norm(x, residual, weight, eps)
+    return _kernels().fused_add_rms_norm(x, residual, weight, eps)
+
+
+def rotary_embedding(
+    positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, head_dim: int, cos_sin_cache: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate q and k by their positions (neox style: the first half of a head with the second). Returns new tensors.
+
+    Args:
+        positions: [tokens] int64.
+        q: [tokens, heads * head_dim] (or with the heads apart); k likewise with its own number of heads.
+        cos_sin_cache: [max_position, head_dim] in the model's dtype: cosines, then sines; see `rotary_table`.
+    """
+    if not q.is_cuda:
+        return reference.rotary_embedding(positions, q, k, head_dim, cos_sin_cache)
+    rotated = q.reshape(q.shape[0], -1).clone(memory_format=torch.contiguous_format)
+    rotated_k = k.reshape(k.shape[0], -1).clone(memory_format=torch.contiguous_format)
+    _vllm_ops().rotary_embedding(positions, rotated, rotated_k, head_dim, cos_sin_cache, True)
+    return rotated.view(q.shape), rotated_k.view(k.shape)
+
+
+def rotary_table(head_dim: int, max_position: int, theta: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """cos_sin_cache as vLLM makes it for plain rotary embeddings: float32 on the device, then rounded to the model's dtype."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float, device=device) / head_dim
+    angles = torch.einsum("i,j -> ij", torch.arange(max_position, dtype=torch.float, device=device), 1.0 / (theta**exponents))
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(dtype)
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, for x [..., 2 * n] that holds the gate in its first half; vLLM's own kernel."""
+    if not x.is_cuda:
+        return reference.silu_and_mul(x)
+    _vllm_ops()
+    x = x.contiguous()
+    out = torch.empty(*x.shape[:-1], x.shape[-1] // 2, dtype=x.dtype, device=x.device)
+    torch.ops._C.silu_and_mul(out, x)
+    return out
+
+
+def attention_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention within each of the packed sequences, in the bits of vLLM's prefill and decode.
+
+    Keys and values are laid out in pages as vLLM's cache has them, because FlashAttention chooses its tiles by that.
+
+    Args:
+        q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim], heads a multiple of kv_heads.
+        cu_seqlens: [sequences + 1] int32, on the device: where each sequence begins, and the end of the last.
+        max_seqlen: of the longest sequence.
+        scale: of the products of queries and keys.
+
+    Returns:
+        ([tokens, heads, dim] in q's dtype, log of the sum of exponentials [heads, tokens] float32)
+    """
+    if not q.is_cuda:
+        return reference.attention_varlen(q, k, v, cu_seqlens, scale)
+    plan = page_plan(cu_seqlens, q.shape[0], max_seqlen)
+    keys, values = plan.lay_out(k, v)
+    result: tuple[torch.Tensor, torch.Tensor] = _flash_attention().flash_attn_varlen_func(
+        q=q,
+        k=keys,
+        v=values,
+        cu_seqlens_q=cu_seqlens,
+        max_seqlen_q=max_seqlen,
+        seqused_k=plan.lengths,
+        max_seqlen_k=max_seqlen,
+        softmax_scale=scale,
+        causal=True,
+        block_table=plan.block_table,
+        return_softmax_lse=True,
+        num_splits=1,
+        fa_version=FLASH_ATTENTION,
+    )
+    return result
+
+
+def attention_scale(head_dim: int) -> float:
+    """1 / sqrt(head_dim), rounded as vLLM's models compute it."""
+    return float(head_dim**-0.5)
+
+
+def log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    """float32 log_softmax over the last dimension, of logits [tokens, vocab] in any dtype: what vLLM's sampler calls."""
+    if not logits.is_cuda:
+        return reference.log_softmax(logits)
+    result: torch.Tensor = _vllm_batch_invariant().log_softmax(logits.float(), dim=-1)
+    return result
+
+
+def chosen_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Log-probability of each target: logits in the model's dtype, then float32 log_softmax.
+
+    Args:
+        hidden: [tokens, dim], after the last norm.
+        weight: [vocab, dim], of the output head.
+        targets: [tokens] int64, below vocab.
+
+    Returns:
+        [tokens] float32.
+    """
+    vocab = weight.shape[0]
+    missing = -vocab % VOCAB_MULTIPLE
+    if missing and hidden.is_cuda:
+        weight = torch.nn.functional.pad(weight, (0, 0, 0, missing))
+    chosen = [
+        log_softmax(linear(rows, weight)[:, :vocab]).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+        for rows, ids in zip(hidden.split(LOGIT_ROWS), targets.split(LOGIT_ROWS), strict=True)
+    ]
+    return torch.cat(chosen) if chosen else hidden.new_empty(0, dtype=torch.float32)
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    return importlib.import_module("vllm_patching.batch_invariant.kernels")
+
+
+@functools.cache
+def _vllm_ops() -> ModuleType:
+    return importlib.import_module("vllm._custom_ops")
+
+
+@functools.cache
+def _vllm_batch_invariant() -> ModuleType:
+    return importlib.import_module("vllm.model_executor.layers.batch_invariant")
+
+
+@functools.cache
+def _flash_attention() -> ModuleType:
+    module = importlib.import_module("vllm.vllm_flash_attn.flash_attn_interface")
+    if not module.is_fa_version_supported(FLASH_ATTENTION):
+        reason = module.fa_version_unsupported_reason(FLASH_ATTENTION)
+        raise RuntimeError(f"deterministic mode needs FlashAttention {FLASH_ATTENTION}, which cannot run here: {reason}")
+    return module

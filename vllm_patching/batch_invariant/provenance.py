@@ -1,0 +1,84 @@
+"""Which kernels a process runs in deterministic mode: both sides must name the same, or they refuse to pair."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from vllm_patching.batch_invariant.settings import pinned
+
+_REFERENCE = "reference in torch, row by row"
+OPERATIONS = (
+    "linear",
+    "rms_norm",
+    "fused_add_rms_norm",
+    "rotary_embedding",
+    "silu_and_mul",
+    "attention_varlen",
+    "chosen_logprobs",
+)
+
+
+def provenance() -> dict[str, str]:
+    """Operation -> kernel with version and settings, and what they share (`machine`, `torch`).
+
+    Two processes that return equal dictionaries run the same code with the same settings on the same kind of GPU. It says
+    nothing about whether the kernels are right; that is what the self-test and the comparison of every token are for.
+    """
+    shared = {"torch": f"{torch.__version__} cuda {torch.version.cuda}"}
+    if not torch.cuda.is_available():
+        return {**{name: _REFERENCE for name in OPERATIONS}, **shared, "machine": "cpu", "reference": _reference_hash()}
+    from vllm_patching.batch_invariant import kernels
+
+    vllm = f"vllm {importlib.import_module('vllm').__version__}"
+    triton = f"triton {importlib.import_module('triton').__version__}"
+    norm = f"lockstep {kernels.source_hash()} {triton}"
+    flags = " ".join(f"{name}={value}" for name, value in sorted(pinned().items()))
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "linear": f"cublaslt {_cublas_version()} {flags}",
+        "rms_norm": norm,
+        "fused_add_rms_norm": norm,
+        "rotary_embedding": f"{vllm} _C.rotary_embedding",
+        "silu_and_mul": f"{vllm} _C.silu_and_mul",
+        "attention_varlen": f"{vllm} flash_attn 3 num_splits=1 page=16",
+        "chosen_logprobs": f"{vllm} batch_invariant.log_softmax float32 {triton}",
+        **shared,
+        "machine": f"{device.name} sm_{device.major}{device.minor} {device.multi_processor_count} SMs",
+    }
+
+
+def provenance_difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    """The first entry in which two provenances differ, as "name: ours ... theirs ..."; empty if they are equal."""
+    for name in sorted({*ours, *theirs}):
+        if ours.get(name) != theirs.get(name):
+            return f"{name}: {ours.get(name, 'missing')!r} here, {theirs.get(name, 'missing')!r} there"
+    return ""
+
+
+def table_hash(table: torch.Tensor) -> str:
+    """Of a rotary table's shape, dtype and bits: how both sides find out that they rotate by the same angles."""
+    raw = table.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes()
+    return hashlib.sha256(f"{tuple(table.shape)} {table.dtype} ".encode() + raw).hexdigest()[:16]
+
+
+def _cublas_version() -> str:
+    """Of the library that torch has loaded; "unknown" where it goes by another name."""
+    major = (torch.version.cuda or "").partition(".")[0]
+    for name in (f"libcublasLt.so.{major}", "libcublasLt.so"):
+        try:
+            get_version = ctypes.CDLL(name).cublasLtGetVersion
+        except (OSError, AttributeError):
+            continue
+        get_version.restype = ctypes.c_size_t
+        return str(get_version())
+    return "unknown"
+
+
+def _reference_hash() -> str:
+    return hashlib.sha256((Path(__file__).parent / "reference.py").read_bytes()).hexdigest()[:12]
