@@ -72,7 +72,8 @@ def test_three_steps_of_a_trainer_of_several_ranks(
         [
             *torchrun, ROOT / "example_trainer/grpo.py", "--model-name", two_ranks.model, "--weight-bridge-mode", "shared_vllm",
             flag, "--vllm-port", str(two_ranks.port), "--atropos-url", f"http://127.0.0.1:{port}", "--lr", "1e-3",
-            "--training-steps", str(STEPS), "--batch-size", "1", "--gradient-accumulation-steps", "4", "--seq-len", "64", "--num-threads", "1",
+            "--training-steps", str(STEPS), "--batch-size", "1",
+            "--gradient-accumulation-steps", "4", "--seq-len", "64", "--num-threads", "1",
             "--save-path", tmp_path / "checkpoints", "--log-dir", tmp_path / "logs", "--rank-timeout", "60",
         ],
         directory=tmp_path,
