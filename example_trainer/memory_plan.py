@@ -146,8 +146,9 @@ def activation_bytes(request: MemoryRequest) -> int:
         kept = g.num_layers * s * g.hidden_size + layer
     else:
         kept = g.num_layers * layer
-    # Gradients in flight in the backward pass through the widest layer, and the last norm with the states it gives out.
-    in_flight = 3 * s * g.intermediate_size
+    # Gradients in flight in the backward pass of the MLP: of the product (1), of its two factors (2), and of these joined (2);
+    # and the last norm with the states it gives out.
+    in_flight = 5 * s * g.intermediate_size
     last = 2 * (FLOAT32 + s) * g.hidden_size
     return tokens * (kept + in_flight + last)
 
