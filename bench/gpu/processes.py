@@ -33,6 +33,13 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def among_visible(gpus: str) -> str:
+    """GPU numbers, separated by commas, counted among those that this program may use itself."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    mine = visible.split(",") if visible else []
+    return ",".join(mine[int(gpu)] if mine else gpu for gpu in gpus.split(","))
+
+
 def end_on_sigterm() -> None:
     """Let SIGTERM (of `timeout`, say) end this program as an exception does, so that its children are stopped."""
 
@@ -67,6 +74,8 @@ class Child:
         log.parent.mkdir(parents=True, exist_ok=True)
         paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         merged = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", **environment}
+        if environment.get("CUDA_VISIBLE_DEVICES"):
+            merged["CUDA_VISIBLE_DEVICES"] = among_visible(environment["CUDA_VISIBLE_DEVICES"])
         with log.open("wb") as file:
             self.process = subprocess.Popen(
                 list(command),
