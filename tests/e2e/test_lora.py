@@ -100,6 +100,13 @@ def status(server: VllmServer) -> dict[str, Any]:
     return answer
 
 
+def wait_for_requests(server: VllmServer, count: int) -> None:
+    """Until so many requests use the newest adapter."""
+    deadline = time.monotonic() + 30
+    while (found := status(server)["current"]["requests"]) != count:
+        assert time.monotonic() < deadline, f"{found} requests use the newest adapter, not {count}"
+
+
 def load(server: VllmServer, path: Path | str, **body: object) -> httpx.Response:
     return httpx.post(f"{server.url}/lora/load", json={"path": str(path), "version": 99, **body}, timeout=60)
 
@@ -193,9 +200,7 @@ def test_a_request_that_is_under_way_keeps_its_adapter(lora_server: VllmServer, 
         target=lambda: answers.append(lora_server.generate(prompt, n=4, max_tokens=450, seed=3, ignore_eos=True))
     )
     thread.start()
-    deadline = time.monotonic() + 30
-    while status(lora_server)["current"]["requests"] != 4:
-        assert time.monotonic() < deadline, "the requests never ran"
+    wait_for_requests(lora_server, 4)
     bridge.sync(2, redraw(model, 32))
     during = status(lora_server)
     assert [(old["version"], old["requests"]) for old in during["retiring"]] == [(1, 4)]
@@ -208,8 +213,42 @@ def test_a_request_that_is_under_way_keeps_its_adapter(lora_server: VllmServer, 
     second = merged(model, lora_server.model)
     assert max(difference(answer, second) for answer in crossing) < TOLERANCE
     assert status(lora_server)["retiring"] == []
-    bridge.sync(3, redraw(model, 33))
-    assert max(difference(answer, merged(model, lora_server.model)) for answer in sample(lora_server, 3)) < TOLERANCE
+
+
+def test_more_adapters_in_use_than_slots(lora_server: VllmServer, joined: tuple[LoraBridge, Decoder]) -> None:
+    """Two fit into the server's slots; requests of the third wait for one of them, and each is sampled with its own."""
+    bridge, model = joined
+    answers: dict[int, dict[str, Any]] = {}
+    threads = []
+
+    def ask(version: int) -> None:
+        answers[version] = lora_server.generate([9, version], n=2, max_tokens=500, seed=version, ignore_eos=True)
+
+    for version in (1, 2, 3):
+        bridge.sync(version, redraw(model, 70 + version))
+        threads.append(threading.Thread(target=ask, args=(version,)))
+        threads[-1].start()
+        wait_for_requests(lora_server, 2)
+    assert [old["version"] for old in status(lora_server)["retiring"]] == [1, 2]
+    for thread in threads:
+        thread.join(120)
+    for version in (1, 2, 3):
+        assert answers[version]["weight_versions"] == [version] * 2
+        redraw(model, 70 + version)()
+        assert difference(answers[version], merged(model, lora_server.model)) < 5 * TOLERANCE
+    assert status(lora_server)["retiring"] == []
+
+
+def test_a_client_that_leaves_frees_its_adapter(lora_server: VllmServer, joined: tuple[LoraBridge, Decoder]) -> None:
+    bridge, model = joined
+    bridge.sync(1, redraw(model, 81))
+    body = {"prompt": {"prompt_token_ids": [1]}, "n": 8, "max_tokens": 500, "ignore_eos": True}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{lora_server.url}/generate", json=body, timeout=0.3)
+    wait_for_requests(lora_server, 0)
+    bridge.sync(2, redraw(model, 82))
+    assert status(lora_server)["retiring"] == []
+    assert max(difference(answer, merged(model, lora_server.model)) for answer in sample(lora_server, 2)) < TOLERANCE
 
 
 def test_what_cannot_be_served_changes_nothing(
@@ -303,7 +342,8 @@ def test_training_serves_each_step_and_saves_what_peft_loads(
 ) -> None:
     httpx.post(f"{lora_server.url}/lora/unload", timeout=30).raise_for_status()
     api = f"http://127.0.0.1:{free_port()}"
-    processes.start("service", [sys.executable, "-m", "atroposlib.cli.run_api", "--port", api.rpartition(":")[2]])
+    service = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", api.rpartition(":")[2]]
+    processes.start("service", service, environment={"PYTHONPATH": str(ROOT)}, directory=tmp_path)
     processes.wait_for_http(api, seconds=60)
 
     def trainer(steps: int, *options: str) -> str:
