@@ -42,7 +42,7 @@ from atroposlib.api.state import (
     UnknownBatchError,
     UnknownEnvironmentError,
 )
-from atroposlib.api.store import StoreError
+from atroposlib.api.store import MemoryStore, StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,15 @@ NO_EXAMPLE: dict[str, list[Any]] = {
     )
 }
 """What /latest_example answers before anything was posted."""
+
+
+def __getattr__(name: str) -> Any:
+    """`uvicorn atroposlib.api.server:app` serves from memory; `python -m atroposlib.cli.run_api` has a store, and options."""
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    logger.warning("app: everything is kept in memory only; python -m atroposlib.cli.run_api keeps it on the disk")
+    globals()["app"] = make_app(RolloutService(MemoryStore()))
+    return globals()["app"]
 
 
 def answer(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -10,10 +10,13 @@ if __name__ == "__main__":
     MyEnv.cli()                                      # serve (the default), process, evaluate
 """
 
+from pydantic import BaseModel
+
 from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum
+from atroposlib.envs.constants import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE
 from atroposlib.envs.groups import ScoredDataGroup, ScoredDataItem
 from atroposlib.envs.processing import ProcessingMixin
-from atroposlib.envs.server_handling.openai_server import OpenAIServer
+from atroposlib.envs.server_handling.openai_server import OpenAIServer, resolve_openai_configs
 from atroposlib.envs.server_handling.server_manager import (
     APIServer,
     APIServerConfig,
@@ -22,9 +25,16 @@ from atroposlib.envs.server_handling.server_manager import (
     ServerManagerConfig,
 )
 from atroposlib.envs.serving import ServingMixin
+from atroposlib.frontend.jsonl2html import generate_html
 from atroposlib.type_definitions import UUID, Item, Message
+from atroposlib.utils.cli import extract_namespace, get_double_dash_flags, get_prefixed_pydantic_model, merge_dicts
+from atroposlib.utils.io import parse_http_response
+from atroposlib.utils.metrics import get_std_min_max_avg
 
 __all__ = [
+    "ENV_NAMESPACE",
+    "NAMESPACE_SEP",
+    "OPENAI_NAMESPACE",
     "UUID",
     "APIServer",
     "APIServerConfig",
@@ -39,6 +49,14 @@ __all__ = [
     "ServerBaseline",
     "ServerManager",
     "ServerManagerConfig",
+    "extract_namespace",
+    "generate_html",
+    "get_double_dash_flags",
+    "get_prefixed_pydantic_model",
+    "get_std_min_max_avg",
+    "merge_dicts",
+    "parse_http_response",
+    "resolve_openai_configs",
 ]
 
 
@@ -56,3 +74,24 @@ class BaseEnv(ServingMixin, ProcessingMixin):
         from atroposlib.envs.cli import main
 
         raise SystemExit(main(cls))
+
+    @classmethod
+    def get_cli_serve_config_cls(cls) -> type[BaseModel]:
+        """A model with every flag of `serve` as a field (`{"env.group_size": 8}`), whose `run()` runs the command."""
+        return cls._config_class("serve")
+
+    @classmethod
+    def get_cli_process_config_cls(cls) -> type[BaseModel]:
+        """The same for `process`."""
+        return cls._config_class("process")
+
+    @classmethod
+    def get_cli_evaluate_config_cls(cls) -> type[BaseModel]:
+        """The same for `evaluate`."""
+        return cls._config_class("evaluate")
+
+    @classmethod
+    def _config_class(cls, command: str) -> type[BaseModel]:
+        from atroposlib.envs.cli import config_class
+
+        return config_class(cls, command)

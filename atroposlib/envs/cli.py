@@ -1,6 +1,7 @@
 """The command line of an environment file: `serve` (the default), `process` and `evaluate`."""
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -11,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import openai
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, create_model
 
 from atroposlib.envs.errors import EnvironmentFailure, RolloutFailure
 from atroposlib.envs.server_handling.server_baseline import describe
 from atroposlib.envs.server_handling.server_manager import APIServerConfig, ServerManagerConfig
-from atroposlib.envs.settings import Settings, merge, parse_flags, read_yaml
+from atroposlib.envs.settings import Settings, known_flags, merge, parse_flags, read_yaml
 
 if TYPE_CHECKING:
     from atroposlib.envs.base import BaseEnv
@@ -54,6 +55,25 @@ def main(env_cls: "type[BaseEnv]", arguments: list[str] | None = None) -> int:
         # What a server refused, or a rollout that could not be made, is no fault of this program: no traceback.
         print(f"error: {' '.join(describe(error).split())}", file=sys.stderr, flush=True)
         return EnvironmentFailure.exit_code
+
+
+def config_class(env_cls: "type[BaseEnv]", command: str) -> type[BaseModel]:
+    """A model of a command's flags. Fields that are given count as flags: over YAML, over `config_init`."""
+
+    class Flags(BaseModel):
+        model_config = ConfigDict(extra="forbid")
+
+        def run(self) -> int:
+            """Run the command; returns the process's exit code."""
+            words = [command]
+            for name in sorted(self.model_fields_set):
+                value = getattr(self, name)
+                words += [f"--{name}", value if isinstance(value, str) else "None" if value is None else json.dumps(value)]
+            return main(env_cls, words)
+
+    default_env, _ = env_cls.config_init()
+    fields: dict[str, Any] = {name: (Any, None) for name in known_flags(type(default_env))}
+    return create_model(f"Cli{command.capitalize()}Config", __base__=Flags, **fields)
 
 
 def command_defaults(command: str, env_cls: "type[BaseEnv]", default_env: BaseModel) -> dict[str, Any]:

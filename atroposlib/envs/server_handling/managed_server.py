@@ -16,6 +16,7 @@ from openai.types.chat.chat_completion import Choice
 from atroposlib.envs.server_handling.generation import Generation
 from atroposlib.envs.server_handling.managed_adapter import ManagedServerAdapter
 from atroposlib.envs.server_handling.sequence_tracker import SequenceNode, SequenceTracker
+from atroposlib.envs.server_handling.server_baseline import APIServer as APIServer
 from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
 
 __all__ = ["DummyManagedServer", "ManagedServer", "ManagedServerAdapter", "SequenceNode"]

@@ -54,6 +54,13 @@ class SessionCreateRequest(BaseModel):
     base_url: str | None = None
 
 
+class SetupRequest(BaseModel):
+    """The servers to use from now on, each with the fields of `APIServerConfig`, and the name of their model."""
+
+    servers: list[APIServerConfig]
+    model_name: str | None = None
+
+
 class SessionCreateResponse(BaseModel):
     """What a client needs to use a session."""
 
@@ -115,6 +122,16 @@ def create_app(server_manager: ServerManager, tokenizer: Any, model_name: str = 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [{"id": model_name, "object": "model", "owned_by": "local"}]}
+
+    @app.post("/setup")
+    async def setup(request: SetupRequest) -> Any:
+        """Replace the servers. Sessions that exist keep the one that they have."""
+        nonlocal model_name
+        if not request.servers:
+            return openai_error(400, "servers must not be empty")
+        server_manager.servers = ServerManager(request.servers).servers
+        model_name = request.model_name or model_name
+        return {"status": "ok", "servers": len(server_manager.servers), "model_name": model_name}
 
     @app.get("/servers")
     async def servers() -> dict[str, Any]:

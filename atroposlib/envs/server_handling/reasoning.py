@@ -1,7 +1,7 @@
 """Settings that ask an OpenAI-compatible endpoint for reasoning, and the request fields they turn into."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlparse
 
 VALID_REASONING_EFFORTS = {"none", "minimal", "low", "medium", "high", "xhigh"}
@@ -23,6 +23,15 @@ class ReasoningConfig:
         ValueError: a value out of range.
     """
 
+    EFFORT_TO_MAX_TOKENS: ClassVar[dict[str, int]] = {
+        "none": 1024,
+        "minimal": 3200,
+        "low": 6400,
+        "medium": 16000,
+        "high": 25600,
+        "xhigh": 30400,
+    }
+
     enabled: bool = False
     effort: str | None = None
     max_tokens: int | None = None
@@ -39,7 +48,10 @@ class ReasoningConfig:
         return self.enabled
 
     def build_extra_body(self, base_url: str | None = None, use_max_tokens: bool = False) -> dict[str, Any] | None:
-        """The request's extra body for the endpoint at `base_url`, or None when no reasoning is asked for."""
+        """The request's extra body for the endpoint at `base_url`, or None when no reasoning is asked for.
+
+        `use_max_tokens` is for endpoints that take a number of tokens only: an effort becomes one.
+        """
         if not self.enabled:
             return None
         if base_url and (urlparse(base_url).hostname or "").endswith("api.openai.com"):
@@ -47,6 +59,8 @@ class ReasoningConfig:
         reasoning: dict[str, Any] = {"enabled": True}
         if self.max_tokens is not None and (use_max_tokens or self.effort is None):
             reasoning["max_tokens"] = self.max_tokens
+        elif self.effort is not None and use_max_tokens:
+            reasoning["max_tokens"] = self.EFFORT_TO_MAX_TOKENS[self.effort]
         elif self.effort is not None:
             reasoning["effort"] = self.effort
         return {"reasoning": reasoning}

@@ -4,6 +4,9 @@ from typing import Any
 
 from atroposlib.envs.server_handling.generation import Generation
 from atroposlib.envs.server_handling.openai_server import resolve_openai_configs
+from atroposlib.envs.server_handling.server_baseline import APIServer as APIServer
+from atroposlib.envs.server_handling.server_baseline import APIServerConfig as APIServerConfig
+from atroposlib.envs.server_handling.server_baseline import ReasoningConfig as ReasoningConfig
 from atroposlib.envs.server_handling.vllm_server import MAX_TOKENS_NAMES, VLLMServer
 
 __all__ = ["SGLangServer", "resolve_openai_configs"]

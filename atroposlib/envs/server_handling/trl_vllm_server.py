@@ -10,6 +10,9 @@ from openai.types.chat import ChatCompletion, ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
 
 from atroposlib.envs.server_handling.openai_server import PROBE_TIMEOUT, OpenAIRoutes
+from atroposlib.envs.server_handling.server_baseline import APIServer as APIServer
+from atroposlib.envs.server_handling.server_baseline import APIServerConfig as APIServerConfig
+from atroposlib.envs.server_handling.server_baseline import ReasoningConfig as ReasoningConfig
 
 
 class TrlVllmServer(OpenAIRoutes):

@@ -8,6 +8,9 @@ import orjson
 from atroposlib.envs.errors import RolloutFailure
 from atroposlib.envs.server_handling.generation import Generation
 from atroposlib.envs.server_handling.openai_server import PROBE_TIMEOUT, OpenAIRoutes, resolve_openai_configs
+from atroposlib.envs.server_handling.server_baseline import APIServer as APIServer
+from atroposlib.envs.server_handling.server_baseline import APIServerConfig as APIServerConfig
+from atroposlib.envs.server_handling.server_baseline import ReasoningConfig as ReasoningConfig
 
 __all__ = ["VLLMServer", "resolve_openai_configs"]
 

@@ -47,6 +47,13 @@ async def test_what_another_program_asks_for_is_kept_token_for_token(proxy: str,
             assert (await http.get("/nobody/nodes")).status_code == 404
             assert (await http.post("/sessions/create", json={"tool_parser": "unknown"})).status_code == 400
             assert len((await http.get("/sessions")).json()["sessions"]) == 1
+            servers = [{"base_url": f"http://127.0.0.1:{port}/v1", "server_type": "vllm"} for port in (9, 10)]
+            setup = await http.post("/setup", json={"servers": servers, "model_name": "next"})
+            assert setup.json() == {"status": "ok", "servers": 2, "model_name": "next"}
+            assert (await http.get("/health")).json()["model"] == "next"
+            assert (await http.get("/servers")).json()["servers"][1]["base_url"] == servers[1]["base_url"]
+            assert (await http.post("/setup", json={"servers": []})).status_code == 400
+            assert (await managed.chat_completion(messages=ASK)).choices, "a session keeps its server"
         await client.close()
     async with httpx.AsyncClient(base_url=proxy) as http:
         assert (await http.get("/sessions")).json() == {"sessions": []}, "a session ends with its block"

@@ -1,0 +1,103 @@
+"""What a reward function is: a class that scores completions, with a weight and a name."""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class RewardFunction(ABC):
+    """Scores completions. Call the instance for weighted scores, `compute` for raw ones.
+
+    Args:
+        weight: factor of every score.
+        name: for logs; by default the class's name in lower case.
+        kwargs: kept in `config`.
+    """
+
+    def __init__(self, weight: float = 1.0, name: str | None = None, **kwargs: Any) -> None:
+        self.weight = weight
+        self._name = name
+        self.config = kwargs
+        self.wandb_logger: Any = None
+
+    @property
+    def name(self) -> str:
+        """The name under which scores are logged."""
+        return self._name or type(self).__name__.lower()
+
+    @abstractmethod
+    def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
+        """Raw scores, one for each completion. What a caller knows besides, such as `solution`, comes by keyword."""
+
+    def __call__(self, completions: list[Any], **kwargs: Any) -> list[float]:
+        """Weighted scores, logged if there is a logger.
+
+        Raises:
+            ValueError: `compute` returned too many or too few scores, or one that is no finite number.
+        """
+        raw = self.compute(completions, **kwargs)
+        if len(raw) != len(completions):
+            raise ValueError(f"reward {self.name} returned {len(raw)} scores for {len(completions)} completions")
+        for index, score in enumerate(raw):
+            if not math.isfinite(score):
+                raise ValueError(f"reward {self.name} returned {score} for completion {index}")
+        weighted = [score * self.weight for score in raw]
+        if self.wandb_logger is not None:
+            self.log_metrics(raw, weighted)
+        return weighted
+
+    def set_wandb_logger(self, logger: Any) -> None:
+        """Log to this: anything with a `log(dict)`."""
+        self.wandb_logger = logger
+
+    def log_metrics(self, raw_rewards: Sequence[float], weighted_rewards: Sequence[float]) -> None:
+        """Log mean, least and greatest score."""
+        if not raw_rewards or self.wandb_logger is None:
+            return
+        values = {
+            "mean_raw": fmean(raw_rewards),
+            "mean_weighted": fmean(weighted_rewards),
+            "min": min(raw_rewards),
+            "max": max(raw_rewards),
+        }
+        self.wandb_logger.log({f"reward/{self.name}/{key}": value for key, value in values.items()})
+
+    @staticmethod
+    def get_content(completion: Any) -> str:
+        """The text of a completion: a string, a message, or a conversation, whose first assistant message counts.
+
+        Raises:
+            TypeError: it is none of these.
+        """
+        if isinstance(completion, str):
+            return completion
+        messages = [completion] if isinstance(completion, Mapping) else completion
+        if isinstance(messages, Sequence):
+            for message in messages:
+                if isinstance(message, Mapping) and message.get("role", "assistant") == "assistant":
+                    content = message.get("content")
+                    if isinstance(content, str):
+                        return content
+        raise TypeError(f"no text of an assistant in {completion!r:.200}; give a string, a message or a list of messages")
+
+
+def references(given: Any, count: int, what: str = "solution") -> list[str]:
+    """One reference for each completion; a single one is for all.
+
+    Raises:
+        ValueError: there is none, or their number is another.
+    """
+    if given is None:
+        raise ValueError(f"a reference is needed to compare with; pass {what}=")
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        return [str(given)] * count
+    if len(given) != count:
+        raise ValueError(f"{what} has {len(given)} entries for {count} completions")
+    return [str(entry) for entry in given]
