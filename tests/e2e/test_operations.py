@@ -1,0 +1,111 @@
+"""scripts/start.sh, status.sh, logs.sh and stop.sh with the real stack on the starter model, kill -9 of everything included."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from scripts.ops.records import identify
+from scripts.quickstart.guard import descendants
+from scripts.quickstart.ports import is_free
+from tests.conftest import ROOT
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540)]
+
+PKILL = re.compile("vllm|grpo|python|run-api")
+"""What users type: pkill -9 -u $USER -f "vllm|grpo|python|run-api"."""
+
+
+class Operations:
+    """Types the commands in a folder."""
+
+    def __init__(self, folder: Path, ports: dict[str, int]) -> None:
+        self.folder, self.run_folder, self.ports = folder, folder / "run", ports
+        variables = {f"LOCKSTEP_{name}_PORT": str(port) for name, port in ports.items()}
+        self.environment = {**os.environ, **variables, "LOCKSTEP_RUN": str(self.run_folder), "OMP_NUM_THREADS": "1"}
+
+    def type(self, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(ROOT / "scripts" / f"{command}.sh"), *arguments],
+            cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=400, check=False,
+        )  # fmt: skip
+
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.type("status", "--json").stdout)
+        return found
+
+    def pids(self) -> list[int]:
+        keepers = [row["pid"] for row in self.status()["rows"] if row["pid"]]
+        return [pid for keeper in keepers for pid in (keeper, *descendants(keeper))]
+
+
+@pytest.fixture
+def operations(tmp_path: Path, free_port: Callable[[], int]) -> Iterator[Operations]:
+    made = Operations(tmp_path, {name: free_port() for name in ("SERVICE", "VLLM", "MASTER", "METRICS")})
+    yield made
+    made.type("stop")
+
+
+def eventually(done: Callable[[], bool], what: Callable[[], str], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.2)
+
+
+def test_the_stack_is_started_watched_killed_and_cleaned_up(operations: Operations) -> None:
+    started = operations.type("start", "--cpu", "--bridge", "broadcast", "--steps", "1000", "--batch-size", "16")
+    assert started.returncode == 0, started.stderr
+    eventually(lambda: (operations.status()["step"] or 0) >= 2, lambda: operations.type("status").stdout, seconds=180)
+    status = operations.status()
+    assert status["good"]
+    assert {row["part"]: row["detail"] for row in status["rows"]} == {
+        "service": "healthy", "vllm": "healthy", "environment": "", "trainer": ""
+    }  # fmt: skip
+    assert status["served"] >= 2
+    # The habits of the launch sequence work in the folder where start.sh was typed.
+    assert "Step 2/1000" in (operations.folder / "trainer.log").read_text()
+    assert "Shared memory setup complete!" in (operations.folder / "vllm.log").read_text(errors="replace")
+    assert "param_mappings" in (operations.folder / "vllm_bridge_config.json").read_text()
+    assert re.search(r"trainer     \| .*Step \d+/1000", operations.type("logs", "--no-follow", "trainer").stdout)
+    shown = httpx.get(f"http://localhost:{operations.ports['METRICS']}/metrics", timeout=10, trust_env=False).text
+    assert re.search(r"^lockstep_trainer_step [2-9]", shown, re.MULTILINE)
+
+    twice = operations.type("start")
+    assert twice.returncode == 1
+    assert "service runs already" in twice.stderr
+
+    pids = operations.pids()
+    # Read first: a process whose keeper has been killed dies too, and then has no command line.
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode() for pid in pids}
+    spared = [pid for pid, command in commands.items() if not PKILL.search(command)]
+    for pid in set(pids) - set(spared):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    eventually(lambda: not any(row["pid"] for row in operations.status()["rows"]), lambda: "not all ended", seconds=30)
+    down = operations.type("status")
+    assert down.returncode == 1
+    assert down.stdout.count("was killed, or the machine was restarted") == 4
+
+    # vLLM's engine was spared, under a name of its own; the next start finds and ends it.
+    again = operations.type("start", "service")
+    assert again.returncode == 0, again.stderr
+    for pid in spared:
+        assert f"vllm: killed process {pid}, which had outlived it" in again.stdout
+    assert not any(identify(pid) for pid in pids)
+    assert not (operations.run_folder / "vllm_bridge_config.json").exists()
+
+    ended = operations.type("stop")
+    assert (ended.returncode, ended.stdout.split()[:4]) == (0, ["service", "exited", "with", "code"])
+    assert all(is_free(port) for port in operations.ports.values())
