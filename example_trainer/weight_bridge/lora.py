@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import socket
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -23,6 +25,8 @@ from vllm_patching.manifest import Manifest, dtype_name, flat_layout, mismatches
 logger = logging.getLogger(__name__)
 
 SERVING_FOLDER = "serving"
+_HOST = socket.gethostname()
+_OWNER = f"{_HOST}.{os.getpid()}"
 _LOG_EVERY_SECONDS = 10.0
 _QUICK_SECONDS = 5.0
 _HOW_TO_START = "`python -u example_trainer/vllm_api_server.py --model … --enable-lora`"
@@ -179,7 +183,7 @@ class LoraBridge(WeightBridge):
         started = time.perf_counter()
         write_weights()
         rounded = time.perf_counter()
-        folder = self._folder / f"v{version}-{uuid.uuid4().hex[:12]}"
+        folder = self._folder / f"v{version}-{_OWNER}-{uuid.uuid4().hex[:12]}"
         try:
             written = self._writer.write(folder)
         except OSError as error:
@@ -211,16 +215,32 @@ class LoraBridge(WeightBridge):
                 server.load(folder, version, written.checksum)
 
     def close(self) -> None:
-        # The last folder stays: the servers go on serving it.
-        self._remove_unused(set())
+        # The folders of the last adapters stay: the servers may still serve them. A later trainer removes them.
         for server in self._servers:
             server.close()
 
     def _remove_unused(self, in_use: set[Path]) -> None:
-        for folder in self._mine[:-1]:
-            if folder not in in_use:
-                shutil.rmtree(folder, ignore_errors=True)
-        self._mine = [folder for folder in self._mine if folder.exists()]
+        unused = [folder for folder in self._mine[:-1] if folder not in in_use]
+        if len(self._mine) == 1:
+            unused += [folder for folder in _abandoned(self._folder) if folder not in in_use]
+        for folder in unused:
+            try:
+                shutil.rmtree(folder)
+            except OSError as error:
+                logger.warning("[Bridge] could not remove %s, which no server uses any more: %s", folder, error)
+        self._mine = [folder for folder in self._mine if folder not in unused]
+
+
+def _abandoned(serving: Path) -> list[Path]:
+    """Folders of trainers on this machine that have ended."""
+    found = []
+    for folder in serving.iterdir():
+        _, _, rest = folder.name.partition("-")
+        owner, _, _ = rest.rpartition("-")
+        host, _, process = owner.rpartition(".")
+        if host == _HOST and process.isdigit() and not Path(f"/proc/{process}").exists():
+            found.append(folder)
+    return found
 
 
 def make_lora_bridge(

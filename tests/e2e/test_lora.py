@@ -370,6 +370,8 @@ def test_training_serves_each_step_and_saves_what_peft_loads(
     assert "equal on both sides, bit for bit" in text
     saved = tmp_path / "trained_model_checkpoints"
     assert [path.name for path in sorted(saved.iterdir())] == ["adapter_step_3", "serving"]
+    served = Path(status(lora_server)["current"]["path"])
+    assert [path for path in (saved / "serving").iterdir()] == [served]
     assert (status(lora_server)["current"]["version"], status(lora_server)["current"]["rank"]) == (3, 16)
     rows = [json.loads(line) for line in (tmp_path / "runs/grpo/metrics.jsonl").read_text().splitlines()]
     assert [row["weight_version"] for row in rows] == [1, 2, 3]
@@ -379,6 +381,7 @@ def test_training_serves_each_step_and_saves_what_peft_loads(
     text = trainer(4, "--resume", "auto")
     assert "Resuming from trained_model_checkpoints/adapter_step_3 at step 3" in text
     assert status(lora_server)["current"]["version"] == 4
+    assert not served.exists()  # the first trainer has ended and nobody is served its adapter
     base = AutoModelForCausalLM.from_pretrained(lora_server.model)
     peft = PeftModel.from_pretrained(base, saved / "adapter_step_4").eval()
     for answer in sample(lora_server, 4):
