@@ -1,7 +1,10 @@
-"""RMSNorm in Triton: one block per row whose size follows from the row's width alone. Needs a GPU and Triton.
+"""Reductions over a row in Triton, ordered by the row's width alone. Needs a GPU and Triton.
 
-vLLM's fused kernel picks the size of its block by the number of tokens, so a row's sum is ordered one way in a small batch and
-another way in a large one; its Triton kernel for the norm without the addition copies views first and always takes 1,024 lanes.
+RMSNorm: vLLM's fused kernel picks the size of its block by the number of tokens, so a row's sum is ordered one way in a small
+batch and another way in a large one; its Triton kernel for the norm without the addition copies views first.
+
+Log of the sum of exponentials: vLLM's kernel walks along a row with one block, which leaves most of the GPU idle for a single
+sequence. Here chunks of a fixed width are summed by as many blocks, and then the chunks one after the other.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ import triton
 import triton.language as tl
 
 WIDEST = 16384
-"""Columns that one block takes."""
+"""Columns that one block normalises."""
+CHUNK = 4096
+"""Columns that one block sums."""
 _ALIGNMENT = 16
 
 
@@ -37,6 +42,29 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     scale = 1.0 / tl.sqrt(mean + eps)
     factors = tl.load(weight + column, mask=valid, other=0.0).to(tl.float32)
     tl.store(y + row * COLUMNS + column, (wide * scale * factors).to(y.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def _chunk_sums(logits, maxima, sums, stride, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = chunk * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(logits + row * stride + column, mask=column < COLUMNS, other=-float("inf")).to(tl.float32)
+    highest = tl.max(values, axis=0)
+    # A chunk of nothing but -inf would otherwise come to NaN.
+    offset = tl.where(highest == -float("inf"), 0.0, highest)
+    tl.store(maxima + row * CHUNKS + chunk, highest)
+    tl.store(sums + row * CHUNKS + chunk, tl.sum(tl.exp(values - offset), axis=0))
+
+
+@triton.jit
+def _combine_chunks(maxima, sums, out, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, BLOCK)
+    valid = chunk < CHUNKS
+    highest = tl.load(maxima + row * CHUNKS + chunk, mask=valid, other=-float("inf"))
+    total = tl.load(sums + row * CHUNKS + chunk, mask=valid, other=0.0)
+    peak = tl.max(highest, axis=0)
+    tl.store(out + row, peak + tl.log(tl.sum(total * tl.exp(highest - peak), axis=0)))
 
 
 def source_hash() -> str:
@@ -71,6 +99,32 @@ def fused_add_rms_norm(
     y, total = torch.empty_like(x), torch.empty_like(x)
     _launch(x, residual, weight, y, total, x.shape[-1], 0, 1, eps)
     return y, total
+
+
+def log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
+    """log(sum(exp(row))) in float32 of each row of logits [tokens, vocab] in any floating dtype."""
+    if logits.dim() != 2 or logits.stride(-1) != 1 or logits.stride(0) % _ALIGNMENT or logits.data_ptr() % _ALIGNMENT:
+        logits = _aligned_copy(logits)
+    rows, columns = logits.shape
+    out = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    if rows == 0:
+        return out
+    chunks = triton.cdiv(columns, CHUNK)
+    maxima, sums = torch.empty(2, rows, chunks, dtype=torch.float32, device=logits.device).unbind(0)
+    with torch.cuda.device(logits.device):
+        _chunk_sums[(rows, chunks)](
+            logits, maxima, sums, logits.stride(0), COLUMNS=columns, CHUNKS=chunks, BLOCK=CHUNK, num_warps=8
+        )
+        _combine_chunks[(rows,)](maxima, sums, out, CHUNKS=chunks, BLOCK=triton.next_power_of_2(chunks), num_warps=1)
+    return out
+
+
+def _aligned_copy(logits: torch.Tensor) -> torch.Tensor:
+    """Rows [tokens, vocab] each at a multiple of 16 elements, so that the same code is compiled for any vocabulary."""
+    rows, columns = logits.shape
+    wide = torch.empty(rows, columns + -columns % _ALIGNMENT, dtype=logits.dtype, device=logits.device)
+    wide[:, :columns] = logits
+    return wide[:, :columns]
 
 
 def _aligned(x: torch.Tensor) -> bool:

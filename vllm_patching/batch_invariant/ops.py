@@ -27,12 +27,14 @@ __all__ = [
     "fused_add_rms_norm",
     "linear",
     "log_softmax",
+    "log_sum_exp",
     "provenance",
     "rms_norm",
     "rotary_embedding",
     "rotary_table",
     "settings",
     "silu_and_mul",
+    "token_logprobs",
 ]
 
 VOCAB_MULTIPLE = 64
@@ -171,10 +173,12 @@ def attention_scale(head_dim: int) -> float:
 
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:
     """float32 log_softmax over the last dimension, of logits [tokens, vocab] in any dtype: what vLLM's sampler calls."""
-    if not logits.is_cuda:
-        return reference.log_softmax(logits)
-    result: torch.Tensor = _vllm_batch_invariant().log_softmax(logits.float(), dim=-1)
-    return result
+    return logits.to(_wide(logits)) - log_sum_exp(logits).unsqueeze(-1)
+
+
+def log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
+    """log(sum(exp(row))) of each row of logits [tokens, vocab] in any floating dtype; [tokens] float32."""
+    return _kernels().log_sum_exp(logits) if logits.is_cuda else reference.log_sum_exp(logits)
 
 
 def chosen_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -192,11 +196,28 @@ def chosen_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.T
     missing = -vocab % VOCAB_MULTIPLE
     if missing and hidden.is_cuda:
         weight = torch.nn.functional.pad(weight, (0, 0, 0, missing))
-    chosen = [
-        log_softmax(linear(rows, weight)[:, :vocab]).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-        for rows, ids in zip(hidden.split(LOGIT_ROWS), targets.split(LOGIT_ROWS), strict=True)
-    ]
-    return torch.cat(chosen) if chosen else hidden.new_empty(0, dtype=torch.float32)
+    chosen = []
+    for rows, ids in zip(hidden.split(LOGIT_ROWS), targets.split(LOGIT_ROWS), strict=True):
+        logits = linear(rows, weight)[:, :vocab]
+        chosen.append(token_logprobs(logits, ids.unsqueeze(-1)).squeeze(-1))
+    return torch.cat(chosen)
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """The entries of log_softmax at some tokens, without making the others.
+
+    Args:
+        logits: [tokens, vocab].
+        token_ids: [tokens, k] int64.
+
+    Returns:
+        [tokens, k] float32.
+    """
+    return logits.gather(-1, token_ids).to(_wide(logits)) - log_sum_exp(logits).unsqueeze(-1)
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 @functools.cache
@@ -207,11 +228,6 @@ def _kernels() -> ModuleType:
 @functools.cache
 def _vllm_ops() -> ModuleType:
     return importlib.import_module("vllm._custom_ops")
-
-
-@functools.cache
-def _vllm_batch_invariant() -> ModuleType:
-    return importlib.import_module("vllm.model_executor.layers.batch_invariant")
 
 
 @functools.cache

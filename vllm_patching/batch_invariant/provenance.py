@@ -37,17 +37,17 @@ def provenance() -> dict[str, str]:
 
     vllm = f"vllm {importlib.import_module('vllm').__version__}"
     triton = f"triton {importlib.import_module('triton').__version__}"
-    norm = f"lockstep {kernels.source_hash()} {triton}"
+    ours = f"lockstep {kernels.source_hash()} {triton}"
     flags = " ".join(f"{name}={value}" for name, value in sorted(pinned().items()))
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "linear": f"cublaslt {_cublas_version()} {flags}",
-        "rms_norm": norm,
-        "fused_add_rms_norm": norm,
+        "rms_norm": ours,
+        "fused_add_rms_norm": ours,
         "rotary_embedding": f"{vllm} _C.rotary_embedding",
         "silu_and_mul": f"{vllm} _C.silu_and_mul",
         "attention_varlen": f"{vllm} flash_attn 3 num_splits=1 page=16",
-        "chosen_logprobs": f"{vllm} batch_invariant.log_softmax float32 {triton}",
+        "chosen_logprobs": ours,
         **shared,
         "machine": f"{device.name} sm_{device.major}{device.minor} {device.multi_processor_count} SMs",
     }

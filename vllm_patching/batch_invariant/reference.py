@@ -55,7 +55,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 def attention_varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ops.attention_varlen. One query at a time, so that a token has the bits of decoding it, however its sequence goes on."""
+    """See ops.attention_varlen. One query at a time: a token has the bits of decoding it, however its sequence goes on."""
     group = q.shape[1] // k.shape[1]
     out, lse = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=_wide(q[:0]).dtype)
     for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
@@ -71,6 +71,6 @@ def attention_varlen(
     return out, lse
 
 
-def log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """See ops.log_softmax."""
-    return torch.log_softmax(_wide(logits.contiguous()), dim=-1)
+def log_sum_exp(logits: torch.Tensor) -> torch.Tensor:
+    """See ops.log_sum_exp."""
+    return torch.logsumexp(_wide(logits.contiguous()), dim=-1)
