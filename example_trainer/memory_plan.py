@@ -244,6 +244,10 @@ def require_memory(request: MemoryRequest, free: int, total: int, device: torch.
     return plan
 
 
+def _ranks(variable: str) -> int:
+    return max(1, int(os.environ.get(variable, "1")))
+
+
 def check_memory(config: TrainerConfig, bridge: WeightBridge, dtype: torch.dtype, device: torch.device) -> None:
     """Log what the training will take, and refuse it if that is more than is free. Reads config.json, loads nothing.
 
@@ -264,10 +268,12 @@ def check_memory(config: TrainerConfig, bridge: WeightBridge, dtype: torch.dtype
         broadcast=config.weight_bridge_mode == "shared_vllm" and not isinstance(bridge, SingleCopyBridge),
         reference=bool(config.kl_coef) and not (lora and config.reference_model is None),
         lora=(config.lora_r, tuple(config.lora_target_modules)) if lora else None,
-        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        world_size=_ranks("WORLD_SIZE"),
         workspace=GPU_WORKSPACE if device.type == "cuda" else CPU_WORKSPACE,
     )
     free, total = free_memory(device)
+    if device.type == "cpu":
+        free //= _ranks("LOCAL_WORLD_SIZE")  # the ranks share this machine's memory
     try:
         plan = require_memory(request, free, total, device)
     except MemoryShortage as error:

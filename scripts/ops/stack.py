@@ -105,6 +105,8 @@ class Stack:
                 flags += ["--gpu-memory-utilization", "0.45"]  # room for the trainer beside it
         else:
             flags += ["--dtype", "float32", "--enforce-eager"]
+        if options.bridge == "lora":
+            flags.append("--enable-lora")
         if options.small:
             flags += ["--max-model-len", str(MAX_MODEL_LENGTH), "--max-num-seqs", str(MAX_SEQUENCES)]
         return [*flags, *options.vllm_args]

@@ -103,6 +103,13 @@ def test_several_trainer_gpus_get_a_process_each(monkeypatch: pytest.MonkeyPatch
     assert "torch.distributed.run --standalone --nproc-per-node 2" in " ".join(arguments)
 
 
+def test_adapters_need_a_server_that_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = on_gpus(monkeypatch, (0, 1), "--bridge", "lora")
+    assert "--enable-lora" in stack.command("vllm").arguments
+    assert stack.command("vllm").variables["VLLM_ENABLE_SHARED_WEIGHTS"] == "0"
+    assert "lora_only" in stack.command("trainer").arguments
+
+
 def test_restart_mode_leaves_vllm_to_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     stack = on_gpus(monkeypatch, (0, 1, 2), "--bridge", "restart", "--restart-interval", "5", "--vllm-args=--max-num-seqs 4")
     assert stack.options.parts == ("service", "environment", "trainer")
