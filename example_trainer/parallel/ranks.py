@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -272,9 +273,10 @@ def place_of(environment: Mapping[str, str]) -> tuple[int, int, int] | None:
 
 
 def first_line(error: BaseException) -> str:
-    """The part of a torch error that a person wants to read."""
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    """The part of a torch error that a person wants to read: its first line, without the place in torch's own source."""
+    lines = str(error).strip().splitlines()
+    text = re.sub(r"^\[\S+\.(cc|cpp|hpp|h):\d+\]\s*", "", lines[0]) if lines else ""
+    return text.partition(". This is typically")[0] or type(error).__name__
 
 
 def _is_lost_connection(error: RuntimeError) -> bool:

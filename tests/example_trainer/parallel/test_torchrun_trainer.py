@@ -1,0 +1,115 @@
+"""The trainer under torchrun as processes, with the real rollout service and no inference server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from scripts.quickstart.processes import ManagedProcess
+from tests.conftest import ROOT, Processes
+from tests.example_trainer.test_grpo import Run, model  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.e2e
+
+STEPS = 4
+OPTIONS = ["--training-steps", str(STEPS), "--batch-size", "1", "--gradient-accumulation-steps", "4", "--rank-timeout", "60"]
+
+
+class ParallelRun(Run):
+    """One rollout service, and a trainer of one process or of two under torchrun."""
+
+    def two_ranks(self, *options: str) -> ManagedProcess:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command += [str(ROOT / "example_trainer" / "grpo.py"), "--model-name", str(self.model), "--lr", "1e-2"]
+        command += ["--atropos-url", self.url, "--seq-len", "64", "--num-threads", "1", "--lr-schedule", "linear"]
+        command += ["--save-path", str(self.folder / "checkpoints"), "--log-dir", str(self.folder / "logs")]
+        return self.processes.start(
+            "torchrun", [*command, *OPTIONS, *options], directory=self.folder, grace=30, may_finish=True
+        )
+
+    def saved(self, step: int, file: str) -> Path:
+        return self.folder / "checkpoints" / f"step_{step}" / file
+
+
+def worker(trainer: ManagedProcess, rank: int) -> psutil.Process:
+    """The process of a rank."""
+    children = psutil.Process(trainer.command_pid()).children(recursive=True)
+    return next(child for child in children if child.environ().get("RANK") == str(rank))
+
+
+@pytest.fixture
+def make_run(
+    processes: Processes,
+    free_port: Callable[[], int],
+    model: Path,  # noqa: F811
+    tmp_path: Path,
+) -> Callable[[str], ParallelRun]:
+    def make(name: str) -> ParallelRun:
+        (tmp_path / name).mkdir()
+        return ParallelRun(processes, free_port(), model, tmp_path / name)
+
+    return make
+
+
+def test_a_killed_rank_ends_the_others_and_one_process_goes_on(make_run: Callable[[str], ParallelRun]) -> None:
+    run = make_run("parts")
+    run.post(0, 1)
+    trainer = run.two_ranks("--checkpoint-interval", "1")
+    run.processes.wait_for_text(trainer, f"Saved checkpoint {run.saved(2, '')}", seconds=120)
+    os.kill(worker(trainer, 1).pid, signal.SIGKILL)
+    assert trainer.guard.wait(timeout=60) != 0
+    text = trainer.log_path.read_text()
+    assert "rank 0 of 2 lost another rank while waiting for a batch" in text
+    assert "Step 3/" not in text
+    run.processes.stop(trainer)
+    run.post(2, 3)
+    assert "Resuming from" in run.processes.finish(run.trainer(*OPTIONS, "--resume", "auto"), seconds=120)
+
+    whole = make_run("whole")
+    whole.post(*range(STEPS))
+    whole.processes.finish(whole.trainer(*OPTIONS), seconds=120)
+    for file in ("model.safetensors", "trainer_state/optimizer.safetensors"):
+        one, two = (load_file(which.saved(STEPS, file)) for which in (whole, run))
+        assert one.keys() == two.keys()
+        for name, tensor in one.items():
+            difference = float((tensor - two[name]).abs().max())
+            assert difference <= 2e-5 * max(1.0, float(tensor.abs().max())), f"{file}: {name} differs by {difference}"
+    assert [row["weight_version"] for row in run.rows()] == list(range(1, STEPS + 1))
+    for row, other in zip(run.rows(), whole.rows(), strict=True):
+        for name in ("loss", "kl", "entropy", "grad_norm", "clip_fraction", "reward_mean", "tokens"):
+            assert row[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
+
+
+def test_sigterm_ends_every_rank_at_the_same_step_and_keeps_it(make_run: Callable[[str], ParallelRun]) -> None:
+    run = make_run("run")
+    run.post(0, 1)
+    trainer = run.two_ranks("--checkpoint-interval", "0")
+    run.processes.wait_for_text(trainer, f"Step 2/{STEPS}", seconds=120)
+    os.kill(trainer.command_pid(), signal.SIGTERM)
+    assert trainer.guard.wait(timeout=60) != 0
+    lines = trainer.log_path.read_text().splitlines()
+    assert sum(line.endswith("Stopped by SIGTERM") for line in lines) == 1, "rank 0 says so; the others log no information"
+    assert not any(line.startswith("ERROR ") for line in lines)
+    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step_2"]
+    assert run.saved(2, "trainer_state/optimizer.safetensors").is_file()
+
+
+def test_what_rank_0_finds_wrong_ends_every_rank_with_one_line(make_run: Callable[[str], ParallelRun]) -> None:
+    run = make_run("run")
+    run.post(0)
+    trainer = run.two_ranks("--checkpoint-interval", "0", "--service-timeout", "2")
+    run.processes.wait_for_text(trainer, f"Step 1/{STEPS}", seconds=120)
+    run.processes.kill(run.service)
+    assert trainer.guard.wait(timeout=60) == 1
+    errors = [line for line in trainer.log_path.read_text().splitlines() if line.startswith("ERROR ")]
+    assert len(errors) == 2
+    assert all("did not answer GET /batch for 2 s (--service-timeout)" in line for line in errors)
+    assert sum("[rank 1] waiting for a batch failed on rank 0: " in line for line in errors) == 1
+    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step_1"]
