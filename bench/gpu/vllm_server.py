@@ -30,6 +30,7 @@ class ServerOptions:
         eager: without compilation and CUDA graphs.
         utilization: share of the GPU's memory that vLLM takes.
         bridge_timeout: seconds for each phase of an update.
+        load_format: `dummy` for random weights, `auto` for those in the model's folder.
         flags, environment: whatever else.
     """
 
@@ -41,6 +42,7 @@ class ServerOptions:
     max_model_len: int = 2048
     max_num_seqs: int = 256
     bridge_timeout: float = 60.0
+    load_format: str = "dummy"
     flags: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
 
@@ -63,7 +65,14 @@ class VllmServer(Child):
         folder = model.parent / f"logdir-{name.replace(' ', '-')}"
         folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-u", str(ROOT / "example_trainer" / "vllm_api_server.py"), "--model", str(model)]
-        command += ["--port", str(self.port), "--load-format", "dummy", "--max-model-len", str(options.max_model_len)]
+        command += [
+            "--port",
+            str(self.port),
+            "--load-format",
+            options.load_format,
+            "--max-model-len",
+            str(options.max_model_len),
+        ]
         command += ["--max-num-seqs", str(options.max_num_seqs), "--bridge-timeout", str(options.bridge_timeout)]
         environment = {"VLLM_ENABLE_SHARED_WEIGHTS": "1" if options.shared else "0", "LOGDIR": str(folder)}
         if options.gpus:
