@@ -216,7 +216,7 @@ class WeightUpdater:
         for first, last in self._parts:
             if self._called_off.is_set():
                 raise RuntimeError("the transfer was called off")
-            self._groups.broadcast([tensor for _, tensor in self._targets[first:last]])
+            self._receive_part(self._groups, first, last)
             self._sums.add(first, last)
         self._groups.finish(self._lost)
         summary = self._sums.read()
@@ -224,6 +224,14 @@ class WeightUpdater:
         status.receive_seconds = time.perf_counter() - started
         status.version, status.checksum, status.not_finite = command.version, summary.checksum, summary.not_finite
         status.phase = "received"
+
+    def _receive_part(self, groups: BridgeGroups, first: int, last: int) -> None:
+        try:
+            groups.broadcast([tensor for _, tensor in self._targets[first:last]])
+        except RuntimeError as error:
+            # Gloo says which address has closed its connection, or that time is up; not whose it was.
+            reason = self._lost() or "the trainer did not send"
+            raise RuntimeError(f"{reason} ({str(error).splitlines()[0]})") from error
 
     def _lost(self) -> str:
         if self._called_off.is_set():

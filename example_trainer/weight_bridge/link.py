@@ -104,6 +104,7 @@ class ServerLink:
         Raises:
             BridgeError: they have not; the groups must be formed anew.
         """
+        rank = -1
         try:
             # Part by part in turns, so that several ranks receive at the same time.
             longest = max((len(outgoing[rank].parts) for rank in self.mine), default=0)
@@ -118,9 +119,9 @@ class ServerLink:
                     self._groups[rank].finish(self._lost)
         except RuntimeError as error:
             self.joined = False
-            who = ", ".join(map(str, self.mine))
+            # The one that was being sent to, or waited for: the others have done their part so far.
             raise BridgeError(
-                f"sending version {version} to vLLM rank {who} of {self.server.url} failed: {str(error).splitlines()[0]}"
+                f"sending version {version} to vLLM rank {rank} of {self.server.url} failed: {str(error).splitlines()[0]}"
             ) from error
 
     def commit(self, version: int, checksums: Sequence[str]) -> dict[str, Any]:
