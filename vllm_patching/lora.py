@@ -32,6 +32,8 @@ NOT_ENABLED = (
     "this server takes no LoRA adapters: start it with --enable-lora (and --max-lora-rank N for ranks above 16), "
     "without VLLM_ENABLE_SHARED_WEIGHTS=1"
 )
+SETUP_SECONDS = 1800.0
+"""For the checksum of the base model, once: a minute for some GB on a busy CPU, nothing on a GPU."""
 FIRST_ID = 1_000_000
 """vLLM counts the adapters of its own flags and routes from 1."""
 
@@ -118,7 +120,7 @@ class LoraController:
     async def start(self) -> None:
         """Ask the workers what they hold, and stand before the engine: requests that name no adapter get the newest."""
         self._geometry = ModelGeometry.from_hf_config(self._engine.model_config.hf_config.to_dict())
-        self._ranks = await self._rpc("lora_setup")
+        self._ranks = await self._rpc("lora_setup", seconds=SETUP_SECONDS)
         self._engine.generate = self.generate
         logger.info(
             "[vLLM Patch] ✓ LoRA ready: rank up to %d, %d adapters at the same time, %d in memory",
@@ -268,11 +270,12 @@ class LoraController:
         except LoraRefusal as refusal:
             logger.error("[LoRA] adapter %d stays in memory: %s", adapter_id, refusal)
 
-    async def _rpc(self, method: str, *args: Any) -> list[Any]:
+    async def _rpc(self, method: str, *args: Any, seconds: float | None = None) -> list[Any]:
+        limit = self.timeout if seconds is None else seconds
         try:
-            return list(await asyncio.wait_for(self._engine.collective_rpc(method, args=args), self.timeout))
+            return list(await asyncio.wait_for(self._engine.collective_rpc(method, args=args), limit))
         except TimeoutError:
-            raise LoraRefusal(504, f"vLLM's workers did not answer {method} within {self.timeout:g} s") from None
+            raise LoraRefusal(504, f"vLLM's workers did not answer {method} within {limit:g} s") from None
 
     def _limits(self) -> dict[str, Any]:
         return {key: self._ranks[0][key] for key in ("dtype", "max_rank", "slots", "capacity")}

@@ -122,6 +122,13 @@ def test_the_file_holds_the_masters_rounded_and_its_checksum_is_what_the_server_
     assert file.checksum(data.view(file.dtype)) != written.checksum
 
 
+@pytest.mark.parametrize("base", ["llama"], indirect=True)
+def test_rank_stabilised_adapters_are_scaled_by_the_root_of_the_rank(base: Path, tmp_path: Path) -> None:
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["v_proj"], use_rslora=True)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path)
+    assert open_adapter(tmp_path, geometry(base), max_rank=4).scale == 8 / 2
+
+
 PLAIN_NAME = st.from_regex(r"model\.layers\.[0-9]{1,3}\.(self_attn|mlp)\.[a-z]{1,8}_proj", fullmatch=True)
 
 
