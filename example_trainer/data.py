@@ -219,6 +219,8 @@ class MicroBatch:
         sources: [n] int64, where in the flattened [sequences × length] outputs the state lies that predicts each of them.
         targets: [n] int64, the trained tokens.
         rollout_logprobs, advantages, weights: [n] float32.
+        lengths: [sequences] int64, without the padding.
+        orders: [sequences, 2] int64, each sequence's place in the batch: group, and number within the group.
     """
 
     tokens: Tensor
@@ -227,6 +229,8 @@ class MicroBatch:
     rollout_logprobs: Tensor
     advantages: Tensor
     weights: Tensor
+    lengths: Tensor
+    orders: Tensor
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device."""
@@ -253,7 +257,8 @@ def empty_microbatch() -> MicroBatch:
     """One token and nothing to train on: for a rank that must take part in a pass without work of its own."""
     none = torch.zeros(0)
     ids = torch.zeros(0, dtype=torch.int64)
-    return MicroBatch(torch.zeros((1, 1), dtype=torch.int64), ids, ids, none, none, none)
+    one = torch.ones(1, dtype=torch.int64)
+    return MicroBatch(torch.zeros((1, 1), dtype=torch.int64), ids, ids, none, none, none, one, one.new_zeros(1, 2))
 
 
 def _collate(pairs: Sequence[tuple[TrainedSequence, float]]) -> MicroBatch:
@@ -269,4 +274,6 @@ def _collate(pairs: Sequence[tuple[TrainedSequence, float]]) -> MicroBatch:
         rollout_logprobs=torch.from_numpy(np.concatenate([s.rollout_logprobs for s, _ in pairs])),
         advantages=torch.from_numpy(np.concatenate([s.advantages for s, _ in pairs])),
         weights=torch.from_numpy(np.concatenate([np.full(len(s.positions), w, dtype=np.float32) for s, w in pairs])),
+        lengths=torch.tensor([len(s.tokens) for s, _ in pairs]),
+        orders=torch.tensor([s.order for s, _ in pairs]),
     )
