@@ -14,6 +14,7 @@ from pathlib import Path
 
 import uvicorn
 
+from atroposlib.api.connection import bounded_protocol
 from atroposlib.api.event_loop import new_event_loop
 from atroposlib.api.middleware import RequestLimits
 from atroposlib.api.server import make_app
@@ -214,6 +215,7 @@ def main(argv: list[str] | None = None) -> None:
         make_app(service, limits),
         access_log=arguments.access_log,
         log_config=None,
+        http=bounded_protocol(arguments.request_timeout),
         timeout_graceful_shutdown=10,
         timeout_keep_alive=75,
     )

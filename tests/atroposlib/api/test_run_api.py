@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -168,3 +169,50 @@ def test_a_store_is_continued(tmp_path: Path) -> None:
     service.signal(signal.SIGTERM)
     with pytest.raises(httpx.TransportError):
         httpx.get(f"http://127.0.0.1:{service.port}/")
+
+
+def answer_to(service: Service, *parts: bytes, pause: float = 0.0) -> bytes:
+    """What the service says to bytes that are sent one after the other, until it closes the connection."""
+    with socket.create_connection(("127.0.0.1", service.port)) as client:
+        client.settimeout(20)
+        said = b""
+        with suppress(ConnectionError):  # closed while bytes were on their way: what was said before may be lost with them
+            for part in parts:
+                client.sendall(part)
+                time.sleep(pause)
+            while chunk := client.recv(10_000):
+                said += chunk
+    return said
+
+
+def test_a_connection_that_sends_no_request_is_closed(tmp_path: Path) -> None:
+    service = Service(tmp_path, "--store", "memory", "--request-timeout", "1").start()
+    whole = b"GET /status HTTP/1.1\r\nhost: x\r\n\r\n"
+    assert answer_to(service).startswith(b"HTTP/1.1 408 ")
+    assert answer_to(service, b"GET /status HTTP/1.1\r\nhost:").startswith(b"HTTP/1.1 408 ")
+    drops = [b"x-a: b\r\n"] * 8  # never silent, and never done
+    assert answer_to(service, b"GET /status HTTP/1.1\r\n", *drops, whole, pause=0.2)[9:12] in (b"", b"408")
+    second = answer_to(service, whole, whole[:10])
+    assert second.startswith(b"HTTP/1.1 200 ")
+    assert b"HTTP/1.1 408 " in second, "the limit holds for later requests on the connection too"
+    long = b"GET /status HTTP/1.1\r\nx: " + b"y" * 100_000
+    assert answer_to(service, long)[9:12] in (b"", b"431")
+    assert "closing a connection that sent no request: 431" in service.log.read_text()
+    slow = answer_to(service, whole[:-2], b"connection: close\r\n", b"\r\n", pause=0.2)
+    assert slow.startswith(b"HTTP/1.1 200 "), "slow is not late"
+    for _ in range(2):
+        service.get("/status")
+        time.sleep(1.5)  # between requests a connection may be idle for longer than a request may take
+    assert service.log.read_text().count("sent no request: 408") == 4
+    service.signal(signal.SIGTERM)
+
+
+def test_a_body_that_comes_after_its_refusal_is_no_head(tmp_path: Path) -> None:
+    service = Service(tmp_path, "--store", "memory", "--api-key", "s3cret").start()
+    head = b"POST /scored_data HTTP/1.1\r\nhost: x\r\ncontent-length: 300000\r\n\r\n"
+    last = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    said = answer_to(service, head, *[b" " * 100_000] * 3, last, pause=0.1)
+    assert said.startswith(b"HTTP/1.1 401 ")
+    assert b"HTTP/1.1 431" not in said
+    assert b"AtroposLib API" in said
+    service.signal(signal.SIGTERM)
