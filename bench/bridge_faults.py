@@ -367,6 +367,7 @@ def main(arguments: list[str] | None = None) -> int:
                         stage.server.kill()
                         stage.restart_server()
                         stage.wait()
+                stage.end_row()
                 outcomes.append(outcome)
                 results.put("faults", value=[o.to_json() for o in outcomes])
                 mark = "good" if not outcome.problems else "NOT GOOD: " + "; ".join(outcome.problems)

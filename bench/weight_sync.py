@@ -89,7 +89,9 @@ class Benchmark:
         tp = self.args.tp
         first = tp if mirrored else 0
         gpus = ",".join(map(str, range(first, first + tp))) if self.gpus else ""
-        server = VllmServer(name, self.model, self.args.output, ServerOptions(gpus, tp, utilization=0.4, **options))
+        server = VllmServer(
+            name, self.model, self.args.output, ServerOptions(gpus, tp, utilization=self.args.utilization, **options)
+        )
         self.stack.callback(server.stop)
         return server
 
@@ -116,7 +118,7 @@ class Benchmark:
         """Our bridge to one server: updates idle and under load (recompute alone), and what generation loses."""
         args, results = self.args, self.results
         trainer = self._trainer(f"trainer {inflight}", "bench.gpu.trainer", server, mirrored)
-        results.put("trainer", value=trainer.ask("load", timeout=120))
+        results.put("trainer", value=trainer.ask("load", timeout=180, spare=True))
         self._warm_up(server)
         steady = "throughput" in args.parts
         if steady:
@@ -148,7 +150,7 @@ class Benchmark:
         """vLLM's own NCCL weight-transfer engine, with the same model, weights and load."""
         trainer = self._trainer("trainer of vllm own engine", "bench.gpu.vllm_engine_trainer", server, mirrored=True)
         measure = partial(self.results.measure, "vllm_engine")
-        measure("model", run=lambda: trainer.ask("load", timeout=120))
+        measure("model", run=lambda: trainer.ask("load", timeout=180, spare=True))
         self._warm_up(server)
         if measure("join", run=lambda: trainer.ask("join", timeout=180)) is None:
             return
@@ -287,6 +289,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1, help="vLLM's tensor-parallel degree")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny shape and short measurements, to try the script itself")
+    parser.add_argument("--utilization", type=float, default=0.3, help="share of each GPU's memory for each server")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--transfers", nargs="+", default=["direct", "overlapped"])
     parser.add_argument("--updates", type=int, default=20, help="per measurement")

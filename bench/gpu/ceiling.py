@@ -38,11 +38,13 @@ def measure(
         BenchError: a process failed or took too long; the message ends with its log.
     """
     port = free_port()
+    result_file = output / "ceiling.json"
+    result_file.unlink(missing_ok=True)
     children = []
     for rank, gpu in enumerate(gpus):
         command = [sys.executable, "-u", "-m", "bench.gpu.ceiling", "--rank", str(rank), "--world", str(len(gpus))]
         command += ["--port", str(port), "--shape", shape, "--repeats", str(repeats), "--gibibyte", str(gibibyte)]
-        command += ["--device", "cpu" if gpu == "cpu" else "cuda", "--result", str(output / "ceiling.json")]
+        command += ["--device", "cpu" if gpu == "cpu" else "cuda", "--result", str(result_file)]
         environment = {} if gpu == "cpu" else {"CUDA_VISIBLE_DEVICES": gpu}
         children.append(Child(f"ceiling rank {rank}", command, output / f"ceiling-{rank}.log", environment, pipes=False))
     deadline = time.monotonic() + seconds
@@ -51,13 +53,19 @@ def measure(
             status = child.process.wait(max(0.1, deadline - time.monotonic()))
             if status:
                 raise BenchError(f"{child.name} ended with status {status}:\n{tail(child.log)}")
-    except subprocess.TimeoutExpired as error:
-        raise BenchError(f"the NCCL ceiling was not measured within {seconds:g} s") from error
+    except (BenchError, subprocess.TimeoutExpired) as error:
+        if not result_file.exists():
+            raise BenchError(f"the ceiling was not measured within {seconds:g} s: {error}") from error
+        return _read(result_file) | {"not_measured": str(error).splitlines()[0]}
     finally:
         for child in children:
             child.stop(grace=5)
-    result: dict[str, Any] = json.loads((output / "ceiling.json").read_text())
-    return result
+    return _read(result_file)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
 
 
 def run(args: argparse.Namespace) -> None:
@@ -83,6 +91,12 @@ def run(args: argparse.Namespace) -> None:
             "ms": spread_ms(worst),
             "gb_per_s": gigabytes_per_second(num_bytes, statistics.median(worst)),
         }
+        if args.rank == 0:  # after each, so that a pattern which fails loses no other
+            of_model = [row["gb_per_s"] for pattern, row in results.items() if pattern != "broadcast_1gib"]
+            broadcast = results["broadcast_1gib"]["gb_per_s"]
+            summary = {"backend": backend, "patterns": results, "broadcast_gb_per_s": broadcast}
+            summary["model_gb_per_s"] = max(of_model, default=None)
+            Path(args.result).write_text(json.dumps(summary))
 
     block = [torch.randint(0, 255, (args.gibibyte,), dtype=torch.uint8, device=device)]
     record("broadcast_1gib", args.gibibyte, lambda: _broadcast(block[0]))
@@ -119,15 +133,6 @@ def run(args: argparse.Namespace) -> None:
             work.wait()
 
     record("shards_sent_coalesced", num_bytes, send_shards)
-    if args.rank == 0:
-        of_model = [row["gb_per_s"] for name, row in results.items() if name != "broadcast_1gib"]
-        summary = {
-            "backend": backend,
-            "patterns": results,
-            "broadcast_gb_per_s": results["broadcast_1gib"]["gb_per_s"],
-            "model_gb_per_s": max(of_model),
-        }
-        Path(args.result).write_text(json.dumps(summary))
     dist.barrier()
     dist.destroy_process_group()
 

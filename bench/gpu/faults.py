@@ -99,6 +99,14 @@ class Stage:
             worker.stop(grace=5)
         self.server.stop()
 
+    def end_row(self) -> None:
+        """Stop the trainers of a row, whose memory the next ones need; those that load ahead stay."""
+        ahead = list(self._spares.values())
+        for worker in self._trainers:
+            if worker not in ahead:
+                worker.stop(grace=5)
+        self._trainers = ahead
+
     # -- trainers
 
     def trainer(self, kind: str = "broadcast") -> Worker:

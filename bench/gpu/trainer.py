@@ -55,15 +55,22 @@ class BenchTrainer:
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.model: Decoder | None = None
         self.sets: list[dict[str, Tensor]] = []
+        self.spare = False
         self.served_set = 0
         self.version = -1
         self.startup_timeout = timeout
         self.bridge: WeightBridge | None = None
         self.optimizer: Any = None
 
-    def load(self, seed: int = 0, optimizer: bool = False, shape: str = "") -> dict[str, Any]:
-        """Make the model and two sets of weights; with `optimizer` also float32 masters and moments (made from the first)."""
-        self.shape = shape or self.shape
+    def load(self, seed: int = 0, optimizer: bool = False, spare: bool = False) -> dict[str, Any]:
+        """Make the model and two sets of weights.
+
+        Args:
+            seed: of the weights.
+            optimizer: also make float32 masters and moments (of the first set).
+            spare: keep only the set that is not in the model beside it, and exchange the two at each update: for large models.
+                Not for a single copy, whose parameters are given other memory.
+        """
         before = self._memory_used()
         geometry = Geometry.from_config(SHAPES[self.shape])
         self.model = Decoder(geometry, self.dtype, self.device)
@@ -77,6 +84,9 @@ class BenchTrainer:
                 weights[name] = noise.mul_(0.05).add_(1.0) if "norm" in name else noise.mul_(std)
             self.sets.append(weights)
         self.write(0)
+        self.spare = spare
+        if spare:
+            self.sets[0] = {}
         if optimizer:
             from example_trainer.optimizer import MasterAdamW
 
@@ -91,6 +101,12 @@ class BenchTrainer:
     def write(self, which: int) -> None:
         """Copy a set into the model's parameters, wherever their memory is."""
         assert self.model is not None
+        if self.spare:
+            if which != self.served_set:
+                self._exchange(self.sets[which])
+                self.sets[1 - which], self.sets[which] = self.sets[which], {}
+                self.served_set = which
+            return
         with torch.no_grad():
             names, parameters = zip(*self.model.named_parameters(), strict=True)
             torch._foreach_copy_(list(parameters), [self.sets[which][name] for name in names])
@@ -261,6 +277,14 @@ class BenchTrainer:
             "first_byte_to_verified": report.first_byte_to_verified,
             "server": report.server_seconds,
         }
+
+    def _exchange(self, weights: dict[str, Tensor]) -> None:
+        assert self.model is not None
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                held = parameter.detach().clone()
+                parameter.copy_(weights[name])
+                weights[name].copy_(held)
 
     def _difference(self, prompt: list[int], sampled: Tensor, served: Tensor, weights: dict[str, Tensor] | None) -> float:
         """Mean |served logprob - logprob of the forward pass with `weights`| (None: the model's own); [samples, tokens]."""
