@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from scripts.ops.options import PARTS
+from scripts.ops.options import PARTS, save
 from scripts.ops.records import Identity, Record, Records, identify, owner_is_me
 from scripts.ops.stack import Stack
 from scripts.quickstart.guard import descendants, send
@@ -79,6 +79,8 @@ class Starter:
             self.clear_leftovers()
             self.refuse_ports()
             (self.options.run / "commands.sh").write_text(self.stack.script())
+            if not self.options.resume:
+                save(self.options)
             try:
                 for part in self.options.parts:
                     self.start(part)
@@ -109,7 +111,8 @@ class Starter:
                 kill_leftovers(record, self.say)
                 self.records.remove(part)
         config = self.options.run / BRIDGE_CONFIG
-        if config.exists() and self.records.read("vllm") is None:
+        # While a trainer lives, the file tells the next server that it must wait for that trainer's weights.
+        if config.exists() and self.records.read("vllm") is None and self.records.read("trainer") is None:
             self.say(f"removed {config} of a vLLM server that was killed")
             config.unlink()
 

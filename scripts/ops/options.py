@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from scripts.ops.records import Records
 from scripts.quickstart.options import (
     ROOT,
     STARTER_MODEL,
@@ -26,6 +28,7 @@ PARTS = ("service", "vllm", "environment", "trainer")
 BRIDGES = ("auto", "broadcast", "single-copy", "lora", "restart", "none")
 ENVIRONMENTS = ("arithmetic", "gsm8k")
 RUN = Path("runs") / "stack"
+OPTIONS_FILE = "options.json"
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class StackOptions:
     trainer_args: tuple[str, ...]
     wait: float
     links: bool
+    resume: bool = False
 
     @property
     def on_gpu(self) -> bool:
@@ -131,6 +135,12 @@ def parser() -> OneLineParser:
     for part in PARTS:
         option(f"{part}-args", "", f'further flags for the {part}, in quotes: --{part}-args="--flag value"', type=words)
     option("wait", "600", "seconds that vLLM may take to load", type=positive_int)
+    made.add_argument(
+        "--resume",
+        action="store_true",
+        help="start again what of this run does not run, with the options of its last start; the trainer goes on from its "
+        "newest checkpoint",
+    )
     made.add_argument("--no-links", action="store_true", help="put no links to the logs into the folder where this is typed")
     return made
 
@@ -143,6 +153,8 @@ def parse(arguments: Sequence[str]) -> StackOptions:
         SystemExit: `--help`, or a line that does not parse (status 2).
     """
     given = parser().parse_args(arguments)
+    if given.resume:
+        return resumed(given, arguments)
     unknown = [part for part in given.parts if part not in PARTS]
     if unknown:
         raise QuickstartError(f"{unknown[0]!r} is no part of the stack: give some of {', '.join(PARTS)}, or none for all")
@@ -183,6 +195,41 @@ def parse(arguments: Sequence[str]) -> StackOptions:
         wait=float(given.wait),
         links=not given.no_links,
     )
+
+
+def save(options: StackOptions) -> None:
+    """Keep the options in the run's folder, for --resume; parts that were started before count as this start's."""
+    records = Records(options.run)
+    parts = [part for part in PARTS if part in options.parts or records.read(part)]
+    values = asdict(options) | {"run": str(options.run), "parts": parts}
+    (options.run / OPTIONS_FILE).write_text(json.dumps(values, indent=1))
+
+
+def resumed(given: argparse.Namespace, arguments: Sequence[str]) -> StackOptions:
+    """The options of the run's last start, for the parts that are named now, or for all that do not run.
+
+    Raises:
+        QuickstartError: there was no start, or other options are given as well.
+    """
+    flags = [word.split("=")[0] for word in arguments if word.startswith("--")]
+    extra = [flag for flag in flags if flag not in ("--resume", "--run", "--no-links")]
+    if extra:
+        raise QuickstartError(f"--resume takes the options of the last start: leave {extra[0]} out, or leave --resume out")
+    run = given.run.expanduser().absolute()
+    try:
+        values = json.loads((run / OPTIONS_FILE).read_text())
+    except (OSError, ValueError) as error:
+        raise QuickstartError(f"--resume: nothing that could go on was started in {run} ({error})") from None
+    before = StackOptions(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()} | {"run": run})
+    absent = [part for part in given.parts if part not in before.parts]
+    if absent:
+        raise QuickstartError(f"--resume: {absent[0]!r} was no part of the last start, which had {', '.join(before.parts)}")
+    records = Records(run)
+    running = {part for part in before.parts if (record := records.read(part)) and record.keeper.is_alive()}
+    parts = tuple(given.parts) or tuple(part for part in before.parts if part not in running)
+    if not parts:
+        raise QuickstartError(f"--resume: everything of {run} runs already")
+    return replace(before, parts=tuple(p for p in PARTS if p in parts), resume=True, links=not given.no_links)
 
 
 def choose_gpus(

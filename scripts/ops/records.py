@@ -56,7 +56,7 @@ class Record:
         keeper: the process to signal.
         since: Unix time of the start.
         log: its log.
-        port: where it listens; 0 if it does not.
+        port: where it listens, or for a trainer the vLLM server that it owns; 0 if nowhere.
         grace: seconds that it has between SIGTERM and SIGKILL.
         may_finish: ending with status 0 is no failure.
     """
@@ -78,7 +78,9 @@ class Record:
         """
         if self.keeper.is_alive() or self.keeper.boot != boot_id():
             return []
-        logs = {os.path.realpath(self.log), os.path.join(os.path.dirname(os.path.realpath(self.log)), OWNED_LOG)}
+        logs = {os.path.realpath(self.log)}
+        if self.part == "trainer":  # which may own a vLLM server with a log of its own
+            logs.add(os.path.join(os.path.dirname(os.path.realpath(self.log)), OWNED_LOG))
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
             process = identify(int(entry.name))

@@ -53,8 +53,9 @@ class Stack:
         return made
 
     def port(self, part: str) -> int:
-        """Where a part listens; 0 if it does not."""
-        return {"service": self.options.service_port, "vllm": self.options.vllm_port}.get(part, 0)
+        """Where a part listens, or the vLLM server that the trainer owns; 0 if nowhere."""
+        owner = "trainer" if self.options.bridge == "restart" else "vllm"
+        return {"service": self.options.service_port, owner: self.options.vllm_port}.get(part, 0)
 
     def ports(self) -> dict[int, str]:
         """Every port that will be needed, and what for."""
@@ -139,6 +140,7 @@ class Stack:
         arguments += ["--vllm-port", str(options.vllm_port), "--atropos-url", self.service_url]
         arguments += ["--training-steps", str(options.steps), "--log-dir", str(options.run / "trainer")]
         arguments += ["--save-path", str(options.run / "checkpoints")]
+        arguments += ["--resume", "auto"] if options.resume else []
         if options.metrics_port:
             arguments += ["--metrics-port", str(options.metrics_port)]
         if options.bridge == "restart":

@@ -27,7 +27,7 @@ class PartStatus:
         good: nothing is wrong with it.
         pid: of the keeper; 0 if it is gone.
         since: Unix time of the start, or of the end when that is known.
-        port: where it listens, or 0.
+        port: see Record.
         last_error: last line of its log that names an error; empty if none.
     """
 
@@ -78,9 +78,10 @@ def collect(run: Path) -> Status:
     found = [record for part in PARTS if (record := records.read(part))]
     ports = {record.part: record.port for record in found if record.keeper.is_alive()}
     rows = [look_at(record, records) for record in found]
+    vllm = ports.get("vllm") or ports.get("trainer")
     return Status(
         rows=rows,
-        served=served_version(ports["vllm"]) if "vllm" in ports else None,
+        served=served_version(vllm) if vllm else None,
         step=last_step(run / "trainer" / "metrics.jsonl"),
         queue=queue_size(ports["service"]) if "service" in ports else None,
     )

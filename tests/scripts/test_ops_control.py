@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from scripts.ops.control import Starter, claimed, stop, stop_parts
-from scripts.ops.options import PARTS
+from scripts.ops.options import PARTS, parse
 from scripts.ops.records import Identity, Record, Records, identify
 from scripts.ops.status import collect, table
 from scripts.quickstart.guard import descendants
@@ -224,3 +224,54 @@ def test_links_lead_to_the_logs_and_replace_no_file(run: Run, tmp_path: Path, mo
     assert (here / "api.log").read_text().startswith("ready")
     assert (here / "trainer.log").read_text() == "mine"
     assert "trainer.log in" in run.text()
+
+
+def test_a_server_that_died_beside_a_living_trainer_leaves_its_config_for_the_next_one(run: Run) -> None:
+    run.start("vllm", "trainer")
+    config = run.folder / "vllm_bridge_config.json"
+    config.write_text("{}")
+    for pid in run.pids()["vllm"]:
+        os.kill(pid, signal.SIGKILL)
+    eventually(lambda: run.states()["vllm"] == "down", "vLLM is still up")
+    run.start("vllm")
+    assert config.exists()
+    assert run.states() == {"vllm": "up", "trainer": "up"}
+
+
+def test_resume_starts_what_does_not_run(run: Run) -> None:
+    run.start("service", "trainer", "environment")
+    run.stop("environment")
+    os.kill(run.pids()["trainer"][-1], signal.SIGKILL)
+    eventually(lambda: run.states()["trainer"] == "down", "the trainer is still up")
+    again = parse(["--resume", "--run", str(run.folder), "--no-links"])
+    assert again.parts == ("environment", "trainer")
+    Starter(SmallStack(again), run.said.append).run()
+    assert run.states() == dict.fromkeys(("service", "environment", "trainer"), "up")
+    with pytest.raises(QuickstartError, match="runs already"):
+        parse(["--resume", "--run", str(run.folder)])
+
+
+OWNS_A_SERVER = """
+import pathlib, subprocess, sys, time
+log = pathlib.Path(sys.argv[1]); log.parent.mkdir(exist_ok=True)
+server = subprocess.Popen(["sleep", "600"], stdout=log.open("w"), start_new_session=True)
+print("server", server.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_server_that_the_trainer_owns_ends_with_the_trainer_and_not_before(run: Run) -> None:
+    code = OWNS_A_SERVER.replace("sys.argv[1]", repr(str(run.folder / "trainer" / "vllm.log")))
+    run.start("service", "trainer", "environment", trainer_code=code)
+    log = run.folder / "trainer.log"
+    eventually(lambda: "server" in log.read_text(), "the server was not started")
+    server = int(log.read_text().split()[1])
+    run.stop("environment")
+    run.stop("service")
+    assert alive([server]) == [server]
+    for pid in set(run.pids()["trainer"]) - {server}:
+        os.kill(pid, signal.SIGKILL)
+    eventually(lambda: run.states() == {"trainer": "down"}, "the trainer is still up")
+    assert alive([server]) == [server]
+    run.stop("trainer")
+    eventually(lambda: alive([server]) == [], "the server lives on")

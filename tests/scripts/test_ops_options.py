@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from example_trainer.config import parse_config
-from scripts.ops.options import choose_gpus, parse
+from scripts.ops.options import choose_gpus, parse, save
 from scripts.ops.stack import Stack
 from scripts.quickstart.options import STARTER_MODEL
 from scripts.quickstart.processes import QuickstartError
@@ -118,4 +119,34 @@ def test_restart_mode_leaves_vllm_to_the_trainer(monkeypatch: pytest.MonkeyPatch
     assert (config.weight_bridge_mode, config.vllm_restart_interval, config.vllm_gpus) == ("none", 5, "0,1")
     assert config.vllm_args == "--tensor-parallel-size 2 --dtype bfloat16 --max-num-seqs 4"
     assert 9001 in stack.ports()
+    assert (stack.port("trainer"), stack.port("vllm")) == (9001, 0)
     assert command.variables["VLLM_ENABLE_SHARED_WEIGHTS"] == "0"
+
+
+def test_resume_takes_the_options_of_the_last_start(tmp_path: Path) -> None:
+    run = ["--run", str(tmp_path)]
+    first = parse([*run, "--cpu", "--steps", "7", "--vllm-args=--max-num-seqs 4"])
+    save(first)
+    again = parse([*run, "--resume"])
+    assert again == replace(first, resume=True)
+    assert parse([*run, "--resume", "vllm"]).parts == ("vllm",)
+    assert "--resume auto" in " ".join(Stack(again).command("trainer").arguments)
+    assert "--resume" not in Stack(first).command("trainer").arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--resume"], "nothing that could go on was started in"),
+        (["--resume", "--steps", "3"], "leave --steps out"),
+    ],
+)
+def test_resume_says_what_is_in_its_way(tmp_path: Path, arguments: list[str], message: str) -> None:
+    with pytest.raises(QuickstartError, match=message):
+        parse(["--run", str(tmp_path), *arguments])
+
+
+def test_resume_knows_the_parts_that_there_were(tmp_path: Path) -> None:
+    save(parse(["service", "trainer", "--cpu", "--run", str(tmp_path)]))
+    with pytest.raises(QuickstartError, match="'vllm' was no part of the last start, which had service, trainer"):
+        parse(["vllm", "--resume", "--run", str(tmp_path)])
