@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -206,22 +206,32 @@ def _read_int(path: Path) -> int | None:
     return int(text) if text.isdigit() else None  # "max" where there is no limit
 
 
-def remedies(request: MemoryRequest, shortage: int, free: int, total: int, device: torch.device) -> list[str]:
-    """What would make room, the least costly first."""
-    found = []
-    if device.type == "cuda" and request.single_copy:
-        share = math.floor(100 * (total - free - shortage) / total) / 100
-        if share >= 0.05:
-            found.append(f"start vLLM with --gpu-memory-utilization {share:.2f} or less")
+def remedies(request: MemoryRequest, free: int, total: int, device: torch.device) -> list[str]:
+    """What makes room, with the GiB needed then; what suffices by itself comes first, and nothing else if anything does."""
+    now = plan_memory(request).total
+    changes: list[tuple[str, MemoryRequest]] = []
     if not request.gradient_checkpointing:
-        found.append("give --gradient-checkpointing")
+        changes.append(("--gradient-checkpointing", replace(request, gradient_checkpointing=True)))
     if request.batch_size > 1:
-        found.append(f"a --batch-size below {request.batch_size}")
-    if min(request.seq_len, request.geometry.max_positions) > 512:
-        found.append(f"a --seq-len below {request.seq_len}")
+        changes.append((f"--batch-size {request.batch_size // 2}", replace(request, batch_size=request.batch_size // 2)))
+    if not request.gradient_checkpointing and request.batch_size > 1:
+        changes.append(("--gradient-checkpointing --batch-size 1", replace(request, gradient_checkpointing=True, batch_size=1)))
+    if device.type == "cuda" and request.lora is None and not request.single_copy:
+        for ranks in (2, 4, 8, 16, 32, 64):
+            spread = replace(request, world_size=ranks * request.world_size, gradient_checkpointing=True)
+            if plan_memory(spread).total <= free:
+                changes.append((f"{spread.world_size} GPUs (torchrun) and --gradient-checkpointing", spread))
+                break
     if request.lora is None:
-        found.append("train adapters (--weight-bridge-mode lora_only)")
-    return [*found, "use a device with more memory"]
+        adapters = replace(request, lora=(16, tuple(_LORA_SIZES)), single_copy=False, gradient_checkpointing=True)
+        changes.append(("--weight-bridge-mode lora_only --gradient-checkpointing", adapters))
+    found = [(text, plan_memory(changed).total) for text, changed in changes]
+    enough = [(text, size) for text, size in found if size <= free]
+    said = [f"{text} ({size / 2**30:.2f} GiB then)" for text, size in enough or found if size < now]
+    share = math.floor(100 * (total - now) / total) / 100
+    if device.type == "cuda" and request.single_copy and share >= 0.05:
+        said.insert(0, f"start vLLM with --gpu-memory-utilization {share:.2f} or less")
+    return said or ["a device with more memory"]
 
 
 def require_memory(request: MemoryRequest, free: int, total: int, device: torch.device) -> MemoryPlan:
@@ -235,11 +245,12 @@ def require_memory(request: MemoryRequest, free: int, total: int, device: torch.
     """
     plan = plan_memory(request)
     if (plan.total if device.type == "cuda" else plan.certain) > free:
-        ways = remedies(request, plan.total - free, free, total, device)
+        ways = remedies(request, free, total, device)
         biggest = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in plan.items[:3])
         raise MemoryShortage(
             f"the training needs about {plan.total / 2**30:.2f} GiB and {free / 2**30:.2f} of {total / 2**30:.2f} GiB are free "
-            f"on {device}; the largest items are {biggest}; {', or '.join(ways)}; --skip-memory-check tries it all the same"
+            f"on {device}; the largest items are {biggest}; what helps: {', or '.join(ways)}; "
+            "--skip-memory-check tries it all the same"
         )
     return plan
 

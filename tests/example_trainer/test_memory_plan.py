@@ -25,6 +25,7 @@ from example_trainer.memory_plan import (
     lora_parameter_count,
     parameter_count,
     plan_memory,
+    remedies,
     require_memory,
 )
 from example_trainer.models.decoder import Decoder
@@ -156,13 +157,25 @@ def test_a_shortage_names_the_items_what_is_free_and_the_remedies() -> None:
     for part in (
         f"needs about {need / 2**30:.2f} GiB and {need / 2**30 - 5:.2f} of 400.00 GiB are free on cuda:0",
         f"AdamW's two moments {8 * 14_770_033_664 / 2**30:.2f}, ",
-        "--gpu-memory-utilization 0.", "--gradient-checkpointing", "a --batch-size below 4", "--skip-memory-check",
+        "--gpu-memory-utilization 0.", "--gradient-checkpointing (", "--skip-memory-check",
     ):  # fmt: skip
         assert part in line
     # The share that is advised does make room: what vLLM holds now, less what is short.
     share = float(line.split("--gpu-memory-utilization ")[1].split()[0])
     assert total * (1 - share) >= need
     assert require_memory(asked, free=need, total=total, device=GPU).total == need
+
+
+def test_remedies_are_those_that_suffice() -> None:
+    """The README's example, a 14B model on one GPU of 140 GiB: its optimizer alone does not fit."""
+    free = 139 * 2**30
+    asked = request(geometry=qwen_14b(), seq_len=2048, batch_size=4, broadcast=True)
+    found = remedies(asked, free, free, GPU)
+    assert [text.split(" (")[0] for text in found] == ["4 GPUs", "--weight-bridge-mode lora_only --gradient-checkpointing"]
+    assert plan_memory(replace(asked, world_size=4, gradient_checkpointing=True)).total <= free
+    assert plan_memory(replace(asked, world_size=2, gradient_checkpointing=True)).total > free
+    # Where nothing suffices, what brings it nearest is said all the same.
+    assert any("--gradient-checkpointing (" in text for text in remedies(asked, 2**30, 2**30, GPU))
 
 
 def test_on_a_cpu_only_what_is_certain_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -49,6 +50,24 @@ def test_errors_end_with_one_line_and_a_status(
     assert lines[-1].startswith("ERROR ")
     assert lines[-1].endswith(line)
     assert (len(lines) == 1) == (not isinstance(error, ValueError)), "only a bug shows its traceback"
+
+
+def test_another_threads_failure_ends_the_waiting_of_the_main_one(capsys: pytest.CaptureFixture[str]) -> None:
+    def main(stop: StopSignal) -> None:
+        stop.defer()
+        threading.Thread(target=stop.fail, args=(BridgeError("the server is gone for good"),)).start()
+        stop.wait(60)
+
+    assert run(main) == 1
+    assert capsys.readouterr().out.endswith("the server is gone for good\n")
+
+
+def test_a_signal_comes_before_a_failure() -> None:
+    stop = StopSignal()
+    stop.fail(BridgeError("too late to matter"))
+    stop.request(signal.SIGTERM)
+    with pytest.raises(StopRequested):
+        stop.check()
 
 
 def test_success_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
