@@ -62,8 +62,9 @@ class Benchmark:
         elif "throughput" in args.parts:
             second = self._start("vllm keep", mirrored=True, flags=("--inflight-cache", "keep"))
         results.put("machine", value=describe())
-        for key, value in (("shape", self.shape), ("tensor_parallel_size", args.tp), ("model_bytes", model_bytes(self.shape))):
+        for key, value in (("shape", self.shape), ("tensor_parallel_size", args.tp), ("trainer_ranks", args.trainer_ranks)):
             results.put(key, value=value)
+        results.put("model_bytes", value=model_bytes(self.shape))
         ready = wait_all({s.name: s.ready for s in (server, second) if s is not None}, READY_SECONDS)
         results.put("seconds_to_ready", value=ready)
         print(f"ready after {ready}", flush=True)
@@ -106,9 +107,12 @@ class Benchmark:
         return "0" if mirrored else str(self.args.tp)
 
     def _trainer(self, name: str, module: str, server: VllmServer, mirrored: bool) -> Worker:
-        environment = {"CUDA_VISIBLE_DEVICES": self._trainer_gpu(mirrored)} if self.gpus else {"OMP_NUM_THREADS": "1"}
+        ranks = self.args.trainer_ranks if module == "bench.gpu.spread_trainer" else 1
+        first = self._trainer_gpu(mirrored)
+        visible = ",".join(str(int(first) + rank) for rank in range(ranks)) if self.gpus else ""
+        environment = {"CUDA_VISIBLE_DEVICES": visible} if self.gpus else {"OMP_NUM_THREADS": "1"}
         arguments = trainer_arguments(self.shape, server.port, self.args.device, TRAINER_TIMEOUT)
-        worker = Worker(name, module, arguments, self.args.output / f"{name.replace(' ', '-')}.log", environment)
+        worker = Worker(name, module, arguments, self.args.output / f"{name.replace(' ', '-')}.log", environment, ranks)
         self.stack.callback(worker.stop)
         return worker
 
@@ -117,7 +121,8 @@ class Benchmark:
     def _measure_bridge(self, server: VllmServer, inflight: str, mirrored: bool) -> None:
         """Our bridge to one server: updates idle and under load (recompute alone), and what generation loses."""
         args, results = self.args, self.results
-        trainer = self._trainer(f"trainer {inflight}", "bench.gpu.trainer", server, mirrored)
+        module = "bench.gpu.trainer" if args.trainer_ranks == 1 else "bench.gpu.spread_trainer"
+        trainer = self._trainer(f"trainer {inflight}", module, server, mirrored)
         results.put("trainer", value=trainer.ask("load", timeout=180, spare=True))
         self._warm_up(server)
         steady = "throughput" in args.parts
@@ -287,6 +292,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b")
     parser.add_argument("--name", help="of the results file, without .json")
     parser.add_argument("--tp", type=int, default=1, help="vLLM's tensor-parallel degree")
+    parser.add_argument("--trainer-ranks", type=int, default=1, help="processes of the trainer (torchrun, FSDP2)")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny shape and short measurements, to try the script itself")
     parser.add_argument("--utilization", type=float, default=0.3, help="share of each GPU's memory for each server")

@@ -127,8 +127,14 @@ class Child:
 class Worker(Child):
     """A child that reads one JSON object a line and answers each with one: {"ok": …}, {"error": …} or {"event": …}."""
 
-    def __init__(self, name: str, module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
-        super().__init__(name, [sys.executable, "-u", "-m", module, *arguments], log, environment, pipes=True)
+    def __init__(
+        self, name: str, module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str], ranks: int = 1
+    ) -> None:
+        """See Child; `module` is run with `arguments`, by torchrun if there are several ranks."""
+        command = [sys.executable, "-u", "-m"]
+        if ranks > 1:
+            command += ["torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port()), "-m"]
+        super().__init__(name, [*command, module, *arguments], log, environment, pipes=True)
         self._lines: queue.Queue[bytes | None] = queue.Queue()
         threading.Thread(target=self._read, name=f"answers of {name}", daemon=True).start()
 

@@ -58,6 +58,7 @@ class BenchTrainer:
         self.spare = False
         self.served_set = 0
         self.version = -1
+        self.last_checksum = ""
         self.startup_timeout = timeout
         self.bridge: WeightBridge | None = None
         self.optimizer: Any = None
@@ -132,7 +133,7 @@ class BenchTrainer:
         before = self._memory_used()
         started = time.monotonic()
         # Another port each time: the store of a bridge that has just been left may still hold its own.
-        os.environ["MASTER_PORT"] = str(free_port())
+        os.environ["MASTER_PORT"] = str(self._master_port())
         server = BridgeServer("localhost", self.port, self.timeout, startup_timeout=self.startup_timeout)
         self.bridge = bridge_class(server, **options)
         if self.bridge.serving_dtype() is not self.dtype:
@@ -267,7 +268,7 @@ class BenchTrainer:
         start = time.monotonic()
         report = self.bridge.sync(version, write)
         end = time.monotonic()
-        self.version = version
+        self.version, self.last_checksum = version, report.checksum
         return {
             "version": version,
             "start": start,
@@ -277,6 +278,9 @@ class BenchTrainer:
             "first_byte_to_verified": report.first_byte_to_verified,
             "server": report.server_seconds,
         }
+
+    def _master_port(self) -> int:
+        return free_port()
 
     def _exchange(self, weights: dict[str, Tensor]) -> None:
         assert self.model is not None

@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# The benchmarks of the weight bridge that fit a machine, one after the other, each with a time limit.
+#
+#   bench/gpu/run_all.sh KIND OUTPUT_FOLDER
+#
+# KIND: 1 (one GPU: single copy, LoRA) · 2 (two: 1.7B over broadcast) · 2-throughput · 2-faults (two) ·
+#       4 (four: 14B to two ranks) · 4-ranks (four: the same from a trainer of two ranks) ·
+#       4-late (three or more: a rank that is late) · cpu (a tiny model, to try the scripts)
+# Each kind ends within nine minutes; a machine's first server start is part of the first kind that is run on it.
+# Ends with status 1 if any script failed. Results and logs are in OUTPUT_FOLDER, one folder for each script.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
+kind=${1:?which kind, see the head of this file} out=${2:?an output folder}
+python=${PYTHON:-python3}
+status=0
+# NVLink multicast stays off, also where the machine's own settings got lost on the way.
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
+run() {
+  local seconds=$1 name=$2 script=$3
+  shift 3
+  local began=$SECONDS
+  mkdir -p "$out/$name"
+  echo "== $name (at most $seconds s)"
+  # SIGTERM lets the script stop its processes and print what it has; then it is killed.
+  timeout -k 25 "$seconds" "$python" -u "bench/$script" --output "$out/$name" "$@" || {
+    echo "== $name: status $?"
+    status=1
+  }
+  echo "== $name took $((SECONDS - began)) s"
+}
+case $kind in
+  1)
+    run 270 single_copy single_copy.py
+    run 250 lora_swap lora_swap.py
+    ;;
+  2) run 520 weight_sync weight_sync.py --parts ceiling bridge engine ;;
+  2-throughput) run 520 weight_sync_throughput weight_sync.py --parts throughput --name weight_sync_qwen3-1.7b_throughput ;;
+  2-faults) run 530 bridge_faults bridge_faults.py ;;
+  4) run 520 weight_sync_14b weight_sync.py --shape qwen2.5-14b --tp 2 --parts ceiling bridge engine --concurrency 64 ;;
+  4-ranks)
+    run 400 weight_sync_14b_ranks weight_sync.py --shape qwen2.5-14b --tp 2 --trainer-ranks 2 --parts bridge \
+      --concurrency 64 --name weight_sync_qwen2.5-14b_trainer_ranks
+    ;;
+  4-late) run 300 bridge_faults_tp2 bridge_faults.py --tp 2 --only late --name bridge_faults_tp2 ;;
+  cpu)
+    for script in weight_sync single_copy lora_swap bridge_faults; do
+      run 600 "$script" "$script.py" --device cpu --tiny
+    done
+    ;;
+  *)
+    echo "run_all: no kind '$kind'; see the head of $0" >&2
+    exit 2
+    ;;
+esac
+exit "$status"

@@ -1,0 +1,147 @@
+"""BenchTrainer over several processes: torchrun starts them, FSDP2 spreads the model, and rank 0 speaks with the parent."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import torch
+
+from bench.gpu.line_protocol import Answers
+from bench.gpu.processes import free_port
+from bench.gpu.shapes import SHAPES
+from bench.gpu.trainer import SAMPLE_TOKENS, SAMPLES, BenchTrainer, parse, set_up
+from example_trainer.models.geometry import Geometry
+from example_trainer.parallel.fsdp import sharded_decoder
+from example_trainer.parallel.ranks import Ranks, join_ranks, place_of
+
+IDLE_SECONDS = 3600.0
+"""How long the other ranks wait for the parent's next command."""
+
+
+class SpreadTrainer(BenchTrainer):
+    """Every command is collective; what it returns on rank 0 is the answer."""
+
+    def __init__(self, shape: str, port: int, device: torch.device, timeout: float, ranks: Ranks) -> None:
+        super().__init__(shape, port, str(device), timeout)
+        self.ranks = ranks
+
+    def load(self, seed: int = 0, optimizer: bool = False, spare: bool = True) -> dict[str, Any]:
+        """See BenchTrainer.load; each rank draws its own rows."""
+        geometry = Geometry.from_config(SHAPES[self.shape])
+        model = self.model = sharded_decoder(geometry, self.dtype, self.device, self.ranks.world_size)
+        generator = torch.Generator(device=self.device).manual_seed(1000 * seed + self.ranks.rank)
+        std = 1.8 / geometry.hidden_size**0.5
+        self.sets = []
+        for _ in range(2):
+            weights = {}
+            for name, rows in self._local().items():
+                noise = torch.randn(rows.shape, generator=generator, device=self.device, dtype=self.dtype)
+                weights[name] = noise.mul_(0.05).add_(1.0) if "norm" in name else noise.mul_(std)
+            self.sets.append(weights)
+        self.write(0)
+        mine = sum(rows.nbytes for rows in self._local().values())
+        return {
+            "ranks": self.ranks.world_size,
+            "parameters": sum(1 for _ in model.parameters()),
+            "model_bytes": sum(self.ranks.gather(mine, "counting bytes")),
+        }
+
+    def write(self, which: int) -> None:
+        with torch.no_grad():
+            for name, rows in self._local().items():
+                rows.copy_(self.sets[which][name])
+        self.served_set = which
+
+    def connect(self, kind: str, **options: Any) -> dict[str, Any]:
+        return super().connect(kind, ranks=self.ranks, **options)
+
+    def check(self, seed: int = 0) -> dict[str, Any]:
+        """See BenchTrainer.check. The checksum compared is the first rank's, as the update reported it."""
+        assert self.model is not None
+        prompt = [(1000 + 7 * seed + i) % self.model.geometry.vocab_size for i in range(40)]
+
+        def ask() -> dict[str, Any]:
+            body = {"prompt": {"prompt_token_ids": prompt}, "n": SAMPLES, "max_tokens": SAMPLE_TOKENS, "ignore_eos": True}
+            answer = httpx.post(f"{self.url}/generate", json={**body, "seed": seed}, timeout=120).raise_for_status().json()
+            state = httpx.get(f"{self.url}/bridge/state", timeout=30).raise_for_status().json()
+            rows = zip(answer["token_ids"], answer["logprobs"], strict=True)
+            return {
+                "tokens": answer["token_ids"],
+                "logprobs": [[row[str(t)] for t, row in zip(tokens, values, strict=True)] for tokens, values in rows],
+                "version": state["weight_version"],
+                "checksum": state["checksums"][0],
+            }
+
+        found = self.ranks.on_main("asking the server", ask)
+        sampled = torch.tensor(found["tokens"], device=self.device)
+        served = torch.tensor(found["logprobs"], device=self.device)
+        to_new = self._difference(prompt, sampled, served, None)
+        present = self.served_set
+        self.write(1 - present)
+        to_old = self._difference(prompt, sampled, served, None)
+        self.write(present)
+        return {
+            "version": self.version,
+            "served": found["version"],
+            "mean_logprob_difference_to_new_weights": to_new,
+            "mean_logprob_difference_to_old_weights": to_old,
+            "new_not_old": to_new < 0.25 and to_old > 4 * to_new,
+            "checksums_equal": found["checksum"] == self.last_checksum,
+        }
+
+    def commands(self) -> dict[str, Callable[..., Any]]:
+        return {name: getattr(self, name) for name in ("load", "connect", "sync", "check", "memory", "close")}
+
+    def serve(self, answers: Answers | None) -> None:
+        """Carry out what rank 0 reads, on every rank, until its stdin ends."""
+        while True:
+            line = sys.stdin.readline() if self.ranks.is_main else ""
+            request = self.ranks.broadcast(json.loads(line) if line else None, "the next command", timeout=IDLE_SECONDS)
+            if request is None:
+                return
+            name = request.pop("do")
+            try:
+                answer = {"ok": self.commands()[name](**request)}
+            except Exception as error:  # noqa: BLE001 - told to the parent, which decides
+                traceback.print_exc()
+                answer = {"error": str(error), "type": type(error).__name__}
+            if answers is not None:
+                answers.write(answer)
+
+    def _local(self) -> dict[str, torch.Tensor]:
+        """This rank's rows of each parameter."""
+        assert self.model is not None
+        return {name: self.model.shards.local(parameter) for name, parameter in self.model.named_parameters()}
+
+    def _difference(self, *arguments: Any) -> float:
+        assert self.model is not None
+        found = super()._difference(*arguments)
+        self.model.shards.release(self.model)
+        return found
+
+    def _master_port(self) -> int:
+        port: int = self.ranks.broadcast(free_port(), "the rendezvous' port")
+        return port
+
+
+def main() -> None:
+    args = parse()
+    place = place_of(os.environ)
+    local_rank = place[2] if place else 0
+    device = torch.device("cuda", local_rank) if args.device == "cuda" else torch.device("cpu")
+    if args.device == "cuda":
+        torch.cuda.set_device(device)
+    answers = Answers()
+    set_up(args)
+    with join_ranks(600.0, device) as ranks:
+        SpreadTrainer(args.shape, args.port, device, args.timeout, ranks).serve(answers if ranks.is_main else None)
+
+
+if __name__ == "__main__":
+    main()
