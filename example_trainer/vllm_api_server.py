@@ -3,7 +3,8 @@
     VLLM_ENABLE_SHARED_WEIGHTS=1 python -u example_trainer/vllm_api_server.py --model Qwen/Qwen2.5-14B-Instruct \\
         --tensor-parallel-size 2 --port 9001 --dtype bfloat16
 
-Takes every flag of `vllm serve`. Our own: --bridge-timeout, --inflight-cache, --weight-version. Environment: VLLM_ENABLE_SHARED_WEIGHTS=1 shares
+Takes every flag of `vllm serve`. Our own: --bridge-timeout, --deterministic, --inflight-cache, --weight-version.
+Environment: VLLM_ENABLE_SHARED_WEIGHTS=1 shares
 the weights with a trainer; LOGDIR is where vllm_bridge_config.json goes (default: the working directory).
 """
 
@@ -73,6 +74,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default="recompute",
         help="keys and values of requests that run across a weight update: computed anew with the new weights (every token's "
         "logprob is then that of one version), or kept (faster; their next tokens mix both) (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        default=os.environ.get("VLLM_BATCH_INVARIANT") == "1",
+        help="sample with kernels whose bits do not depend on the batch, and that a trainer with --deterministic runs too; "
+        "also switched on by VLLM_BATCH_INVARIANT=1",
     )
     parser.set_defaults(port=DEFAULT_PORT, max_loras=ADAPTERS_AT_ONCE)
     args = parser.parse_args(arguments)
@@ -189,6 +197,28 @@ def prepare_lora(args: argparse.Namespace, shared: bool) -> None:
     args.worker_extension_cls = LORA_EXTENSION
 
 
+def prepare_deterministic(args: argparse.Namespace, shared: bool) -> None:
+    """Flags and environment of deterministic mode. Ends with one line where it cannot be had."""
+    from vllm_patching.batch_invariant.mode import DeterminismRefused, prepare_server
+
+    try:
+        prepare_server(args, shared)
+    except DeterminismRefused as refusal:
+        fail(str(refusal))
+
+
+async def verify_deterministic(engine: Any, logger: Any) -> dict[str, Any]:
+    """The report of the self-test. Ends with one line if a kernel depends on the batch here."""
+    from vllm_patching.batch_invariant.mode import DeterminismRefused, verify
+
+    try:
+        report = await verify(engine)
+    except DeterminismRefused as refusal:
+        fail(str(refusal))
+    logger.info("[Deterministic] ✓ Self-test: %d batches with the same bits (%.1f s)", report["checks"], report["seconds"])
+    return report
+
+
 def build_service(args: argparse.Namespace, module: Any, shared: bool) -> None:
     """Hook our routes and the bridge into vLLM's server."""
     from vllm_patching import compat
@@ -213,6 +243,8 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool) -> None:
         attach_metrics(app, bridge_state)
 
     async def on_state(engine: Any, state: Any) -> None:
+        if args.deterministic:
+            service.deterministic = await verify_deterministic(engine, logger)
         if shared:
             directory = Path(os.environ.get("LOGDIR", "."))
             keep = args.inflight_cache == "keep"
@@ -273,6 +305,8 @@ def main(arguments: list[str] | None = None) -> None:
     if shared:
         refuse_what_moves_weights(args)
         args.worker_extension_cls = WORKER_EXTENSION
+    if args.deterministic:
+        prepare_deterministic(args, shared)
     if args.enable_lora:
         prepare_lora(args, shared)
     import uvloop

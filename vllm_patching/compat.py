@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
+import importlib.util
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Mapping
@@ -216,3 +217,72 @@ def add_adapter(
     manager.add_adapter(model(adapter_id, rank, layers))
     if None in manager.lora_index_to_id:
         manager.activate_adapter(adapter_id)
+
+
+def replace_batch_invariant(
+    rms_norm: Callable[..., Any],
+    linear: Callable[..., Any],
+    log_softmax: Callable[..., Any],
+    token_logprobs: Callable[..., Any],
+    softmax: Callable[..., Any],
+) -> list[str]:
+    """Put functions in the place of those that vLLM's batch-invariant mode uses; call before a worker sets up its device.
+
+    Args:
+        rms_norm: (x, weight, eps, residual) -> y, or (y, new residual).
+        linear: (x, weight, bias) -> y.
+        log_softmax: of logits in the model's dtype, float32, for the V1 model runner.
+        token_logprobs: (logits, token ids [tokens, k]) -> [tokens, k], for the V2 model runner.
+        softmax: (x, dim, widen), for aten::_softmax on the GPU.
+
+    Returns:
+        what was replaced.
+
+    Raises:
+        UnsupportedVllm: one of them is missing.
+    """
+    layers = "vllm.model_executor.layers"
+    mode = f"{layers}.batch_invariant"
+    if importlib.util.find_spec(mode) is None:  # since 0.27 or later
+        mode = "vllm.model_executor.determinism.batch_invariant"
+    places = [
+        (f"{layers}.layernorm", "", "rms_norm_batch_invariant", rms_norm),
+        (f"{layers}.linear", "", "linear_batch_invariant", linear),
+        (f"{layers}.vocab_parallel_embedding", "", "linear_batch_invariant", linear),
+        (mode, "", "softmax_batch_invariant", softmax),
+        ("vllm.v1.sample.sampler", "Sampler", "compute_logprobs", staticmethod(log_softmax)),
+        ("vllm.v1.worker.gpu.sample.logprob", "", "compute_token_logprobs", token_logprobs),
+    ]
+    found = []
+    for place, inside, name, replacement in places:
+        try:
+            module = importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            raise UnsupportedVllm(_seam_missing(place)) from error
+        owner = getattr(module, inside, None) if inside else module
+        if not hasattr(owner, name):
+            raise UnsupportedVllm(_seam_missing(".".join(filter(None, (place, inside, name)))))
+        found.append((owner, name, replacement))
+    for owner, name, replacement in found:
+        setattr(owner, name, replacement)
+    return [".".join(filter(None, place[:3])) for place in places]
+
+
+def check_requests(engine: Any, check: Callable[[Any], None]) -> None:
+    """Call `check(sampling parameters)` for every request before it is accepted; its ValueError becomes the caller's answer."""
+    processor = engine.input_processor
+    if not hasattr(processor, "process_inputs"):
+        raise UnsupportedVllm(_seam_missing("InputProcessor.process_inputs"))
+    process = processor.process_inputs
+
+    def check_and_process(request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        check(params)
+        return process(request_id, prompt, params, *args, **kwargs)
+
+    processor.process_inputs = check_and_process
+
+
+def graphs_without_compilation() -> Any:
+    """vLLM's compilation settings for CUDA graphs of decode steps over layers that run as they are written."""
+    config = importlib.import_module("vllm.config").CompilationConfig
+    return config(mode=0, cudagraph_mode="FULL_DECODE_ONLY")

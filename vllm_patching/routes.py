@@ -67,6 +67,8 @@ class LockstepService:
         self.generator: Generator | None = None
         self.bridge: BridgeController | None = None
         self.lora: LoraController | None = None
+        self.deterministic: dict[str, Any] | None = None
+        """Of the self-test, with the provenance of the kernels; None if the server is not in deterministic mode."""
         self._api_keys = [key.encode() for key in api_keys]
 
     def unavailable(self) -> str:
@@ -155,7 +157,7 @@ def make_router(service: LockstepService) -> APIRouter:
 
     @router.get("/bridge/info")
     async def bridge_info(request: Request) -> JSONResponse:
-        return info(request, lambda bridge: bridge.info())
+        return info(request, lambda bridge: {**bridge.info(), "deterministic": service.deterministic})
 
     @router.get("/bridge/state")
     async def bridge_state(request: Request) -> JSONResponse:

@@ -40,6 +40,7 @@ EXPECTED = {
     "pipeline": "--pipeline-parallel-size 2 cannot be combined with VLLM_ENABLE_SHARED_WEIGHTS=1: only tensor parallelism",
     "sleep": "sleep mode moves the weights' memory",
     "quantization": "quantised weights differ from the trainer's",
+    "deterministic": "--deterministic needs an NVIDIA GPU",
     "deadline": "--bridge-timeout 0 must be larger than 0",
 }
 
@@ -62,6 +63,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], in
             "pipeline": [*good, "--pipeline-parallel-size", "2"],
             "sleep": [*good, "--enable-sleep-mode"],
             "quantization": [*good, "--quantization", "fp8"],
+            "deterministic": [*good, "--deterministic"],
             "deadline": [*good, "--bridge-timeout", "0"],
         }
         result = subprocess.run(

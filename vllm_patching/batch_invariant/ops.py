@@ -21,6 +21,7 @@ from vllm_patching.batch_invariant.provenance import provenance
 from vllm_patching.batch_invariant.settings import settings
 
 __all__ = [
+    "attention_paged",
     "attention_scale",
     "attention_varlen",
     "chosen_logprobs",
@@ -148,17 +149,39 @@ def attention_varlen(
         return reference.attention_varlen(q, k, v, cu_seqlens, scale)
     plan = page_plan(cu_seqlens, q.shape[0], max_seqlen)
     keys, values = plan.lay_out(k, v)
+    return attention_paged(q, keys, values, cu_seqlens, max_seqlen, plan.lengths, max_seqlen, plan.block_table, scale)
+
+
+def attention_paged(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    seen: torch.Tensor,
+    max_seen: int,
+    block_table: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The call that vLLM makes: the newest tokens of each sequence attend to all of its tokens so far. GPU only.
+
+    Args:
+        q, cu_seqlens, max_seqlen: as in attention_varlen, of the new tokens alone.
+        keys, values: [pages, page, kv_heads, dim].
+        seen, max_seen: [sequences] int32, tokens of each with the new ones; the most of them.
+        block_table: [sequences, pages of the longest] int32.
+    """
     result: tuple[torch.Tensor, torch.Tensor] = _flash_attention().flash_attn_varlen_func(
         q=q,
         k=keys,
         v=values,
         cu_seqlens_q=cu_seqlens,
         max_seqlen_q=max_seqlen,
-        seqused_k=plan.lengths,
-        max_seqlen_k=max_seqlen,
+        seqused_k=seen,
+        max_seqlen_k=max_seen,
         softmax_scale=scale,
         causal=True,
-        block_table=plan.block_table,
+        block_table=block_table,
         return_softmax_lse=True,
         num_splits=1,
         fa_version=FLASH_ATTENTION,

@@ -1,0 +1,146 @@
+"""What deterministic mode refuses, how its self-test finds a difference, and that both sides' settings can be compared."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_patching.batch_invariant import ops
+from vllm_patching.batch_invariant.mode import DeterminismRefused, check_sampling, refuse_flags
+from vllm_patching.batch_invariant.provenance import OPERATIONS, provenance, provenance_difference, table_hash
+from vllm_patching.batch_invariant.self_test import first_difference
+from vllm_patching.batch_invariant.settings import ENVIRONMENT, enable_settings, pinned, settings
+
+ROOT = Path(__file__).resolve().parents[2]
+PATCHES = """
+import torch
+from vllm_patching.batch_invariant.patches import apply_patches
+names = apply_patches()
+from vllm.v1.sample.sampler import Sampler
+from vllm.model_executor.layers import layernorm, linear
+from vllm_patching.batch_invariant import ops
+logits = torch.randn(3, 50).bfloat16()
+assert torch.equal(Sampler.compute_logprobs(logits), ops.log_softmax(logits))
+x, w = torch.randn(3, 16), torch.randn(16)
+assert torch.equal(layernorm.rms_norm_batch_invariant(x, w, 1e-6), ops.rms_norm(x, w, 1e-6))
+y, total = layernorm.rms_norm_batch_invariant(x, w, 1e-6, residual=x)
+assert torch.equal(total, x + x)
+assert torch.equal(linear.linear_batch_invariant(x, w.view(1, 16)), ops.linear(x, w.view(1, 16)))
+print("REPLACED", len(names))
+"""
+
+
+def test_vllm_calls_our_functions_after_patching() -> None:
+    result = subprocess.run([sys.executable, "-c", PATCHES], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert "REPLACED 6" in result.stdout, result.stderr[-2000:]
+
+
+def flags(**changed: object) -> argparse.Namespace:
+    return argparse.Namespace(**{"dtype": "auto", "tensor_parallel_size": 1, "kv_cache_dtype": "auto", **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2 cannot be combined with --deterministic: ranks sum o_proj"),
+        ({"enable_lora": True}, "adapters"),
+        ({"kv_cache_dtype": "fp8"}, "the model's dtype"),
+        ({"block_size": 32}, "pages of 16"),
+        ({"inflight_cache": "keep"}, "old weights"),
+        ({"dtype": "float16"}, "--dtype bfloat16"),
+    ],
+)
+def test_a_flag_that_changes_the_bits_is_refused(changed: dict[str, object], why: str) -> None:
+    with pytest.raises(DeterminismRefused, match="cannot be combined with --deterministic") as refusal:
+        refuse_flags(flags(**changed))
+    assert why in str(refusal.value)
+
+
+def test_flags_without_influence_are_accepted() -> None:
+    refuse_flags(flags(dtype="bfloat16", block_size=16, speculative_config=None, logits_processors=[]))
+
+
+@pytest.mark.parametrize("changed", [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"min_tokens": 3}])
+def test_a_request_that_samples_from_something_else_is_refused(changed: dict[str, float]) -> None:
+    from vllm import SamplingParams
+
+    check_sampling(SamplingParams(max_tokens=4, seed=1, logprobs=0))
+    check_sampling(SamplingParams(max_tokens=4, temperature=0.0))
+    with pytest.raises(DeterminismRefused, match=f"^{next(iter(changed))} "):
+        check_sampling(SamplingParams(max_tokens=4, **changed))
+
+
+def test_whatever_is_not_sampling_is_refused() -> None:
+    with pytest.raises(DeterminismRefused, match="samples and does nothing else"):
+        check_sampling(object())
+
+
+def test_self_test_passes_operations_that_ignore_the_batch() -> None:
+    x, weight = torch.randn(300, 24), torch.randn(24)
+    assert first_difference("rms_norm", lambda rows: ops.rms_norm(x[rows], weight, 1e-6), 300) == ""
+
+
+@pytest.mark.parametrize("threshold", [2, 200, 256])
+def test_self_test_names_the_first_value_that_depends_on_the_batch(threshold: int) -> None:
+    x = torch.arange(1200, dtype=torch.float32).view(300, 4)
+
+    def by_count(rows: slice) -> torch.Tensor:
+        part = x[rows].clone()
+        if len(part) < threshold:
+            part[-1, 2] += 0.5
+        return part
+
+    said = first_difference("some norm", by_count, 300)
+    assert said.startswith(
+        "some norm depends on the batch: 1 values differ, first in a batch of 1 at row 0, column 2: 2.5 against 2.0"
+    )
+
+
+def test_self_test_finds_what_does_not_repeat_itself() -> None:
+    calls = []
+
+    def second_call_differs(rows: slice) -> torch.Tensor:
+        calls.append(rows)
+        return torch.full((rows.stop - rows.start, 2), float(len(calls) == 2))
+
+    assert "does not repeat itself" in first_difference("noise", second_call_differs, 40)
+
+
+def test_a_zero_of_the_other_sign_is_a_difference() -> None:
+    operation = lambda rows: torch.zeros(rows.stop - rows.start, 1) * (-1.0 if rows.stop == 40 else 1.0)  # noqa: E731
+    assert "-0.0" in first_difference("zero", operation, 40)
+
+
+def test_provenance_names_every_operation_and_the_first_that_differs() -> None:
+    ours = provenance()
+    assert set(OPERATIONS) < set(ours)
+    assert provenance_difference(ours, provenance()) == ""
+    other = {**ours, "linear": "cublaslt 1"}
+    assert provenance_difference(ours, other) == f"linear: {ours['linear']!r} here, 'cublaslt 1' there"
+    assert provenance_difference(ours, {k: v for k, v in ours.items() if k != "torch"}).endswith("'missing' there")
+
+
+def test_tables_differ_by_a_bit_or_a_shape() -> None:
+    table = ops.rotary_table(16, 32, 1e4, torch.bfloat16, torch.device("cpu"))
+    changed = table.clone()
+    changed.view(torch.int16)[3, 3] ^= 1
+    assert len({table_hash(table), table_hash(changed), table_hash(table[:-1])}) == 3
+    assert table_hash(table) == table_hash(table.clone())
+
+
+def test_settings_are_pinned_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ENVIRONMENT:
+        monkeypatch.setenv(name, "something else")
+    before = {name: value for name, value in pinned().items() if name not in ENVIRONMENT}
+    with settings() as now:
+        assert now["bf16_split_k"] == "False"
+        assert now["fp32_precision"] == "ieee"
+        assert {name: os.environ[name] for name in ENVIRONMENT} == ENVIRONMENT
+        assert enable_settings() == now
+    assert {name: value for name, value in pinned().items() if name not in ENVIRONMENT} == before

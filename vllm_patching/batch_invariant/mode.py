@@ -1,0 +1,142 @@
+"""The server's side of deterministic mode: which flags it sets and refuses, and which requests."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from vllm_patching import compat
+from vllm_patching.batch_invariant.pages import PAGE
+from vllm_patching.batch_invariant.settings import ENVIRONMENT
+
+SELF_TEST_SECONDS = 180.0
+"""Compiling the kernels for the first time takes most of it."""
+WORKER = "vllm_patching.batch_invariant.worker.DeterministicWorker"
+SHARED_WORKER = "vllm_patching.batch_invariant.worker.DeterministicSharedWorker"
+
+_REFUSED: dict[str, tuple[Any, str]] = {
+    "tensor_parallel_size": (1, "ranks sum o_proj and down_proj in an order that the trainer does not follow"),
+    "pipeline_parallel_size": (1, "it was never tried"),
+    "data_parallel_size": (1, "start one server for each replica instead"),
+    "decode_context_parallel_size": (1, "it splits the sums of attention"),
+    "enable_lora": (False, "the kernels of adapters have no counterpart in the trainer"),
+    "quantization": (None, "quantised weights differ from the trainer's"),
+    "speculative_config": (None, "several tokens are verified in one step by other kernels"),
+    "kv_cache_dtype": ("auto", "keys and values must be kept in the model's dtype"),
+    "logprobs_mode": ("raw_logprobs", "the trainer computes log-probabilities before any change to the logits"),
+    "cpu_offload_gb": (0, "it was never tried"),
+    "block_size": (PAGE, f"the trainer lays keys and values out in pages of {PAGE}"),
+    "inflight_cache": ("recompute", "keys and values of old weights would mix with those of new ones"),
+    "logits_processors": (None, "the trainer does not know them"),
+}  # fmt: skip
+"""Flag -> the one value that is allowed, and why no other is."""
+
+_SAMPLING: dict[str, tuple[Any, ...]] = {
+    "temperature": (1.0, 0.0),
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "min_tokens": (0,),
+    "logit_bias": (None, {}),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None,),
+    "structured_outputs": (None,),
+}
+"""Sampling parameter -> the values under which the log-probabilities returned are those of what was sampled from.
+
+Temperature 0 is allowed besides 1: evaluation is greedy, and nobody trains on it.
+"""
+
+
+class DeterminismRefused(ValueError):
+    """What was asked for cannot be deterministic; one line with the remedy."""
+
+
+def prepare_server(args: argparse.Namespace, shared: bool) -> None:
+    """Set flags and environment of a vLLM server, in place, before its engine starts.
+
+    Args:
+        args: vLLM's parsed flags and ours.
+        shared: the weight bridge is on.
+
+    Raises:
+        DeterminismRefused: this machine or one of the flags does not allow it.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        raise DeterminismRefused(
+            "--deterministic needs an NVIDIA GPU of the Hopper generation: without one vLLM has no kernels that the trainer "
+            "could share; leave it out here"
+        )
+    if not current_platform.is_device_capability_family(90):
+        raise DeterminismRefused(
+            f"--deterministic needs an NVIDIA GPU of the Hopper generation (sm_90), not {current_platform.get_device_name()}: "
+            "attention runs FlashAttention 3, which no other has"
+        )
+    refuse_flags(args)
+    _set_flags(args)
+    os.environ.update(ENVIRONMENT)
+    os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+    args.compilation_config = compat.graphs_without_compilation()
+    args.worker_extension_cls = SHARED_WORKER if shared else WORKER
+
+
+def refuse_flags(args: argparse.Namespace) -> None:
+    """Raise DeterminismRefused for the first flag with a value that deterministic mode does not allow."""
+    for name, (allowed, why) in _REFUSED.items():
+        value = getattr(args, name, None)
+        if value not in (allowed, None, []):
+            raise DeterminismRefused(f"--{name.replace('_', '-')} {value} cannot be combined with --deterministic: {why}")
+    if args.dtype not in ("auto", "bfloat16"):
+        raise DeterminismRefused(f"--dtype {args.dtype} cannot be combined with --deterministic: pass --dtype bfloat16")
+
+
+def _set_flags(args: argparse.Namespace) -> None:
+    args.dtype = "bfloat16"
+    args.block_size = PAGE
+    args.attention_backend = "FLASH_ATTN"
+    # A model's own generation_config.json would change the sampling of requests that say nothing.
+    args.generation_config = "vllm"
+
+
+def check_sampling(params: Any) -> None:
+    """Raise DeterminismRefused (a ValueError) if a request samples from anything but the model's own distribution.
+
+    Args:
+        params: vLLM's SamplingParams; anything else (pooling) is refused.
+    """
+    if not hasattr(params, "temperature"):
+        raise DeterminismRefused("this server is in deterministic mode, in which it samples and does nothing else")
+    for name, allowed in _SAMPLING.items():
+        value = getattr(params, name, None)
+        if value is not None and value not in allowed:
+            raise DeterminismRefused(
+                f"{name} {value!r} is refused in deterministic mode, because the trainer could not follow it: "
+                f"pass {' or '.join(repr(v) for v in allowed)}, or start the server without --deterministic"
+            )
+
+
+async def verify(engine: Any) -> dict[str, Any]:
+    """Have the worker test its kernels, and refuse from now on what cannot be deterministic.
+
+    Args:
+        engine: vLLM's client of the engine, ready.
+
+    Returns:
+        {"provenance", "rotary_table", "checks", "seconds"}, for whoever wants to pair with this server.
+
+    Raises:
+        DeterminismRefused: an operation depends on the batch on this machine.
+    """
+    report: dict[str, Any] = (await engine.collective_rpc("lockstep_deterministic_check", timeout=SELF_TEST_SECONDS))[0]
+    if failure := report.pop("failure"):
+        raise DeterminismRefused(f"the self-test of deterministic mode failed, so nothing is served: {failure}")
+    compat.check_requests(engine, check_sampling)
+    return report

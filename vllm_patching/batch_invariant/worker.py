@@ -1,0 +1,34 @@
+"""What a vLLM worker does in deterministic mode. vLLM imports this module before it builds the model, which patches vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_patching import compat
+from vllm_patching.batch_invariant.patches import apply_patches
+from vllm_patching.batch_invariant.provenance import provenance
+from vllm_patching.batch_invariant.self_test import self_test
+from vllm_patching.worker_extension import LockstepWorkerExtension
+
+logger = compat.worker_logger("lockstep.deterministic")
+
+for _replaced in apply_patches():
+    logger.info("[Deterministic] replaced %s", _replaced)
+
+
+class DeterministicWorker:
+    """Mixed into vLLM's worker by --deterministic."""
+
+    def lockstep_deterministic_check(self) -> dict[str, Any]:
+        """Test the operations on this machine and on this model's shapes.
+
+        Returns:
+            {"provenance", "rotary_table": its hash, "checks": how many, "failure": "" or one line, "seconds"}
+        """
+        model = self.get_model()  # type: ignore[attr-defined]
+        report = self_test(model)
+        return {"provenance": provenance(), **report}
+
+
+class DeterministicSharedWorker(DeterministicWorker, LockstepWorkerExtension):
+    """With the weight bridge."""
