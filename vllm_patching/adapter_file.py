@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from vllm_patching.checksum import weights_checksum
+from vllm_patching.checksum import WeightSummary, WeightSums
 from vllm_patching.sharding import ModelGeometry
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -97,14 +97,14 @@ class AdapterFile:
             views.setdefault(item.projection, {})[item.matrix] = flat.view(item.shape)
         return views
 
-    def checksum(self, data: torch.Tensor) -> str:
-        """Checksum over the header and the data, which whoever wrote the file computes in the same way."""
-        return adapter_checksum(self.header, data)
+    def summary(self, data: torch.Tensor) -> WeightSummary:
+        """Checksum over the header and the data, as whoever wrote the file computes it, and whether all of it is finite."""
+        return adapter_summary(self.header, data)
 
 
-def adapter_checksum(header: bytes, data: torch.Tensor) -> str:
-    """Checksum of a safetensors file: of its header, and of its data as one flat tensor, wherever that tensor is."""
-    return weights_checksum([(hashlib.sha256(header).hexdigest(), data)])
+def adapter_summary(header: bytes, data: torch.Tensor) -> WeightSummary:
+    """One pass over a safetensors file: over its header, and its data as one flat tensor, wherever that tensor is."""
+    return WeightSums([(hashlib.sha256(header).hexdigest(), data)]).all()
 
 
 def expected_shapes(geometry: ModelGeometry) -> dict[str, tuple[int, int]]:

@@ -66,10 +66,12 @@ class LoraWorkerExtension:
             file = open_adapter(Path(folder), self._lora_geometry, self._lora_config.max_lora_rank)
             data = self._lora_read(file)
             seconds["read"], started = _lap(started)
-            found = file.checksum(data)
-            if checksum not in (None, found):
-                raise AdapterError(f"{folder} has checksum {found}, {checksum} was announced: it was damaged or changed")
-            if not bool(torch.isfinite(data).all()):
+            found = file.summary(data)
+            if checksum not in (None, found.checksum):
+                raise AdapterError(
+                    f"{folder} has checksum {found.checksum}, {checksum} was announced: it was damaged or changed"
+                )
+            if found.not_finite:
                 raise AdapterError(f"{folder} holds NaN or infinity")
             seconds["check"], started = _lap(started)
             manager = compat.adapter_manager(self)
@@ -88,7 +90,7 @@ class LoraWorkerExtension:
         except (AdapterError, RuntimeError, ValueError) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             return {"error": reason, "checksum": "", "seconds": seconds}
-        return {"error": "", "checksum": found, "seconds": seconds}
+        return {"error": "", "checksum": found.checksum, "seconds": seconds}
 
     def lora_remove(self, adapter_id: int) -> bool:
         """Forget an adapter; whether it was there."""

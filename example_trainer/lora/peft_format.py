@@ -20,7 +20,7 @@ from example_trainer.errors import CheckpointError
 from example_trainer.lora.layers import adapters_of
 from example_trainer.lora.settings import LoraSettings
 from example_trainer.models import Decoder
-from vllm_patching.adapter_file import CONFIG_FILE, WEIGHTS_FILE, adapter_checksum
+from vllm_patching.adapter_file import CONFIG_FILE, WEIGHTS_FILE, adapter_summary
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _PREFIX = "base_model.model."
@@ -120,7 +120,7 @@ class AdapterWriter:
         folder.mkdir(parents=True, exist_ok=True)
         tensors = [parameter if values is None else values[name].to(parameter.dtype) for name, parameter in self._sources]
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-        checksum = adapter_checksum(self._header, flat)
+        checksum = adapter_summary(self._header, flat).checksum
         data = self._on_host(flat).view(torch.uint8).numpy()
         with (folder / WEIGHTS_FILE).open("wb") as file:
             file.write(len(self._header).to_bytes(8, "little"))

@@ -30,6 +30,7 @@ from example_trainer.lora.peft_format import AdapterWriter, check_same_adapter, 
 from example_trainer.lora.settings import TARGETS, LoraSettings
 from example_trainer.models import Decoder, load_model
 from vllm_patching.adapter_file import CONFIG_FILE, WEIGHTS_FILE, AdapterError, expected_shapes, open_adapter
+from vllm_patching.checksum import WeightSummary
 from vllm_patching.sharding import ModelGeometry
 
 SIZES = {
@@ -117,9 +118,9 @@ def test_the_file_holds_the_masters_rounded_and_its_checksum_is_what_the_server_
     data = torch.empty(file.num_bytes, dtype=torch.uint8)
     file.read_into(data)
     assert file.num_bytes == written.num_bytes == sum(t.nbytes for t in saved.values())
-    assert file.checksum(data.view(file.dtype)) == written.checksum
+    assert file.summary(data.view(file.dtype)) == WeightSummary(written.checksum, "")
     data[1234] ^= 1
-    assert file.checksum(data.view(file.dtype)) != written.checksum
+    assert file.summary(data.view(file.dtype)).checksum != written.checksum
 
 
 @pytest.mark.parametrize("base", ["llama"], indirect=True)
