@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from example_trainer.checkpointing import PREFIX, Checkpoints
 from example_trainer.config import TrainerConfig
+from example_trainer.deterministic.pairing import deterministic_decoder
 from example_trainer.errors import ConfigError
 from example_trainer.lora.checkpoints import ADAPTER_PREFIX, AdapterCheckpoints
 from example_trainer.lora.layers import BaseModel, attach_adapters
@@ -98,6 +99,10 @@ def refuse_ranks(config: TrainerConfig, ranks: Ranks) -> None:
     Raises:
         ConfigError: names the option.
     """
+    if ranks.world_size > 1 and config.deterministic:
+        raise ConfigError(
+            "--deterministic trains in one process, for ranks sum in an order of their own; start it without torchrun"
+        )
     if ranks.world_size > 1 and config.lora:
         raise ConfigError("--weight-bridge-mode lora_only trains in one process; start it without torchrun")
     if ranks.world_size > 1 and config.vllm_restart_interval is not None:
@@ -109,7 +114,7 @@ def refuse_ranks(config: TrainerConfig, ranks: Ranks) -> None:
 def decoder_maker(config: TrainerConfig, ranks: Ranks) -> DecoderMaker:
     """How this rank makes its part of a model: vLLM's shards for a single copy, else FSDP2's; all of it without other ranks."""
     if ranks.world_size == 1:
-        return Decoder
+        return deterministic_decoder if config.deterministic else Decoder
     if config.single_copy:
         return partial(split_decoder, rank=ranks.rank, size=ranks.world_size, group=dist.group.WORLD)
     return partial(sharded_decoder, world_size=ranks.world_size)
@@ -200,6 +205,6 @@ def registration(config: TrainerConfig, starting_step: int) -> Registration:
         save_checkpoint_interval=config.checkpoint_interval,
         starting_step=starting_step,
         num_steps=config.training_steps,
-        max_staleness=config.max_staleness,
+        max_staleness=config.oldest_rollouts,
         model=config.model_name,
     )

@@ -94,6 +94,9 @@ class TrainerConfig(BaseModel):
     weight_decay: float = Field(0.0, ge=0, description="AdamW: decay of matrices")
     max_grad_norm: float = Field(1.0, ge=0, description="gradients are scaled down to this global norm; 0: never")
     seed: int = Field(0, ge=0, description="seed of torch's random numbers")
+    deterministic: bool = Field(
+        False, description="run vLLM's own kernels, and stop at the first token whose logprob differs from vLLM's in a bit"
+    )
     rank_timeout: float = Field(600.0, gt=0, description="under torchrun: seconds that the ranks wait for each other")
     num_threads: int | None = Field(None, ge=1, description="torch's CPU threads; not given: torch decides")
     skip_memory_check: bool = Field(False, description="load the model even if the estimate says that memory will not do")
@@ -184,6 +187,28 @@ class TrainerConfig(BaseModel):
                 f"--vllm-restart-interval, which is {self.vllm_restart_interval}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _determinism_agrees(self) -> TrainerConfig:
+        if not self.deterministic:
+            return self
+        if self.weight_bridge_mode != "shared_vllm":
+            raise ValueError(
+                f"--deterministic needs --weight-bridge-mode shared_vllm, which is {self.weight_bridge_mode!r}: in the other "
+                "modes vLLM does not hold the trainer's weights, bit for bit, at every step"
+            )
+        if self.temperature != 1.0:
+            raise ValueError(f"--deterministic needs --temperature 1, which is {self.temperature:g}")
+        if self.max_staleness:
+            raise ValueError(
+                f"--deterministic needs --max-staleness 0, which is {self.max_staleness}: the bits of older weights differ"
+            )
+        return self
+
+    @property
+    def oldest_rollouts(self) -> int | None:
+        """Most weight versions that rollouts may be behind; None for any. Without equal weights there are no equal bits."""
+        return 0 if self.deterministic else self.max_staleness
 
     def restarts_vllm_at(self, step: int) -> bool:
         """Whether vLLM is restarted on the weights of optimizer step `step`; not after the last one, when it is stopped."""

@@ -35,6 +35,7 @@ from example_trainer.assembly import (
 from example_trainer.checkpointing import find_resume, load_state
 from example_trainer.config import TrainerConfig, parse_config
 from example_trainer.data import Batch, parse_batch
+from example_trainer.deterministic.pairing import make_parity, pin_settings
 from example_trainer.errors import CheckpointError, NonFiniteError, RankError, TrainerError
 from example_trainer.memory_plan import check_memory
 from example_trainer.metrics import import_wandb, step_line, step_row
@@ -55,6 +56,7 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
     torch.manual_seed(config.seed)
     if config.use_wandb:
         import_wandb()  # told now rather than after minutes of loading
+    pin_settings(config)
     device = choose_device(config)
     with contextlib.ExitStack() as stack:
         ranks = stack.enter_context(join_ranks(config.rank_timeout, device))
@@ -67,6 +69,7 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
         check_memory(config, bridge, dtype, device)
         make = decoder_maker(config, ranks)
         model = make_model(config, start, dtype, device, make)
+        parity = make_parity(config, model, stop)
         reference = make_reference(config, model, dtype, device, make)
         # The masters are copied from the checkpoint before the bridge may put the parameters onto the server's memory.
         optimizer = make_optimizer(config, model)
@@ -95,7 +98,7 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
                     client, config, model.geometry.vocab_size, lambda: bridge.keep_serving(optimizer.write_weights)
                 )
                 waited = time.perf_counter()
-                sums = accumulate_gradients(model, optimizer, batch, config, stop, reference)
+                sums = accumulate_gradients(model, optimizer, batch, config, stop, reference, parity)
                 step = optimizer.step()
                 trained = time.perf_counter()
                 if config.restarts_vllm_at(optimizer.steps):
@@ -105,6 +108,7 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
                 synced = time.perf_counter()
                 seconds = (waited - begun, trained - waited, synced - trained)
                 row = step_row(batch, sums, step, report, bridge, client.queue_size(), seconds, optimizer.steps)
+                row |= parity.row(optimizer)
                 metrics.write(optimizer.steps, row)
                 logger.info("%s", step_line(optimizer.steps, config.training_steps, row))
                 due = config.checkpoint_interval and optimizer.steps % config.checkpoint_interval == 0

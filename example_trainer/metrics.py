@@ -74,11 +74,14 @@ def step_row(
 def step_line(step: int, steps: int, row: Row) -> str:
     """One line for people: `Step 1/100  reward 0.500 …`."""
     age = "age ?" if row["age_mean"] is None else f"age {row['age_mean']:.1f} (max {row['age_max']})"
+    parity = ""
+    if "mismatched_tokens" in row:
+        parity = f"  mismatched {row['mismatched_tokens']}/{row['compared_tokens']}  weights {row['weights_sha']}"
     return (
         f"Step {step}/{steps}  reward {row['reward_mean']:.3f}  loss {row['loss']:.4f}  kl {row['kl']:.5f}  "
         f"entropy {row['entropy']:.3f}  clipped {row['clip_fraction']:.3f}  grad norm {row['grad_norm']:.3f}  "
         f"length {row['response_length_mean']:.1f}  {row['tokens_per_second']:.0f} tok/s  queue {row['queue_size']}  {age}  "
-        f"wait {row['seconds_wait']:.2f} s  train {row['seconds_train']:.2f} s  sync {row['seconds_sync']:.2f} s"
+        f"wait {row['seconds_wait']:.2f} s  train {row['seconds_train']:.2f} s  sync {row['seconds_sync']:.2f} s{parity}"
     )
 
 

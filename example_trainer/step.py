@@ -8,6 +8,8 @@ import torch
 
 from example_trainer.config import TrainerConfig
 from example_trainer.data import Batch, MicroBatch, empty_microbatch, microbatches
+from example_trainer.deterministic.decoder import DeterministicDecoder
+from example_trainer.deterministic.parity import NoParity, ParityCheck
 from example_trainer.loss import chosen_logprobs, grpo_loss
 from example_trainer.models import Decoder
 from example_trainer.optimizer import MasterAdamW
@@ -43,6 +45,7 @@ def accumulate_gradients(
     config: TrainerConfig,
     stop: StopSignal,
     reference: Decoder | None = None,
+    parity: ParityCheck | None = None,
 ) -> StepSums:
     """Add the gradient of a batch to the optimizer's, one microbatch at a time.
 
@@ -51,7 +54,10 @@ def accumulate_gradients(
 
     Raises:
         StopRequested: a signal came; the step must not be taken.
+        ParityError: `parity` found a token whose logprob is not vLLM's; no gradient of it was taken.
     """
+    parity = parity or NoParity()
+    parity.begin(batch, optimizer.steps)
     device = model.output_weight.device
     totals = torch.zeros(6, dtype=torch.float64, device=device)
     parts = list(microbatches(batch, config.batch_size, config.loss_normalisation, config.seq_len))
@@ -59,6 +65,7 @@ def accumulate_gradients(
         stop.check()
         micro = micro.to(device)
         logprobs, entropy = response_logprobs(model, micro, config)
+        parity.compare(micro, logprobs)
         reference_logprobs = None
         if reference is not None:
             with torch.no_grad():
@@ -78,12 +85,16 @@ def accumulate_gradients(
         optimizer.collect()
         figures = (loss.detach(), sums.kl, sums.reference_kl, entropy.sum(), sums.clipped, sums.missing_rollout_logprobs)
         totals += torch.stack([figure.double() for figure in figures])
+    if isinstance(model, DeterministicDecoder):
+        model.deliver_gradients(optimizer.masters)
     loss_sum, *others = model.shards.sum_figures(totals).tolist()
     return StepSums(loss_sum, *(value / batch.trained_tokens for value in others))
 
 
 def response_logprobs(model: Decoder, micro: MicroBatch, config: TrainerConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprob and entropy ([n] float32 each) at the trained tokens; only these are projected to the vocabulary."""
+    if isinstance(model, DeterministicDecoder):
+        return model.response_logprobs(micro, config.logprob_chunk)
     hidden = model(micro.tokens).flatten(0, 1).index_select(0, micro.sources)
     if model.split.size > 1:
         return split_chosen_logprobs(

@@ -1,0 +1,84 @@
+"""How a training run becomes deterministic, and which servers it then trains with."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from example_trainer.config import TrainerConfig
+from example_trainer.deterministic.decoder import DeterministicDecoder, GradientSums
+from example_trainer.deterministic.parity import NoParity, ParityCheck, ParityError, Provenance, require_same_kernels
+from example_trainer.errors import ConfigError
+from example_trainer.models import Decoder
+from example_trainer.models.geometry import Geometry
+from example_trainer.process import StopSignal
+from example_trainer.weight_bridge.server import BridgeServer
+from vllm_patching.batch_invariant.provenance import provenance, table_hash
+from vllm_patching.batch_invariant.settings import SettingsError, enable_settings
+
+
+def pin_settings(config: TrainerConfig) -> None:
+    """Pin what decides the order of sums in this process, if --deterministic asks for it; before anything uses a GPU.
+
+    Raises:
+        ConfigError: it is too late in this process.
+    """
+    if not config.deterministic:
+        return
+    try:
+        enable_settings()
+    except SettingsError as error:
+        raise ConfigError(f"--deterministic: {error}") from error
+
+
+def deterministic_decoder(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """A decoder for training: its gradients are summed in float32, in an order that microbatches do not change."""
+    model = DeterministicDecoder(geometry, dtype, device)
+    model.sums = GradientSums()
+    return model
+
+
+def make_parity(config: TrainerConfig, model: Decoder, stop: StopSignal | None = None) -> ParityCheck:
+    """What compares the tokens of every step: nothing without --deterministic. Asks the servers which kernels they run.
+
+    Raises:
+        ParityError: a server is not in deterministic mode, or runs other kernels.
+        BridgeError: a server is not there.
+    """
+    if not config.deterministic:
+        return NoParity()
+    ours, theirs = model_provenance(model), {}
+    for host, port in config.vllm_addresses:
+        server = BridgeServer(
+            host, port, config.bridge_timeout, config.vllm_api_key, config.service_timeout, stop.wait if stop else time.sleep
+        )
+        try:
+            theirs = pair(ours, server.wait_for_info(), server.url)
+        finally:
+            server.close()
+    return ParityCheck(ours, theirs)
+
+
+def pair(ours: Provenance, info: dict[str, Any], url: str) -> dict[str, str]:
+    """The provenance of the server of /bridge/info, if it is that of this trainer.
+
+    Raises:
+        ParityError: it is another one, or the server is not in deterministic mode.
+    """
+    report = info.get("deterministic")
+    theirs = {**report["provenance"], "rotary_table": report["rotary_table"]} if report else None
+    require_same_kernels(ours, theirs, url)
+    return theirs or {}
+
+
+def model_provenance(model: Decoder) -> dict[str, str]:
+    """Which kernels this trainer runs, and by which angles it rotates.
+
+    Raises:
+        ParityError: the model is not a deterministic one.
+    """
+    if not isinstance(model, DeterministicDecoder):
+        raise ParityError(f"a {type(model).__name__} does not run vLLM's kernels; make it by deterministic_decoder")
+    return {**provenance(), "rotary_table": table_hash(model.rotary)}
