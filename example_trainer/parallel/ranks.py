@@ -8,6 +8,7 @@ outcome on every rank, also when one of them fails or dies. Without torchrun the
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import time
@@ -23,6 +24,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from example_trainer.errors import ConfigError, RankError, TrainerError
 from example_trainer.process import StopRequested, StopSignal
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -51,7 +54,7 @@ class Ranks:
         world_size: int = 1,
         local_rank: int = 0,
         timeout: float = 600.0,
-        control: dist.ProcessGroup | None = None,
+        control: Any = None,
         store: dist.Store | None = None,
     ) -> None:
         self.rank, self.world_size, self.local_rank, self.timeout = rank, world_size, local_rank, timeout
@@ -145,7 +148,7 @@ class Ranks:
             told = outcome["message"] if kind else f"{outcome['kind']}: {outcome['message']}"
             raise (kind or RankError)(f"{what} failed on rank {rank}: {told}")
 
-    def _exchange(self, what: str, start: Callable[[dist.ProcessGroup], Any]) -> None:
+    def _exchange(self, what: str, start: Callable[[Any], Any]) -> None:
         assert self._control is not None
         try:
             start(self._control).wait()
@@ -154,7 +157,7 @@ class Ranks:
 
     def lost(self, what: str, error: BaseException) -> RankError:
         """What a broken or timed-out collective means: who failed and why, where that is known."""
-        reason = self._reason_of_another()
+        reason = self.reason_of_another()
         if reason:
             return RankError(f"rank {self.rank} gave up {what}: {reason}")
         return RankError(
@@ -162,8 +165,8 @@ class Ranks:
             "torchrun's report names the one that ended first, its own last lines say why; start again with --resume auto"
         )
 
-    def _reason_of_another(self) -> str:
-        """What a rank that failed said before it ended; empty if it said nothing, or the store is gone too."""
+    def reason_of_another(self) -> str:
+        """Not collective. What a rank that failed said before it ended; empty if it said nothing, or the store is gone too."""
         deadline = time.monotonic() + _REASON_SECONDS
         while self._store is not None and time.monotonic() < deadline:
             try:
@@ -227,7 +230,7 @@ def join_ranks(timeout: float, device: torch.device) -> Iterator[Ranks]:
             timeout=limit,
             device_id=device if device.type == "cuda" else None,
         )
-        control = dist.new_group(backend="gloo", timeout=limit)
+        control = dist.ProcessGroupGloo(dist.PrefixStore("control", store), rank, world_size, limit)
     except (RuntimeError, ValueError) as error:
         raise RankError(
             f"rank {rank} of {world_size} did not meet the others within {timeout:g} s (--rank-timeout) at "
@@ -236,23 +239,27 @@ def join_ranks(timeout: float, device: torch.device) -> Iterator[Ranks]:
     ranks = Ranks(rank, world_size, local_rank, timeout, control, dist.PrefixStore("errors", store))
     try:
         yield ranks
-    except (StopRequested, TrainerError) as error:
-        ranks.announce_failure(error)
-        raise
-    except RuntimeError as error:
+    except (StopRequested, Exception) as error:
         # A collective of tensors breaks with a bare RuntimeError when another rank has ended; a bug raises one too.
-        reason = ranks._reason_of_another()
+        bare = isinstance(error, RuntimeError) and not isinstance(error, TrainerError)
+        reason = ranks.reason_of_another() if bare else ""
         ranks.announce_failure(error)
+        _abort(device)
         if reason:
             raise RankError(f"rank {rank} gave up: {reason}") from error
-        if _is_lost_connection(error):
+        if bare and _is_lost_connection(error):
             raise ranks.lost("exchanging tensors", error) from error
         raise
-    except Exception as error:
-        ranks.announce_failure(error)
-        raise
-    else:
-        dist.destroy_process_group()
+    dist.destroy_process_group()
+
+
+def _abort(device: torch.device) -> None:
+    """Break off what NCCL has in flight: a process does not end while a kernel of its own waits for another rank."""
+    if device.type == "cuda" and dist.group.WORLD is not None:
+        try:
+            dist.group.WORLD._get_backend(device).abort()
+        except RuntimeError as error:
+            logger.warning("NCCL could not be broken off: %s", first_line(error))
 
 
 def place_of(environment: Mapping[str, str]) -> tuple[int, int, int] | None:
@@ -279,7 +286,7 @@ def first_line(error: BaseException) -> str:
     return text.partition(". This is typically")[0] or type(error).__name__
 
 
-def _is_lost_connection(error: RuntimeError) -> bool:
+def _is_lost_connection(error: BaseException) -> bool:
     signs = ("Connection closed by peer", "Connection reset", "Timed out waiting", "Broken pipe", "NCCL", "Gloo", "gloo")
     return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)
 

@@ -18,7 +18,7 @@ from example_trainer.models import load_model
 from example_trainer.parallel.fsdp import sharded_decoder
 from example_trainer.parallel.ranks import Ranks, join_ranks
 from example_trainer.parallel.tensor_parallel import TensorParallelShards, split_decoder
-from tests.example_trainer.parallel.cases import make_config, make_optimizer, take_steps
+from tests.example_trainer.parallel.spread_cases import make_config, make_optimizer, take_steps
 
 
 def run_case(ranks: Ranks, kind: str, folder: Path, seed: int) -> None:
@@ -32,6 +32,10 @@ def run_case(ranks: Ranks, kind: str, folder: Path, seed: int) -> None:
     optimizer = make_optimizer(model, config)
     figures = take_steps(model, optimizer, reference, config, seed)
     state = dict(optimizer.whole_state())
+    again = make_optimizer(model, config)
+    again.load_state_dict(state, optimizer.steps)
+    resumed = dict(again.whole_state())
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in state.items()), "a resumed optimizer has another state"
     parameters = {name: model.shards.local(p).clone() for name, p in model.named_parameters()}
     weights = {name: model.shards.whole(name, local).clone() for name, local in parameters.items()}
     if isinstance(model.shards, TensorParallelShards):

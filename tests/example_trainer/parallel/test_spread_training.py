@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,13 @@ from safetensors.torch import load_file
 from example_trainer.models import load_model, save_model
 from example_trainer.models.hf_checkpoint import read_geometry
 from tests.conftest import ROOT, Processes
-from tests.example_trainer.parallel.cases import make_config, make_geometry, make_optimizer, make_whole, take_steps
+from tests.example_trainer.parallel.spread_cases import make_config, make_geometry, make_optimizer, make_whole, take_steps
 
 pytestmark = pytest.mark.e2e
 
 HERE = Path(__file__).resolve().parent
-SEEDS = range(9)
+SEEDS = (1, 2, 3, 5, 7, 8, 9)
+"""Of cases.make_geometry: together they hold every kind of layer, shared and own key/value heads, tied and untied."""
 
 
 def hugging_face_config(seed: int) -> dict[str, object]:
@@ -41,29 +43,54 @@ def hugging_face_config(seed: int) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "tensor_parallel"])
-def test_two_ranks_train_as_one_process_does(kind: str, processes: Processes, tmp_path: Path) -> None:
+@dataclass
+class Case:
+    """A checkpoint, and what one process makes of it."""
+
+    before: dict[str, torch.Tensor]
+    expected: dict[str, torch.Tensor]
+    figures: list[dict[str, float]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every case's checkpoint."""
+    folder = tmp_path_factory.mktemp("spread")
     for seed in SEEDS:
-        folder = tmp_path / f"model-{seed}"
-        save_model(make_whole(make_geometry(seed), seed), folder)
-        (folder / "config.json").write_text(json.dumps(hugging_face_config(seed)))
-        assert read_geometry(folder)[0] == make_geometry(seed)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, HERE / "spread_worker.py", kind, tmp_path, *map(str, SEEDS)]
-    processes.finish(processes.start(kind, command, environment={"PYTHONPATH": str(ROOT)}), seconds=240)
+        save_model(make_whole(make_geometry(seed), seed), folder / f"model-{seed}")
+        (folder / f"model-{seed}" / "config.json").write_text(json.dumps(hugging_face_config(seed)))
+        assert read_geometry(folder / f"model-{seed}")[0] == make_geometry(seed)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cases(folder: Path) -> dict[int, Case]:
+    """Every case, trained in this process."""
+    results = {}
     for seed in SEEDS:
         config = make_config(seed)
-        model, reference = (load_model(str(tmp_path / f"model-{seed}"), torch.float32) for _ in range(2))
+        model, reference = (load_model(str(folder / f"model-{seed}"), torch.float32) for _ in range(2))
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         optimizer = make_optimizer(model, config)
         figures = take_steps(model, optimizer, reference, config, seed)
-        for one, many in zip(figures, json.loads((tmp_path / f"{kind}-{seed}.json").read_text()), strict=True):
+        weights = {f"weight.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+        results[seed] = Case(before, dict(optimizer.whole_state()) | weights, figures)
+    return results
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "tensor_parallel"])
+def test_two_ranks_train_as_one_process_does(kind: str, processes: Processes, folder: Path, cases: dict[int, Case]) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, HERE / "spread_worker.py", kind, folder, *map(str, SEEDS)]
+    processes.finish(processes.start(kind, command, environment={"PYTHONPATH": str(ROOT)}), seconds=240)
+    for seed, case in cases.items():
+        for one, many in zip(case.figures, json.loads((folder / f"{kind}-{seed}.json").read_text()), strict=True):
             assert many == pytest.approx(one, rel=1e-4, abs=2e-6), f"case {seed}"
-        expected = dict(optimizer.whole_state()) | {f"weight.{name}": p.detach() for name, p in model.named_parameters()}
-        found = load_file(tmp_path / f"{kind}-{seed}.safetensors")
-        assert found.keys() == expected.keys()
-        for name, tensor in expected.items():
+        found = load_file(folder / f"{kind}-{seed}.safetensors")
+        assert found.keys() == case.expected.keys()
+        for name, tensor in case.expected.items():
             difference = float((found[name] - tensor).abs().max())
             assert difference < 2e-6 + 1e-5 * float(tensor.abs().max()), f"case {seed}: {name} differs by {difference}"
-        for name, tensor in before.items():
-            assert (expected[f"weight.{name}"] - tensor).abs().max() > 1e-4, f"{name} was not trained: the comparison is empty"
+        for name, tensor in case.before.items():
+            moved = float((case.expected[f"weight.{name}"] - tensor).abs().max())
+            assert moved > 1e-4, f"{name} was not trained: the comparison is empty"

@@ -78,7 +78,7 @@ def make_config(seed: int) -> TrainerConfig:
     return TrainerConfig(
         model_name="-",
         seq_len=SEQ_LEN,
-        batch_size=2,
+        batch_size=4,
         lr=0.02,
         adam_eps=1e-3,
         max_grad_norm=0.2 if seed % 2 else 0.0,
@@ -86,7 +86,7 @@ def make_config(seed: int) -> TrainerConfig:
         kl_coef=0.05 if seed % 4 == 1 else 0.0,
         gradient_checkpointing=seed % 4 == 2,
         temperature=0.9,
-        logprob_chunk=7,
+        logprob_chunk=16,
     )
 
 
