@@ -1,0 +1,260 @@
+"""Does a whole training run work on GPUs, in each mode? Service, vLLM, environment, trainer are real; the model is the starter.
+
+    python bench/training_modes.py --output DIR                            every mode that the GPUs at hand suffice for
+    python bench/training_modes.py --output DIR --only single_copy lora    some of them
+
+Each mode trains a few steps on arithmetic. It passes if the trainer ends well, vLLM serves the last step's weights, every
+parameter was mapped, and the policy that was trained is the one that sampled (KL to the rollouts near 0). Prints a table and
+writes training_modes.json.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[0] = str(ROOT)
+
+import argparse
+import json
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import torch
+
+from bench.gpu.machine import describe
+from bench.gpu.processes import BenchError, Child, end_on_sigterm, free_port, tail, wait_all
+from bench.gpu.summary import table
+
+STARTER = ROOT / "assets" / "starter_model"
+MOST_KL = 0.02
+"""Nats per token between the policy that sampled and the one that is trained: bf16 kernels of two programs differ that much."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Where the processes of a run are, and their flags.
+
+    Attributes:
+        vllm_gpus, trainer_gpus: numbers, separated by commas; with several trainer GPUs it runs under torchrun.
+        trainer, vllm: flags.
+        own_server: the trainer starts vLLM itself.
+        shared: vLLM shares its weights.
+    """
+
+    vllm_gpus: str
+    trainer_gpus: str
+    trainer: tuple[str, ...]
+    vllm: tuple[str, ...] = ()
+    own_server: bool = False
+    shared: bool = True
+
+    @property
+    def gpus_needed(self) -> int:
+        return 1 + max(int(gpu) for gpu in f"{self.vllm_gpus},{self.trainer_gpus}".split(","))
+
+
+_SHARED = ("--weight-bridge-mode", "shared_vllm")
+MODES = {
+    "single_copy": Mode("0", "0", (*_SHARED, "--single-copy")),
+    "lora": Mode(
+        "0",
+        "0",
+        ("--weight-bridge-mode", "lora_only", "--lora-r", "16"),
+        ("--enable-lora", "--max-lora-rank", "16"),
+        shared=False,
+    ),
+    "broadcast_direct": Mode("0", "1", (*_SHARED, "--use-shared-memory", "--weight-transfer", "direct")),
+    "broadcast_overlapped": Mode("0", "1", (*_SHARED, "--use-shared-memory", "--weight-transfer", "overlapped")),
+    "restart": Mode("0", "1", ("--weight-bridge-mode", "none", "--vllm-restart-interval", "3"), own_server=True),
+    "single_copy_tp2": Mode("0,1", "0,1", (*_SHARED, "--single-copy")),
+    "broadcast_tp2_fsdp2": Mode("0,1", "2,3", (*_SHARED, "--use-shared-memory")),
+}
+
+
+class Run:
+    """One mode's processes and what came of them."""
+
+    def __init__(self, name: str, mode: Mode, args: argparse.Namespace, stack: ExitStack, work: Path) -> None:
+        self.name, self.mode, self.args, self.stack = name, mode, args, stack
+        self.work = work / name
+        self.work.mkdir()
+        self.service, self.vllm, self.rendezvous, self.torchrun = free_port(), free_port(), free_port(), free_port()
+
+    def start(self, what: str, command: list[str], gpus: str = "", **environment: str) -> Child:
+        """Start a process whose log is in the output folder."""
+        variables = {"LOGDIR": str(self.work), "MASTER_PORT": str(self.rendezvous), "VLLM_NO_USAGE_STATS": "1", **environment}
+        if gpus and self.args.device == "cuda":
+            variables["CUDA_VISIBLE_DEVICES"] = gpus
+        child = Child(
+            what, [sys.executable, "-u", *command], self.args.output / f"{self.name}-{what}.log", variables, pipes=False
+        )
+        self.stack.callback(child.stop)
+        return child
+
+    def go(self) -> dict[str, Any]:
+        """Train, and return what was seen.
+
+        Raises:
+            BenchError: a process failed, or took too long.
+        """
+        mode, args, begun = self.mode, self.args, time.monotonic()
+        service = f"http://127.0.0.1:{self.service}"
+        self.start("service", ["-m", "atroposlib.cli.run_api", "--port", str(self.service), "--store", "memory"])
+        wait_all({"service": lambda: _answers(service)}, 60)
+        flags = ["--max-model-len", "512", "--max-num-seqs", "256", "--gpu-memory-utilization", "0.4", *mode.vllm]
+        flags += ["--enforce-eager"] if args.eager else []
+        tp = len(mode.vllm_gpus.split(","))
+        if tp > 1:
+            flags += ["--tensor-parallel-size", str(tp), "--disable-custom-all-reduce"]
+        if args.device == "cpu":
+            flags = [flag for flag in flags if flag not in ("--gpu-memory-utilization", "0.4", "--disable-custom-all-reduce")]
+        if not mode.own_server:
+            command = ["example_trainer/vllm_api_server.py", "--model", str(STARTER), "--port", str(self.vllm), *flags]
+            shared = "1" if mode.shared else "0"
+            server = self.start(
+                "vllm", command, mode.vllm_gpus, VLLM_ENABLE_SHARED_WEIGHTS=shared, VLLM_ALLREDUCE_USE_SYMM_MEM="0"
+            )
+            wait_all({"vllm": lambda: _ready(server, self.vllm)}, 240)
+        ready = time.monotonic()
+        trainer = self.start("trainer", self.trainer_command(flags), mode.trainer_gpus, **self.trainer_variables())
+        environment = self.start(
+            "environment",
+            ["environments/arithmetic_server.py", "serve", "--env.rollout_server_url", service, "--env.max_token_length", "96",
+             "--env.group_size", "16", "--openai.base_url", f"http://localhost:{self.vllm}", "--openai.server_type", "vllm",
+             "--env.steps_per_eval", "0", "--env.max_batches_offpolicy", "1"],
+        )  # fmt: skip
+        deadline = time.monotonic() + args.seconds
+        while trainer.process.poll() is None:
+            if time.monotonic() > deadline:
+                raise BenchError(f"{self.name}: not finished after {args.seconds:g} s:\n{tail(trainer.log)}")
+            time.sleep(0.5)
+        if trainer.process.returncode:
+            raise BenchError(f"{self.name}: the trainer ended with {trainer.process.returncode}:\n{tail(trainer.log)}")
+        state = None if mode.own_server else _state(self.vllm, mode)
+        environment.stop()
+        rows = [json.loads(line) for line in (self.work / "logs" / "metrics.jsonl").read_text().splitlines()]
+        found = {
+            "steps": len(rows),
+            "rewards": [round(row["reward_mean"], 3) for row in rows],
+            "kl": [round(row["kl"], 6) for row in rows],
+            "params": f"{rows[-1]['params_mapped']}/{rows[-1]['params_total']}",
+            "bytes_moved": rows[-1]["bytes_moved"],
+            "seconds_sync_ms": sorted(round(row["seconds_sync"] * 1e3, 2) for row in rows)[len(rows) // 2],
+            "served": state,
+            "seconds_to_vllm_ready": round(ready - begun, 1),
+            "seconds_training": round(time.monotonic() - ready, 1),
+        }
+        self.judge(found, rows)
+        return found
+
+    def trainer_command(self, vllm_flags: list[str]) -> list[str]:
+        """grpo.py with this mode's flags; under torchrun if it has several GPUs."""
+        mode, args = self.mode, self.args
+        ranks = len(mode.trainer_gpus.split(","))
+        command = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(self.torchrun)]
+        command = [*(command if ranks > 1 else []), "example_trainer/grpo.py", "--model-name", str(STARTER), *mode.trainer]
+        command += ["--vllm-port", str(self.vllm), "--atropos-url", f"http://127.0.0.1:{self.service}"]
+        command += ["--training-steps", str(args.steps), "--lr", "3e-4", "--batch-size", "16", "--gradient-accumulation-steps"]
+        command += [
+            "8",
+            "--seq-len",
+            "512",
+            "--log-dir",
+            str(self.work / "logs"),
+            "--save-path",
+            str(self.work / "checkpoints"),
+        ]
+        command += ["--checkpoint-interval", "0", "--bridge-timeout", "60", "--batch-timeout", "200"]
+        if mode.own_server:
+            command += ["--vllm-args", " ".join(vllm_flags)]
+            command += ["--vllm-gpus", mode.vllm_gpus] if args.device == "cuda" else []
+        return command
+
+    def trainer_variables(self) -> dict[str, str]:
+        """A server that the trainer starts needs its GPU to be visible to the trainer's children."""
+        return {"OMP_NUM_THREADS": "1"} if self.args.device == "cpu" else {}
+
+    def judge(self, found: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+        """Raise BenchError if the run is not what it should be."""
+        steps, mapped = self.args.steps, found["params"].split("/")
+        state = found["served"]
+        if len(rows) != steps or (state is not None and state != steps):
+            raise BenchError(f"{self.name}: {len(rows)} of {steps} steps, vLLM serves {state}")
+        if mapped[0] != mapped[1]:
+            raise BenchError(f"{self.name}: only {found['params']} parameters were mapped")
+        # Legacy mode samples from older weights on purpose.
+        worst = max(abs(value) for value in found["kl"])
+        if not self.mode.own_server and worst > MOST_KL:
+            raise BenchError(f"{self.name}: KL to the rollouts' policy reached {worst}")
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def _ready(server: Child, port: int) -> bool:
+    if server.process.poll() is not None:
+        raise BenchError(f"vLLM ended with status {server.process.returncode}:\n{tail(server.log, 20)}")
+    return _answers(f"http://localhost:{port}/health_generate")
+
+
+def _state(port: int, mode: Mode) -> int:
+    answer = httpx.get(f"http://localhost:{port}/{'bridge/state' if mode.shared else 'lora/status'}", timeout=30).json()
+    version: int = answer["weight_version"] if mode.shared else answer["version"]
+    return version
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True, help="folder for the results and the logs")
+    parser.add_argument("--only", nargs="+", choices=MODES)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=150.0, help="for the training of one mode")
+    parser.add_argument("--eager", action="store_true", help="vLLM without compilation and CUDA graphs (starts faster)")
+    parser.add_argument("--name", default="training_modes", help="of the results file, without .json")
+    args = parser.parse_args()
+    end_on_sigterm()
+    args.output = args.output.resolve()
+    args.output.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {"machine": describe(), "modes": {}}
+    failures = []
+    for name in args.only or MODES:
+        mode = MODES[name]
+        if args.device == "cuda" and torch.cuda.device_count() < mode.gpus_needed:
+            results["modes"][name] = {"skipped": f"needs {mode.gpus_needed} GPUs"}
+            continue
+        with tempfile.TemporaryDirectory() as work, ExitStack() as stack:
+            try:
+                results["modes"][name] = Run(name, mode, args, stack, Path(work)).go()
+            except (BenchError, httpx.HTTPError, OSError, KeyError, ValueError) as error:
+                failures.append(f"{name}: {error}")
+                results["modes"][name] = {"failed": str(error).splitlines()[0]}
+        print(name, json.dumps(results["modes"][name]), flush=True)
+        (args.output / f"{args.name}.json").write_text(json.dumps(results, indent=1))
+    rows = []
+    for name, found in results["modes"].items():
+        if "steps" in found:
+            rewards = found["rewards"]
+            kl = max(map(abs, found["kl"]))
+            cells = [found["steps"], found["params"], f"{rewards[0]} to {rewards[-1]}", f"{kl:.1e}", found["seconds_sync_ms"]]
+            rows.append([name, *cells, found["seconds_training"]])
+        else:
+            rows.append([name, *found.values(), "", "", "", "", ""])
+    print(table(["mode", "steps", "parameters", "reward", "largest KL", "sync ms", "training s"], rows))
+    for failure in failures:
+        print(f"FAILED  {failure}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
