@@ -27,11 +27,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from bench.gpu.faults import Outcome, Stage, stopped_for, wait_for_text
+from bench.gpu.faults import Outcome, Stage, show, stopped_for, wait_for_text
 from bench.gpu.processes import BenchError, end_on_sigterm
 from bench.gpu.runs import Results
 from bench.gpu.shapes import SHAPES, write_model_folder
-from bench.gpu.summary import table
 
 MODES = ("direct", "overlapped", "single_copy")
 MARGIN = 5.0
@@ -282,7 +281,10 @@ class Faults:
             found = trainer.ask("check", timeout=60)
         except BenchError as error:
             return str(error).splitlines()[0]
-        return "ok" if found["checksums_equal"] and found["new_not_old"] else f"not the weights that were sent: {found}"
+        if not (found["checksums_equal"] and found["new_not_old"]):
+            return f"not the weights that were sent: {found}"
+        stage.keep(trainer)
+        return "ok"
 
 
 def _kind(mode: str) -> str:
@@ -375,14 +377,8 @@ def main(arguments: list[str] | None = None) -> int:
         except BenchError as error:
             results.failures.append(str(error))
         finally:
+            show(outcomes, results.failures)
             stage.close()
-    cells = [[o.fault, f"{o.seconds:.1f}", f"{o.limit:g}", o.server, o.next_attempt[:40], not o.problems] for o in outcomes]
-    print(table(["fault", "ended after s", "limit s", "server then", "next attempt", "good"], cells))
-    for outcome in outcomes:
-        for problem in outcome.problems:
-            print(f"NOT GOOD  {outcome.fault}: {problem}\n          it said: {outcome.error[:600]}")
-    for failure in results.failures:
-        print(f"FAILED  {failure}")
     return 1 if results.failures or any(o.problems for o in outcomes) else 0
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.processes import BenchError, Worker, tail, wait_all
+from bench.gpu.summary import table
 from bench.gpu.trainer import trainer_arguments
 from bench.gpu.vllm_server import READY_SECONDS, ServerOptions, VllmServer
 
@@ -79,7 +80,9 @@ class Stage:
         self._model, self._options, self._name, self._starts = model, options, name, 0
         self.server = VllmServer(name, model, output, options)
         self._trainers: list[Worker] = []
-        self._spares: dict[str, Worker] = {}
+        self._ahead: dict[str, list[Worker]] = {"broadcast": [], "single_copy": []}
+        self._kept: dict[str, Worker] = {}
+        self._kinds: dict[int, str] = {}
         self._count = 0
 
     def wait(self) -> None:
@@ -100,20 +103,29 @@ class Stage:
         self.server.stop()
 
     def end_row(self) -> None:
-        """Stop the trainers of a row, whose memory the next ones need; those that load ahead stay."""
-        ahead = list(self._spares.values())
+        """Stop the trainers of a row, whose memory the next ones need; those that load ahead stay, and one that is well."""
+        staying = [*self._kept.values(), *(worker for ahead in self._ahead.values() for worker in ahead)]
         for worker in self._trainers:
-            if worker not in ahead:
+            if worker not in staying:
                 worker.stop(grace=5)
-        self._trainers = ahead
+        self._trainers = staying
+
+    def keep(self, worker: Worker) -> None:
+        """A trainer whose last update was good may serve in the next row."""
+        self._kept[self._kinds[worker.pid]] = worker
 
     # -- trainers
 
     def trainer(self, kind: str = "broadcast") -> Worker:
-        """A loaded trainer that has not joined yet. The next one of its kind begins to load meanwhile."""
-        worker = self._spares.pop(kind, None) or self._start_trainer(kind)
+        """A loaded trainer, new or from an earlier row. The next ones of its kind begin to load meanwhile."""
+        kept = self._kept.pop(kind, None)
+        if kept is not None and kept.process.poll() is None:
+            return kept
+        ahead = self._ahead[kind]
+        worker = ahead.pop(0) if ahead else self._start_trainer(kind)
+        while len(ahead) < (2 if self.device == "cuda" else 1):
+            ahead.append(self._start_trainer(kind))
         worker.answer(180, "load")
-        self._spares[kind] = self._start_trainer(kind)
         return worker
 
     def joined(self, mode: str) -> Worker:
@@ -152,6 +164,7 @@ class Stage:
         log = self.output / f"trainer-{self._count:02d}.log"
         worker = Worker(f"trainer {self._count}", "bench.gpu.fault_trainer", arguments, log, environment)
         self._trainers.append(worker)
+        self._kinds[worker.pid] = kind
         worker.send("load", seed=self._count)
         return worker
 
@@ -222,6 +235,7 @@ class Stage:
         health = self.server.health()
         if not (found["checksums_equal"] and found["new_not_old"] and health == 200):
             return f"checksums equal: {found['checksums_equal']}, new weights: {found['new_not_old']}, /health: {health}"
+        self.keep(worker)
         return "ok"
 
 
@@ -245,3 +259,14 @@ def stopped_for(send: Callable[[int], None], seconds: float, meanwhile: Callable
     finally:
         send(signal.SIGCONT)
     return answer
+
+
+def show(outcomes: list[Outcome], failures: list[str]) -> None:
+    """Print the table, and what was not good."""
+    cells = [[o.fault, f"{o.seconds:.1f}", f"{o.limit:g}", o.server, o.next_attempt[:40], not o.problems] for o in outcomes]
+    print(table(["fault", "ended after s", "limit s", "server then", "next attempt", "good"], cells))
+    for outcome in outcomes:
+        for problem in outcome.problems:
+            print(f"NOT GOOD  {outcome.fault}: {problem}\n          it said: {outcome.error[:600]}")
+    for failure in failures:
+        print(f"FAILED  {failure}")

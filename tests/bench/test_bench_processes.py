@@ -1,0 +1,75 @@
+"""How the benchmarks talk to their processes, and how a fault is judged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.gpu.faults import Outcome, wait_for_text
+from bench.gpu.processes import BenchError, Worker, all_stopped
+from bench.gpu.runs import Results
+
+
+def test_a_worker_answers_fails_and_is_stopped(tmp_path: Path) -> None:
+    worker = Worker("load", "bench.gpu.load", [], tmp_path / "load.log", {})
+    with all_stopped(worker):
+        with pytest.raises(BenchError, match="load: stop: no load is running"):
+            worker.ask("stop", timeout=60)
+        assert worker.ask("start", timeout=60, port=1, model="m", concurrency=1, observers=1, vocab=10) == {}
+        seen = worker.ask("stop", timeout=60)
+        assert seen["finished"] == 0
+        assert not any(seen["streams"])
+    assert worker.process.poll() is not None
+
+
+def test_a_worker_that_ends_is_named_with_its_last_lines(tmp_path: Path) -> None:
+    worker = Worker("ceiling", "bench.gpu.ceiling", ["--rank", "x"], tmp_path / "ceiling.log", {})
+    with (
+        all_stopped(worker),
+        pytest.raises(BenchError, match=r"ceiling (ended with status 2|has ended)(.|\n)*invalid int value"),
+    ):
+        worker.answer(60, "start")
+
+
+def test_waiting_for_text_has_an_end(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("old line\nnew line\n")
+    assert wait_for_text(log, "new", seconds=5, mark=9) < 5
+    with pytest.raises(BenchError, match=r"nobody wrote 'old' within 0.2 s"):
+        wait_for_text(log, "old", seconds=0.2, mark=9)
+
+
+def good() -> Outcome:
+    return Outcome("x", 10.0, 2.0, "the trainer, rank 1, version 7", {"rank": r"rank 1\b"}, "old version", "ok")
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({}, None),
+        ({"seconds": 11.0}, "took 11.0 s, more than 10"),
+        ({"must_name": {"phase": "transfer"}}, "does not name the phase"),
+        ({"server": "new version"}, "the server is new version, not old version or unhealthy"),
+        ({"next_attempt": "refused"}, "the next attempt: refused"),
+    ],
+)
+def test_every_demand_on_a_fault_is_judged(change: dict[str, object], problem: str | None) -> None:
+    outcome = good()
+    vars(outcome).update(change)
+    outcome.judge(("old version", "unhealthy"))
+    assert outcome.to_json()["good"] == (problem is None)
+    assert [p for p in outcome.problems if problem and problem in p] == outcome.problems
+
+
+def test_a_measurement_that_fails_loses_no_other(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.json")
+
+    def fail() -> None:
+        raise BenchError("the server ended\nits last line")
+
+    assert results.measure("bridge", "idle", run=lambda: 1) == 1
+    assert results.measure("bridge", "loaded", run=fail) is None
+    assert '"idle": 1' in results.path.read_text()
+    assert results.data["bridge"]["loaded"] == {"failed": "the server ended"}
+    assert results.failures
