@@ -139,7 +139,8 @@ def _graph(batch: PagedBatch, sequence: int) -> dict[str, Any]:
     def decode() -> None:
         flash_attn_varlen_func(
             q=q, k=batch.keys, v=batch.values, out=out, cu_seqlens_q=cu, max_seqlen_q=1, seqused_k=seen, max_seqlen_k=4096,
-            softmax_scale=batch.scale, causal=True, window_size=[-1, -1], softcap=0, block_table=table, num_splits=1, fa_version=3,
+            softmax_scale=batch.scale, causal=True, window_size=[-1, -1], softcap=0, block_table=table,
+            num_splits=1, fa_version=3,
         )  # fmt: skip
 
     decode()

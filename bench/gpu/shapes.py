@@ -26,6 +26,21 @@ _COMMON: dict[str, Any] = {
 }
 
 SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        **_COMMON,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "torch_dtype": "bfloat16",
+    },
     "qwen3-1.7b": {
         **_COMMON,
         "architectures": ["Qwen3ForCausalLM"],
