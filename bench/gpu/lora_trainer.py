@@ -122,7 +122,7 @@ class LoraTrainer(BenchTrainer):
         return {
             "mean_logprob_difference_to_new_adapter": to_new,
             "mean_logprob_difference_to_old_adapter": to_old,
-            "new_not_old": to_new < 0.25 and to_old > 4 * to_new,
+            "new_not_old": to_new < 0.6 and to_old > 4 * to_new,
             "weight_versions": sorted(set(answer["weight_versions"])),
             "sent": self.version,
         }

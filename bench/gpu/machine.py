@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
+import re
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,12 +15,10 @@ import torch
 
 def describe() -> dict[str, Any]:
     """GPUs, driver and versions of what took part."""
-    import vllm
-
     machine: dict[str, Any] = {
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "torch": torch.__version__,
-        "vllm": vllm.__version__,
+        "vllm": _vllm_version(),
         "python": platform.python_version(),
         "cpus": len(os.sched_getaffinity(0)),
     }
@@ -28,6 +29,16 @@ def describe() -> dict[str, Any]:
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         }
     return machine
+
+
+def _vllm_version() -> str:
+    """Read from its file: importing vLLM takes many seconds that a server's start beside this would lose."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return "not installed"
+    file = Path(spec.origin).with_name("_version.py")
+    found = re.search(r"""^(?:__version__|version)\b.*=\s*["']([^"']+)["']""", file.read_text(), re.MULTILINE)
+    return found[1] if found else "unknown"
 
 
 def _driver() -> str:

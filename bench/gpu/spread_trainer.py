@@ -91,7 +91,7 @@ class SpreadTrainer(BenchTrainer):
             "served": found["version"],
             "mean_logprob_difference_to_new_weights": to_new,
             "mean_logprob_difference_to_old_weights": to_old,
-            "new_not_old": to_new < 0.25 and to_old > 4 * to_new,
+            "new_not_old": to_new < 0.6 and to_old > 4 * to_new,
             "checksums_equal": found["checksum"] == self.last_checksum,
         }
 
