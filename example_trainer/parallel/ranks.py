@@ -189,6 +189,10 @@ class Ranks:
         except RuntimeError:
             return  # the store has gone with the rank or the torchrun that held it
 
+    def close(self) -> None:
+        """Give the groups up. Not collective."""
+        self._control = self._store = None
+
     def _seconds(self, timeout: float | None) -> timedelta:
         return timedelta(seconds=self.timeout if timeout is None else timeout)
 
@@ -250,6 +254,9 @@ def join_ranks(timeout: float, device: torch.device) -> Iterator[Ranks]:
         if bare and _is_lost_connection(error):
             raise ranks.lost("exchanging tensors", error) from error
         raise
+    # Together: a rank that left earlier would close connections, and perhaps the store, that others still use.
+    ranks.barrier("ending")
+    ranks.close()
     dist.destroy_process_group()
 
 

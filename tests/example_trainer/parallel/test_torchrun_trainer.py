@@ -113,3 +113,14 @@ def test_what_rank_0_finds_wrong_ends_every_rank_with_one_line(make_run: Callabl
     assert all("did not answer GET /batch for 2 s (--service-timeout)" in line for line in errors)
     assert sum("[rank 1] waiting for a batch failed on rank 0: " in line for line in errors) == 1
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step_1"]
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_every_rank_with_one_line(make_run: Callable[[str], ParallelRun]) -> None:
+    run = make_run("run")
+    run.post(0)
+    (run.folder / "file").write_text("in the way")
+    trainer = run.two_ranks("--checkpoint-interval", "1", "--save-path", str(run.folder / "file" / "checkpoints"))
+    assert trainer.guard.wait(timeout=120) == 1
+    errors = [line for line in trainer.log_path.read_text().splitlines() if line.startswith("ERROR ")]
+    assert len(errors) == 2
+    assert all("could not write checkpoint" in line and "Not a directory" in line for line in errors)
