@@ -4,8 +4,8 @@
         --tensor-parallel-size 2 --port 9001 --dtype bfloat16
 
 Takes every flag of `vllm serve`. Our own: --bridge-timeout, --deterministic, --inflight-cache, --weight-version.
-Environment: VLLM_ENABLE_SHARED_WEIGHTS=1 shares
-the weights with a trainer; LOGDIR is where vllm_bridge_config.json goes (default: the working directory).
+Environment: VLLM_ENABLE_SHARED_WEIGHTS=1 shares the weights with a trainer; LOGDIR is where vllm_bridge_config.json goes
+(default: the working directory).
 """
 
 from __future__ import annotations

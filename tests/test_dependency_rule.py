@@ -16,6 +16,7 @@ NEVER = {
     "environments": ("torch", "vllm", "example_trainer", "vllm_patching"),
     "vllm_patching": ("example_trainer", "atroposlib", "environments"),
     "example_trainer": ("atroposlib.api", "atroposlib.cli", "environments"),
+    "scripts.ops": ("torch", "vllm", "example_trainer", "vllm_patching"),
     "scripts.quickstart": ("torch", "vllm", "example_trainer", "vllm_patching", "atroposlib"),
 }
 """Package -> what none of its modules may import, neither itself nor through another module of the project."""

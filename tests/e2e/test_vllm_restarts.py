@@ -50,7 +50,7 @@ def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def wait_for_step(step: int) -> None:
-        processes.wait_until(f"step {step}", lambda: None if len(rows()) >= step else f"{len(rows())} steps", 200)
+        processes.wait_until(f"step {step}", lambda: None if len(rows()) >= step else f"{len(rows())} steps", 400)
 
     def versions_of_an_answer() -> list[int]:
         body = {"prompt": {"prompt_token_ids": [5, 6, 7]}, "max_tokens": 2}
