@@ -314,9 +314,9 @@ def add_environment_routes(app: FastAPI, service: RolloutService) -> None:
         buffered = [receipt for receipt in receipts if receipt.status == "buffered"]
         if buffered:
             result |= {"buffered": len(buffered), "last_buffer_size": buffered[-1].buffer_size}
-        dropped = sum(receipt.status == "dropped" for receipt in receipts)
+        dropped = [receipt for receipt in receipts if receipt.status == "dropped"]
         if dropped:
-            result["dropped"] = dropped
+            result |= {"dropped": len(dropped), "reason": dropped[-1].reason}
         return answer(result)
 
 

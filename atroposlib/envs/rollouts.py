@@ -153,13 +153,17 @@ class RolloutMixin(ReportingMixin):
             group.setdefault("idempotency_key", uuid.uuid4().hex)
         path = "/scored_data_list" if isinstance(scored_data, list) else "/scored_data"
         try:
-            await self.service.post(path, scored_data)
+            answer = await self.service.post(path, scored_data)
         except RejectedByService as rejection:
             self.drops.add("rejected_by_service", len(groups))
             logger.error("the rollout service refused %d group(s): %s", len(groups), rejection)
             return
-        self.items_sent_this_step += len(groups)
-        self.groups_sent += len(groups)
+        dropped = 1 if answer.get("status") == "dropped" else int(answer.get("dropped") or 0)
+        if dropped:
+            self.drops.add("dropped_by_service", dropped)
+            logger.warning("the rollout service dropped %d of %d group(s): %s", dropped, len(groups), answer.get("reason"))
+        self.items_sent_this_step += len(groups) - dropped
+        self.groups_sent += len(groups) - dropped
 
 
 async def gather_or_cancel(calls: list[Awaitable[T]]) -> list[T]:

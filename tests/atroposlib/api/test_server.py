@@ -247,6 +247,11 @@ def test_stale_groups_are_not_handed_out_and_are_counted(service: Service) -> No
     assert service.status_env(0).json()["groups_wanted"] == 1
     assert marks(service.get("/batch")["batch"]) == [1]
     assert service.get("/stats")["dropped"] == [{"reason": "stale", "longest_up_to": 4, "groups": 1}]
+    stale = group(weight_versions=[2] * 4)
+    listed = service.post("/scored_data_list", [stale, group(mark=2, weight_versions=[4] * 4), stale])
+    assert (listed["groups_processed"], listed["dropped"]) == (3, 2)
+    assert "weight version 2" in listed["reason"]
+    assert marks(service.get("/batch")["batch"]) == [2]
 
 
 # ---- encodings and errors ----

@@ -83,6 +83,20 @@ def test_started_first_it_waits_for_all_and_ends_with_the_trainer(stack: Stack, 
             assert group["weight_versions"] == [7] * 16
 
 
+def test_what_the_service_drops_is_counted_and_said(stack: Stack, shared_inference: str) -> None:
+    stack.use_inference(shared_inference, version=2)
+    stack.start_service()
+    stack.register_trainer(num_steps=6, starting_step=5, max_staleness=1)
+    assert stack.next_batch() is None
+    environment = stack.start_environment(ARITHMETIC)
+    stale = "the rollout service dropped 1 of 1 group(s): stale: sampled at weight version 2"
+    stack.processes.wait_for_text(environment, stale, 60)
+    stack.control(version=5)
+    stack.take_batches(1)
+    assert finished(environment) == 0
+    assert "dropped_by_service=" in log_of(environment)
+
+
 def test_it_survives_a_new_service_that_does_not_know_it(stack: Stack, shared_inference: str) -> None:
     stack.use_inference(shared_inference)
     service = stack.start_service()
