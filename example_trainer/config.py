@@ -43,7 +43,7 @@ class TrainerConfig(BaseModel):
     )
     weight_transfer: Literal["auto", "direct", "overlapped"] = Field(
         "auto",
-        description="broadcast: into the live weights of a paused vLLM, or beside them while it generates; auto: either",
+        description="broadcast: into a paused vLLM's live weights, or beside them while it generates; auto: if there is room",
     )
     vllm_api_key: str | None = Field(None, description="bearer token of the vLLM server, if it asks for one")
     vllm_restart_interval: int | None = Field(
