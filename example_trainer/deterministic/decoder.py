@@ -69,15 +69,22 @@ class DeterministicDecoder(Decoder):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Hidden states after the last norm; see Decoder.forward."""
-        hidden = self.packed(tokens.flatten(), Packing([tokens.shape[1]] * tokens.shape[0], tokens.device))
-        return hidden.view(*tokens.shape, -1)
+        return self.packed_hidden(tokens).view(*tokens.shape, -1)
 
     def logits(self, tokens: Tensor) -> Tensor:
         """[batch, length, vocab] logits in the parameters' dtype."""
-        hidden = self(tokens).flatten(0, 1)
-        packing = Packing([tokens.shape[1]] * tokens.shape[0], tokens.device)
+        return self.project(self.packed_hidden(tokens), tokens.shape[0])
+
+    def packed_hidden(self, tokens: Tensor) -> Tensor:
+        """Hidden states [batch · length, hidden] after the last norm, of [batch, length] ids, each row a sequence."""
+        return self.packed(tokens.flatten(), Packing([tokens.shape[1]] * tokens.shape[0], tokens.device))
+
+    def project(self, hidden: Tensor, batch: int) -> Tensor:
+        """[batch, length, vocab] logits of hidden states [batch · length, hidden]."""
+        packing = Packing([len(hidden) // batch] * batch, hidden.device)
         total = self._total(self.output_weight, _HEAD_OF_TIED if self.lm_head is None else "")
-        return functions.linear(hidden, self.output_weight, packing=packing, total=total).view(*tokens.shape, -1)
+        logits = functions.linear(hidden, self.output_weight, packing=packing, total=total)
+        return logits.view(batch, len(hidden) // batch, -1)
 
     def packed(self, tokens: Tensor, packing: Packing) -> Tensor:
         """Hidden states [tokens, hidden] after the last norm, of packed sequences.

@@ -159,7 +159,7 @@ def _logit_gradient(logits, targets, lse, upstream, out, width, SIZE: tl.constex
 
 @triton.jit
 def _entropy(logits, lse, out, width, SIZE: tl.constexpr):
-    """out[row] = lse - Σ softmax · logits, in nats."""
+    """out[row] = -Σ softmax · log(softmax), in nats."""
     row = tl.program_id(0).to(tl.int64)
     row_lse = tl.load(lse + row)
     total = 0.0
@@ -167,8 +167,9 @@ def _entropy(logits, lse, out, width, SIZE: tl.constexpr):
         column = first + tl.arange(0, SIZE)
         live = column < width
         value = tl.load(logits + row * width + column, mask=live, other=0.0).to(tl.float32)
-        total += tl.sum(tl.where(live, tl.exp(value - row_lse) * value, 0.0), axis=0)
-    tl.store(out + row, row_lse - total)
+        value -= row_lse
+        total += tl.sum(tl.where(live, tl.exp(value) * value, 0.0), axis=0)
+    tl.store(out + row, -total)
 
 
 def add_weight_gradient(dy: Tensor, x: Tensor, total: Tensor, packing: Packing) -> None:

@@ -85,8 +85,8 @@ def logit_gradient(logits: Tensor, targets: Tensor, lse: Tensor, upstream: Tenso
 
 def entropy(logits: Tensor, lse: Tensor) -> Tensor:
     """Entropy [rows] of softmax(logits [rows, vocab]), in nats."""
-    values = wide(logits)
-    return lse - (torch.exp(values - lse[:, None]) * values).sum(-1)
+    logprobs = wide(logits) - lse[:, None]
+    return -(logprobs.exp() * logprobs).sum(-1)
 
 
 def attention_backward(

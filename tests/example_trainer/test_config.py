@@ -48,6 +48,7 @@ def test_the_documented_commands_are_understood(command: str) -> None:
 def test_every_field_is_a_flag_and_a_key(tmp_path: Path) -> None:
     values = {
         "model_name": "m", "dtype": "float32", "device": "cpu", "weight_bridge_mode": "none", "vllm_host": "h",
+        "vllm_servers": ["a:1"], "weight_transfer": "direct",
         "vllm_api_key": "k", "vllm_restart_interval": 3, "vllm_command": "c", "vllm_gpus": "0,1", "vllm_args": "-x y",
         "lora_target_modules": ["q_proj", "up_proj"], "atropos_url": "http://x:1",
         "atropos_api_key": "s", "max_staleness": 3, "lr_schedule": "cosine", "num_threads": 2, "clip_eps_high": 0.3,
@@ -65,6 +66,7 @@ def test_every_field_is_a_flag_and_a_key(tmp_path: Path) -> None:
         "beta2": 0.6,
         "single_copy": False,
         "use_shared_memory": False,
+        "deterministic": False,
     }
     (tmp_path / "all.yaml").write_text(yaml.safe_dump(values))
     from_file = parse_config(["--config", str(tmp_path / "all.yaml")])

@@ -1,0 +1,190 @@
+r"""Reinforcement learning in one process tree on one GPU: sample, score, compare every token bit for bit, step, repeat.
+
+    python example_trainer/simple_rl.py                                # the starter model learns sums, bitwise on-policy
+    python example_trainer/simple_rl.py --no-batch-invariant           # the same with the ordinary kernels, for comparison
+    python example_trainer/simple_rl.py --model Qwen/Qwen3-1.7B --problems gsm8k/train.jsonl --max-tokens 512
+
+Starts vLLM as its child, on the same GPU and the same copy of the weights. Sampler and trainer take turns, so that every token
+is trained on under the weights that it was sampled with. `tensorboard --logdir runs/simple_rl` shows train/reward_mean and
+train/entropy.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# Run by path: import from the repository, and never a sibling file by a bare name.
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import argparse
+import contextlib
+import itertools
+import logging
+import os
+import time
+from collections.abc import Iterator
+
+import torch
+
+from example_trainer.assembly import choose_device, choose_dtype, make_metrics, make_model, make_optimizer
+from example_trainer.config import TrainerConfig
+from example_trainer.data import parse_batch
+from example_trainer.deterministic.pairing import deterministic_decoder, make_parity, pin_settings
+from example_trainer.deterministic.parity import ParityCheck
+from example_trainer.deterministic.problems import Problem, from_file, sums
+from example_trainer.deterministic.sampling import Sampler
+from example_trainer.errors import ConfigError, TrainerError
+from example_trainer.metrics import step_line, step_row
+from example_trainer.models import Decoder
+from example_trainer.models.hf_checkpoint import find_checkpoint
+from example_trainer.parallel.ranks import Ranks
+from example_trainer.process import StopSignal, run
+from example_trainer.step import accumulate_gradients
+from example_trainer.weight_bridge.factory import make_bridge
+from scripts.quickstart.ports import PortReservations
+from scripts.quickstart.processes import QuickstartError, Supervisor
+from scripts.quickstart.readiness import http_probe, wait_until
+
+logger = logging.getLogger("example_trainer.simple_rl")
+ROOT = Path(__file__).resolve().parents[1]
+START_SECONDS = 600.0
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(prog="simple_rl.py", description="GRPO with bitwise equal sampler and trainer.")
+    add = parser.add_argument
+    switch = "vLLM's and the trainer's kernels give the same bits, or the run stops; off: count how many tokens differ"
+    add("--batch-invariant", action=argparse.BooleanOptionalAction, default=True, help=switch)
+    add("--model", default=str(ROOT / "assets" / "starter_model"), help="folder or hub id (default: the starter model)")
+    add("--problems", type=Path, help="JSON lines with question and answer; not given: sums of --digits digits")
+    add("--digits", type=int, default=2, help="of each operand (default: %(default)s)")
+    add("--steps", type=int, default=100, help="optimizer steps (default: %(default)s)")
+    add("--groups", type=int, default=8, help="problems in a step (default: %(default)s)")
+    add("--group-size", type=int, default=16, help="answers to each (default: %(default)s)")
+    add("--max-tokens", type=int, default=96, help="of an answer (default: %(default)s)")
+    add("--max-model-len", type=int, default=1024, help="prompt and answer (default: %(default)s)")
+    add("--micro-batch", type=int, default=32, help="sequences in a forward pass (default: %(default)s)")
+    add("--lr", type=float, default=1e-4, help="learning rate (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of problems and samples (default: %(default)s)")
+    add("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
+    add("--gpu-memory", type=float, default=0.45, help="vLLM's share of the GPU (default: %(default)s)")
+    add("--output", type=Path, default=Path("runs/simple_rl"), help="metrics, logs, TensorBoard (default: %(default)s)")
+    return parser.parse_args(arguments)
+
+
+def trainer_config(options: argparse.Namespace, port: int) -> TrainerConfig:
+    """The same options as grpo.py's."""
+    return TrainerConfig.model_validate(
+        {
+            "model_name": options.model,
+            "device": options.device,
+            "weight_bridge_mode": "shared_vllm",
+            "single_copy": True,
+            "vllm_port": port,
+            "training_steps": options.steps,
+            "batch_size": options.micro_batch,
+            "lr": options.lr,
+            "seq_len": options.max_model_len,
+            "seed": options.seed,
+            "deterministic": options.batch_invariant,
+            "log_dir": options.output,
+            "save_path": options.output / "checkpoints",
+        }
+    )
+
+
+def start_vllm(supervisor: Supervisor, options: argparse.Namespace, device: torch.device, ports: tuple[int, int]) -> None:
+    """Start the server and wait until it generates.
+
+    Raises:
+        TrainerError: it ended, or was not ready in time; its log's last lines say why.
+    """
+    port, rendezvous = ports
+    folder = options.output.resolve()
+    variables: dict[str, str | None] = {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "LOGDIR": str(folder), "VLLM_NO_USAGE_STATS": "1"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(rendezvous)}  # both sides meet there
+    command = [sys.executable, "-u", str(ROOT / "example_trainer" / "vllm_api_server.py"), "--model", options.model]
+    command += ["--port", str(port), "--host", "127.0.0.1", "--max-model-len", str(options.max_model_len)]
+    command += ["--seed", str(options.seed)]
+    if device.type == "cuda":
+        command += ["--dtype", "bfloat16", "--gpu-memory-utilization", str(options.gpu_memory)]
+    else:
+        command += ["--dtype", "float32", "--enforce-eager"]
+        variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_WAIT_POLICY": "passive"}
+    if options.batch_invariant:
+        command.append("--deterministic")
+    log = folder / "vllm.log"
+    logger.info("Starting vLLM, log: %s", log)
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        supervisor.start("the vLLM server", command, log, variables, grace=20.0)
+        probe = http_probe(f"http://127.0.0.1:{port}/health_generate")
+        seconds = wait_until("the vLLM server", probe, START_SECONDS, check=supervisor.check)
+    except (QuickstartError, OSError) as error:
+        raise TrainerError(" | ".join(line.strip() for line in str(error).splitlines())) from error
+    logger.info("vLLM is ready after %.0f s", seconds)
+
+
+def problems_of(options: argparse.Namespace) -> Iterator[Problem]:
+    """What --problems names, or sums."""
+    return from_file(options.problems, options.seed) if options.problems else sums(options.seed, options.digits)
+
+
+def train(options: argparse.Namespace, stop: StopSignal) -> None:
+    """The whole run."""
+    problems = problems_of(options)
+    with contextlib.ExitStack() as stack:
+        ports = stack.enter_context(PortReservations())
+        port, rendezvous = ports.pick(), ports.pick()
+        config = trainer_config(options, port)
+        pin_settings(config)
+        device = choose_device(config)
+        if options.batch_invariant and device.type == "cpu":
+            raise ConfigError(
+                "--batch-invariant needs an NVIDIA GPU, where vLLM has such kernels; give --no-batch-invariant here"
+            )
+        torch.manual_seed(options.seed)
+        start_vllm(stack.enter_context(Supervisor()), options, device, (port, rendezvous))
+        ranks = Ranks()
+        bridge = make_bridge(config, stop, ranks)
+        stack.callback(bridge.close)
+        dtype = choose_dtype(config, bridge.serving_dtype(), device)
+        model = make_model(config, None, dtype, device, deterministic_decoder if options.batch_invariant else Decoder)
+        parity = make_parity(config, model, stop) if options.batch_invariant else ParityCheck({}, {}, stop=False)
+        optimizer = make_optimizer(config, model)
+        metrics = make_metrics(config, 0, None, ranks)
+        stack.callback(metrics.close)
+        folder = str(find_checkpoint(options.model))
+        sampler = Sampler(f"http://127.0.0.1:{port}", folder, options.group_size, options.max_tokens, options.seed)
+        stack.callback(sampler.close)
+        bridge.connect(model)
+        stop.defer()  # an update of the server's weights must not be torn apart
+        bridge.sync(0, optimizer.write_weights)
+        compared = mismatched = 0
+        while optimizer.steps < options.steps:
+            begun = time.perf_counter()
+            groups = sampler.groups(list(itertools.islice(problems, options.groups)))
+            batch = parse_batch(groups, config.seq_len, model.geometry.vocab_size)
+            sampled = time.perf_counter()
+            sums_of_step = accumulate_gradients(model, optimizer, batch, config, stop, parity=parity)
+            step = optimizer.step()
+            trained = time.perf_counter()
+            report = bridge.sync(optimizer.steps, optimizer.write_weights)
+            seconds = (sampled - begun, trained - sampled, time.perf_counter() - trained)
+            row = step_row(batch, sums_of_step, step, report, bridge, 0, seconds, optimizer.steps)
+            row |= (figures := parity.row(optimizer))
+            compared += int(figures["compared_tokens"] or 0)
+            mismatched += int(figures["mismatched_tokens"] or 0)
+            metrics.write(optimizer.steps, row)
+            logger.info("%s", step_line(optimizer.steps, options.steps, row))
+            stop.check()
+        if options.batch_invariant:
+            logger.info("✓ vLLM-TorchTitan bitwise determinism verified: %d tokens match exactly", compared)
+        else:
+            logger.info("%d of %d tokens have another logprob in the trainer than in vLLM", mismatched, compared)
+
+
+if __name__ == "__main__":
+    sys.exit(run(lambda stop: train(parse_arguments(sys.argv[1:]), stop)))

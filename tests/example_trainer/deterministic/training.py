@@ -1,0 +1,121 @@
+"""Small models, made-up rollouts, and a training loop without a server: what tests of whole steps share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from example_trainer.assembly import make_optimizer
+from example_trainer.config import TrainerConfig
+from example_trainer.data import Batch, TrainedSequence, microbatches
+from example_trainer.deterministic import functions
+from example_trainer.deterministic.decoder import DeterministicDecoder, GradientSums
+from example_trainer.deterministic.packing import Packing
+from example_trainer.deterministic.parity import ParityCheck, weights_sha
+from example_trainer.models import Geometry
+from example_trainer.process import StopSignal
+from example_trainer.step import accumulate_gradients
+
+SMALL = Geometry(
+    architecture="Qwen3ForCausalLM", vocab_size=97, hidden_size=48, intermediate_size=40, num_layers=2, num_heads=4,
+    num_kv_heads=2, head_dim=16, max_positions=512, rms_norm_eps=1e-6, rope_theta=1e4, qk_norm=True,
+    tie_word_embeddings=True,
+)  # fmt: skip
+QWEN3_LAYERS = Geometry(
+    architecture="Qwen3ForCausalLM", vocab_size=32000, hidden_size=1024, intermediate_size=3072, num_layers=4, num_heads=16,
+    num_kv_heads=8, head_dim=128, max_positions=4096, rms_norm_eps=1e-6, rope_theta=1e6, qk_norm=True,
+    tie_word_embeddings=True,
+)  # fmt: skip
+"""Four layers of Qwen3-0.6B."""
+
+
+def decoder_for(device: str, seed: int = 0, geometry: Geometry | None = None) -> DeterministicDecoder:
+    """A model with random weights whose logits are not all alike; on a GPU in bfloat16, with layers of a real size."""
+    chosen = geometry or (SMALL if device == "cpu" else QWEN3_LAYERS)
+    model = DeterministicDecoder(chosen, torch.float32 if device == "cpu" else torch.bfloat16, device)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            inputs = parameter.shape[-1]
+            parameter.copy_(noise * inputs**-0.5 if parameter.dim() >= 2 else 1 + 0.2 * noise)
+    return model
+
+
+def summed_gradients(model: DeterministicDecoder, sequences: Sequence[Tensor], size: int) -> dict[str, Tensor]:
+    """float32 gradient of each parameter for the sum of next-token logprobs, `size` sequences in each pass."""
+    model.sums = GradientSums()
+    for first in range(0, len(sequences), size):
+        part = sequences[first : first + size]
+        packing = Packing([len(sequence) for sequence in part], part[0].device)
+        hidden = model.packed(torch.cat(list(part)), packing)
+        targets = torch.cat([sequence.roll(-1) for sequence in part])
+        total = model._total(model.output_weight, ":as output matrix")
+        logprobs, _ = functions.chosen_logprobs(hidden, model.output_weight, targets, packing, 128, total)
+        logprobs.sum().backward()
+    return model.sums.take()
+
+
+def rollouts(model: DeterministicDecoder, seed: int, version: int, count: int = 6) -> Batch:
+    """Sequences of made-up tokens with the logprobs that `model` gives them: what an exact sampler would have sent."""
+    generator = torch.Generator().manual_seed(seed)
+    sequences = []
+    for number in range(count):
+        longest = 100 if number == 1 else 20  # one of more than a tile
+        length, prompt = int(torch.randint(longest - 15, longest, (1,), generator=generator)), 2
+        tokens = torch.randint(0, model.geometry.vocab_size, (length,), generator=generator)
+        with torch.no_grad():
+            hidden = model.packed(tokens[:-1], Packing([length - 1]))[prompt - 1 :]
+            logprobs, _ = functions.chosen_logprobs(hidden, model.output_weight, tokens[prompt:])
+        trained = length - prompt
+        sequences.append(
+            TrainedSequence(
+                tokens=tokens.numpy(),
+                positions=torch.arange(prompt, length).numpy(),
+                rollout_logprobs=logprobs.numpy(),
+                advantages=torch.full((trained,), 1.0 if number % 2 else -1.0).numpy(),
+                score=float(number % 2),
+                weight_version=version,
+                order=(number // 2, number % 2),
+            )
+        )
+    return Batch(sequences)
+
+
+def config(folder: Path, **changes: object) -> TrainerConfig:
+    """Options of a deterministic run."""
+    values: dict[str, object] = {
+        "model_name": "made-up", "weight_bridge_mode": "shared_vllm", "deterministic": True, "batch_size": 2, "lr": 1e-2,
+        "seq_len": 128, "save_path": folder,
+    }  # fmt: skip
+    return TrainerConfig.model_validate(values | changes)
+
+
+def train(options: TrainerConfig, steps: int, seed: int = 0) -> list[str]:
+    """Train a new small model on what it would sample itself; returns the hash of its weights after each step.
+
+    Raises:
+        ParityError: a recomputed logprob differs from the one of the rollout.
+    """
+    model = decoder_for("cpu", seed)
+    model.sums = GradientSums()
+    model.gradient_checkpointing = options.gradient_checkpointing
+    optimizer = make_optimizer(options, model)
+    parity = ParityCheck({"linear": "reference"}, {"linear": "reference"})
+    hashes = []
+    for step in range(steps):
+        batch = rollouts(model, 100 * seed + step, step)
+        accumulate_gradients(model, optimizer, batch, options, StopSignal(), parity=parity)
+        optimizer.step()
+        optimizer.write_weights()
+        assert parity.row(optimizer)["compared_tokens"] == batch.trained_tokens
+        hashes.append(weights_sha(optimizer.masters))
+    return hashes
+
+
+def first_microbatch(batch: Batch, size: int = 2):  # type: ignore[no-untyped-def]
+    """The first microbatch of a batch."""
+    return next(iter(microbatches(batch, size, "token", 128)))
