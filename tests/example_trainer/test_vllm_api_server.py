@@ -41,6 +41,7 @@ EXPECTED = {
     "sleep": "sleep mode moves the weights' memory",
     "quantization": "quantised weights differ from the trainer's",
     "deterministic": "--deterministic needs an NVIDIA GPU",
+    "lora": "--enable-lora cannot be combined with VLLM_ENABLE_SHARED_WEIGHTS=1",
     "deadline": "--bridge-timeout 0 must be larger than 0",
 }
 
@@ -57,6 +58,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], in
         lines = {
             "no such folder": ["--model", "/no/such/model"],
             "no checkpoint": ["--model", str(empty)],
+            "lora": [*good, "--enable-lora"],
             "unknown id": ["--model", "nobody/nothing"],
             "unknown flag": [*good, "--tensor-parallel-sise", "2"],
             "port in use": ["--model", str(model), "--port", str(taken.getsockname()[1])],
