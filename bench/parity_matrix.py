@@ -3,11 +3,11 @@
     python bench/parity_matrix.py --output DIR                      1 GPU: servers and trainers on it, single copy
     python bench/parity_matrix.py --output DIR --shape qwen3-1.7b
     python bench/parity_matrix.py --output DIR --gpus 2             also broadcast, from a trainer on the second GPU
-    python bench/parity_matrix.py --output DIR --tiny --device cpu  the control alone: that the script runs, without a GPU
+    python bench/parity_matrix.py --output DIR --tiny --device cpu  only the control, to try the script without a GPU
 
 Three servers in deterministic mode (CUDA graphs with chunked prefill and prefix cache; eager without either; one whose cache is
-too small, which preempts) and one without it, the control. Prints a table and writes parity_matrix_SHAPE.json; ends with status 1
-if a token differs in deterministic mode, or if none does in the control.
+too small, which preempts) and one without it, the control. Prints a table, writes parity_matrix_SHAPE.json; ends with status
+1 if a token differs in deterministic mode, or if none does in the control.
 """
 
 from __future__ import annotations

@@ -1,0 +1,159 @@
+"""What does deterministic mode cost? vLLM as it comes, in its own batch-invariant mode and in ours; and the trainer's step.
+
+    python bench/deterministic_cost.py --output DIR                           1 GPU, Qwen3-1.7B
+    python bench/deterministic_cost.py --output DIR --shape qwen3-0.6b
+    python bench/deterministic_cost.py --output DIR --parts step --tiny --device cpu   that the script runs, without a GPU
+
+All engines are started together and measured one after the other, twice, on the same GPU. Prints tables and writes
+deterministic_cost_SHAPE.json. Ratios are mode on ÷ off: 1 costs nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[0] = str(ROOT)
+
+import argparse
+import statistics
+import tempfile
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from bench.gpu.processes import BenchError, Worker, end_on_sigterm
+from bench.gpu.runs import Results
+from bench.gpu.shapes import SHAPES, write_model_folder
+from bench.gpu.summary import table
+
+PARTS = ("rollout", "step")
+MODES = ("off", "vllm", "ours")
+LOAD_SECONDS, ASK_SECONDS = 300.0, 180.0
+LOADS: dict[str, dict[str, Any]] = {
+    "1 sequence": {"count": 1, "new_tokens": 256, "prompt_tokens": 32, "seeded": False},
+    "1 sequence, seeded": {"count": 1, "new_tokens": 256, "prompt_tokens": 32, "seeded": True},
+    "256 sequences": {"count": 256, "new_tokens": 256, "prompt_tokens": 32, "seeded": False},
+    "256 sequences, seeded": {"count": 256, "new_tokens": 256, "prompt_tokens": 32, "seeded": True},
+    "256 sequences, long prompts": {"count": 256, "new_tokens": 128, "prompt_tokens": 800, "seeded": False},
+}
+ROUNDS = 2
+STEPS: dict[str, dict[str, Any]] = {
+    "16 x 512 to 1024": {"sequences": 16, "lengths": [512, 1024], "micro": 8, "count": 8},
+    "4 x 3000 to 4000": {"sequences": 4, "lengths": [3000, 4000], "micro": 1, "count": 6},
+}
+TINY_STEPS: dict[str, dict[str, Any]] = {"4 x 8 to 16": {"sequences": 4, "lengths": [8, 16], "micro": 2, "count": 4}}
+
+
+class Cost:
+    """The processes and the figures of one run."""
+
+    def __init__(self, args: argparse.Namespace, work: Path, stack: ExitStack) -> None:
+        self.args, self.stack = args, stack
+        self.model = write_model_folder(work / "model", args.shape)
+        self.results = Results(args.output / f"deterministic_cost_{args.shape}.json", shape=args.shape)
+
+    def run(self) -> None:
+        """The parts that were asked for."""
+        from bench.gpu.machine import describe
+
+        self.results.put("machine", value=describe())
+        if "rollout" in self.args.parts:
+            self._rollout()
+        if "step" in self.args.parts:
+            self._step()
+
+    def _worker(self, name: str, module: str, arguments: list[str]) -> Worker:
+        environment = {"CUDA_VISIBLE_DEVICES": "0"} if self.args.device == "cuda" else {"OMP_NUM_THREADS": "1"}
+        worker = Worker(name, module, arguments, self.args.output / f"{name.replace(' ', '-')}.log", environment)
+        self.stack.callback(worker.stop)
+        return worker
+
+    def _rollout(self) -> None:
+        modes = [mode for mode in MODES if mode in self.args.modes]
+        engines = {
+            mode: self._worker(f"rollout {mode}", "bench.gpu.rollout_worker", ["--mode", mode, "--model", str(self.model)])
+            for mode in modes
+        }
+        for engine in engines.values():
+            engine.send(
+                "load", max_model_len=2048, max_num_seqs=256, cache_bytes=(32 if self.args.device == "cuda" else 1) << 30
+            )
+        ready = {
+            mode: engine
+            for mode, engine in engines.items()
+            if self.results.measure("rollout", mode, "load", run=partial(engine.answer, LOAD_SECONDS, "load")) is not None
+        }
+        vocab = SHAPES[self.args.shape]["vocab_size"]
+        for attempt in range(ROUNDS + 1):  # the first one compiles what the engines have left until now
+            for name, load in LOADS.items():
+                for mode, engine in ready.items():
+                    ask = partial(engine.ask, "generate", timeout=ASK_SECONDS, vocab=vocab, seed=1000 * attempt, **load)
+                    if attempt == 0:
+                        ask = partial(engine.ask, "generate", timeout=ASK_SECONDS, vocab=vocab, **{**load, "new_tokens": 4})
+                    self.results.measure("rollout", mode, name, f"round {attempt}", run=ask)
+        for engine in engines.values():
+            engine.stop()
+
+    def _step(self) -> None:
+        steps = TINY_STEPS if self.args.tiny else STEPS
+        for mode in ("off", "ours"):
+            arguments = ["--mode", mode, "--shape", self.args.shape, "--device", self.args.device]
+            worker = self._worker(f"step {mode}", "bench.gpu.step_worker", arguments)
+            self.results.measure("step", mode, "load", run=partial(worker.ask, "load", timeout=LOAD_SECONDS))
+            for name, batch in steps.items():
+                ask = partial(worker.ask, "steps", timeout=ASK_SECONDS, **batch)
+                self.results.measure("step", mode, name, run=ask)
+            worker.stop()
+
+    def show(self) -> int:
+        """Print tables, store the ratios; 0 if nothing failed."""
+        ratios: dict[str, Any] = {}
+        rows: list[list[Any]] = []
+        for part, names in (("rollout", LOADS), ("step", TINY_STEPS if self.args.tiny else STEPS)):
+            for name in names if part in self.args.parts else ():
+                speeds = {mode: self._speed(part, mode, name) for mode in MODES}
+                off = speeds["off"]
+                found = {m: round(s / off, 3) if s and off else None for m, s in speeds.items() if m != "off"}
+                ratios.setdefault(part, {})[name] = found
+                rows.append([f"{part}: {name}", *(speeds[m] or "-" for m in MODES), found["vllm"] or "-", found["ours"] or "-"])
+        self.results.put("ratios", value=ratios)
+        print(table(["tokens per second", "off", "vLLM's own", "ours", "vLLM's ÷ off", "ours ÷ off"], rows))
+        for failure in self.results.failures:
+            print(f"FAILED  {failure.splitlines()[0]}")
+        return 1 if self.results.failures else 0
+
+    def _speed(self, part: str, mode: str, name: str) -> float | None:
+        found = self.results.data.get(part, {}).get(mode, {}).get(name)
+        if found is None:
+            return None
+        rounds = [found] if part == "step" else [found.get(f"round {i}", {}) for i in range(1, ROUNDS + 1)]
+        speeds = [row["tokens_per_second"] for row in rounds if "tokens_per_second" in row]
+        return round(statistics.mean(speeds), 1) if speeds else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="folder for the results and the logs")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="of vLLM")
+    parser.add_argument("--tiny", action="store_true", help="the tiny shape, with small batches")
+    args = parser.parse_args()
+    if args.tiny:
+        args.shape = "tiny"
+    end_on_sigterm()
+    with tempfile.TemporaryDirectory(prefix="cost-") as work, ExitStack() as stack:
+        cost = Cost(args, Path(work), stack)
+        try:
+            cost.run()
+        except BenchError as error:
+            cost.results.failures.append(str(error))
+        status = cost.show()
+    raise SystemExit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""vLLM by itself: as it comes, in its own batch-invariant mode, or in ours. Told what to do line by line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import time
+from typing import Any
+
+from bench.gpu.line_protocol import Answers, serve
+
+MODES = ("off", "vllm", "ours")
+
+
+class RolloutWorker:
+    """An engine without a server around it."""
+
+    def __init__(self, mode: str, model: str) -> None:
+        """
+        Args:
+            mode: one of MODES.
+            model: folder with config.json; the weights are random.
+        """
+        self.mode, self.model = mode, model
+        self.llm: Any = None
+
+    def load(self, max_model_len: int, max_num_seqs: int, cache_bytes: int) -> dict[str, Any]:
+        """Start the engine and let it compile and capture what it will."""
+        started = time.monotonic()
+        options: dict[str, Any] = {}
+        if self.mode == "vllm":
+            os.environ["VLLM_BATCH_INVARIANT"] = "1"
+        elif self.mode == "ours":
+            from vllm_patching.batch_invariant.mode import prepare_server
+
+            args = argparse.Namespace(dtype="bfloat16")
+            prepare_server(args, shared=False)
+            options = vars(args)
+        from vllm import LLM
+
+        self.llm = LLM(
+            **{
+                "model": self.model, "load_format": "dummy", "dtype": "auto", "skip_tokenizer_init": True,
+                "gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": cache_bytes, "max_model_len": max_model_len,
+                "max_num_seqs": max_num_seqs, "enable_prefix_caching": False, **options,
+            }
+        )  # fmt: skip
+        report: dict[str, Any] = {"seconds": round(time.monotonic() - started, 1)}
+        if self.mode == "ours":
+            report["self_test"] = self.llm.collective_rpc("lockstep_deterministic_check")[0]
+        return report
+
+    def generate(
+        self, count: int, new_tokens: int, prompt_tokens: int, vocab: int, seeded: bool, seed: int = 0
+    ) -> dict[str, Any]:
+        """Sample `count` sequences of exactly `new_tokens` with logprobs, all at once.
+
+        Returns:
+            {"tokens_per_second", "seconds"}, prefill included.
+        """
+        from vllm import SamplingParams
+
+        draw = random.Random(seed)
+        prompts = [{"prompt_token_ids": [draw.randrange(3, vocab) for _ in range(prompt_tokens)]} for _ in range(count)]
+        sampling = [
+            SamplingParams(
+                max_tokens=new_tokens, ignore_eos=True, detokenize=False, logprobs=0, seed=seed + i if seeded else None
+            )
+            for i in range(count)
+        ]
+        started = time.monotonic()
+        outputs = self.llm.generate(prompts, sampling, use_tqdm=False)
+        seconds = time.monotonic() - started
+        tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+        return {"tokens_per_second": round(tokens / seconds, 1), "seconds": round(seconds, 3)}
+
+
+if __name__ == "__main__":
+    answers = Answers()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mode", required=True, choices=MODES)
+    parser.add_argument("--model", required=True)
+    parsed = parser.parse_args()
+    worker = RolloutWorker(parsed.mode, parsed.model)
+    serve(answers, {"load": worker.load, "generate": worker.generate})
