@@ -3,7 +3,8 @@
 The probabilities are made again, block by block, from the logarithms of the softmax's denominators that the forward pass
 kept (FlashAttention-2, arXiv:2307.08691, section 3.1.2), and nothing is added atomically: one program owns each block of
 `dq`, and one each block of `dk` and `dv`, which it sums over the query heads that share the key head. Blocks are counted
-from the beginning of each sequence, so that the bits of a gradient do not depend on what a sequence is packed with.
+from the beginning of each sequence, so that the bits of a gradient do not depend on what a sequence is packed with. For the
+same reason numbers that depend on the packing are kept from choosing another compilation (`do_not_specialize`).
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -17,7 +18,7 @@ from torch import Tensor
 from example_trainer.deterministic.packing import TILE, Packing
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _row_dots(a, b, out, rows, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """out[row] = Σ a[row] · b[row] for contiguous [rows, width]."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -29,7 +30,7 @@ def _row_dots(a, b, out, rows, width, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     tl.store(out + row, tl.sum(left * right, axis=1), mask=row < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _query_gradient(
     q, k, v, do, lse, delta, dq, tile_starts, tile_lengths, tile_begins, scale, tokens, heads, kv_heads, group,
     stride_q, stride_k, stride_v, WIDTH: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
@@ -67,7 +68,7 @@ def _query_gradient(
     tl.store(dq + at, total.to(dq.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _key_value_gradient(
     q, k, v, do, lse, delta, dk, dv, tile_starts, tile_lengths, tile_ends, scale, tokens, heads, kv_heads, group,
     stride_q, stride_k, stride_v, WIDTH: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,

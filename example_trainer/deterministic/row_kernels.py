@@ -15,7 +15,7 @@ from torch import Tensor
 from example_trainer.deterministic.packing import TILE, Packing
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def _weight_gradient(
     dy, x, out, tile_starts, tile_lengths, tiles, outputs, inputs, stride_dy, stride_x,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, GROUP: tl.constexpr,
@@ -76,7 +76,7 @@ def _tile_sums(
     tl.store(partial + tile.to(tl.int64) * width + column, total, mask=column_live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def _add_tiles(partial, out, tiles, width, WIDTH: tl.constexpr):
     """out += partial[0] + partial[1] + …, one after the other."""
     column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
@@ -87,7 +87,7 @@ def _add_tiles(partial, out, tiles, width, WIDTH: tl.constexpr):
     tl.store(out + column, total, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _norm_gradient(
     dy, x, weight, extra, dx, inverse, rows, width, eps, HAS_EXTRA: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
@@ -110,7 +110,7 @@ def _norm_gradient(
     tl.store(inverse + row, scale, mask=row_live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["elements"])
 def _silu_gradient(dy, x, dx, elements, width, SIZE: tl.constexpr):
     """Gradient of silu(x[:, :width]) · x[:, width:]."""
     index = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
@@ -125,7 +125,7 @@ def _silu_gradient(dy, x, dx, elements, width, SIZE: tl.constexpr):
     tl.store(dx + at + width, (slope * gate * chance).to(dx.dtype.element_ty), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _embedding_gradient(dy, sorted_ids, order, out, tokens, width, WIDTH: tl.constexpr):
     """out[id] += dy of each token with that id, in the tokens' order; the program of an id's first token does them all."""
     place = tl.program_id(0)

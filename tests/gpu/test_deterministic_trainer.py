@@ -126,7 +126,7 @@ def against_the_plain_decoder() -> Result:
     exact = {name: parameter.grad for name, parameter in plain.named_parameters()}
     found = {name: relative_error(summed[name], g) for name, g in exact.items() if g is not None}
     worst = max(found, key=lambda name: found[name])
-    return len(found) == len(exact) and found[worst] < 0.05, f"worst {found[worst]:.1e} at {worst} (limit 5e-2: a whole model)"
+    return len(found) == len(exact) and found[worst] < 0.1, f"worst {found[worst]:.1e} at {worst} (limit 1e-1: a whole model)"
 
 
 def milliseconds(work: Callable[[], Any], repeats: int = 10) -> float:

@@ -1,0 +1,47 @@
+"""simple_rl.py as a user runs it: vLLM as its child, on one copy of the weights."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.conftest import ROOT, Processes
+
+pytestmark = pytest.mark.e2e
+
+SCRIPT = str(ROOT / "example_trainer" / "simple_rl.py")
+STEPS = 2
+
+
+def test_the_negative_control_trains_and_sees_other_bits(processes: Processes, tmp_path: Path) -> None:
+    """vLLM's ordinary kernels against the trainer's: rewards and entropy are logged, and the comparison finds differences."""
+    command = [sys.executable, "-u", SCRIPT, "--no-batch-invariant", "--device", "cpu", "--steps", str(STEPS)]
+    command += ["--groups", "2", "--group-size", "4", "--max-tokens", "24", "--output", str(tmp_path / "run")]
+    text = processes.finish(processes.start("simple-rl", command, environment={"OMP_NUM_THREADS": "1"}), seconds=280)
+    assert f"Step {STEPS}/{STEPS}  reward " in text
+    assert "bitwise determinism verified" not in text, "only a run that checked it may say so"
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["weight_version"] for row in rows] == [1, 2]
+    compared, mismatched = (sum(row[name] for row in rows) for name in ("compared_tokens", "mismatched_tokens"))
+    assert compared == sum(row["tokens"] for row in rows)
+    assert mismatched > compared / 4, "if so few tokens differed, equal bits would prove little"
+    assert f"{mismatched} of {compared} tokens have another logprob in the trainer than in vLLM" in text
+    assert max(row["max_logprob_difference"] for row in rows) < 1e-3, "other bits, but the same model and weights"
+    assert len({row["weights_sha"] for row in rows}) == STEPS
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    for tag in ("train/reward_mean", "train/entropy", "train/mismatched_tokens"):
+        assert [event.step for event in events.Scalars(tag)] == [1, 2]
+
+
+def test_without_a_gpu_the_exact_mode_ends_with_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, SCRIPT, "--device", "cpu", "--output", str(tmp_path / "run")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 2
+    assert result.stdout.splitlines()[-1].endswith("give --no-batch-invariant here")
+    assert "Traceback" not in result.stdout + result.stderr
