@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import threading
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +17,8 @@ from pydantic import ValidationError
 from example_trainer.assembly import decoder_maker, make_optimizer, refuse_ranks, registration
 from example_trainer.data import Batch
 from example_trainer.deterministic.decoder import DeterministicDecoder, GradientSums
-from example_trainer.deterministic.pairing import model_provenance, pair
-from example_trainer.deterministic.parity import ParityCheck, ParityError, weights_sha
+from example_trainer.deterministic.pairing import make_parity, model_provenance, pair
+from example_trainer.deterministic.parity import NoParity, ParityCheck, ParityError, weights_sha
 from example_trainer.errors import ConfigError, ModelError
 from example_trainer.models import Decoder
 from example_trainer.models.geometry import RopeScaling
@@ -134,6 +137,34 @@ def test_a_server_with_other_kernels_is_refused() -> None:
     fewer = {name: kernel for name, kernel in kernels.items() if name != "attention_varlen"}
     with pytest.raises(ParityError, match=r"attention_varlen: .*'missing' there"):
         pair(ours, {"deterministic": {"provenance": fewer, "rotary_table": table}}, "http://s")
+
+
+def test_the_trainer_asks_the_server_which_kernels_it_runs(tmp_path: Path) -> None:
+    model = decoder_for("cpu")
+    kernels = model_provenance(model)
+    reports = [{"provenance": kernels, "rotary_table": kernels["rotary_table"]}, None]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps({"instance": "a", "deterministic": reports[0]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            return None
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{server.server_address[1]}"
+        options = config(tmp_path, vllm_servers=[address])
+        assert type(make_parity(options, model)) is ParityCheck
+        del reports[0]
+        with pytest.raises(ParityError, match=f"server at http://{address} is not in deterministic mode"):
+            make_parity(options, model)
+        server.shutdown()
+    assert isinstance(make_parity(options.model_copy(update={"deterministic": False}), model), NoParity)
 
 
 def test_an_ordinary_model_is_not_passed_off_as_a_deterministic_one() -> None:
