@@ -30,11 +30,10 @@ class PagedBatch:
         self.starts: list[int] = ends.tolist()
         self.cu = ends.to("cuda", torch.int32)
         plan = make_page_plan(self.cu, tokens, max(lengths))
-        keys, values = plan.lay_out(self.k, self.v)
         # As in a server that has run for a while: pages in any order, what is stale in them far from zero.
         order = torch.randperm(plan.pages, generator=generator, device="cuda")
         cache = torch.full((plan.pages, kv_heads, PAGE, 2 * dim), 3.0, device="cuda", dtype=torch.bfloat16)
-        cache.transpose(1, 2)[order] = torch.cat((keys, values), -1)
+        cache.transpose(1, 2)[order[plan.page], plan.offset] = torch.cat((self.k, self.v), -1)
         self.keys, self.values = cache.transpose(1, 2).split(dim, dim=-1)
         self.table = order[plan.block_table.long()].to(torch.int32)
         self.whole, self.lse = ops.attention_varlen(self.q, self.k, self.v, self.cu, max(lengths), self.scale)

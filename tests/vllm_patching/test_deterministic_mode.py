@@ -97,8 +97,9 @@ def test_self_test_names_the_first_value_that_depends_on_the_batch(threshold: in
         return part
 
     said = first_difference("some norm", by_count, 300)
-    assert said.startswith(
-        "some norm depends on the batch: 1 values differ, first in a batch of 1 at row 0, column 2: 2.5 against 2.0"
+    assert said == (
+        "some norm depends on the batch: of 1 rows by themselves and of the same among 300, 1 values differ, "
+        "first at row 0, column 2: 2.5 against 2.0"
     )
 
 

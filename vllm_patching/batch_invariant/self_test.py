@@ -130,20 +130,20 @@ def first_difference(name: str, operation: Operation, total: int) -> str:
     for (start, size), count in zip(batches, wrong, strict=True):
         if count:
             again = operation(slice(start, start + size))
-            return (
-                f"{name} depends on the batch: {count} values differ, {describe_difference(again, whole[start : start + size])}"
-            )
+            where = describe_difference(again, whole[start : start + size])
+            said = f"of {size} rows by themselves and of the same among {total}, {count} values differ"
+            return f"{name} depends on the batch: {said}, {where}"
     return ""
 
 
-def describe_difference(alone: torch.Tensor, batched: torch.Tensor) -> str:
+def describe_difference(one: torch.Tensor, other: torch.Tensor) -> str:
     """Where two results of equal shape first differ in a bit, and both values."""
-    different = (_bits(alone) != _bits(batched)).flatten(1)
+    different = (_bits(one) != _bits(other)).flatten(1)
     if not different.any():
-        return f"but not when {len(alone)} rows were computed again: the operation does not repeat itself"
+        return "but not when it was computed again: the operation does not repeat itself"
     row, column = different.nonzero()[0].tolist()
-    one, other = alone.flatten(1)[row, column].item(), batched.flatten(1)[row, column].item()
-    return f"first in a batch of {len(alone)} at row {row}, column {column}: {one!r} against {other!r} in the largest batch"
+    values = [x.flatten(1)[row, column].item() for x in (one, other)]
+    return f"first at row {row}, column {column}: {values[0]!r} against {values[1]!r}"
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
