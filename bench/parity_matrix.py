@@ -34,15 +34,19 @@ from bench.gpu.vllm_server import READY_SECONDS, ServerOptions, VllmServer
 CELL_SECONDS = 300.0
 TIMEOUT = 60.0
 EDGES = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257)
-CACHE = ("--kv-cache-memory-bytes", str(8 << 30))
-"""Given as a number, so that servers that start at the same time on one GPU do not measure each other."""
+
+
+def cache(gibibytes: int) -> tuple[str, str]:
+    """Of keys and values: given as a number, so that servers that start at the same time on one GPU do not measure each other."""
+    return ("--kv-cache-memory-bytes", str(gibibytes << 30))
+
 
 Cell = dict[str, Any]
 SYNC_CELL: Cell = {"concurrency": 64, "requests": 64, "prompts": EDGES, "new": (200, 400)}
 
 SERVERS: dict[str, tuple[tuple[str, ...], dict[str, Cell]]] = {
     "graphs, chunks, prefix cache": (
-        ("--deterministic", "--max-num-batched-tokens", "2048", *CACHE),
+        ("--deterministic", "--max-num-batched-tokens", "2048", *cache(28)),
         {
             "1 at a time": {"concurrency": 1, "requests": 6, "prompts": (1, 127, 300), "new": (128, 256)},
             "8 at a time": {"concurrency": 8, "requests": 32, "prompts": EDGES, "new": (200, 400)},
@@ -58,7 +62,7 @@ SERVERS: dict[str, tuple[tuple[str, ...], dict[str, Cell]]] = {
     "eager, whole prefills, no prefix cache": (
         (
             *("--deterministic", "--enforce-eager", "--no-enable-chunked-prefill", "--no-enable-prefix-caching"),
-            *("--max-num-batched-tokens", "8192", *CACHE),
+            *("--max-num-batched-tokens", "8192", *cache(14)),
         ),
         {
             "8 at a time": {"concurrency": 8, "requests": 16, "prompts": EDGES, "new": (100, 200)},
@@ -66,10 +70,13 @@ SERVERS: dict[str, tuple[tuple[str, ...], dict[str, Cell]]] = {
         },
     ),
     "graphs, small cache": (
-        ("--deterministic", "--num-gpu-blocks-override", "1200", *CACHE),
+        ("--deterministic", "--num-gpu-blocks-override", "1200", *cache(4)),
         {"preempted": {"concurrency": 128, "requests": 192, "prompts": EDGES, "new": (300, 600)}},
     ),
-    "control: mode off": (CACHE, {"64 at a time": {"concurrency": 64, "requests": 128, "prompts": EDGES, "new": (200, 400)}}),
+    "control: mode off": (
+        cache(6),
+        {"64 at a time": {"concurrency": 64, "requests": 128, "prompts": EDGES, "new": (200, 400)}},
+    ),
 }
 """Name -> its flags, and its cells."""
 
