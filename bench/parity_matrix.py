@@ -37,7 +37,7 @@ EDGES = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257)
 
 
 def cache(gibibytes: int) -> tuple[str, str]:
-    """Of keys and values: given as a number, so that servers that start at the same time on one GPU do not measure each other."""
+    """Its size as a number, so that servers that start at the same time on one GPU do not measure each other."""
     return ("--kv-cache-memory-bytes", str(gibibytes << 30))
 
 
