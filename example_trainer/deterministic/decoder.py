@@ -125,7 +125,7 @@ class DeterministicDecoder(Decoder):
         rows = torch.div(micro.sources, length, rounding_mode="floor")
         sources = packing.cu_seqlens.long()[rows] + micro.sources % length
         trained = torch.bincount(rows, minlength=len(micro.tokens)).tolist()
-        hidden = self.packed(tokens, packing).index_select(0, sources)
+        hidden = functions.distinct_rows(self.packed(tokens, packing), sources)
         return functions.chosen_logprobs(
             hidden,
             self.output_weight,

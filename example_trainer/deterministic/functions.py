@@ -266,6 +266,26 @@ def embedding(ids: Tensor, weight: Tensor, total: Total | None = None) -> Tensor
     return rows
 
 
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.shape = x.shape
+        return x.index_select(0, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        return dy.new_zeros(ctx.shape).index_copy_(0, rows, dy), None
+
+
+def distinct_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """x[rows], no row twice. The gradient is copied back; torch's own would add it atomically."""
+    chosen: Tensor = _Rows.apply(x, rows)
+    return chosen
+
+
 class _ChosenLogprobs(torch.autograd.Function):
     """Logits exist for a chunk of tokens at a time, in both directions; a chunk is a whole number of tiles."""
 

@@ -5,12 +5,15 @@ python tests/example_trainer/deterministic/test_batch_invariant_backward.py
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+if __name__ == "__main__":
+    from tests.example_trainer.deterministic.backward_check import main
+
+    sys.exit(main())
 
 import pytest
 import torch
@@ -98,42 +101,3 @@ def test_patching_gives_batched_products_their_gradient_back(monkeypatch: pytest
     assert patch_batch_invariant_with_gradients() == ["torch.bmm"]
     assert torch.autograd.gradcheck(torch.bmm, (a, b))
     assert patch_batch_invariant_with_gradients() == [], "a second call finds it done"
-
-
-def main() -> int:
-    """Check every gradient at the sizes of a real layer; returns the process's status."""
-    parser = argparse.ArgumentParser(description="Backward passes against float64, on a GPU if there is one.")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    device = parser.parse_args().device
-    patch_batch_invariant_with_gradients()
-    if device == "cpu":
-        chosen = {"small": Sizes((1, 65, 7, 64, 130))}
-    else:
-        lengths = (1, 127, 128, 129, 255, 256, 257, 777, 64)
-        chosen = {
-            "Qwen3-0.6B": Sizes(lengths, hidden=1024, inner=3072, heads=16, kv_heads=8, head_dim=128, vocab=151936),
-            "ragged": Sizes((1, 2, 63, 65, 300), hidden=192, inner=200, heads=6, kv_heads=2, head_dim=64, vocab=1000),
-        }
-    failed = 0
-    for label, shape in chosen.items():
-        for dtype in (torch.bfloat16, torch.float32):
-            for name in CASES:
-                if device != "cpu" and name == "attention_varlen" and dtype == torch.float32:
-                    print(f"-- {label} {name} float32: the GPU's kernel takes 16 bits only; see tests/gpu")
-                    continue
-                begun = time.perf_counter()
-                found = errors(name, shape, dtype, device)
-                good = max(found.values()) <= LIMITS[dtype]
-                failed += not good
-                shown = "  ".join(f"{key} {error:.1e}" for key, error in found.items())
-                mark, seconds = "✓" if good else "✗", time.perf_counter() - begun
-                print(f"{mark} {label} {name} {str(dtype).removeprefix('torch.')}: {shown}  ({seconds:.1f} s)", flush=True)
-    if failed:
-        print(f"{failed} checks failed")
-        return 1
-    print(f"✓ All backward passes agree with float64 autograd on {device}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

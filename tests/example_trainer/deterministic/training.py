@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from example_trainer.assembly import make_optimizer
 from example_trainer.config import TrainerConfig
 from example_trainer.data import Batch, TrainedSequence, microbatches
 from example_trainer.deterministic import functions
@@ -100,6 +99,8 @@ def train(options: TrainerConfig, steps: int, seed: int = 0) -> list[str]:
     Raises:
         ParityError: a recomputed logprob differs from the one of the rollout.
     """
+    from example_trainer.assembly import make_optimizer  # needs TensorBoard, which what else is here does not
+
     model = decoder_for("cpu", seed)
     model.sums = GradientSums()
     model.gradient_checkpointing = options.gradient_checkpointing
