@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch.utils.tensorboard import SummaryWriter
 
 from example_trainer.data import Batch
 from example_trainer.errors import ConfigError
@@ -16,6 +15,9 @@ from example_trainer.metrics_server import MetricsServer
 from example_trainer.optimizer import StepReport
 from example_trainer.step import StepSums
 from example_trainer.weight_bridge.base import SyncReport, WeightBridge
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +119,7 @@ class MetricsLog:
             folder.mkdir(parents=True, exist_ok=True)
             _prepare(path, first_step)
             self._file = path.open("a", encoding="utf-8")
-            self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
+            self._tensorboard = _tensorboard(folder / "tensorboard", first_step + 1)
         except OSError as error:
             raise ConfigError(f"cannot write metrics to --log-dir {folder}: {error.strerror or error}") from error
 
@@ -126,9 +128,10 @@ class MetricsLog:
         self._file.write(json.dumps({"step": step} | row) + "\n")
         self._file.flush()
         numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
-        for name, value in numbers.items():
-            self._tensorboard.add_scalar(f"train/{name}", value, step)
-        self._tensorboard.flush()
+        if self._tensorboard is not None:
+            for name, value in numbers.items():
+                self._tensorboard.add_scalar(f"train/{name}", value, step)
+            self._tensorboard.flush()
         if self._exporter is not None:
             self._exporter.update(step, row)
         if self._wandb is not None:
@@ -137,7 +140,8 @@ class MetricsLog:
     def close(self) -> None:
         """Finish all logs."""
         self._file.close()
-        self._tensorboard.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
         if self._exporter is not None:
             self._exporter.close()
         if self._wandb is not None:
@@ -157,6 +161,16 @@ def _prepare(path: Path, first_step: int) -> None:
         number += 1
     path.rename(aside)
     logger.info("Moved the metrics of an earlier run to %s", aside)
+
+
+def _tensorboard(folder: Path, first_step: int) -> SummaryWriter | None:
+    """A writer, or None (with a warning) where TensorBoard is not installed: metrics.jsonl has all that it would show."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        logger.warning("No TensorBoard log, metrics.jsonl only: %s (pip install tensorboard)", error)
+        return None
+    return SummaryWriter(str(folder), purge_step=first_step)
 
 
 def import_wandb() -> Any:

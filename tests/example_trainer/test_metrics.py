@@ -97,3 +97,15 @@ def test_the_row_and_the_line_of_a_step() -> None:
     unknown = step_row(parse_batch([group | {"weight_versions": None}], 10, 10), StepSums(), StepReport(2.0, 1e-4), sync, bridge, 9, (1.0, 0.5, 1.0), 7)  # fmt: skip # noqa: E501
     assert (unknown["age_mean"], unknown["age_max"]) == (None, None)
     assert "age ?" in step_line(7, 100, unknown)
+
+
+def test_without_tensorboard_the_rows_are_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    log = MetricsLog(tmp_path, {})
+    log.write(1, {"loss": 0.5})
+    log.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": 0.5}
+    assert not (tmp_path / "tensorboard").exists()
+    assert "No TensorBoard log, metrics.jsonl only" in caplog.text
