@@ -150,12 +150,13 @@ def pass_time(model: Decoder, tokens: Tensor) -> float:
     def work() -> None:
         for parameter in model.parameters():
             parameter.grad = None
-        hidden = model(tokens).flatten(0, 1).index_select(0, sources)
         if isinstance(model, DeterministicDecoder):
             model.sums = GradientSums()
+            hidden = functions.distinct_rows(model(tokens).flatten(0, 1), sources)
             total = model._total(model.output_weight, ":as output matrix")
             logprobs, _ = functions.chosen_logprobs(hidden, model.output_weight, targets, trained, 1024, total)
         else:
+            hidden = model(tokens).flatten(0, 1).index_select(0, sources)
             logprobs, _ = chosen_logprobs(hidden, model.output_weight, targets, 1024)
         logprobs.sum().backward()
 
