@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_patching import bridge_config, compat
+from vllm_patching.bridge_ranks import BridgeRefusal, RankCalls, compare
 from vllm_patching.bridge_state import BridgeConflict, BridgeState, Phase
 from vllm_patching.manifest import Manifest, flat_layout, mismatches
 from vllm_patching.version_spans import VersionSpans
@@ -20,18 +21,8 @@ from vllm_patching.version_spans import VersionSpans
 logger = logging.getLogger("vllm.lockstep.bridge")
 
 CONFIG_NAME = "vllm_bridge_config.json"
-_POLL_SECONDS = 0.002
-_PATIENCE_SECONDS = 0.05
 _LET_GO_SECONDS = 2.0
 _WATCH_SECONDS = 0.5
-
-
-class BridgeRefusal(RuntimeError):
-    """An answer other than success: the HTTP status and one sentence that says what and what to do."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class BridgeController:
@@ -59,6 +50,7 @@ class BridgeController:
         self.state = BridgeState()
         self.timeout = timeout
         self._engine = engine
+        self._ranks = RankCalls(engine, timeout)
         self._model = model
         self._dtype = dtype
         self._config_path = config_dir / CONFIG_NAME
@@ -79,7 +71,7 @@ class BridgeController:
 
     async def start(self) -> None:
         """Open the workers' weights and write the config file. Raises whatever keeps the weights from being shared."""
-        setups = sorted(await self._rpc("lockstep_setup", True), key=lambda s: s["manifest"]["tp_rank"])
+        setups = sorted(await self._ranks.call("lockstep_setup", True), key=lambda s: s["manifest"]["tp_rank"])
         self._manifests = [Manifest.from_json(s["manifest"]) for s in setups]
         self._handles = [s["handles"] for s in setups]
         self._rank_bytes = sum(flat_layout(manifest)[1] for manifest in self._manifests)
@@ -161,7 +153,7 @@ class BridgeController:
             key = f"{key}/epoch{epoch}"
             if mode == "broadcast":
                 direct = chosen == "direct"
-                await self._rpc("lockstep_join", master_addr, master_port, key, epoch, backend, self.timeout, direct)
+                await self._ranks.call("lockstep_join", master_addr, master_port, key, epoch, backend, self.timeout, direct)
             self._write_config()
             logger.info("[Bridge] %s joins as epoch %d (%s)", trainer, epoch, f"{mode}, {chosen}" if chosen else mode)
             return {
@@ -185,11 +177,11 @@ class BridgeController:
                     422, f"version {version} is refused: {not_finite} holds NaN or infinity; {self.state.weight_version} stays"
                 )
             if self.state.mode == "broadcast":
-                await self._until_ranks("ready", "prepare", version, also=("received",))
+                await self._until("ready", "prepare", version, also=("received",))
             self._seconds = {}
             self._enter(Phase.PREPARED, version)
             if self.state.transfer == "overlapped":
-                await self._rpc("lockstep_receive", version)
+                await self._ranks.call("lockstep_receive", version)
             return {"state": self.state.phase}
 
     async def pause(self, epoch: int, version: int) -> dict[str, Any]:
@@ -197,7 +189,7 @@ class BridgeController:
         async with self._lock:
             await self._pause_engine(epoch, version)
             if self.state.transfer == "direct":
-                await self._rpc("lockstep_receive", version)
+                await self._ranks.call("lockstep_receive", version)
             return {"state": self.state.phase}
 
     async def commit(self, epoch: int, version: int, checksums: list[str], resume: bool = False) -> dict[str, Any]:
@@ -214,16 +206,16 @@ class BridgeController:
                 raise BridgeRefusal(422, f"{len(checksums)} checksum(s) for {len(self._manifests)} rank(s)")
             try:
                 if self.state.mode == "broadcast":
-                    arrived = await self._until_ranks("received", "transfer", version)
+                    arrived = await self._until("received", "transfer", version)
                 else:
-                    arrived = await self._rpc("lockstep_check")
+                    arrived = await self._ranks.call("lockstep_check")
                 self._enter(Phase.TRANSFERRED, version)
-                self._compare(arrived, checksums, version, "received")
+                compare(arrived, checksums, version, "received")
                 if overlapped:
                     await self._pause_engine(epoch, version)
-                    arrived = await self._rpc("lockstep_commit")
+                    arrived = await self._ranks.call("lockstep_commit")
                 self._enter(Phase.COMMITTED, version)
-                self._compare(arrived, checksums, version, "holds after the commit")
+                compare(arrived, checksums, version, "holds after the commit")
             except BridgeRefusal as refusal:
                 if self.state.in_update:
                     await self._give_up(str(refusal))
@@ -251,7 +243,7 @@ class BridgeController:
     async def _choose_transfer(self, asked: str) -> str:
         if asked == "direct":
             return asked
-        rooms = await self._rpc("lockstep_room")
+        rooms = await self._ranks.call("lockstep_room")
         tight = next((r for r in rooms if r["free"] is not None and r["free"] < r["needed"]), None)
         if tight is None:
             return "overlapped"
@@ -292,27 +284,15 @@ class BridgeController:
         logger.info("[Bridge] Serving weight version %d (epoch %d, %s)", version, self.state.epoch, self._seconds_text())
         return {"state": self.state.phase, "weight_version": version, "seconds": self.state.last_update}
 
-    def _compare(self, answers: list[dict[str, Any]], expected: list[str], version: int, what: str) -> None:
-        """Refuse weights that are not what the trainer sent, or that nothing can be computed with."""
-        for answer in answers:
-            rank = answer["tp_rank"]
-            if answer["not_finite"]:
-                raise BridgeRefusal(422, f"rank {rank} refuses version {version}: {answer['not_finite']} holds NaN or infinity")
-            if answer["checksum"] != expected[rank]:
-                raise BridgeRefusal(
-                    502,
-                    f"rank {rank} {what} checksum {answer['checksum']} of version {version}, the trainer's is {expected[rank]}",
-                )
-
     async def _give_up(self, reason: str) -> None:
         """End the update; go on with the old version if its weights are untouched, else become unhealthy."""
         version, phase = self.state.target_version, self.state.phase
         let_go = [True]
         if self.state.mode == "broadcast":
-            let_go = await self._rpc("lockstep_discard", _LET_GO_SECONDS)
+            let_go = await self._ranks.call("lockstep_discard", _LET_GO_SECONDS)
         # Whatever the phase, the weights themselves say whether they are still the old ones; unless somebody may yet write.
         settled = all(let_go) or self.state.transfer != "direct"
-        live = [answer["checksum"] for answer in await self._rpc("lockstep_check")]
+        live = [answer["checksum"] for answer in await self._ranks.call("lockstep_check")]
         self.state.fail(reason, weights_intact=settled and live == self.state.checksums)
         if self.state.healthy:
             await self._resume_engine()
@@ -321,29 +301,9 @@ class BridgeController:
             outcome = "UNHEALTHY until a full update succeeds (GET /health answers 503)"
         logger.error("[Bridge] Update to version %s failed in phase %s: %s; now %s", version, phase, reason, outcome)
 
-    async def _until_ranks(self, wanted: str, phase: str, version: int, also: tuple[str, ...] = ()) -> list[dict[str, Any]]:
-        """Wait until every rank's updater is where it should be; returns their statuses by rank."""
-        deadline = time.monotonic() + self.timeout
-        # While the engine is paused a worker may wait itself; otherwise that would hold up its next step.
-        patience = _PATIENCE_SECONDS if self._engine_paused else 0.0
-        while True:
-            statuses = sorted(await self._rpc("lockstep_status", patience), key=lambda s: s["tp_rank"])
-            for status in statuses:
-                if status["phase"] == "failed":
-                    raise BridgeRefusal(
-                        502,
-                        f"rank {status['tp_rank']} failed in {phase} of version {version} (epoch {status['epoch']}): "
-                        f"{status['error']}",
-                    )
-            late = [s for s in statuses if s["phase"] not in (wanted, *also)]
-            if not late:
-                return statuses
-            if time.monotonic() > deadline:
-                who = ", ".join(f"rank {s['tp_rank']} is {s['phase']}" for s in late)
-                raise BridgeRefusal(
-                    504, f"{phase} of version {version}: {who} after {self.timeout:g} s, waiting for {self.state.trainer}"
-                )
-            await asyncio.sleep(0.0 if self._engine_paused else _POLL_SECONDS)
+    async def _until(self, wanted: str, phase: str, version: int, also: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+        waiting = f"waiting for {self.state.trainer}"
+        return await self._ranks.until(wanted, f"{phase} of version {version}", waiting, also, may_block=self._engine_paused)
 
     async def _resume_engine(self) -> None:
         if self._engine_paused:
@@ -370,7 +330,7 @@ class BridgeController:
         if time.monotonic() > self._deadline:
             await self._give_up(f"nothing from {self.state.trainer} for {self.timeout:g} s")
         elif self.state.mode == "broadcast":
-            for status in await self._rpc("lockstep_status"):
+            for status in await self._ranks.call("lockstep_status"):
                 if status["phase"] == "failed":
                     await self._give_up(f"rank {status['tp_rank']}: {status['error']}")
                     return
@@ -396,16 +356,6 @@ class BridgeController:
             return step()
         except BridgeConflict as conflict:
             raise BridgeRefusal(409, str(conflict)) from conflict
-
-    async def _rpc(self, method: str, *args: Any) -> list[Any]:
-        try:
-            return list(await asyncio.wait_for(self._engine.collective_rpc(method, args=args), self.timeout))
-        except TimeoutError:
-            raise BridgeRefusal(504, f"vLLM's workers did not answer {method} within {self.timeout:g} s") from None
-        except Exception as error:
-            if compat.engine_is_dead(self._engine):
-                raise BridgeRefusal(503, "vLLM's engine process has died; restart the server") from error
-            raise
 
     def _write_config(self) -> None:
         bridge_config.write(

@@ -13,7 +13,8 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_patching import compat
-from vllm_patching.bridge_controller import BridgeController, BridgeRefusal
+from vllm_patching.bridge_controller import BridgeController
+from vllm_patching.bridge_ranks import BridgeRefusal
 from vllm_patching.generate import GenerateRequest, Generator
 from vllm_patching.lora import LoraController, add_lora_routes
 
