@@ -2,7 +2,7 @@ r"""Reinforcement learning in one process tree on one GPU: sample, score, compar
 
     python example_trainer/simple_rl.py                                # the starter model learns sums, bitwise on-policy
     python example_trainer/simple_rl.py --no-batch-invariant           # the same with the ordinary kernels, for comparison
-    python example_trainer/simple_rl.py --model Qwen/Qwen3-1.7B --problems gsm8k/train.jsonl --max-tokens 512
+    python example_trainer/simple_rl.py --model Qwen/Qwen3-1.7B --problems train.jsonl --max-tokens 512 --lr 1e-6
 
 Starts vLLM as its child, on the same GPU and the same copy of the weights. Sampler and trainer take turns, so that every token
 is trained on under the weights that it was sampled with. `tensorboard --logdir runs/simple_rl` shows train/reward_mean and
@@ -66,7 +66,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--max-tokens", type=int, default=96, help="of an answer (default: %(default)s)")
     add("--max-model-len", type=int, default=1024, help="prompt and answer (default: %(default)s)")
     add("--micro-batch", type=int, default=32, help="sequences in a forward pass (default: %(default)s)")
-    add("--lr", type=float, default=1e-4, help="learning rate (default: %(default)s)")
+    add("--lr", type=float, default=3e-4, help="learning rate (default: %(default)s)")
     add("--seed", type=int, default=0, help="of problems and samples (default: %(default)s)")
     add("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
     add("--gpu-memory", type=float, default=0.45, help="vLLM's share of the GPU (default: %(default)s)")

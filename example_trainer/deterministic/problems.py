@@ -14,6 +14,8 @@ from example_trainer.errors import ConfigError
 
 ANSWER_MARK = "####"
 """GSM8K's final answer stands behind it."""
+INSTRUCTION = "\n\nReason step by step, and put the final answer within \\boxed{}."
+"""Behind each question of a file; the starter model does so unasked."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def _read(line: str, where: str) -> Problem:
         raise ConfigError(f"{where} is no JSON object with question and answer ({error})") from error
     if not isinstance(question, str) or as_number(answer) is None:
         raise ConfigError(f"{where}: the answer {answer!r} is no number, and the question must be text")
-    return Problem(question, answer)
+    return Problem(question + INSTRUCTION, answer)
 
 
 def _shuffled(problems: list[Problem], rng: random.Random) -> Iterator[Problem]:
