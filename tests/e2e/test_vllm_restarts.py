@@ -28,7 +28,7 @@ def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
     port, vllm_port, metrics_port = free_port(), free_port(), free_port()
     url, vllm = f"http://localhost:{port}", f"http://localhost:{vllm_port}"
     folder, log = tmp_path / "trainer", tmp_path / "trainer" / "vllm.log"
-    processes.start("service", [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port)])
+    processes.start("service", [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port), "--new-run"])
     flags = ["--env.rollout_server_url", url, "--openai.base_url", vllm, "--env.max_token_length", "24"]
     environment = processes.start(
         "environment",

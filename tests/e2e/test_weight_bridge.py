@@ -5,59 +5,35 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
 
-from example_trainer.models.decoder import Decoder
 from example_trainer.models.hf_checkpoint import load_model
 from example_trainer.parallel.gather import full_parameters
-from example_trainer.weight_bridge.base import BridgeError, WeightBridge
+from example_trainer.weight_bridge.base import BridgeError
 from example_trainer.weight_bridge.broadcast import BroadcastBridge
 from example_trainer.weight_bridge.server import BridgeServer, shapes_of
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
 from tests.conftest import Processes
+from tests.e2e.bridge_helpers import (
+    TOLERANCE,
+    checksums,
+    joined,
+    largest_difference,
+    new_weights,
+    served_logprobs,
+    trainer_logprobs,
+)
 from tests.e2e.conftest import BRIDGE_TIMEOUT, VllmServer, make_tiny_model, start_vllm
-from vllm_patching.checksum import weights_checksum
-from vllm_patching.manifest import Manifest, flat_layout, source_view
 
 pytestmark = pytest.mark.e2e
 
-PROMPTS = ([72, 101, 108, 108, 111], [1], list(range(30, 130)))
 KINDS = ("direct", "overlapped", "single_copy")
 """The two transfers of a broadcast, and the bridge that transfers nothing."""
-
-TOLERANCE = 2e-5
-"""Largest difference of two float32 logprobs that were computed by different kernels; the weights differ by far more."""
-
-
-def trainer_logprobs(model: Decoder, prompt: list[int], completion: list[int]) -> torch.Tensor:
-    """Logprobs, shape (completion,), of the trainer's own forward pass in float32."""
-    with torch.no_grad():
-        logits = model.logits(torch.tensor([prompt + completion]))[0]
-    logprobs = logits.float().log_softmax(-1)
-    positions = torch.arange(len(prompt) - 1, len(prompt) + len(completion) - 1)
-    return logprobs[positions, torch.tensor(completion)]
-
-
-def served_logprobs(answer: dict[str, list], completion: int) -> torch.Tensor:  # type: ignore[type-arg]
-    tokens = answer["token_ids"][completion]
-    return torch.tensor([answer["logprobs"][completion][i][str(token)] for i, token in enumerate(tokens)])
-
-
-def largest_difference(server: VllmServer, model: Decoder) -> float:
-    """Over every token sampled from a few prompts: |logprob of vLLM - logprob of the trainer's own forward pass|."""
-    worst = 0.0
-    for prompt in PROMPTS:
-        answer = server.generate(prompt, n=2, max_tokens=12, seed=7, ignore_eos=True)
-        for i, tokens in enumerate(answer["token_ids"]):
-            difference = served_logprobs(answer, i) - trainer_logprobs(model, prompt, tokens)
-            worst = max(worst, float(difference.abs().max()))
-    return worst
 
 
 def wait_until_generating(server: VllmServer) -> None:
@@ -66,52 +42,6 @@ def wait_until_generating(server: VllmServer) -> None:
         r"^vllm:num_requests_running\S* [1-9]", httpx.get(f"{server.url}/metrics", timeout=30).text, re.MULTILINE
     ):
         assert time.monotonic() < deadline, "the request never ran"
-
-
-def new_weights(model: Decoder, seed: int) -> Callable[[], None]:
-    """A write_weights that moves every parameter by a small random amount."""
-
-    def write() -> None:
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
-
-    return write
-
-
-def checksums(server: VllmServer, model: Decoder) -> list[str]:
-    """What each rank's weights should condense to, computed from the trainer's tensors alone."""
-    parameters = dict(model.named_parameters())
-    ranks = httpx.get(f"{server.url}/bridge/info", timeout=30).json()["ranks"]
-    layouts = [flat_layout(Manifest.from_json(rank))[0] for rank in ranks]
-    return [weights_checksum((item.name, source_view(item, parameters[item.name])) for item in layout) for layout in layouts]
-
-
-@contextmanager
-def joined(
-    server: VllmServer, kind: str, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[WeightBridge, Decoder]]:
-    """A trainer's half of the bridge and its model, with the checkpoint's weights served as version 0."""
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    client = BridgeServer("localhost", server.port, BRIDGE_TIMEOUT)
-    bridge = SingleCopyBridge(client) if kind == "single_copy" else BroadcastBridge(client, kind)
-    dtype = bridge.serving_dtype()
-    assert dtype is torch.float32
-    model = load_model(str(server.model), dtype)
-    initial = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    bridge.connect(model)
-
-    def write_initial() -> None:
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(initial[name])
-
-    bridge.sync(0, write_initial)
-    try:
-        yield bridge, model
-    finally:
-        bridge.close()
 
 
 def test_generate_equals_the_trainers_forward_pass(server: VllmServer) -> None:
@@ -316,75 +246,6 @@ def test_two_ranks_get_their_own_shards(
     single = SingleCopyBridge(BridgeServer("localhost", server.port, BRIDGE_TIMEOUT))
     with pytest.raises(BridgeError, match=r"vLLM's 2 ranks.*--use-shared-memory"):
         single.connect(model)
-
-
-@pytest.mark.parametrize("kind", ["direct", "single_copy"])
-def test_a_server_that_was_killed_gets_the_present_weights_before_it_serves(
-    processes: Processes,
-    free_port: Callable[[], int],
-    tiny_model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-) -> None:
-    server = start_vllm(processes, free_port, tiny_model, tmp_path)
-    with joined(server, kind, free_port, monkeypatch) as (bridge, model):
-        weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-        def write() -> None:
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    weights[name] += 0.05
-                    parameter.copy_(weights[name])
-
-        def write_again() -> None:
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    parameter.copy_(weights[name])
-
-        bridge.sync(1, write)
-        processes.kill(server.process)
-        bridge.keep_serving(write_again)  # it is away: nothing happens
-        again = start_vllm(processes, lambda: server.port, tiny_model, tmp_path, ready="/bridge/state")
-        refused = httpx.get(f"{again.url}/health", timeout=30)
-        assert (refused.status_code, again.state()["weight_version"]) == (503, 0)
-        assert "waiting for its weights" in refused.json()["error"]
-        bridge.keep_serving(write_again)
-        assert httpx.get(f"{again.url}/health", timeout=30).status_code == 200
-        assert (again.state()["weight_version"], again.generate([1], max_tokens=1)["weight_versions"]) == (1, [1])
-        assert largest_difference(again, model) < TOLERANCE
-        bridge.sync(2, write)
-        assert largest_difference(again, model) < TOLERANCE
-
-
-def test_one_trainer_serves_two_servers_and_one_of_them_may_die(
-    processes: Processes, free_port: Callable[[], int], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    one = start_vllm(processes, free_port, tiny_model, tmp_path / "one")
-    two = start_vllm(processes, free_port, tiny_model, tmp_path / "two")
-    clients = [BridgeServer("localhost", s.port, BRIDGE_TIMEOUT, startup_timeout=120) for s in (one, two)]
-    bridge = BroadcastBridge(clients)
-    model = load_model(str(tiny_model), torch.float32)
-    bridge.connect(model)
-    for version in (0, 1):
-        report = bridge.sync(version, new_weights(model, version))
-        assert report.bytes_moved == 2 * sum(p.numel() * p.element_size() for p in model.parameters())
-        for server in (one, two):
-            assert server.state()["checksums"] == checksums(server, model)
-            assert largest_difference(server, model) < TOLERANCE
-    processes.kill(two.process)
-    answers: list[VllmServer] = []
-    thread = threading.Thread(
-        target=lambda: answers.append(start_vllm(processes, lambda: two.port, tiny_model, tmp_path / "two"))
-    )
-    thread.start()
-    bridge.sync(2, new_weights(model, 2))  # waits for the second one to come back
-    thread.join(120)
-    for server in (one, answers[0]):
-        assert server.state()["weight_version"] == 2
-        assert largest_difference(server, model) < TOLERANCE
-    bridge.close()
 
 
 def test_a_server_that_does_not_share_says_so(

@@ -1,0 +1,95 @@
+"""The trainer's half of the weight bridge in a test, and comparisons of what a real vLLM serves with what the trainer holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+import torch
+
+from example_trainer.models.decoder import Decoder
+from example_trainer.models.hf_checkpoint import load_model
+from example_trainer.weight_bridge.base import WeightBridge
+from example_trainer.weight_bridge.broadcast import BroadcastBridge
+from example_trainer.weight_bridge.server import BridgeServer
+from example_trainer.weight_bridge.single_copy import SingleCopyBridge
+from tests.e2e.conftest import BRIDGE_TIMEOUT, VllmServer
+from vllm_patching.checksum import weights_checksum
+from vllm_patching.manifest import Manifest, flat_layout, source_view
+
+PROMPTS = ([72, 101, 108, 108, 111], [1], list(range(30, 130)))
+TOLERANCE = 2e-5
+"""Largest difference of two float32 logprobs that were computed by different kernels; the weights differ by far more."""
+
+
+def trainer_logprobs(model: Decoder, prompt: list[int], completion: list[int]) -> torch.Tensor:
+    """Logprobs, shape (completion,), of the trainer's own forward pass in float32."""
+    with torch.no_grad():
+        logits = model.logits(torch.tensor([prompt + completion]))[0]
+    logprobs = logits.float().log_softmax(-1)
+    positions = torch.arange(len(prompt) - 1, len(prompt) + len(completion) - 1)
+    return logprobs[positions, torch.tensor(completion)]
+
+
+def served_logprobs(answer: dict[str, list], completion: int) -> torch.Tensor:  # type: ignore[type-arg]
+    tokens = answer["token_ids"][completion]
+    return torch.tensor([answer["logprobs"][completion][i][str(token)] for i, token in enumerate(tokens)])
+
+
+def largest_difference(server: VllmServer, model: Decoder) -> float:
+    """Over every token sampled from a few prompts: |logprob of vLLM - logprob of the trainer's own forward pass|."""
+    worst = 0.0
+    for prompt in PROMPTS:
+        answer = server.generate(prompt, n=2, max_tokens=12, seed=7, ignore_eos=True)
+        for i, tokens in enumerate(answer["token_ids"]):
+            difference = served_logprobs(answer, i) - trainer_logprobs(model, prompt, tokens)
+            worst = max(worst, float(difference.abs().max()))
+    return worst
+
+
+def new_weights(model: Decoder, seed: int) -> Callable[[], None]:
+    """A write_weights that moves every parameter by a small random amount."""
+
+    def write() -> None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+
+    return write
+
+
+def checksums(server: VllmServer, model: Decoder) -> list[str]:
+    """What each rank's weights should condense to, computed from the trainer's tensors alone."""
+    parameters = dict(model.named_parameters())
+    ranks = httpx.get(f"{server.url}/bridge/info", timeout=30).json()["ranks"]
+    layouts = [flat_layout(Manifest.from_json(rank))[0] for rank in ranks]
+    return [weights_checksum((item.name, source_view(item, parameters[item.name])) for item in layout) for layout in layouts]
+
+
+@contextmanager
+def joined(
+    server: VllmServer, kind: str, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[WeightBridge, Decoder]]:
+    """A trainer's half of the bridge and its model, with the checkpoint's weights served as version 0."""
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    client = BridgeServer("localhost", server.port, BRIDGE_TIMEOUT)
+    bridge = SingleCopyBridge(client) if kind == "single_copy" else BroadcastBridge(client, kind)
+    dtype = bridge.serving_dtype()
+    assert dtype is torch.float32
+    model = load_model(str(server.model), dtype)
+    initial = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    bridge.connect(model)
+
+    def write_initial() -> None:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(initial[name])
+
+    bridge.sync(0, write_initial)
+    try:
+        yield bridge, model
+    finally:
+        bridge.close()

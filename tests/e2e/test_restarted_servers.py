@@ -1,0 +1,104 @@
+"""vLLM servers that are killed and started again while a trainer lives: nobody samples with weights that it does not train."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from example_trainer.models.hf_checkpoint import load_model
+from example_trainer.weight_bridge.broadcast import BroadcastBridge
+from example_trainer.weight_bridge.server import BridgeServer
+from tests.conftest import Processes
+from tests.e2e.bridge_helpers import TOLERANCE, checksums, joined, largest_difference, new_weights
+from tests.e2e.conftest import BRIDGE_TIMEOUT, VllmServer, start_vllm
+
+pytestmark = pytest.mark.e2e
+
+
+@dataclass
+class MortalServer:
+    """A server that tests kill and start again on the same port; `now` is the one that runs."""
+
+    processes: Processes
+    folder: Path
+    now: VllmServer
+
+    def kill(self) -> None:
+        self.processes.kill(self.now.process)
+
+    def start_again(self, ready: str = "/health_generate") -> None:
+        port = self.now.port
+        self.now = start_vllm(self.processes, lambda: port, self.now.model, self.folder, ready=ready)
+
+
+@pytest.fixture(scope="module")
+def mortal(
+    module_processes: Processes, free_port: Callable[[], int], tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> MortalServer:
+    folder = tmp_path_factory.mktemp("mortal")
+    return MortalServer(module_processes, folder, start_vllm(module_processes, free_port, tiny_model, folder))
+
+
+@pytest.mark.parametrize("kind", ["direct", "single_copy"])
+def test_a_server_that_was_killed_gets_the_present_weights_before_it_serves(
+    mortal: MortalServer, kind: str, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with joined(mortal.now, kind, free_port, monkeypatch) as (bridge, model):
+        weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+        def write() -> None:
+            for weight in weights.values():
+                weight += 0.05
+            write_again()
+
+        def write_again() -> None:
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.copy_(weights[name])
+
+        bridge.sync(1, write)
+        mortal.kill()
+        bridge.keep_serving(write_again)  # it is away: nothing happens
+        mortal.start_again(ready="/bridge/state")
+        again = mortal.now
+        refused = httpx.get(f"{again.url}/health", timeout=30)
+        assert (refused.status_code, again.state()["weight_version"]) == (503, 0)
+        assert "waiting for its weights" in refused.json()["error"]
+        bridge.keep_serving(write_again)
+        assert httpx.get(f"{again.url}/health", timeout=30).status_code == 200
+        assert (again.state()["weight_version"], again.generate([1], max_tokens=1)["weight_versions"]) == (1, [1])
+        assert largest_difference(again, model) < TOLERANCE
+        bridge.sync(2, write)
+        assert largest_difference(again, model) < TOLERANCE
+
+
+def test_one_trainer_serves_two_servers_and_one_of_them_may_die(
+    mortal: MortalServer, server: VllmServer, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    clients = [BridgeServer("localhost", s.port, BRIDGE_TIMEOUT, startup_timeout=120) for s in (server, mortal.now)]
+    bridge = BroadcastBridge(clients)
+    model = load_model(str(server.model), torch.float32)
+    bridge.connect(model)
+    for version in (0, 1):
+        report = bridge.sync(version, new_weights(model, version))
+        assert report.bytes_moved == 2 * sum(p.numel() * p.element_size() for p in model.parameters())
+        for one in (server, mortal.now):
+            assert one.state()["checksums"] == checksums(one, model)
+            assert largest_difference(one, model) < TOLERANCE
+    mortal.kill()
+    thread = threading.Thread(target=mortal.start_again)
+    thread.start()
+    bridge.sync(2, new_weights(model, 2))  # waits for the second one to come back
+    thread.join(120)
+    assert not thread.is_alive()
+    for one in (server, mortal.now):
+        assert one.state()["weight_version"] == 2
+        assert largest_difference(one, model) < TOLERANCE
+    bridge.close()
