@@ -167,6 +167,29 @@ def test_commands_in_the_documents_exist(document: Path) -> None:
     assert missing == []
 
 
+OTHER_PROGRAMS_FLAGS = {
+    "--help",
+    "--tensor-parallel-size",
+    "--dtype",
+    "--gpu-memory-utilization",
+    "--enable-lora",
+    "--nproc-per-node",
+}
+"""Flags in the README that vLLM and torchrun define."""
+
+
+def test_flags_in_the_readme_exist() -> None:
+    from example_trainer.config import TrainerConfig
+
+    known = {"--" + name.replace("_", "-") for name in TrainerConfig.model_fields} | OTHER_PROGRAMS_FLAGS
+    for path in (path for folder in CODE if folder != "tests" for path in sources(folder)):
+        text = path.read_text(encoding="utf-8")
+        known |= {"--" + name for name in re.findall(r"(?:add_argument|\boption)\(\s*\"(?:--)?([\w-]+)\"", text)}
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z](?![\w.-])", (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert len(named) > 30
+    assert named - known == set()
+
+
 @pytest.mark.parametrize("document", documents(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_between_the_documents_lead_somewhere(document: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8"))
