@@ -73,6 +73,7 @@ class BridgeController:
         """Open the workers' weights and write the config file. Raises whatever keeps the weights from being shared."""
         setups = sorted(await self._ranks.call("lockstep_setup", True), key=lambda s: s["manifest"]["tp_rank"])
         self._manifests = [Manifest.from_json(s["manifest"]) for s in setups]
+        self._ranks.count(len(setups))
         self._handles = [s["handles"] for s in setups]
         self._rank_bytes = sum(flat_layout(manifest)[1] for manifest in self._manifests)
         self.state.checksums = [s["checksum"] for s in setups]

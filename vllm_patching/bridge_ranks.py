@@ -32,6 +32,11 @@ class RankCalls:
         """
         self._engine = engine
         self._timeout = timeout
+        self._who = "vLLM's workers"
+
+    def count(self, ranks: int) -> None:
+        """How many there are, for messages."""
+        self._who = "vLLM's worker of rank 0" if ranks == 1 else f"one of vLLM's workers of ranks 0 to {ranks - 1}"
 
     async def call(self, method: str, *args: Any) -> list[Any]:
         """One answer of each rank.
@@ -42,7 +47,7 @@ class RankCalls:
         try:
             return list(await asyncio.wait_for(self._engine.collective_rpc(method, args=args), self._timeout))
         except TimeoutError:
-            raise BridgeRefusal(504, f"vLLM's workers did not answer {method} within {self._timeout:g} s") from None
+            raise BridgeRefusal(504, f"{self._who} did not answer {method} within {self._timeout:g} s") from None
         except Exception as error:
             if compat.engine_is_dead(self._engine):
                 raise BridgeRefusal(503, "vLLM's engine process has died; restart the server") from error

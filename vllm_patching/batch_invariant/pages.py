@@ -49,6 +49,8 @@ def page_plan(cu_seqlens: torch.Tensor, tokens: int, max_seqlen: int) -> PagePla
         max_seqlen: of the longest sequence.
     """
     global _last
+    if cu_seqlens.is_inference():  # has no version, so a change of its contents would not be seen
+        return make_page_plan(cu_seqlens, tokens, max_seqlen)
     # The tensor is held, so that no other can take its place in memory and be taken for it.
     if _last is not None and _last[0] is cu_seqlens and _last[1:4] == (cu_seqlens._version, tokens, max_seqlen):
         return _last[4]
