@@ -50,7 +50,7 @@ def awaited_trainer(path: Path) -> str:
         return ""
     except (OSError, ValueError, KeyError, TypeError):
         return ""  # of another version, or torn: it says nothing about a trainer
-    if epoch == 0 or not _may_live(trainer):
+    if epoch == 0 or runs_here(trainer) is False:
         return ""
     return (
         f"the server before this one was serving {trainer}, which may still be training: waiting for its weights. "
@@ -58,9 +58,13 @@ def awaited_trainer(path: Path) -> str:
     )
 
 
-def _may_live(trainer: str) -> bool:
-    """Whether "trainer HOST:PID" runs; true as well if it is on another machine."""
+def runs_here(trainer: str) -> bool | None:
+    """Whether the process of "trainer HOST:PID" runs on this machine; None if it is on another one, and cannot be looked up."""
     host, _, pid = trainer.removeprefix("trainer ").rpartition(":")
     if host != os.uname().nodename or not pid.isdigit():
-        return True
-    return Path(f"/proc/{pid}").exists()
+        return None
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state not in "ZX"  # ended, and its parent has not asked how

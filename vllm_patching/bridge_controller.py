@@ -66,6 +66,7 @@ class BridgeController:
         self._paused_at = 0.0
         self._seconds: dict[str, float] = {}
         self._engine_paused = False
+        self._trainer_seen = False
         self._pauses = 0
         self._watch: asyncio.Task[None] | None = None
 
@@ -77,6 +78,11 @@ class BridgeController:
         self._handles = [s["handles"] for s in setups]
         self._rank_bytes = sum(flat_layout(manifest)[1] for manifest in self._manifests)
         self.state.checksums = [s["checksum"] for s in setups]
+        compat.follow_outputs(
+            self._engine,
+            self._spans.known,
+            lambda moment: self._spans.outputs_of(moment, lambda: compat.output_token_counts(self._engine)),
+        )
         if self._keep_cache:
             # What is accepted before a pause may go on with older keys and values; what is accepted after it never sees them.
             compat.salt_prefix_cache(self._engine, lambda: f"lockstep-{self._pauses}-")
@@ -152,6 +158,8 @@ class BridgeController:
             epoch = self._or_conflict(lambda: self.state.begin_epoch(trainer, mode, chosen))
             backend = "nccl" if self._manifests[0].entries[0].device.startswith("cuda") else "gloo"
             key = f"{key}/epoch{epoch}"
+            # A trainer whose process could not be seen at first (in another container, say) has not ended if it cannot be seen.
+            self._trainer_seen = bool(bridge_config.runs_here(trainer))
             if mode == "broadcast":
                 direct = chosen == "direct"
                 await self._ranks.call("lockstep_join", master_addr, master_port, key, epoch, backend, self.timeout, direct)
@@ -274,8 +282,7 @@ class BridgeController:
 
     async def _serve(self, version: int) -> dict[str, Any]:
         begun = time.monotonic()
-        await compat.outputs_delivered(self._engine)
-        self._spans.switch(self.state.weight_version, version, compat.output_token_counts(self._engine))
+        self._spans.switch_at(begun, self.state.weight_version, version)
         self._enter(Phase.SERVING, version)
         await self._resume_engine()
         now = time.monotonic()
@@ -330,10 +337,13 @@ class BridgeController:
             return
         if time.monotonic() > self._deadline:
             await self._give_up(f"nothing from {self.state.trainer} for {self.timeout:g} s")
+        elif self._trainer_seen and not bridge_config.runs_here(self.state.trainer):
+            await self._give_up(f"{self.state.trainer} has ended")
         elif self.state.mode == "broadcast":
             for status in await self._ranks.call("lockstep_status"):
-                if status["phase"] == "failed":
-                    await self._give_up(f"rank {status['tp_rank']}: {status['error']}")
+                if status["phase"] == "failed" or status["trainer_gone"]:
+                    reason = status["error"] or f"{self.state.trainer} has ended"
+                    await self._give_up(f"rank {status['tp_rank']}: {reason}")
                     return
 
     def _watchdog_ended(self, task: asyncio.Task[None]) -> None:

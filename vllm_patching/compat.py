@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import importlib
 import importlib.util
 import inspect
@@ -16,10 +15,6 @@ if TYPE_CHECKING:
     import torch
 
 SUPPORTED = ">= 0.26 and < 0.33"
-
-_MOST_TURNS = 100_000
-_TURNS_FOR_LAST_OUTPUT = 64
-"""vLLM hands on 128 outputs in each turn of the event loop: this is enough for 8,192 requests in one step."""
 
 
 class UnsupportedVllm(RuntimeError):
@@ -117,8 +112,8 @@ def wrap_server(
 async def pause_and_keep(engine: Any, clear_cache: bool) -> None:
     """Stop scheduling and keep the requests; returns when no step is in flight.
 
-    vLLM's own pause_generation does the same and then sleeps for 20 ms, so that outputs reach their callers first; instead,
-    see outputs_delivered.
+    vLLM's own pause_generation does the same and then sleeps for 20 ms, so that outputs reach their callers first; ours may
+    reach them later, see follow_outputs.
 
     Args:
         clear_cache: drop every cached key and value; running requests compute theirs anew when they go on.
@@ -129,19 +124,28 @@ async def pause_and_keep(engine: Any, clear_cache: bool) -> None:
     await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
 
 
-async def outputs_delivered(engine: Any) -> None:
-    """Wait until every token that the paused engine has put out is counted with its request.
+def follow_outputs(engine: Any, known: Callable[[str], None], before: Callable[[float], None]) -> None:
+    """Be told what the engine's front end does.
 
-    They have arrived in this process by then (before the answer to the pause); a task of vLLM's hands them on, in portions
-    with a turn of the event loop between them.
+    Args:
+        known: called with the id (the one its caller chose) of each request that it has begun to follow.
+        before: called before outputs are handed to their requests, with the moment at which they left the engine
+            (time.monotonic, seconds).
     """
-    queue = engine.engine_core.outputs_queue
-    for _ in range(_MOST_TURNS):
-        if queue.empty():
-            break
-        await asyncio.sleep(0)
-    for _ in range(_TURNS_FOR_LAST_OUTPUT):
-        await asyncio.sleep(0)
+    processor = engine.output_processor
+    add, process = processor.add_request, processor.process_outputs
+
+    def add_and_tell(request: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = add(request, *args, **kwargs)
+        known(getattr(request, "external_req_id", None) or request.request_id)
+        return answer
+
+    def tell_and_process(outputs: Any, moment: float | None = None, *args: Any, **kwargs: Any) -> Any:
+        if moment is not None:
+            before(moment)
+        return process(outputs, moment, *args, **kwargs)
+
+    processor.add_request, processor.process_outputs = add_and_tell, tell_and_process
 
 
 def salt_prefix_cache(engine: Any, salt: Callable[[], str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 Span = tuple[int, int]
 """(weight version, number of consecutive tokens sampled under it)."""
@@ -11,8 +11,9 @@ Span = tuple[int, int]
 class VersionSpans:
     """Follows requests across weight updates.
 
-    An update happens while the engine is paused, so at that moment the number of tokens a request has is exactly the number
-    sampled under the old version.
+    An update happens while the engine is paused, so the tokens that left the engine before a certain moment are those of the
+    old version. They may reach their requests much later, on a busy server; so a switch waits for the first output that left
+    the engine after that moment, and counts then.
     """
 
     def __init__(self, version: int = 0) -> None:
@@ -21,10 +22,34 @@ class VersionSpans:
             version: the one served at first.
         """
         self.version = version
-        self._switches: dict[str, list[tuple[int, int]]] = {}
+        self._switches: dict[str, list[tuple[int, int | None]]] = {}
+        self._known: set[str] = set()
+        self._pending: list[tuple[float, int, int]] = []
 
     def start(self, request_id: str) -> None:
+        """A request is about to be handed to the engine."""
         self._switches[request_id] = []
+
+    def known(self, request_id: str) -> None:
+        """The engine's front end knows the request: from now on it is among those counted, until it has ended."""
+        if request_id in self._switches:
+            self._known.add(request_id)
+
+    def switch_at(self, moment: float, old: int, new: int) -> None:
+        """What leaves the engine after `moment` (time.monotonic, seconds) is of version `new`, what left before, of `old`."""
+        self._pending.append((moment, old, new))
+        if not self._switches:
+            self.outputs_of(moment, dict)
+
+    def outputs_of(self, moment: float, tokens_so_far: Callable[[], Mapping[str, int]]) -> None:
+        """Outputs that left the engine at `moment` are about to be handed on.
+
+        Args:
+            tokens_so_far: counts the output tokens of every request that has not ended; asked only if a switch is due.
+        """
+        while self._pending and self._pending[0][0] <= moment:
+            _, old, new = self._pending.pop(0)
+            self.switch(old, new, tokens_so_far())
 
     def switch(self, old: int, new: int, tokens_so_far: Mapping[str, int]) -> None:
         """The weights change from `old` to `new`; `tokens_so_far` counts the output tokens of every running request."""
@@ -32,12 +57,16 @@ class VersionSpans:
         for request_id, switches in self._switches.items():
             if request_id in tokens_so_far:
                 switches.append((old, tokens_so_far[request_id]))
+            elif request_id in self._known:
+                switches.append((old, None))  # it has ended, and nobody has fetched its result yet: all of it is old
 
     def finish(self, request_id: str, num_tokens: int) -> list[Span]:
         """The spans of a finished request, oldest first; their lengths add up to `num_tokens`."""
         spans: list[Span] = []
         covered = 0
-        for version, count in self._switches.pop(request_id, []):
+        self._known.discard(request_id)
+        for version, until in self._switches.pop(request_id, []):
+            count = num_tokens if until is None else until
             if count > covered:
                 spans.append((version, count - covered))
                 covered = count
@@ -47,4 +76,5 @@ class VersionSpans:
 
     def forget(self, request_id: str) -> None:
         """A request ended without a result."""
+        self._known.discard(request_id)
         self._switches.pop(request_id, None)

@@ -140,6 +140,11 @@ class WeightUpdater:
             self._at_rest.wait_for(lambda: self._pending == 0, seconds)
         return self.status
 
+    def trainer_gone(self) -> bool:
+        """Whether the process of the trainer that was joined has ended."""
+        watch = self._watch
+        return watch is not None and watch.gone()
+
     def discard(self, seconds: float) -> bool:
         """Call a transfer off, and forget what was received. Returns whether the thread has let go of its target by then."""
         self._called_off.set()
@@ -236,7 +241,7 @@ class WeightUpdater:
     def _lost(self) -> str:
         if self._called_off.is_set():
             return "it was called off"
-        return "the trainer's process has ended" if self._watch is not None and self._watch.gone() else ""
+        return "the trainer's process has ended" if self.trainer_gone() else ""
 
     def _leave(self) -> None:
         groups, self._groups = self._groups, None

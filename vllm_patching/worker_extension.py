@@ -98,8 +98,12 @@ class LockstepWorkerExtension:
         self._lockstep_updater.receive(version)
 
     def lockstep_status(self, patience: float = 0.0) -> dict[str, Any]:
-        """The updater thread's status, with the rank; waits up to `patience` seconds for its command to end."""
-        return {"tp_rank": self._lockstep_rank, **self._lockstep_updater.wait(patience).to_json()}
+        """The updater thread's status, the rank and whether the trainer has ended; waits up to `patience` seconds for the
+        thread's command to end.
+        """
+        updater = self._lockstep_updater
+        status = updater.wait(patience).to_json()
+        return {"tp_rank": self._lockstep_rank, "trainer_gone": updater.trainer_gone(), **status}
 
     def lockstep_commit(self) -> dict[str, Any]:
         """Copy what is staged into the live parameters, and check those."""

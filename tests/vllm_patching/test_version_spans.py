@@ -31,6 +31,42 @@ def test_a_request_that_ended_with_the_old_weights_keeps_their_version() -> None
     assert spans.finish("a", 6) == [(2, 6)]
 
 
+def test_a_switch_waits_for_the_first_output_that_left_the_engine_after_it() -> None:
+    spans = VersionSpans()
+    for name in ("running", "ended", "unknown"):
+        spans.start(name)
+    spans.known("running")
+    spans.known("ended")
+    spans.switch_at(10.0, 0, 1)
+    spans.outputs_of(9.9, lambda: {"running": 2, "ended": 4})
+    assert spans.version == 0
+    # By now `ended` has got its last token, and its caller has not fetched it; `unknown` has not reached the engine.
+    spans.outputs_of(10.1, lambda: {"running": 3})
+    spans.outputs_of(10.2, dict)
+    assert spans.version == 1
+    assert spans.finish("running", 8) == [(0, 3), (1, 5)]
+    assert spans.finish("ended", 6) == [(0, 6)]
+    assert spans.finish("unknown", 2) == [(1, 2)]
+
+
+def test_a_request_fetched_before_any_new_output_is_of_the_old_version() -> None:
+    spans = VersionSpans(3)
+    spans.start("a")
+    spans.known("a")
+    spans.switch_at(1.0, 3, 4)
+    spans.switch_at(2.0, 4, 5)
+    assert spans.finish("a", 7) == [(3, 7)]
+    spans.start("b")
+    spans.outputs_of(5.0, lambda: {"b": 0})
+    assert spans.finish("b", 1) == [(5, 1)]
+
+
+def test_without_requests_a_switch_is_at_once() -> None:
+    spans = VersionSpans()
+    spans.switch_at(1.0, 0, 1)
+    assert spans.version == 1
+
+
 @given(st.lists(st.integers(0, 20), max_size=6), st.integers(0, 20))
 def test_spans_cover_all_tokens_in_order(increments: list[int], last: int) -> None:
     spans = VersionSpans()
