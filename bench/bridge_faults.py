@@ -319,9 +319,10 @@ def rows(args: argparse.Namespace, faults: Faults) -> list[tuple[str, str, Calla
     for mode in broadcast:
         if args.tp == 1:
             add("stop", faults.worker_stopped, mode, 0)
-    for mode, point in [(broadcast[0], point) for point in points(broadcast[0])] + [(m, "transfer") for m in broadcast[1:]]:
+    for mode, point in [(m, point) for m in broadcast[:1] for point in points(m)] + [(m, "transfer") for m in broadcast[1:]]:
         add("worker", faults.worker_killed, mode, point)
-    add("restart", faults.server_restarted, broadcast[-1])
+    for mode in broadcast[-1:]:
+        add("restart", faults.server_restarted, mode)
     return [row for row in plan if not args.only or row[0] in args.only]
 
 
