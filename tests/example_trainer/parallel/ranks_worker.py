@@ -17,7 +17,9 @@ TIMEOUT = 3.0
 
 
 def told(ranks: Ranks, what: str, outcome: object) -> None:
-    print(f"rank {ranks.rank}: {what}: {outcome}", flush=True)
+    # One call, so that lines of two processes which write to the same file stay whole.
+    sys.stdout.write(f"rank {ranks.rank}: {what}: {outcome}\n")
+    sys.stdout.flush()
 
 
 def agree(ranks: Ranks, stop: StopSignal) -> None:
