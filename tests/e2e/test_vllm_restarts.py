@@ -76,5 +76,6 @@ def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
     assert not set(family) & parents().keys()
     assert is_free(vllm_port)
     assert environment.poll() is None  # it waits, while vLLM is restarted and when the trainer is gone
-    last = rows()[-1]["step"]
-    assert (tmp_path / "checkpoints" / f"step_{last}" / "model.safetensors").is_file()
+    kept = max(int(file.parent.name.removeprefix("step_")) for file in tmp_path.glob("checkpoints/step_*/model.safetensors"))
+    # A step whose weights vLLM was being restarted on is kept, and has no row yet.
+    assert kept - rows()[-1]["step"] in (0, 1)
