@@ -16,13 +16,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)
 
 import argparse
-import tempfile
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from bench.gpu.processes import BenchError, Worker, end_on_sigterm, wait_all
-from bench.gpu.runs import ASK_SECONDS, Results, loaded, median_of, updates_under_load
+from bench.gpu.processes import BenchError, Worker, wait_all
+from bench.gpu.runs import ASK_SECONDS, Results, loaded, median_of, run_and_report, updates_under_load
 from bench.gpu.shapes import SHAPES
 from bench.gpu.summary import spread_by_phase, spread_ms, table
 from bench.gpu.trainer import trainer_arguments
@@ -174,19 +173,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
-    end_on_sigterm()
-    args.output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as work, ExitStack() as stack:
-        benchmark = Benchmark(args, Path(work), stack)
-        try:
-            benchmark.run()
-        except BenchError as error:
-            benchmark.results.failures.append(str(error))
-        finally:
-            print(report(benchmark.results.data))
-    for failure in benchmark.results.failures:
-        print(f"FAILED  {failure}")
-    return 1 if benchmark.results.failures else 0
+    return run_and_report(args.output, lambda work, stack: Benchmark(args, work, stack), report)
 
 
 if __name__ == "__main__":

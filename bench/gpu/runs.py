@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
-from bench.gpu.processes import BenchError, Worker
+from bench.gpu.processes import BenchError, Worker, end_on_sigterm
 from bench.gpu.shapes import SHAPES
 from bench.gpu.summary import find_halts, gigabytes_per_second, spread_by_phase, spread_ms
 from bench.gpu.vllm_server import VllmServer
@@ -48,6 +49,37 @@ class Results:
         self.put(*keys, value=value)
         print(f"{time.monotonic() - started:6.1f} s  {name}", flush=True)
         return value
+
+
+class Benchmark(Protocol):
+    """What `run_and_report` needs: `run` measures and puts what it finds into `results`."""
+
+    results: Results
+
+    def run(self) -> None: ...
+
+
+def run_and_report(output: Path, make: Callable[[Path, ExitStack], Benchmark], report: Callable[[dict[str, Any]], str]) -> int:
+    """Run a benchmark, print its tables and what failed, also when it is cut short. Returns the exit status.
+
+    Args:
+        output: folder for the results and the logs.
+        make: given a folder for files that are not kept, and a stack that ends what the benchmark has started.
+        report: makes tables of the results' data.
+    """
+    end_on_sigterm()
+    output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as work, ExitStack() as stack:
+        benchmark = make(Path(work), stack)
+        try:
+            benchmark.run()
+        except BenchError as error:
+            benchmark.results.failures.append(str(error))
+        finally:
+            print(report(benchmark.results.data))
+    for failure in benchmark.results.failures:
+        print(f"FAILED  {failure}")
+    return 1 if benchmark.results.failures else 0
 
 
 def figures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
