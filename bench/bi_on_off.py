@@ -1,11 +1,12 @@
 """Does it matter for learning that sampler and trainer agree bit for bit? simple_rl.py with the mode on and off, several seeds.
 
     python bench/bi_on_off.py --output DIR                                  1 GPU; 3 seeds, 100 steps, sums of 3 digits
+    python bench/bi_on_off.py --output DIR --jobs 6                         all at the same time, on one GPU
     python bench/bi_on_off.py --output DIR --steps 300 --seeds 0 1 2 3 4 -- --lr 3e-4
     python bench/bi_on_off.py --output DIR --modes off --steps 2 --device cpu -- --groups 2 --group-size 4 --max-tokens 16
 
-What follows `--` goes to simple_rl.py. Runs one after the other, each with a vLLM of its own; a run that failed is in the
-result with its last line, and the others go on. Prints a table and writes bi_on_off.json: reward, entropy, tokens that
+What follows `--` goes to simple_rl.py. Each run has a vLLM of its own; `--jobs` at a time share the GPU. A run that failed is
+in the result with its last line, and the others go on. Prints a table and writes bi_on_off.json: reward, entropy, tokens that
 differed and the hash of the weights at every step.
 """
 
@@ -21,6 +22,7 @@ import argparse
 import json
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from bench.gpu.machine import describe
@@ -84,18 +86,24 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--digits", type=int, default=3, help="of the operands (default: %(default)s)")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time (default: %(default)s)")
     parser.add_argument("--run-timeout", type=float, default=3600.0, help="seconds that one run may take")
     parser.add_argument("rest", nargs="*", help="options of simple_rl.py, behind --")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     results = Results(args.output / "bi_on_off.json", steps=args.steps, digits=args.digits, options=args.rest)
     results.put("machine", value=describe())
+    if args.jobs > 1 and args.device != "cpu" and "--cache-gib" not in args.rest:
+        # A share of the GPU is measured at the start, and would be measured wrong beside other starts.
+        args.rest += ["--gpu-memory", "0.02", "--cache-gib", "4"]
     runs = []
-    for seed in args.seeds:
-        for mode in args.modes:  # side by side, so that what changes on the machine in the meantime changes for both
-            runs.append(run(mode, seed, args))
-            results.put("runs", f"{mode} {seed}", value=runs[-1])
-            print(f"{mode} {seed}: {runs[-1]['seconds']} s, {runs[-1]['last_line']}", flush=True)
+    # One mode after the other for each seed, so that what changes on the machine in the meantime changes for both.
+    asked = [(mode, seed) for seed in args.seeds for mode in args.modes]
+    with ThreadPoolExecutor(max_workers=args.jobs) as pool:
+        for (mode, seed), done in zip(asked, pool.map(lambda pair: run(*pair, args), asked), strict=True):
+            runs.append(done)
+            results.put("runs", f"{mode} {seed}", value=done)
+            print(f"{mode} {seed}: {done['seconds']} s, {done['last_line']}", flush=True)
     head = ["mode", "runs", f"reward, last {LAST} steps", "of each seed", "reward, all steps", "tokens that differ"]
     print(table(head, [summary(runs, mode) for mode in args.modes]))
     return int(any(r["failed"] for r in runs))

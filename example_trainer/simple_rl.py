@@ -70,6 +70,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of problems and samples (default: %(default)s)")
     add("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
     add("--gpu-memory", type=float, default=0.45, help="vLLM's share of the GPU (default: %(default)s)")
+    add("--cache-gib", type=float, help="exact size of vLLM's cache instead, for a GPU that other runs use at the same time")
     add("--output", type=Path, default=Path("runs/simple_rl"), help="metrics, logs, TensorBoard (default: %(default)s)")
     return parser.parse_args(arguments)
 
@@ -110,6 +111,8 @@ def start_vllm(supervisor: Supervisor, options: argparse.Namespace, device: torc
     command += ["--seed", str(options.seed)]
     if device.type == "cuda":
         command += ["--dtype", "bfloat16", "--gpu-memory-utilization", str(options.gpu_memory)]
+        if options.cache_gib:
+            command += ["--kv-cache-memory-bytes", str(int(options.cache_gib * 2**30))]
     else:
         command += ["--dtype", "float32", "--enforce-eager"]
         variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_WAIT_POLICY": "passive"}
