@@ -4,8 +4,8 @@
     python bench/deterministic_cost.py --output DIR --shape qwen3-0.6b
     python bench/deterministic_cost.py --output DIR --parts step --tiny --device cpu   that the script runs, without a GPU
 
-All engines are started together and measured one after the other, twice, on the same GPU. Prints tables and writes
-deterministic_cost_SHAPE.json. Ratios are mode on ÷ off: 1 costs nothing.
+All engines are started together and measured one after the other, in three rounds, on the same GPU; then the GPU's kernels are
+timed. Prints tables and writes deterministic_cost_SHAPE.json. Ratios are mode on ÷ off: 1 costs nothing.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ PARTS = ("rollout", "step")
 MODES = ("off", "vllm", "ours")
 LOAD_SECONDS, ASK_SECONDS = 300.0, 180.0
 LOADS: dict[str, dict[str, Any]] = {
-    "1 sequence": {"count": 1, "new_tokens": 256, "prompt_tokens": 32, "seeded": False},
-    "1 sequence, seeded": {"count": 1, "new_tokens": 256, "prompt_tokens": 32, "seeded": True},
-    "256 sequences": {"count": 256, "new_tokens": 256, "prompt_tokens": 32, "seeded": False},
-    "256 sequences, seeded": {"count": 256, "new_tokens": 256, "prompt_tokens": 32, "seeded": True},
+    "1 sequence": {"count": 1, "new_tokens": 512, "prompt_tokens": 32, "seeded": False},
+    "1 sequence, seeded": {"count": 1, "new_tokens": 512, "prompt_tokens": 32, "seeded": True},
+    "256 sequences": {"count": 256, "new_tokens": 512, "prompt_tokens": 32, "seeded": False},
+    "256 sequences, seeded": {"count": 256, "new_tokens": 512, "prompt_tokens": 32, "seeded": True},
     "256 sequences, long prompts": {"count": 256, "new_tokens": 128, "prompt_tokens": 800, "seeded": False},
 }
-ROUNDS = 2
+ROUNDS = 3
+PROFILED = {"1 sequence": 64, "256 sequences": 32}
+"""Load -> tokens of each sequence while the GPU's kernels are timed; after the measurements, which this would slow down."""
 STEPS: dict[str, dict[str, Any]] = {
     "16 x 512 to 1024": {"sequences": 16, "lengths": [512, 1024], "micro": 8, "count": 8},
     "4 x 3000 to 4000": {"sequences": 4, "lengths": [3000, 4000], "micro": 1, "count": 6},
@@ -93,6 +95,11 @@ class Cost:
                     if attempt == 0:
                         ask = partial(engine.ask, "generate", timeout=ASK_SECONDS, vocab=vocab, **{**load, "new_tokens": 4})
                     self.results.measure("rollout", mode, name, f"round {attempt}", run=ask)
+        for name, tokens in PROFILED.items():
+            for mode, engine in ready.items():
+                load = {key: LOADS[name][key] for key in ("count", "prompt_tokens")}
+                ask = partial(engine.ask, "kernels", timeout=ASK_SECONDS, vocab=vocab, new_tokens=tokens, **load)
+                self.results.measure("kernels", name, mode, run=ask)
         for engine in engines.values():
             engine.stop()
 
@@ -119,6 +126,10 @@ class Cost:
                 ratios.setdefault(part, {})[name] = found
                 rows.append([f"{part}: {name}", *(speeds[m] or "-" for m in MODES), found["vllm"] or "-", found["ours"] or "-"])
         self.results.put("ratios", value=ratios)
+        for name, modes in self.results.data.get("kernels", {}).items():
+            for mode, found in modes.items():
+                if "kernels" in found:
+                    print(f"{name}, {mode}: {kernels_text(found)}")
         print(table(["tokens per second", "off", "vLLM's own", "ours", "vLLM's ÷ off", "ours ÷ off"], rows))
         for failure in self.results.failures:
             print(f"FAILED  {failure.splitlines()[0]}")
@@ -131,6 +142,16 @@ class Cost:
         rounds = [found] if part == "step" else [found.get(f"round {i}", {}) for i in range(1, ROUNDS + 1)]
         speeds = [row["tokens_per_second"] for row in rounds if "tokens_per_second" in row]
         return round(statistics.mean(speeds), 1) if speeds else None
+
+
+def kernels_text(found: dict[str, Any]) -> str:
+    """One line on where a step's time goes: microseconds and launches of the longest kernels."""
+    steps = found["steps"]
+    longest = [
+        f"{name[:40]} {1e6 * seconds / steps:.0f} x{count / steps:.0f}" for name, count, seconds in found["kernels"][:12]
+    ]
+    whole, busy = (1e6 * found[key] / steps for key in ("seconds", "busy_seconds"))
+    return f"a step takes {whole:.0f} us, its kernels {busy:.0f}: {', '.join(longest)}"
 
 
 def main() -> None:

@@ -146,7 +146,7 @@ class Benchmark:
 def pause_figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Figures of updates, and how much longer than the write itself the engine stood still."""
     found = figures(rows)
-    write = [row["seconds"]["write"] for row in rows]
+    write = [row["write"] for row in rows]
     window = [row["server"]["halted"] for row in rows]
     found["write_ms"] = spread_ms(write)
     found["pause_beyond_write_ms"] = spread_ms([w - own for w, own in zip(window, write, strict=True)])

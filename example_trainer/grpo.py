@@ -89,7 +89,7 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
         stop = agreed_stop(stop, ranks)
         bridge.connect(model)
         stop.defer()  # an update of the server's weights must not be torn apart
-        bridge.sync(optimizer.steps, optimizer.write_weights)  # nothing may be generated with older weights
+        bridge.sync(optimizer.steps, optimizer.write_weights, optimizer.masters)  # nothing may be generated with older weights
         client.register(registration(config, optimizer.steps))
         try:
             while optimizer.steps < config.training_steps:
@@ -103,7 +103,7 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
                 trained = time.perf_counter()
                 if config.restarts_vllm_at(optimizer.steps):
                     checkpoints.save(model, optimizer, options)  # what the bridge starts vLLM on
-                report = bridge.sync(optimizer.steps, optimizer.write_weights)
+                report = bridge.sync(optimizer.steps, optimizer.write_weights, optimizer.masters)
                 client.acknowledge(optimizer.steps)
                 synced = time.perf_counter()
                 seconds = (waited - begun, trained - waited, synced - trained)

@@ -167,8 +167,11 @@ class MasterAdamW:
     @torch.no_grad()
     def write_weights(self) -> None:
         """Round the masters into the model's parameters, wherever their memory is now."""
-        for name, parameter in self._parameters.items():
-            self.shards.local(parameter).copy_(self.masters[name])
+        # One launch for many tensors: an inference server may be standing still meanwhile.
+        torch._foreach_copy_(
+            [self.shards.local(parameter) for parameter in self._parameters.values()],
+            [self.masters[name] for name in self._parameters],
+        )
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything that the next step depends on but `steps`: masters and both moments, by parameter (float32, no copies)."""

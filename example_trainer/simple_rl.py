@@ -164,7 +164,7 @@ def train(options: argparse.Namespace, stop: StopSignal) -> None:
         stack.callback(sampler.close)
         bridge.connect(model)
         stop.defer()  # an update of the server's weights must not be torn apart
-        bridge.sync(0, optimizer.write_weights)
+        bridge.sync(0, optimizer.write_weights, optimizer.masters)
         compared = mismatched = 0
         while optimizer.steps < options.steps:
             begun = time.perf_counter()
@@ -174,7 +174,7 @@ def train(options: argparse.Namespace, stop: StopSignal) -> None:
             sums_of_step = accumulate_gradients(model, optimizer, batch, config, stop, parity=parity)
             step = optimizer.step()
             trained = time.perf_counter()
-            report = bridge.sync(optimizer.steps, optimizer.write_weights)
+            report = bridge.sync(optimizer.steps, optimizer.write_weights, optimizer.masters)
             seconds = (sampled - begun, trained - sampled, time.perf_counter() - trained)
             row = step_row(batch, sums_of_step, step, report, bridge, 0, seconds, optimizer.steps)
             row |= (figures := parity.row(optimizer))

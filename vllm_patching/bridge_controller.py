@@ -7,7 +7,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ class BridgeController:
         self.timeout = timeout
         self._engine = engine
         self._ranks = RankCalls(engine, timeout)
+        self._outputs = compat.HeldOutputs(engine)
         self._model = model
         self._dtype = dtype
         self._config_path = config_dir / CONFIG_NAME
@@ -96,7 +97,7 @@ class BridgeController:
         logger.info("[vLLM Patch] ✓ Shared memory setup complete! (%s)", self._config_path)
 
     async def stop(self) -> None:
-        """End the watchdog and take back what was published: the config file and the shared memory."""
+        """End the watchdog and take back what was published."""
         if self._watch is not None:
             self._watch.cancel()
             with suppress(asyncio.CancelledError):
@@ -107,7 +108,7 @@ class BridgeController:
         _unlink(self._config_path)
 
     def info(self) -> dict[str, Any]:
-        """Everything a trainer must know before it joins, but for the storage handles, which only the config file holds."""
+        """Everything a trainer must know before it joins, but for the storage handles: only the config file has those."""
         return {
             "instance": self._instance,
             "model": self._model,
@@ -135,6 +136,7 @@ class BridgeController:
         master_port: int,
         key: str = "",
         transfer: str = "auto",
+        events: Sequence[str] = (),
     ) -> dict[str, Any]:
         """A trainer joins: compare the layouts, begin an epoch, and have the workers meet it.
 
@@ -143,6 +145,10 @@ class BridgeController:
             master_addr, master_port: where the trainer's store is.
             key: prefix for this server in it.
             transfer: auto, direct or overlapped; auto overlaps where there is room for a staging buffer.
+            events: handles of CUDA events, one for each rank, that a trainer of a single copy records behind its writes.
+
+        Returns:
+            epoch, key, data_backend, transfer, weight_version, and follows_writes: checks wait for the events.
         """
         async with self._lock:
             for manifest in self._manifests:
@@ -163,6 +169,7 @@ class BridgeController:
             if mode == "broadcast":
                 direct = chosen == "direct"
                 await self._ranks.call("lockstep_join", master_addr, master_port, key, epoch, backend, self.timeout, direct)
+            refusals = await self._ranks.call("lockstep_follow", list(events) if mode == "single_copy" else [])
             self._write_config()
             logger.info("[Bridge] %s joins as epoch %d (%s)", trainer, epoch, f"{mode}, {chosen}" if chosen else mode)
             return {
@@ -171,6 +178,7 @@ class BridgeController:
                 "data_backend": backend,
                 "transfer": chosen,
                 "weight_version": self.state.weight_version,
+                "follows_writes": bool(events) and not any(refusals),
             }
 
     async def prepare(self, epoch: int, version: int, not_finite: str = "") -> dict[str, Any]:
@@ -269,12 +277,17 @@ class BridgeController:
 
     async def _pause_engine(self, epoch: int, version: int) -> None:
         self._or_conflict(lambda: self.state.check(epoch, version, Phase.PAUSED))
+        # What was sampled so far is handed out afterwards: with hundreds of requests that takes longer than the whole update.
+        self._outputs.hold(self.timeout)
         try:
             await asyncio.wait_for(compat.pause_and_keep(self._engine, clear_cache=not self._keep_cache), self.timeout)
         except TimeoutError:
             reason = f"the engine did not pause within {self.timeout:g} s for version {version}"
             await self._give_up(reason)
             raise BridgeRefusal(504, reason) from None
+        except Exception:
+            self._outputs.release()
+            raise
         self._engine_paused = True
         self._pauses += 1
         self._paused_at = time.monotonic()
@@ -306,6 +319,7 @@ class BridgeController:
             await self._resume_engine()
             outcome = f"serving version {self.state.weight_version}"
         else:
+            self._outputs.release()
             outcome = "UNHEALTHY until a full update succeeds (GET /health answers 503)"
         logger.error("[Bridge] Update to version %s failed in phase %s: %s; now %s", version, phase, reason, outcome)
 
@@ -314,9 +328,12 @@ class BridgeController:
         return await self._ranks.until(wanted, f"{phase} of version {version}", waiting, also, may_block=self._engine_paused)
 
     async def _resume_engine(self) -> None:
-        if self._engine_paused:
-            await self._engine.resume_generation()
-            self._engine_paused = False
+        try:
+            if self._engine_paused:
+                await self._engine.resume_generation()
+                self._engine_paused = False
+        finally:
+            self._outputs.release()
 
     async def _watch_updates(self) -> None:
         """Give up an update whose trainer has gone silent or whose worker has lost it."""
@@ -330,6 +347,7 @@ class BridgeController:
                 except BridgeRefusal as refusal:
                     # The workers do not even answer; whether the weights are whole cannot be known.
                     self.state.fail(str(refusal), weights_intact=False)
+                    self._outputs.release()
                     logger.error("[Bridge] %s; UNHEALTHY until a full update succeeds", refusal)
 
     async def _give_up_if_lost(self) -> None:

@@ -55,18 +55,22 @@ class WeightSums:
     while it is still going on: `reset`, `add` for each part, `read`.
     """
 
-    def __init__(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def __init__(self, named: Sequence[tuple[str, torch.Tensor]], rounded: torch.dtype | None = None) -> None:
         """
         Args:
             named: pairs of a name and a contiguous tensor of float32, bfloat16 or float16, all on one device. Their memory
                 is read again at each pass.
+            rounded: sum what float32 tensors will be once they are rounded to this dtype, as copy_ rounds.
         """
-        self._names = [f"{name}:{tuple(tensor.shape)}:{tensor.dtype}" for name, tensor in named]
+        if all(tensor.dtype is rounded for _, tensor in named):
+            rounded = None
+        self._rounded = rounded
+        self._names = [f"{name}:{tuple(tensor.shape)}:{rounded or tensor.dtype}" for name, tensor in named]
         self._plain_names = [name for name, _ in named]
         self._tensors = [tensor.detach() for _, tensor in named]
         device = self._tensors[0].device if self._tensors else torch.device("cpu")
         self._sums = torch.zeros(len(named), 3, dtype=torch.int64, device=device)
-        self._kernel = _gpu_kernel(self._tensors, self._sums) if device.type == "cuda" else None
+        self._kernel = _gpu_kernel(self._tensors, self._sums, rounded) if device.type == "cuda" else None
 
     def reset(self) -> None:
         """Begin a pass."""
@@ -78,7 +82,7 @@ class WeightSums:
             self._kernel.launch(first, last)
             return
         for index in range(first, last):
-            self._sums[index] += _torch_sums(self._tensors[index])
+            self._sums[index] += _torch_sums(self._tensors[index], self._rounded)
 
     def read(self) -> WeightSummary:
         """The result of the pass; waits for it."""
@@ -101,26 +105,27 @@ def weights_checksum(named: Iterable[tuple[str, torch.Tensor]]) -> str:
     return WeightSums([(name, tensor.contiguous()) for name, tensor in named]).all().checksum
 
 
-def _gpu_kernel(tensors: list[torch.Tensor], sums: torch.Tensor) -> SumsKernel | None:
+def _gpu_kernel(tensors: list[torch.Tensor], sums: torch.Tensor, rounded: torch.dtype | None) -> SumsKernel | None:
     """One kernel for all tensors, or None (with a warning) where only torch's own operations can sum them."""
     try:
         from vllm_patching.checksum_kernel import SumsKernel
 
-        return SumsKernel(tensors, [EXPONENTS[t.dtype] for t in tensors], sums)
+        return SumsKernel(tensors, [EXPONENTS[rounded or t.dtype] for t in tensors], sums, rounded)
     except (ImportError, ValueError) as error:
         logger.warning("the weights are checked with many small operations, which is slow: %s", error)
         return None
 
 
-def _torch_sums(tensor: torch.Tensor) -> torch.Tensor:
+def _torch_sums(tensor: torch.Tensor, rounded: torch.dtype | None = None) -> torch.Tensor:
     """[3] int64: plain sum, weighted sum, number of words with NaN or infinity in them."""
-    low, high = EXPONENTS[tensor.dtype]
+    dtype = rounded or tensor.dtype
+    low, high = EXPONENTS[dtype]
     total = torch.zeros(3, dtype=torch.int64, device=tensor.device)
-    elements = _CHUNK * 4 // tensor.element_size()
+    elements = _CHUNK * 4 // dtype.itemsize
     flat = tensor.contiguous().view(-1)
     for start in range(0, flat.numel(), elements):
-        word = _words(flat[start : start + elements]).to(torch.int64)
-        first = start * tensor.element_size() // 4
+        word = _words(flat[start : start + elements].to(dtype)).to(torch.int64)
+        first = start * dtype.itemsize // 4
         position = torch.arange(first, first + word.numel(), dtype=torch.int64, device=word.device)
         total[0] += word.sum()
         total[1] += (word * _signed(((position * GOLDEN) & 0xFFFFFFFF) | 1)).sum()

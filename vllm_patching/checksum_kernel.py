@@ -1,4 +1,8 @@
-"""The sums of `checksum` on a GPU: one kernel launch for any number of tensors. Needs Triton, which comes with CUDA builds."""
+"""The sums of `checksum` on a GPU: one kernel launch for any number of tensors. Needs Triton, which comes with CUDA builds.
+
+A word holds one element of float32 or two of a 16-bit dtype. Tensors of float32 can be summed as what they will be when they
+are rounded to such a dtype; the rounded values exist in registers only.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +14,49 @@ import triton.language as tl
 
 _BLOCK = 8192
 """Words that one program sums."""
+_ROUNDED = {None: "", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 # first_block would otherwise be compiled in as one of several kinds of number, and each kind costs a compilation.
 @triton.jit(do_not_specialize=["first_block"])
 def _sum_words(  # type: ignore[no-untyped-def]
-    first_block, block_tensor, block_start, pointers, words, masks, out, BLOCK: tl.constexpr, ALIGNED: tl.constexpr
-):
+    first_block, block_tensor, block_start, pointers, words, masks, out,
+    BLOCK: tl.constexpr, ALIGNED: tl.constexpr, ROUNDED: tl.constexpr,
+):  # fmt: skip
     block = first_block + tl.program_id(0)
     tensor = tl.load(block_tensor + block)
-    start = tl.load(block_start + block)
+    start = tl.multiple_of(tl.load(block_start + block), BLOCK)
     count = tl.load(words + tensor)
     low = tl.load(masks + 2 * tensor)
     high = tl.load(masks + 2 * tensor + 1)
-    base = tl.load(pointers + tensor).to(tl.pointer_type(tl.int32))
-    if ALIGNED:
-        base = tl.multiple_of(base, 16)
     position = start + tl.arange(0, BLOCK)
-    word = tl.load(base + position, mask=position < count, other=0)
+    if ROUNDED == "":
+        base = tl.load(pointers + tensor).to(tl.pointer_type(tl.int32))
+        if ALIGNED:
+            base = tl.multiple_of(base, 16)
+        # Whole blocks, which are nearly all, are read without a mask, and so in vectors.
+        if start + BLOCK <= count:
+            word = tl.load(base + position)
+        else:
+            word = tl.load(base + position, mask=position < count, other=0)
+    else:
+        wide_base = tl.load(pointers + tensor).to(tl.pointer_type(tl.float32))
+        if ALIGNED:
+            wide_base = tl.multiple_of(wide_base, 16)
+        # A tensor of almost 2**31 words has more elements than a 32-bit number can count.
+        pair = 2 * position.to(tl.int64)[:, None] + tl.arange(0, 2)[None, :]
+        if start + BLOCK <= count:
+            elements = tl.load(wide_base + pair)
+        else:
+            elements = tl.load(wide_base + pair, mask=(position < count)[:, None], other=0.0)
+        if ROUNDED == "bf16":
+            # To the nearest, ties to even, in integers: the conversion of Triton's interpreter cuts off instead.
+            bits = elements.to(tl.int32, bitcast=True)
+            halves = tl.where(elements == elements, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
+        else:
+            halves = elements.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+        first, second = tl.split(halves)
+        word = (first & 0xFFFF) | (second << 16)
     weight = (position * -1640531535) | 1  # GOLDEN as int32
     wide = word.to(tl.int64)
     bad = ((word & high) == high).to(tl.int32) + (((word & low) == low) & (low != 0)).to(tl.int32)
@@ -41,19 +70,29 @@ def _sum_words(  # type: ignore[no-untyped-def]
 class SumsKernel:
     """Adds the sums of tensors to rows of a result, for tensors that stay where they are."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], masks: Sequence[tuple[int, int]], out: torch.Tensor) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        masks: Sequence[tuple[int, int]],
+        out: torch.Tensor,
+        rounded: torch.dtype | None = None,
+    ) -> None:
         """
         Args:
             tensors: contiguous CUDA tensors of one device, each of fewer than 2**31 words.
             masks: per tensor, the exponent bits of `checksum.EXPONENTS`.
             out: [len(tensors), 3] int64; row i gets the sums of tensor i added.
+            rounded: bfloat16 or float16: the tensors are float32, and summed as rounded to that.
 
         Raises:
             ValueError: a tensor is not made of whole 32-bit words at a multiple of 4 bytes, or is too large.
         """
+        if rounded is not None and any(tensor.dtype is not torch.float32 for tensor in tensors):
+            raise ValueError(f"only float32 can be summed as if rounded to {rounded}")
         counts = []
+        self._rounded = _ROUNDED[rounded]
         for tensor in tensors:
-            num_bytes = tensor.numel() * tensor.element_size()
+            num_bytes = tensor.numel() * (rounded or tensor.dtype).itemsize
             if num_bytes % 4 or tensor.data_ptr() % 4 or num_bytes // 4 >= 2**31 or not tensor.is_contiguous():
                 raise ValueError(f"a tensor of shape {tuple(tensor.shape)} {tensor.dtype} cannot be summed in 32-bit words")
             counts.append(num_bytes // 4)
@@ -88,5 +127,6 @@ class SumsKernel:
                 self._out,
                 BLOCK=_BLOCK,
                 ALIGNED=self._aligned,
+                ROUNDED=self._rounded,
                 num_warps=8,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import importlib
 import importlib.util
 import inspect
@@ -146,6 +147,40 @@ def follow_outputs(engine: Any, known: Callable[[str], None], before: Callable[[
         return process(outputs, moment, *args, **kwargs)
 
     processor.add_request, processor.process_outputs = add_and_tell, tell_and_process
+
+
+class HeldOutputs:
+    """Makes the engine's front end wait, when asked, before it hands the next outputs to their requests."""
+
+    def __init__(self, engine: Any) -> None:
+        """Call from within the event loop of `engine`."""
+        client = engine.engine_core
+        if not hasattr(client, "get_output_async"):
+            raise UnsupportedVllm(_seam_missing("EngineCoreClient.get_output_async"))
+        fetch = client.get_output_async
+        self._free = asyncio.Event()
+        self._free.set()
+        self._timer: asyncio.TimerHandle | None = None
+
+        async def fetch_and_wait() -> Any:
+            outputs = await fetch()
+            await self._free.wait()
+            return outputs
+
+        client.get_output_async = fetch_and_wait
+
+    def hold(self, seconds: float) -> None:
+        """Hand nothing out until `release`, or for that long."""
+        self.release()
+        self._free.clear()
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._free.set)
+
+    def release(self) -> None:
+        """Hand out what has come in the meantime, and whatever comes."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._free.set()
 
 
 def salt_prefix_cache(engine: Any, salt: Callable[[], str]) -> None:

@@ -144,6 +144,25 @@ def open_handles(handles: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     raise SharedMemoryError(f"unknown kind of handle: {handles['kind']!r}")
 
 
+def share_event() -> tuple[torch.cuda.Event, str]:
+    """A CUDA event that another process's work can wait for, and its handle for `open_event`."""
+    event = torch.cuda.Event(interprocess=True)
+    event.record()  # it exists from its first record on
+    return event, _encode(event.ipc_handle())
+
+
+def open_event(handle: str, device: torch.device) -> torch.cuda.Event:
+    """The event of another process: waiting for it means for what that process had enqueued at its last record.
+
+    Raises:
+        SharedMemoryError: this machine's driver does not share events.
+    """
+    try:
+        return torch.cuda.Event.from_ipc_handle(device, _decode(handle))
+    except RuntimeError as error:
+        raise SharedMemoryError(f"cannot open the trainer's CUDA event: {str(error).splitlines()[0]}") from error
+
+
 def gpu_uuid(device: torch.device) -> str:
     """The GPU's UUID, the same in every process whatever CUDA_VISIBLE_DEVICES says."""
     return str(torch.cuda.get_device_properties(device).uuid)

@@ -16,7 +16,7 @@ from vllm_patching.compat import keep_cpu_weights_plain, worker_logger
 from vllm_patching.distributed_utils import Rendezvous
 from vllm_patching.manifest import Manifest, ManifestEntry, dtype_name, flat_layout, local_view
 from vllm_patching.sharding import ModelGeometry, plan_shards
-from vllm_patching.shared_memory import export_cuda_ipc, export_to_shared_memory
+from vllm_patching.shared_memory import SharedMemoryError, export_cuda_ipc, export_to_shared_memory, open_event
 from vllm_patching.weight_updater import WeightUpdater
 
 logger = worker_logger("lockstep.worker")
@@ -66,6 +66,7 @@ class LockstepWorkerExtension:
         live = [(item.name, local_view(item, parameters[item.name].data)) for item in layout]
         self._lockstep_live = [tensor for _, tensor in live]
         self._lockstep_sums = WeightSums(live)
+        self._lockstep_written: torch.cuda.Event | None = None
         self._lockstep_updater = WeightUpdater(rank, layout, num_bytes, live, logger)
         self._lockstep_updater.start()
         return {
@@ -115,13 +116,33 @@ class LockstepWorkerExtension:
         """Forget what was received; a transfer in flight is called off. Returns whether it has ended by then."""
         return self._lockstep_updater.discard(patience)
 
+    def lockstep_follow(self, events: list[str]) -> str:
+        """Have later checks wait for what the trainer of a single copy has enqueued by the time that it asks for one.
+
+        Args:
+            events: handle of an event for each rank, which the trainer records behind its writes; none: nothing to wait for.
+
+        Returns:
+            empty, or why this rank cannot; then the trainer must wait itself before it asks.
+        """
+        self._lockstep_written = None
+        try:
+            if events:
+                self._lockstep_written = open_event(events[self._lockstep_rank], self._lockstep_device)
+        except SharedMemoryError as error:
+            logger.warning("[vLLM Patch] rank %d: %s", self._lockstep_rank, error)
+            return str(error)
+        return ""
+
     def lockstep_check(self) -> dict[str, Any]:
         """Checksum of the live parameters and the first of them that holds NaN or infinity (or an empty string).
 
-        On a GPU it first waits for every write made through another process.
+        On a GPU it comes after every step of the engine and, of a trainer that was followed, after its writes.
         """
         if self._lockstep_device.type == "cuda":
             torch.cuda.synchronize()
+            if self._lockstep_written is not None:
+                self._lockstep_written.wait()
         summary = self._lockstep_sums.all()
         return {"tp_rank": self._lockstep_rank, "checksum": summary.checksum, "not_finite": summary.not_finite}
 

@@ -11,6 +11,7 @@ from typing import Any
 from bench.gpu.line_protocol import Answers, serve
 
 MODES = ("off", "vllm", "ours")
+MOST_KERNELS = 40
 
 
 class RolloutWorker:
@@ -28,6 +29,7 @@ class RolloutWorker:
     def load(self, max_model_len: int, max_num_seqs: int, cache_bytes: int) -> dict[str, Any]:
         """Start the engine and let it compile and capture what it will."""
         started = time.monotonic()
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # `kernels` sends functions to the worker
         options: dict[str, Any] = {}
         if self.mode == "vllm":
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
@@ -75,6 +77,42 @@ class RolloutWorker:
         tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
         return {"tokens_per_second": round(tokens / seconds, 1), "seconds": round(seconds, 3)}
 
+    def kernels(self, count: int, new_tokens: int, prompt_tokens: int, vocab: int, seeded: bool = False) -> dict[str, Any]:
+        """What the GPU does while it samples: seconds of each kernel, and between kernels.
+
+        Returns:
+            {"steps", "seconds", "busy_seconds", "kernels": [[name, launches, seconds], ...] the longest first}
+        """
+        self.llm.collective_rpc(start_profile)
+        found = self.generate(count, new_tokens, prompt_tokens, vocab, seeded, seed=7)
+        rows = self.llm.collective_rpc(stop_profile)[0]
+        busy = sum(seconds for *_, seconds in rows)
+        return {
+            "steps": new_tokens,
+            "seconds": found["seconds"],
+            "busy_seconds": round(busy, 4),
+            "kernels": rows[:MOST_KERNELS],
+        }
+
+
+def start_profile(worker: Any) -> None:
+    """Runs in vLLM's worker."""
+    import torch
+
+    worker.lockstep_profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    worker.lockstep_profile.start()
+
+
+def stop_profile(worker: Any) -> list[list[Any]]:
+    """Runs in vLLM's worker: [kernel's name, launches, seconds], the longest first."""
+    import torch
+
+    torch.cuda.synchronize()
+    worker.lockstep_profile.stop()
+    events = worker.lockstep_profile.key_averages()
+    rows = [[event.key[:120], event.count, round(event.self_device_time_total / 1e6, 6)] for event in events]
+    return sorted((row for row in rows if row[2]), key=lambda row: -row[2])
+
 
 if __name__ == "__main__":
     answers = Answers()
@@ -83,4 +121,4 @@ if __name__ == "__main__":
     parser.add_argument("--model", required=True)
     parsed = parser.parse_args()
     worker = RolloutWorker(parsed.mode, parsed.model)
-    serve(answers, {"load": worker.load, "generate": worker.generate})
+    serve(answers, {"load": worker.load, "generate": worker.generate, "kernels": worker.kernels})

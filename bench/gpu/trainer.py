@@ -157,14 +157,14 @@ class BenchTrainer:
         """Update the server `count` times, beginning one every `interval` seconds or as soon as the one before has ended.
 
         Returns:
-            for each: version, start and end (monotonic clock), seconds by phase, bytes_moved, first_byte_to_verified, and the
-            server's own seconds.
+            for each: version, start and end (monotonic clock), seconds by phase, bytes_moved, first_byte_to_verified, write
+            (seconds until the last weight was written, by the GPU's clock) and the server's own seconds.
         """
         rows = []
         begin = time.monotonic()
         for index in range(count):
             time.sleep(max(0.0, begin + index * interval - time.monotonic()))
-            rows.append(self._update(lambda: self.write(1 - self.served_set)))
+            rows.append(self._update(lambda: self.write(1 - self.served_set), self.sets[1 - self.served_set]))
         return rows
 
     def sync_with_optimizer(self, count: int) -> list[dict[str, Any]]:
@@ -182,7 +182,7 @@ class BenchTrainer:
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
             stepped = time.monotonic() - middle
-            row = self._update(self.optimizer.write_weights)
+            row = self._update(self.optimizer.write_weights, self.optimizer.masters)
             rows.append({**row, "optimizer_step": stepped, "forward_backward": middle - started, "loss": float(loss.detach())})
             del loss, logprobs, report, index
         return rows
@@ -264,18 +264,31 @@ class BenchTrainer:
         public = (self.load, self.connect, self.sync, self.sync_with_optimizer, self.check, self.checksums, self.flatten_head)
         return {method.__name__: method for method in (*public, self.memory, self.forget_sets, self.close)}
 
-    def _update(self, write: Callable[[], None]) -> dict[str, Any]:
+    def _update(self, write: Callable[[], None], masters: dict[str, Tensor] | None = None) -> dict[str, Any]:
         assert self.bridge is not None
         version = self.version + 1
+        # A single copy does not wait for its writes before it asks for their check.
+        clock = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self.device.type == "cuda" else []
+
+        def timed_write() -> None:
+            if clock:
+                clock[0].record()
+            write()
+            if clock:
+                clock[1].record()
+
         start = time.monotonic()
-        report = self.bridge.sync(version, write)
+        report = self.bridge.sync(version, timed_write, masters or None)
         end = time.monotonic()
+        if clock:
+            clock[1].synchronize()
         self.version, self.last_checksum = version, report.checksum
         return {
             "version": version,
             "start": start,
             "end": end,
             "seconds": report.seconds,
+            "write": clock[0].elapsed_time(clock[1]) / 1e3 if clock else report.seconds.get("write", 0.0),
             "bytes_moved": report.bytes_moved,
             "first_byte_to_verified": report.first_byte_to_verified,
             "server": report.server_seconds,

@@ -52,7 +52,7 @@ class WeightBridge(ABC):
         bridge.connect(model)                        # layouts compared, single copy: parameters become views
         bridge.sync(0, write_weights=lambda: None)   # the server generates nothing older than this
         ...
-        report = bridge.sync(step, optimizer.write_weights)
+        report = bridge.sync(step, optimizer.write_weights, optimizer.masters)
 
     In a trainer of several ranks every method is collective: all ranks call it in the same order.
     """
@@ -79,13 +79,15 @@ class WeightBridge(ABC):
         """
 
     @abstractmethod
-    def sync(self, version: int, write_weights: Callable[[], None]) -> SyncReport:
+    def sync(self, version: int, write_weights: Callable[[], None], masters: Weights | None = None) -> SyncReport:
         """Make the server serve `version`.
 
         Args:
             version: the number of optimizer steps behind these weights; larger than any before it.
             write_weights: writes the new values into the parameters of the model given to `connect`. The bridge calls it
                 when nothing samples from the memory it writes to; again if the update has to be repeated.
+            masters: what `write_weights` copies, by parameter (this rank's part, float32 or the parameters' dtype), if it
+                is there before it is written: a single copy sums it up then, while the server still generates.
 
         Raises:
             BridgeError: the update failed; the server serves the old version or reports itself unhealthy.
@@ -115,7 +117,7 @@ class NoBridge(WeightBridge):
     def connect(self, model: torch.nn.Module) -> None:
         self.params_total = sum(1 for _ in model.named_parameters())
 
-    def sync(self, version: int, write_weights: Callable[[], None]) -> SyncReport:
+    def sync(self, version: int, write_weights: Callable[[], None], masters: Weights | None = None) -> SyncReport:
         write_weights()
         return SyncReport(version=version, checksum="", bytes_moved=0)
 

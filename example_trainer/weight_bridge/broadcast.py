@@ -11,7 +11,7 @@ import torch
 
 from example_trainer.parallel.gather import full_parameters, full_tensor
 from example_trainer.parallel.ranks import Ranks
-from example_trainer.weight_bridge.base import BridgeError, SyncReport, WeightBridge
+from example_trainer.weight_bridge.base import BridgeError, SyncReport, WeightBridge, Weights
 from example_trainer.weight_bridge.link import ServerLink
 from example_trainer.weight_bridge.outgoing import OutgoingWeights
 from example_trainer.weight_bridge.phases import timed
@@ -72,7 +72,7 @@ class BroadcastBridge(WeightBridge):
         for link in self._links:
             self._join(link)
 
-    def sync(self, version: int, write_weights: Callable[[], None]) -> SyncReport:
+    def sync(self, version: int, write_weights: Callable[[], None], masters: Weights | None = None) -> SyncReport:
         """See WeightBridge.sync. The model's weights are this process's own, so they are written before any server pauses."""
         seconds: dict[str, float] = {}
         with timed(seconds, "write"):

@@ -18,7 +18,7 @@ import torch
 from example_trainer.lora.peft_format import AdapterWriter, WrittenAdapter
 from example_trainer.lora.settings import LoraSettings
 from example_trainer.models import Decoder
-from example_trainer.weight_bridge.base import BridgeError, SyncReport, WeightBridge
+from example_trainer.weight_bridge.base import BridgeError, SyncReport, WeightBridge, Weights
 from vllm_patching.checksum import weights_checksum
 from vllm_patching.manifest import Manifest, dtype_name, flat_layout, mismatches, source_view
 
@@ -178,7 +178,7 @@ class LoraBridge(WeightBridge):
             self._writer.num_tensors, self._writer.num_bytes / 1e6,
         )  # fmt: skip
 
-    def sync(self, version: int, write_weights: Callable[[], None]) -> SyncReport:
+    def sync(self, version: int, write_weights: Callable[[], None], masters: Weights | None = None) -> SyncReport:
         assert self._writer is not None, "connect first"
         started = time.perf_counter()
         write_weights()

@@ -15,7 +15,7 @@ import torch
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
 from example_trainer.process import StopSignal
-from example_trainer.weight_bridge.base import BridgeError, SyncReport, WeightBridge
+from example_trainer.weight_bridge.base import BridgeError, SyncReport, WeightBridge, Weights
 from example_trainer.weight_bridge.owned_server import OWN_COMMAND, OwnedServer, Served, ServerDied, is_this_machine
 from example_trainer.weight_bridge.phases import timed
 
@@ -77,7 +77,7 @@ class RestartBridge(WeightBridge):
         self._first_model = str(getattr(model, "source", None) or self._config.model_name)
         self.params_total = self.params_mapped = sum(1 for _ in model.named_parameters())
 
-    def sync(self, version: int, write_weights: Callable[[], None]) -> SyncReport:
+    def sync(self, version: int, write_weights: Callable[[], None], masters: Weights | None = None) -> SyncReport:
         """Restart the server if `version` is one that it shall serve; `save_path/step_<version>` must then be there.
 
         Returns:

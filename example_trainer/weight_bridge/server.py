@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -103,8 +103,9 @@ class BridgeServer:
         master_port: int = 1,
         key: str = "",
         transfer: str = "auto",
+        events: Sequence[str] = (),
     ) -> dict[str, Any]:
-        """Join the server as a new epoch. Returns epoch, key, data_backend, transfer and weight_version."""
+        """Join the server as a new epoch. Returns epoch, key, data_backend, transfer, weight_version and follows_writes."""
         body = {
             "trainer": f"trainer {socket.gethostname()}:{os.getpid()}",
             "mode": mode,
@@ -112,6 +113,7 @@ class BridgeServer:
             "master_port": master_port,
             "key": key,
             "transfer": transfer,
+            "events": list(events),
             "parameters": shapes,
         }
         return self.post("init", body)

@@ -1,4 +1,9 @@
-"""One copy of the weights: the trainer's parameters are views on the memory that vLLM reads."""
+"""One copy of the weights: the trainer's parameters are views on the memory that vLLM reads.
+
+The server stands still from before the first write until it has checked the last one. So what can be done before is done before
+(the sums of what will be written), and on a GPU the server is asked to check as soon as the writes are enqueued: its check
+waits for them on the GPU, while the question travels.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +18,17 @@ import torch
 
 from example_trainer.parallel.gather import full_parameters
 from example_trainer.parallel.ranks import Ranks
-from example_trainer.weight_bridge.base import BridgeError, SyncReport, WeightBridge
+from example_trainer.weight_bridge.base import BridgeError, SyncReport, WeightBridge, Weights
 from example_trainer.weight_bridge.phases import timed
 from example_trainer.weight_bridge.server import BridgeServer, Shapes, check_layout, manifests_of, served_dtype, shapes_of
 from vllm_patching.checksum import WeightSums
-from vllm_patching.manifest import flat_layout, local_view
-from vllm_patching.shared_memory import SharedMemoryError, gpu_uuid, open_handles
+from vllm_patching.manifest import FlatSlice, flat_layout, local_view
+from vllm_patching.shared_memory import SharedMemoryError, gpu_uuid, open_handles, share_event
 
 logger = logging.getLogger(__name__)
+
+_MOST_MASTER_SUMS = 4
+"""Places in memory that the masters may take turns in; making the sums of a new place takes longer than computing them."""
 
 
 class SingleCopyBridge(WeightBridge):
@@ -42,7 +50,10 @@ class SingleCopyBridge(WeightBridge):
         self._model: torch.nn.Module | None = None
         self._shapes: Shapes = {}
         self._sums: WeightSums | None = None
-        self._cuda = False
+        self._layout: list[FlatSlice] = []
+        self._master_sums: dict[tuple[int, ...], WeightSums] = {}
+        self._written: torch.cuda.Event | None = None
+        self._server_follows = False
         self._epoch = 0
         self._version = 0
 
@@ -54,11 +65,11 @@ class SingleCopyBridge(WeightBridge):
         self._shapes = shapes_of(full_parameters(model))
         self._attach()
 
-    def sync(self, version: int, write_weights: Callable[[], None]) -> SyncReport:
+    def sync(self, version: int, write_weights: Callable[[], None], masters: Weights | None = None) -> SyncReport:
         """See WeightBridge.sync. `write_weights` runs while the server is paused: nothing samples from half-written weights."""
         self._version = version
         try:
-            return self._update(version, write_weights)
+            return self._update(version, write_weights, masters)
         except BridgeError as error:
             waiting = f"[Bridge] {error}; looking whether the server was restarted"
             if not self._ranks.on_main(
@@ -67,7 +78,7 @@ class SingleCopyBridge(WeightBridge):
                 raise
             logger.warning("[Bridge] %s was restarted: joining it again to give it version %d", self._server.url, version)
         self._attach()
-        return self._update(version, write_weights)
+        return self._update(version, write_weights, masters)
 
     def keep_serving(self, write_weights: Callable[[], None]) -> None:
         """See WeightBridge.keep_serving."""
@@ -98,14 +109,23 @@ class SingleCopyBridge(WeightBridge):
         layout, _ = flat_layout(manifests_of(info)[self._ranks.rank])
         parameters = dict(self._model.named_parameters())
         shared = self._ranks.together("opening vLLM's memory", lambda: self._open(info, parameters))
-        self._epoch = self._post("init", lambda: self._server.init("single_copy", self._shapes))["epoch"]
+        self._join(next(iter(shared.values())).is_cuda)
         for name, parameter in parameters.items():
             # A trainer of one rank holds the vocabulary without vLLM's padding, which is below it.
             parameter.data = shared[name].narrow(0, 0, parameter.shape[0])
+        self._layout, self._master_sums = layout, {}
         self._sums = WeightSums([(item.name, local_view(item, shared[item.name])) for item in layout])
         self._sums.all()  # compiles the kernel now, and not while the server waits
-        self._cuda = next(iter(shared.values())).is_cuda
         logger.info("[Bridge] ✓ Single copy: the trainer's %d parameters are vLLM's own memory", self.params_mapped)
+
+    def _join(self, cuda: bool) -> None:
+        """Begin an epoch; on a GPU the server gets an event of each rank's, which its checks wait for."""
+        handle = ""
+        if cuda:
+            self._written, handle = share_event()
+        handles = [text for text in self._ranks.gather(handle, "sharing an event with vLLM") if text]
+        answer = self._post("init", lambda: self._server.init("single_copy", self._shapes, events=handles))
+        self._epoch, self._server_follows = answer["epoch"], answer["follows_writes"]
 
     def _open(self, info: dict[str, Any], parameters: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
         """The storage of vLLM's rank of this rank's number."""
@@ -136,13 +156,19 @@ class SingleCopyBridge(WeightBridge):
         """Let rank 0 send a step to the server; every rank gets the answer, or the error."""
         return self._ranks.on_main(f"{step} of the vLLM server's update", post, self._server.longest_wait)
 
-    def _update(self, version: int, write_weights: Callable[[], None]) -> SyncReport:
+    def _update(self, version: int, write_weights: Callable[[], None], masters: Weights | None = None) -> SyncReport:
         if self._sums is None:
             raise BridgeError("connect() must come before sync()")
         seconds: dict[str, float] = {}
         step: dict[str, Any] = {"epoch": self._epoch, "version": version}
+        found: list[tuple[str, str]] = []
+        before = None if masters is None else self._sums_of(masters)
+        if before is not None:
+            with timed(seconds, "checksum"):
+                found = self._summary(before)
+        not_finite = next((name for _, name in found if name), "")
         with timed(seconds, "prepare"):
-            self._post("prepare", lambda: self._server.post("prepare", step))
+            self._post("prepare", lambda: self._server.post("prepare", {**step, "not_finite": not_finite}))
         with timed(seconds, "pause"):
             self._post("pause", lambda: self._server.post("pause", step))
         first_byte = time.perf_counter()
@@ -153,8 +179,10 @@ class SingleCopyBridge(WeightBridge):
                 if self._ranks.is_main:
                     self._server.abort(self._epoch, f"writing version {version} failed: {error}")
                 raise
-        with timed(seconds, "checksum"):
-            checksums = self._ranks.gather(self._sums.all().checksum, "summing up the weights")
+        if before is None:
+            with timed(seconds, "checksum"):
+                found = self._summary(self._sums)
+        checksums = [checksum for checksum, _ in found]
         with timed(seconds, "commit"):
             body = {**step, "checksums": checksums, "resume": True}
             answer = self._post("commit", lambda: self._server.post("commit", body))
@@ -168,9 +196,35 @@ class SingleCopyBridge(WeightBridge):
         )
 
     def _write(self, write_weights: Callable[[], None]) -> None:
-        write_weights()
-        if self._cuda:
-            torch.cuda.synchronize()
+        try:
+            write_weights()
+        except Exception:
+            if self._written is not None:
+                torch.cuda.synchronize()  # nothing may land after the server has looked whether its weights are whole
+            raise
+        if self._written is not None:
+            self._written.record()
+            if not self._server_follows:
+                self._written.synchronize()
+
+    def _summary(self, sums: WeightSums) -> list[tuple[str, str]]:
+        """(checksum, name of a parameter that is not finite) of every rank."""
+        mine = sums.all()
+        return [(c, n) for c, n in self._ranks.gather([mine.checksum, mine.not_finite], "summing up the weights")]
+
+    def _sums_of(self, masters: Weights) -> WeightSums | None:
+        """Over what will be written, as it will be: in the order, the parts and the dtype of the server's. None if the masters
+        are not all there.
+        """
+        if any(item.name not in masters for item in self._layout):
+            return None
+        named = [(item.name, local_view(item, masters[item.name])) for item in self._layout]
+        place = tuple(tensor.data_ptr() for _, tensor in named)
+        if place not in self._master_sums:
+            if len(self._master_sums) == _MOST_MASTER_SUMS:
+                self._master_sums.clear()
+            self._master_sums[place] = WeightSums(named, rounded=self._layout[0].dtype)
+        return self._master_sums[place]
 
 
 def _read_handles(info: dict[str, Any], url: str, rank: int) -> dict[str, Any]:

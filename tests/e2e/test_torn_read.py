@@ -13,7 +13,7 @@ import torch
 
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.hf_checkpoint import load_model
-from example_trainer.weight_bridge.base import SyncReport
+from example_trainer.weight_bridge.base import SyncReport, Weights
 from example_trainer.weight_bridge.server import BridgeServer
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
 from tests.e2e.conftest import BRIDGE_TIMEOUT, VllmServer
@@ -28,7 +28,7 @@ TOLERANCE = 1e-3
 class UnfencedBridge(SingleCopyBridge):
     """What a single copy would be without the pause: written while the server samples."""
 
-    def _update(self, version: int, write_weights: Callable[[], None]) -> SyncReport:
+    def _update(self, version: int, write_weights: Callable[[], None], masters: Weights | None = None) -> SyncReport:
         write_weights()
         return SyncReport(version=version, checksum="", bytes_moved=0)
 

@@ -12,6 +12,7 @@ import httpx
 import pytest
 import torch
 
+from example_trainer.models.decoder import Decoder
 from example_trainer.models.hf_checkpoint import load_model
 from example_trainer.parallel.gather import full_parameters
 from example_trainer.weight_bridge.base import BridgeError
@@ -139,6 +140,48 @@ def test_not_a_number_is_refused_before_it_is_served(
             bridge.sync(1, lambda: model.load_state_dict(fresh.state_dict()))
         assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
         assert largest_difference(server, load_model(str(server.model), torch.float32)) < TOLERANCE
+
+
+def new_masters(model: Decoder, seed: int) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
+    """Other weights for the model, and what writes them into it."""
+    generator = torch.Generator().manual_seed(seed)
+    masters = {
+        name: parameter.detach() + 0.05 * torch.randn(parameter.shape, generator=generator)
+        for name, parameter in model.named_parameters()
+    }
+
+    def write() -> None:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(masters[name])
+
+    return masters, write
+
+
+def test_a_single_copy_knows_its_sums_before_it_is_written(
+    server: VllmServer, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with joined(server, "single_copy", free_port, monkeypatch) as (bridge, model):
+        for version in (1, 2):
+            masters, write = new_masters(model, version)
+            report = bridge.sync(version, write, masters)
+            assert list(report.seconds)[:3] == ["checksum", "prepare", "pause"]
+            assert server.state()["checksums"] == checksums(server, model) == [report.checksum]
+            assert largest_difference(server, model) < TOLERANCE
+        masters, write = new_masters(model, 3)
+        name = list(masters)[3]
+        masters[name].view(-1)[7] = float("inf")
+        with pytest.raises(BridgeError, match=f"version 3 is refused: {name} holds NaN or infinity; 2 stays"):
+            bridge.sync(3, write, masters)
+        assert (server.state()["state"], server.state()["weight_version"]) == ("serving", 2)
+        assert largest_difference(server, model) < TOLERANCE
+        masters, write = new_masters(model, 3)
+        other, _ = new_masters(model, 4)
+        with pytest.raises(BridgeError, match="checksum"):
+            bridge.sync(3, write, other)  # what is written is not what was announced
+        assert server.state()["state"] == "unhealthy"
+        bridge.sync(3, write, masters)
+        assert (server.state()["state"], server.state()["weight_version"]) == ("serving", 3)
 
 
 def test_a_trainer_that_falls_silent_while_the_server_is_paused(server: VllmServer, free_port: Callable[[], int]) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_patching import checksum
-from vllm_patching.checksum import weights_checksum
+from vllm_patching.checksum import WeightSums, weights_checksum
 
 
 def one(tensor: torch.Tensor, name: str = "w") -> str:
@@ -59,6 +59,20 @@ def test_chunks_do_not_count(monkeypatch: object) -> None:
     whole = one(weights)
     monkeypatch.setattr(checksum, "_CHUNK", 7)  # type: ignore[attr-defined]
     assert one(weights) == whole
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    values=st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=40),
+)
+def test_masters_are_summed_as_what_they_are_rounded_to(dtype: torch.dtype, values: list[float]) -> None:
+    """Also where rounding ends in infinity, which counts as what must not be served."""
+    masters = torch.tensor(values)
+    before = WeightSums([("w", masters)], rounded=dtype).all()
+    written = torch.empty(len(values), dtype=dtype).copy_(masters)
+    assert before == WeightSums([("w", written)]).all()
+    assert bool(before.not_finite) == (not bool(written.isfinite().all()))
 
 
 def test_nothing_has_a_checksum_too() -> None:

@@ -83,7 +83,6 @@ def prepare_server(args: argparse.Namespace, shared: bool) -> None:
     os.environ.update(ENVIRONMENT)
     os.environ["VLLM_BATCH_INVARIANT"] = "1"
     os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     args.compilation_config = compat.graphs_without_compilation()
     args.worker_extension_cls = SHARED_WORKER if shared else WORKER
 
