@@ -94,15 +94,15 @@ class Matrix:
         self.cells: list[tuple[str, str, dict[str, Any]]] = []
 
     def run(self) -> None:
-        """All servers at the same time, and one trainer after the other."""
+        """All servers start at the same time; one trainer after the other, as its server is ready."""
         from bench.gpu.machine import describe
 
         self.results.put("machine", value=describe())
         chosen = [name for name in SERVERS if self.gpus or "--deterministic" not in SERVERS[name][0]]
         servers = {name: self._start(name) for name in chosen if self.args.only in name}
-        self.results.put("seconds_to_ready", value=wait_all({n: s.ready for n, s in servers.items()}, READY_SECONDS))
-        print(f"ready after {self.results.data['seconds_to_ready']}", flush=True)
         for name, server in servers.items():
+            if self.results.measure(name, "ready", run=partial(wait_all, {name: server.ready}, READY_SECONDS)) is None:
+                continue
             self._measure(name, server, "single_copy", SERVERS[name][1])
             if self.args.gpus > 1 and name == next(iter(SERVERS)):
                 self._measure(name, server, "broadcast", {})

@@ -4,8 +4,8 @@
     python bench/training_modes.py --output DIR --only single_copy lora    some of them
 
 Each mode trains a few steps on arithmetic. It passes if the trainer ends well, vLLM serves the last step's weights, every
-parameter was mapped, and the policy that was trained is the one that sampled (KL to the rollouts near 0). Prints a table and
-writes training_modes.json.
+parameter was mapped, and the policy that was trained is the one that sampled (KL to the rollouts near 0; in deterministic mode
+no token differs). Prints a table and writes training_modes.json.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Mode:
         trainer, vllm: flags.
         own_server: the trainer starts vLLM itself.
         shared: vLLM shares its weights.
+        ahead: batches that the environment may sample before a step has been taken.
     """
 
     vllm_gpus: str
@@ -53,6 +54,11 @@ class Mode:
     vllm: tuple[str, ...] = ()
     own_server: bool = False
     shared: bool = True
+    ahead: int = 1
+
+    @property
+    def deterministic(self) -> bool:
+        return "--deterministic" in self.trainer
 
     @property
     def gpus_needed(self) -> int:
@@ -60,6 +66,7 @@ class Mode:
 
 
 _SHARED = ("--weight-bridge-mode", "shared_vllm")
+_DETERMINISTIC = ("--deterministic",)
 MODES = {
     "single_copy": Mode("0", "0", (*_SHARED, "--single-copy")),
     "lora": Mode(
@@ -74,6 +81,8 @@ MODES = {
     "restart": Mode("0", "1", ("--weight-bridge-mode", "none", "--vllm-restart-interval", "3"), own_server=True),
     "single_copy_tp2": Mode("0,1", "0,1", (*_SHARED, "--single-copy")),
     "broadcast_tp2_fsdp2": Mode("0,1", "2,3", (*_SHARED, "--use-shared-memory")),
+    "deterministic_single_copy": Mode("0", "0", (*_SHARED, "--single-copy", *_DETERMINISTIC), _DETERMINISTIC, ahead=0),
+    "deterministic_broadcast": Mode("0", "1", (*_SHARED, "--use-shared-memory", *_DETERMINISTIC), _DETERMINISTIC, ahead=0),
 }
 
 
@@ -107,13 +116,13 @@ class Run:
         service = f"http://127.0.0.1:{self.service}"
         self.start("service", ["-m", "atroposlib.cli.run_api", "--port", str(self.service), "--store", "memory"])
         wait_all({"service": lambda: _answers(service)}, 60)
-        flags = ["--max-model-len", "512", "--max-num-seqs", "256", "--gpu-memory-utilization", "0.4", *mode.vllm]
+        flags = ["--max-model-len", "512", "--max-num-seqs", "256", *mode.vllm]
+        if args.device == "cuda":  # an exact size, so that other programs may use the GPU at the same time
+            flags += ["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(4 << 30)]
         flags += ["--enforce-eager"] if args.eager else []
         tp = len(mode.vllm_gpus.split(","))
         if tp > 1:
-            flags += ["--tensor-parallel-size", str(tp), "--disable-custom-all-reduce"]
-        if args.device == "cpu":
-            flags = [flag for flag in flags if flag not in ("--gpu-memory-utilization", "0.4", "--disable-custom-all-reduce")]
+            flags += ["--tensor-parallel-size", str(tp), *(["--disable-custom-all-reduce"] if args.device == "cuda" else [])]
         if not mode.own_server:
             command = ["example_trainer/vllm_api_server.py", "--model", str(STARTER), "--port", str(self.vllm), *flags]
             shared = "1" if mode.shared else "0"
@@ -127,7 +136,7 @@ class Run:
             "environment",
             ["environments/arithmetic_server.py", "serve", "--env.rollout_server_url", service, "--env.max_token_length", "96",
              "--env.group_size", "16", "--openai.base_url", f"http://localhost:{self.vllm}", "--openai.server_type", "vllm",
-             "--env.steps_per_eval", "0", "--env.max_batches_offpolicy", "1"],
+             "--env.steps_per_eval", "0", "--env.max_batches_offpolicy", str(mode.ahead)],
         )  # fmt: skip
         deadline = time.monotonic() + args.seconds
         while trainer.process.poll() is None:
@@ -147,6 +156,8 @@ class Run:
             "bytes_moved": rows[-1]["bytes_moved"],
             "seconds_sync_ms": sorted(round(row["seconds_sync"] * 1e3, 2) for row in rows)[len(rows) // 2],
             "served": state,
+            "compared_tokens": sum(row.get("compared_tokens", 0) for row in rows),
+            "mismatched_tokens": sum(row.get("mismatched_tokens", 0) for row in rows),
             "seconds_to_vllm_ready": round(ready - begun, 1),
             "seconds_training": round(time.monotonic() - ready, 1),
         }
@@ -192,6 +203,9 @@ class Run:
         worst = max(abs(value) for value in found["kl"])
         if not self.mode.own_server and worst > MOST_KL:
             raise BenchError(f"{self.name}: KL to the rollouts' policy reached {worst}")
+        if self.mode.deterministic and (not found["compared_tokens"] or found["mismatched_tokens"] or worst):
+            tokens = f"{found['mismatched_tokens']} of {found['compared_tokens']} tokens differ"
+            raise BenchError(f"{self.name}: {tokens}, KL {worst}")
 
 
 def _answers(url: str) -> bool:
