@@ -54,7 +54,7 @@ class Benchmark:
         results.put("adapter", value=trainer.ask("save_base", timeout=180, folder=str(model)))
         flags = ("--enable-lora", "--max-lora-rank", "16")
         gpu = "0" if args.device == "cuda" else ""
-        options = ServerOptions(gpu, shared=False, load_format="auto", utilization=args.utilization, flags=flags)
+        options = ServerOptions(gpu, shared=False, load_format="auto", flags=flags)
         self.server = server = VllmServer("vllm", model, args.output, options)
         self.stack.callback(server.stop)
         results.put("machine", value=describe())
@@ -163,7 +163,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[64])
     parser.add_argument("--interval", type=float, default=2.0, help="seconds between swaps under load")
     parser.add_argument("--ramp", type=float, default=3.0, help="seconds from the load's start to the measurement's")
-    parser.add_argument("--utilization", type=float, default=0.5, help="share of the GPU's memory for vLLM")
     args = parser.parse_args(arguments)
     if args.tiny:
         args.shape, args.concurrency = "tiny", [4]

@@ -36,17 +36,13 @@ TIMEOUT = 60.0
 EDGES = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257)
 
 
-def cache(gibibytes: int) -> tuple[str, str]:
-    """Its size as a number, so that servers that start at the same time on one GPU do not measure each other."""
-    return ("--kv-cache-memory-bytes", str(gibibytes << 30))
-
-
 Cell = dict[str, Any]
 SYNC_CELL: Cell = {"concurrency": 64, "requests": 64, "prompts": EDGES, "new": (200, 400)}
 
-SERVERS: dict[str, tuple[tuple[str, ...], dict[str, Cell]]] = {
+SERVERS: dict[str, tuple[tuple[str, ...], int, dict[str, Cell]]] = {
     "graphs, chunks, prefix cache": (
-        ("--deterministic", "--max-num-batched-tokens", "2048", *cache(28)),
+        ("--deterministic", "--max-num-batched-tokens", "2048"),
+        28,
         {
             "1 at a time": {"concurrency": 1, "requests": 6, "prompts": (1, 127, 300), "new": (128, 256)},
             "8 at a time": {"concurrency": 8, "requests": 32, "prompts": EDGES, "new": (200, 400)},
@@ -62,23 +58,26 @@ SERVERS: dict[str, tuple[tuple[str, ...], dict[str, Cell]]] = {
     "eager, whole prefills, no prefix cache": (
         (
             *("--deterministic", "--enforce-eager", "--no-enable-chunked-prefill", "--no-enable-prefix-caching"),
-            *("--max-num-batched-tokens", "8192", *cache(14)),
+            *("--max-num-batched-tokens", "8192"),
         ),
+        14,
         {
             "8 at a time": {"concurrency": 8, "requests": 16, "prompts": EDGES, "new": (100, 200)},
             "256 at a time": {"concurrency": 256, "requests": 512, "prompts": (*EDGES, 1500), "new": (100, 250)},
         },
     ),
     "graphs, small cache": (
-        ("--deterministic", "--num-gpu-blocks-override", "1200", *cache(4)),
+        ("--deterministic", "--num-gpu-blocks-override", "1200"),
+        4,
         {"preempted": {"concurrency": 128, "requests": 192, "prompts": EDGES, "new": (300, 600)}},
     ),
     "control: mode off": (
-        cache(6),
+        (),
+        6,
         {"64 at a time": {"concurrency": 64, "requests": 128, "prompts": EDGES, "new": (200, 400)}},
     ),
 }
-"""Name -> its flags, and its cells."""
+"""Name -> its flags, GiB of its cache, and its cells."""
 
 TINY_CELL: Cell = {"concurrency": 4, "requests": 6, "prompts": (1, 17, 40), "new": (4, 12)}
 
@@ -103,16 +102,16 @@ class Matrix:
         for name, server in servers.items():
             if self.results.measure(name, "ready", run=partial(wait_all, {name: server.ready}, READY_SECONDS)) is None:
                 continue
-            self._measure(name, server, "single_copy", SERVERS[name][1])
+            self._measure(name, server, "single_copy", SERVERS[name][2])
             if self.args.gpus > 1 and name == next(iter(SERVERS)):
                 self._measure(name, server, "broadcast", {})
             server.stop()
 
     def _start(self, name: str) -> VllmServer:
-        flags = SERVERS[name][0] if self.gpus else ()
+        flags, gibibytes, _ = SERVERS[name] if self.gpus else ((), 1, {})
         options = ServerOptions(
-            "0" if self.gpus else "", utilization=0.2, max_model_len=4096 if self.gpus else 512,
-            max_num_seqs=512 if self.gpus else 8, flags=flags,
+            "0" if self.gpus else "", max_model_len=4096 if self.gpus else 512,
+            max_num_seqs=512 if self.gpus else 8, flags=flags, cache_gib=gibibytes,
         )  # fmt: skip
         server = VllmServer(name.replace(",", "").replace(":", ""), self.model, self.args.output, options)
         self.stack.callback(server.stop)

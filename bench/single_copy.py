@@ -43,7 +43,7 @@ class Benchmark:
         self.lengths = {"min_tokens": 8, "max_tokens": 24} if args.tiny else {}
         self.results = Results(args.output / "single_copy.json")
         gpu = "0" if args.device == "cuda" else ""
-        options = ServerOptions(gpu, utilization=args.utilization)
+        options = ServerOptions(gpu)
         self.server = VllmServer("vllm", write_model_folder(work / "model", self.shape), args.output, options)
         stack.callback(self.server.stop)
         self.load = Worker("load", "bench.gpu.load", [], args.output / "load.log", {})
@@ -211,7 +211,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[64])
     parser.add_argument("--interval", type=float, default=0.5, help="seconds between updates under load")
     parser.add_argument("--ramp", type=float, default=3.0, help="seconds from the load's start to the measurement's")
-    parser.add_argument("--utilization", type=float, default=0.3, help="share of the GPU's memory for vLLM")
     args = parser.parse_args(arguments)
     if args.tiny:
         args.shape, args.concurrency = "tiny", [4]

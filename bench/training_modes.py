@@ -223,7 +223,7 @@ def _ready(server: Child, port: int) -> bool:
 
 def _state(port: int, mode: Mode) -> int:
     answer = httpx.get(f"http://localhost:{port}/{'bridge/state' if mode.shared else 'lora/status'}", timeout=30).json()
-    version: int = answer["weight_version"] if mode.shared else answer["version"]
+    version: int = answer["weight_version"]
     return version
 
 

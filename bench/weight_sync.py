@@ -98,9 +98,7 @@ class Benchmark:
         tp = self.args.tp
         first = tp if mirrored else 0
         gpus = ",".join(map(str, range(first, first + tp))) if self.gpus else ""
-        server = VllmServer(
-            name, self.model, self.args.output, ServerOptions(gpus, tp, utilization=self.args.utilization, **options)
-        )
+        server = VllmServer(name, self.model, self.args.output, ServerOptions(gpus, tp, **options))
         self.stack.callback(server.stop)
         return server
 
@@ -303,7 +301,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trainer-ranks", type=int, default=1, help="processes of the trainer (torchrun, FSDP2)")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny shape and short measurements, to try the script itself")
-    parser.add_argument("--utilization", type=float, default=0.3, help="share of each GPU's memory for each server")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--transfers", nargs="+", default=["direct", "overlapped"])
     parser.add_argument("--updates", type=int, default=20, help="per measurement")

@@ -76,7 +76,7 @@ class Stage:
     ) -> None:
         self.shape, self.output, self.device, self.timeout, self.tp = shape, output, device, timeout, tp
         gpus = ",".join(map(str, range(tp))) if device == "cuda" else ""
-        options = ServerOptions(gpus, tp, eager=eager, bridge_timeout=timeout, utilization=0.3, max_num_seqs=32)
+        options = ServerOptions(gpus, tp, eager=eager, bridge_timeout=timeout, cache_gib=4, max_num_seqs=32)
         self._model, self._options, self._name, self._starts = model, options, name, 0
         self.server = VllmServer(name, model, output, options)
         self._trainers: list[Worker] = []

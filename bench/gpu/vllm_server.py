@@ -28,7 +28,8 @@ class ServerOptions:
         tp: tensor-parallel degree.
         shared: our weight bridge is on; without it the workers run vLLM's code alone.
         eager: without compilation and CUDA graphs.
-        utilization: share of the GPU's memory that vLLM takes.
+        cache_gib: exact size of the cache of keys and values; what vLLM would measure at its start depends on what else uses
+            the GPU at that moment.
         bridge_timeout: seconds for each phase of an update.
         load_format: `dummy` for random weights, `auto` for those in the model's folder.
         flags, environment: whatever else.
@@ -38,7 +39,7 @@ class ServerOptions:
     tp: int = 1
     shared: bool = True
     eager: bool = False
-    utilization: float = 0.35
+    cache_gib: int = 16
     max_model_len: int = 2048
     max_num_seqs: int = 256
     bridge_timeout: float = 60.0
@@ -77,7 +78,9 @@ class VllmServer(Child):
         environment = {"VLLM_ENABLE_SHARED_WEIGHTS": "1" if options.shared else "0", "LOGDIR": str(folder)}
         if options.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = options.gpus
-            command += ["--dtype", "bfloat16", "--gpu-memory-utilization", str(options.utilization)]
+            # vLLM refuses to start unless so much is free; the size of the cache follows from the other flag.
+            command += ["--dtype", "bfloat16", "--gpu-memory-utilization", "0.1"]
+            command += ["--kv-cache-memory-bytes", str(options.cache_gib << 30)]
             if options.eager:
                 command.append("--enforce-eager")
         else:

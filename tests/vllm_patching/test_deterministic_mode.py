@@ -15,7 +15,7 @@ from vllm_patching.batch_invariant import ops
 from vllm_patching.batch_invariant.mode import DeterminismRefused, check_sampling, refuse_flags
 from vllm_patching.batch_invariant.provenance import OPERATIONS, provenance, provenance_difference, table_hash
 from vllm_patching.batch_invariant.self_test import first_difference
-from vllm_patching.batch_invariant.settings import ENVIRONMENT, enable_settings, pinned, settings
+from vllm_patching.batch_invariant.settings import ENVIRONMENT, enable_settings, nccl_variables, pinned, restore_nccl, settings
 
 ROOT = Path(__file__).resolve().parents[2]
 PATCHES = """
@@ -145,3 +145,14 @@ def test_settings_are_pinned_and_put_back(monkeypatch: pytest.MonkeyPatch) -> No
         assert {name: os.environ[name] for name in ENVIRONMENT} == ENVIRONMENT
         assert enable_settings() == now
     assert {name: value for name, value in pinned().items() if name not in ENVIRONMENT} == before
+
+
+def test_nccl_gets_its_environment_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own variables would have the bridge's two sides choose different protocols."""
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    before = nccl_variables()
+    for name, value in (("NCCL_PROTO", "Simple"), ("NCCL_DEBUG", "INFO")):
+        monkeypatch.setenv(name, value)
+    restore_nccl(before)
+    assert nccl_variables() == before
+    assert before["NCCL_DEBUG"] == "WARN"

@@ -67,6 +67,18 @@ def settings() -> Iterator[dict[str, str]]:
         _restore(saved)
 
 
+def nccl_variables() -> dict[str, str]:
+    """What the environment says to NCCL."""
+    return {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+
+
+def restore_nccl(variables: dict[str, str]) -> None:
+    """Make `variables` all that the environment says to NCCL, which reads it when its first group is formed."""
+    for name in nccl_variables().keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
+
+
 def _flags() -> dict[str, Any]:
     matmul = torch.backends.cuda.matmul
     return {

@@ -8,6 +8,7 @@ from vllm_patching import compat
 from vllm_patching.batch_invariant.patches import apply_patches
 from vllm_patching.batch_invariant.provenance import provenance
 from vllm_patching.batch_invariant.self_test import self_test
+from vllm_patching.batch_invariant.settings import nccl_variables, restore_nccl
 from vllm_patching.worker_extension import LockstepWorkerExtension
 
 logger = compat.worker_logger("lockstep.deterministic")
@@ -30,5 +31,18 @@ class DeterministicWorker:
         return {"provenance": provenance(), **report}
 
 
+_NCCL = nccl_variables()
+"""As the user set it: this module is imported before vLLM's worker touches its device."""
+
+
 class DeterministicSharedWorker(DeterministicWorker, LockstepWorkerExtension):
     """With the weight bridge."""
+
+    def lockstep_setup(self, share_storage: bool) -> dict[str, Any]:
+        """See LockstepWorkerExtension.
+
+        vLLM's batch-invariant mode makes NCCL sum in one order, by variables that also choose protocols. There is nothing to
+        sum with one rank, and the bridge's broadcast waits for ever if the trainer's NCCL has chosen another protocol.
+        """
+        restore_nccl(_NCCL)
+        return super().lockstep_setup(share_storage)
