@@ -18,10 +18,12 @@ sys.path[0] = str(ROOT)
 
 import argparse
 import json
+import re
 import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import httpx
@@ -41,7 +43,8 @@ class Mode:
     """Where the processes of a run are, and their flags.
 
     Attributes:
-        vllm_gpus, trainer_gpus: numbers, separated by commas; with several trainer GPUs it runs under torchrun.
+        vllm_gpus, trainer_gpus: numbers, separated by commas; with several trainer GPUs it runs under torchrun. vLLM's of
+            several servers are separated by semicolons; the environment samples from the first.
         trainer, vllm: flags.
         own_server: the trainer starts vLLM itself.
         shared: vLLM shares its weights.
@@ -62,7 +65,7 @@ class Mode:
 
     @property
     def gpus_needed(self) -> int:
-        return 1 + max(int(gpu) for gpu in f"{self.vllm_gpus},{self.trainer_gpus}".split(","))
+        return 1 + max(int(gpu) for gpu in re.split("[,;]", f"{self.vllm_gpus},{self.trainer_gpus}"))
 
 
 _SHARED = ("--weight-bridge-mode", "shared_vllm")
@@ -81,6 +84,7 @@ MODES = {
     "restart": Mode("0", "1", ("--weight-bridge-mode", "none", "--vllm-restart-interval", "3"), own_server=True),
     "single_copy_tp2": Mode("0,1", "0,1", (*_SHARED, "--single-copy")),
     "broadcast_tp2_fsdp2": Mode("0,1", "2,3", (*_SHARED, "--use-shared-memory")),
+    "broadcast_two_servers": Mode("0;1", "2", (*_SHARED, "--use-shared-memory")),
     "deterministic_single_copy": Mode("0", "0", (*_SHARED, "--single-copy", *_DETERMINISTIC), _DETERMINISTIC, ahead=0),
     "deterministic_broadcast": Mode("0", "1", (*_SHARED, "--use-shared-memory", *_DETERMINISTIC), _DETERMINISTIC, ahead=0),
 }
@@ -93,7 +97,8 @@ class Run:
         self.name, self.mode, self.args, self.stack = name, mode, args, stack
         self.work = work / name
         self.work.mkdir()
-        self.service, self.vllm, self.rendezvous, self.torchrun = free_port(), free_port(), free_port(), free_port()
+        self.service, self.rendezvous, self.torchrun = free_port(), free_port(), free_port()
+        self.vllm = [free_port() for _ in mode.vllm_gpus.split(";")]
 
     def start(self, what: str, command: list[str], gpus: str = "", **environment: str) -> Child:
         """Start a process whose log is in the output folder."""
@@ -120,22 +125,26 @@ class Run:
         if args.device == "cuda":  # an exact size, so that other programs may use the GPU at the same time
             flags += ["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(4 << 30)]
         flags += ["--enforce-eager"] if args.eager else []
-        tp = len(mode.vllm_gpus.split(","))
+        tp = len(mode.vllm_gpus.partition(";")[0].split(","))
         if tp > 1:
             flags += ["--tensor-parallel-size", str(tp), *(["--disable-custom-all-reduce"] if args.device == "cuda" else [])]
         if not mode.own_server:
-            command = ["example_trainer/vllm_api_server.py", "--model", str(STARTER), "--port", str(self.vllm), *flags]
-            shared = "1" if mode.shared else "0"
-            server = self.start(
-                "vllm", command, mode.vllm_gpus, VLLM_ENABLE_SHARED_WEIGHTS=shared, VLLM_ALLREDUCE_USE_SYMM_MEM="0"
-            )
-            wait_all({"vllm": lambda: _ready(server, self.vllm)}, 240)
+            ready_when = {}
+            for number, (port, gpus) in enumerate(zip(self.vllm, mode.vllm_gpus.split(";"), strict=True)):
+                name = f"vllm{number or ''}"
+                command = ["example_trainer/vllm_api_server.py", "--model", str(STARTER), "--port", str(port), *flags]
+                variables = {"VLLM_ENABLE_SHARED_WEIGHTS": "1" if mode.shared else "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
+                # Each has a folder of its own: the config file of the bridge is named alike.
+                variables["LOGDIR"] = str(self.work / name if number else self.work)
+                Path(variables["LOGDIR"]).mkdir(exist_ok=True)
+                ready_when[name] = partial(_ready, self.start(name, command, gpus, **variables), port)
+            wait_all(ready_when, 240)
         ready = time.monotonic()
         trainer = self.start("trainer", self.trainer_command(flags), mode.trainer_gpus, **self.trainer_variables())
         environment = self.start(
             "environment",
             ["environments/arithmetic_server.py", "serve", "--env.rollout_server_url", service, "--env.max_token_length", "96",
-             "--env.group_size", "16", "--openai.base_url", f"http://localhost:{self.vllm}", "--openai.server_type", "vllm",
+             "--env.group_size", "16", "--openai.base_url", f"http://localhost:{self.vllm[0]}", "--openai.server_type", "vllm",
              "--env.steps_per_eval", "0", "--env.max_batches_offpolicy", str(mode.ahead)],
         )  # fmt: skip
         deadline = time.monotonic() + args.seconds
@@ -145,7 +154,7 @@ class Run:
             time.sleep(0.5)
         if trainer.process.returncode:
             raise BenchError(f"{self.name}: the trainer ended with {trainer.process.returncode}:\n{tail(trainer.log)}")
-        state = None if mode.own_server else _state(self.vllm, mode)
+        served = [] if mode.own_server else [_state(port) for port in self.vllm]
         environment.stop()
         rows = [json.loads(line) for line in (self.work / "logs" / "metrics.jsonl").read_text().splitlines()]
         found = {
@@ -155,7 +164,7 @@ class Run:
             "params": f"{rows[-1]['params_mapped']}/{rows[-1]['params_total']}",
             "bytes_moved": rows[-1]["bytes_moved"],
             "seconds_sync_ms": sorted(round(row["seconds_sync"] * 1e3, 2) for row in rows)[len(rows) // 2],
-            "served": state,
+            "served": served,
             "compared_tokens": sum(row.get("compared_tokens", 0) for row in rows),
             "mismatched_tokens": sum(row.get("mismatched_tokens", 0) for row in rows),
             "seconds_to_vllm_ready": round(ready - begun, 1),
@@ -170,7 +179,8 @@ class Run:
         ranks = len(mode.trainer_gpus.split(","))
         command = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(self.torchrun)]
         command = [*(command if ranks > 1 else []), "example_trainer/grpo.py", "--model-name", str(STARTER), *mode.trainer]
-        command += ["--vllm-port", str(self.vllm), "--atropos-url", f"http://127.0.0.1:{self.service}"]
+        command += ["--vllm-servers", ",".join(f"localhost:{port}" for port in self.vllm)] if len(self.vllm) > 1 else []
+        command += ["--vllm-port", str(self.vllm[0]), "--atropos-url", f"http://127.0.0.1:{self.service}"]
         command += ["--training-steps", str(args.steps), "--lr", "3e-4", "--batch-size", "16", "--gradient-accumulation-steps"]
         command += [
             "8",
@@ -194,9 +204,9 @@ class Run:
     def judge(self, found: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         """Raise BenchError if the run is not what it should be."""
         steps, mapped = self.args.steps, found["params"].split("/")
-        state = found["served"]
-        if len(rows) != steps or (state is not None and state != steps):
-            raise BenchError(f"{self.name}: {len(rows)} of {steps} steps, vLLM serves {state}")
+        served = found["served"]
+        if len(rows) != steps or any(version != steps for version in served):
+            raise BenchError(f"{self.name}: {len(rows)} of {steps} steps, vLLM serves {served}")
         if mapped[0] != mapped[1]:
             raise BenchError(f"{self.name}: only {found['params']} parameters were mapped")
         # Legacy mode samples from older weights on purpose.
@@ -221,9 +231,12 @@ def _ready(server: Child, port: int) -> bool:
     return _answers(f"http://localhost:{port}/health_generate")
 
 
-def _state(port: int, mode: Mode) -> int:
-    answer = httpx.get(f"http://localhost:{port}/{'bridge/state' if mode.shared else 'lora/status'}", timeout=30).json()
-    version: int = answer["weight_version"]
+def _state(port: int) -> int:
+    """The version that a server says it serves, of the whole weights or of an adapter."""
+    answer = httpx.get(f"http://localhost:{port}/bridge/state", timeout=30)
+    if answer.status_code != 200:
+        answer = httpx.get(f"http://localhost:{port}/lora/status", timeout=30)
+    version: int = answer.raise_for_status().json()["weight_version"]
     return version
 
 
