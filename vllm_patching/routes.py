@@ -1,4 +1,4 @@
-"""The routes that are added to vLLM's app: /generate, /health_generate and /bridge/*."""
+"""The routes that are added to vLLM's app: /generate, /health_generate, /deterministic and /bridge/*."""
 
 from __future__ import annotations
 
@@ -130,6 +130,16 @@ def make_router(service: LockstepService) -> APIRouter:
         finally:
             work.cancel()
             gone.cancel()
+
+    @router.get("/deterministic")
+    async def deterministic(request: Request) -> JSONResponse:
+        if not service.authorized(request):
+            return _error(401, "/deterministic needs the server's API key: send `Authorization: Bearer <key>`")
+        if service.engine is None:
+            return _error(503, "the engine is still loading")
+        if service.deterministic is None:
+            return _error(404, "this server is not in deterministic mode: stop it, and start it with --deterministic")
+        return JSONResponse(service.deterministic)
 
     def bridge_route(
         path: str, step: Callable[[BridgeController, Any], Awaitable[dict[str, Any]]], body: type[BaseModel]

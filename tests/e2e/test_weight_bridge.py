@@ -49,6 +49,12 @@ def test_generate_equals_the_trainers_forward_pass(server: VllmServer) -> None:
     assert largest_difference(server, load_model(str(server.model), torch.float32)) < TOLERANCE
 
 
+def test_a_server_says_that_it_is_not_deterministic(server: VllmServer) -> None:
+    answer = httpx.get(f"{server.url}/deterministic", timeout=30)
+    assert answer.status_code == 404
+    assert "--deterministic" in answer.json()["error"]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_update_arrives_whole(
     server: VllmServer, kind: str, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch

@@ -38,7 +38,7 @@ def packed_bits(model: DeterministicDecoder, sequences: list[Tensor]) -> tuple[l
     return bits(list(hidden)), list(hidden)
 
 
-def check_with_vllm(url: str, folder: str, samples: int = 64, length: int = 256, seed: int = 0) -> int:
+def check_with_vllm(url: str, folder: str, device: str = "cuda", samples: int = 64, length: int = 256, seed: int = 0) -> int:
     """Sample from a deterministic server and recompute every token, each sequence alone and eight packed together.
 
     Prints what was seen for each prompt, also if something differs: where the differences are tells where they come from.
@@ -47,12 +47,15 @@ def check_with_vllm(url: str, folder: str, samples: int = 64, length: int = 256,
         how many tokens were compared; 0 if one differs.
 
     Raises:
-        ParityError: the server runs other kernels.
+        ParityError: the server is not in deterministic mode, or runs other kernels.
     """
     enable_settings()
-    model = load_model(folder, torch.bfloat16, "cuda", DeterministicDecoder)
+    model = load_model(folder, torch.bfloat16 if device == "cuda" else torch.float32, device, DeterministicDecoder)
     assert isinstance(model, DeterministicDecoder)
-    pair(model_provenance(model), httpx.get(f"{url}/bridge/info", timeout=30).raise_for_status().json(), url)
+    answer = httpx.get(f"{url}/deterministic", timeout=30)
+    if answer.status_code != 404:
+        answer.raise_for_status()
+    pair(model_provenance(model), {"deterministic": answer.json() if answer.status_code == 200 else None}, url)
     rng, compared, wrong = random.Random(seed), 0, 0
     lengths = [1, 15, 16, 17, 127, 255, 256, 600]
     for number in range(0, samples, 8):
@@ -65,11 +68,11 @@ def check_with_vllm(url: str, folder: str, samples: int = 64, length: int = 256,
             "temperature": 1.0,
             "seed": seed + number,
         }
-        answer = httpx.post(f"{url}/generate", json=body, timeout=300).raise_for_status().json()
-        rows = [torch.tensor(prompt + tokens, device="cuda") for tokens in answer["token_ids"]]
+        sampled_rows = httpx.post(f"{url}/generate", json=body, timeout=300).raise_for_status().json()
+        rows = [torch.tensor(prompt + tokens, device=device) for tokens in sampled_rows["token_ids"]]
         sampled = [
-            torch.tensor([entry[str(token)] for entry, token in zip(entries, tokens, strict=True)], device="cuda")
-            for entries, tokens in zip(answer["logprobs"], answer["token_ids"], strict=True)
+            torch.tensor([entry[str(token)] for entry, token in zip(entries, tokens, strict=True)], device=device)
+            for entries, tokens in zip(sampled_rows["logprobs"], sampled_rows["token_ids"], strict=True)
         ]
         alone = [logprobs_after(model, [row], len(prompt))[0] for row in rows]
         packed = logprobs_after(model, rows, len(prompt))
@@ -136,13 +139,17 @@ def check_packing(device: str) -> int:
     return failed
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Returns the process's status; a closing line is printed for what was checked, and only then."""
     parser = argparse.ArgumentParser(description="Equal bits: operations, packing, and vLLM if there is a server.")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--vllm-url", help="a server started with --deterministic")
     parser.add_argument("--model", help="the folder of the model that it serves")
-    options = parser.parse_args()
+    parser.add_argument("--samples", type=int, default=64, help="answers to sample, eight to a prompt (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=256, help="tokens of each (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    if options.vllm_url and not options.model:
+        parser.error("--vllm-url needs --model, the folder of the model that the server has")
     enable_settings()
     if failed := check_operations(options.device):
         print(f"{failed} checks failed")
@@ -151,7 +158,8 @@ def main() -> int:
     if not options.vllm_url:
         print("vLLM was not compared (--vllm-url, --model)")
         return 0
-    compared = check_with_vllm(options.vllm_url.rstrip("/"), options.model)
+    url = options.vllm_url.rstrip("/")
+    compared = check_with_vllm(url, options.model, options.device, options.samples, options.length)
     if not compared:
         print("vLLM and the trainer differ")
         return 1
