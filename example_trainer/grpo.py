@@ -14,7 +14,6 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import contextlib
 import logging
 import time
-from collections.abc import Callable
 
 import torch
 
@@ -43,7 +42,7 @@ from example_trainer.metrics_server import serve_metrics
 from example_trainer.parallel.ranks import join_ranks
 from example_trainer.parallel.shared import SharedRollouts, agreed_stop
 from example_trainer.process import StopRequested, StopSignal, run
-from example_trainer.rollout_client import RolloutClient
+from example_trainer.rollout_client import RolloutClient, Upkeep
 from example_trainer.step import accumulate_gradients
 from example_trainer.weight_bridge.base import BridgeError
 from example_trainer.weight_bridge.factory import make_bridge
@@ -91,12 +90,11 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
         stop.defer()  # an update of the server's weights must not be torn apart
         bridge.sync(optimizer.steps, optimizer.write_weights, optimizer.masters)  # nothing may be generated with older weights
         client.register(registration(config, optimizer.steps))
+        upkeep = Upkeep(bridge.server_restarted, lambda: bridge.keep_serving(optimizer.write_weights))
         try:
             while optimizer.steps < config.training_steps:
                 begun = time.perf_counter()
-                batch = read_batch(
-                    client, config, model.geometry.vocab_size, lambda: bridge.keep_serving(optimizer.write_weights)
-                )
+                batch = read_batch(client, config, model.geometry.vocab_size, upkeep)
                 waited = time.perf_counter()
                 sums = accumulate_gradients(model, optimizer, batch, config, stop, reference, parity)
                 step = optimizer.step()
@@ -132,14 +130,14 @@ def read_batch(
     client: RolloutClient | SharedRollouts,
     config: TrainerConfig,
     vocab_size: int,
-    while_waiting: Callable[[], None] = lambda: None,
+    upkeep: Upkeep | None = None,
 ) -> Batch:
     """Wait for a batch and check it. Says what it had to leave out or cut.
 
     Raises:
         TrainerError: nothing in the batch can be trained on.
     """
-    batch = parse_batch(client.next_batch(while_waiting), config.seq_len, vocab_size, config.advantage_std)
+    batch = parse_batch(client.next_batch(upkeep), config.seq_len, vocab_size, config.advantage_std)
     for problem in batch.invalid:
         logger.warning("Left out of the batch: %s", problem)
     if batch.truncated:

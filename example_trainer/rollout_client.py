@@ -28,6 +28,19 @@ _FIRST_POLL, _LONGEST_POLL = 0.02, 0.25
 
 
 @dataclass(frozen=True)
+class Upkeep:
+    """What has to be looked after while training waits.
+
+    Attributes:
+        due: whether there is work; cheap, asked every few seconds.
+        work: does it.
+    """
+
+    due: Callable[[], bool]
+    work: Callable[[], None]
+
+
+@dataclass(frozen=True)
 class Registration:
     """What the trainer tells the service, and through it the environments.
 
@@ -107,14 +120,14 @@ class RolloutClient:
         self._query = {} if uuid is None else {"uuid": uuid}
         self._batch_id = None
 
-    def next_batch(self, while_waiting: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
+    def next_batch(self, upkeep: Upkeep | None = None) -> list[dict[str, Any]]:
         """Poll for a batch.
 
         A service that has lost the registration is registered with again. One that leases its batches hands the same one out
         again if the connection broke before it arrived here, or if an earlier trainer died before it acknowledged it.
 
         Args:
-            while_waiting: called every few seconds until it comes.
+            upkeep: done in the meantime, when it is due.
 
         Returns:
             Its groups.
@@ -122,7 +135,7 @@ class RolloutClient:
         Raises:
             RolloutServiceError: no batch came in time, or the service went away for too long.
         """
-        begun = last_said = last_called = time.monotonic()
+        begun = last_said = last_looked = time.monotonic()
         delay = _FIRST_POLL
         while True:
             answer = self._request("GET", "/batch", query=self._query)
@@ -145,9 +158,10 @@ class RolloutClient:
             if now - last_said > PROGRESS_SECONDS:
                 logger.info("Waiting for a batch for %.0f s: %s", now - begun, self._progress())
                 last_said = now
-            if now - last_called > CALL_SECONDS:
-                while_waiting()
-                last_called = time.monotonic()
+            if upkeep is not None and now - last_looked > CALL_SECONDS:
+                if upkeep.due():
+                    upkeep.work()
+                last_looked = time.monotonic()
             self.stop.wait(delay)
             delay = min(_LONGEST_POLL, delay * 1.5)
 

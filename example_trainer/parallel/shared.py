@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from example_trainer.errors import TrainerError
 from example_trainer.metrics import MetricsLog, Row
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal
-from example_trainer.rollout_client import Registration, RolloutClient
+from example_trainer.rollout_client import Registration, RolloutClient, Upkeep
 
 
 class AgreedStop(StopSignal):
@@ -44,6 +43,10 @@ def agreed_stop(own: StopSignal, ranks: Ranks) -> StopSignal:
     return own if ranks.world_size == 1 else AgreedStop(own, ranks)
 
 
+class _WorkIsDue(Exception):
+    """Ends rank 0's wait for a batch: there is something to do in which every rank takes part."""
+
+
 class SharedRollouts:
     """Rank 0 speaks with the rollout service; every rank gets its answers, and its errors. All methods are collective.
 
@@ -65,13 +68,27 @@ class SharedRollouts:
         """See RolloutClient.register."""
         self._ranks.on_main("registering with the service", lambda: self._main.register(registration), self._longest_call)
 
-    def next_batch(self, while_waiting: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
-        """See RolloutClient.next_batch. The same groups on every rank; `while_waiting` is called on rank 0."""
+    def next_batch(self, upkeep: Upkeep | None = None) -> list[dict[str, Any]]:
+        """See RolloutClient.next_batch. The same groups on every rank; so is the upkeep, while no rank waits for a batch."""
+        while True:
+            groups: list[dict[str, Any]] | None = self._ranks.on_main(
+                "waiting for a batch", lambda: self._wait(upkeep), self._longest_batch
+            )
+            if groups is not None:
+                return groups
+            assert upkeep is not None
+            upkeep.work()
 
-        def wait() -> list[dict[str, Any]]:
-            return self._main.next_batch(while_waiting)
+    def _wait(self, upkeep: Upkeep | None) -> list[dict[str, Any]] | None:
+        """On rank 0: a batch, or None when there is work for all ranks first."""
 
-        return self._ranks.on_main("waiting for a batch", wait, self._longest_batch)
+        def work() -> None:
+            raise _WorkIsDue
+
+        try:
+            return self._main.next_batch(None if upkeep is None else Upkeep(upkeep.due, work))
+        except _WorkIsDue:
+            return None
 
     def acknowledge(self, weight_version: int) -> None:
         """See RolloutClient.acknowledge."""

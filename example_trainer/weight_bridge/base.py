@@ -93,8 +93,12 @@ class WeightBridge(ABC):
             BridgeError: the update failed; the server serves the old version or reports itself unhealthy.
         """
 
+    def server_restarted(self) -> bool:
+        """Whether `keep_serving` has something to do. Asked now and then while training waits; not collective: rank 0 alone."""
+        return False
+
     def keep_serving(self, write_weights: Callable[[], None]) -> None:
-        """Called now and then while training waits: a server that was restarted in the meantime gets the present weights.
+        """Give every server that was restarted since it was joined the present weights.
 
         Without this it would serve none or old ones, and training would wait for its rollouts for ever.
 

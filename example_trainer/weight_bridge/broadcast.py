@@ -89,16 +89,14 @@ class BroadcastBridge(WeightBridge):
             server_seconds=reports[-1].server_seconds,
         )
 
+    def server_restarted(self) -> bool:
+        return any([link.server.has_restarted() for link in self._links])  # a list: each says that it is away
+
     def keep_serving(self, write_weights: Callable[[], None]) -> None:
         """See WeightBridge.keep_serving. The model's weights are the present ones already."""
         for link in self._links:
-            if not link.server.has_restarted():
+            if not self._ranks.on_main("looking for restarted servers", link.server.has_restarted):
                 continue
-            if self._ranks.world_size > 1:
-                raise BridgeError(
-                    f"the vLLM server at {link.server.url} was restarted while this trainer of {self._ranks.world_size} ranks "
-                    "waited for rollouts; start the trainer again with --resume auto"
-                )
             logger.warning("[Bridge] %s was restarted: sending it version %d", link.server.url, self._version)
             seconds: dict[str, float] = {}
             self._join(link)

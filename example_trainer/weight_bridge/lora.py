@@ -203,6 +203,9 @@ class LoraBridge(WeightBridge):
             server_seconds=answers[-1]["seconds"],
         )
 
+    def server_restarted(self) -> bool:
+        return self._last is not None and any([server.has_lost_adapter() for server in self._servers])
+
     def keep_serving(self, write_weights: Callable[[], None]) -> None:
         """See WeightBridge.keep_serving. The adapter of the present version is on the disk."""
         if self._last is None:

@@ -80,14 +80,12 @@ class SingleCopyBridge(WeightBridge):
         self._attach()
         return self._update(version, write_weights, masters)
 
+    def server_restarted(self) -> bool:
+        return self._server.has_restarted()
+
     def keep_serving(self, write_weights: Callable[[], None]) -> None:
         """See WeightBridge.keep_serving."""
-        if self._server.has_restarted():
-            if self._ranks.world_size > 1:
-                raise BridgeError(
-                    f"the vLLM server at {self._server.url} was restarted while this trainer of {self._ranks.world_size} "
-                    "ranks waited for rollouts; start the trainer again with --resume auto"
-                )
+        if self._ranks.on_main("looking for a restarted server", self._server.has_restarted):
             logger.warning("[Bridge] %s was restarted: giving it version %d", self._server.url, self._version)
             self._attach()
             self._update(self._version, write_weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -93,3 +94,17 @@ def joined(
         yield bridge, model
     finally:
         bridge.close()
+
+
+def made_up_group(number: int) -> dict[str, object]:
+    """What an environment would post for the tiny model: four answers to one prompt, sampled under version 0."""
+    rng = random.Random(number)
+    prompt = [rng.randrange(301) for _ in range(3)]
+    responses = [[rng.randrange(301) for _ in range(rng.randint(2, 10))] for _ in range(4)]
+    return {
+        "tokens": [prompt + response for response in responses],
+        "masks": [[-100] * 3 + response for response in responses],
+        "scores": [float(i % 2) for i in range(4)],
+        "inference_logprobs": [[1.0] * 3 + [-5.7 + rng.random() for _ in response] for response in responses],
+        "weight_versions": [0] * 4,
+    }

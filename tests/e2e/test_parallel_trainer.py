@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 
 from example_trainer.models.hf_checkpoint import load_model
 from tests.conftest import ROOT, Processes
+from tests.e2e.bridge_helpers import made_up_group
 from tests.e2e.conftest import VllmServer, start_vllm
 from vllm_patching.checksum import weights_checksum
 from vllm_patching.manifest import Manifest, flat_layout, source_view
@@ -21,8 +21,6 @@ from vllm_patching.manifest import Manifest, flat_layout, source_view
 pytestmark = pytest.mark.e2e
 
 STEPS = 3
-SEQUENCES = 4
-VOCABULARY = 301
 TOLERANCE = 2e-5
 """Largest difference of two float32 logprobs that were computed by different kernels; training changes them by far more."""
 
@@ -34,19 +32,6 @@ def two_ranks(
     """A server of tensor-parallel degree 2, whose ranks share one key/value head and split an odd vocabulary."""
     flags = ("--tensor-parallel-size", "2", "--bridge-timeout", "60")
     return start_vllm(module_processes, free_port, tiny_model, tmp_path_factory.mktemp("vllm"), flags=flags)
-
-
-def made_up_group(number: int) -> dict[str, object]:
-    rng = random.Random(number)
-    prompt = [rng.randrange(VOCABULARY) for _ in range(3)]
-    responses = [[rng.randrange(VOCABULARY) for _ in range(rng.randint(2, 10))] for _ in range(SEQUENCES)]
-    return {
-        "tokens": [prompt + response for response in responses],
-        "masks": [[-100] * 3 + response for response in responses],
-        "scores": [float(i % 2) for i in range(SEQUENCES)],
-        "inference_logprobs": [[1.0] * 3 + [-5.7 + rng.random() for _ in response] for response in responses],
-        "weight_versions": [0] * SEQUENCES,
-    }
 
 
 @pytest.mark.parametrize(("flag", "ranks"), [("--single-copy", 2), ("--use-shared-memory", 3)])

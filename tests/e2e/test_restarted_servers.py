@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ import torch
 from example_trainer.models.hf_checkpoint import load_model
 from example_trainer.weight_bridge.broadcast import BroadcastBridge
 from example_trainer.weight_bridge.server import BridgeServer
-from tests.conftest import Processes
-from tests.e2e.bridge_helpers import TOLERANCE, checksums, joined, largest_difference, new_weights
+from tests.conftest import ROOT, Processes
+from tests.e2e.bridge_helpers import TOLERANCE, checksums, joined, largest_difference, made_up_group, new_weights
 from tests.e2e.conftest import BRIDGE_TIMEOUT, VllmServer, start_vllm
 
 pytestmark = pytest.mark.e2e
@@ -102,3 +103,37 @@ def test_one_trainer_serves_two_servers_and_one_of_them_may_die(
         assert one.state()["weight_version"] == 2
         assert largest_difference(one, model) < TOLERANCE
     bridge.close()
+
+
+def test_a_trainer_of_two_ranks_that_waits_for_a_batch_brings_a_restarted_server_up_to_date(
+    mortal: MortalServer, processes: Processes, free_port: Callable[[], int], tmp_path: Path
+) -> None:
+    port = free_port()
+    service = f"http://127.0.0.1:{port}"
+    processes.start("service", [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port)])
+    processes.wait_for_http(service, seconds=60)
+    trainer = processes.start(
+        "trainer",
+        [
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
+            ROOT / "example_trainer/grpo.py", "--model-name", mortal.now.model, "--weight-bridge-mode", "shared_vllm",
+            "--use-shared-memory", "--vllm-port", str(mortal.now.port), "--atropos-url", service, "--training-steps", "2",
+            "--batch-size", "1", "--gradient-accumulation-steps", "4", "--seq-len", "64", "--num-threads", "1",
+            "--save-path", tmp_path / "checkpoints", "--log-dir", tmp_path / "logs", "--rank-timeout", "120",
+        ],
+        {"MASTER_PORT": str(free_port())},
+        directory=tmp_path,
+    )  # fmt: skip
+    httpx.post(f"{service}/scored_data", json=made_up_group(0), timeout=30).raise_for_status()
+    processes.wait_for_text(trainer, "Step 1/2", seconds=120)
+    mortal.kill()
+    processes.wait_for_text(trainer, "does not answer; start it again", seconds=60)
+    mortal.start_again()  # it generates, so it has weights that are trained on
+    assert mortal.now.state()["weight_version"] == 1
+    httpx.post(f"{service}/scored_data", json=made_up_group(1), timeout=30).raise_for_status()
+    text = processes.finish(trainer, seconds=120)
+    assert "was restarted: sending it version 1" in text
+    assert "Training complete: 2 steps" in text
+    trained = load_model(str(tmp_path / "checkpoints" / "step_2"), torch.float32)
+    assert mortal.now.state()["weight_version"] == 2
+    assert mortal.now.state()["checksums"] == checksums(mortal.now, trained)
