@@ -22,7 +22,7 @@ class BridgeRefusal(RuntimeError):
 
 
 class RankCalls:
-    """Methods of worker_extension.LockstepWorkerExtension, carried out on the main thread of every rank's worker."""
+    """Methods of a worker extension (worker_extension, lora_worker), carried out on the main thread of every rank's worker."""
 
     def __init__(self, engine: Any, timeout: float) -> None:
         """
@@ -38,16 +38,20 @@ class RankCalls:
         """How many there are, for messages."""
         self._who = "vLLM's worker of rank 0" if ranks == 1 else f"one of vLLM's workers of ranks 0 to {ranks - 1}"
 
-    async def call(self, method: str, *args: Any) -> list[Any]:
+    async def call(self, method: str, *args: Any, seconds: float | None = None) -> list[Any]:
         """One answer of each rank.
+
+        Args:
+            seconds: for this call, if not as long as for every other.
 
         Raises:
             BridgeRefusal: they did not answer in time, or the engine has died.
         """
+        limit = self._timeout if seconds is None else seconds
         try:
-            return list(await asyncio.wait_for(self._engine.collective_rpc(method, args=args), self._timeout))
+            return list(await asyncio.wait_for(self._engine.collective_rpc(method, args=args), limit))
         except TimeoutError:
-            raise BridgeRefusal(504, f"{self._who} did not answer {method} within {self._timeout:g} s") from None
+            raise BridgeRefusal(504, f"{self._who} did not answer {method} within {limit:g} s") from None
         except Exception as error:
             if compat.engine_is_dead(self._engine):
                 raise BridgeRefusal(503, "vLLM's engine process has died; restart the server") from error

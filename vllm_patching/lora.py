@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_patching import compat
 from vllm_patching.adapter_file import AdapterError, open_adapter
+from vllm_patching.bridge_ranks import BridgeRefusal, RankCalls
 from vllm_patching.sharding import ModelGeometry
 from vllm_patching.version_spans import Span, VersionSpans
 
@@ -104,6 +105,7 @@ class LoraController:
 
     def __init__(self, engine: Any, model: str, timeout: float, spans: AdapterSpans) -> None:
         self._engine, self._model, self.timeout, self._spans = engine, model, timeout, spans
+        self._workers = RankCalls(engine, timeout)
         self._base_version = spans.version
         self._generate = engine.generate
         self._current: Adapter | None = None
@@ -271,11 +273,10 @@ class LoraController:
             logger.error("[LoRA] adapter %d stays in memory: %s", adapter_id, refusal)
 
     async def _rpc(self, method: str, *args: Any, seconds: float | None = None) -> list[Any]:
-        limit = self.timeout if seconds is None else seconds
         try:
-            return list(await asyncio.wait_for(self._engine.collective_rpc(method, args=args), limit))
-        except TimeoutError:
-            raise LoraRefusal(504, f"vLLM's workers did not answer {method} within {limit:g} s") from None
+            return await self._workers.call(method, *args, seconds=seconds)
+        except BridgeRefusal as refusal:
+            raise LoraRefusal(refusal.status, str(refusal)) from refusal
 
     def _limits(self) -> dict[str, Any]:
         return {key: self._ranks[0][key] for key in ("dtype", "max_rank", "slots", "capacity")}
