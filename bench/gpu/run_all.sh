@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# The benchmarks of the weight bridge that fit a machine, one after the other, each with a time limit.
+# The benchmarks that fit a machine with GPUs, one after the other, each with a time limit.
 #
 #   bench/gpu/run_all.sh KIND OUTPUT_FOLDER
 #
 # KIND: 1 (one GPU: single copy, LoRA) · 2 (two: 1.7B over broadcast) · 2-throughput · 2-faults (two) ·
 #       4 (four: 14B to two ranks) · 4-ranks (four: the same from a trainer of two ranks) ·
-#       4-late (three or more: a rank that is late) · cpu (a tiny model, to try the scripts)
+#       4-late (three or more: a rank that is late) · deterministic (one: parity) · deterministic-cost (one: speed, learning) ·
+#       modes (whole trainings, those that the GPUs suffice for; all with four) · cpu (a tiny model, to try the scripts)
 # Each kind ends within nine minutes; a machine's first server start is part of the first kind that is run on it.
 # Ends with status 1 if any script failed. Results and logs are in OUTPUT_FOLDER, one folder for each script.
 set -uo pipefail
@@ -42,6 +43,12 @@ case $kind in
       --concurrency 64 --name weight_sync_qwen2.5-14b_trainer_ranks
     ;;
   4-late) run 300 bridge_faults_tp2 bridge_faults.py --tp 2 --only late --name bridge_faults_tp2 ;;
+  deterministic) run 520 parity_matrix parity_matrix.py ;;
+  deterministic-cost)
+    run 330 deterministic_cost deterministic_cost.py
+    run 200 bi_on_off bi_on_off.py --jobs 6
+    ;;
+  modes) run 530 training_modes training_modes.py --eager ;;
   cpu)
     for script in weight_sync single_copy lora_swap bridge_faults; do
       run 600 "$script" "$script.py" --device cpu --tiny
