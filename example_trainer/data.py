@@ -240,7 +240,8 @@ class MicroBatch:
 def microbatches(batch: Batch, size: int, normalisation: Normalisation, max_tokens: int) -> Iterator[MicroBatch]:
     """Split a batch into microbatches of similar lengths, the longest first (so that memory runs out early, if it does).
 
-    Sequences without a trained token are left out. The same batch always gives the same microbatches.
+    Sequences without a trained token are left out. The same rollouts always give the same microbatches, in whatever order they
+    came: among sequences of one length the content decides.
 
     Args:
         size: sequences in each (fewer in the last).
@@ -248,9 +249,14 @@ def microbatches(batch: Batch, size: int, normalisation: Normalisation, max_toke
     """
     weights = token_weights([len(s.positions) for s in batch.sequences], normalisation, max_tokens)
     pairs = [(s, w) for s, w in zip(batch.sequences, weights, strict=True) if len(s.positions)]
-    pairs.sort(key=lambda pair: (-len(pair[0].tokens), pair[0].order))
+    pairs.sort(key=lambda pair: _rank(pair[0]))
     for start in range(0, len(pairs), size):
         yield _collate(pairs[start : start + size])
+
+
+def _rank(sequence: TrainedSequence) -> tuple[int, list[bytes], tuple[int, int]]:
+    content: list[np.ndarray] = [sequence.tokens, sequence.positions, sequence.advantages, sequence.rollout_logprobs]
+    return -len(sequence.tokens), [part.tobytes() for part in content], sequence.order
 
 
 def empty_microbatch() -> MicroBatch:

@@ -43,6 +43,11 @@ class BaseEnvConfig(WarnsOfUnknownKeys):
         default=None, description="Tokenizer (name or path); by default that of the model which the inference server serves"
     )
     seed: int = Field(default=42, description="Seed of everything random in the environment")
+    seed_rollouts: bool = Field(
+        default=False,
+        description="Sample each item with a seed of its own, made of `seed` and the item's number: a deterministic server "
+        "then gives the same rollouts in every run",
+    )
 
     # The rollout service and the trainer behind it
     rollout_server_url: str = Field(default="http://localhost:8000", description="URL of the rollout service")

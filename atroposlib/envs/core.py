@@ -82,6 +82,7 @@ class EnvironmentCore(ABC):
         self.eval_runner: asyncio.Task[Any] | None = None
         self.running_items: dict[str, dict[str, Any]] = {}
         self.backlog: list[Item] = []
+        self.items_begun = 0
         self.last_completed_item: Item = None
         nodes = len(self.server.servers)
         per_node = config.max_num_workers_per_node

@@ -1,9 +1,11 @@
 """From an item to a group at the rollout service: collect, retry, check, count, send."""
 
 import asyncio
+import hashlib
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from atroposlib.envs.errors import EnvironmentFailure, RolloutFailure
@@ -16,6 +18,9 @@ from atroposlib.type_definitions import Item
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_item_number: ContextVar[int] = ContextVar("item_number")
+"""Of the item that the present task works on, in the order in which they were begun."""
 
 
 class RolloutMixin(ReportingMixin):
@@ -54,6 +59,18 @@ class RolloutMixin(ReportingMixin):
             raise TypeError(f"collect_trajectory must return a ScoredDataItem, not {wrong[0]}")
         return group_from_items(trajectories), backlog
 
+    def sampling_seed(self, request: int = 0) -> int | None:
+        """The `seed` of a request for the item in work; None, which leaves it to the server, without `seed_rollouts`.
+
+        Args:
+            request: its number among the item's requests. One request for several responses has a seed for each: the
+                server counts on from this one.
+        """
+        if not self.config.seed_rollouts:
+            return None
+        what = f"{self.config.seed} {_item_number.get()} {request}"
+        return int.from_bytes(hashlib.sha256(what.encode()).digest()[:6], "big")
+
     async def _retried(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
         """Run it, and again up to `rollout_retries` times when it raises.
 
@@ -81,6 +98,8 @@ class RolloutMixin(ReportingMixin):
         """
         record = VersionRecord()
         token = current_versions.set(record)
+        numbered = _item_number.set(self.items_begun)
+        self.items_begun += 1
         try:
             groups, backlog = await self._retried("collect_trajectories", lambda: self.collect_trajectories(item))
             self.backlog.extend(backlog or [])
@@ -89,6 +108,7 @@ class RolloutMixin(ReportingMixin):
             groups = await self._retried("postprocess_histories", lambda: self.postprocess_histories(groups))
         finally:
             current_versions.reset(token)
+            _item_number.reset(numbered)
         for group in groups if isinstance(groups, list) else [groups]:
             if group and group.get("weight_versions") is None and record.oldest is not None:
                 group["weight_versions"] = [record.oldest] * len(group.get("tokens") or [])

@@ -33,6 +33,7 @@ class ServingMixin(RolloutMixin):
     _fatal: EnvironmentFailure | None = None
     _failures_in_a_row = 0
     _trainer_steps = -1
+    _busy_when_asked = 0
 
     async def env_manager(self) -> None:
         """Serve until the trainer is done.
@@ -60,6 +61,7 @@ class ServingMixin(RolloutMixin):
         if self.last_loop_time is not None:
             self.mainloop_timings.append(now - self.last_loop_time)
         self.last_loop_time = now
+        self._busy_when_asked = len(self.workers)
         await self.get_status()
         self._check_health()
         await self.env_step_checks()
@@ -269,7 +271,8 @@ class ServingMixin(RolloutMixin):
 
     async def add_train_workers(self) -> None:
         """Start workers up to the number allowed: the backlog first, then new items."""
-        missing = self.workers_wanted() - len(self.workers)
+        # A worker that has posted since the service was asked is in neither number: with it, a batch would be exceeded.
+        missing = self.workers_wanted() - max(len(self.workers), self._busy_when_asked)
         self.workers_added_list.append(max(0, missing))
         for _ in range(missing):
             item = self.backlog.pop() if self.backlog else await self.get_next_item()

@@ -87,12 +87,14 @@ class SingleTurnEnv(BaseEnv):
     async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup, list[Item]]:
         """A group of `group_size` sampled answers, tokens untouched."""
         messages = self.messages(item)
+        seed = self.sampling_seed()
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             answer = await managed.chat_completion(
                 messages=messages,
                 n=self.config.group_size,
                 max_tokens=self.config.max_token_length,
                 temperature=self.temperature,
+                **({} if seed is None else {"seed": seed}),
             )
             nodes = managed.get_state()["nodes"]
         responses = [as_response(choice, node) for choice, node in zip(answer.choices, nodes, strict=True)]

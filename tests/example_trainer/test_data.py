@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,17 @@ def test_the_same_batch_gives_the_same_microbatches(group_list: list[dict[str, A
     assert len(one) == len(two)
     for a, b in zip(one, two, strict=True):
         assert all(torch.equal(value, vars(b)[name]) for name, value in vars(a).items())
+
+
+@given(groups(), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_the_order_in_which_groups_came_does_not_matter(group_list: list[dict[str, Any]], size: int, random: Random) -> None:
+    shuffled = random.sample(group_list, len(group_list))
+    one, two = (
+        list(microbatches(parse_batch(copy.deepcopy(made), 100, VOCAB), size, "token", 100)) for made in (group_list, shuffled)
+    )
+    assert len(one) == len(two)
+    for a, b in zip(one, two, strict=True):
+        assert all(torch.equal(value, vars(b)[name]) for name, value in vars(a).items() if name != "orders")
 
 
 @given(groups(), st.integers(2, 10))

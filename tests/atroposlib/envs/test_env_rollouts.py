@@ -260,3 +260,31 @@ def test_process_stops_when_items_run_out() -> None:
     env.n_groups_to_process = 5
     asyncio.run(ProcessingMixin._make_groups(env))
     assert env.curr_step == 2
+
+
+def seeds_of(items: int, **settings: Any) -> list[list[int | None]]:
+    """What sampling_seed gives for two requests of each of a few items that are in work at the same time."""
+    found: list[list[int | None]] = [[] for _ in range(items)]
+
+    class SeededEnv(ScriptedEnv):
+        async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
+            found[item].append(self.sampling_seed())
+            await asyncio.sleep(0.01 * (items - item))  # the first to begin is the last to end
+            found[item].append(self.sampling_seed(1))
+            return None, []
+
+    async def whole() -> None:
+        env = SeededEnv([], **settings)
+        await asyncio.gather(*(env.roll_out(item) for item in range(items)))
+
+    asyncio.run(whole())
+    return found
+
+
+def test_each_request_of_each_item_has_a_seed_that_only_the_settings_decide() -> None:
+    first = seeds_of(3, seed_rollouts=True, seed=1)
+    assert first == seeds_of(3, seed_rollouts=True, seed=1)
+    flat = {seed for row in first for seed in row}
+    assert len(flat) == 6
+    assert not flat & {seed for row in seeds_of(3, seed_rollouts=True, seed=2) for seed in row}
+    assert seeds_of(2) == [[None, None], [None, None]]
