@@ -173,6 +173,9 @@ OTHER_PROGRAMS_FLAGS = {
     "--dtype",
     "--gpu-memory-utilization",
     "--enable-lora",
+    "--enforce-eager",
+    "--disable-custom-all-reduce",
+    "--compilation-config",
     "--nproc-per-node",
 }
 """Flags in the README that vLLM and torchrun define."""

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_patching import bridge_config, compat
-from vllm_patching.bridge_ranks import BridgeRefusal, RankCalls, compare
+from vllm_patching.bridge_ranks import BridgeRefusal, RankCalls, compare, require_fitting, require_one_each
 from vllm_patching.bridge_state import BridgeConflict, BridgeState, Phase
-from vllm_patching.manifest import Manifest, flat_layout, mismatches
+from vllm_patching.manifest import Manifest, flat_layout
 from vllm_patching.version_spans import VersionSpans
 
 logger = logging.getLogger("vllm.lockstep.bridge")
@@ -151,15 +151,9 @@ class BridgeController:
             epoch, key, data_backend, transfer, weight_version, and follows_writes: checks wait for the events.
         """
         async with self._lock:
-            for manifest in self._manifests:
-                problems = mismatches(manifest, parameters)
-                if problems:
-                    raise BridgeRefusal(
-                        422,
-                        f"{len(problems)} parameter(s) of the trainer do not fit vLLM's rank {manifest.tp_rank} "
-                        f"(server's model: {self._model}): {'; '.join(problems[:5])}. "
-                        "Start both with the same model and dtype.",
-                    )
+            require_fitting(self._manifests, parameters, self._model)
+            if events:
+                require_one_each("event", len(events), len(self._manifests))
             chosen = await self._choose_transfer(transfer) if mode == "broadcast" else ""
             epoch = self._or_conflict(lambda: self.state.begin_epoch(trainer, mode, chosen))
             backend = "nccl" if self._manifests[0].entries[0].device.startswith("cuda") else "gloo"
@@ -219,8 +213,7 @@ class BridgeController:
         async with self._lock:
             overlapped = self.state.transfer == "overlapped"
             self._or_conflict(lambda: self.state.check(epoch, version, Phase.TRANSFERRED))
-            if len(checksums) != len(self._manifests):
-                raise BridgeRefusal(422, f"{len(checksums)} checksum(s) for {len(self._manifests)} rank(s)")
+            require_one_each("checksum", len(checksums), len(self._manifests))
             try:
                 if self.state.mode == "broadcast":
                     arrived = await self._until("received", "transfer", version)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_patching import compat
+from vllm_patching.manifest import Manifest, mismatches
 
 _POLL_SECONDS = 0.002
 _PATIENCE_SECONDS = 0.05
@@ -108,3 +109,30 @@ def compare(answers: Sequence[Mapping[str, Any]], expected: Sequence[str], versi
             raise BridgeRefusal(
                 502, f"rank {rank} {what} checksum {answer['checksum']} of version {version}, the trainer's is {expected[rank]}"
             )
+
+
+def require_fitting(manifests: Sequence[Manifest], parameters: Mapping[str, tuple[tuple[int, ...], str]], model: str) -> None:
+    """Refuse a trainer whose parameters are not those of every rank.
+
+    Args:
+        manifests: of the ranks.
+        parameters: name -> (full shape, dtype) of the trainer's.
+        model: the server's, for the message.
+
+    Raises:
+        BridgeRefusal: names the first few that differ, and both values.
+    """
+    for manifest in manifests:
+        problems = mismatches(manifest, parameters)
+        if problems:
+            raise BridgeRefusal(
+                422,
+                f"{len(problems)} parameter(s) of the trainer do not fit vLLM's rank {manifest.tp_rank} "
+                f"(server's model: {model}): {'; '.join(problems[:5])}. Start both with the same model and dtype.",
+            )
+
+
+def require_one_each(what: str, count: int, ranks: int) -> None:
+    """Raise BridgeRefusal unless there is one of something for each rank."""
+    if count != ranks:
+        raise BridgeRefusal(422, f"{count} {what}(s) for {ranks} rank(s)")

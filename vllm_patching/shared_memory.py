@@ -155,11 +155,13 @@ def open_event(handle: str, device: torch.device) -> torch.cuda.Event:
     """The event of another process: waiting for it means for what that process had enqueued at its last record.
 
     Raises:
-        SharedMemoryError: this machine's driver does not share events.
+        SharedMemoryError: the handle is none, this machine's driver does not share events, or the weights are on no GPU.
     """
+    if device.type != "cuda":
+        raise SharedMemoryError(f"the weights are on {device}, where there are no CUDA events to wait for")
     try:
         return torch.cuda.Event.from_ipc_handle(device, _decode(handle))
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise SharedMemoryError(f"cannot open the trainer's CUDA event: {str(error).splitlines()[0]}") from error
 
 

@@ -11,13 +11,13 @@ import re
 import shlex
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from scripts.quickstart.guard import descendants
 from scripts.quickstart.processes import ManagedProcess
 from tests.conftest import ROOT, Processes
 
@@ -50,6 +50,14 @@ def shell(processes: Processes, tmp_path: Path) -> Shell:
     for name in ("atroposlib", "environments", "example_trainer", "vllm_patching"):
         (tmp_path / name).symlink_to(ROOT / name)
     return Shell(processes, tmp_path)
+
+
+def is_trainer(pid: int) -> bool:
+    """Whether a process is grpo.py; what else runs on this machine under that name is not ours."""
+    try:
+        return b"example_trainer/grpo.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return False
 
 
 class Shell:
@@ -118,7 +126,10 @@ def test_every_command_works_and_prints_what_it_promises(shell: Shell) -> None:
     assert '"param_mappings": {"model.embed_tokens.weight"' in shell.read("vllm_bridge_config.json")
 
     # A person stops it with Ctrl-C: the trainer keeps what it has learned, and nothing stays behind.
-    subprocess.run(["pkill", "-INT", "-f", f"grpo.py --model-name {STARTER}"], check=True, timeout=10)
+    trainers = [pid for pid in descendants(shell.process.command_pid()) if is_trainer(pid)]
+    assert trainers, "the trainer has ended before it was stopped"
+    for pid in trainers:
+        os.kill(pid, signal.SIGINT)
     deadline = time.monotonic() + 60
     while not list((shell.folder / "trained_model_checkpoints").glob("step_*/model.safetensors")):
         assert time.monotonic() < deadline, shell.read("trainer.log")[-2000:]

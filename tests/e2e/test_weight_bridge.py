@@ -190,6 +190,16 @@ def test_a_single_copy_knows_its_sums_before_it_is_written(
         assert (server.state()["state"], server.state()["weight_version"]) == ("serving", 3)
 
 
+def test_events_that_cannot_be_waited_for_are_not_relied_upon(server: VllmServer) -> None:
+    client = BridgeServer("localhost", server.port, BRIDGE_TIMEOUT)
+    shapes = shapes_of(full_parameters(load_model(str(server.model), torch.float32)))
+    assert client.init("single_copy", shapes)["follows_writes"] is False
+    assert client.init("single_copy", shapes, events=["no handle"])["follows_writes"] is False
+    with pytest.raises(BridgeError, match=r"2 event\(s\) for 1 rank\(s\)"):
+        client.init("single_copy", shapes, events=["one", "too many"])
+    client.close()
+
+
 def test_a_trainer_that_falls_silent_while_the_server_is_paused(server: VllmServer, free_port: Callable[[], int]) -> None:
     client = BridgeServer("localhost", server.port, BRIDGE_TIMEOUT)
     model = load_model(str(server.model), torch.float32)
