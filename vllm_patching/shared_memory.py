@@ -144,11 +144,12 @@ def open_handles(handles: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     raise SharedMemoryError(f"unknown kind of handle: {handles['kind']!r}")
 
 
-def share_event() -> tuple[torch.cuda.Event, str]:
-    """A CUDA event that another process's work can wait for, and its handle for `open_event`."""
-    event = torch.cuda.Event(interprocess=True)
-    event.record()  # it exists from its first record on
-    return event, _encode(event.ipc_handle())
+def share_event(device: torch.device) -> tuple[torch.cuda.Event, str]:
+    """A CUDA event of this GPU that another process's work can wait for, and its handle for `open_event`."""
+    with torch.cuda.device(device):  # which need not be the process's present one
+        event = torch.cuda.Event(interprocess=True)
+        event.record()  # it exists from its first record on
+        return event, _encode(event.ipc_handle())
 
 
 def open_event(handle: str, device: torch.device) -> torch.cuda.Event:

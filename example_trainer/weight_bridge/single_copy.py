@@ -54,6 +54,7 @@ class SingleCopyBridge(WeightBridge):
         self._master_sums: dict[tuple[int, ...], WeightSums] = {}
         self._written: torch.cuda.Event | None = None
         self._server_follows = False
+        self._device = torch.device("cpu")
         self._epoch = 0
         self._version = 0
 
@@ -107,7 +108,7 @@ class SingleCopyBridge(WeightBridge):
         layout, _ = flat_layout(manifests_of(info)[self._ranks.rank])
         parameters = dict(self._model.named_parameters())
         shared = self._ranks.together("opening vLLM's memory", lambda: self._open(info, parameters))
-        self._join(next(iter(shared.values())).is_cuda)
+        self._join(next(iter(shared.values())).device)
         for name, parameter in parameters.items():
             # A trainer of one rank holds the vocabulary without vLLM's padding, which is below it.
             parameter.data = shared[name].narrow(0, 0, parameter.shape[0])
@@ -116,11 +117,11 @@ class SingleCopyBridge(WeightBridge):
         self._sums.all()  # compiles the kernel now, and not while the server waits
         logger.info("[Bridge] ✓ Single copy: the trainer's %d parameters are vLLM's own memory", self.params_mapped)
 
-    def _join(self, cuda: bool) -> None:
+    def _join(self, device: torch.device) -> None:
         """Begin an epoch; on a GPU the server gets an event of each rank's, which its checks wait for."""
-        handle = ""
-        if cuda:
-            self._written, handle = share_event()
+        self._device, handle = device, ""
+        if device.type == "cuda":
+            self._written, handle = share_event(device)
         handles = [text for text in self._ranks.gather(handle, "sharing an event with vLLM") if text]
         answer = self._post("init", lambda: self._server.init("single_copy", self._shapes, events=handles))
         self._epoch, self._server_follows = answer["epoch"], answer["follows_writes"]
@@ -198,10 +199,12 @@ class SingleCopyBridge(WeightBridge):
             write_weights()
         except Exception:
             if self._written is not None:
-                torch.cuda.synchronize()  # nothing may land after the server has looked whether its weights are whole
+                torch.cuda.synchronize(
+                    self._device
+                )  # nothing may land after the server has looked whether its weights are whole
             raise
         if self._written is not None:
-            self._written.record()
+            self._written.record(torch.cuda.current_stream(self._device))
             if not self._server_follows:
                 self._written.synchronize()
 

@@ -95,7 +95,7 @@ def waits_for_the_writes() -> Result:
     if not ours.poll(120):
         return False, "the other process did not start"
     weights = open_handles(ours.recv())["w"]
-    event, handle = share_event()
+    event, handle = share_event(weights.device)
     ours.send(handle)
     seen = []
     for value in (1.0, 2.0, 3.0):
