@@ -7,6 +7,7 @@ where a token is not trained (the prompt) and the token's id where it is; `infer
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -254,9 +255,12 @@ def microbatches(batch: Batch, size: int, normalisation: Normalisation, max_toke
         yield _collate(pairs[start : start + size])
 
 
-def _rank(sequence: TrainedSequence) -> tuple[int, list[bytes], tuple[int, int]]:
-    content: list[np.ndarray] = [sequence.tokens, sequence.positions, sequence.advantages, sequence.rollout_logprobs]
-    return -len(sequence.tokens), [part.tobytes() for part in content], sequence.order
+def _rank(sequence: TrainedSequence) -> tuple[int, bytes, tuple[int, int]]:
+    # A digest, because the keys of a whole batch exist at once.
+    content = hashlib.sha256()
+    for part in (sequence.tokens, sequence.positions, sequence.advantages, sequence.rollout_logprobs):
+        content.update(np.ascontiguousarray(part).data)
+    return -len(sequence.tokens), content.digest(), sequence.order
 
 
 def empty_microbatch() -> MicroBatch:

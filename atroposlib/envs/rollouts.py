@@ -65,10 +65,16 @@ class RolloutMixin(ReportingMixin):
         Args:
             request: its number among the item's requests. One request for several responses has a seed for each: the
                 server counts on from this one.
+
+        Raises:
+            RuntimeError: no item is in work here, as in an evaluation.
         """
         if not self.config.seed_rollouts:
             return None
-        what = f"{self.config.seed} {_item_number.get()} {request}"
+        number = _item_number.get(None)
+        if number is None:
+            raise RuntimeError("sampling_seed() is of the item in work: call it in collect_trajectories or what that calls")
+        what = f"{self.config.seed} {number} {request}"
         return int.from_bytes(hashlib.sha256(what.encode()).digest()[:6], "big")
 
     async def _retried(self, what: str, call: Callable[[], Awaitable[T]]) -> T:

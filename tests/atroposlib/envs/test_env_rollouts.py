@@ -288,3 +288,5 @@ def test_each_request_of_each_item_has_a_seed_that_only_the_settings_decide() ->
     assert len(flat) == 6
     assert not flat & {seed for row in seeds_of(3, seed_rollouts=True, seed=2) for seed in row}
     assert seeds_of(2) == [[None, None], [None, None]]
+    with pytest.raises(RuntimeError, match="the item in work"):
+        ScriptedEnv([], seed_rollouts=True).sampling_seed()
