@@ -98,7 +98,8 @@ def train(metrics: str, steps: str, fault: str = "") -> None:
         with path.open("a") as file:
             row = {"step": step, "reward_mean": 0.1, "weight_version": step, "params_mapped": 5, "params_total": 5}
             file.write(json.dumps(row) + "\n")
-        while fault in ("trainer-stalls", "wait", "vllm-dies") and step == 2:
+        # A run that another process is to break must not end before that process has come so far.
+        while fault in ("trainer-stalls", "wait", "vllm-dies", "environment-fails") and step == 2:
             time.sleep(0.1)
         time.sleep(0.05)
 
