@@ -23,6 +23,8 @@ logger = logging.getLogger("vllm.lockstep.bridge")
 CONFIG_NAME = "vllm_bridge_config.json"
 _LET_GO_SECONDS = 2.0
 _WATCH_SECONDS = 0.5
+_FIRST_STEP_SECONDS = 10.0
+"""How long after an update it is asked when the workers went on; an idle server may take no step for hours."""
 
 
 class BridgeController:
@@ -66,6 +68,7 @@ class BridgeController:
         self._phase_started = 0.0
         self._paused_at = 0.0
         self._seconds: dict[str, float] = {}
+        self._first_step_until = 0.0
         self._engine_paused = False
         self._trainer_seen = False
         self._pauses = 0
@@ -293,6 +296,7 @@ class BridgeController:
         await self._resume_engine()
         now = time.monotonic()
         self._seconds |= {"halted": now - self._paused_at, "resume": now - begun}
+        self._first_step_until = now + _FIRST_STEP_SECONDS
         self.state.last_update = dict(self._seconds)
         self.state.last_bytes = self._rank_bytes if self.state.mode == "broadcast" else 0
         logger.info("[Bridge] Serving weight version %d (epoch %d, %s)", version, self.state.epoch, self._seconds_text())
@@ -332,9 +336,12 @@ class BridgeController:
         """Give up an update whose trainer has gone silent or whose worker has lost it."""
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
-            if not self.state.in_update or self._lock.locked():
+            if self._lock.locked():
                 continue
             async with self._lock:
+                if not self.state.in_update:
+                    await self._note_first_step()
+                    continue
                 try:
                     await self._give_up_if_lost()
                 except BridgeRefusal as refusal:
@@ -343,9 +350,21 @@ class BridgeController:
                     self._outputs.release()
                     logger.error("[Bridge] %s; UNHEALTHY until a full update succeeds", refusal)
 
-    async def _give_up_if_lost(self) -> None:
-        if not self.state.in_update:
+    async def _note_first_step(self) -> None:
+        """Add to the last update's seconds how long the engine stood still: from the pause to the first worker's next step."""
+        if time.monotonic() > self._first_step_until:
             return
+        try:
+            began = {answer["tp_rank"]: answer["began"] for answer in await self._ranks.call("lockstep_first_step")}[0]
+        except BridgeRefusal as refusal:
+            logger.warning("[Bridge] not known how long the engine stood still: %s", refusal)
+            self._first_step_until = 0.0
+            return
+        if began is not None:
+            self._first_step_until = 0.0
+            self.state.last_update["stood_still"] = began - self._paused_at
+
+    async def _give_up_if_lost(self) -> None:
         if time.monotonic() > self._deadline:
             await self._give_up(f"nothing from {self.state.trainer} for {self.timeout:g} s")
         elif self._trainer_seen and not bridge_config.runs_here(self.state.trainer):

@@ -43,6 +43,7 @@ class BridgeMetrics:
         self._updates = Counter("lockstep_weight_updates", "Updates that were served", registry=registry)
         self._failures = Counter("lockstep_weight_update_failures", "Updates that failed", registry=registry)
         self._counted = {"updates": 0, "failures": 0}
+        self._phases: set[str] = set()
         self._started = self._last = clock()
         self._at.set(0)
 
@@ -56,8 +57,12 @@ class BridgeMetrics:
             self._last = self._clock()
             self._at.set(self._last)
         self._count("failures", self._failures, state)
-        for key, value in state.get("last_update", {}).items():
-            self._seconds.labels(key.removeprefix("to_")).set(value)
+        phases = {key.removeprefix("to_"): value for key, value in state.get("last_update", {}).items()}
+        for gone in self._phases - phases.keys():
+            self._seconds.labels(gone).set(float("nan"))  # the figure of an older update would be taken for the last one's
+        for phase, value in phases.items():
+            self._seconds.labels(phase).set(value)
+        self._phases |= phases.keys()
         self._bytes.set(state.get("last_bytes", 0))
         self._age.set(self._clock() - self._last)
 

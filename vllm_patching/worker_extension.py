@@ -14,6 +14,7 @@ import torch
 from vllm_patching.checksum import WeightSums
 from vllm_patching.compat import keep_cpu_weights_plain, worker_logger
 from vllm_patching.distributed_utils import Rendezvous
+from vllm_patching.first_step import FirstStep
 from vllm_patching.manifest import Manifest, ManifestEntry, dtype_name, flat_layout, local_view
 from vllm_patching.sharding import ModelGeometry, plan_shards
 from vllm_patching.shared_memory import SharedMemoryError, export_cuda_ipc, export_to_shared_memory, open_event
@@ -69,6 +70,7 @@ class LockstepWorkerExtension:
         self._lockstep_written: torch.cuda.Event | None = None
         self._lockstep_updater = WeightUpdater(rank, layout, num_bytes, live, logger)
         self._lockstep_updater.start()
+        self._lockstep_first_step = FirstStep(self)
         return {
             "manifest": manifest.to_json(),
             "handles": handles,
@@ -96,6 +98,7 @@ class LockstepWorkerExtension:
         """Have the updater thread receive the weights of `version`. Returns at once."""
         if self._lockstep_device.type == "cuda":
             torch.cuda.synchronize()  # a direct transfer must not overtake a step that still reads the old weights
+        self._lockstep_first_step.watch()
         self._lockstep_updater.receive(version)
 
     def lockstep_status(self, patience: float = 0.0) -> dict[str, Any]:
@@ -111,6 +114,10 @@ class LockstepWorkerExtension:
         with torch.no_grad():
             torch._foreach_copy_(self._lockstep_live, self._lockstep_updater.staged())
         return self.lockstep_check()
+
+    def lockstep_first_step(self) -> dict[str, Any]:
+        """When this rank began its first step since weights were last received or checked (time.monotonic(), or None)."""
+        return {"tp_rank": self._lockstep_rank, "began": self._lockstep_first_step.began}
 
     def lockstep_discard(self, patience: float) -> bool:
         """Forget what was received; a transfer in flight is called off. Returns whether it has ended by then."""
@@ -144,6 +151,7 @@ class LockstepWorkerExtension:
             if self._lockstep_written is not None:
                 self._lockstep_written.wait()
         summary = self._lockstep_sums.all()
+        self._lockstep_first_step.watch()
         return {"tp_rank": self._lockstep_rank, "checksum": summary.checksum, "not_finite": summary.not_finite}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -151,3 +152,12 @@ def test_vllms_own_metrics_page_shows_them(tmp_path: Path, multiprocess: bool) -
         'lockstep_weight_update_seconds{phase="paused"} 0.5',
     ):
         assert lines.count(line) == 2, (line, done.stdout[-3000:])
+
+
+def test_a_phase_that_the_last_update_did_not_have_shows_no_older_figure(registry: CollectorRegistry) -> None:
+    metrics = BridgeMetrics(registry)
+    metrics.refresh({"updates": 1, "last_update": {"to_paused": 0.25, "stood_still": 0.5}})
+    metrics.refresh({"updates": 2, "last_update": {"to_paused": 0.75}})
+    shown = figures(registry)
+    assert shown['lockstep_weight_update_seconds{phase="paused"}'] == 0.75
+    assert math.isnan(shown['lockstep_weight_update_seconds{phase="stood_still"}'])
