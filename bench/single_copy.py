@@ -130,6 +130,7 @@ class Benchmark:
             command,
             self.lengths,
             summarise=pause_figures,
+            first_steps=True,
         )
 
     def _optimizer(self, trainer: Worker) -> dict[str, Any]:
@@ -144,12 +145,17 @@ class Benchmark:
 
 
 def pause_figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Figures of updates, and how much longer than the write itself the engine stood still."""
+    """Figures of updates, and how much longer than the write itself the engine stood still.
+
+    Its end is the answer to resume (`pause_beyond_write_ms`) and, with requests in flight, also the first step of the worker
+    (`stood_still_beyond_write_ms`), which may come before that answer.
+    """
     found = figures(rows)
-    write = [row["write"] for row in rows]
-    window = [row["server"]["halted"] for row in rows]
-    found["write_ms"] = spread_ms(write)
-    found["pause_beyond_write_ms"] = spread_ms([w - own for w, own in zip(window, write, strict=True)])
+    found["write_ms"] = spread_ms([row["write"] for row in rows])
+    for name, end in (("pause", "halted"), ("stood_still", "stood_still")):
+        beyond = [row["server"][end] - row["write"] for row in rows if end in row["server"]]
+        if beyond:
+            found[f"{name}_beyond_write_ms"] = spread_ms(beyond)
     if "optimizer_step" in rows[0]:
         found["optimizer_step_ms"] = spread_ms([row["optimizer_step"] for row in rows])
         found["median_seconds_per_training_step"] = round(
@@ -184,6 +190,7 @@ def report(data: dict[str, Any]) -> str:
                     name,
                     row["updates"],
                     *(median_of(row, "pause_beyond_write_ms", what) for what in ("median", "p90", "max")),
+                    *(median_of(row, "stood_still_beyond_write_ms", what) for what in ("median", "max")),
                     median_of(row, "halted_ms"),
                     median_of(row, "write_ms"),
                     median_of(row, "optimizer_step_ms"),
@@ -191,8 +198,9 @@ def report(data: dict[str, Any]) -> str:
                     median_of(row, "largest_gap_per_update_ms"),
                 ]
             )
-    head = ["", "updates", "pause beyond the write: median ms", "p90", "max", "halted ms", "write ms", "optimizer step ms"]
-    lines += [table([*head, "usual gap ms", "gap at an update ms"], rows)] if rows else []
+    head = ["", "updates", "pause beyond the write: median ms", "p90", "max", "to the first step: median ms", "max"]
+    head += ["halted ms", "write ms", "optimizer step ms", "usual gap ms", "gap at an update ms"]
+    lines += [table(head, rows)] if rows else []
     for name in ("idle", "optimizer, idle"):
         phases = data.get(name, {}).get("phases_ms", {})
         server = data.get(name, {}).get("server_ms", {})

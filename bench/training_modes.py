@@ -2,10 +2,12 @@
 
     python bench/training_modes.py --output DIR                            every mode that the GPUs at hand suffice for
     python bench/training_modes.py --output DIR --only single_copy lora    some of them
+    python bench/training_modes.py --output DIR --only deterministic_single_copy --steps 50 --repeat 2
 
 Each mode trains a few steps on arithmetic. It passes if the trainer ends well, vLLM serves the last step's weights, every
 parameter was mapped, and the policy that was trained is the one that sampled (KL to the rollouts near 0; in deterministic mode
-no token differs). Prints a table and writes training_modes.json.
+no token differs). With --repeat, new processes do it again; in deterministic mode the weights must then be the same, bit for
+bit, after each step. Prints a table and writes training_modes.json.
 """
 
 from __future__ import annotations
@@ -146,7 +148,8 @@ class Run:
             "environment",
             ["environments/arithmetic_server.py", "serve", "--env.rollout_server_url", service, "--env.max_token_length", "96",
              "--env.group_size", "16", "--openai.base_url", f"http://localhost:{self.vllm[0]}", "--openai.server_type", "vllm",
-             "--env.steps_per_eval", "0", "--env.max_batches_offpolicy", str(mode.ahead)],
+             "--env.steps_per_eval", "0", "--env.max_batches_offpolicy", str(mode.ahead),
+             "--env.seed_rollouts", str(mode.deterministic).lower()],
         )  # fmt: skip
         deadline = time.monotonic() + args.seconds
         while trainer.process.poll() is None:
@@ -168,6 +171,7 @@ class Run:
             "served": served,
             "compared_tokens": sum(row.get("compared_tokens", 0) for row in rows),
             "mismatched_tokens": sum(row.get("mismatched_tokens", 0) for row in rows),
+            "checksums": [row["checksum"] for row in rows],
             "seconds_to_vllm_ready": round(ready - begun, 1),
             "seconds_training": round(time.monotonic() - ready, 1),
         }
@@ -219,6 +223,34 @@ class Run:
             raise BenchError(f"{self.name}: {tokens}, KL {worst}")
 
 
+def first_difference(runs: list[dict[str, Any]]) -> int | None:
+    """The first step, from 1, after which the weights of a run are not those of the first one; None if there is none."""
+    for step, checksums in enumerate(zip(*(run["checksums"] for run in runs), strict=True), start=1):
+        if len(set(checksums)) > 1:
+            return step
+    return None
+
+
+def repeated(name: str, mode: Mode, args: argparse.Namespace) -> dict[str, Any]:
+    """Run a mode as often as asked, each time with new processes. Returns the last run's figures, and how the runs compare.
+
+    Raises:
+        BenchError: a run failed, or two runs of a deterministic mode ended differently.
+    """
+    runs: list[dict[str, Any]] = []
+    for number in range(args.repeat):
+        with tempfile.TemporaryDirectory() as work, ExitStack() as stack:
+            runs.append(Run(name, mode, args, stack, Path(work)).go())
+            print(f"{name}, run {number + 1} of {args.repeat}: weights {runs[-1]['checksums'][-1]}", flush=True)
+    found = runs[-1]
+    if args.repeat > 1:
+        step = first_difference(runs)
+        found["runs"], found["first_step_that_differs"] = args.repeat, step
+        if mode.deterministic and step is not None:
+            raise BenchError(f"{name}: after step {step} the weights of {args.repeat} runs are not the same")
+    return found
+
+
 def _answers(url: str) -> bool:
     try:
         return httpx.get(url, timeout=5).status_code == 200
@@ -247,6 +279,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=MODES)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--repeat", type=int, default=1, help="runs of each mode, compared with each other")
     parser.add_argument("--seconds", type=float, default=150.0, help="for the training of one mode")
     parser.add_argument("--eager", action="store_true", help="vLLM without compilation and CUDA graphs (starts faster)")
     parser.add_argument("--name", default="training_modes", help="of the results file, without .json")
@@ -261,12 +294,11 @@ def main() -> int:
         if args.device == "cuda" and torch.cuda.device_count() < mode.gpus_needed:
             results["modes"][name] = {"skipped": f"needs {mode.gpus_needed} GPUs"}
             continue
-        with tempfile.TemporaryDirectory() as work, ExitStack() as stack:
-            try:
-                results["modes"][name] = Run(name, mode, args, stack, Path(work)).go()
-            except (BenchError, httpx.HTTPError, OSError, KeyError, ValueError) as error:
-                failures.append(f"{name}: {error}")
-                results["modes"][name] = {"failed": str(error).splitlines()[0]}
+        try:
+            results["modes"][name] = repeated(name, mode, args)
+        except (BenchError, httpx.HTTPError, OSError, KeyError, ValueError) as error:
+            failures.append(f"{name}: {error}")
+            results["modes"][name] = {"failed": str(error).splitlines()[0]}
         print(name, json.dumps(results["modes"][name]), flush=True)
         (args.output / f"{args.name}.json").write_text(json.dumps(results, indent=1))
     rows = []

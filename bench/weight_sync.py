@@ -154,7 +154,7 @@ class Benchmark:
         measure("idle", run=lambda: figures(trainer.ask("sync", timeout=ASK_SECONDS, count=count)))
         measure("check", run=lambda: self._check(trainer))
         for concurrency in self.args.concurrency:
-            measure(f"load_{concurrency}", run=partial(self._under_load, server, trainer, concurrency))
+            measure(f"load_{concurrency}", run=partial(self._under_load, server, trainer, concurrency, ours=True))
         measure("check_after_load", run=lambda: self._check(trainer))
 
     def _measure_engine(self, server: VllmServer) -> None:
@@ -177,12 +177,11 @@ class Benchmark:
         with loaded(self.load, server, self.shape, concurrency, 2 * self.args.ramp, self.lengths):
             pass
 
-    def _under_load(self, server: VllmServer, trainer: Worker, concurrency: int) -> dict[str, Any]:
+    def _under_load(self, server: VllmServer, trainer: Worker, concurrency: int, ours: bool = False) -> dict[str, Any]:
         args = self.args
+        measure = partial(updates_under_load, lengths=self.lengths, first_steps=ours)
         interval = args.interval * (2 if concurrency > 64 else 1)
-        return updates_under_load(
-            self.load, server, trainer, self.shape, concurrency, args.updates, interval, args.ramp, lengths=self.lengths
-        )
+        return measure(self.load, server, trainer, self.shape, concurrency, args.updates, interval, args.ramp)
 
     def _steady(self, server: VllmServer, trainer: Worker | None = None) -> dict[str, Any]:
         """Tokens per second over a while, with or without updates."""
@@ -254,12 +253,13 @@ def report(data: dict[str, Any]) -> str:
                     round(100 * speed / broadcast, 1) if broadcast else None,
                     round(100 * speed / coalesced, 1) if coalesced else None,
                     *(median_of(found, "halted_ms", what) for what in ("median", "max")),
+                    median_of(found, "stood_still_ms"),
                     median_of(found, "usual_gap_ms"),
                     *(median_of(found, "largest_gap_per_update_ms", what) for what in ("median", "max")),
                 ]
             )
     head = ["", "updates", "first byte to verified: median ms", "p90", "max", "GB/s", "% of broadcast", "% of coalesced"]
-    head += ["halted: median ms", "max", "usual gap ms", "gap at an update: median ms", "max"]
+    head += ["halted: median ms", "max", "to the first step ms", "usual gap ms", "gap at an update: median ms", "max"]
     lines += [table(head, rows)] if rows else []
     for side, part in sides.items():
         phases = part.get("idle", {}).get("phases_ms", {})

@@ -87,12 +87,14 @@ def figures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     first_byte = [row["first_byte_to_verified"] for row in rows]
     moved = statistics.median(row["bytes_moved"] for row in rows)
     halted = [row["server"]["halted"] for row in rows]
+    stood_still = [row["server"]["stood_still"] for row in rows if "stood_still" in row["server"]]
     return {
         "updates": len(rows),
         "bytes_moved": moved,
         "first_byte_to_verified_ms": spread_ms(first_byte),
         "gb_per_s": gigabytes_per_second(moved, statistics.median(first_byte)),
         "halted_ms": spread_ms(halted),
+        **({"stood_still_ms": spread_ms(stood_still)} if stood_still else {}),
         "whole_update_ms": spread_ms([row["end"] - row["start"] for row in rows]),
         "phases_ms": spread_by_phase([row["seconds"] for row in rows]),
         "server_ms": spread_by_phase([row["server"] for row in rows]),
@@ -134,9 +136,15 @@ def updates_under_load(
     command: str = "sync",
     lengths: Mapping[str, int] = MappingProxyType({}),
     summarise: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None,
+    first_steps: bool = False,
 ) -> dict[str, Any]:
-    """Figures of `count` updates while `concurrency` requests are in flight, and how they show in the stream of tokens."""
+    """Figures of `count` updates while `concurrency` requests are in flight, and how they show in the stream of tokens.
+
+    Args:
+        first_steps: also ask the server after each update when its engine went on.
+    """
     arguments = {"count": count, **({"interval": interval} if command == "sync" else {})}
+    arguments |= {"loaded": True} if first_steps else {}
     with loaded(load, server, shape, concurrency, ramp, lengths) as seen:
         rows = trainer.ask(command, timeout=ASK_SECONDS, **arguments)
         time.sleep(min(1.0, ramp))

@@ -31,6 +31,8 @@ from example_trainer.weight_bridge.single_copy import SingleCopyBridge
 
 PROMPT_TOKENS = 40
 SAMPLES, SAMPLE_TOKENS = 8, 32
+FIRST_STEP_SECONDS = 3.0
+"""How long to wait, while requests are in flight, until the server knows when its engine went on after an update."""
 
 
 def trainer_arguments(shape: str, port: int, device: str, timeout: float) -> list[str]:
@@ -153,8 +155,11 @@ class BenchTrainer:
             "first_update": first,
         }
 
-    def sync(self, count: int, interval: float = 0.0) -> list[dict[str, Any]]:
+    def sync(self, count: int, interval: float = 0.0, loaded: bool = False) -> list[dict[str, Any]]:
         """Update the server `count` times, beginning one every `interval` seconds or as soon as the one before has ended.
+
+        Args:
+            loaded: requests are in flight; wait after each update until the server knows when its engine went on.
 
         Returns:
             for each: version, start and end (monotonic clock), seconds by phase, bytes_moved, first_byte_to_verified, write
@@ -164,10 +169,10 @@ class BenchTrainer:
         begin = time.monotonic()
         for index in range(count):
             time.sleep(max(0.0, begin + index * interval - time.monotonic()))
-            rows.append(self._update(lambda: self.write(1 - self.served_set), self.sets[1 - self.served_set]))
+            rows.append(self._update(lambda: self.write(1 - self.served_set), self.sets[1 - self.served_set], loaded))
         return rows
 
-    def sync_with_optimizer(self, count: int) -> list[dict[str, Any]]:
+    def sync_with_optimizer(self, count: int, loaded: bool = False) -> list[dict[str, Any]]:
         """As sync, with a real forward, backward and optimizer step before each; its masters are rounded in the pause."""
         assert self.model is not None
         rows = []
@@ -182,7 +187,7 @@ class BenchTrainer:
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
             stepped = time.monotonic() - middle
-            row = self._update(self.optimizer.write_weights, self.optimizer.masters)
+            row = self._update(self.optimizer.write_weights, self.optimizer.masters, loaded)
             rows.append({**row, "optimizer_step": stepped, "forward_backward": middle - started, "loss": float(loss.detach())})
             del loss, logprobs, report, index
         return rows
@@ -264,7 +269,9 @@ class BenchTrainer:
         public = (self.load, self.connect, self.sync, self.sync_with_optimizer, self.check, self.checksums, self.flatten_head)
         return {method.__name__: method for method in (*public, self.memory, self.forget_sets, self.close)}
 
-    def _update(self, write: Callable[[], None], masters: dict[str, Tensor] | None = None) -> dict[str, Any]:
+    def _update(
+        self, write: Callable[[], None], masters: dict[str, Tensor] | None = None, loaded: bool = False
+    ) -> dict[str, Any]:
         assert self.bridge is not None
         version = self.version + 1
         # A single copy does not wait for its writes before it asks for their check.
@@ -291,8 +298,18 @@ class BenchTrainer:
             "write": clock[0].elapsed_time(clock[1]) / 1e3 if clock else report.seconds.get("write", 0.0),
             "bytes_moved": report.bytes_moved,
             "first_byte_to_verified": report.first_byte_to_verified,
-            "server": report.server_seconds,
+            "server": {**report.server_seconds, **(self._stood_still() if loaded else {})},
         }
+
+    def _stood_still(self) -> dict[str, float]:
+        """`stood_still` of the last update, once the server has asked its workers; empty if they took no step in time."""
+        deadline = time.monotonic() + FIRST_STEP_SECONDS
+        while time.monotonic() < deadline:
+            seconds = httpx.get(f"{self.url}/bridge/state", timeout=30).json()["last_update"]
+            if "stood_still" in seconds:
+                return {"stood_still": seconds["stood_still"]}
+            time.sleep(0.05)
+        return {}
 
     def _master_port(self) -> int:
         return free_port()
