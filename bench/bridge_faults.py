@@ -319,9 +319,11 @@ def rows(args: argparse.Namespace, faults: Faults) -> list[tuple[str, str, Calla
     for mode in broadcast:
         if args.tp == 1:
             add("stop", faults.worker_stopped, mode, 0)
-    for mode, point in [(m, point) for m in broadcast[:1] for point in points(m)] + [(m, "transfer") for m in broadcast[1:]]:
-        add("worker", faults.worker_killed, mode, point)
-    for mode in broadcast[-1:]:
+    # Each costs a start of vLLM, so that only the first mode is tried at every point.
+    for mode in modes:
+        for point in points(mode) if mode == modes[0] else points(mode)[1:2]:
+            add("worker", faults.worker_killed, mode, point)
+    for mode in [*broadcast[-1:], *(m for m in modes if m == "single_copy")]:
         add("restart", faults.server_restarted, mode)
     return [row for row in plan if not args.only or row[0] in args.only]
 
