@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import signal
+import sqlite3
+import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,18 @@ def begin(service: Service) -> None:
     batch = service.get("/batch")
     service.post("/batch/ack", {"batch_id": batch["batch_id"], "weight_version": 1})
     assert marks(service.get("/batch")["batch"]) == [1]
+    # That a batch has been sent is written down after it was sent; a kill before that would have it sent again, as it should.
+    deadline = time.monotonic() + 30
+    while not sent_on_disk(service):
+        assert time.monotonic() < deadline, service.log.read_text()[-2000:]
+        time.sleep(0.01)
+
+
+def sent_on_disk(service: Service) -> bool:
+    """Whether the store says of the last batch that the trainer has it."""
+    [path] = [path for path in service.cwd.rglob("*.db") if ".previous" not in path.name]
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=10)) as store:
+        return bool(store.execute("SELECT sent FROM leases ORDER BY batch_id DESC LIMIT 1").fetchone()[0])
 
 
 def lasting(service: Service) -> dict[str, Any]:
