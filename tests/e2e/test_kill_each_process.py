@@ -18,6 +18,8 @@ from tests.e2e.conftest import start_vllm
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540)]
 
 STARTER = ROOT / "assets" / "starter_model"
+STEPS = 16
+"""Those that are waited for, and those that are taken meanwhile."""
 
 
 def test_the_run_survives_the_death_of_each_process(
@@ -42,7 +44,7 @@ def test_the_run_survives_the_death_of_each_process(
         command = [
             *(sys.executable, "-u", ROOT / "example_trainer/grpo.py", "--model-name", STARTER, "--lr", "1e-4"),
             *("--weight-bridge-mode", "shared_vllm", "--use-shared-memory", "--vllm-port", str(vllm.port)),
-            *("--atropos-url", url, "--batch-size", "16", "--gradient-accumulation-steps", "2", "--training-steps", "12"),
+            *("--atropos-url", url, "--batch-size", "16", "--gradient-accumulation-steps", "2", "--training-steps", str(STEPS)),
             *("--bridge-timeout", "15", "--checkpoint-interval", "1", "--num-threads", "1"),
             *("--save-path", tmp_path / "checkpoints", "--log-dir", tmp_path / "trainer", *flags),
         ]
@@ -87,8 +89,8 @@ def test_the_run_survives_the_death_of_each_process(
     assert "ERROR" not in trainer.log_path.read_text()
 
     processes.finish(trainer, 180)
-    assert sorted(set(steps())) == list(range(1, 13))
+    assert sorted(set(steps())) == list(range(1, STEPS + 1))
     state = again.state()
-    assert (state["weight_version"], state["state"]) == (12, "serving")
+    assert (state["weight_version"], state["state"]) == (STEPS, "serving")
     assert service.poll() is None
     assert environment.poll() in (None, 0), "it ends by itself, and well, once training is complete"

@@ -83,7 +83,7 @@ def test_one_trainer_serves_two_servers_and_one_of_them_may_die(
     mortal: MortalServer, server: VllmServer, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    clients = [BridgeServer("localhost", s.port, BRIDGE_TIMEOUT, startup_timeout=120) for s in (server, mortal.now)]
+    clients = [BridgeServer("localhost", s.port, BRIDGE_TIMEOUT, startup_timeout=240) for s in (server, mortal.now)]
     bridge = BroadcastBridge(clients)
     model = load_model(str(server.model), torch.float32)
     bridge.connect(model)
@@ -97,7 +97,7 @@ def test_one_trainer_serves_two_servers_and_one_of_them_may_die(
     thread = threading.Thread(target=mortal.start_again)
     thread.start()
     bridge.sync(2, new_weights(model, 2))  # waits for the second one to come back
-    thread.join(120)
+    thread.join(240)
     assert not thread.is_alive()
     for one in (server, mortal.now):
         assert one.state()["weight_version"] == 2
