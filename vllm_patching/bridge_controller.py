@@ -16,6 +16,7 @@ from vllm_patching import bridge_config, compat
 from vllm_patching.bridge_ranks import BridgeRefusal, RankCalls, compare, require_fitting, require_one_each
 from vllm_patching.bridge_state import BridgeConflict, BridgeState, Phase
 from vllm_patching.manifest import Manifest, flat_layout
+from vllm_patching.update_clock import UpdateClock
 from vllm_patching.version_spans import VersionSpans
 
 logger = logging.getLogger("vllm.lockstep.bridge")
@@ -23,8 +24,6 @@ logger = logging.getLogger("vllm.lockstep.bridge")
 CONFIG_NAME = "vllm_bridge_config.json"
 _LET_GO_SECONDS = 2.0
 _WATCH_SECONDS = 0.5
-_FIRST_STEP_SECONDS = 10.0
-"""How long after an update it is asked when the workers went on; an idle server may take no step for hours."""
 
 
 class BridgeController:
@@ -64,11 +63,7 @@ class BridgeController:
         self._handles: list[dict[str, Any] | None] = []
         self._rank_bytes = 0
         self._lock = asyncio.Lock()
-        self._deadline = 0.0
-        self._phase_started = 0.0
-        self._paused_at = 0.0
-        self._seconds: dict[str, float] = {}
-        self._first_step_until = 0.0
+        self._clock = UpdateClock(timeout)
         self._engine_paused = False
         self._trainer_seen = False
         self._pauses = 0
@@ -192,7 +187,6 @@ class BridgeController:
                 )
             if self.state.mode == "broadcast":
                 await self._until("ready", "prepare", version, also=("received",))
-            self._seconds = {}
             self._enter(Phase.PREPARED, version)
             if self.state.transfer == "overlapped":
                 await self._ranks.call("lockstep_receive", version)
@@ -286,7 +280,6 @@ class BridgeController:
             raise
         self._engine_paused = True
         self._pauses += 1
-        self._paused_at = time.monotonic()
         self._enter(Phase.PAUSED, version)
 
     async def _serve(self, version: int) -> dict[str, Any]:
@@ -294,13 +287,11 @@ class BridgeController:
         self._spans.switch_at(begun, self.state.weight_version, version)
         self._enter(Phase.SERVING, version)
         await self._resume_engine()
-        now = time.monotonic()
-        self._seconds |= {"halted": now - self._paused_at, "resume": now - begun}
-        self._first_step_until = now + _FIRST_STEP_SECONDS
-        self.state.last_update = dict(self._seconds)
+        self._clock.resumed(begun)
+        self.state.last_update = self._clock.seconds
         self.state.last_bytes = self._rank_bytes if self.state.mode == "broadcast" else 0
-        logger.info("[Bridge] Serving weight version %d (epoch %d, %s)", version, self.state.epoch, self._seconds_text())
-        return {"state": self.state.phase, "weight_version": version, "seconds": self.state.last_update}
+        logger.info("[Bridge] Serving weight version %d (epoch %d, %s)", version, self.state.epoch, self._clock)
+        return {"state": self.state.phase, "weight_version": version, "seconds": dict(self._clock.seconds)}
 
     async def _give_up(self, reason: str) -> None:
         """End the update; go on with the old version if its weights are untouched, else become unhealthy."""
@@ -351,21 +342,12 @@ class BridgeController:
                     logger.error("[Bridge] %s; UNHEALTHY until a full update succeeds", refusal)
 
     async def _note_first_step(self) -> None:
-        """Add to the last update's seconds how long the engine stood still: from the pause to the first worker's next step."""
-        if time.monotonic() > self._first_step_until:
-            return
-        try:
-            began = {answer["tp_rank"]: answer["began"] for answer in await self._ranks.call("lockstep_first_step")}[0]
-        except BridgeRefusal as refusal:
-            logger.warning("[Bridge] not known how long the engine stood still: %s", refusal)
-            self._first_step_until = 0.0
-            return
-        if began is not None:
-            self._first_step_until = 0.0
-            self.state.last_update["stood_still"] = began - self._paused_at
+        if self._clock.wants_first_step:
+            with suppress(BridgeRefusal):  # that the engine is dead or stuck is told by whatever needs it
+                self._clock.stepped(await self._ranks.first_step())
 
     async def _give_up_if_lost(self) -> None:
-        if time.monotonic() > self._deadline:
+        if self._clock.is_late:
             await self._give_up(f"nothing from {self.state.trainer} for {self.timeout:g} s")
         elif self._trainer_seen and not bridge_config.runs_here(self.state.trainer):
             await self._give_up(f"{self.state.trainer} has ended")
@@ -382,15 +364,8 @@ class BridgeController:
             self.state.fail(f"the bridge's watchdog died: {task.exception()!r}", weights_intact=False)
 
     def _enter(self, phase: Phase, version: int) -> None:
-        now = time.monotonic()
-        if phase is not Phase.PREPARED:
-            self._seconds[f"to_{phase}"] = now - self._phase_started
-        self._phase_started = now
-        self._deadline = now + self.timeout
+        self._clock.enter(phase)
         self.state.advance(phase, version)
-
-    def _seconds_text(self) -> str:
-        return ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in self._seconds.items())
 
     def _or_conflict(self, step: Callable[[], Any]) -> Any:
         try:

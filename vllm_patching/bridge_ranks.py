@@ -58,6 +58,11 @@ class RankCalls:
                 raise BridgeRefusal(503, "vLLM's engine process has died; restart the server") from error
             raise
 
+    async def first_step(self) -> float | None:
+        """When rank 0 began its first step since weights were last received or checked (time.monotonic()); None: not yet."""
+        began = {answer["tp_rank"]: answer["began"] for answer in await self.call("lockstep_first_step")}
+        return began[0]
+
     async def until(
         self, wanted: str, what: str, waiting: str, also: tuple[str, ...] = (), may_block: bool = False
     ) -> list[dict[str, Any]]:

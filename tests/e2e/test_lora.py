@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import shutil
 import sys
@@ -26,6 +25,7 @@ from example_trainer.models import Decoder, load_model
 from example_trainer.weight_bridge.base import BridgeError
 from example_trainer.weight_bridge.lora import LoraBridge, LoraServer
 from tests.conftest import ROOT, Processes
+from tests.e2e.bridge_helpers import made_up_group
 from tests.e2e.conftest import BRIDGE_TIMEOUT, VllmServer, make_tiny_model, start_vllm
 
 pytestmark = pytest.mark.e2e
@@ -337,19 +337,6 @@ def test_a_server_that_lost_the_adapter_gets_it_again(lora_server: VllmServer, j
     assert max(difference(answer, merged(model, lora_server.model)) for answer in sample(lora_server, 6)) < TOLERANCE
 
 
-def made_up_group(number: int) -> dict[str, Any]:
-    rng = random.Random(number)
-    prompt = [rng.randrange(250) for _ in range(3)]
-    responses = [[rng.randrange(250) for _ in range(rng.randint(4, 10))] for _ in range(4)]
-    return {
-        "tokens": [prompt + response for response in responses],
-        "masks": [[-100] * 3 + response for response in responses],
-        "scores": [float(i % 2) for i in range(4)],
-        "inference_logprobs": [[1.0] * 3 + [-6.0 + rng.random() for _ in response] for response in responses],
-        "weight_versions": [0] * 4,
-    }
-
-
 def test_training_serves_each_step_and_saves_what_peft_loads(
     lora_server: VllmServer, processes: Processes, free_port: Callable[[], int], tmp_path: Path
 ) -> None:
@@ -363,17 +350,7 @@ def test_training_serves_each_step_and_saves_what_peft_loads(
         command = [sys.executable, "-u", ROOT / "example_trainer/grpo.py", "--model-name", lora_server.model]
         command += ["--weight-bridge-mode", "lora_only", "--lora-r", "16", "--lora-alpha", "32", "--lr", "1e-2"]
         command += ["--vllm-port", str(lora_server.port), "--atropos-url", api, "--training-steps", str(steps)]
-        command += [
-            "--batch-size",
-            "4",
-            "--gradient-accumulation-steps",
-            "1",
-            "--seq-len",
-            "64",
-            "--num-threads",
-            "1",
-            *options,
-        ]
+        command += ["--batch-size", "4", "--gradient-accumulation-steps", "1", "--seq-len", "64", "--num-threads", "1"]
         process = processes.start("trainer", [*command, *options], directory=tmp_path, may_finish=True)
         for number in range(steps):
             httpx.post(f"{api}/scored_data", json=made_up_group(number)).raise_for_status()
