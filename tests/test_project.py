@@ -81,9 +81,9 @@ def test_requirements_name_what_the_project_depends_on() -> None:
     optional = project["optional-dependencies"]
     asked = [*project["dependencies"], *optional["gsm8k"], *optional["trainer"], *optional["dev"]]
     names = {plain(re.split(r"[<>=\[ ;]", line)[0]) for line in asked}
-    for file, provided in (("requirements.txt", {"torch"}), ("requirements-cpu.txt", {"torch"})):
+    for file in ("requirements.txt", "requirements-cpu.txt", "requirements-gpu.txt"):
         listed = {plain(m) for m in re.findall(r"^([A-Za-z0-9_.-]+)", (ROOT / file).read_text(), re.MULTILINE)}
-        assert names - listed - provided == set(), f"missing in {file}"
+        assert names - listed - {"torch"} == set(), f"missing in {file}"  # PyTorch comes with vLLM, or is installed before
 
 
 def plain(name: str) -> str:
@@ -91,12 +91,24 @@ def plain(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def test_every_locked_package_is_pinned_by_hash() -> None:
-    lines = [line for line in (ROOT / "requirements-cpu.txt").read_text().replace("\\\n", " ").splitlines() if line.strip()]
-    packages = [line for line in lines if not line.lstrip().startswith("#")]
-    assert len(packages) > 100
-    assert [line[:60] for line in packages if "==" not in line or "--hash=sha256:" not in line] == []
-    assert not any(line.startswith(("torchvision", "torchaudio", "torchcodec", "triton", "nvidia")) for line in packages)
+def locked(file: str) -> list[str]:
+    """One line for each package of a locked list, with its hashes."""
+    lines = [line for line in (ROOT / file).read_text().replace("\\\n", " ").splitlines() if line.strip()]
+    return [line for line in lines if not line.lstrip().startswith("#")]
+
+
+@pytest.mark.parametrize("file", ["requirements-cpu.txt", "requirements-gpu.txt"])
+def test_every_locked_package_is_pinned_by_hash(file: str) -> None:
+    assert len(locked(file)) > 100
+    assert [line[:60] for line in locked(file) if "==" not in line or "--hash=sha256:" not in line] == []
+
+
+def test_each_lock_holds_its_own_build_of_vllm() -> None:
+    cuda = ("torchvision", "torchaudio", "torchcodec", "triton", "nvidia")
+    assert not any(line.startswith(cuda) for line in locked("requirements-cpu.txt"))
+    asked = re.search(r"^vllm==\S+", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    assert asked is not None
+    assert any(line.startswith(f"{asked[0]} ") for line in locked("requirements-gpu.txt"))
 
 
 def test_shell_scripts_parse_and_can_be_run() -> None:

