@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from atroposlib.api.rollout_queue import RolloutQueue
@@ -223,7 +223,9 @@ def test_a_returned_batch_that_became_too_old_is_not_handed_out() -> None:
 
 
 @settings(deadline=None)
-@given(st.integers(0, 3), st.lists(st.sampled_from([1.0, 2.0, 3.0]), min_size=1, max_size=3), st.integers(1, 4))
+@given(st.integers(0, 4), st.lists(st.sampled_from([0.2, 0.5, 1.0, 2.0, 3.0, 5.0]), min_size=1, max_size=4), st.integers(1, 8))
+@example(3, [3.0, 1.0, 1.0], 2)  # whole groups can put an environment above its share by more than one of them
+@example(1, [2.0, 5.0, 1.0, 1.0], 8)
 def test_environments_that_post_what_is_wanted_have_nothing_dropped(
     staleness: int, weights: list[float], groups_per_batch: int
 ) -> None:
