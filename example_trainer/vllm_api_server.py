@@ -55,7 +55,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """vLLM's flags with our defaults, checked as far as that goes without loading anything."""
     from vllm_patching import compat
 
-    parser = compat.make_server_parser("vLLM's OpenAI server with /generate and the weight bridge.", one_line_errors)
+    try:
+        parser = compat.make_server_parser("vLLM's OpenAI server with /generate and the weight bridge.", one_line_errors)
+    except RuntimeError as error:
+        if "device type" not in str(error):
+            raise
+        fail(
+            "vLLM finds no device that this build of it computes on. Is the GPU visible (nvidia-smi, CUDA_VISIBLE_DEVICES="
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', '')!r})? For a machine without one: scripts/setup.sh --cpu"
+        )
     parser.add_argument(
         "--bridge-timeout",
         type=float,

@@ -9,8 +9,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+
+from example_trainer.vllm_api_server import parse_arguments
+from vllm_patching import compat
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -96,3 +100,20 @@ def test_it_runs_by_path_from_any_folder() -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
     assert result.returncode == 2
     assert EXPECTED["no such folder"] in result.stderr
+
+
+def test_a_build_of_vllm_that_finds_no_device_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def make_server_parser(*_: object) -> NoReturn:
+        # What vLLM's CUDA build says where no GPU is visible; the build that tests run on has its device.
+        raise RuntimeError("Failed to infer device type, please set the environment variable `VLLM_LOGGING_LEVEL=DEBUG`")
+
+    monkeypatch.setattr(compat, "make_server_parser", make_server_parser)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    with pytest.raises(SystemExit, match="2"):
+        parse_arguments(["--model", "any"])
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "CUDA_VISIBLE_DEVICES='7'" in said
+    assert "scripts/setup.sh --cpu" in said
