@@ -54,11 +54,11 @@ def form_batch(
     first = {group.seq for group in preferred}
     weights = {env_id: max(environments[env_id].weight, LEAST_WEIGHT) for env_id, line in lines.items() if line}
     others: list[tuple[tuple[float, float, int], Group]] = []
-    sizes = [environment.group_size for environment in environments.values()]
+    group_sizes = [environment.group_size for environment in environments.values()]
     # The most that `apportion` can have asked of an environment, per weight. Where it stops, let r be the largest ratio of
     # sequences to weight: every other environment has at least r * weight - group_size, or the last group would have been
-    # its own, and together they hold the horizon and one group at most: r * sum(weights) <= horizon + max(sizes) + sum(sizes).
-    most = ((horizon or 0) + max(sizes, default=0) + sum(sizes)) / (sum(weights.values()) or 1.0)
+    # its own, and together they hold the horizon and one group at most: r * sum(weights) <= horizon + max(...) + sum(...).
+    most = ((horizon or 0) + max(group_sizes, default=0) + sum(group_sizes)) / (sum(weights.values()) or 1.0)
     for env_id, weight in weights.items():
         useful = _useful(lines[env_id], batch_size)
         waits = sum(group.size for group in lines[env_id].values()) if horizon is not None else 0
