@@ -286,8 +286,9 @@ class BridgeController:
         begun = time.monotonic()
         self._spans.switch_at(begun, self.state.weight_version, version)
         self._enter(Phase.SERVING, version)
+        in_flight = compat.has_requests(self._engine)
         await self._resume_engine()
-        self._clock.resumed(begun)
+        self._clock.resumed(begun, in_flight)
         self.state.last_update = self._clock.seconds
         self.state.last_bytes = self._rank_bytes if self.state.mode == "broadcast" else 0
         logger.info("[Bridge] Serving weight version %d (epoch %d, %s)", version, self.state.epoch, self._clock)

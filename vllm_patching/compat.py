@@ -213,6 +213,11 @@ def output_token_counts(engine: Any) -> dict[str, int]:
     return counts
 
 
+def has_requests(engine: Any) -> bool:
+    """Whether the engine's front end follows any request."""
+    return bool(engine.output_processor.request_states)
+
+
 def engine_is_dead(engine: Any) -> bool:
     """Whether the engine's process has ended."""
     return bool(engine.errored)

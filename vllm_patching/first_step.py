@@ -19,23 +19,15 @@ class FirstStep:
             worker: has a method `execute_model`, looked up on it for each step.
         """
         self._worker = worker
-        self._began: float | None = None
-        self._watching = False
-
-    @property
-    def began(self) -> float | None:
+        self.began: float | None = None
         """time.monotonic() in seconds, None as long as there has been no step since `watch`. Comparable within one host."""
-        return self._began
 
     def watch(self) -> None:
         """Note the next step. Later steps cost nothing."""
-        self._began = None
-        if not self._watching:
-            self._watching = True
-            self._worker.execute_model = self._note_and_execute
+        self.began = None
+        self._worker.execute_model = self._note_and_execute
 
     def _note_and_execute(self, *args: Any, **kwargs: Any) -> Any:
-        self._began = time.monotonic()
-        self._watching = False
+        self.began = time.monotonic()
         del self._worker.execute_model  # uncovers the method of its class
         return self._worker.execute_model(*args, **kwargs)

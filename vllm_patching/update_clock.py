@@ -7,7 +7,7 @@ import time
 from vllm_patching.bridge_state import Phase
 
 FIRST_STEP_SECONDS = 10.0
-"""How long after an update it is asked when the engine went on; an idle server may take no step for hours."""
+"""How long after an update it is asked when the engine went on: the requests that waited for it may have been given up."""
 
 
 class UpdateClock:
@@ -43,11 +43,15 @@ class UpdateClock:
         """Whether the phase has lasted longer than it may."""
         return time.monotonic() > self._entered + self._timeout
 
-    def resumed(self, asked: float) -> None:
-        """The engine has answered that it goes on, as it was asked to at the moment `asked`."""
+    def resumed(self, asked: float, in_flight: bool) -> None:
+        """The engine has answered that it goes on, as it was asked to at the moment `asked`.
+
+        Args:
+            in_flight: requests waited for that. Without any, the next step is of a request that comes later, and says nothing.
+        """
         now = time.monotonic()
         self.seconds |= {"halted": now - self._paused_at, "resume": now - asked}
-        self._first_step_until = now + FIRST_STEP_SECONDS
+        self._first_step_until = now + FIRST_STEP_SECONDS if in_flight else 0.0
 
     @property
     def wants_first_step(self) -> bool:

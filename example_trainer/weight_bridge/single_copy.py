@@ -199,9 +199,8 @@ class SingleCopyBridge(WeightBridge):
             write_weights()
         except Exception:
             if self._written is not None:
-                torch.cuda.synchronize(
-                    self._device
-                )  # nothing may land after the server has looked whether its weights are whole
+                # Nothing may land after the server has looked whether its weights are whole.
+                torch.cuda.synchronize(self._device)
             raise
         if self._written is not None:
             self._written.record(torch.cuda.current_stream(self._device))

@@ -46,6 +46,17 @@ def wait_until_generating(server: VllmServer, asking: threading.Thread) -> None:
         assert time.monotonic() < deadline, "the request never ran"
 
 
+def stood_still_of(server: VllmServer) -> float | None:
+    """What the server says of its last update, once it has had time to ask its workers."""
+    deadline = time.monotonic() + 3
+    while time.monotonic() < deadline:
+        last: dict[str, float] = server.state()["last_update"]  # type: ignore[assignment]
+        if "stood_still" in last:
+            return last["stood_still"]
+        time.sleep(0.1)
+    return None
+
+
 def test_generate_equals_the_trainers_forward_pass(server: VllmServer) -> None:
     assert largest_difference(server, load_model(str(server.model), torch.float32)) < TOLERANCE
 
@@ -125,8 +136,20 @@ def test_a_request_across_an_update_says_which_tokens_are_whose(
                 if cut < len(tokens):
                     assert (served - trainer_logprobs(model, prompt, tokens))[cut:].abs().max() < TOLERANCE * 5
             if crossed == 2:
+                stood_still = stood_still_of(server)
+                assert stood_still is not None, "the server never said when its engine went on"
+                assert 0 < stood_still < 10
                 return
     pytest.fail("no update fell into a request")
+
+
+def test_an_idle_server_did_not_stand_still_until_the_next_request(
+    server: VllmServer, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with joined(server, "single_copy", free_port, monkeypatch) as (bridge, model):
+        bridge.sync(1, new_weights(model, 1))
+        server.generate([1, 2], max_tokens=2)
+        assert stood_still_of(server) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)

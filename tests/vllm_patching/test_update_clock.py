@@ -27,12 +27,12 @@ def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
     return made
 
 
-def take(clock: UpdateClock, hands: Hands) -> None:
+def take(clock: UpdateClock, hands: Hands, in_flight: bool = True) -> None:
     """A whole direct update: each phase a second after the one before, paused at the second."""
     for phase in (Phase.PREPARED, Phase.PAUSED, Phase.TRANSFERRED, Phase.COMMITTED, Phase.VERIFIED, Phase.SERVING):
         clock.enter(phase)
         hands.now += 1
-    clock.resumed(asked=hands.now - 0.25)
+    clock.resumed(asked=hands.now - 0.25, in_flight=in_flight)
 
 
 def test_the_phases_of_an_update(hands: Hands) -> None:
@@ -61,6 +61,8 @@ def test_the_engine_stood_still_until_its_first_step(hands: Hands) -> None:
 
 def test_nobody_asks_for_the_step_of_an_idle_engine_or_of_an_update_that_is_over(hands: Hands) -> None:
     clock = UpdateClock(8.0)
+    take(clock, hands, in_flight=False)
+    assert not clock.wants_first_step
     take(clock, hands)
     hands.now += FIRST_STEP_SECONDS
     assert not clock.wants_first_step
