@@ -11,6 +11,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +74,12 @@ def remove_leftovers(directory: Path) -> None:
     """Delete the files of servers that were killed before they could do it themselves."""
     for path in directory.glob(f"{_PREFIX}*.weights"):
         owner = path.name.removeprefix(_PREFIX).split("-")[0]
-        if owner.isdigit() and not Path(f"/proc/{owner}").exists() and path.stat().st_uid == os.getuid():
-            logger.warning("removing %s: process %s, which shared its weights in it, is gone", path, owner)
-            path.unlink(missing_ok=True)
+        if not owner.isdigit() or Path(f"/proc/{owner}").exists():
+            continue
+        with suppress(FileNotFoundError):  # another rank that starts now was faster
+            if path.stat().st_uid == os.getuid():
+                logger.warning("removing %s: process %s, which shared its weights in it, is gone", path, owner)
+                path.unlink()
 
 
 def export_cuda_ipc(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, Any]:
