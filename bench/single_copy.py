@@ -1,10 +1,11 @@
 """One copy of the weights for trainer and vLLM on the same GPU: is it one, and how long does generation stand still?
 
-    python bench/single_copy.py --output DIR                        1 GPU
-    python bench/single_copy.py --output DIR --tiny --device cpu    everything but the figures, without a GPU
+    python bench/single_copy.py --output DIR                                      1 GPU
+    python bench/single_copy.py --output DIR --shape qwen2.5-14b --tp 2           2 GPUs: two ranks of vLLM, two of the trainer
+    python bench/single_copy.py --output DIR --tiny --device cpu                  everything but the figures, without a GPU
 
 Proves by the GPU's memory, by writing on one side and reading on the other, and by bytes moved that there is one copy; then
-measures the pause of updates, idle and under load, also with a real optimizer. Writes single_copy.json.
+measures the pause of updates, idle and under load, also (with one rank) with a real optimizer. Writes single_copy.json.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class Benchmark:
         self.args = args
         self.shape: str = args.shape
         self.lengths = {"min_tokens": 8, "max_tokens": 24} if args.tiny else {}
-        self.results = Results(args.output / "single_copy.json")
-        gpu = "0" if args.device == "cuda" else ""
-        options = ServerOptions(gpu)
+        self.results = Results(args.output / f"{args.name}.json")
+        self.gpus = ",".join(map(str, range(args.tp))) if args.device == "cuda" else ""
+        options = ServerOptions(self.gpus, args.tp, flags=("--inflight-cache", args.inflight_cache))
         self.server = VllmServer("vllm", write_model_folder(work / "model", self.shape), args.output, options)
         stack.callback(self.server.stop)
         self.load = Worker("load", "bench.gpu.load", [], args.output / "load.log", {})
@@ -57,11 +58,15 @@ class Benchmark:
         results, args = self.results, self.args
         results.put("machine", value=describe())
         results.put("shape", value=self.shape)
+        results.put("tensor_parallel_size", value=args.tp)
+        results.put("inflight_cache", value=args.inflight_cache)
         results.put("model_bytes", value=model_bytes(self.shape))
         results.put("seconds_to_ready", value=wait_all({"vllm": self.server.ready}, READY_SECONDS)["vllm"])
-        environment = {"CUDA_VISIBLE_DEVICES": "0"} if args.device == "cuda" else {"OMP_NUM_THREADS": "1"}
+        environment = {"CUDA_VISIBLE_DEVICES": self.gpus} if self.gpus else {"OMP_NUM_THREADS": "1"}
         arguments = trainer_arguments(self.shape, self.server.port, args.device, TRAINER_TIMEOUT)
-        trainer = Worker("trainer", "bench.gpu.trainer", arguments, args.output / "trainer.log", environment)
+        module = "bench.gpu.trainer" if args.tp == 1 else "bench.gpu.spread_trainer"
+        arguments += [] if args.tp == 1 else ["--split"]
+        trainer = Worker("trainer", module, arguments, args.output / "trainer.log", environment, args.tp)
         self.stack.callback(trainer.stop)
         if results.measure("one_copy", run=lambda: self._one_copy(trainer)) is None:
             return
@@ -71,15 +76,18 @@ class Benchmark:
         for concurrency in args.concurrency:
             results.measure(f"load_{concurrency}", run=partial(self._loaded, trainer, concurrency, "sync"))
         results.measure("check_after_load", run=lambda: self._check(trainer))
+        if args.tp > 1:
+            return  # the masters and moments of a model that needs several GPUs would not fit beside two sets of weights
         results.measure("optimizer, idle", run=partial(self._optimizer, trainer))
         for concurrency in args.concurrency:
             run = partial(self._loaded, trainer, concurrency, "sync_with_optimizer")
             results.measure(f"optimizer, load_{concurrency}", run=run)
 
     def _one_copy(self, trainer: Worker) -> dict[str, Any]:
-        """Load, join, and account for the GPU's memory: what loading took must come back when the server's memory is used."""
+        """Load, join, and account for the (first) GPU's memory: what loading took must come back when the server's is used."""
+        tp = self.args.tp
         before = trainer.ask("memory", timeout=60)
-        loaded = trainer.ask("load", timeout=120, optimizer=True)
+        loaded = trainer.ask("load", timeout=180, optimizer=tp == 1)
         with_own_copy = trainer.ask("memory", timeout=60)
         connected = trainer.ask("connect", timeout=180, kind="single_copy")
         joined = trainer.ask("memory", timeout=60)
@@ -87,7 +95,7 @@ class Benchmark:
         answer = {
             "params_mapped": connected["params_mapped"],
             "params_total": connected["params_total"],
-            "model_bytes": loaded["model_bytes"],
+            "model_bytes": loaded["model_bytes"] // tp,
             "bytes_moved_by_an_update": moved,
             "gpu_bytes_used": {"before_loading": before, "model_loaded": with_own_copy, "joined": joined},
         }
@@ -96,8 +104,8 @@ class Benchmark:
         answer["gpu_bytes_freed_by_joining"] = freed
         if moved:
             raise BenchError(f"an update of a single copy moved {moved} bytes")
-        if self.args.device == "cuda" and freed < (1 - ONE_COPY_SHARE) * loaded["model_bytes"]:
-            raise BenchError(f"joining freed {freed} bytes of the {loaded['model_bytes']} that the trainer's own copy took")
+        if self.args.device == "cuda" and freed < (1 - ONE_COPY_SHARE) * answer["model_bytes"]:
+            raise BenchError(f"joining freed {freed} bytes of the {answer['model_bytes']} that the trainer's own copy took")
         return answer
 
     def _write_here_read_there(self, trainer: Worker) -> dict[str, Any]:
@@ -215,6 +223,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny shape and short measurements, to try the script itself")
+    parser.add_argument("--tp", type=int, default=1, help="vLLM's ranks, and the trainer's")
+    parser.add_argument("--inflight-cache", choices=["recompute", "keep"], default="recompute", help="of vLLM")
+    parser.add_argument("--name", default="single_copy", help="of the results file, without .json")
     parser.add_argument("--updates", type=int, default=20, help="per measurement")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[64])
     parser.add_argument("--interval", type=float, default=0.5, help="seconds between updates under load")

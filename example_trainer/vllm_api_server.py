@@ -306,6 +306,8 @@ def main(arguments: list[str] | None = None) -> None:
         if error.name != "vllm":
             raise
         fail("vLLM is not installed: `pip install -r requirements.txt` on a GPU machine, `./scripts/setup.sh --cpu` elsewhere")
+    from vllm_patching import compat, engine_core
+
     args = parse_arguments(arguments)
     check_model(args.model)
     check_port(args.host, args.port)
@@ -313,13 +315,12 @@ def main(arguments: list[str] | None = None) -> None:
     if shared:
         refuse_what_moves_weights(args)
         args.worker_extension_cls = WORKER_EXTENSION
+        engine_core.prepare_environment(os.environ)
     if args.deterministic:
         prepare_deterministic(args, shared)
     if args.enable_lora:
         prepare_lora(args, shared)
     import uvloop
-
-    from vllm_patching import compat
 
     compat.validate_server_args(args)
     module = compat.server_module()

@@ -71,6 +71,7 @@ class BridgeController:
 
     async def start(self) -> None:
         """Open the workers' weights and write the config file. Raises whatever keeps the weights from being shared."""
+        await self._ranks.require_engine_core()
         setups = sorted(await self._ranks.call("lockstep_setup", True), key=lambda s: s["manifest"]["tp_rank"])
         self._manifests = [Manifest.from_json(s["manifest"]) for s in setups]
         self._ranks.count(len(setups))
@@ -152,7 +153,7 @@ class BridgeController:
             require_fitting(self._manifests, parameters, self._model)
             if events:
                 require_one_each("event", len(events), len(self._manifests))
-            chosen = await self._choose_transfer(transfer) if mode == "broadcast" else ""
+            chosen = await self._ranks.choose_transfer(transfer) if mode == "broadcast" else ""
             epoch = self._or_conflict(lambda: self.state.begin_epoch(trainer, mode, chosen))
             backend = "nccl" if self._manifests[0].entries[0].device.startswith("cuda") else "gloo"
             key = f"{key}/epoch{epoch}"
@@ -208,19 +209,19 @@ class BridgeController:
             resume: go on at once to serve the version.
         """
         async with self._lock:
-            overlapped = self.state.transfer == "overlapped"
+            went_on_at = None
             self._or_conflict(lambda: self.state.check(epoch, version, Phase.TRANSFERRED))
             require_one_each("checksum", len(checksums), len(self._manifests))
             try:
                 if self.state.mode == "broadcast":
                     arrived = await self._until("received", "transfer", version)
                 else:
-                    arrived = await self._ranks.call("lockstep_check")
+                    arrived, went_on_at = await self._checked("lockstep_check", checksums, version, resume)
                 self._enter(Phase.TRANSFERRED, version)
                 compare(arrived, checksums, version, "received")
-                if overlapped:
+                if self.state.transfer == "overlapped":
                     await self._pause_engine(epoch, version)
-                    arrived = await self._ranks.call("lockstep_commit")
+                    arrived, went_on_at = await self._checked("lockstep_commit", checksums, version, resume)
                 self._enter(Phase.COMMITTED, version)
                 compare(arrived, checksums, version, "holds after the commit")
             except BridgeRefusal as refusal:
@@ -229,7 +230,7 @@ class BridgeController:
                 raise
             self._enter(Phase.VERIFIED, version)
             self.state.checksums = list(checksums)
-            return await self._serve(version) if resume else {"state": self.state.phase, "checksums": checksums}
+            return await self._serve(version, went_on_at) if resume else {"state": self.state.phase, "checksums": checksums}
 
     async def resume(self, epoch: int, version: int) -> dict[str, Any]:
         """Serve the new version."""
@@ -246,24 +247,6 @@ class BridgeController:
             return self.status()
 
     # -- what the arrows are made of
-
-    async def _choose_transfer(self, asked: str) -> str:
-        if asked == "direct":
-            return asked
-        rooms = await self._ranks.call("lockstep_room")
-        tight = next((r for r in rooms if r["free"] is not None and r["free"] < r["needed"]), None)
-        if tight is None:
-            return "overlapped"
-        figures = (
-            f"an overlapped transfer needs {tight['needed'] / 1e9:.2f} GB more on each of vLLM's GPUs, "
-            f"{max(0, tight['free']) / 1e9:.2f} GB are free"
-        )
-        if asked == "overlapped":
-            raise BridgeRefusal(
-                409, f"{figures}: start vLLM with a lower --gpu-memory-utilization, or train with --weight-transfer direct"
-            )
-        logger.info("[Bridge] Transfers go directly into the live weights: %s", figures)
-        return "direct"
 
     async def _pause_engine(self, epoch: int, version: int) -> None:
         self._or_conflict(lambda: self.state.check(epoch, version, Phase.PAUSED))
@@ -282,8 +265,18 @@ class BridgeController:
         self._pauses += 1
         self._enter(Phase.PAUSED, version)
 
-    async def _serve(self, version: int) -> dict[str, Any]:
-        begun = time.monotonic()
+    async def _checked(self, method: str, checksums: list[str], version: int, resume: bool) -> tuple[list[Any], float | None]:
+        """Each rank's answer to a check, and when the engine went on: None if it was not asked to, or was not given what it
+        expected.
+        """
+        if not resume:
+            return await self._ranks.call(method), None
+        answers, went_on_at = await self._ranks.check_and_go_on(method, checksums, version)
+        self._engine_paused = went_on_at is None
+        return answers, went_on_at
+
+    async def _serve(self, version: int, went_on_at: float | None = None) -> dict[str, Any]:
+        begun = time.monotonic() if went_on_at is None else went_on_at
         self._spans.switch_at(begun, self.state.weight_version, version)
         self._enter(Phase.SERVING, version)
         in_flight = compat.has_requests(self._engine)

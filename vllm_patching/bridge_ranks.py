@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from vllm_patching import compat
 from vllm_patching.manifest import Manifest, mismatches
 
+logger = logging.getLogger("vllm.lockstep.bridge")
+
 _POLL_SECONDS = 0.002
 _PATIENCE_SECONDS = 0.05
+_ANSWER_SECONDS = 1.0
+"""How long before the end of our own wait the engine must not go on any more: its answer has to arrive in time."""
+_STOP_SECONDS = 2.0
+
+CHECK_AND_GO_ON = "lockstep_check_and_go_on"
+CAN_CHECK_AND_GO_ON = "lockstep_can_check_and_go_on"
+"""What the module engine_core adds to vLLM's engine core."""
 
 
 class BridgeRefusal(RuntimeError):
@@ -49,14 +60,70 @@ class RankCalls:
             BridgeRefusal: they did not answer in time, or the engine has died.
         """
         limit = self._timeout if seconds is None else seconds
+        return list(await self._in_time(self._engine.collective_rpc(method, args=args), method, limit))
+
+    async def check_and_go_on(self, method: str, expected: Sequence[str], version: int) -> tuple[list[Any], float | None]:
+        """Ask all ranks for checksums and, if they are as expected, let the paused engine go on, all in one message.
+
+        Args:
+            method: of the workers, whose answers are those that `compare` wants.
+            expected: the trainer's checksums, by rank.
+            version: of the weights.
+
+        Returns:
+            one answer of each rank, and when the engine went on (time.monotonic(), seconds); None if it stays paused.
+
+        Raises:
+            BridgeRefusal: they did not answer in time, or the engine has died.
+        """
+        deadline = time.monotonic() + max(self._timeout / 2, self._timeout - _ANSWER_SECONDS)
+        question = compat.ask_engine_core(self._engine, CHECK_AND_GO_ON, method, list(expected), version, deadline)
         try:
-            return list(await asyncio.wait_for(self._engine.collective_rpc(method, args=args), limit))
+            answer = await self._in_time(question, method, self._timeout)
+        except BridgeRefusal:
+            # It may have gone on at the last moment: make sure that it stands still, for the caller believes that it does.
+            with suppress(BridgeRefusal):
+                await self._in_time(compat.pause_and_keep(self._engine, clear_cache=False), "a pause", _STOP_SECONDS)
+            raise
+        return list(answer["answers"]), answer["went_on_at"]
+
+    async def require_engine_core(self) -> None:
+        """Raise UnsupportedVllm unless the engine core has what `check_and_go_on` asks of it."""
+        question = compat.ask_engine_core(self._engine, CAN_CHECK_AND_GO_ON)
+        await self._in_time(question, CAN_CHECK_AND_GO_ON, self._timeout)
+
+    async def _in_time(self, question: Awaitable[Any], what: str, limit: float) -> Any:
+        try:
+            return await asyncio.wait_for(question, limit)
         except TimeoutError:
-            raise BridgeRefusal(504, f"{self._who} did not answer {method} within {limit:g} s") from None
+            raise BridgeRefusal(504, f"{self._who} did not answer {what} within {limit:g} s") from None
         except Exception as error:
             if compat.engine_is_dead(self._engine):
                 raise BridgeRefusal(503, "vLLM's engine process has died; restart the server") from error
             raise
+
+    async def choose_transfer(self, asked: str) -> str:
+        """`direct` or `overlapped`: what was asked for, or with `auto` overlapped if every rank has room for it.
+
+        Raises:
+            BridgeRefusal: overlapped was asked for, and there is no room.
+        """
+        if asked == "direct":
+            return asked
+        rooms = await self.call("lockstep_room")
+        tight = next((r for r in rooms if r["free"] is not None and r["free"] < r["needed"]), None)
+        if tight is None:
+            return "overlapped"
+        figures = (
+            f"an overlapped transfer needs {tight['needed'] / 1e9:.2f} GB more on each of vLLM's GPUs, "
+            f"{max(0, tight['free']) / 1e9:.2f} GB are free"
+        )
+        if asked == "overlapped":
+            raise BridgeRefusal(
+                409, f"{figures}: start vLLM with a lower --gpu-memory-utilization, or train with --weight-transfer direct"
+            )
+        logger.info("[Bridge] Transfers go directly into the live weights: %s", figures)
+        return "direct"
 
     async def first_step(self) -> float | None:
         """When rank 0 began its first step since weights were last received or checked (time.monotonic()); None: not yet."""

@@ -125,6 +125,26 @@ async def pause_and_keep(engine: Any, clear_cache: bool) -> None:
     await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
 
 
+async def ask_engine_core(engine: Any, method: str, *args: Any) -> Any:
+    """Call a method of the engine core, as vLLM's own calls to it do.
+
+    Raises:
+        UnsupportedVllm: it has no such method, or there is no such way to call one.
+    """
+    client = engine.engine_core
+    if not hasattr(client, "call_utility_async"):
+        raise UnsupportedVllm(_seam_missing("EngineCoreClient.call_utility_async"))
+    try:
+        return await client.call_utility_async(method, *args)
+    except Exception as error:
+        if f"no attribute '{method}'" in str(error):
+            raise UnsupportedVllm(
+                f"vLLM ({vllm_version()}) has not loaded the plugin of vllm_patching/plugin, which gives its engine core "
+                f"{method}: is the version {SUPPORTED}, and does nothing take that folder out of PYTHONPATH?"
+            ) from error
+        raise
+
+
 def follow_outputs(engine: Any, known: Callable[[str], None], before: Callable[[float], None]) -> None:
     """Be told what the engine's front end does.
 

@@ -1,4 +1,7 @@
-"""BenchTrainer over several processes: torchrun starts them, FSDP2 spreads the model, and rank 0 speaks with the parent."""
+"""BenchTrainer over several processes, which torchrun starts and whose rank 0 speaks with the parent.
+
+The model is spread by FSDP2 over a trainer that broadcasts, or split as vLLM's ranks hold it (--split) for a single copy.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,11 @@ from bench.gpu.line_protocol import Answers
 from bench.gpu.processes import free_port
 from bench.gpu.shapes import SHAPES
 from bench.gpu.trainer import SAMPLE_TOKENS, SAMPLES, BenchTrainer, parse, set_up
+from example_trainer.models.decoder import Decoder
 from example_trainer.models.geometry import Geometry
 from example_trainer.parallel.fsdp import sharded_decoder
 from example_trainer.parallel.ranks import Ranks, join_ranks, place_of
+from example_trainer.parallel.tensor_parallel import TensorParallelShards, split_decoder
 
 IDLE_SECONDS = 3600.0
 """How long the other ranks wait for the parent's next command."""
@@ -34,13 +39,15 @@ class SpreadTrainer(BenchTrainer):
     def load(self, seed: int = 0, optimizer: bool = False, spare: bool = True) -> dict[str, Any]:
         """See BenchTrainer.load; each rank draws its own rows."""
         geometry = Geometry.from_config(SHAPES[self.shape])
-        model = self.model = sharded_decoder(geometry, self.dtype, self.device, self.ranks.world_size)
-        generator = torch.Generator(device=self.device).manual_seed(1000 * seed + self.ranks.rank)
+        model = self.model = self._make(geometry)
+        own = torch.Generator(device=self.device).manual_seed(1000 * seed + self.ranks.rank)
+        shared = torch.Generator(device=self.device).manual_seed(1000 * seed + 999)
         std = 1.8 / geometry.hidden_size**0.5
         self.sets = []
         for _ in range(2):
             weights = {}
             for name, rows in self._local().items():
+                generator = shared if self._held_by_all(name) else own
                 noise = torch.randn(rows.shape, generator=generator, device=self.device, dtype=self.dtype)
                 weights[name] = noise.mul_(0.05).add_(1.0) if "norm" in name else noise.mul_(std)
             self.sets.append(weights)
@@ -86,6 +93,8 @@ class SpreadTrainer(BenchTrainer):
         self.write(1 - present)
         to_old = self._difference(prompt, sampled, served, None)
         self.write(present)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()  # they may be the server's own weights
         return {
             "version": self.version,
             "served": found["version"],
@@ -114,6 +123,13 @@ class SpreadTrainer(BenchTrainer):
             if answers is not None:
                 answers.write(answer)
 
+    def _make(self, geometry: Geometry) -> Decoder:
+        return sharded_decoder(geometry, self.dtype, self.device, self.ranks.world_size)
+
+    def _held_by_all(self, name: str) -> bool:
+        """Whether all ranks hold a parameter, or a part of it, and must draw it alike."""
+        return False
+
     def _local(self) -> dict[str, torch.Tensor]:
         """This rank's rows of each parameter."""
         assert self.model is not None
@@ -130,8 +146,33 @@ class SpreadTrainer(BenchTrainer):
         return port
 
 
+class SplitTrainer(SpreadTrainer):
+    """Each rank holds what vLLM's rank of the same number does, so that a single copy can be made of both."""
+
+    def commands(self) -> dict[str, Callable[..., Any]]:
+        return {**super().commands(), "flatten_head": self.flatten_head}
+
+    def _make(self, geometry: Geometry) -> Decoder:
+        return split_decoder(
+            geometry, self.dtype, self.device, self.ranks.rank, self.ranks.world_size, torch.distributed.group.WORLD
+        )
+
+    def _held_by_all(self, name: str) -> bool:
+        assert self.model is not None
+        shards = self.model.shards
+        assert isinstance(shards, TensorParallelShards)
+        return shards.kinds[name] != "split"
+
+    def _logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """The ranks' parts of the vocabulary side by side."""
+        assert self.model is not None
+        parts = self.model.split.gather(super()._logits(ids))
+        return torch.cat(list(parts), dim=-1)[..., : self.model.geometry.vocab_size]
+
+
 def main() -> None:
-    args = parse()
+    split = "--split" in sys.argv
+    args = parse([argument for argument in sys.argv[1:] if argument != "--split"])
     place = place_of(os.environ)
     local_rank = place[2] if place else 0
     device = torch.device("cuda", local_rank) if args.device == "cuda" else torch.device("cpu")
@@ -140,7 +181,8 @@ def main() -> None:
     answers = Answers()
     set_up(args)
     with join_ranks(600.0, device) as ranks:
-        SpreadTrainer(args.shape, args.port, device, args.timeout, ranks).serve(answers if ranks.is_main else None)
+        kind = SplitTrainer if split else SpreadTrainer
+        kind(args.shape, args.port, device, args.timeout, ranks).serve(answers if ranks.is_main else None)
 
 
 if __name__ == "__main__":

@@ -334,12 +334,17 @@ class BenchTrainer:
             with torch.no_grad():
                 for tokens in sampled:
                     ids = torch.cat([torch.tensor(prompt, device=self.device), tokens])[None]
-                    logprobs = self.model.logits(ids)[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+                    logprobs = self._logits(ids)[0, len(prompt) - 1 : -1].float().log_softmax(-1)
                     rows.append(logprobs.gather(-1, tokens[:, None])[:, 0])
         finally:
             for name, parameter in self.model.named_parameters():
                 parameter.data = own.get(name, parameter.data)
         return float((served - torch.stack(rows)).abs().mean())
+
+    def _logits(self, ids: Tensor) -> Tensor:
+        """[batch, length, vocab] of token ids [batch, length]."""
+        assert self.model is not None
+        return self.model.logits(ids)
 
     def _memory_used(self) -> int:
         if self.device.type != "cuda":
