@@ -44,7 +44,7 @@ class Benchmark:
         self.lengths = {"min_tokens": 8, "max_tokens": 24} if args.tiny else {}
         self.results = Results(args.output / f"{args.name}.json")
         self.gpus = ",".join(map(str, range(args.tp))) if args.device == "cuda" else ""
-        options = ServerOptions(self.gpus, args.tp, flags=("--inflight-cache", args.inflight_cache))
+        options = ServerOptions(self.gpus, args.tp, eager=args.eager, flags=("--inflight-cache", args.inflight_cache))
         self.server = VllmServer("vllm", write_model_folder(work / "model", self.shape), args.output, options)
         stack.callback(self.server.stop)
         self.load = Worker("load", "bench.gpu.load", [], args.output / "load.log", {})
@@ -213,7 +213,8 @@ def report(data: dict[str, Any]) -> str:
         phases = data.get(name, {}).get("phases_ms", {})
         server = data.get(name, {}).get("server_ms", {})
         for side, part in (("trainer", phases), ("server", server)):
-            lines.append(f"{name}, {side}: " + ", ".join(f"{key} {row['median']:.2f}" for key, row in part.items()))
+            if part:
+                lines.append(f"{name}, {side}: " + ", ".join(f"{key} {row['median']:.2f}" for key, row in part.items()))
     return "\n".join(lines)
 
 
@@ -225,6 +226,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a tiny shape and short measurements, to try the script itself")
     parser.add_argument("--tp", type=int, default=1, help="vLLM's ranks, and the trainer's")
     parser.add_argument("--inflight-cache", choices=["recompute", "keep"], default="recompute", help="of vLLM")
+    parser.add_argument("--eager", action="store_true", help="vLLM without compilation and CUDA graphs")
     parser.add_argument("--name", default="single_copy", help="of the results file, without .json")
     parser.add_argument("--updates", type=int, default=20, help="per measurement")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[64])

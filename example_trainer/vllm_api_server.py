@@ -324,6 +324,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     compat.validate_server_args(args)
     module = compat.server_module()
+    if shared:
+        engine_core.install_before_fork()
     build_service(args, module, shared)
     uvloop.run(module.run_lockstep_server())
 

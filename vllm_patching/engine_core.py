@@ -9,6 +9,7 @@ vLLM calls `install` in each of its processes: it is the plugin that the folder 
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import time
@@ -21,16 +22,25 @@ from vllm_patching.bridge_ranks import CAN_CHECK_AND_GO_ON, CHECK_AND_GO_ON, Bri
 PLUGIN_NAME = "lockstep"
 PLUGIN_FOLDER = Path(__file__).resolve().parent / "plugin"
 """On sys.path of vLLM's processes, it is where vLLM finds the plugin; the checkout need not be installed."""
+_MODULE = "vllm.v1.engine.core"
 _SEAMS = ("collective_rpc", "resume_scheduler")
 
 
 def install() -> None:
     """Give vLLM's engine core what RankCalls asks it for, in the process that has one; does nothing in the others."""
-    module = sys.modules.get("vllm.v1.engine.core")
+    module = sys.modules.get(_MODULE)
     core = getattr(module, "EngineCore", None)
     if core is not None and all(hasattr(core, seam) for seam in _SEAMS):
         setattr(core, CHECK_AND_GO_ON, check_and_go_on)
         setattr(core, CAN_CHECK_AND_GO_ON, lambda _: True)
+
+
+def install_before_fork() -> None:
+    """As `install`, in the process that starts the engine core: one that is forked inherits it, and does not load plugins again
+    if they were loaded before.
+    """
+    importlib.import_module(_MODULE)
+    install()
 
 
 def prepare_environment(variables: MutableMapping[str, str]) -> None:
