@@ -4,6 +4,7 @@
 #   bench/gpu/run_all.sh KIND OUTPUT_FOLDER
 #
 # KIND: 1 (one GPU: single copy, LoRA) · 2 (two: 1.7B over broadcast) · 2-throughput · 2-faults · 2-restarts (two) ·
+#       2-14b (two: 14B by single copy over two ranks, and by broadcast to one) ·
 #       4 (four: 14B to two ranks) · 4-ranks (four: the same from a trainer of two ranks) ·
 #       4-late (three or more: a rank that is late) · deterministic (one: parity) · deterministic-cost (one: speed, learning) ·
 #       modes (whole trainings, those that the GPUs suffice for; all with four) · cpu (a tiny model, to try the scripts)
@@ -38,6 +39,12 @@ case $kind in
   2-throughput) run 520 weight_sync_throughput weight_sync.py --parts throughput --name weight_sync_qwen3-1.7b_throughput ;;
   2-faults) run 530 bridge_faults bridge_faults.py --only layout port second nan trainer stop ;;
   2-restarts) run 530 bridge_restarts bridge_faults.py --only worker restart --name bridge_restarts ;;
+  2-14b)
+    run 250 single_copy_14b single_copy.py --shape qwen2.5-14b --tp 2 --name single_copy_qwen2.5-14b
+    # Direct alone: what an overlapped transfer stages would leave no room for the trainer of vLLM's engine on the same GPU.
+    run 270 weight_sync_14b_one_rank weight_sync.py --shape qwen2.5-14b --parts ceiling bridge engine --transfers direct \
+      --concurrency 64 --name weight_sync_qwen2.5-14b_one_rank
+    ;;
   4) run 520 weight_sync_14b weight_sync.py --shape qwen2.5-14b --tp 2 --parts ceiling bridge engine --concurrency 64 ;;
   4-ranks)
     run 400 weight_sync_14b_ranks weight_sync.py --shape qwen2.5-14b --tp 2 --trainer-ranks 2 --parts bridge \

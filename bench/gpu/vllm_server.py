@@ -16,8 +16,8 @@ import psutil
 from bench.gpu.processes import ROOT, BenchError, Child, free_port, tail
 
 NO_MULTICAST = ["--disable-custom-all-reduce", "--compilation-config", '{"pass_config": {"fuse_allreduce_rms": false}}']
-"""Where NVLink multicast is off, the capture of CUDA graphs was seen to end in an illegal memory access; vLLM's fused sum and
-norm, which uses multicast, is the likely cause."""
+"""Where NVLink multicast is off, the capture of CUDA graphs was seen to end in an illegal memory access: vLLM's fused sum and
+norm had chosen a way that uses it. With these it ran."""
 READY_SECONDS = 240.0
 """The first start on a fresh machine takes 100 to 130 s."""
 
