@@ -36,6 +36,7 @@ from bench.gpu.runs import (
 )
 from bench.gpu.shapes import SHAPES, model_bytes, write_model_folder
 from bench.gpu.summary import find_halts, table
+from bench.gpu.throughput import alternate, summary
 from bench.gpu.trainer import trainer_arguments
 from bench.gpu.vllm_server import READY_SECONDS, ServerOptions, VllmServer
 
@@ -131,21 +132,14 @@ class Benchmark:
         trainer = self._trainer(f"trainer {inflight}", module, server, mirrored)
         results.put("trainer", value=trainer.ask("load", timeout=180, spare=True))
         self._warm_up(server)
-        steady = "throughput" in args.parts
-        if steady:
-            results.measure("throughput", f"without updates, {inflight}", run=partial(self._steady, server))
         for transfer in args.transfers:
             ask = partial(trainer.ask, "connect", timeout=120, kind="broadcast", transfer=transfer)
             if results.measure("bridge", transfer, f"connect, {inflight}", run=ask) is None:
                 continue
             if "bridge" in args.parts and inflight == "recompute":
                 self._measure_updates(server, trainer, transfer)
-            if steady:
-                name = f"one update every {args.update_every:g} s, {transfer}, {inflight}"
-                results.measure("throughput", name, run=partial(self._steady, server, trainer))
-        if steady:
-            results.measure("throughput", f"without updates, {inflight}, again", run=partial(self._steady, server))
-            self._ratios(inflight)
+            if "throughput" in args.parts:
+                results.measure("throughput", f"{transfer}, {inflight}", run=partial(self._steady, server, trainer))
         trainer.stop()
 
     def _measure_updates(self, server: VllmServer, trainer: Worker, transfer: str) -> None:
@@ -183,41 +177,32 @@ class Benchmark:
         interval = args.interval * (2 if concurrency > 64 else 1)
         return measure(self.load, server, trainer, self.shape, concurrency, args.updates, interval, args.ramp)
 
-    def _steady(self, server: VllmServer, trainer: Worker | None = None) -> dict[str, Any]:
-        """Tokens per second over a while, with or without updates."""
+    def _steady(self, server: VllmServer, trainer: Worker) -> dict[str, Any]:
+        """Tokens per second with and without an update every so often, in turn."""
         args = self.args
-        count = max(1, int(args.throughput_seconds / args.update_every))
         rows: list[dict[str, Any]] = []
 
-        def work() -> None:
-            started = time.monotonic()
-            if trainer is not None:
-                seconds = args.throughput_seconds + ASK_SECONDS
-                rows.extend(trainer.ask("sync", timeout=seconds, count=count, interval=args.update_every))
-            time.sleep(max(0.0, started + count * args.update_every - time.monotonic()))
+        def spell(updates: bool) -> float:
+            def work() -> None:
+                ends = time.monotonic() + args.update_every
+                if updates:
+                    rows.extend(trainer.ask("sync", timeout=args.update_every + ASK_SECONDS, count=1))
+                time.sleep(max(0.0, ends - time.monotonic()))
 
-        with loaded(self.load, server, self.shape, args.throughput_concurrency, args.ramp + 1, self.lengths) as seen:
-            rate, seconds = tokens_per_second(server, work)
-        answer: dict[str, Any] = {
-            "tokens_per_s": round(rate, 1),
-            "seconds": round(seconds, 2),
+            return tokens_per_second(server, work)[0]
+
+        pairs = max(2, round(args.throughput_seconds / args.update_every))
+        with loaded(self.load, server, self.shape, args.throughput_concurrency, 2 * args.ramp, self.lengths) as seen:
+            found = summary(alternate(spell, pairs))
+        halts = find_halts(seen["streams"], [(row["start"], row["end"]) for row in rows])
+        return {
             "concurrency": args.throughput_concurrency,
-            "updates": len(rows),
+            "seconds_between_updates": args.update_every,
+            **found,
+            **halts.to_json(),
+            "halted_ms": figures(rows)["halted_ms"],
             "request_failures": seen["failures"],
         }
-        halts = find_halts(seen["streams"], [(row["start"], row["end"]) for row in rows])
-        return answer | halts.to_json() | ({"halted_ms": figures(rows)["halted_ms"]} if rows else {})
-
-    def _ratios(self, inflight: str) -> None:
-        """Compare what was sampled during updates with the mean of what was sampled before and after, without any."""
-        rows = {
-            name: row for name, row in self.results.data["throughput"].items() if "tokens_per_s" in row and inflight in name
-        }
-        without = [row["tokens_per_s"] for row in rows.values() if not row["updates"]]
-        for row in rows.values():
-            if row["updates"] and any(without):
-                row["ratio"] = round(row["tokens_per_s"] * len(without) / sum(without), 4)
-        self.results.put("throughput", value=self.results.data["throughput"])
 
     def _check(self, trainer: Worker) -> dict[str, Any]:
         found: dict[str, Any] = trainer.ask("check", timeout=ASK_SECONDS, seed=1)
@@ -264,9 +249,10 @@ def report(data: dict[str, Any]) -> str:
     for side, part in sides.items():
         phases = part.get("idle", {}).get("phases_ms", {})
         server = part.get("idle", {}).get("server_ms", {})
-        lines.append(
-            f"{side}, idle, median ms by phase: " + _phases(phases) + ("; server: " + _phases(server) if server else "")
-        )
+        if phases:
+            lines.append(
+                f"{side}, idle, median ms by phase: " + _phases(phases) + ("; server: " + _phases(server) if server else "")
+            )
         check = part.get("check", {})
         if "mean_logprob_difference_to_new_weights" in check:
             lines.append(
@@ -281,10 +267,14 @@ def report(data: dict[str, Any]) -> str:
     if steady:
         cells = []
         for name, row in steady.items():
-            ratio = f"{row['ratio']:.4f}" if "ratio" in row else None
+            ratios = sorted(ratio for ratio in row.get("ratios", []) if ratio is not None)
+            spread = f"{ratios[0]} to {ratios[-1]}" if ratios else None
             gaps = [median_of(row, "usual_gap_ms"), median_of(row, "largest_gap_per_update_ms")]
-            cells.append([name, row.get("tokens_per_s"), ratio, row.get("updates"), *gaps])
-        lines.append(table(["generation", "tokens/s", "ratio", "updates", "usual gap ms", "gap at an update ms"], cells))
+            rates = [row.get(key) for key in ("tokens_per_s_without_updates", "tokens_per_s")]
+            ratio = None if row.get("ratio") is None else f"{row['ratio']:.3f}"
+            cells.append([name, row.get("pairs"), *rates, ratio, spread, *gaps])
+        head = ["generation", "pairs", "tokens/s without", "with updates", "ratio", "of single pairs", "usual gap ms"]
+        lines.append(table([*head, "gap at an update ms"], cells))
     return "\n".join(lines)
 
 
@@ -306,9 +296,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--updates", type=int, default=20, help="per measurement")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--interval", type=float, default=0.5, help="seconds between updates under load (twice that above 64)")
-    parser.add_argument("--throughput-seconds", type=float, default=30.0)
+    parser.add_argument("--throughput-seconds", type=float, default=30.0, help="with updates; as many without")
     parser.add_argument("--throughput-concurrency", type=int, default=256)
-    parser.add_argument("--update-every", type=float, default=5.0)
+    parser.add_argument("--update-every", type=float, default=5.0, help="seconds, when throughput is measured")
     parser.add_argument("--ramp", type=float, default=3.0, help="seconds from the load's start to the measurement's")
     args = parser.parse_args(arguments)
     if args.tiny:

@@ -7,7 +7,9 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -79,6 +81,24 @@ def test_the_file_of_a_killed_server_is_removed_and_that_of_a_living_one_is_not(
         path.write_bytes(b"")
     remove_leftovers(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted([living, other])
+
+
+def test_ranks_that_start_at_once_clear_up_together(tmp_path: Path) -> None:
+    """Each finds files that another has removed by the time it looks at them."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    for index in range(200):
+        (tmp_path / f"lockstep-{gone.pid}-tp{index}-x.weights").write_bytes(b"")
+    ranks, together = 4, threading.Barrier(4)
+
+    def start() -> None:
+        together.wait(30)
+        remove_leftovers(tmp_path)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        for rank in [pool.submit(start) for _ in range(ranks)]:
+            rank.result(60)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_room_is_an_error_and_leaves_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

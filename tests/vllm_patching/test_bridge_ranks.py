@@ -1,0 +1,142 @@
+"""bridge_ranks.py: an engine that answers, is late, or has died; what the caller is told, and whether the engine stands still."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from vllm_patching.bridge_ranks import CAN_CHECK_AND_GO_ON, CHECK_AND_GO_ON, BridgeRefusal, RankCalls
+from vllm_patching.compat import UnsupportedVllm
+
+TIMEOUT = 0.2
+
+
+class Renderer:
+    async def clear_mm_cache_async(self) -> None:
+        raise AssertionError("a second pause must not drop what running requests have computed")
+
+
+class EngineCore:
+    """The front end's side of an engine core that is paused at first; `late` seconds pass before it answers a check."""
+
+    def __init__(self, held: str = "a", late: float = 0.0, obeys_deadline: bool = True) -> None:
+        self.held, self.late, self.obeys_deadline = held, late, obeys_deadline
+        self.paused, self.dead, self.methods = True, False, {CHECK_AND_GO_ON, CAN_CHECK_AND_GO_ON}
+        self.background: set[asyncio.Task[Any]] = set()
+
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        if self.dead:
+            raise RuntimeError("the engine is dead")
+        if method not in self.methods:
+            raise Exception(f"Call to {method} method failed: 'EngineCoreProc' object has no attribute '{method}'")
+        if method == CAN_CHECK_AND_GO_ON:
+            return True
+        # An engine core goes on working for a caller who has stopped waiting.
+        task = asyncio.create_task(self._check(*args))
+        self.background.add(task)
+        return await asyncio.shield(task)
+
+    async def _check(self, method: str, expected: list[str], version: int, deadline: float) -> dict[str, Any]:
+        await asyncio.sleep(self.late)
+        fits = [self.held] == expected and (time.monotonic() < deadline or not self.obeys_deadline)
+        self.paused = not fits
+        answers = [{"tp_rank": 0, "checksum": self.held, "not_finite": ""}]
+        return {"answers": answers, "went_on_at": time.monotonic() if fits else None}
+
+    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
+        assert (mode, clear_cache) == ("keep", False)
+        await asyncio.gather(*self.background)  # it does one thing after the other
+        self.paused = True
+
+
+class Engine:
+    def __init__(self, core: EngineCore) -> None:
+        self.engine_core, self.renderer = core, Renderer()
+
+    @property
+    def errored(self) -> bool:
+        return self.engine_core.dead
+
+
+async def ask(core: EngineCore) -> tuple[list[Any], float | None]:
+    return await RankCalls(Engine(core), TIMEOUT).check_and_go_on("lockstep_check", ["a"], 3)
+
+
+@pytest.mark.asyncio
+async def test_the_answers_and_the_moment_come_back() -> None:
+    core = EngineCore()
+    answers, moment = await ask(core)
+    assert answers == [{"tp_rank": 0, "checksum": "a", "not_finite": ""}]
+    assert moment is not None
+    assert moment <= time.monotonic()
+    assert not core.paused
+
+
+@pytest.mark.asyncio
+async def test_other_weights_leave_it_paused() -> None:
+    core = EngineCore(held="b")
+    answers, moment = await ask(core)
+    assert (answers[0]["checksum"], moment, core.paused) == ("b", None, True)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("obeys_deadline", [True, False], ids=["too late to go on", "went on at the last moment"])
+async def test_after_a_late_answer_it_stands_still(obeys_deadline: bool) -> None:
+    core = EngineCore(late=2 * TIMEOUT, obeys_deadline=obeys_deadline)
+    with pytest.raises(BridgeRefusal, match=r"vLLM's workers did not answer lockstep_check within 0\.2 s") as refusal:
+        await ask(core)
+    assert refusal.value.status == 504
+    await asyncio.gather(*core.background)
+    assert core.paused
+
+
+@pytest.mark.asyncio
+async def test_a_dead_engine_is_named() -> None:
+    core = EngineCore()
+    core.dead = True
+    with pytest.raises(BridgeRefusal, match="engine process has died; restart the server"):
+        await ask(core)
+
+
+@pytest.mark.asyncio
+async def test_a_vllm_without_the_plugin_is_refused_at_the_start() -> None:
+    core = EngineCore()
+    await RankCalls(Engine(core), TIMEOUT).require_engine_core()
+    core.methods.clear()
+    with pytest.raises(UnsupportedVllm, match="has not loaded the plugin of vllm_patching/plugin"):
+        await RankCalls(Engine(core), TIMEOUT).require_engine_core()
+
+
+class Rooms:
+    """An engine whose ranks have this much memory free for a staging buffer of 100 bytes."""
+
+    def __init__(self, *free: int | None) -> None:
+        self.free = free
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
+        assert (method, args) == ("lockstep_room", ())
+        return [{"needed": 100, "free": free} for free in self.free]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("asked", "free", "chosen"),
+    [
+        ("direct", (500, 500), "direct"),
+        ("auto", (500, 100), "overlapped"),
+        ("auto", (500, 99), "direct"),
+        ("auto", (None,), "overlapped"),
+        ("overlapped", (100,), "overlapped"),
+        ("overlapped", (500, -1), ""),
+    ],
+)
+async def test_a_transfer_overlaps_where_every_rank_has_room(asked: str, free: tuple[int | None, ...], chosen: str) -> None:
+    calls = RankCalls(Rooms(*free), TIMEOUT)
+    if chosen:
+        assert await calls.choose_transfer(asked) == chosen
+        return
+    with pytest.raises(BridgeRefusal, match=r"0\.00 GB are free: start vLLM with a lower --gpu-memory-utilization"):
+        await calls.choose_transfer(asked)
