@@ -1,4 +1,4 @@
-"""bridge_ranks.py: an engine that answers, is late, or has died; what the caller is told, and whether the engine stands still."""
+"""bridge_ranks.py: an engine that answers, is late, or has died; what is told, and whether it stands still afterwards."""
 
 from __future__ import annotations
 
