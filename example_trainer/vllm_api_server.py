@@ -27,6 +27,8 @@ from typing import Any, NoReturn
 WORKER_EXTENSION = "vllm_patching.worker_extension.LockstepWorkerExtension"
 LORA_EXTENSION = "vllm_patching.lora_worker.LoraWorkerExtension"
 ADAPTERS_AT_ONCE, ADAPTERS_IN_MEMORY = 2, 8
+MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+"""Variables by which NCCL, PyTorch and NVSHMEM are told not to use NVLink multicast."""
 DEFAULT_PORT = 9001
 DEFAULT_BRIDGE_TIMEOUT = 120.0
 
@@ -146,9 +148,28 @@ def prepare_environment(args: argparse.Namespace, shared: bool) -> None:
 
     if current_platform.is_cpu():
         _cpu_defaults(args)
-    elif shared and args.tensor_parallel_size > 1:
+        return
+    if shared and args.tensor_parallel_size > 1:
         # Seen to end in illegal memory accesses on virtual machines; NCCL's own all-reduce is used instead.
         os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
+    avoid_multicast(args)
+
+
+def avoid_multicast(args: argparse.Namespace) -> None:
+    """Leave out what ranks of vLLM do by NVLink multicast where the environment says that there is none.
+
+    vLLM's fused sum and norm chooses it all the same, and the capture of CUDA graphs ends in an illegal memory access.
+    """
+    said = [f"{name}={value}" for name, value in MULTICAST_OFF.items() if os.environ.get(name) == value]
+    passes = args.compilation_config.pass_config
+    if said and args.tensor_parallel_size > 1 and passes.fuse_allreduce_rms is None:
+        passes.fuse_allreduce_rms = False
+        args.disable_custom_all_reduce = True
+        print(
+            f"[vLLM Patch] {said[0]}: no NVLink multicast, so vLLM's fused sum and norm and its own all-reduce are off "
+            "(--compilation-config with pass_config.fuse_allreduce_rms decides otherwise)",
+            flush=True,
+        )
 
 
 def _cpu_defaults(args: argparse.Namespace) -> None:

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import pytest
 
-from example_trainer.vllm_api_server import parse_arguments
+from example_trainer.vllm_api_server import MULTICAST_OFF, avoid_multicast, parse_arguments
 from vllm_patching import compat
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,3 +117,27 @@ def test_a_build_of_vllm_that_finds_no_device_is_one_line(
     assert said.count("\n") == 1
     assert "CUDA_VISIBLE_DEVICES='7'" in said
     assert "scripts/setup.sh --cpu" in said
+
+
+FUSED = ["--compilation-config", '{"pass_config": {"fuse_allreduce_rms": true}}']
+
+
+@pytest.mark.parametrize("variable", MULTICAST_OFF)
+@pytest.mark.parametrize(
+    ("flags", "fused", "custom"),
+    [(["--tensor-parallel-size", "2"], False, False), (["--tensor-parallel-size", "2", *FUSED], True, True), ([], None, True)],
+    ids=["two ranks", "two ranks that were told to fuse", "one rank"],
+)
+def test_ranks_do_without_multicast_where_there_is_none(
+    variable: str, flags: list[str], fused: bool | None, custom: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in MULTICAST_OFF:
+        monkeypatch.delenv(name, raising=False)
+    args = parse_arguments(["--model", "x", *flags])
+    untouched = args.compilation_config.pass_config.fuse_allreduce_rms
+    avoid_multicast(args)
+    assert args.compilation_config.pass_config.fuse_allreduce_rms is untouched
+    monkeypatch.setenv(variable, MULTICAST_OFF[variable])
+    avoid_multicast(args)
+    assert args.compilation_config.pass_config.fuse_allreduce_rms is fused
+    assert args.disable_custom_all_reduce is not custom
