@@ -1,26 +1,30 @@
-"""No token is sampled from weights of which the trainer has written a half: requests run while it writes in vLLM's memory."""
+"""No token is sampled from half-written weights, or from others than were announced, with requests under way meanwhile."""
 
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import httpx
 import pytest
 import torch
 
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.hf_checkpoint import load_model
-from example_trainer.weight_bridge.base import SyncReport, Weights
+from example_trainer.weight_bridge.base import BridgeError, SyncReport, Weights
 from example_trainer.weight_bridge.server import BridgeServer
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
+from tests.e2e.bridge_helpers import joined, new_weights, served_logprobs, trainer_logprobs
 from tests.e2e.conftest import BRIDGE_TIMEOUT, VllmServer
 
 pytestmark = pytest.mark.e2e
 
 STREAMS = 3
+LENGTH = 450
 TOLERANCE = 1e-3
 """Largest difference of a served logprob to the forward pass that it came from; the sets of weights here are further apart."""
 
@@ -141,3 +145,54 @@ def test_a_token_comes_from_one_set_of_weights(server: VllmServer, fenced: bool,
         assert spanning >= 1, "requests must be under way while the weights change"
     else:
         assert torn > 0
+
+
+def sampled_so_far(server: VllmServer) -> float:
+    text = httpx.get(f"{server.url}/metrics", timeout=30).text
+    found = re.findall(r"^vllm:generation_tokens_total\S* (\S+)$", text, re.MULTILINE)
+    assert found, "vLLM counts its tokens under another name"
+    return sum(map(float, found))
+
+
+def test_the_engine_does_not_go_on_with_weights_that_were_not_announced(
+    server: VllmServer, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = [10, 20, 30]
+    with joined(server, "single_copy", free_port, monkeypatch) as (bridge, model):
+        for version in range(1, 6):  # on a busy machine the request may have ended before the update begins
+            old = load_model(str(server.model), torch.float32)
+            old.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()})
+            wrong = {name: parameter.detach() + 1 for name, parameter in model.named_parameters()}
+            answers: list[dict[str, list]] = []  # type: ignore[type-arg]
+
+            def generate(into: list[dict[str, list]] = answers) -> None:  # type: ignore[type-arg]
+                into.append(server.generate(prompt, max_tokens=LENGTH, seed=3, ignore_eos=True))
+
+            before = sampled_so_far(server)
+            thread = threading.Thread(target=generate)
+            thread.start()
+            deadline = time.monotonic() + 30
+            while sampled_so_far(server) == before and time.monotonic() < deadline:
+                time.sleep(0.01)
+            with pytest.raises(BridgeError, match=r"rank 0 received checksum \w+ of version \d, the trainer's is \w+"):
+                bridge.sync(version, new_weights(model, version), wrong)
+            assert server.state()["state"] == "unhealthy"
+            counts = [-1.0, sampled_so_far(server)]
+            while counts[-1] != counts[-2]:  # what was sampled before is handed out now; an engine that ran would go on
+                time.sleep(0.5)
+                counts.append(sampled_so_far(server))
+            stopped = counts[-1] < before + LENGTH
+            bridge.sync(version, new_weights(model, version + 100))
+            thread.join(60)
+            (answer,) = answers
+            if not stopped:
+                continue
+            (spans,) = answer["weight_version_spans"]
+            assert [number for number, _ in spans] == [version - 1, version]
+            assert sum(count for _, count in spans) == len(answer["token_ids"][0]) == LENGTH
+            served, cut = served_logprobs(answer, 0), spans[0][1]
+            tokens = answer["token_ids"][0]
+            assert (served - trainer_logprobs(old, prompt, tokens))[:cut].abs().max() < TOLERANCE
+            assert (served - trainer_logprobs(model, prompt, tokens))[cut:].abs().max() < TOLERANCE
+            return
+    pytest.fail("the request always came to its end: no update fell into it, or the engine went on with refused weights")
