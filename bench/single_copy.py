@@ -44,7 +44,7 @@ class Benchmark:
         self.lengths = {"min_tokens": 8, "max_tokens": 24} if args.tiny else {}
         self.results = Results(args.output / f"{args.name}.json")
         self.gpus = ",".join(map(str, range(args.tp))) if args.device == "cuda" else ""
-        options = ServerOptions(self.gpus, args.tp, eager=args.eager, flags=("--inflight-cache", args.inflight_cache))
+        options = ServerOptions(self.gpus, args.tp)
         self.server = VllmServer("vllm", write_model_folder(work / "model", self.shape), args.output, options)
         stack.callback(self.server.stop)
         self.load = Worker("load", "bench.gpu.load", [], args.output / "load.log", {})
@@ -59,7 +59,6 @@ class Benchmark:
         results.put("machine", value=describe())
         results.put("shape", value=self.shape)
         results.put("tensor_parallel_size", value=args.tp)
-        results.put("inflight_cache", value=args.inflight_cache)
         results.put("model_bytes", value=model_bytes(self.shape))
         results.put("seconds_to_ready", value=wait_all({"vllm": self.server.ready}, READY_SECONDS)["vllm"])
         environment = {"CUDA_VISIBLE_DEVICES": self.gpus} if self.gpus else {"OMP_NUM_THREADS": "1"}
@@ -225,8 +224,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny shape and short measurements, to try the script itself")
     parser.add_argument("--tp", type=int, default=1, help="vLLM's ranks, and the trainer's")
-    parser.add_argument("--inflight-cache", choices=["recompute", "keep"], default="recompute", help="of vLLM")
-    parser.add_argument("--eager", action="store_true", help="vLLM without compilation and CUDA graphs")
     parser.add_argument("--name", default="single_copy", help="of the results file, without .json")
     parser.add_argument("--updates", type=int, default=20, help="per measurement")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[64])

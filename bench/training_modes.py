@@ -34,7 +34,6 @@ import torch
 from bench.gpu.machine import describe
 from bench.gpu.processes import BenchError, Child, end_on_sigterm, free_port, tail, wait_all
 from bench.gpu.summary import table
-from bench.gpu.vllm_server import NO_MULTICAST
 
 STARTER = ROOT / "assets" / "starter_model"
 MOST_KL = 0.02
@@ -130,7 +129,7 @@ class Run:
         flags += ["--enforce-eager"] if args.eager else []
         tp = len(mode.vllm_gpus.partition(";")[0].split(","))
         if tp > 1:
-            flags += ["--tensor-parallel-size", str(tp), *(NO_MULTICAST if args.device == "cuda" else [])]
+            flags += ["--tensor-parallel-size", str(tp)]
         if not mode.own_server:
             ready_when = {}
             for number, (port, gpus) in enumerate(zip(self.vllm, mode.vllm_gpus.split(";"), strict=True)):

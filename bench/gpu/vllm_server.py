@@ -15,9 +15,6 @@ import psutil
 
 from bench.gpu.processes import ROOT, BenchError, Child, free_port, tail
 
-NO_MULTICAST = ["--disable-custom-all-reduce", "--compilation-config", '{"pass_config": {"fuse_allreduce_rms": false}}']
-"""Where NVLink multicast is off, the capture of CUDA graphs was seen to end in an illegal memory access: vLLM's fused sum and
-norm had chosen a way that uses it. With these it ran."""
 READY_SECONDS = 240.0
 """The first start on a fresh machine takes 100 to 130 s."""
 
@@ -91,7 +88,6 @@ class VllmServer(Child):
         if options.tp > 1:
             command += ["--tensor-parallel-size", str(options.tp)]
             if options.gpus:
-                command += NO_MULTICAST
                 environment["VLLM_ALLREDUCE_USE_SYMM_MEM"] = "0"
         environment |= dict(options.environment)
         super().__init__(name, [*command, *options.flags], output / f"{name.replace(' ', '-')}.log", environment, pipes=False)

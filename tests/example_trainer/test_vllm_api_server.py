@@ -141,3 +141,14 @@ def test_ranks_do_without_multicast_where_there_is_none(
     avoid_multicast(args)
     assert args.compilation_config.pass_config.fuse_allreduce_rms is fused
     assert args.disable_custom_all_reduce is not custom
+
+
+def test_without_multicast_it_is_as_with_the_flags_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flags are what was seen to run on two GPUs."""
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    ranks = ["--model", "x", "--tensor-parallel-size", "2"]
+    not_fused = '{"pass_config": {"fuse_allreduce_rms": false}}'
+    by_hand = parse_arguments([*ranks, "--disable-custom-all-reduce", "--compilation-config", not_fused])
+    args = parse_arguments(ranks)
+    avoid_multicast(args)
+    assert vars(args) == vars(by_hand)
