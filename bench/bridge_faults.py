@@ -2,6 +2,7 @@
 
     python bench/bridge_faults.py --output DIR                          2 GPUs: vLLM on 0, trainers on 1 (single copy: on 0)
     python bench/bridge_faults.py --output DIR --tp 2 --only late       3 GPUs or more: one tensor-parallel rank that is late
+    python bench/bridge_faults.py --output DIR --tp 2 --only late --crossed      2 GPUs: the same, a rank of the trainer on each
     python bench/bridge_faults.py --output DIR --tiny --device cpu      without a GPU
 
 After each: did the other side end the update within its deadline, does its error name side, rank, phase and version, does the
@@ -336,11 +337,18 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny shape")
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument(
+        "--crossed",
+        action="store_true",
+        help="as many ranks of the trainer, each on the GPU of one of vLLM's that another serves",
+    )
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--only", nargs="+", choices=groups, help="some kinds of fault")
     parser.add_argument("--bridge-timeout", type=float, default=8.0, help="seconds; short, because it is waited for")
     parser.add_argument("--name", default="bridge_faults", help="of the results file, without .json")
     args = parser.parse_args(arguments)
+    if args.crossed and (args.tp < 2 or args.only != ["late"]):
+        parser.error("--crossed needs --tp 2 or more and --only late")
     if args.tiny:
         args.shape = "tiny"
     return args
@@ -356,7 +364,7 @@ def main(arguments: list[str] | None = None) -> int:
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as work:
         model = write_model_folder(Path(work) / "model", args.shape)
-        stage = Stage(args.shape, model, args.output, args.device, args.tp, args.bridge_timeout)
+        stage = Stage(args.shape, model, args.output, args.device, args.tp, args.bridge_timeout, crossed=args.crossed)
         try:
             for key, value in (("machine", describe()), ("shape", args.shape), ("tensor_parallel_size", args.tp)):
                 results.put(key, value=value)

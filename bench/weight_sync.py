@@ -2,6 +2,8 @@
 
     python bench/weight_sync.py --output DIR                                     2 GPUs: vLLM on 0, the trainer on 1
     python bench/weight_sync.py --output DIR --shape qwen2.5-14b --tp 2          4 GPUs: vLLM on 0 and 1, the trainer on 2
+    python bench/weight_sync.py --output DIR --shape qwen2.5-14b --tp 2 --trainer-ranks 2 --crossed --parts ceiling bridge
+                                                     2 GPUs: a rank of both on each, and each sends to the other GPU
     python bench/weight_sync.py --output DIR --tiny --device cpu                 everything but the figures, without a GPU
 
 In one run and on the same GPUs: NCCL's own ceiling, this project's broadcast bridge (each way of transfer), and vLLM's own NCCL
@@ -71,16 +73,18 @@ class Benchmark:
         elif "throughput" in args.parts:
             second = self._start("vllm keep", mirrored=True, flags=("--inflight-cache", "keep"))
         results.put("machine", value=describe())
-        for key, value in (("shape", self.shape), ("tensor_parallel_size", args.tp), ("trainer_ranks", args.trainer_ranks)):
-            results.put(key, value=value)
+        for key in ("shape", "tensor_parallel_size", "trainer_ranks", "crossed"):
+            results.put(key, value={**vars(args), "tensor_parallel_size": args.tp}[key])
         results.put("model_bytes", value=model_bytes(self.shape))
         ready = wait_all({s.name: s.ready for s in (server, second) if s is not None}, READY_SECONDS)
         results.put("seconds_to_ready", value=ready)
         print(f"ready after {ready}", flush=True)
         if "ceiling" in args.parts:
-            gpus = [self._trainer_gpu(False), *(str(i) if self.gpus else "cpu" for i in range(args.tp))]
-            small = 1 << 30 if self.gpus else 1 << 20
-            results.measure("ceiling", run=lambda: ceiling.measure(self.shape, gpus, args.output, args.updates, gibibyte=small))
+            ranks = args.trainer_ranks if args.crossed else 1
+            senders, receivers = self._trainer_gpus(ranks, mirrored=False), self._server_gpus(mirrored=False)
+            gpus = [*senders, *receivers] if self.gpus else ["cpu"] * (ranks + args.tp)
+            options = {"gibibyte": 1 << 30 if self.gpus else 1 << 20, "pairs": args.crossed}
+            results.measure("ceiling", run=lambda: ceiling.measure(self.shape, gpus, args.output, args.updates, **options))
         if "bridge" in args.parts or "throughput" in args.parts:
             self._measure_bridge(server, "recompute", mirrored=False)
         if "engine" in args.parts and self.gpus and second is not None:
@@ -96,10 +100,8 @@ class Benchmark:
     # -- processes
 
     def _start(self, name: str, mirrored: bool, **options: Any) -> VllmServer:
-        tp = self.args.tp
-        first = tp if mirrored else 0
-        gpus = ",".join(map(str, range(first, first + tp))) if self.gpus else ""
-        server = VllmServer(name, self.model, self.args.output, ServerOptions(gpus, tp, **options))
+        gpus = ",".join(self._server_gpus(mirrored)) if self.gpus else ""
+        server = VllmServer(name, self.model, self.args.output, ServerOptions(gpus, self.args.tp, **options))
         self.stack.callback(server.stop)
         return server
 
@@ -108,15 +110,21 @@ class Benchmark:
         environment = (("VLLM_SERVER_DEV_MODE", "1"),)
         return self._start("vllm own engine", mirrored=True, shared=False, flags=flags, environment=environment)
 
-    def _trainer_gpu(self, mirrored: bool) -> str:
-        if not self.gpus:
-            return "cpu"
-        return "0" if mirrored else str(self.args.tp)
+    def _server_gpus(self, mirrored: bool) -> list[str]:
+        """The GPUs of a server's ranks; the mirrored one's are behind those of the first."""
+        first = self.args.tp if mirrored else 0
+        return [str(first + rank) for rank in range(self.args.tp)]
+
+    def _trainer_gpus(self, ranks: int, mirrored: bool) -> list[str]:
+        """The GPUs of a trainer's ranks: behind the server's or (mirrored) before; crossed, those of the server's next rank."""
+        if self.args.crossed:
+            return [str((rank + 1) % ranks) for rank in range(ranks)]
+        first = 0 if mirrored else self.args.tp
+        return [str(first + rank) for rank in range(ranks)]
 
     def _trainer(self, name: str, module: str, server: VllmServer, mirrored: bool) -> Worker:
         ranks = self.args.trainer_ranks if module == "bench.gpu.spread_trainer" else 1
-        first = self._trainer_gpu(mirrored)
-        visible = ",".join(str(int(first) + rank) for rank in range(ranks)) if self.gpus else ""
+        visible = ",".join(self._trainer_gpus(ranks, mirrored))
         environment = {"CUDA_VISIBLE_DEVICES": visible} if self.gpus else {"OMP_NUM_THREADS": "1"}
         arguments = trainer_arguments(self.shape, server.port, self.args.device, TRAINER_TIMEOUT)
         worker = Worker(name, module, arguments, self.args.output / f"{name.replace(' ', '-')}.log", environment, ranks)
@@ -289,6 +297,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--name", help="of the results file, without .json")
     parser.add_argument("--tp", type=int, default=1, help="vLLM's tensor-parallel degree")
     parser.add_argument("--trainer-ranks", type=int, default=1, help="processes of the trainer (torchrun, FSDP2)")
+    parser.add_argument(
+        "--crossed",
+        action="store_true",
+        help="each rank of the trainer on the GPU of one of vLLM's that another sends to",
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny shape and short measurements, to try the script itself")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
@@ -301,6 +314,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--update-every", type=float, default=5.0, help="seconds, when throughput is measured")
     parser.add_argument("--ramp", type=float, default=3.0, help="seconds from the load's start to the measurement's")
     args = parser.parse_args(arguments)
+    if args.crossed and (args.tp < 2 or args.trainer_ranks != args.tp or not {"ceiling", "bridge"}.issuperset(args.parts)):
+        parser.error("--crossed needs --tp 2 or more, as many --trainer-ranks, and --parts ceiling bridge (or one of them)")
     if args.tiny:
         args.shape = "tiny"
         args.concurrency, args.throughput_concurrency = [4], 4

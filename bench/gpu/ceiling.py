@@ -4,6 +4,9 @@
 
 The sender is rank 0. Patterns: a broadcast of 1 GiB; the model's parameters broadcast one by one in one coalesced launch (one
 receiver); each receiver its own shards, sent point to point in one coalesced launch (several receivers).
+
+In pairs, as many senders as receivers, all at once: 1 GiB from each sender, and each receiver's shards. Each pair has a group
+of its own, so a GPU may hold the sender of one and the receiver of another.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,9 +33,20 @@ WARMUP = 5
 
 
 def measure(
-    shape: str, gpus: list[str], output: Path, repeats: int = 20, seconds: float = 90.0, gibibyte: int = 1 << 30
+    shape: str,
+    gpus: list[str],
+    output: Path,
+    repeats: int = 20,
+    seconds: float = 90.0,
+    gibibyte: int = 1 << 30,
+    pairs: bool = False,
 ) -> dict[str, Any]:
-    """Run the patterns on these GPUs (the sender first; `cpu` for a CPU process) and return their figures.
+    """Run the patterns on these GPUs and return their figures.
+
+    Args:
+        shape: a key of SHAPES.
+        gpus: the sender's first, then the receivers'; in pairs all senders' first. `cpu` for a CPU process.
+        pairs: the first half of the GPUs sends to the second. The rates are then the sums over the pairs.
 
     Raises:
         BenchError: a process failed or took too long; the message ends with its log.
@@ -44,7 +58,13 @@ def measure(
     for rank, gpu in enumerate(gpus):
         command = [sys.executable, "-u", "-m", "bench.gpu.ceiling", "--rank", str(rank), "--world", str(len(gpus))]
         command += ["--port", str(port), "--shape", shape, "--repeats", str(repeats), "--gibibyte", str(gibibyte)]
-        command += ["--device", "cpu" if gpu == "cpu" else "cuda", "--result", str(result_file)]
+        command += [
+            "--device",
+            "cpu" if gpu == "cpu" else "cuda",
+            "--result",
+            str(result_file),
+            *(["--pairs"] if pairs else []),
+        ]
         environment = {} if gpu == "cpu" else {"CUDA_VISIBLE_DEVICES": gpu}
         children.append(Child(f"ceiling rank {rank}", command, output / f"ceiling-{rank}.log", environment, pipes=False))
     deadline = time.monotonic() + seconds
@@ -73,15 +93,17 @@ def run(args: argparse.Namespace) -> None:
     backend = "gloo" if args.device == "cpu" else "nccl"
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
     where = f"tcp://127.0.0.1:{args.port}"
-    extra: dict[str, Any] = {"device_id": device} if args.device == "cuda" else {}
+    # NCCL refuses a group with two ranks on one GPU: all of the pairs' processes together have a Gloo group alone.
+    extra: dict[str, Any] = {"device_id": device} if args.device == "cuda" and not args.pairs else {}
+    everyone = "gloo" if args.pairs else backend
     dist.init_process_group(
-        backend, init_method=where, rank=args.rank, world_size=args.world, timeout=timedelta(seconds=60), **extra
+        everyone, init_method=where, rank=args.rank, world_size=args.world, timeout=timedelta(seconds=60), **extra
     )
-    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
-    receivers = args.world - 1
+    if args.device == "cuda":
+        torch.cuda.set_device(device)
+    patterns = _in_pairs(args, backend, device) if args.pairs else _from_one(args, backend, device)
     results: dict[str, Any] = {}
-
-    def record(name: str, num_bytes: int, transfer: Callable[[], None]) -> None:
+    for name, num_bytes, transfer in patterns:
         seconds = [_timed(transfer, device) for _ in range(WARMUP + args.repeats)][WARMUP:]
         slowest: list[Any] = [None] * args.world
         dist.all_gather_object(slowest, seconds)
@@ -97,15 +119,22 @@ def run(args: argparse.Namespace) -> None:
             summary = {"backend": backend, "patterns": results, "broadcast_gb_per_s": broadcast}
             summary["model_gb_per_s"] = max(of_model, default=None)
             Path(args.result).write_text(json.dumps(summary))
+    dist.barrier()
+    dist.destroy_process_group()
 
-    block = [torch.randint(0, 255, (args.gibibyte,), dtype=torch.uint8, device=device)]
-    record("broadcast_1gib", args.gibibyte, lambda: _broadcast(block[0]))
+
+Pattern = tuple[str, int, Callable[[], None]]
+"""Its name, the bytes that all receivers get together, and this rank's part of it."""
+
+
+def _from_one(args: argparse.Namespace, backend: str, device: torch.device) -> Iterator[Pattern]:
+    """Rank 0 sends to all others."""
+    block = [_block(args.gibibyte, device)]
+    yield "broadcast_1gib", args.gibibyte, lambda: _broadcast(block[0], 0)
     block.clear()
-
-    shards = [
-        [torch.randn(s, device=device, dtype=dtype) for s in shard_shapes(args.shape, r, receivers)] for r in range(receivers)
-    ]
-    num_bytes = sum(t.numel() * t.element_size() for shard in shards for t in shard)
+    receivers = args.world - 1
+    shards = [_shards(args.shape, rank, receivers, device) for rank in range(receivers)]
+    num_bytes = sum(map(_num_bytes, shards))
     mine = shards if args.rank == 0 else [shards[args.rank - 1]]
     if receivers == 1:
 
@@ -119,26 +148,49 @@ def run(args: argparse.Namespace) -> None:
                     dist.broadcast(tensor, 0, async_op=True)
             coalesced.wait()
 
-        record("parameters_broadcast_coalesced", num_bytes, broadcast_parameters)
-
-    def send_shards() -> None:
-        operations = []
-        for index, shard in enumerate(mine):
-            for tensor in shard:
-                if args.rank == 0:
-                    operations.append(dist.P2POp(dist.isend, tensor, 1 + index))
-                else:
-                    operations.append(dist.P2POp(dist.irecv, tensor, 0))
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-
-    record("shards_sent_coalesced", num_bytes, send_shards)
-    dist.barrier()
-    dist.destroy_process_group()
+        yield "parameters_broadcast_coalesced", num_bytes, broadcast_parameters
+    peers = [1 + index if args.rank == 0 else 0 for index in range(len(mine))]
+    yield "shards_sent_coalesced", num_bytes, lambda: _send(list(zip(mine, peers, strict=True)), args.rank == 0)
 
 
-def _broadcast(tensor: torch.Tensor) -> None:
-    dist.broadcast(tensor, 0)
+def _in_pairs(args: argparse.Namespace, backend: str, device: torch.device) -> Iterator[Pattern]:
+    """The first half of the ranks sends, each to one of the second."""
+    half = args.world // 2
+    groups = [dist.new_group([pair, half + pair], backend=backend) for pair in range(half)]
+    pair, sends = args.rank % half, args.rank < half
+    group, peer = groups[pair], (args.rank + half) % args.world
+    block = [_block(args.gibibyte, device)]
+    yield "broadcast_1gib", half * args.gibibyte, lambda: _broadcast(block[0], pair, group)
+    block.clear()
+    shard = _shards(args.shape, pair, half, device)
+    held: list[Any] = [None] * args.world
+    dist.all_gather_object(held, _num_bytes(shard))
+    yield "shards_sent_coalesced", sum(held[:half]), lambda: _send([(shard, peer)], sends, group)
+
+
+def _send(shards: Sequence[tuple[list[torch.Tensor], int]], sends: bool, group: Any = None) -> None:
+    """Send each list of tensors to its rank, or receive them from there, all in one launch."""
+    step = dist.isend if sends else dist.irecv
+    operations = [dist.P2POp(step, tensor, peer, group) for shard, peer in shards for tensor in shard]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+
+
+def _block(num_bytes: int, device: torch.device) -> torch.Tensor:
+    return torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=device)
+
+
+def _shards(shape: str, rank: int, ranks: int, device: torch.device) -> list[torch.Tensor]:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return [torch.randn(s, device=device, dtype=dtype) for s in shard_shapes(shape, rank, ranks)]
+
+
+def _num_bytes(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _broadcast(tensor: torch.Tensor, sender: int, group: Any = None) -> None:
+    dist.broadcast(tensor, sender, group)
 
 
 def _timed(transfer: Callable[[], None], device: torch.device) -> float:
@@ -165,4 +217,5 @@ if __name__ == "__main__":
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--gibibyte", type=int, default=1 << 30)
     parser.add_argument("--result", required=True)
+    parser.add_argument("--pairs", action="store_true")
     run(parser.parse_args())

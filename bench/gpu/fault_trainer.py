@@ -21,8 +21,10 @@ from example_trainer.models.decoder import Decoder
 from example_trainer.models.geometry import Geometry
 from example_trainer.weight_bridge.base import BridgeError
 from example_trainer.weight_bridge.broadcast import BroadcastBridge
+from example_trainer.weight_bridge.link import ServerLink
 from example_trainer.weight_bridge.server import BridgeServer, shapes_of
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
+from vllm_patching.distributed_utils import BridgeGroups
 
 RESTART_SECONDS = 240.0
 """How long a trainer waits for a server that has gone: a GPU server's first start takes 130 s."""
@@ -168,8 +170,7 @@ class FaultTrainer(BenchTrainer):
                 return commit(version, checksums)
 
             return self._replace((link, "commit", hold_and_commit))
-        groups = link._groups.values()
-        return self._replace(*((group, "broadcast", self._broken_broadcast(group, hold)) for group in groups))
+        return break_transfer(link, hold)
 
     @staticmethod
     def _replace(*methods: tuple[Any, str, Callable[..., Any]]) -> list[tuple[Any, str]]:
@@ -177,7 +178,15 @@ class FaultTrainer(BenchTrainer):
             setattr(owner, name, method)
         return [(owner, name) for owner, name, _ in methods]
 
-    def _broken_broadcast(self, groups: Any, hold: Callable[[], None]) -> Callable[[Any], None]:
+
+def break_transfer(link: ServerLink, hold: Callable[[], None]) -> list[tuple[Any, str]]:
+    """Have `hold` called in the middle of what is sent to each of a server's ranks.
+
+    Returns:
+        the attributes that hide the real methods, to be deleted again.
+    """
+
+    def broken(groups: BridgeGroups) -> Callable[[Any], None]:
         original = groups.broadcast
         # What NCCL gets at once must be cut alike on both sides: stop after a whole part of a model that has several.
         cut = groups.rendezvous.data_backend != "nccl"
@@ -190,6 +199,11 @@ class FaultTrainer(BenchTrainer):
                 original(pieces[half:])
 
         return broadcast
+
+    groups = list(link._groups.values())
+    for group in groups:
+        group.broadcast = broken(group)  # type: ignore[method-assign]
+    return [(group, "broadcast") for group in groups]
 
 
 if __name__ == "__main__":

@@ -73,8 +73,21 @@ class Stage:
         timeout: float,
         eager: bool = True,
         name: str = "vllm",
+        crossed: bool = False,
     ) -> None:
+        """
+        Args:
+            shape: a key of SHAPES; `model` is the folder with its config.json and tokenizer.
+            output: where logs go.
+            device: `cuda` or `cpu`.
+            tp: vLLM's ranks. The trainer is one process, on the GPU behind them.
+            timeout: seconds for each phase of an update.
+            eager: without compilation and CUDA graphs.
+            name: the server's, for its log.
+            crossed: the trainer has as many ranks as vLLM, each on the GPU of the next of vLLM's.
+        """
         self.shape, self.output, self.device, self.timeout, self.tp = shape, output, device, timeout, tp
+        self._ranks = tp if crossed else 1
         gpus = ",".join(map(str, range(tp))) if device == "cuda" else ""
         options = ServerOptions(gpus, tp, eager=eager, bridge_timeout=timeout, cache_gib=4, max_num_seqs=32)
         self._model, self._options, self._name, self._starts = model, options, name, 0
@@ -159,10 +172,12 @@ class Stage:
         self._count += 1
         environment = {"OMP_NUM_THREADS": "1"}
         if self.device == "cuda":
-            environment["CUDA_VISIBLE_DEVICES"] = "0" if kind == "single_copy" else str(self.tp)
+            behind = [(rank + 1) % self.tp for rank in range(self.tp)] if self._ranks > 1 else [self.tp]
+            environment["CUDA_VISIBLE_DEVICES"] = "0" if kind == "single_copy" else ",".join(map(str, behind))
         arguments = trainer_arguments(self.shape, self.server.port, self.device, self.timeout)
         log = self.output / f"trainer-{self._count:02d}.log"
-        worker = Worker(f"trainer {self._count}", "bench.gpu.fault_trainer", arguments, log, environment)
+        module = "bench.gpu.fault_trainer" if self._ranks == 1 else "bench.gpu.spread_fault_trainer"
+        worker = Worker(f"trainer {self._count}", module, arguments, log, environment, self._ranks)
         self._trainers.append(worker)
         self._kinds[worker.pid] = kind
         worker.send("load", seed=self._count)

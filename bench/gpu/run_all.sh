@@ -5,6 +5,7 @@
 #
 # KIND: 1 (one GPU: single copy, LoRA) · 2 (two: 1.7B over broadcast) · 2-throughput · 2-faults · 2-restarts (two) ·
 #       2-14b (two: 14B by single copy over two ranks, and by broadcast to one) ·
+#       2-crossed (two: 14B to two ranks from a trainer of two ranks, one of each on a GPU; a rank that is late) ·
 #       4 (four: 14B to two ranks) · 4-ranks (four: the same from a trainer of two ranks) ·
 #       4-late (three or more: a rank that is late) · deterministic (one: parity) · deterministic-cost (one: speed, learning) ·
 #       modes (whole trainings, those that the GPUs suffice for; all with four) · cpu (a tiny model, to try the scripts)
@@ -44,6 +45,11 @@ case $kind in
     # Direct alone: what an overlapped transfer stages would leave no room for the trainer of vLLM's engine on the same GPU.
     run 270 weight_sync_14b_one_rank weight_sync.py --shape qwen2.5-14b --parts ceiling bridge engine --transfers direct \
       --concurrency 64 --name weight_sync_qwen2.5-14b_one_rank
+    ;;
+  2-crossed)
+    run 330 weight_sync_14b_crossed weight_sync.py --shape qwen2.5-14b --tp 2 --trainer-ranks 2 --crossed \
+      --parts ceiling bridge --concurrency 64 --name weight_sync_qwen2.5-14b_crossed
+    run 190 bridge_faults_tp2 bridge_faults.py --tp 2 --only late --crossed --name bridge_faults_tp2
     ;;
   4) run 520 weight_sync_14b weight_sync.py --shape qwen2.5-14b --tp 2 --parts ceiling bridge engine --concurrency 64 ;;
   4-ranks)

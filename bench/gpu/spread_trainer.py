@@ -35,6 +35,7 @@ class SpreadTrainer(BenchTrainer):
     def __init__(self, shape: str, port: int, device: torch.device, timeout: float, ranks: Ranks) -> None:
         super().__init__(shape, port, str(device), timeout)
         self.ranks = ranks
+        self.answers: Answers | None = None
 
     def load(self, seed: int = 0, optimizer: bool = False, spare: bool = True) -> dict[str, Any]:
         """See BenchTrainer.load; each rank draws its own rows."""
@@ -108,7 +109,8 @@ class SpreadTrainer(BenchTrainer):
         return {name: getattr(self, name) for name in ("load", "connect", "sync", "check", "memory", "close")}
 
     def serve(self, answers: Answers | None) -> None:
-        """Carry out what rank 0 reads, on every rank, until its stdin ends."""
+        """Carry out what rank 0 reads, on every rank, until its stdin ends. `answers`: rank 0's way to the parent."""
+        self.answers = answers
         while True:
             line = sys.stdin.readline() if self.ranks.is_main else ""
             request = self.ranks.broadcast(json.loads(line) if line else None, "the next command", timeout=IDLE_SECONDS)
@@ -170,8 +172,8 @@ class SplitTrainer(SpreadTrainer):
         return torch.cat(list(parts), dim=-1)[..., : self.model.geometry.vocab_size]
 
 
-def main() -> None:
-    split = "--split" in sys.argv
+def main(kind: type[SpreadTrainer]) -> None:
+    """One rank of a trainer."""
     args = parse([argument for argument in sys.argv[1:] if argument != "--split"])
     place = place_of(os.environ)
     local_rank = place[2] if place else 0
@@ -181,9 +183,8 @@ def main() -> None:
     answers = Answers()
     set_up(args)
     with join_ranks(600.0, device) as ranks:
-        kind = SplitTrainer if split else SpreadTrainer
         kind(args.shape, args.port, device, args.timeout, ranks).serve(answers if ranks.is_main else None)
 
 
 if __name__ == "__main__":
-    main()
+    main(SplitTrainer if "--split" in sys.argv else SpreadTrainer)
