@@ -376,7 +376,7 @@ def main(arguments: list[str] | None = None) -> int:
                     outcome = run()
                 except (BenchError, OSError, ValueError, KeyError) as error:
                     outcome = Outcome(name, problems=[f"could not be judged: {error}"])
-                    if not _usable(stage):
+                    if not stage.usable():
                         stage.server.kill()
                         stage.restart_server()
                         stage.wait()
@@ -391,14 +391,6 @@ def main(arguments: list[str] | None = None) -> int:
             show(outcomes, results.failures)
             stage.close()
     return 1 if results.failures or any(o.problems for o in outcomes) else 0
-
-
-def _usable(stage: Stage) -> bool:
-    """Whether the server can go on after a row that could not be judged."""
-    try:
-        return stage.server.process.poll() is None and not stage.server.state()["engine_dead"]
-    except OSError:
-        return False
 
 
 if __name__ == "__main__":

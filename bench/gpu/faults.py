@@ -109,6 +109,13 @@ class Stage:
         log.rename(log.with_name(f"{log.stem}-{self._starts}.log"))
         self.server = VllmServer(self._name, self._model, self.output, self._options, port=self.server.port)
 
+    def usable(self) -> bool:
+        """Whether the server can go on after a row that could not be judged."""
+        try:
+            return self.server.process.poll() is None and not self.server.state()["engine_dead"]
+        except OSError:
+            return False
+
     def close(self) -> None:
         """Stop everything."""
         for worker in self._trainers:
