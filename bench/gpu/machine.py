@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 
@@ -27,6 +28,7 @@ def describe() -> dict[str, Any]:
             "driver": _driver(),
             "cuda": torch.version.cuda,
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "mps": any(process.info["name"].startswith("nvidia-cuda-mps") for process in psutil.process_iter(["name"])),
         }
     return machine
 

@@ -5,7 +5,8 @@
 #
 # KIND: 1 (one GPU: single copy, LoRA) · 2 (two: 1.7B over broadcast) · 2-throughput · 2-faults · 2-restarts (two) ·
 #       2-14b (two: 14B by single copy over two ranks, and by broadcast to one) ·
-#       2-crossed (two: 14B to two ranks from a trainer of two ranks, one of each on a GPU; a rank that is late) ·
+#       2-crossed (two: 14B to two ranks from a trainer of two ranks, one of each on a GPU; a rank that is late; start MPS before,
+#       or the two processes of each GPU take turns) ·
 #       4 (four: 14B to two ranks) · 4-ranks (four: the same from a trainer of two ranks) ·
 #       4-late (three or more: a rank that is late) · deterministic (one: parity) · deterministic-cost (one: speed, learning) ·
 #       modes (whole trainings, those that the GPUs suffice for; all with four) · cpu (a tiny model, to try the scripts)
