@@ -18,6 +18,7 @@ from example_trainer.weight_bridge.phases import timed
 from example_trainer.weight_bridge.server import BridgeServer, Shapes, served_dtype, shapes_of
 from vllm_patching.checksum import WeightSummary
 from vllm_patching.distributed_utils import RendezvousError, host_store, rendezvous_address
+from vllm_patching.shared_memory import gpu_uuid
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +117,9 @@ class BroadcastBridge(WeightBridge):
                 f"vLLM's weights are on {link.info['device']}, the trainer's on {self._device.type}; "
                 f"start the trainer with --device {link.info['device']}"
             )
+        if self._device.type == "cuda":
+            own = gpu_uuid(self._device)
+            self._ranks.together("comparing the GPUs with vLLM's", lambda: link.check_gpus(own))
         parameters = dict(self._model.named_parameters())
         whole = self._ranks.world_size == 1
         for rank in link.mine:

@@ -129,6 +129,23 @@ class ServerLink:
         body = {"epoch": self.epoch, "version": version, "checksums": list(checksums), "resume": True}
         return self.server.post("commit", body)
 
+    def check_gpus(self, own: str) -> None:
+        """Refuse what NCCL would refuse in the first transfer, with a message that few understand.
+
+        Args:
+            own: UUID of the GPU that this process sends from.
+
+        Raises:
+            BridgeError: one of vLLM's ranks that it sends to is on that GPU.
+        """
+        for rank in self.mine:
+            if self.info["gpu_uuids"][rank] == own:
+                raise BridgeError(
+                    f"vLLM rank {rank} of {self.server.url} and the trainer that sends to it are on the same GPU ({own}), "
+                    "between which NCCL cannot send; share one copy (--single-copy instead of --use-shared-memory), or put the "
+                    "trainer on another GPU (--device cuda:N or CUDA_VISIBLE_DEVICES)"
+                )
+
     def leave(self) -> None:
         """Drop the groups; the server keeps what it has."""
         for groups in self._groups.values():
