@@ -237,6 +237,8 @@ def report(data: dict[str, Any]) -> str:
             if "updates" not in found:
                 continue
             speed = found["gb_per_s"]
+            transfer = found.get("phases_ms", {}).get("transfer", {}).get("median")
+            bare = round(data["model_bytes"] / transfer / 1e6, 1) if transfer else None
             rows.append(
                 [
                     f"{side}, {condition}",
@@ -245,6 +247,8 @@ def report(data: dict[str, Any]) -> str:
                     speed,
                     round(100 * speed / broadcast, 1) if broadcast else None,
                     round(100 * speed / coalesced, 1) if coalesced else None,
+                    transfer,
+                    round(100 * bare / broadcast, 1) if bare and broadcast else None,
                     *(median_of(found, "halted_ms", what) for what in ("median", "max")),
                     median_of(found, "stood_still_ms"),
                     median_of(found, "usual_gap_ms"),
@@ -252,6 +256,7 @@ def report(data: dict[str, Any]) -> str:
                 ]
             )
     head = ["", "updates", "first byte to verified: median ms", "p90", "max", "GB/s", "% of broadcast", "% of coalesced"]
+    head += ["the bytes alone: ms", "% of broadcast"]
     head += ["halted: median ms", "max", "to the first step ms", "usual gap ms", "gap at an update: median ms", "max"]
     lines += [table(head, rows)] if rows else []
     for side, part in sides.items():
