@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any
 
 from bench.gpu import ceiling
-from bench.gpu.processes import BenchError, Worker, wait_all
+from bench.gpu.processes import BenchError, Worker, crossed_gpus, wait_all
 from bench.gpu.runs import (
     ASK_SECONDS,
     Results,
@@ -73,8 +73,10 @@ class Benchmark:
         elif "throughput" in args.parts:
             second = self._start("vllm keep", mirrored=True, flags=("--inflight-cache", "keep"))
         results.put("machine", value=describe())
-        for key in ("shape", "tensor_parallel_size", "trainer_ranks", "crossed"):
-            results.put(key, value={**vars(args), "tensor_parallel_size": args.tp}[key])
+        results.put("shape", value=self.shape)
+        results.put("tensor_parallel_size", value=args.tp)
+        results.put("trainer_ranks", value=args.trainer_ranks)
+        results.put("crossed", value=args.crossed)
         results.put("model_bytes", value=model_bytes(self.shape))
         ready = wait_all({s.name: s.ready for s in (server, second) if s is not None}, READY_SECONDS)
         results.put("seconds_to_ready", value=ready)
@@ -118,7 +120,7 @@ class Benchmark:
     def _trainer_gpus(self, ranks: int, mirrored: bool) -> list[str]:
         """The GPUs of a trainer's ranks: behind the server's or (mirrored) before; crossed, those of the server's next rank."""
         if self.args.crossed:
-            return [str((rank + 1) % ranks) for rank in range(ranks)]
+            return crossed_gpus(ranks)
         first = 0 if mirrored else self.args.tp
         return [str(first + rank) for rank in range(ranks)]
 
@@ -238,7 +240,6 @@ def report(data: dict[str, Any]) -> str:
                 continue
             speed = found["gb_per_s"]
             transfer = found.get("phases_ms", {}).get("transfer", {}).get("median")
-            bare = round(data["model_bytes"] / transfer / 1e6, 1) if transfer else None
             rows.append(
                 [
                     f"{side}, {condition}",
@@ -248,7 +249,7 @@ def report(data: dict[str, Any]) -> str:
                     round(100 * speed / broadcast, 1) if broadcast else None,
                     round(100 * speed / coalesced, 1) if coalesced else None,
                     transfer,
-                    round(100 * bare / broadcast, 1) if bare and broadcast else None,
+                    round(100 * data["model_bytes"] / transfer / 1e6 / broadcast, 1) if transfer and broadcast else None,
                     *(median_of(found, "halted_ms", what) for what in ("median", "max")),
                     median_of(found, "stood_still_ms"),
                     median_of(found, "usual_gap_ms"),
@@ -256,7 +257,7 @@ def report(data: dict[str, Any]) -> str:
                 ]
             )
     head = ["", "updates", "first byte to verified: median ms", "p90", "max", "GB/s", "% of broadcast", "% of coalesced"]
-    head += ["the bytes alone: ms", "% of broadcast"]
+    head += ["the bytes alone: ms", "% of broadcast, alone"]
     head += ["halted: median ms", "max", "to the first step ms", "usual gap ms", "gap at an update: median ms", "max"]
     lines += [table(head, rows)] if rows else []
     for side, part in sides.items():

@@ -58,13 +58,8 @@ def measure(
     for rank, gpu in enumerate(gpus):
         command = [sys.executable, "-u", "-m", "bench.gpu.ceiling", "--rank", str(rank), "--world", str(len(gpus))]
         command += ["--port", str(port), "--shape", shape, "--repeats", str(repeats), "--gibibyte", str(gibibyte)]
-        command += [
-            "--device",
-            "cpu" if gpu == "cpu" else "cuda",
-            "--result",
-            str(result_file),
-            *(["--pairs"] if pairs else []),
-        ]
+        command += ["--device", "cpu" if gpu == "cpu" else "cuda", "--result", str(result_file)]
+        command += ["--pairs"] if pairs else []
         environment = {} if gpu == "cpu" else {"CUDA_VISIBLE_DEVICES": gpu}
         children.append(Child(f"ceiling rank {rank}", command, output / f"ceiling-{rank}.log", environment, pipes=False))
     deadline = time.monotonic() + seconds
@@ -130,7 +125,7 @@ Pattern = tuple[str, int, Callable[[], None]]
 def _from_one(args: argparse.Namespace, backend: str, device: torch.device) -> Iterator[Pattern]:
     """Rank 0 sends to all others."""
     block = [_block(args.gibibyte, device)]
-    yield "broadcast_1gib", args.gibibyte, lambda: _broadcast(block[0], 0)
+    yield "broadcast_1gib", args.gibibyte, lambda: dist.broadcast(block[0], 0)
     block.clear()
     receivers = args.world - 1
     shards = [_shards(args.shape, rank, receivers, device) for rank in range(receivers)]
@@ -160,7 +155,7 @@ def _in_pairs(args: argparse.Namespace, backend: str, device: torch.device) -> I
     pair, sends = args.rank % half, args.rank < half
     group, peer = groups[pair], (args.rank + half) % args.world
     block = [_block(args.gibibyte, device)]
-    yield "broadcast_1gib", half * args.gibibyte, lambda: _broadcast(block[0], pair, group)
+    yield "broadcast_1gib", half * args.gibibyte, lambda: dist.broadcast(block[0], pair, group)
     block.clear()
     shard = _shards(args.shape, pair, half, device)
     held: list[Any] = [None] * args.world
@@ -187,10 +182,6 @@ def _shards(shape: str, rank: int, ranks: int, device: torch.device) -> list[tor
 
 def _num_bytes(tensors: list[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _broadcast(tensor: torch.Tensor, sender: int, group: Any = None) -> None:
-    dist.broadcast(tensor, sender, group)
 
 
 def _timed(transfer: Callable[[], None], device: torch.device) -> float:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,23 +41,14 @@ class FaultTrainer(BenchTrainer):
 
     def sync_held(self, at: str) -> dict[str, Any]:
         """One update that stops at a point, says so ({"event": point}), and goes on when it reads a line."""
-        held = False
 
-        def hold() -> None:
-            nonlocal held
-            if held:
-                return
-            held = True
-            self._answers.write({"event": at})
-            if not sys.stdin.readline():
+        def wait() -> None:
+            if not told_to_go_on(self._answers, at):
                 os._exit(1)  # the parent has gone
 
-        undo = self._arm(at, hold)
-        try:
+        hold = once(wait)
+        with replaced(self._arm(at, hold)):
             return self._update(lambda: self._write_half_and_half(hold if at == "write" else None))
-        finally:
-            for owner, name in undo:
-                delattr(owner, name)
 
     def sync_nan(self) -> dict[str, Any]:
         """One update with a single NaN in it."""
@@ -135,8 +127,8 @@ class FaultTrainer(BenchTrainer):
             hold()
         self.write(which)
 
-    def _arm(self, at: str, hold: Callable[[], None]) -> list[tuple[Any, str]]:
-        """Wrap the method of the bridge in which the point lies; returns what must be deleted again."""
+    def _arm(self, at: str, hold: Callable[[], None]) -> list[Replacement]:
+        """Wrap the method of the bridge in which the point lies."""
         if isinstance(self.bridge, SingleCopyBridge):
             if at == "write":
                 return []
@@ -151,7 +143,7 @@ class FaultTrainer(BenchTrainer):
                     hold()
                 return answer
 
-            return self._replace((server, "post", post_and_hold))
+            return [(server, "post", post_and_hold)]
         assert isinstance(self.bridge, BroadcastBridge)
         link = self.bridge._links[0]
         if at == "prepare":
@@ -161,7 +153,7 @@ class FaultTrainer(BenchTrainer):
                 prepare(version, not_finite)
                 hold()
 
-            return self._replace((link, "prepare", prepare_and_hold))
+            return [(link, "prepare", prepare_and_hold)]
         if at == "commit":
             commit = link.commit
 
@@ -169,22 +161,40 @@ class FaultTrainer(BenchTrainer):
                 hold()
                 return commit(version, checksums)
 
-            return self._replace((link, "commit", hold_and_commit))
-        return break_transfer(link, hold)
-
-    @staticmethod
-    def _replace(*methods: tuple[Any, str, Callable[..., Any]]) -> list[tuple[Any, str]]:
-        for owner, name, method in methods:
-            setattr(owner, name, method)
-        return [(owner, name) for owner, name, _ in methods]
+            return [(link, "commit", hold_and_commit)]
+        return broken_transfer(link, hold)
 
 
-def break_transfer(link: ServerLink, hold: Callable[[], None]) -> list[tuple[Any, str]]:
-    """Have `hold` called in the middle of what is sent to each of a server's ranks.
+Replacement = tuple[Any, str, Callable[..., Any]]
+"""An object, the name of one of its methods, and what is called in that method's place."""
 
-    Returns:
-        the attributes that hide the real methods, to be deleted again.
-    """
+
+@contextmanager
+def replaced(methods: Sequence[Replacement]) -> Iterator[None]:
+    """Put other functions in these methods' places for the time of the block."""
+    for owner, name, method in methods:
+        setattr(owner, name, method)
+    try:
+        yield
+    finally:
+        for owner, name, _ in methods:
+            delattr(owner, name)
+
+
+def once(work: Callable[[], None]) -> Callable[[], None]:
+    """`work`, of which every call but the first does nothing."""
+    todo = [work]
+    return lambda: todo.pop()() if todo else None
+
+
+def told_to_go_on(answers: Answers, at: str) -> bool:
+    """Say that a point has been reached and wait for the parent's line; False if the parent has gone."""
+    answers.write({"event": at})
+    return bool(sys.stdin.readline())
+
+
+def broken_transfer(link: ServerLink, hold: Callable[[], None]) -> list[Replacement]:
+    """What has `hold` called in the middle of what is sent to each of a server's ranks."""
 
     def broken(groups: BridgeGroups) -> Callable[[Any], None]:
         original = groups.broadcast
@@ -200,10 +210,7 @@ def break_transfer(link: ServerLink, hold: Callable[[], None]) -> list[tuple[Any
 
         return broadcast
 
-    groups = list(link._groups.values())
-    for group in groups:
-        group.broadcast = broken(group)  # type: ignore[method-assign]
-    return [(group, "broadcast") for group in groups]
+    return [(group, "broadcast", broken(group)) for group in link._groups.values()]
 
 
 if __name__ == "__main__":

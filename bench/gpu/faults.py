@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.processes import BenchError, Worker, tail, wait_all
+from bench.gpu.processes import BenchError, Worker, crossed_gpus, tail, wait_all
 from bench.gpu.summary import table
 from bench.gpu.trainer import trainer_arguments
 from bench.gpu.vllm_server import READY_SECONDS, ServerOptions, VllmServer
@@ -179,8 +179,8 @@ class Stage:
         self._count += 1
         environment = {"OMP_NUM_THREADS": "1"}
         if self.device == "cuda":
-            behind = [(rank + 1) % self.tp for rank in range(self.tp)] if self._ranks > 1 else [self.tp]
-            environment["CUDA_VISIBLE_DEVICES"] = "0" if kind == "single_copy" else ",".join(map(str, behind))
+            apart = crossed_gpus(self.tp) if self._ranks > 1 else [str(self.tp)]
+            environment["CUDA_VISIBLE_DEVICES"] = "0" if kind == "single_copy" else ",".join(apart)
         arguments = trainer_arguments(self.shape, self.server.port, self.device, self.timeout)
         log = self.output / f"trainer-{self._count:02d}.log"
         module = "bench.gpu.fault_trainer" if self._ranks == 1 else "bench.gpu.spread_fault_trainer"

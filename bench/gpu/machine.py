@@ -28,7 +28,7 @@ def describe() -> dict[str, Any]:
             "driver": _driver(),
             "cuda": torch.version.cuda,
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-            "mps": any(process.info["name"].startswith("nvidia-cuda-mps") for process in psutil.process_iter(["name"])),
+            "mps": any((process.info["name"] or "").startswith("nvidia-cuda-mps") for process in psutil.process_iter(["name"])),
         }
     return machine
 

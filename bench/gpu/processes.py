@@ -40,6 +40,11 @@ def among_visible(gpus: str) -> str:
     return ",".join(mine[int(gpu)] if mine else gpu for gpu in gpus.split(","))
 
 
+def crossed_gpus(ranks: int) -> list[str]:
+    """GPUs of a trainer whose rank r sends to vLLM's rank r on GPU r: never that one, but the next of the same GPUs."""
+    return [str((rank + 1) % ranks) for rank in range(ranks)]
+
+
 def end_on_sigterm() -> None:
     """Let SIGTERM (of `timeout`, say) end this program as an exception does, so that its children are stopped."""
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
-from bench.gpu.fault_trainer import break_transfer
+from bench.gpu.fault_trainer import broken_transfer, once, replaced, told_to_go_on
 from bench.gpu.spread_trainer import SpreadTrainer, main
 from example_trainer.weight_bridge.broadcast import BroadcastBridge
 
@@ -21,29 +20,17 @@ class SpreadFaultTrainer(SpreadTrainer):
         """One update that stops in `transfer`, says so ({"event": "transfer"}), and goes on when rank 0 reads a line."""
         if at != "transfer":
             raise ValueError(f"a trainer of several ranks can be held in transfer, not in {at!r}")
-        held = False
 
-        def hold() -> None:
-            nonlocal held
-            if held:
-                return
-            held = True
+        def wait() -> None:
             # A rank of vLLM's that is stopped before its half has arrived would keep its sender from ever coming here.
             self.ranks.barrier("holding the transfer")
-            heard = True
-            if self.answers is not None:
-                self.answers.write({"event": at})
-                heard = bool(sys.stdin.readline())
+            heard = self.answers is None or told_to_go_on(self.answers, at)
             if not self.ranks.broadcast(heard, "the word to go on", timeout=HELD_SECONDS):
                 os._exit(1)  # the parent has gone
 
         assert isinstance(self.bridge, BroadcastBridge)
-        undo = break_transfer(self.bridge._links[0], hold)
-        try:
+        with replaced(broken_transfer(self.bridge._links[0], once(wait))):
             return self._update(lambda: self.write(1 - self.served_set))
-        finally:
-            for owner, name in undo:
-                delattr(owner, name)
 
     def commands(self) -> dict[str, Callable[..., Any]]:
         return {**super().commands(), "sync_held": self.sync_held}
