@@ -116,8 +116,8 @@ def ours(port: int, folder: Path) -> list[str | Path]:
 
 
 def theirs(port: int) -> list[str | Path]:
-    """The command of the public server, to be run from an empty folder: its package has the same name as ours."""
-    return [public_python(), "-m", "atroposlib.cli.run_api", "--port", str(port)]
+    """The command of the public server, isolated from the working directory and PYTHONPATH: its package is named as ours."""
+    return [public_python(), "-I", "-m", "atroposlib.cli.run_api", "--port", str(port)]
 
 
 def compare(rounds: int, clients: int) -> dict[str, list[dict[str, float]]]:

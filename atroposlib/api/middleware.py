@@ -1,21 +1,21 @@
-"""What every request passes through: bearer token, body limit, time limit, gzip both ways, and the request metrics."""
+"""What every request passes through: who may call, body limit, time limit, gzip both ways, and the request metrics."""
 
 from __future__ import annotations
 
 import asyncio
 import gzip
-import hmac
 import logging
 import time
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import orjson
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from atroposlib.api.access import Access, NotAllowedError
 from atroposlib.api.metrics import Metrics
-from atroposlib.api.turnstile import Turnstile
+from atroposlib.api.turnstile import Turn, Turnstile
 
 logger = logging.getLogger(__name__)
 
@@ -25,10 +25,14 @@ GZIP_LEVEL = 1
 """Numbers compress nearly as well at level 1, at a fraction of the time."""
 IN_ORDER = ("/scored_data", "/scored_data_list")
 """Requests that are let through in the order in which they arrived."""
+MOST_OF_OTHERS = 1 << 20
+"""Bytes of a body that holds no groups."""
 PATIENCE = 0.25
 """Seconds for which a slow body may hold up those behind it."""
 IN_A_THREAD_FROM = 1 << 16
 """Bytes above which compressing would hold up other requests."""
+UNPACK_IN_A_THREAD_FROM = 1 << 12
+"""Bytes above which unpacking would: they can be a thousand times as many afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +40,10 @@ class RequestLimits:
     """What one request may take."""
 
     max_body: int = 256 << 20
-    """Bytes of a body, after decompression."""
+    """Bytes of a body that holds groups, after decompression."""
     seconds: float = 60.0
     """For receiving the body, and again for answering."""
-    api_key: str | None = None
-    """Bearer token that every request but GET / must carry."""
+    access: Access = field(default_factory=Access)
 
 
 class RefusedError(Exception):
@@ -67,33 +70,34 @@ async def compress(body: bytes) -> bytes:
     return await asyncio.to_thread(gzip.compress, body, GZIP_LEVEL, mtime=0)
 
 
-class Inflate:
-    """Unpacks gzip as it arrives. A body may be several members, one after the other (RFC 1952), padded with zeros."""
+async def decompress(body: bytes, most: int) -> bytes:
+    """Unpack gzip, in a thread if it may take long. What comes back is cut off once there are `most` bytes.
 
-    def __init__(self) -> None:
-        self._member = zlib.decompressobj(wbits=31)
+    Raises:
+        zlib.error: this is no gzip, or not all of it.
+    """
+    if len(body) < UNPACK_IN_A_THREAD_FROM:
+        return _inflate(body, most)
+    return await asyncio.to_thread(_inflate, body, most)
 
-    @property
-    def complete(self) -> bool:
-        """What has arrived ends with the end of a member."""
-        return self._member.eof
 
-    def decompress(self, chunk: bytes, most: int) -> bytes:
-        """What the chunk unpacks to, cut off once there are `most` bytes.
-
-        Raises:
-            zlib.error: this is no gzip.
-        """
-        out = b""
-        while chunk and len(out) < most:
-            if self._member.eof:
-                chunk = chunk.lstrip(b"\0")
-                if not chunk:
-                    break
-                self._member = zlib.decompressobj(wbits=31)
-            out += self._member.decompress(chunk, most - len(out))
-            chunk = self._member.unused_data
-        return out
+def _inflate(packed: bytes, most: int) -> bytes:
+    """A body may be several members, one after the other (RFC 1952), padded with zeros."""
+    out: list[bytes] = []
+    size = 0
+    rest = packed
+    while True:
+        member = zlib.decompressobj(wbits=31)
+        out.append(member.decompress(rest, most - size))
+        size += len(out[-1])
+        if size >= most:
+            break
+        if not member.eof:
+            raise zlib.error("the last member is not complete")
+        rest = member.unused_data.lstrip(b"\0")
+        if not rest:
+            break
+    return out[0] if len(out) == 1 else b"".join(out)
 
 
 class Gate:
@@ -113,15 +117,16 @@ class Gate:
         started = time.perf_counter()
         turn = self.turnstile.enter() if scope["path"] in IN_ORDER else None
         try:
-            self._authorize(scope, headers)
-            body = await self._body(headers, receive)
+            self.limits.access.check(scope["method"], scope["path"], headers)
+            most = self.limits.max_body if turn is not None else min(self.limits.max_body, MOST_OF_OTHERS)
+            body = await self._body(headers, receive, most)
             if turn is not None:
-                await self.turnstile.reached(turn)
-                # The route calls this as soon as its groups have their place in the queue: what follows may overlap.
-                scope["state"] = {**scope.get("state", {}), "accepted": lambda: self.turnstile.leave(turn)}
-            async with asyncio.timeout(self.limits.seconds) as deadline:
-                answer.deadline = deadline
+                scope["state"] = {**scope.get("state", {}), "place": Place(self.turnstile, turn)}
+            async with asyncio.timeout(self.limits.seconds):
                 await self.app(scope, _replay(body, receive), answer.send)
+        except NotAllowedError as error:
+            challenge = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
+            await self._refuse(RefusedError(error.status, error.detail, challenge), answer)
         except RefusedError as refusal:
             await self._refuse(refusal, answer)
         except TimeoutError:
@@ -139,65 +144,69 @@ class Gate:
             self.metrics.requests.labels(scope["method"], route, str(answer.status)).inc()
             self.metrics.request_seconds.labels(route).observe(time.perf_counter() - started)
 
-    def _authorize(self, scope: Scope, headers: Headers) -> None:
-        if self.limits.api_key is None or scope["path"] == "/" or scope["method"] == "OPTIONS":
-            return  # a browser's preflight request cannot carry a token, and gets no data
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode(), self.limits.api_key.encode()):
-            what = "carries no bearer token" if not token else "carries a wrong bearer token"
-            raise RefusedError(
-                401, f"the request {what}; send 'Authorization: Bearer <api key>'", {"WWW-Authenticate": "Bearer"}
-            )
-
-    async def _body(self, headers: Headers, receive: Receive) -> bytes:
+    async def _body(self, headers: Headers, receive: Receive, most: int) -> bytes:
         encoding = headers.get("content-encoding", "identity").strip().lower()
         if encoding not in ("identity", "gzip", ""):
             raise RefusedError(415, f"Content-Encoding {encoding!r} is not understood; send gzip or none")
         too_large = RefusedError(
-            413, f"the body is larger than {self.limits.max_body} bytes; post fewer groups at once", {"Connection": "close"}
+            413, f"the body is larger than {most} bytes; post fewer groups at once", {"Connection": "close"}
         )
         length = headers.get("content-length", "")
-        if length.isdigit() and int(length) > self.limits.max_body:
+        if length.isdigit() and int(length) > most:
             raise too_large
-        inflate = Inflate() if encoding == "gzip" else None
         chunks: list[bytes] = []
-        size = arrived = 0
+        arrived = 0
         try:
             async with asyncio.timeout(self.limits.seconds):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise RefusedError(400, "the client went away in the middle of its body")
-                    chunk = message.get("body", b"")
-                    arrived += len(chunk)
-                    if inflate is not None and chunk:
-                        chunk = inflate.decompress(chunk, self.limits.max_body - size + 1)
-                    size += len(chunk)
-                    if max(size, arrived) > self.limits.max_body:  # what arrives counts too: members may be empty
+                    chunks.append(message.get("body", b""))
+                    arrived += len(chunks[-1])
+                    if arrived > most:  # before it is unpacked, too: gzip may hold nothing at any length
                         raise too_large
-                    chunks.append(chunk)
                     if not message.get("more_body", False):
                         break
-        except zlib.error:
-            raise RefusedError(400, "Invalid gzip payload", plain=True) from None
         except TimeoutError:
             raise RefusedError(
                 408, f"the body did not arrive within {self.limits.seconds:g} s", {"Connection": "close"}
             ) from None
-        if inflate is not None and arrived and not inflate.complete:
-            raise RefusedError(400, "Invalid gzip payload", plain=True)
-        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        if encoding != "gzip" or not body:
+            return body
+        try:
+            body = await decompress(body, most + 1)
+        except zlib.error:
+            raise RefusedError(400, "Invalid gzip payload", plain=True) from None
+        if len(body) > most:
+            raise too_large
+        return body
 
     async def _refuse(self, refusal: RefusedError, answer: _Answer) -> None:
         body = refusal.detail.encode() if refusal.plain else orjson.dumps({"detail": refusal.detail})
         headers = MutableHeaders()
         headers["content-type"] = "text/plain; charset=utf-8" if refusal.plain else "application/json"
         headers["content-length"] = str(len(body))
-        headers["access-control-allow-origin"] = "*"
         for name, value in refusal.headers.items():
             headers[name] = value
         await answer.send({"type": "http.response.start", "status": refusal.status, "headers": headers.raw})
         await answer.send({"type": "http.response.body", "body": body})
+
+
+class Place:
+    """A request's place in the order of arrival, for its route."""
+
+    def __init__(self, turnstile: Turnstile, turn: Turn) -> None:
+        self._turnstile, self._turn = turnstile, turn
+
+    async def reached(self) -> None:
+        """Wait until everyone before is through. The body has been read by now: reading is part of arriving."""
+        await self._turnstile.reached(self._turn)
+
+    def taken(self) -> None:
+        """The groups have their place in the queue: what follows may overlap with others."""
+        self._turnstile.leave(self._turn)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
@@ -219,7 +228,6 @@ class _Answer:
         self._start: Message | None = None
         self.started = False
         self.status = 0
-        self.deadline: asyncio.Timeout | None = None
 
     async def send(self, message: Message) -> None:
         """An ASGI send."""

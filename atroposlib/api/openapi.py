@@ -9,13 +9,14 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from atroposlib.api.schemas import AckBatch, EnvIdentifier, RegisterEnv, RegisterTrainer, ScoredData
+from atroposlib.api.schemas import AckBatch, EndRun, EnvIdentifier, RegisterEnv, RegisterTrainer, ScoredData
 
 PREFIX = "#/components/schemas/"
-MODELS: list[type[BaseModel]] = [RegisterTrainer, RegisterEnv, EnvIdentifier, AckBatch, ScoredData]
+MODELS: list[type[BaseModel]] = [RegisterTrainer, RegisterEnv, EnvIdentifier, AckBatch, EndRun, ScoredData]
 REFUSALS = {
     400: "The body is no valid gzip",
     401: "No bearer token, or a wrong one",
+    403: "Without a key: a web page, or a Host that is not this service's",
     404: "No such environment or batch",
     408: "The body did not arrive in time",
     409: "No trainer has registered, or another one has taken over",

@@ -7,6 +7,7 @@ group is starved" rest on.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -14,9 +15,11 @@ from collections.abc import Sequence
 def choose_exact(sizes: Sequence[int], target: int) -> list[int] | None:
     """Positions of the earliest sizes that add up to exactly `target`, ascending; None if no choice does.
 
-    Subset sum by dynamic programming over bit sets: bit s of `reachable[i]` says that some of sizes[i:] add up to s. Of
+    Subset sum by dynamic programming over bit sets: bit s of the set at i says that some of sizes[i:] add up to s. Of
     equal sizes an exact choice never needs more than target // size, and the earliest are always as good, so the work is
-    bounded by the target and not by how many sizes there are.
+    bounded by the target and not by how many sizes there are. The sets are made from the end and read from the front; of n
+    only every sqrt(n)-th is kept, and those between two are made a second time when they are needed, so that memory is
+    about 2 * sqrt(n) * target / 8 bytes.
 
     Args:
         sizes: group sizes in sequences, all >= 1, in order of preference.
@@ -41,17 +44,31 @@ def choose_exact(sizes: Sequence[int], target: int) -> list[int] | None:
             used[size] += 1
             candidates.append(position)
     everything = (1 << (target + 1)) - 1
-    reachable = [1]
-    for position in reversed(candidates):
-        reachable.append((reachable[-1] | (reachable[-1] << sizes[position])) & everything)
-    reachable.reverse()
-    if not reachable[0] >> target & 1:
+
+    def with_one_more(reachable: int, position: int) -> int:
+        return (reachable | (reachable << sizes[position])) & everything
+
+    step = math.isqrt(len(candidates)) + 1
+    kept: dict[int, int] = {}
+    """Sets by the index in `candidates` behind which they look."""
+    reachable = 1
+    for index in range(len(candidates), 0, -1):
+        if index == len(candidates) or index % step == 0:
+            kept[index] = reachable
+        reachable = with_one_more(reachable, candidates[index - 1])
+    if not reachable >> target & 1:
         return None
     chosen, left = [], target
-    for index, position in enumerate(candidates):
-        if sizes[position] <= left and reachable[index + 1] >> (left - sizes[position]) & 1:
-            chosen.append(position)
-            left -= sizes[position]
+    for start in range(0, len(candidates), step):
+        end = min(start + step, len(candidates))
+        behind = [kept.pop(end)]
+        for index in range(end - 1, start, -1):
+            behind.append(with_one_more(behind[-1], candidates[index]))
+        for index, after in zip(range(start, end), reversed(behind), strict=True):
+            size = sizes[candidates[index]]
+            if size <= left and after >> (left - size) & 1:
+                chosen.append(candidates[index])
+                left -= size
     return chosen
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 
 from atroposlib.api.environments import Registry
 from atroposlib.api.lines import Lines
+from atroposlib.api.lives import Life, line_version, oldest
 from atroposlib.api.state import (
     Changes,
     Group,
@@ -37,6 +38,10 @@ class QueueState:
         self.acked_version: int | None = None
         self.acks = False  # the trainer acknowledges its batches
         self.former_version: int | None = None  # how far an earlier trainer came, if the present one began below that
+        self.lives: list[Life] = []  # of trainers that name their weight epochs, the present one's last
+        self.run_epoch = 0  # weights of an epoch below, but for 0, are another run's
+        self.ended = False  # the trainer has said that its run is over
+        self.batches_skipped = 0  # acknowledged by a trainer that could not learn from them
         self.registry = Registry(self.limits)
         self.lines = Lines()
         self.buffers: dict[int, list[Group]] = {}
@@ -66,6 +71,10 @@ class QueueState:
                 "acked_version": self.acked_version,
                 "acks": self.acks,
                 "former_version": self.former_version,
+                "lives": [[life.epoch, life.start] for life in self.lives],
+                "run_epoch": self.run_epoch,
+                "ended": self.ended,
+                "batches_skipped": self.batches_skipped,
                 "clock": self.registry.clock,
                 "name_counts": dict(self.registry.name_counts),
                 "next_seq": self.next_seq,
@@ -83,6 +92,10 @@ class QueueState:
         self.acked_version = state.get("acked_version")
         self.acks = state.get("acks", False)
         self.former_version = state.get("former_version")
+        self.lives = [Life(*life) for life in state.get("lives", [])]
+        self.run_epoch = state.get("run_epoch", 0)
+        self.ended = state.get("ended", False)
+        self.batches_skipped = state.get("batches_skipped", 0)
         self.next_batch_id = state.get("next_batch_id", 1)
         self.drops.update({(reason, bucket): count for reason, bucket, count in state.get("drops", [])})
         self.registry.restore(snapshot.environments, state.get("name_counts", {}), state.get("clock", 0.0), now)
@@ -94,9 +107,17 @@ class QueueState:
             self.buffers.setdefault(group.line, []).append(group)
         self.leases = {lease.batch_id: lease for lease in sorted(snapshot.leases, key=lambda lease: lease.batch_id)}
         self.keys.update(snapshot.keys)
-        held = [*snapshot.queued, *snapshot.buffered, *(group for lease in snapshot.leases for group in lease.groups)]
+        held = list(self._held())
         self.held_groups, self.held_bytes = len(held), sum(group.n_bytes for group in held)
+        self._tell_versions()
         self.next_seq = max([state.get("next_seq", 0), *(group.seq + 1 for group in held)])
+
+    def _held(self) -> Iterator[Group]:
+        yield from self.lines
+        for buffer in self.buffers.values():
+            yield from buffer
+        for lease in self.leases.values():
+            yield from lease.groups
 
     # ---- age ----
 
@@ -110,6 +131,11 @@ class QueueState:
     def sampling_version(self) -> int:
         """The weight version that the inference server can be at now: without the batches that the trainer still holds."""
         return self.current_step - self._batches_out() if self.acked_version is None else self.acked_version
+
+    def _tell_versions(self) -> None:
+        """The trainer's lives have changed: tell anew what the weights of every group count as."""
+        for group in self._held():
+            group.version = oldest(group.weights, self.lives)
 
     def oldest_allowed(self) -> int | None:
         """The lowest weight version that may still be handed out; None without a bound."""
@@ -130,11 +156,14 @@ class QueueState:
             self._pruned_below = oldest  # what comes in later is checked when it comes in
             self._drop_where(lambda group: group.version < oldest, "stale")
 
-    def _is_of_another_run(self, version: int) -> bool:
-        """Whether these weights were an earlier trainer's: the present one has not come so far, and an earlier one had."""
+    def _is_of_another_run(self, epoch: int | None, version: int) -> bool:
+        """Whether no weights of this run can be these. Without an epoch: the present trainer has not come so far (by more
+        than the one version that it may be sending just now), and an earlier one had."""
+        if epoch is not None:
+            return 0 < epoch < self.run_epoch or line_version(epoch, version, self.lives) < 0
         return self.former_version is not None and self.trainer_version() + 1 < version <= self.former_version
 
-    def _drop_where(self, unwanted: Callable[[Group], bool], reason: str) -> None:
+    def _drop_where(self, unwanted: Callable[[Group], bool], reason: str) -> int:
         gone = self.lines.remove_where(unwanted)
         for env_id, buffer in self.buffers.items():
             gone += [group for group in buffer if unwanted(group)]
@@ -142,6 +171,7 @@ class QueueState:
         self._forget(gone)
         for group in gone:
             self._count_drop(reason, group.longest)
+        return len(gone)
 
     def _count_drop(self, reason: str, longest: int) -> None:
         self.drops[reason, length_bucket(longest)] += 1
@@ -156,3 +186,23 @@ class QueueState:
     def _queue(self, group: Group) -> None:
         if self.lines.add(group):
             self.registry.wake(group.line)
+
+    # ---- leases ----
+
+    def _note_lease(self, lease: Lease) -> None:
+        self.changes.leases.append((lease.batch_id, lease.sent, lease.returned, [group.seq for group in lease.groups]))
+
+    def _finish(self, lease: Lease) -> None:
+        del self.leases[lease.batch_id]
+        self.changes.leases_removed.append(lease.batch_id)
+        self._forget(lease.groups)
+
+    def _dissolve(self, lease: Lease) -> None:
+        """Put the groups of a lease back at the front of their lines."""
+        del self.leases[lease.batch_id]
+        self.changes.leases_removed.append(lease.batch_id)
+        for group in lease.groups:
+            self._queue(group)
+            self.changes.queued.append(group.seq)
+        for line in {group.line for group in lease.groups}:
+            self.lines.sort(line)

@@ -12,10 +12,11 @@ Which groups make a batch is decided in `scheduling`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from atroposlib.api import scheduling
+from atroposlib.api.lives import begin_life, oldest
 from atroposlib.api.packing import choose_multiple
 from atroposlib.api.queue_state import QueueState
 from atroposlib.api.state import (
@@ -42,8 +43,9 @@ class RolloutQueue(QueueState):
     def register(self, registration: Registration) -> int:
         """A trainer registers, for the first time or again: it takes over, and batches that were leased wait for it.
 
-        What another model has sampled is dropped: all groups, if the registration is another run's, and otherwise those
-        sampled at a version that this trainer has not reached. Of a batch that was out, only stated versions count.
+        What another run has sampled is dropped: all groups, if the registration is of another model or folder; those that
+        count as older than version 0, if the trainer names its weight epoch (see `lives`); those sampled at a version that
+        it has not reached, if it does not. Of a batch that was out, only stated weights count.
 
         Returns:
             How many groups were dropped for that.
@@ -54,7 +56,13 @@ class RolloutQueue(QueueState):
             self.former_version = max(reached, self.former_version or 0)
         elif another_run:
             self.former_version = None
+        if another_run:
+            last = self.lives[-1].epoch + 1 if self.lives else self.run_epoch
+            self.run_epoch, self.lives = registration.weight_epoch or last, []
+        self.lives = begin_life(self.lives, registration.weight_epoch, registration.starting_step)
+        self._tell_versions()
         self.registration = registration
+        self.ended = False
         self.current_step = registration.starting_step
         self.started = False
         self.acked_version = None
@@ -64,7 +72,7 @@ class RolloutQueue(QueueState):
         self._state_changed = True
 
         def ahead(group: Group) -> bool:
-            return group.version > registration.starting_step
+            return group.version < 0 if self.lives else group.version > registration.starting_step
 
         for lease in list(self.leases.values()):
             foreign = another_run or any(group.stated and ahead(group) for group in lease.groups)
@@ -155,10 +163,21 @@ class RolloutQueue(QueueState):
             lease.sent = True
             self._note_lease(lease)
 
-    def ack(self, batch_id: int | None, version: int | None = None, uuid: int | None = None) -> int:
+    def drop_damaged(self, lease: Lease, seqs: Collection[int]) -> int:
+        """The store cannot read the bodies of some of a batch's groups any more: those are gone, and the others go back to
+        the front of their lines. Returns how many are gone; none, if somebody has acknowledged the batch meanwhile."""
+        if self.leases.get(lease.batch_id) is not lease:
+            return 0
+        self.current_step -= 1  # it was never handed out after all
+        self._state_changed = True
+        self._dissolve(lease)
+        return self._drop_where(lambda group: group.seq in seqs, "damaged")
+
+    def ack(self, batch_id: int | None, version: int | None = None, uuid: int | None = None, skipped: str | None = None) -> int:
         """The trainer has learned from a batch (None: from all that it holds) and is now at `version`.
 
-        Without a version, each batch counts as one optimizer step. Acknowledging twice does nothing more.
+        Without a version, each batch counts as one optimizer step. With `skipped`, the reason, the trainer could not learn
+        from it, and it counts as none. Acknowledging twice does nothing more.
 
         Returns:
             How many groups are thereby gone.
@@ -179,14 +198,24 @@ class RolloutQueue(QueueState):
         else:
             done = [self.leases[batch_id]] if batch_id in self.leases else []
         reached = self.sampling_version()
-        self.acked_version = max(
-            reached, version if version is not None else reached + sum(not lease.returned for lease in done)
-        )
+        steps = 0 if skipped is not None else sum(not lease.returned for lease in done)
+        self.acked_version = max(reached, version if version is not None else reached + steps)
+        self.batches_skipped += len(done) if skipped is not None else 0
         self.acks = self._state_changed = True
         for lease in done:
             self._finish(lease)
         self._drop_stale()
         return sum(len(lease.groups) for lease in done)
+
+    def end(self, uuid: int) -> None:
+        """The trainer's run is over: the next start of a service begins another.
+
+        Raises:
+            NotRegisteredError: no trainer has registered.
+            SupersededError: `uuid` is not the current registration's.
+        """
+        self._require_trainer(uuid)
+        self.ended = self._state_changed = True
 
     def _require_trainer(self, uuid: int | None) -> Registration:
         if self.registration is None:
@@ -197,24 +226,6 @@ class RolloutQueue(QueueState):
                 "register again to take over"
             )
         return self.registration
-
-    def _note_lease(self, lease: Lease) -> None:
-        self.changes.leases.append((lease.batch_id, lease.sent, lease.returned, [group.seq for group in lease.groups]))
-
-    def _finish(self, lease: Lease) -> None:
-        del self.leases[lease.batch_id]
-        self.changes.leases_removed.append(lease.batch_id)
-        self._forget(lease.groups)
-
-    def _dissolve(self, lease: Lease) -> None:
-        """Put the groups of a lease back at the front of their lines."""
-        del self.leases[lease.batch_id]
-        self.changes.leases_removed.append(lease.batch_id)
-        for group in lease.groups:
-            self._queue(group)
-            self.changes.queued.append(group.seq)
-        for line in {group.line for group in lease.groups}:
-            self.lines.sort(line)
 
     # ---- environments ----
 
@@ -253,6 +264,7 @@ class RolloutQueue(QueueState):
             **self.registry.shares(env_id, now),
             "groups_wanted": self.groups_wanted(env_id, now),
             "max_staleness": self.registration.max_staleness if self.registration else None,
+            "run_ended": self.ended,
         }
 
     def groups_wanted(self, env_id: int, now: float) -> int:
@@ -283,10 +295,11 @@ class RolloutQueue(QueueState):
             QueueFullError: the queue is at its bound.
         """
         batch_size = self.registration.batch_size if self.registration else None
-        drafts = [draft for draft in drafts if draft.key is None or draft.key not in self.keys]
-        for index, draft in enumerate(drafts):
+        new = [(index, draft) for index, draft in enumerate(drafts) if draft.key is None or draft.key not in self.keys]
+        for index, draft in new:
             if batch_size is not None and draft.size > batch_size:
                 raise BatchTooSmallError(index, draft.size, batch_size)
+        drafts = [draft for _, draft in new]
         groups = self.held_groups + len(drafts)
         size = self.held_bytes + sum(len(draft.body) for draft in drafts)
         if groups <= self.limits.max_groups and size <= self.limits.max_bytes:
@@ -307,21 +320,25 @@ class RolloutQueue(QueueState):
         if draft.key is not None and draft.key in self.keys:
             return self.keys[draft.key]
         self.registry.touch(draft.env_id, now)
-        version = self.sampling_version() if draft.version is None else draft.version
-        oldest = self.oldest_allowed()
-        if oldest is not None and version < oldest:
-            self._count_drop("stale", draft.longest)
-            reason = f"stale: sampled at weight version {version}, but the trainer takes none below {oldest} now"
-            receipt = Receipt("dropped", reason=reason)
-        elif draft.version is not None and self._is_of_another_run(version):
+        epoch = self.lives[-1].epoch if self.lives else 0
+        weights = tuple((epoch if said is None else said, version) for said, version in draft.weights)
+        weights = weights or ((epoch, self.sampling_version()),)
+        counts_as, bound = oldest(weights, self.lives), self.oldest_allowed()
+        foreign = [version for said, version in draft.weights if self._is_of_another_run(said, version)]
+        if foreign:
             self._count_drop("another_run", draft.longest)
             reason = (
-                f"another run: sampled at weight version {version}, which an earlier trainer had reached; this one is at "
+                f"another run: sampled at weight version {max(foreign)}, which an earlier trainer had reached; this one is at "
                 f"{self.sampling_version()}. Does the inference server have its weights?"
             )
             receipt = Receipt("dropped", reason=reason)
+        elif bound is not None and counts_as < bound:
+            self._count_drop("stale", draft.longest)
+            reached = f"{counts_as}" if (counts_as in (v for _, v in weights)) else f"{counts_as} (an earlier trainer's)"
+            reason = f"stale: sampled at weight version {reached}, but the trainer takes none below {bound} now"
+            receipt = Receipt("dropped", reason=reason)
         else:
-            receipt = self._accept(draft, version)
+            receipt = self._accept(draft, weights, counts_as)
         if draft.key is not None:
             self.keys[draft.key] = receipt
             self.changes.keys_added.append((draft.key, receipt))
@@ -329,9 +346,10 @@ class RolloutQueue(QueueState):
                 self.changes.keys_removed.append(self.keys.popitem(last=False)[0])
         return receipt
 
-    def _accept(self, draft: Draft, version: int) -> Receipt:
+    def _accept(self, draft: Draft, weights: tuple[tuple[int, int], ...], version: int) -> Receipt:
         line = self.registry.line_of(draft.env_id)
-        group = Group(self.next_seq, line, draft.size, draft.longest, len(draft.body), version, draft.version is not None)
+        stated = bool(draft.weights)
+        group = Group(self.next_seq, line, draft.size, draft.longest, len(draft.body), weights, stated, version)
         self.next_seq += 1
         self.held_groups += 1
         self.held_bytes += group.n_bytes

@@ -10,12 +10,17 @@ import math
 from array import array
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
+import numpy as np
+import numpy.typing as npt
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
 from atroposlib.api.state import Draft
 
 LARGEST_BATCH = 1 << 20
 """Sequences. The work of packing a batch grows with its size, so it has a bound."""
+
+NOT_TRAINED = -100
+"""In masks: nothing is learned from this token."""
 
 SafeInt = Annotated[int, Field(ge=-(2**53) + 1, le=2**53 - 1)]
 """An integer that every JSON reader keeps exactly."""
@@ -54,6 +59,15 @@ class RegisterTrainer(Request):
     """The trainer sends POST /batch/ack from the first batch on; without it, the first ack tells."""
     model: Name | None = None
     """The model that is trained. With checkpoint_dir it tells one run from another; null where nothing does."""
+    weight_epoch: Version = 0
+    """Names this life of the trainer: unix milliseconds of its start, above those of the lives that it continues; 0 if it
+    does not say."""
+
+
+def _or_default(weight: float) -> float:
+    if weight < 0 and weight != -1:
+        raise ValueError("a weight is at least 0, or -1 for the default")
+    return 1.0 if weight == -1 else weight
 
 
 class RegisterEnv(Request):
@@ -61,8 +75,9 @@ class RegisterEnv(Request):
 
     max_token_length: SafeInt
     desired_name: Name
-    weight: Annotated[FiniteFloat, Field(ge=0, le=1e9)]
-    """Share of the trainer's data relative to the other environments' weights."""
+    weight: Annotated[FiniteFloat, AfterValidator(_or_default), Field(le=1e9)]
+    """Share of the trainer's data relative to the other environments' weights. -1, which stock environments send when
+    they have none, is the default, 1."""
     group_size: Size
     min_batch_allocation: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
     """Fraction of every batch that is kept for this environment."""
@@ -83,6 +98,15 @@ class AckBatch(Request):
     """Optimizer steps behind the trainer's weights now; null counts each batch as one step."""
     uuid: SafeInt | None = None
     """What /register answered; a trainer that was superseded is told so."""
+    skipped: Name | None = None
+    """Why the trainer could not learn from the batch; null if it did."""
+
+
+class EndRun(Request):
+    """POST /run/end."""
+
+    uuid: SafeInt
+    """What /register answered."""
 
 
 class ScoredData(BaseModel):
@@ -93,7 +117,7 @@ class ScoredData(BaseModel):
     tokens: IntRows
     """Token ids [n][length]."""
     masks: IntRows
-    """[n][length]: the token id where it is trained on, -100 elsewhere."""
+    """[n][length]: the token id where it is trained on, -100 elsewhere. At least one token is, other than a first one."""
     scores: Floats
     """[n]"""
     advantages: FloatRows | None = None
@@ -113,13 +137,26 @@ class ScoredData(BaseModel):
     distill_logprobs: Annotated[list[FloatRows], Field(fail_fast=True)] | None = None
     """[n][length][k]"""
     weight_versions: Annotated[list[Version], Field(fail_fast=True)] | None = None
-    """[n]: the oldest weight version that any token of the sequence was sampled under."""
+    """[n]: the version of the oldest weights that any token of the sequence was sampled under."""
+    weight_epochs: Annotated[list[Version], Field(fail_fast=True)] | None = None
+    """[n]: the epoch of those weights, which names the life of the trainer that made them; 0 before any trainer."""
     idempotency_key: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     """Chosen by the client; the same key again is answered again but not counted again."""
 
 
 RETURNED = [name for name in ScoredData.model_fields if name != "idempotency_key"]
 """The keys that every group in a batch has, null where nothing was posted."""
+
+PER_SEQUENCE = (
+    "advantages",
+    "ref_logprobs",
+    "inference_logprobs",
+    "distill_token_ids",
+    "distill_logprobs",
+    "weight_versions",
+    "weight_epochs",
+)
+"""Optional fields with one entry for each sequence."""
 
 _one = TypeAdapter(ScoredData)
 _many = TypeAdapter(list[ScoredData])
@@ -192,11 +229,21 @@ def read_groups(body: bytes, many: bool) -> list[Draft]:
         except ValidationError as error:
             raise _from_pydantic(error) from None
     if not many:
+        exact = not _clear_empty(parsed) and exact
         _check(parsed, [])
         return [_draft(parsed, body.strip() if exact else _dump(parsed))]
     for index, group in enumerate(parsed):
+        _clear_empty(group)
         _check(group, [index])
     return [_draft(group, _dump(group)) for group in parsed]
+
+
+def _clear_empty(group: ScoredData) -> bool:
+    """Stock clients send an empty list where they have nothing for any sequence. Returns whether there was one."""
+    empty = [name for name in PER_SEQUENCE if getattr(group, name) == [] and group.tokens]
+    for name in empty:
+        setattr(group, name, None)
+    return bool(empty)
 
 
 def _dump(group: ScoredData) -> bytes:
@@ -207,12 +254,15 @@ def _draft(group: ScoredData, body: bytes) -> Draft:
     missing = [name for name in RETURNED if name not in group.model_fields_set]
     if missing:
         body = body[:-1] + "".join(f',"{name}":null' for name in missing).encode() + b"}"
+    versions = group.weight_versions or []
     return Draft(
         body=body,
         size=len(group.tokens),
         longest=max(len(row) for row in group.tokens),
         env_id=group.env_id,
-        version=min(group.weight_versions) if group.weight_versions else None,
+        weights=tuple(sorted(set(zip(group.weight_epochs, versions, strict=True))))
+        if group.weight_epochs
+        else tuple((None, version) for version in sorted(set(versions))),
         key=group.idempotency_key,
     )
 
@@ -233,7 +283,14 @@ def _check(group: ScoredData, at: list[str | int]) -> None:
         ("distill_token_ids", group.distill_token_ids),
         ("distill_logprobs", group.distill_logprobs),
     ]
-    flat: list[tuple[str, list[Any] | None]] = [("scores", group.scores), ("weight_versions", group.weight_versions)]
+    if group.weight_epochs and not group.weight_versions:
+        where = [*at, "weight_epochs"]
+        raise invalid(where, len(group.weight_epochs), f"{_path(where)} says nothing without weight_versions")
+    flat: list[tuple[str, list[Any] | None]] = [
+        ("scores", group.scores),
+        ("weight_versions", group.weight_versions),
+        ("weight_epochs", group.weight_epochs),
+    ]
     for name, values in rows + flat:
         if values is not None and len(values) != len(lengths):
             where = [*at, name]
@@ -248,15 +305,43 @@ def _check(group: ScoredData, at: list[str | int]) -> None:
     free = ("messages", "generation_params", "overrides", "group_overrides", "images")
     for name, value in [*((name, getattr(group, name)) for name in free), *(group.model_extra or {}).items()]:
         _refuse_non_finite(value, [*at, name])
-    for name, ints in (("tokens", group.tokens), ("masks", group.masks)):
-        for index, row in enumerate(ints):
-            try:
-                array("i", row)  # the fastest look at every number
-            except OverflowError:
-                position = next(i for i, value in enumerate(row) if not -(2**31) <= value < 2**31)
-                where = [*at, name, index, position]
-                message = f"{_path(where)} is {row[position]}: it does not fit into 32 bits"
-                raise invalid(where, str(row[position]), message) from None
+    trainable = 0
+    for index, row in enumerate(group.tokens):
+        ids = _token_ids(row, [*at, "tokens", index])
+        if ids.min() < 0:
+            raise _negative(ids < 0, row, [*at, "tokens", index], "a token id is at least 0")
+        labels = _token_ids(group.masks[index], [*at, "masks", index])
+        trained = labels != NOT_TRAINED
+        if (labels[trained] < 0).any():
+            raise _negative(
+                trained & (labels < 0),
+                group.masks[index],
+                [*at, "masks", index],
+                f"a mask holds {NOT_TRAINED} where nothing is trained on, and a token id elsewhere",
+            )
+        trainable += int(trained[1:].sum())  # nothing predicts the first token
+    if not trainable:
+        where = [*at, "masks"]
+        message = (
+            f"{_path(where)} leaves no token to train on: it is {NOT_TRAINED} everywhere, or everywhere but at first tokens, "
+            "which nothing predicts"
+        )
+        raise invalid(where, _short(group.masks), message)
+
+
+def _token_ids(row: list[int], where: list[str | int]) -> npt.NDArray[np.int32]:
+    try:
+        return np.frombuffer(array("i", row), np.int32)  # the fastest look at every number
+    except OverflowError:
+        position = next(i for i, value in enumerate(row) if not -(2**31) <= value < 2**31)
+        where = [*where, position]
+        raise invalid(where, str(row[position]), f"{_path(where)} is {row[position]}: it does not fit into 32 bits") from None
+
+
+def _negative(wrong: npt.NDArray[np.bool_], row: list[int], where: list[str | int], rule: str) -> InvalidRequestError:
+    position = int(wrong.argmax())
+    where = [*where, position]
+    return invalid(where, row[position], f"{_path(where)} is {row[position]}: {rule}")
 
 
 def _refuse_non_finite(value: Any, where: list[str | int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,15 +12,17 @@ from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request
-from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import Receive, Scope, Send
 
-from atroposlib.api.middleware import GZIP_FROM, Gate, RequestLimits, accepts_gzip, compress
+from atroposlib.api.access import Access
+from atroposlib.api.group_reader import GroupReader, ReaderError
+from atroposlib.api.middleware import GZIP_FROM, Gate, Place, RequestLimits, accepts_gzip, compress
 from atroposlib.api.openapi import describe, takes
 from atroposlib.api.schemas import (
     AckBatch,
+    EndRun,
     EnvIdentifier,
     InvalidRequestError,
     RegisterEnv,
@@ -27,13 +30,11 @@ from atroposlib.api.schemas import (
     ScoredData,
     invalid,
     read,
-    read_groups,
 )
 from atroposlib.api.service import RolloutService
 from atroposlib.api.state import (
     BatchTooSmallError,
     Draft,
-    Lease,
     NotRegisteredError,
     QueueFullError,
     Receipt,
@@ -68,7 +69,8 @@ def __getattr__(name: str) -> Any:
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     logger.warning("app: everything is kept in memory only; python -m atroposlib.cli.run_api keeps it on the disk")
-    globals()["app"] = make_app(RolloutService(MemoryStore()))
+    access = Access(os.environ.get("ROLLOUT_API_KEY") or None)
+    globals()["app"] = make_app(RolloutService(MemoryStore()), RequestLimits(access=access))
     return globals()["app"]
 
 
@@ -83,44 +85,60 @@ def refuse(status: int, detail: Any, headers: dict[str, str] | None = None) -> R
 
 
 class BatchResponse(Response):
-    """A batch. Tells the service whether all of it went out, so that one that did not is not taken for delivered."""
+    """A batch, taken only now that it can be sent, so that whatever interrupts it, it is not taken for sent or on its way."""
 
-    def __init__(self, service: RolloutService, lease: Lease, body: bytes, gzipped: bool) -> None:
-        headers = {"content-encoding": "gzip", "vary": "Accept-Encoding"} if gzipped else None
-        super().__init__(body, 200, headers, "application/json")
-        self.service, self.lease = service, lease
+    def __init__(self, service: RolloutService, received: int | None, uuid: int | None, gzip_accepted: bool) -> None:
+        super().__init__()
+        self.service, self.received, self.uuid, self.gzip_accepted = service, received, uuid, gzip_accepted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer."""
-        complete = False
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": bytes(self.body), "more_body": True})
-            # Sending nothing more waits until the connection has taken what was sent.
-            await send({"type": "http.response.body", "body": b"", "more_body": True})
-            gone = asyncio.ensure_future(receive())
-            await asyncio.sleep(0)
-            complete = not (gone.done() and gone.result()["type"] == "http.disconnect")
-            gone.cancel()
-            await send({"type": "http.response.body", "body": b""})
-        finally:
-            await self.service.delivered(self.lease, complete)
+            async with self.service.handing_out(self.received, self.uuid) as hand_out:
+                if hand_out is None:
+                    await answer({"batch": None})(scope, receive, send)
+                else:
+                    hand_out.complete = await self._send(hand_out.body, receive, send)
+        except NotRegisteredError as error:
+            await answer({"status": "error", "message": str(error), "batch": []})(scope, receive, send)
+
+    async def _send(self, body: bytes, receive: Receive, send: Send) -> bool:
+        """Send a batch; whether all of it went out."""
+        headers = {"content-type": "application/json"}
+        if len(body) > GZIP_FROM and self.gzip_accepted:
+            body = await compress(body)
+            headers |= {"content-encoding": "gzip", "vary": "Accept-Encoding"}
+        headers["content-length"] = str(len(body))
+        self.init_headers(headers)
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        # Sending nothing more waits until the connection has taken what was sent.
+        await send({"type": "http.response.body", "body": b"", "more_body": True})
+        gone = asyncio.ensure_future(receive())
+        await asyncio.sleep(0)
+        complete = not (gone.done() and gone.result()["type"] == "http.disconnect")
+        gone.cancel()
+        await send({"type": "http.response.body", "body": b""})
+        return complete
 
 
 def make_app(service: RolloutService, limits: RequestLimits | None = None) -> FastAPI:
     """The ASGI application that serves one rollout service."""
 
+    limits = limits or RequestLimits()
+    reader = GroupReader(limits.seconds)
+
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
+        reader.close()
         await service.close()
 
     app = FastAPI(title="Lockstep rollout service", version="0.1.0", lifespan=lifespan)
-    app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
-    app.add_middleware(Gate, limits=limits or RequestLimits(), metrics=service.metrics)
+    app.add_middleware(Gate, limits=limits, metrics=service.metrics)
     add_error_handlers(app)
     add_trainer_routes(app, service)
-    add_environment_routes(app, service)
+    add_environment_routes(app, service, reader)
     add_status_routes(app, service)
     describe(app)
     return app
@@ -140,6 +158,11 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(StoreError)
     async def _(_: Request, error: StoreError) -> Response:
         return refuse(507, str(error), {"Retry-After": "5"})
+
+    @app.exception_handler(ReaderError)
+    async def _(_: Request, error: ReaderError) -> Response:
+        logger.error("%s", error)
+        return refuse(503, str(error), {"Retry-After": "1"})
 
     @app.exception_handler(UnknownEnvironmentError)
     @app.exception_handler(UnknownBatchError)
@@ -176,11 +199,12 @@ def add_trainer_routes(app: FastAPI, service: RolloutService) -> None:
         registration = Registration(uuid=secrets.randbits(52), **asked.model_dump())
         dropped = await service.run(lambda queue: queue.register(registration))
         logger.info(
-            "trainer registered: batch_size %d, max_token_len %d, starting_step %d, max_staleness %s",
+            "trainer registered: batch_size %d, max_token_len %d, starting_step %d, max_staleness %s, weight_epoch %d",
             asked.batch_size,
             asked.max_token_len,
             asked.starting_step,
             asked.max_staleness,
+            asked.weight_epoch,
         )
         if dropped:
             logger.warning(
@@ -196,22 +220,25 @@ def add_trainer_routes(app: FastAPI, service: RolloutService) -> None:
         """The next batch, exactly batch_size sequences in whole groups, or null if there is none yet."""
         received, uuid = _query_int(request, "received"), _query_int(request, "uuid")
         await request.body()  # so that what comes next on this connection is its end
-        try:
-            found = await service.batch(received, uuid)
-        except NotRegisteredError as error:
-            return answer({"status": "error", "message": str(error), "batch": []})
-        if found is None:
-            return answer({"batch": None})
-        lease, body = found
-        gzipped = len(body) > GZIP_FROM and accepts_gzip(request.headers)
-        return BatchResponse(service, lease, await compress(body) if gzipped else body, gzipped)
+        return BatchResponse(service, received, uuid, accepts_gzip(request.headers))
 
     @app.post("/batch/ack", **takes(AckBatch))
     async def ack(request: Request) -> Response:
         """The trainer has learned from a batch: it is gone for good."""
         asked = read(AckBatch, await request.body())
-        groups = await service.run(lambda queue: queue.ack(asked.batch_id, asked.weight_version, asked.uuid))
+        groups = await service.run(lambda queue: queue.ack(asked.batch_id, asked.weight_version, asked.uuid, asked.skipped))
+        if asked.skipped is not None:
+            which = "what it held" if asked.batch_id is None else f"batch {asked.batch_id}"
+            logger.warning("the trainer skipped %s, %d groups: %s", which, groups, asked.skipped)
         return answer({"status": "success", "groups": groups, "weight_version": service.queue.sampling_version()})
+
+    @app.post("/run/end", **takes(EndRun))
+    async def end(request: Request) -> Response:
+        """The trainer's run is over: what starts next is another one."""
+        uuid = read(EndRun, await request.body()).uuid
+        await service.run(lambda queue: queue.end(uuid))
+        logger.info("the trainer says that its run has ended, at version %d", service.queue.sampling_version())
+        return answer({"status": "success"})
 
     @app.get("/info")
     async def info() -> Response:
@@ -242,7 +269,7 @@ def add_trainer_routes(app: FastAPI, service: RolloutService) -> None:
         return Response("Reset successful", media_type="text/plain")
 
 
-def add_environment_routes(app: FastAPI, service: RolloutService) -> None:
+def add_environment_routes(app: FastAPI, service: RolloutService, reader: GroupReader) -> None:
     """What an environment calls."""
 
     @app.post("/register-env", **takes(RegisterEnv))
@@ -301,14 +328,14 @@ def add_environment_routes(app: FastAPI, service: RolloutService) -> None:
     @app.post("/scored_data", **takes(ScoredData))
     async def scored_data(request: Request) -> Response:
         """Post one group."""
-        drafts = read_groups(await request.body(), many=False)
+        drafts = await reader.read(await request.body(), many=False)
         (receipt,) = await post(service, request, drafts, many=False)
         return answer(_receipt(receipt))
 
     @app.post("/scored_data_list", **takes(ScoredData, many=True))
     async def scored_data_list(request: Request) -> Response:
         """Post several groups: all of them are accepted, or none."""
-        drafts = read_groups(await request.body(), many=True)
+        drafts = await reader.read(await request.body(), many=True)
         receipts = await post(service, request, drafts, many=True)
         result: dict[str, Any] = {"status": "received", "groups_processed": len(receipts)}
         buffered = [receipt for receipt in receipts if receipt.status == "buffered"]
@@ -322,8 +349,10 @@ def add_environment_routes(app: FastAPI, service: RolloutService) -> None:
 
 async def post(service: RolloutService, request: Request, drafts: list[Draft], many: bool) -> list[Receipt]:
     """Post groups, and name the field of one that is too large."""
+    place: Place = request.state.place
+    await place.reached()
     try:
-        return await service.post(drafts, request.state.accepted)
+        return await service.post(drafts, place.taken)
     except BatchTooSmallError as error:
         raise invalid([error.index, "tokens"] if many else ["tokens"], error.size, f"tokens: {error}") from None
 

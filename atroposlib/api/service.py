@@ -6,17 +6,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from atroposlib.api.committer import Committer
 from atroposlib.api.metrics import Metrics
 from atroposlib.api.rollout_queue import RolloutQueue
-from atroposlib.api.state import NOBODY, Changes, Draft, Lease, Limits, Receipt
-from atroposlib.api.store import Store, StoreError
+from atroposlib.api.state import NOBODY, Draft, Lease, Limits, Receipt
+from atroposlib.api.store import DamagedError, Store, StoreError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class HandOut:
+    """A batch on its way to a trainer."""
+
+    lease: Lease
+    body: bytes
+    """The JSON answer."""
+    complete: bool = False
+    """All of the answer went out. Whoever sends it says so."""
 
 
 class RolloutService:
@@ -25,21 +38,16 @@ class RolloutService:
     def __init__(self, store: Store, limits: Limits | None = None, commit_timeout: float = 30.0) -> None:
         self.store = store
         self.limits = limits or Limits()
-        self.commit_timeout = commit_timeout
         self.clock = time.monotonic  # never the wall clock: it may jump
         self.queue = RolloutQueue(self.limits, store.load(), self.clock())
         self.metrics = Metrics(lambda: self.queue)
         self.latest: bytes | None = None
         self._broken: StoreError | None = None
         self._mending: asyncio.Task[None] | None = None
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-store")
-        self._waiting: list[Changes] = []
-        self._committed: asyncio.Future[None] | None = None
-        """Resolves when what waits now is stored."""
-        self._committing: asyncio.Task[None] | None = None
+        self.committer = Committer(store, commit_timeout, self.metrics.commit_seconds.observe, self._mend)
 
     async def run(self, call: Callable[[RolloutQueue], T]) -> T:
-        """Run `call` on the queue and return its result once everything it changed is stored.
+        """Run `call` on the queue and return its result once everything that it changed or saw is stored.
 
         Raises:
             StoreError: it could not be stored; the queue is again as the store has it.
@@ -48,47 +56,8 @@ class RolloutService:
             self._mend(self._broken)
             raise self._broken
         result = call(self.queue)
-        await self._store(self.queue.take_changes())
+        await self.committer.store_all(self.queue.take_changes())
         return result
-
-    async def _store(self, changes: Changes) -> None:
-        """Wait until the changes are stored, together with all others that wait by then."""
-        if not changes:
-            return
-        if not self.store.durable:
-            self.store.commit([changes])
-            return
-        self._waiting.append(changes)
-        if self._committed is None:
-            self._committed = asyncio.get_running_loop().create_future()
-        committed = self._committed
-        if self._committing is None or self._committing.done():
-            self._committing = asyncio.create_task(self._commit_all())
-        try:
-            async with asyncio.timeout(self.commit_timeout):
-                await asyncio.shield(committed)  # a client that goes away does not take back what others share
-        except TimeoutError:
-            raise StoreError(f"the store did not answer within {self.commit_timeout:g} s; look at the disk it is on") from None
-
-    async def _commit_all(self) -> None:
-        while self._waiting:
-            together, self._waiting = self._waiting, []
-            committed, self._committed = self._committed, None
-            assert committed is not None
-            started = time.perf_counter()
-            try:
-                await asyncio.get_running_loop().run_in_executor(self._writer, self.store.commit, together)
-            except StoreError as error:
-                self._mend(error)
-                # What came after was made from a state that never was.
-                for future in (committed, self._committed):
-                    if future is not None:
-                        future.set_exception(error)
-                        future.exception()  # whoever waited may be gone
-                self._waiting, self._committed = [], None
-            else:
-                committed.set_result(None)
-                self.metrics.commit_seconds.observe(time.perf_counter() - started)
 
     def _mend(self, error: StoreError) -> None:
         """What the queue did since the last commit did not happen: take over the store's view of it."""
@@ -104,6 +73,9 @@ class RolloutService:
         except StoreError as error:
             self._broken = error  # every request says so; the next one may try again
             logger.error("%s", error)
+        except Exception as error:
+            self._broken = StoreError(f"the store could not be read: {type(error).__name__}: {error}; see the service's log")
+            logger.exception("the store could not be read")
         else:
             self.queue = RolloutQueue(self.limits, snapshot, self.clock())
             self._broken = None
@@ -126,33 +98,62 @@ class RolloutService:
             self.metrics.posted(draft, receipt)
         return receipts
 
-    async def batch(self, received: int | None, uuid: int | None) -> tuple[Lease, bytes] | None:
-        """A batch and its JSON answer. The caller must say with `delivered` how sending it went."""
-        now = self.clock()
+    @asynccontextmanager
+    async def handing_out(self, received: int | None, uuid: int | None) -> AsyncIterator[HandOut | None]:
+        """A batch while it is on its way, or None if there is none yet.
 
-        def call(queue: RolloutQueue) -> Lease | None:
+        Whatever ends the block or keeps it from being reached, a commit that stalls, the request's time limit, a client
+        that goes away, the batch is no longer taken to be on its way then: it comes again, unless the block has said that
+        it is `complete`.
+        """
+        now = self.clock()
+        on_its_way: list[Lease] = []
+
+        def take(queue: RolloutQueue) -> None:
             lease = queue.next_batch(now, received, uuid)
             if lease is not None:
                 queue.sending(lease)
-            return lease
+                on_its_way.append(lease)
 
-        lease = await self.run(call)
-        if lease is None:
-            return None
+        hand_out = None
         try:
-            seqs = [group.seq for group in lease.groups]
+            while hand_out is None:
+                await self.run(take)
+                if not on_its_way:
+                    break
+                hand_out = await self._read(on_its_way[0])
+                if hand_out is None:
+                    await self._sent(on_its_way.pop(), complete=False)
+            if hand_out is not None:
+                self.metrics.handed_out(hand_out.lease)
+            yield hand_out
+        finally:
+            for lease in on_its_way:
+                await self._sent(lease, hand_out is not None and hand_out.complete)
+
+    async def _sent(self, lease: Lease, complete: bool) -> None:
+        if not complete:
+            self.queue.sent(lease, complete=False)  # nothing to store, and so nothing to wait for
+            return
+        try:
+            await self.run(lambda queue: queue.sent(lease, complete=True))
+        except StoreError as error:
+            logger.error("batch %d went out, but that is not stored and it may be sent again: %s", lease.batch_id, error)
+
+    async def _read(self, lease: Lease) -> HandOut | None:
+        """The JSON answer for a batch; None if it has been dissolved, because bodies were damaged."""
+        seqs = [group.seq for group in lease.groups]
+        try:
             bodies = self.store.bodies_at_hand(seqs)
             if bodies is None:
                 bodies = await asyncio.to_thread(self.store.bodies, seqs)
-        except BaseException:
-            self.queue.sent(lease, complete=False)
-            raise
-        self.metrics.handed_out(lease)
-        return lease, b'{"batch":[' + b",".join(bodies) + b'],"batch_id":' + str(lease.batch_id).encode() + b"}"
-
-    async def delivered(self, lease: Lease, complete: bool) -> None:
-        """Note whether the answer that carried the lease went out whole."""
-        await self.run(lambda queue: queue.sent(lease, complete))
+        except DamagedError as error:
+            damaged = error.seqs
+            dropped = await self.run(lambda queue: queue.drop_damaged(lease, damaged))
+            if dropped:
+                logger.error("%s; dropped %d groups of batch %d, and forming it anew", error, dropped, lease.batch_id)
+            return None
+        return HandOut(lease, b'{"batch":[' + b",".join(bodies) + b'],"batch_id":' + str(lease.batch_id).encode() + b"}")
 
     def stats(self) -> dict[str, Any]:
         """What waits, what is leased, what was dropped and why, and who is behind; for people and scripts."""
@@ -163,6 +164,9 @@ class RolloutService:
             "trainer_version": queue.trainer_version(),
             "sampling_version": queue.sampling_version(),
             "max_staleness": trainer.max_staleness if trainer else None,
+            "weight_epoch": trainer.weight_epoch if trainer else None,
+            "run_ended": queue.ended,
+            "batches_skipped": queue.batches_skipped,
             "waiting_because": queue.waiting,
             "queue": {
                 "groups": queue.lines.groups,
@@ -201,10 +205,8 @@ class RolloutService:
 
     async def close(self) -> None:
         """Store what is under way and close the store."""
-        under_way = [task for task in (self._committing, self._mending) if task is not None]
-        if under_way:
-            _, late = await asyncio.wait(under_way, timeout=self.commit_timeout)
-            if late:
-                logger.error("the store did not answer within %g s; what it was given last may be lost", self.commit_timeout)
-        self._writer.shutdown(wait=False)
-        await asyncio.to_thread(self.store.close, True)
+        if not await self.committer.close():
+            logger.error("the store did not answer within %g s; what it was given last may be lost", self.committer.timeout)
+        if self._mending is not None:
+            await asyncio.wait([self._mending], timeout=self.committer.timeout)
+        await asyncio.to_thread(self.store.close)

@@ -12,24 +12,28 @@ import sqlite3
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import TypeVar
 
 import orjson
 
 from atroposlib.api.state import Changes, Group, Lease, Receipt, Snapshot
-from atroposlib.api.store import Store, StoreError
+from atroposlib.api.store import DamagedError, Store, StoreError
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 APPLICATION_ID = 0x4C6F636B
 """Marks the file as ours."""
-FORMAT = 2
+FORMAT = 3
 PAGE_SIZE = 65536
 """Bodies are long: larger pages make fewer links."""
 CHECKPOINT_PAGES = 1024
 """64 MiB of log before it is copied into the file. Much of it has been handed out and freed by then."""
+MOST_VARIABLES = 999
+"""In one statement: what every SQLite takes, those before 3.32 included."""
 RECENT_BYTES = 64 << 20
 """Bodies of the newest groups are kept in memory, since most are handed out soon."""
 QUEUED, BUFFERED = 0, -1  # the column `place`; above 0 it is the id of the batch that holds the group
@@ -39,13 +43,24 @@ CREATE TABLE state (id INTEGER PRIMARY KEY CHECK (id = 1), record BLOB NOT NULL)
 CREATE TABLE environments (env_id INTEGER PRIMARY KEY, record BLOB NOT NULL);
 CREATE TABLE groups (
     seq INTEGER PRIMARY KEY, line INTEGER NOT NULL, size INTEGER NOT NULL, longest INTEGER NOT NULL,
-    n_bytes INTEGER NOT NULL, version INTEGER NOT NULL, place INTEGER NOT NULL, stated INTEGER NOT NULL);
+    n_bytes INTEGER NOT NULL, weights TEXT NOT NULL, stated INTEGER NOT NULL, place INTEGER NOT NULL);
 CREATE TABLE bodies (seq INTEGER PRIMARY KEY, crc INTEGER NOT NULL, body BLOB NOT NULL);
 CREATE TABLE leases (batch_id INTEGER PRIMARY KEY, sent INTEGER NOT NULL, returned INTEGER NOT NULL);
 CREATE TABLE keys (
     place INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL UNIQUE, status TEXT NOT NULL, buffer_size INTEGER, reason TEXT);
-CREATE TABLE clean_stop (id INTEGER PRIMARY KEY CHECK (id = 1));
 """
+
+UPGRADE = {
+    1: "ALTER TABLE groups ADD COLUMN stated INTEGER NOT NULL DEFAULT 0;",
+    2: f"""
+ALTER TABLE groups RENAME TO groups_before;
+{SCHEMA[SCHEMA.index("CREATE TABLE groups") : SCHEMA.index("CREATE TABLE bodies")]}
+INSERT INTO groups SELECT seq, line, size, longest, n_bytes, '[[0,' || version || ']]', stated, place FROM groups_before;
+DROP TABLE groups_before;
+DROP TABLE IF EXISTS clean_stop;
+""",
+}
+"""From each earlier format to the one after it, for every SQLite: those before 3.35 can drop no column."""
 
 
 class SqliteStore(Store):
@@ -65,8 +80,6 @@ class SqliteStore(Store):
         self._recent = _Recent(RECENT_BYTES)
         self._writing = threading.Lock()
         self._reading = threading.Lock()
-        self.stopped_cleanly = False
-        """The service that had the file before was stopped, rather than killed, or there was none."""
         try:
             self._writer = self._connect()
             self._prepare()
@@ -114,7 +127,7 @@ class SqliteStore(Store):
         new = self._writer.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
         (application,) = self._writer.execute("PRAGMA application_id").fetchone()
         (version,) = self._writer.execute("PRAGMA user_version").fetchone()
-        if not new and (application != APPLICATION_ID or version not in (1, FORMAT)):
+        if not new and (application != APPLICATION_ID or version not in (*UPGRADE, FORMAT)):
             raise StoreError(
                 f"store {self.path} is not a rollout store of format {FORMAT} (application id {application:#x}, "
                 f"format {version}); pass another --store"
@@ -126,12 +139,9 @@ class SqliteStore(Store):
             self._writer.executescript(
                 f"BEGIN; {SCHEMA} PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {FORMAT}; COMMIT;"
             )
-        elif version == 1:
-            self._writer.executescript(
-                "BEGIN; ALTER TABLE groups ADD COLUMN stated INTEGER NOT NULL DEFAULT 0;"
-                f"{SCHEMA[SCHEMA.index('CREATE TABLE clean_stop') :]} PRAGMA user_version = {FORMAT}; COMMIT;"
-            )
-        self.stopped_cleanly = new or self._writer.execute("DELETE FROM clean_stop").rowcount > 0
+        elif version != FORMAT:
+            steps = "".join(UPGRADE[step] for step in range(version, FORMAT))
+            self._writer.executescript(f"BEGIN; {steps} PRAGMA user_version = {FORMAT}; COMMIT;")
 
     # ---- reading ----
 
@@ -154,10 +164,10 @@ class SqliteStore(Store):
             batch_id: Lease(batch_id, [], bool(sent), bool(returned))
             for batch_id, sent, returned in run("SELECT batch_id, sent, returned FROM leases ORDER BY batch_id")
         }
-        columns = "seq, line, size, longest, n_bytes, version, stated, place"
-        for *numbers, stated, place in run(f"SELECT {columns} FROM groups ORDER BY seq"):
-            group = Group(*numbers)
-            group.stated = bool(stated)
+        columns = "seq, line, size, longest, n_bytes, weights, stated, place"
+        for seq, line, size, longest, n_bytes, listed, stated, place in run(f"SELECT {columns} FROM groups ORDER BY seq"):
+            weights = tuple((epoch, version) for epoch, version in orjson.loads(listed))
+            group = Group(seq, line, size, longest, n_bytes, weights, bool(stated))
             if place == QUEUED:
                 snapshot.queued.append(group)
             elif place == BUFFERED:
@@ -177,17 +187,24 @@ class SqliteStore(Store):
 
     def bodies(self, seqs: Sequence[int]) -> list[bytes]:
         """Bodies by sequence number, each checked against its checksum."""
-        found = []
+        found: list[bytes] = []
+        damaged: dict[int, str] = {}
         with self._reading:
             for seq in seqs:
                 try:
                     row = self._reader.execute("SELECT crc, body FROM bodies WHERE seq = ?", (seq,)).fetchone()
                 except sqlite3.Error as error:
-                    raise self._error(error) from None
+                    if type(error) is not sqlite3.DatabaseError:  # its subclasses: the disk, not the content
+                        raise self._error(error) from None
+                    damaged[seq] = f"cannot be read ({error})"
+                    continue
                 if row is None or zlib.crc32(row[1]) != row[0]:
-                    what = "is missing" if row is None else "does not match its checksum"
-                    raise self._error(sqlite3.DatabaseError(f"the body of group {seq} {what} (malformed)"))
+                    damaged[seq] = "is missing" if row is None else "does not match its checksum"
+                    continue
                 found.append(row[1])
+        if damaged:
+            what = ", ".join(f"the body of group {seq} {how}" for seq, how in damaged.items())
+            raise DamagedError(f"store {self.path}: {what}; the file is damaged: look at the disk that it is on", list(damaged))
         return found
 
     # ---- writing ----
@@ -207,6 +224,9 @@ class SqliteStore(Store):
             except (sqlite3.Error, OSError) as error:
                 self._roll_back()
                 raise self._error(error) from None
+            except BaseException:
+                self._roll_back()
+                raise
             for changes in together:
                 self._recent.follow(changes)
 
@@ -218,29 +238,22 @@ class SqliteStore(Store):
             logger.error("store %s: the rollback failed too: %s", self.path, error)
 
     def _apply(self, together: Sequence[Changes]) -> None:
-        """Apply several changes, in their order.
-
-        Lists go in as JSON and are unfolded by SQLite: every statement hands the interpreter to other threads and has to
-        wait for it again, so few statements matter more than short ones.
-        """
+        """Apply several changes, in their order."""
         run = self._writer.execute
         added = [entry for changes in together for entry in changes.added]
         if added:
-            rows = [
-                (g.seq, g.line, g.size, g.longest, g.n_bytes, g.version, BUFFERED if buffered else QUEUED, int(g.stated))
-                for g, _, buffered in added
-            ]
-            columns = ", ".join(f"value ->> {column}" for column in range(8))
-            run(f"INSERT INTO groups SELECT {columns} FROM json_each(?)", (orjson.dumps(rows).decode(),))
-            bodies = [(group.seq, zlib.crc32(body), body) for group, body, _ in added]
-            self._writer.executemany("INSERT INTO bodies VALUES (?, ?, ?)", bodies)
+            rows = []
+            for group, _, buffered in added:
+                weights, place = orjson.dumps(group.weights).decode(), BUFFERED if buffered else QUEUED
+                rows.append((group.seq, group.line, group.size, group.longest, group.n_bytes, weights, group.stated, place))
+            self._insert("groups", rows)
+            self._insert("bodies", [(group.seq, zlib.crc32(body), body) for group, body, _ in added])
         for changes in together:
             self._place(changes)
         removed = [seq for changes in together for seq in changes.removed]
         if removed:
-            listed = orjson.dumps(removed).decode()
-            run("DELETE FROM groups WHERE seq IN (SELECT value FROM json_each(?))", (listed,))
-            run("DELETE FROM bodies WHERE seq IN (SELECT value FROM json_each(?))", (listed,))
+            self._for_all("DELETE FROM groups WHERE seq", removed)
+            self._for_all("DELETE FROM bodies WHERE seq", removed)
         environments = {record["env_id"]: record for changes in together for record in changes.environments}
         for env_id, record in environments.items():
             run("INSERT OR REPLACE INTO environments VALUES (?, ?)", (env_id, orjson.dumps(record)))
@@ -249,25 +262,33 @@ class SqliteStore(Store):
             keys.update(changes.keys_added)
             keys.update(dict.fromkeys(changes.keys_removed))
         if keys:
-            run("DELETE FROM keys WHERE key IN (SELECT value FROM json_each(?))", (orjson.dumps(list(keys)).decode(),))
+            self._for_all("DELETE FROM keys WHERE key", list(keys))
             kept = [(key, r.status, r.buffer_size, r.reason) for key, r in keys.items() if r is not None]
-            columns = ", ".join(f"value ->> {column}" for column in range(4))
-            run(
-                f"INSERT INTO keys (key, status, buffer_size, reason) SELECT {columns} FROM json_each(?)",
-                (orjson.dumps(kept).decode(),),
-            )
+            self._insert("keys (key, status, buffer_size, reason)", kept)
         state = next((changes.state for changes in reversed(together) if changes.state is not None), None)
         if state is not None:
             run("INSERT OR REPLACE INTO state VALUES (1, ?)", (orjson.dumps(state),))
 
+    def _insert(self, into: str, rows: Sequence[tuple[object, ...]]) -> None:
+        """Insert rows, many with one statement: each hands the interpreter to other threads and has to wait for it again,
+        so few statements matter more than short ones."""
+        for some in _chunks(rows, MOST_VARIABLES // len(rows[0]) if rows else 1):
+            row = f"({', '.join('?' * len(some[0]))})"
+            values = [value for entry in some for value in entry]
+            self._writer.execute(f"INSERT INTO {into} VALUES {', '.join([row] * len(some))}", values)
+
+    def _for_all(self, statement: str, values: Sequence[int | str], *first: int) -> None:
+        """Run a statement that ends before its `IN`, for many values at a time. `first` are what it needs before them."""
+        for some in _chunks(values, MOST_VARIABLES - len(first)):
+            self._writer.execute(f"{statement} IN ({', '.join('?' * len(some))})", [*first, *some])
+
     def _place(self, changes: Changes) -> None:
         run = self._writer.execute
-        place = "UPDATE groups SET place = ? WHERE seq IN (SELECT value FROM json_each(?))"
-        if changes.queued:
-            run(place, (QUEUED, orjson.dumps(changes.queued).decode()))
+        place = "UPDATE groups SET place = ? WHERE seq"
+        self._for_all(place, changes.queued, QUEUED)
         for batch_id, sent, returned, seqs in changes.leases:
             run("INSERT OR REPLACE INTO leases VALUES (?, ?, ?)", (batch_id, sent, returned))
-            run(place, (batch_id, orjson.dumps(seqs).decode()))
+            self._for_all(place, seqs, batch_id)
         for batch_id in changes.leases_removed:
             run("DELETE FROM leases WHERE batch_id = ?", (batch_id,))
 
@@ -275,17 +296,17 @@ class SqliteStore(Store):
         for table in ("state", "environments", "groups", "bodies", "leases", "keys"):
             self._writer.execute(f"DELETE FROM {table}")
 
-    def close(self, stopped: bool = False) -> None:
+    def close(self) -> None:
         """Fold the log into the file, and let go of it."""
         with self._writing, self._reading:
-            if stopped:
-                try:
-                    self._writer.execute("INSERT OR IGNORE INTO clean_stop VALUES (1)")
-                except sqlite3.Error as error:
-                    logger.error("%s; the next start will take this end for a crash", self._error(error))
             self._reader.close()
             self._writer.close()
             os.close(self._lock_file)
+
+
+def _chunks(values: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    for start in range(0, len(values), size):
+        yield values[start : start + size]
 
 
 class _Recent:

@@ -35,8 +35,9 @@ class Draft:
     longest: int
     """Tokens of the longest sequence."""
     env_id: int | None = None
-    version: int | None = None
-    """The oldest weight version that any token was sampled under; None if the environment does not say."""
+    weights: tuple[tuple[int | None, int], ...] = ()
+    """The weights that its sequences were sampled under, as (epoch, version), each once. The epoch is None if only the
+    version is known; nothing at all if the environment does not say."""
     key: str | None = None
     """Idempotency key."""
 
@@ -52,9 +53,12 @@ class Group:
     size: int
     longest: int
     n_bytes: int
-    version: int
+    weights: tuple[tuple[int, int], ...]
+    """The weights that its sequences were sampled under, as (epoch, version), each once. At least one."""
     stated: bool = False
-    """The version is the environment's word; else it is the trainer's version when the group arrived."""
+    """The weights are the environment's word; else they are the trainer's when the group arrived."""
+    version: int = 0
+    """What the oldest of its weights count as for the present trainer; see `lives`. The queue keeps it up to date."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,8 @@ class Registration:
     max_staleness: int | None = None
     ack_batches: bool = False
     model: str | None = None
+    weight_epoch: int = 0
+    """Names this life of the trainer; 0 if it does not say. See `lives`."""
 
     def is_another_run(self, other: Registration) -> bool:
         """Whether the two say that they train different models, or the same one into different folders."""

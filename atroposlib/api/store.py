@@ -12,6 +12,14 @@ class StoreError(RuntimeError):
     """The store could not keep or give back what it was asked to. The message names the file and the remedy."""
 
 
+class DamagedError(StoreError):
+    """The store can no longer give back the bodies of these groups, and never will."""
+
+    def __init__(self, message: str, seqs: Sequence[int]) -> None:
+        super().__init__(message)
+        self.seqs = frozenset(seqs)
+
+
 class Store(ABC):
     """Keeps groups, leases and registrations.
 
@@ -46,12 +54,13 @@ class Store(ABC):
         """The JSON bodies of groups that are stored, in the order asked for. May be called from another thread.
 
         Raises:
-            StoreError: one of them cannot be read.
+            DamagedError: some of them are damaged or gone; it names all of those.
+            StoreError: they cannot be read.
         """
 
     @abstractmethod
-    def close(self, stopped: bool = False) -> None:
-        """Let go of the file. `stopped` leaves a mark in it that the service was stopped, rather than killed."""
+    def close(self) -> None:
+        """Let go of the file."""
 
 
 class MemoryStore(Store):
@@ -80,5 +89,5 @@ class MemoryStore(Store):
 
     bodies_at_hand = bodies
 
-    def close(self, stopped: bool = False) -> None:
+    def close(self) -> None:
         """Nothing to do."""

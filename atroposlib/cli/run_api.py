@@ -14,6 +14,7 @@ from pathlib import Path
 
 import uvicorn
 
+from atroposlib.api.access import Access
 from atroposlib.api.connection import bounded_protocol
 from atroposlib.api.event_loop import new_event_loop
 from atroposlib.api.middleware import RequestLimits
@@ -33,18 +34,33 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     queue, request = Limits(), RequestLimits()
     parser = argparse.ArgumentParser(prog="run_api", description="The rollout service: takes scored groups, hands out batches.")
-    parser.add_argument("--host", help="address to listen on (default: 127.0.0.1; 0.0.0.0 if --api-key is set)")
+    parser.add_argument("--host", help="address to listen on (default: 127.0.0.1; 0.0.0.0 if there is an API key)")
     parser.add_argument("--port", type=_port, default=8000, help="port to listen on (default: 8000)")
     parser.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="PATH",
+        help="file with the bearer token that every request must carry (default: the environment variable ROLLOUT_API_KEY; "
+        "without either, only programs that call this service by its address are answered, and no web pages)",
+    )
+    parser.add_argument(
         "--api-key",
-        default=os.environ.get("ROLLOUT_API_KEY"),
-        help="bearer token that every request must carry (default: $ROLLOUT_API_KEY, which other users cannot see)",
+        metavar="KEY",
+        help="the token itself, which every user of this machine then sees in ps: use one of the above",
+    )
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="without a key: another name by which clients call this service, such as that of a proxy or container; "
+        "may be given several times",
     )
     parser.add_argument(
         "--store",
         metavar="PATH",
         help="file that keeps everything, to be continued when it exists, or 'memory' (default: runs/rollouts-PORT.db, "
-        "continued after a crash or kill -9, begun anew after a clean stop)",
+        "continued until its trainer has said that the run is over)",
     )
     parser.add_argument(
         "--new-run",
@@ -92,6 +108,32 @@ def _seconds(text: str) -> float:
     if not 0 < value < 1e9:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
     return value
+
+
+def read_api_key(given: str | None, path: Path | None) -> str | None:
+    """The key that requests must carry: from the command line, a file or the environment, in this order; None without one.
+
+    Raises:
+        SystemExit: it cannot be read, or cannot be sent in a header; the message says what to do, and not the key.
+    """
+    key, source = os.environ.get("ROLLOUT_API_KEY", ""), "ROLLOUT_API_KEY"
+    if path is not None:
+        source = f"--api-key-file {path}"
+        try:
+            key = path.read_text().strip()
+            readable = path.stat().st_mode & 0o077
+        except (OSError, UnicodeDecodeError) as error:
+            raise SystemExit(f"error: {source} cannot be read: {error}") from None
+        if not key:
+            raise SystemExit(f"error: {source} is empty; write a key into it, such as that of: openssl rand -hex 32")
+        if readable:
+            logger.warning("%s can be read by other users of this machine; chmod 600 it", source)
+    if given is not None:
+        key, source = given, "--api-key"
+        logger.warning("every user of this machine can see --api-key in ps; set ROLLOUT_API_KEY or --api-key-file instead")
+    if not all(33 <= ord(character) <= 126 for character in key):
+        raise SystemExit(f"error: the key from {source} has characters that no header can carry; use letters and digits")
+    return key or None
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -160,8 +202,8 @@ class Server(uvicorn.Server):
 def open_store(name: str | None, port: int, new_run: bool = False) -> Store:
     """The store that --store names.
 
-    Without a name, whoever stopped the last service and starts another means a new run, and whoever finds it dead means
-    to go on. A file that was named goes on either way.
+    Without a name, it goes on until the trainer has said that its run is over: who stopped the service, a person or a
+    scheduler, and how, says nothing of the run. A file that was named goes on either way.
 
     Raises:
         StoreError: it cannot be opened.
@@ -179,14 +221,11 @@ def open_store(name: str | None, port: int, new_run: bool = False) -> Store:
         store = SqliteStore(path)
         if name is not None:
             return store
-        if not store.stopped_cleanly:
-            logger.warning(
-                "the service that used %s before was not stopped but died: going on with its run (--new-run begins a new one)",
-                path,
-            )
+        if not store.load().state.get("ended"):
+            logger.info("going on with the run in %s, which has not ended (--new-run begins a new one)", path)
             return store
-        store.close(stopped=True)
-        why = f"because the last service was stopped in good order (--store {path} would have gone on with its run)"
+        store.close()
+        why = f"because the trainer of the last one said that it had ended (--store {path} would have gone on with it)"
     groups = set_aside(path)
     logger.info("beginning a new run, %s", why)
     if groups:
@@ -201,7 +240,8 @@ def main(argv: list[str] | None = None) -> None:
     """Serve until SIGTERM or SIGINT; requests under way are answered first."""
     arguments = parse_arguments(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    host = arguments.host or ("0.0.0.0" if arguments.api_key else "127.0.0.1")
+    api_key = read_api_key(arguments.api_key, arguments.api_key_file)
+    host = arguments.host or ("0.0.0.0" if api_key else "127.0.0.1")
     sock = listen(host, arguments.port)
     try:
         store = open_store(arguments.store, sock.getsockname()[1], arguments.new_run)
@@ -210,7 +250,8 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(f"error: {error}") from None
     if isinstance(store, SqliteStore):
         logger.info("store %s: %d groups, step %d", store.path, service.queue.held_groups, service.queue.current_step)
-    limits = RequestLimits(arguments.max_body_bytes, arguments.request_timeout, arguments.api_key)
+    access = Access(api_key, host, frozenset(name.lower() for name in arguments.allow_host))
+    limits = RequestLimits(arguments.max_body_bytes, arguments.request_timeout, access)
     config = uvicorn.Config(
         make_app(service, limits),
         access_log=arguments.access_log,

@@ -78,13 +78,13 @@ def content(response: httpx.Response) -> Any:
 def without_additions(step: Step, found: Any) -> Any:
     """Take out of our answer what it has more than the public server's. All of it must be there."""
     if step.path == "/status-env" and "queue_size" in found:
-        del found["groups_wanted"], found["max_staleness"]
+        del found["groups_wanted"], found["max_staleness"], found["run_ended"]
     if step.path == "/batch" and isinstance(found, dict) and found.get("batch"):
         del found["batch_id"]
         for entry in found["batch"]:
-            del entry["weight_versions"]
+            del entry["weight_versions"], entry["weight_epochs"]
     if step.path == "/latest_example" and found["tokens"]:
-        del found["weight_versions"]
+        del found["weight_versions"], found["weight_epochs"]
     return found
 
 
@@ -105,13 +105,11 @@ def brief(step: Step, expected: Any, found: Any) -> Any:
 
 
 def check_headers(response: httpx.Response, step: Step) -> None:
-    """Long answers are compressed for whoever accepts it, and every origin may read every answer."""
+    """Long answers are compressed for whoever accepts it."""
     if response.status_code == 200 and step.method != "OPTIONS":
         accepted = step.headers.get("accept_encoding") != "identity"
         packed = response.headers.get("content-encoding") == "gzip"
         assert packed == (accepted and len(response.content) > COMPRESS_FROM), step.path
-    if "origin" in step.headers:  # the public server allows each origin by name, ours any: a browser takes both
-        assert response.headers["access-control-allow-origin"] in ("*", step.headers["origin"])
 
 
 @pytest.mark.usefixtures("public_package")

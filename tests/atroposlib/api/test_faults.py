@@ -165,7 +165,8 @@ ENVIRONMENT = """
 import json, socket, sys, time
 body = sys.stdin.buffer.readline()
 sock = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
-sock.sendall(b"POST /scored_data HTTP/1.1\\r\\nhost: x\\r\\ncontent-length: %d\\r\\n\\r\\n" % len(body) + body[:len(body) // 2])
+head = b"POST /scored_data HTTP/1.1\\r\\nhost: localhost\\r\\ncontent-length: %d\\r\\n\\r\\n" % len(body)
+sock.sendall(head + body[:len(body) // 2])
 print("half", flush=True)
 time.sleep(60)
 """
@@ -287,7 +288,7 @@ def test_a_trainer_that_resets_its_connection_gets_the_batch_again_without_acks(
         service.post("/scored_data", group(length=100_000, mark=mark))
     with socket.create_connection(("127.0.0.1", service.port)) as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.sendall(b"GET /batch HTTP/1.1\r\nhost: x\r\n\r\n")
+        client.sendall(b"GET /batch HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert client.recv(100).startswith(b"HTTP/1.1 200")
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
     until(lambda: not any(lease["sent"] for lease in service.get("/stats")["leases"]), "the service notices", 20)

@@ -34,9 +34,16 @@ def start(tmp_path: Path) -> Iterator[Start]:
         service.signal(signal.SIGKILL)
 
 
+def registration(**fields: Any) -> dict[str, Any]:
+    """A trainer that has come to version 1."""
+    return trainer(**{"batch_size": 4, "ack_batches": True, "model": "m", "max_staleness": 5, "starting_step": 1, **fields})
+
+
 def begin(service: Service) -> None:
     """A run with something of everything: a batch that is out, a queue, a buffer, a key, an environment."""
-    service.begin(batch_size=4, ack_batches=True, model="m", max_staleness=5)
+    service.post("/register", registration(starting_step=0))
+    service.get("/batch")
+    service.post("/register-env", environment())
     for mark in range(4):
         service.post("/scored_data", group(mark=mark, env_id=0, weight_versions=[1] * 4))
     service.post("/scored_data", group(2, mark=9, env_id=0, idempotency_key="nine", weight_versions=[1, 1]))
@@ -69,16 +76,16 @@ def is_new(service: Service) -> bool:
     return service.get("/status") == {"current_step": 0, "queue_size": 0} and service.get("/info")["batch_size"] == -1
 
 
-def test_the_same_command_goes_on_after_kill_9_and_begins_anew_after_a_stop(start: Start, tmp_path: Path) -> None:
+def test_the_same_command_goes_on_however_the_service_ended_until_its_trainer_ends_the_run(start: Start) -> None:
     service = start()
     assert is_new(service)
     begin(service)
     before = lasting(service)
-    for _ in range(2):
-        service.signal(signal.SIGKILL)
+    for how in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):  # a crash, a scheduler that preempts or reboots, a person
+        service.signal(how)
         service = start()
         assert lasting(service) == before
-        assert "was not stopped but died: going on with its run (--new-run begins a new one)" in service.log.read_text()
+        assert "which has not ended (--new-run begins a new one)" in service.log.read_text()
     assert service.status_env(0).status_code == 200, "the environment is known still"
     assert marks(service.get("/batch")["batch"]) == [1], "the batch that was out is the trainer's"
     assert (
@@ -87,17 +94,27 @@ def test_the_same_command_goes_on_after_kill_9_and_begins_anew_after_a_stop(star
     )
     assert lasting(service) == before, "the group was posted before"
 
-    service.signal(signal.SIGTERM)
+    refused = service.http.post("/run/end", json={"uuid": 1})
+    assert refused.status_code == 409, "only the trainer that is registered may say so"
+    assert service.http.post("/run/end", json={}).status_code == 422
+    uuid = service.post("/register", registration())["uuid"]
+    for _ in range(2):
+        assert service.post("/run/end", {"uuid": uuid}) == {"status": "success"}
+    assert service.get("/stats")["run_ended"]
+    assert service.status_env(0).json()["run_ended"]
+    service.signal(signal.SIGKILL)
     service = start()
     assert is_new(service)
     name = Path("runs") / f"rollouts-{service.port}.db"
     previous = name.with_suffix(".previous.db")
     log = service.log.read_text()
-    assert f"because the last service was stopped in good order (--store {name} would have gone on" in log
+    assert f"because the trainer of the last one said that it had ended (--store {name} would have gone on" in log
     assert f"4 groups of the last run are kept in {previous}; to continue that run, pass --store {previous}" in log
     service.signal(signal.SIGTERM)
     service = start("--store", str(previous))
     assert marks(service.get("/batch")["batch"]) == [1]
+    service.post("/register", registration())
+    assert not service.get("/stats")["run_ended"], "a trainer that has more to do goes on with its run"
 
 
 def test_a_named_store_goes_on_after_a_stop_too_unless_told_otherwise(start: Start, tmp_path: Path) -> None:
@@ -120,8 +137,7 @@ def test_a_crash_of_everything_does_not_feed_the_next_run_with_the_last_ones_rol
     begin(service)
     service.signal(signal.SIGKILL)
     service = start()
-    again = trainer(batch_size=4, ack_batches=True, model="m", max_staleness=5)
-    service.post("/register", again)
+    service.post("/register", registration(starting_step=0))
     assert service.get("/batch") == {"batch": None}
     stats = service.get("/stats")
     assert sum(entry["groups"] for entry in stats["dropped"] if entry["reason"] == "ahead_of_trainer") == 4
@@ -136,9 +152,9 @@ def test_a_trainer_that_resumes_keeps_what_its_weights_sampled(start: Start) -> 
     begin(service)
     service.signal(signal.SIGKILL)
     service = start()
-    service.post("/register", trainer(batch_size=4, ack_batches=True, model="m", max_staleness=5, starting_step=1))
+    service.post("/register", registration())
     assert marks(service.get("/batch")["batch"]) == [1]
     assert service.get("/stats")["dropped"] == []
-    service.post("/register", trainer(batch_size=4, ack_batches=True, model="another", max_staleness=5, starting_step=1))
+    service.post("/register", registration(model="another"))
     assert service.get("/batch") == {"batch": None}
     assert service.post("/register-env", environment())["status"] == "success"

@@ -29,7 +29,8 @@ def registration(batch_size: int = 8, uuid: int = 1, **fields: Any) -> Registrat
 
 
 def draft(size: int = 4, env_id: int | None = None, version: int | None = None, **fields: Any) -> Draft:
-    return Draft(b"{}", size, fields.pop("longest", 10), env_id, version, **fields)
+    weights = () if version is None else ((None, version),)
+    return Draft(b"{}", size, fields.pop("longest", 10), env_id, weights, **fields)
 
 
 def started(batch_size: int = 8, limits: Limits | None = None, **fields: Any) -> RolloutQueue:

@@ -83,7 +83,7 @@ def test_a_request_under_way_is_answered_before_the_end(tmp_path: Path) -> None:
     service.begin()
     body = json.dumps(group()).encode()
     with socket.create_connection(("127.0.0.1", service.port)) as client:
-        client.sendall(b"POST /scored_data HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body[:20])
+        client.sendall(b"POST /scored_data HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body) + body[:20])
         time.sleep(0.3)
         assert service.process is not None
         service.process.send_signal(signal.SIGTERM)
@@ -125,7 +125,10 @@ def test_the_api_key(tmp_path: Path) -> None:
             assert answer.headers["www-authenticate"] == "Bearer"
     assert service.http.get("/status", headers={"authorization": "Bearer s3cret"}).status_code == 200
     preflight = {"origin": "http://x", "access-control-request-method": "POST"}
-    assert service.http.options("/scored_data", headers=preflight).status_code == 200
+    assert service.http.options("/scored_data", headers=preflight).status_code == 401
+    anywhere = {"authorization": "Bearer s3cret", "host": "behind.a.proxy", "origin": "http://behind.a.proxy"}
+    assert service.http.get("/status", headers=anywhere).status_code == 200, "whoever has the key may come from anywhere"
+    assert "s3cret" not in service.log.read_text()
     service.signal(signal.SIGTERM)
 
 
@@ -148,7 +151,7 @@ def test_bounds_and_time_limits(tmp_path: Path) -> None:
     chunks = (b" " * 1000 for _ in range(20))
     assert service.http.post("/scored_data", content=chunks).status_code == 413
     with socket.create_connection(("127.0.0.1", service.port)) as client:
-        client.sendall(b"POST /scored_data HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        client.sendall(b"POST /scored_data HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{")
         client.settimeout(20)
         assert client.recv(1000).startswith(b"HTTP/1.1 408")
     service.signal(signal.SIGTERM)
@@ -187,7 +190,7 @@ def answer_to(service: Service, *parts: bytes, pause: float = 0.0) -> bytes:
 
 def test_a_connection_that_sends_no_request_is_closed(tmp_path: Path) -> None:
     service = Service(tmp_path, "--store", "memory", "--request-timeout", "1").start()
-    whole = b"GET /status HTTP/1.1\r\nhost: x\r\n\r\n"
+    whole = b"GET /status HTTP/1.1\r\nhost: localhost\r\n\r\n"
     assert answer_to(service).startswith(b"HTTP/1.1 408 ")
     assert answer_to(service, b"GET /status HTTP/1.1\r\nhost:").startswith(b"HTTP/1.1 408 ")
     drops = [b"x-a: b\r\n"] * 8  # never silent, and never done
@@ -209,8 +212,8 @@ def test_a_connection_that_sends_no_request_is_closed(tmp_path: Path) -> None:
 
 def test_a_body_that_comes_after_its_refusal_is_no_head(tmp_path: Path) -> None:
     service = Service(tmp_path, "--store", "memory", "--api-key", "s3cret").start()
-    head = b"POST /scored_data HTTP/1.1\r\nhost: x\r\ncontent-length: 300000\r\n\r\n"
-    last = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    head = b"POST /scored_data HTTP/1.1\r\nhost: localhost\r\ncontent-length: 300000\r\n\r\n"
+    last = b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
     said = answer_to(service, head, *[b" " * 100_000] * 3, last, pause=0.1)
     assert said.startswith(b"HTTP/1.1 401 ")
     assert b"HTTP/1.1 431" not in said

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from atroposlib.api.schemas import RETURNED, InvalidRequestError, RegisterTrainer, read, read_groups
+from atroposlib.api.schemas import PER_SEQUENCE, RETURNED, InvalidRequestError, RegisterEnv, RegisterTrainer, read, read_groups
 
-from .conftest import group
+from .conftest import environment, group
 
 NAN, INF = float("nan"), float("inf")
 
@@ -39,6 +39,13 @@ def refusal(body: dict[str, Any] | list[Any], many: bool = False) -> dict[str, A
         ({"distill_logprobs": [[[0.0]]] * 4}, ["distill_logprobs", 0], "has 1 entries"),
         ({"weight_versions": [1, 2]}, ["weight_versions"], "has 2 entries"),
         ({"weight_versions": [1, 2, -1, 0]}, ["weight_versions", 2], "-1"),
+        ({"weight_versions": [1] * 4, "weight_epochs": [1] * 3}, ["weight_epochs"], "has 3 entries for 4 sequences"),
+        ({"weight_epochs": [1] * 4}, ["weight_epochs"], "says nothing without weight_versions"),
+        ({"tokens": [[1, 2, 3]] * 3 + [[1, -2, 3]]}, ["tokens", 3, 1], "is -2: a token id is at least 0"),
+        ({"tokens": [[-100, 2, 3]] * 4}, ["tokens", 0, 0], "is -100: a token id is at least 0"),
+        ({"masks": [[-100, 2, 3]] * 3 + [[-100, 2, -1]]}, ["masks", 3, 2], "is -1: a mask holds -100 where nothing"),
+        ({"masks": [[-100] * 3] * 4}, ["masks"], "leaves no token to train on"),
+        ({"masks": [[7, -100, -100]] * 4}, ["masks"], "which nothing predicts"),
         ({"messages": [[{"reward": INF}]]}, ["messages", 0, 0, "reward"], "inf"),
         ({"something_else": {"a": [NAN]}}, ["something_else", "a", 0], "nan"),
         ({"idempotency_key": ""}, ["idempotency_key"], "at least 1 character"),
@@ -73,7 +80,7 @@ def test_the_bytes_that_came_in_go_out_with_every_key_present() -> None:
     sent = group(env_id=3, scores=[0.1, 1e-7, 1, 2], messages=[[{"role": "user", "content": "Grüße NaN"}]], extra={"a": 1})
     (draft,) = read_groups(json.dumps(sent, ensure_ascii=False).encode(), many=False)
     assert json.loads(draft.body) == {name: None for name in RETURNED} | sent
-    assert (draft.size, draft.longest, draft.env_id, draft.version) == (4, 3, 3, None)
+    assert (draft.size, draft.longest, draft.env_id, draft.weights) == (4, 3, 3, ())
 
 
 @pytest.mark.parametrize("many", [False, True])
@@ -84,9 +91,32 @@ def test_numbers_written_otherwise_are_taken_for_what_they_are(many: bool) -> No
     assert (kept["tokens"], kept["scores"], draft.env_id) == ([[1, 2, 3]], [0.5], 7)
 
 
-def test_the_oldest_version_of_a_group_counts() -> None:
-    (draft,) = read_groups(json.dumps(group(3, weight_versions=[9, 4, 6])).encode(), many=False)
-    assert draft.version == 4
+def test_the_weights_of_a_group_are_those_of_all_its_sequences() -> None:
+    (draft,) = read_groups(json.dumps(group(3, weight_versions=[9, 4, 9])).encode(), many=False)
+    assert draft.weights == ((None, 4), (None, 9))
+    sent = group(3, weight_versions=[9, 4, 9], weight_epochs=[7, 8, 7])
+    (draft,) = read_groups(json.dumps(sent).encode(), many=False)
+    assert draft.weights == ((7, 9), (8, 4))
+    assert json.loads(draft.body)["weight_epochs"] == [7, 8, 7]
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("name", PER_SEQUENCE)
+def test_an_empty_list_of_an_optional_field_is_none_at_all(name: str, many: bool) -> None:
+    sent = group(**{name: []})
+    (draft,) = read_groups(json.dumps([sent] if many else sent).encode(), many)
+    assert json.loads(draft.body) == {field: None for field in RETURNED} | sent | {name: None}
+
+
+@pytest.mark.parametrize(("said", "meant"), [(-1, 1.0), (0, 0.0), (2.5, 2.5)])
+def test_a_weight_of_minus_one_is_the_default(said: float, meant: float) -> None:
+    assert read(RegisterEnv, json.dumps(environment(weight=said)).encode()).weight == meant
+
+
+@pytest.mark.parametrize("weight", [-0.5, -2, 1e10])
+def test_other_weights_below_zero_are_refused(weight: float) -> None:
+    with pytest.raises(InvalidRequestError, match=r"weight is .*: .*(at least 0|less than)"):
+        read(RegisterEnv, json.dumps(environment(weight=weight)).encode())
 
 
 @pytest.mark.parametrize("size", [0, -1, 2**40])

@@ -15,13 +15,15 @@ import pytest
 from atroposlib.api.rollout_queue import RolloutQueue
 from atroposlib.api.sqlite_store import SqliteStore, set_aside
 from atroposlib.api.state import Changes, Draft, Group, Limits, Registration
-from atroposlib.api.store import StoreError
+from atroposlib.api.store import DamagedError, StoreError
 
 from .conftest import ROOT
 
+WEIGHTS = ((0, 0),)
+
 
 def draft(body: bytes = b"{}", size: int = 4, env_id: int | None = None, key: str | None = None) -> Draft:
-    return Draft(body, size, 10, env_id, None, key)
+    return Draft(body, size, 10, env_id, (), key)
 
 
 def registration(batch_size: int = 8) -> Registration:
@@ -104,7 +106,7 @@ def test_a_restart_finds_everything_as_it_was(path: Path) -> None:
 
 def test_bodies_are_read_from_the_file_when_memory_has_let_go_of_them(store: SqliteStore) -> None:
     body = bytes(range(256)) * 4096
-    changes = Changes(added=[(Group(seq, -1, 1, 1, len(body), 0), body, False) for seq in range(70)])
+    changes = Changes(added=[(Group(seq, -1, 1, 1, len(body), WEIGHTS), body, False) for seq in range(70)])
     store.commit([changes])
     assert store.bodies_at_hand([69]) == [body]
     assert store.bodies_at_hand([0]) is None, "70 MiB are more than it keeps"
@@ -139,14 +141,15 @@ def test_another_programs_database_is_refused(path: Path) -> None:
 def test_a_damaged_body_is_noticed(path: Path) -> None:
     store = SqliteStore(path)
     body = b"precious rollout " * 20_000
-    store.commit([Changes(added=[(Group(0, -1, 1, 1, len(body), 0), body, False)])])
+    store.commit([Changes(added=[(Group(0, -1, 1, 1, len(body), WEIGHTS), body, False)])])
     store.close()
     content = bytearray(path.read_bytes())
     content[content.rfind(b"precious") + 3] ^= 1
     path.write_bytes(content)
     store = SqliteStore(path)
-    with pytest.raises(StoreError, match=r"group 0 does not match its checksum.*damaged"):
+    with pytest.raises(DamagedError, match=r"group 0 does not match its checksum.*damaged") as caught:
         store.bodies([0])
+    assert caught.value.seqs == {0}
     store.close()
 
 
@@ -162,7 +165,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, resource.RLIM_INFINITY))
 kept = []
 for seq in range(200):
     body = bytes([seq]) * 300_000
-    group = Group(seq, -1, 1, 1, len(body), 0)
+    group = Group(seq, -1, 1, 1, len(body), ((0, 0),))
     try:
         store.commit([Changes(added=[(group, body, False)])])
         kept.append(seq)
@@ -170,13 +173,13 @@ for seq in range(200):
         print(error)
         break
 try:
-    store.commit([Changes(added=[(Group(999, -1, 1, 1, 300_000, 0), b"x" * 300_000, False)])])
+    store.commit([Changes(added=[(Group(999, -1, 1, 1, 300_000, ((0, 0),)), b"x" * 300_000, False)])])
 except StoreError as error:
     print("still refusing")
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 assert [group.seq for group in store.load().queued] == kept
 assert store.bodies(kept) == [bytes([seq]) * 300_000 for seq in kept]
-store.commit([Changes(added=[(Group(1000, -1, 1, 1, 2, 0), b"{}", False)])])
+store.commit([Changes(added=[(Group(1000, -1, 1, 1, 2, ((0, 0),)), b"{}", False)])])
 store.close()
 print("kept", len(kept))
 """
@@ -205,7 +208,7 @@ def test_setting_a_store_aside(path: Path) -> None:
     assert set_aside(path) == 0
     assert not path.exists()
     store = SqliteStore(path)
-    store.commit([Changes(added=[(Group(0, -1, 1, 1, 2, 0), b"{}", False)])])
+    store.commit([Changes(added=[(Group(0, -1, 1, 1, 2, ((0, 0),)), b"{}", False)])])
     store.close()
     assert set_aside(path) == 1
     moved = SqliteStore(path.with_suffix(".previous.db"))
@@ -213,18 +216,30 @@ def test_setting_a_store_aside(path: Path) -> None:
     moved.close()
 
 
-def test_a_store_of_format_1_is_taken_over(path: Path) -> None:
+EARLIER = {
+    1: "version INTEGER NOT NULL, place INTEGER NOT NULL",
+    2: "version INTEGER NOT NULL, place INTEGER NOT NULL, stated INTEGER NOT NULL",
+}
+
+
+@pytest.mark.parametrize("version", EARLIER)
+def test_a_store_of_an_earlier_format_is_taken_over(path: Path, version: int) -> None:
     store = SqliteStore(path)
-    store.commit([Changes(added=[(Group(0, -1, 1, 1, 2, 7, True), b"{}", False)])])
+    store.commit([Changes(added=[(Group(0, -1, 1, 1, 2, WEIGHTS), b"{}", False)])])
     store.close()
+    columns = f"seq INTEGER PRIMARY KEY, line INTEGER, size INTEGER, longest INTEGER, n_bytes INTEGER, {EARLIER[version]}"
+    row = (0, -1, 1, 1, 2, 7, 0, *([1] if version == 2 else []))
     with closing(sqlite3.connect(path)) as old:
-        old.executescript("ALTER TABLE groups DROP COLUMN stated; DROP TABLE clean_stop; PRAGMA user_version = 1;")
+        old.executescript(f"DROP TABLE groups; CREATE TABLE groups ({columns}); INSERT INTO groups VALUES {row};")
+        if version == 2:
+            old.execute("CREATE TABLE clean_stop (id INTEGER PRIMARY KEY CHECK (id = 1))")
+        old.execute(f"PRAGMA user_version = {version}")
+    for _ in range(2):
+        store = SqliteStore(path)
+        assert store.load().queued == [Group(0, -1, 1, 1, 2, ((0, 7),), version == 2)]
+        assert store.bodies([0]) == [b"{}"]
+        store.close()
     store = SqliteStore(path)
-    assert not store.stopped_cleanly
-    assert store.load().queued == [Group(0, -1, 1, 1, 2, 7, False)]
-    store.commit([Changes(added=[(Group(1, -1, 1, 1, 2, 7, True), b"{}", False)])])
-    store.close(stopped=True)
-    store = SqliteStore(path)
-    assert store.stopped_cleanly
-    assert [group.stated for group in store.load().queued] == [False, True]
+    store.commit([Changes(added=[(Group(1, -1, 1, 1, 2, ((5, 7), (6, 8)), True), b"{}", False)])])
+    assert store.load().queued[1] == Group(1, -1, 1, 1, 2, ((5, 7), (6, 8)), True)
     store.close()

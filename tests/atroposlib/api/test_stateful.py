@@ -115,7 +115,7 @@ class ServiceMachine(RuleBasedStateMachine):
             return
         self.keys += 1
         body = b'{"number":%d}' % self.queue.next_seq
-        draft = Draft(body, size, 9, env_id, version, f"key {self.keys}" if key else None)
+        draft = Draft(body, size, 9, env_id, ((None, version),), f"key {self.keys}" if key else None)
         self.posted += 1
         number = self.queue.next_seq
         receipt = self.queue.add(draft, 0.0)

@@ -26,6 +26,8 @@ INTENDED = {
     "second trainer": "a second /register is ignored",
     "half a reset": "a reset leaves the trainer half registered: /batch is a 500, an environment is told to start",
     "unknown environment": "/status-env is a 500 for an environment that is not there, and for the last one's id -1 succeeds",
+    "pages": "any web page may call it, and wipe a run; ours answers none without a key",
+    "nothing to learn": "it takes groups in which no token is trained on, and ids that no token has",
     "no bound": "its queue has no bound",
     "dead trainer": "a batch that a trainer fetched before it died is gone",
     "no weight": "an environment's weight does nothing",
@@ -104,6 +106,7 @@ def status(current_step: int, queue_size: int) -> tuple[int, Any]:
 
 
 BATCH, STATUS, INFO, LATEST = get("/batch"), get("/status"), get("/info"), get("/latest_example")
+FOREIGN = (403, {"detail": "the request comes from the Origin 'http://elsewhere'"})
 RECEIVED = (200, {"status": "received"})
 NO_TRAINER = (200, {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []})
 WAIT = (200, {"status": "wait for trainer to start"})
@@ -164,8 +167,14 @@ SCRIPTS: dict[str, list[Step]] = {
         ),
         *(get(path) for path in ("/nope", "/register", "/reset_data", "/batch", "/status")),
         post("/batch", {}),
-        get("/", origin="http://elsewhere"),
-        Step("OPTIONS", "/scored_data", headers={"origin": "http://elsewhere", "access-control-request-method": "POST"}),
+        get("/", differs=Differs("pages", (200, {"message": "AtroposLib API"}), FOREIGN), origin="http://elsewhere"),
+        Step(
+            "OPTIONS",
+            "/scored_data",
+            headers={"origin": "http://elsewhere", "access-control-request-method": "POST"},
+            differs=Differs("pages", (200, "OK"), FOREIGN),
+        ),
+        get("/reset_data", differs=Differs("pages", (200, "Reset successful"), FOREIGN), origin="http://elsewhere"),
     ],
     "a run": [
         post("/register", trainer(starting_step=3)),
@@ -256,6 +265,16 @@ SCRIPTS: dict[str, list[Step]] = {
         *begin(environment(), environment(group_size=8), batch_size=12),
         *(data(size=8, mark=1, env_id=1), data(size=8, mark=2, env_id=1), BATCH, data(mark=3, env_id=0)),
         batch("packing", None, [1, 3]),
+    ],
+    "what stock environments send": [
+        *begin(environment(weight=-1)),
+        *(data(env_id=0, mark=1, advantages=[], ref_logprobs=[]), STATUS, data(env_id=0, mark=2)),
+    ],
+    "nothing to learn": [
+        *begin(),
+        data(Differs("nothing to learn", RECEIVED, refused("masks")), masks=[[-100] * 3] * 4),
+        data(Differs("nothing to learn", RECEIVED, refused("tokens")), tokens=[[7, -7, 7]] * 4),
+        get("/status", differs=Differs("nothing to learn", status(0, 2), status(0, 0))),
     ],
     "lists": [
         *begin(),
