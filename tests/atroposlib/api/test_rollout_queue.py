@@ -376,3 +376,55 @@ def test_reset_forgets_everything() -> None:
     assert (queue.held_groups, queue.registration, queue.current_step) == (0, None, 0)
     with pytest.raises(NotRegisteredError):
         queue.next_batch(0.0)
+
+
+def test_the_index_of_a_group_that_is_too_large_counts_those_that_were_posted_before() -> None:
+    queue = started(8)
+    queue.add(draft(key="k"), 0.0)
+    with pytest.raises(BatchTooSmallError) as caught:
+        queue.check([draft(key="k"), draft(), draft(9)])
+    assert caught.value.index == 2
+
+
+def test_a_skipped_batch_is_gone_and_counted_but_is_no_step() -> None:
+    queue = started(4, ack_batches=True)
+    for _ in range(3):
+        queue.add(draft(), 0.0)
+    assert take(queue) == [0]
+    for _ in range(2):
+        queue.ack(1, skipped="out of memory")
+    assert (queue.batches_skipped, queue.sampling_version(), queue.held_groups) == (1, 0, 2)
+    assert take(queue) == [1]
+    queue.ack(2)
+    assert take(queue) == [2]
+    queue.ack(3, version=1, skipped="")
+    assert (queue.batches_skipped, queue.sampling_version()) == (2, 1)
+
+
+def test_a_run_ends_when_its_trainer_says_so_and_no_other() -> None:
+    queue = RolloutQueue()
+    with pytest.raises(NotRegisteredError):
+        queue.end(1)
+    queue.register(registration(uuid=7))
+    with pytest.raises(SupersededError):
+        queue.end(1)
+    assert not queue.ended
+    queue.end(7)
+    assert queue.ended
+    queue.register(registration(uuid=8))
+    assert not queue.ended, "a trainer that registers goes on"
+
+
+def test_damaged_groups_are_dropped_and_the_others_keep_their_place() -> None:
+    queue = started(8)
+    for _ in range(5):
+        queue.add(draft(), 0.0)
+    lease = queue.next_batch(0.0)
+    assert lease is not None
+    queue.sending(lease)
+    assert queue.drop_damaged(lease, {1}) == 1
+    assert queue.drop_damaged(lease, {0}) == 0, "the batch is there no longer"
+    queue.sent(lease, complete=False)
+    assert (queue.drops, queue.current_step) == ({("damaged", 16): 1}, 0)
+    assert take(queue) == [0, 2]
+    assert (take(queue), queue.current_step, queue.held_groups) == ([3, 4], 2, 2)
