@@ -257,8 +257,8 @@ def table(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
         public, mine = middle["public"][key], middle["ours"][key]
         print(f"{text:34}{public:10.1f}{mine:10.1f}{mine / public if public else float('nan'):13.2f}")
     verdict = {
-        "posted at least 3 x": middle["ours"]["posted"] >= 3 * middle["public"]["posted"],
-        "drained at least 3 x": middle["ours"]["drained"] >= 3 * middle["public"]["drained"],
+        "posted at least 4 x": middle["ours"]["posted"] >= 4 * middle["public"]["posted"],
+        "drained at least 6 x": middle["ours"]["drained"] >= 6 * middle["public"]["drained"],
         "p99 no worse": middle["ours"]["p99"] <= middle["public"]["p99"],
         "nothing lost or doubled": all(run["lost"] == run["dup"] == 0 for run in runs["ours"]),
     }

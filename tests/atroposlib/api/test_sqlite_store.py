@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from atroposlib.api.rollout_queue import RolloutQueue
-from atroposlib.api.sqlite_store import MOST_VARIABLES, SqliteStore, set_aside
+from atroposlib.api.sqlite_store import MOST_VARIABLES, PAGE_SIZE, SqliteStore, set_aside
 from atroposlib.api.state import Changes, Draft, Group, Limits, Registration
 from atroposlib.api.store import DamagedError, StoreError
 
@@ -152,6 +152,26 @@ def test_a_damaged_body_is_noticed(path: Path) -> None:
     with pytest.raises(DamagedError, match=r"group 0 does not match its checksum.*damaged") as caught:
         store.bodies([0])
     assert caught.value.seqs == {0}
+    store.close()
+
+
+def test_a_body_that_sqlite_cannot_follow_does_not_keep_its_group_from_being_dropped(path: Path) -> None:
+    store = SqliteStore(path)
+    for seq in range(3):
+        body = bytes([65 + seq]) * 6 * PAGE_SIZE  # on several pages, each of which begins with the number of the next
+        store.commit([Changes(added=[(Group(seq, -1, 1, 1, len(body), WEIGHTS), body, False)])])
+    store.close()
+    content = bytearray(path.read_bytes())
+    page = next(at for at in range(0, len(content), PAGE_SIZE) if content[at + 100 : at + 200] == b"B" * 100)
+    content[page : page + 4] = b"\xff" * 4
+    path.write_bytes(content)
+    store = SqliteStore(path)
+    with pytest.raises(DamagedError, match="group 1 cannot be read") as caught:
+        store.bodies([0, 1, 2])
+    assert caught.value.seqs == {1}
+    store.commit([Changes(removed=[1])])
+    assert [group.seq for group in store.load().queued] == [0, 2]
+    assert [body[:1] for body in store.bodies([0, 2])] == [b"A", b"C"]
     store.close()
 
 
