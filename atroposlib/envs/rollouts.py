@@ -4,14 +4,14 @@ import asyncio
 import hashlib
 import logging
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from atroposlib.envs.errors import EnvironmentFailure, RolloutFailure
-from atroposlib.envs.groups import ScoredDataGroup, all_scores_equal, group_from_items, wrong_shape
+from atroposlib.envs.groups import all_scores_equal, group_from_items, without_empty_fields, wrong_shape
 from atroposlib.envs.reporting import ReportingMixin
-from atroposlib.envs.server_handling.generation import VersionRecord, current_versions
+from atroposlib.envs.server_handling.generation import Weights, WeightsRecord, current_weights, weight_fields
 from atroposlib.envs.service_client import RejectedByService, RolloutServiceClient
 from atroposlib.type_definitions import Item
 
@@ -102,8 +102,8 @@ class RolloutMixin(ReportingMixin):
         Returns:
             A group, a list of groups, or None when the environment dropped the item.
         """
-        record = VersionRecord()
-        token = current_versions.set(record)
+        record = WeightsRecord()
+        token = current_weights.set(record)
         numbered = _item_number.set(self.items_begun)
         self.items_begun += 1
         try:
@@ -113,12 +113,22 @@ class RolloutMixin(ReportingMixin):
                 return None
             groups = await self._retried("postprocess_histories", lambda: self.postprocess_histories(groups))
         finally:
-            current_versions.reset(token)
+            current_weights.reset(token)
             _item_number.reset(numbered)
         for group in groups if isinstance(groups, list) else [groups]:
-            if group and group.get("weight_versions") is None and record.oldest is not None:
-                group["weight_versions"] = [record.oldest] * len(group.get("tokens") or [])
+            if group and record.oldest is not None:
+                self._note_weights(group, record.oldest)
         return groups or None
+
+    @staticmethod
+    def _note_weights(group: Any, oldest: Weights) -> None:
+        """What the environment itself does not say of its sequences' weights: the oldest that its rollout met."""
+        count = 0 if group.get("tokens") is None else len(group["tokens"])
+        if group.get("weight_versions") is None:
+            group.update(weight_fields([oldest] * count))
+        elif group.get("weight_epochs") is None and oldest.epoch:
+            # Versions without epochs, as environments give them that know of none: an older epoch never makes an item younger.
+            group["weight_epochs"] = [oldest.epoch] * count
 
     async def handle_send_to_api(
         self,
@@ -140,6 +150,7 @@ class RolloutMixin(ReportingMixin):
         for group in groups:
             if group is None:
                 continue
+            group = without_empty_fields(group)
             if reason := self._reason_to_drop(group, abort_on_any_max_length_exceeded):
                 self.drops.add(reason)
                 continue
@@ -154,7 +165,7 @@ class RolloutMixin(ReportingMixin):
         if accepted and do_send_to_api:
             await self._send_scored_data_to_api(accepted if isinstance(scored_data, list) else accepted[0])
 
-    def _reason_to_drop(self, group: ScoredDataGroup, abort_when_too_long: bool) -> str | None:
+    def _reason_to_drop(self, group: Mapping[str, Any], abort_when_too_long: bool) -> str | None:
         overrides = group.get("group_overrides") or {}
         if wrong := wrong_shape(group, overrides.get("group_size", self.config.group_size)):
             logger.error("a group was dropped: %s", wrong)

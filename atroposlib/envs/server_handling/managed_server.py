@@ -2,7 +2,7 @@
 
 async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
     answer = await managed.chat_completion(messages=messages, n=8, max_tokens=512, temperature=1.0)
-    nodes = managed.get_state()["nodes"]        # one SequenceNode per choice, in order
+    nodes = managed.get_state()["nodes"]        # one SequenceNode per choice, in order; a later turn takes its place
 """
 
 import time
@@ -51,14 +51,14 @@ class ManagedServer:
         self.track_tree = track_tree
         self.translator = ToolCallTranslator(self.tokenizer, tool_parser or "hermes")
         self.preserve_think_blocks = preserve_think_blocks
-        self.tracker = SequenceTracker(self.tokenizer, keep_all=track_tree)
+        self.reset()
 
     async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
         """As OpenAI's `chat.completions.create`: `messages`, `n`, `max_tokens`, `temperature`, `tools` …"""
         tools = kwargs.get("tools")
         prompt = self.render(kwargs["messages"], tools, kwargs.get("chat_template_kwargs"))
         sampling = {key: value for key, value in kwargs.items() if key not in CHAT_ONLY}
-        generation = await self._generate(prompt, sampling)
+        answer_id, generation = await self._generate(prompt, sampling, rendered=True)
         choices = []
         for index, tokens in enumerate(generation.output_tokens):
             text = self.translator.decode_with_tool_awareness(tokens, has_tools=bool(tools))
@@ -73,19 +73,19 @@ class ManagedServer:
                 )
             )
         return ChatCompletion.model_construct(
-            id=str(uuid.uuid4()), choices=choices, created=int(time.time()), model=self._model(), object="chat.completion"
+            id=answer_id, choices=choices, created=int(time.time()), model=self._model(), object="chat.completion"
         )
 
     async def completion(self, **kwargs: Any) -> Completion:
         """As OpenAI's `completions.create`, for one `prompt` given as text."""
         sampling = {key: value for key, value in kwargs.items() if key not in ("prompt", *CHAT_ONLY)}
-        generation = await self._generate(kwargs["prompt"], sampling)
+        answer_id, generation = await self._generate(kwargs["prompt"], sampling, rendered=False)
         choices = [
             CompletionChoice.model_construct(index=index, finish_reason=generation.finish_reasons[index], text=text)
             for index, text in enumerate(self._texts(generation))
         ]
         return Completion.model_construct(
-            id=str(uuid.uuid4()), choices=choices, created=int(time.time()), model=self._model(), object="text_completion"
+            id=answer_id, choices=choices, created=int(time.time()), model=self._model(), object="text_completion"
         )
 
     def render(self, messages: list[Any], tools: list[dict] | None = None, template_kwargs: dict | None = None) -> str:
@@ -111,20 +111,39 @@ class ManagedServer:
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
         """Logprobs of a prompt given as `prompt`, `messages` or `input_ids`."""
-        if "messages" in kwargs:
+        rendered = "messages" in kwargs
+        if rendered:
             kwargs["prompt"] = self.render(kwargs.pop("messages"), kwargs.pop("tools", None))
         if "input_ids" not in kwargs:
-            kwargs["input_ids"], _ = self.tracker.prompt(kwargs.pop("prompt"))
+            kwargs["input_ids"] = self.tracker.encode(kwargs.pop("prompt"), rendered)
         return await self.server.get_logprobs(**kwargs)
 
-    async def _generate(self, prompt: str, sampling: dict[str, Any]) -> Generation:
-        input_ids, parent = self.tracker.prompt(prompt)
-        if hasattr(self.server, "generate"):
-            generation = await self.server.generate(input_ids=input_ids, **sampling)
-        else:
-            generation = Generation(*await self.server.tokens_and_logprobs_completion(prompt=prompt, **sampling))
-        self.tracker.add(prompt, parent, generation)
-        return generation
+    def node_of(self, answer: ChatCompletion | Completion, index: int = 0) -> SequenceNode:
+        """The sequence that ends with an answer's choice, also where several sequences have the same text.
+
+        Raises:
+            KeyError: the answer was continued since, or is of another managed server, or of before `reset`.
+        """
+        for node in self.tracker.nodes:
+            if node.metadata is not None and (node.metadata["answer_id"], node.metadata["index"]) == (answer.id, index):
+                return node
+        raise KeyError(f"no sequence ends with choice {index} of answer {answer.id}: it was continued, or was not made here")
+
+    async def _generate(self, text: str, sampling: dict[str, Any], rendered: bool) -> tuple[str, Generation]:
+        """Ask, and note the answer's sequences under an id that is new."""
+        tracker = self.tracker  # what is reset meanwhile does not get this answer
+        prompt = tracker.begin(text, rendered)
+        try:
+            if hasattr(self.server, "generate"):
+                generation = await self.server.generate(input_ids=prompt.tokens, **sampling)
+            else:
+                generation = Generation(*await self.server.tokens_and_logprobs_completion(prompt=text, **sampling))
+        except BaseException:
+            tracker.abandon(prompt)
+            raise
+        answer_id = str(uuid.uuid4())
+        tracker.add(prompt, generation, answer_id)
+        return answer_id, generation
 
     def _texts(self, generation: Generation) -> list[str]:
         return [self.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in generation.output_tokens]

@@ -185,7 +185,7 @@ def create_app(server_manager: ServerManager, tokenizer: Any, model_name: str = 
     async def render(session_uuid: str, request: ChatCompletionProxyRequest) -> Any:
         managed = session_of(session_uuid).managed_server
         text = managed.render(messages_of(request), request.tools)
-        ids, _ = managed.tracker.prompt(text)
+        ids = managed.tracker.encode(text)
         return RenderResponse(prompt_text=text, token_ids=ids, num_tokens=len(ids))
 
     @app.get("/{session_uuid}/nodes")

@@ -7,7 +7,7 @@ import httpx
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from atroposlib.envs.server_handling.generation import current_versions
+from atroposlib.envs.server_handling.generation import current_weights
 from atroposlib.envs.server_handling.sequence_tracker import SequenceNode
 
 PASSED_ON = ("messages", "max_tokens", "temperature", "n", "stop", "tools", "tool_choice")
@@ -46,8 +46,8 @@ class ProxyManagedServer:
         response = await self._http.get("/nodes")
         response.raise_for_status()
         self.nodes = [SequenceNode(**node) for node in response.json()["nodes"]]
-        if record := current_versions.get():
-            record.note([node.weight_version for node in self.nodes if node.weight_version is not None])
+        if record := current_weights.get():
+            record.note([node.weights for node in self.nodes if node.weights is not None])
         return self.get_state()
 
     def reset(self) -> None:

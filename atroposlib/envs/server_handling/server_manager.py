@@ -222,7 +222,7 @@ def _join_generations(parts: list[Generation]) -> Generation:
         rows = [getattr(part, field) for part in parts]
         return None if any(row is None for row in rows) else [entry for row in rows for entry in row]
 
-    per_completion = ("output_tokens", "output_logprobs", "finish_reasons", "texts", "weight_versions")
+    per_completion = ("output_tokens", "output_logprobs", "finish_reasons", "texts", "weight_versions", "weight_epochs")
     return Generation(parts[0].prompt_tokens, **{field: joined(field) for field in per_completion})
 
 

@@ -11,7 +11,7 @@ import pytest
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from atroposlib.envs.errors import RolloutFailure, UsageError
 from atroposlib.envs.processing import ProcessingMixin
-from atroposlib.envs.server_handling.generation import current_versions
+from atroposlib.envs.server_handling.generation import Weights, current_weights
 from atroposlib.envs.serving import crossed
 
 
@@ -128,9 +128,9 @@ def test_equal_scores_may_be_wanted_and_one_response_alone_is_not_equal() -> Non
 def test_versions_that_the_environment_does_not_carry_are_the_oldest_it_met() -> None:
     class Meets(ScriptedEnv):
         async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:
-            record = current_versions.get()
+            record = current_weights.get()
             assert record is not None
-            record.note([7, 5])
+            record.note([Weights(0, 7), Weights(0, 5)])
             return await super().collect_trajectory(item)
 
     env = Meets([response(1.0), response(-1.0)])
@@ -139,6 +139,41 @@ def test_versions_that_the_environment_does_not_carry_are_the_oldest_it_met() ->
     own = Meets([response(1.0, weight_version=9), response(-1.0, weight_version=8)])
     run(own)
     assert own.posted[0]["weight_versions"] == [9, 8]
+    assert "weight_epochs" not in env.posted[0] | own.posted[0], "no server told any"
+
+
+def test_epochs_go_with_the_versions_and_the_oldest_weights_are_those_served_first() -> None:
+    class Meets(ScriptedEnv):
+        async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:
+            record = current_weights.get()
+            assert record is not None
+            record.note([Weights(1000, 17), Weights(2000, 11)])
+            return await super().collect_trajectory(item)
+
+    def posted(*script: dict[str, Any]) -> tuple[Any, Any]:
+        env = Meets(list(script))
+        run(env)
+        return env.posted[0]["weight_versions"], env.posted[0]["weight_epochs"]
+
+    assert posted(response(1.0), response(-1.0)) == ([17, 17], [1000, 1000]), "by the record: 17 was served before 11"
+    own = [response(1.0, weight_version=17, weight_epoch=1000), response(-1.0, weight_version=11, weight_epoch=2000)]
+    assert posted(*own) == ([17, 11], [1000, 2000])
+    without = [response(1.0, weight_version=11), response(-1.0, weight_version=12)]
+    assert posted(*without) == ([11, 12], [1000, 1000]), "an epoch that is not told is the oldest that it may be"
+    one = [response(1.0, weight_version=11, weight_epoch=2000), response(-1.0, weight_version=11)]
+    assert posted(*one) == ([11, 11], [2000, 0])
+
+
+@pytest.mark.parametrize("empty", [{"advantages": [], "ref_logprobs": []}, {"inference_logprobs": [], "distill_logprobs": []}])
+def test_what_is_empty_counts_as_not_given(empty: dict[str, Any]) -> None:
+    """Environments written for Atropos post `[]` where they have nothing, for a group or for each response."""
+    env = ScriptedEnv([response(1.0, **empty), response(-1.0, **empty)])
+    run(env)
+    asyncio.run(env.handle_send_to_api({"tokens": [[1], [1]], "masks": [[1], [1]], "scores": [1.0, -1.0]} | empty))
+    assert len(env.posted) == 2
+    assert env.drops.total == 0
+    for group in env.posted:
+        assert not set(empty) & set(group), "a service may refuse a list that does not line up"
 
 
 def test_a_list_of_groups_is_sent_as_a_list_without_what_is_dropped() -> None:
