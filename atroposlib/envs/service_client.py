@@ -14,6 +14,7 @@ import httpx
 import orjson
 
 from atroposlib.envs.errors import EnvironmentFailure, ServiceUnavailable
+from atroposlib.envs.jsonl import encode
 from atroposlib.envs.waiting import Patience
 
 logger = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ class RolloutServiceClient:
     def _encode(self, body: Any) -> tuple[bytes | None, dict[str, str]]:
         if body is None:
             return None, {}
-        content = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY, default=as_plain)
+        content = encode(body)
         headers = {"Content-Type": "application/json"}
         if self._compress and len(content) > COMPRESS_ABOVE_BYTES:
             return gzip.compress(content, compresslevel=1), headers | {"Content-Encoding": "gzip"}
@@ -129,13 +130,3 @@ def retry_after(response: httpx.Response, default: float = 1.0) -> float:
     except ValueError:
         return default
     return min(max(seconds, 0.0), LONGEST_RETRY_AFTER) if math.isfinite(seconds) else default
-
-
-def as_plain(value: Any) -> Any:
-    """Environments put numpy scalars, pydantic models and sets into their groups."""
-    for method in ("model_dump", "tolist", "item"):
-        if hasattr(value, method):
-            return getattr(value, method)()
-    if isinstance(value, set | frozenset):
-        return list(value)
-    raise TypeError(f"{type(value).__name__} cannot be sent as JSON: {value!r:.80}")

@@ -7,48 +7,13 @@ from typing import Any
 
 import orjson
 import pytest
+from scripted_env import ScriptedEnv, response
 
-from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
-from atroposlib.envs.errors import RolloutFailure, UsageError
+from atroposlib.envs.errors import EnvironmentFailure, RolloutFailure, UsageError
+from atroposlib.envs.jsonl import JsonLinesWriter
 from atroposlib.envs.processing import ProcessingMixin
 from atroposlib.envs.server_handling.generation import Weights, current_weights
 from atroposlib.envs.serving import crossed
-
-
-def response(score: float = 1.0, length: int = 3, **more: Any) -> dict[str, Any]:
-    tokens = list(range(1, length + 1))
-    return {"tokens": tokens, "masks": [-100, *tokens[1:]], "scores": score} | more
-
-
-class ScriptedEnv(BaseEnv):
-    """Gives the responses of a list one after the other; an exception in it is raised."""
-
-    name = "scripted"
-
-    def __init__(self, script: list[Any], **settings: Any):
-        super().__init__(
-            BaseEnvConfig(**({"group_size": 2, "rollout_retries": 1} | settings)), [APIServerConfig(base_url="http://x")]
-        )
-        self.script = script
-        self.posted: list[Any] = []
-
-    async def setup(self) -> None:
-        """Nothing to load."""
-
-    async def get_next_item(self) -> Any:
-        return "item"
-
-    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to measure."""
-
-    async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:
-        step = self.script.pop(0)
-        if isinstance(step, Exception):
-            raise step
-        return step, [f"after {item}"]
-
-    async def _send_scored_data_to_api(self, scored_data: Any) -> None:
-        self.posted.append(scored_data)
 
 
 def run(env: ScriptedEnv) -> Any:
@@ -295,6 +260,71 @@ def test_process_stops_when_items_run_out() -> None:
     env.n_groups_to_process = 5
     asyncio.run(ProcessingMixin._make_groups(env))
     assert env.curr_step == 2
+
+
+def test_process_counts_the_drops_of_each_item_alone() -> None:
+    """Two items at once, one of them dropped while the other is under way: the other's group counts."""
+
+    class Runs(ScriptedEnv):
+        items: list[int]
+
+        async def get_next_item(self) -> Any:
+            return self.items.pop(0) if self.items else None
+
+        async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
+            if item == 0:  # all its neighbours are dropped before it is done
+                await neighbours.wait()
+            scores = [1.0, -1.0] if item == 0 else [1.0, 1.0]
+            return {"tokens": [[1], [1]], "masks": [[1], [1]], "scores": scores}, []
+
+        async def cleanup(self) -> None:
+            if self.drops.total == 2:
+                neighbours.set()
+
+    async def whole() -> Runs:
+        env = Runs([], max_num_workers=3)
+        env.items = [0, 1, 2]
+        env.n_groups_to_process = 3
+        await ProcessingMixin._make_groups(env)
+        return env
+
+    neighbours = asyncio.Event()
+    env = asyncio.run(whole())
+    assert (env.curr_step, env.drops.by_reason) == (1, {"equal_scores": 2})
+
+
+class Unwritable:
+    """What no JSON can hold."""
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_a_group_that_cannot_be_written_is_dropped_alone(as_list: bool, tmp_path: Path, caplog: Any) -> None:
+    env = ScriptedEnv([], data_path_to_save_groups=str(tmp_path / "groups.jsonl"))
+    good = {"tokens": [[1], [1]], "masks": [[1], [1]], "scores": [1.0, -1.0]}
+    bad = good | {"messages": [[{"role": "user", "content": Unwritable()}], []]}
+    if as_list:
+        asyncio.run(env.handle_send_to_api([dict(good), bad, dict(good)]))
+        assert [len(posted) for posted in env.posted] == [2]
+    else:
+        assert asyncio.run(env.handle_send_to_api(bad)) == 0
+        assert env.posted == []
+    assert env.drops.by_reason == {"malformed": 1}
+    assert "'messages': Unwritable cannot be written as JSON" in caplog.text
+
+
+def test_metrics_that_cannot_be_written_are_left_out_of_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    env = ScriptedEnv([], metrics_path=str(tmp_path / "metrics.jsonl"))
+    asyncio.run(env.wandb_log({"train/table": Unwritable(), "train/x": 1.5}))
+    (row,) = map(orjson.loads, (tmp_path / "metrics.jsonl").read_bytes().splitlines())
+    assert row["train/x"] == 1.5
+    assert "train/table" not in row
+    assert "metric 'train/table' is left out" in caplog.text
+
+
+def test_a_full_disk_is_one_clear_line() -> None:
+    writer = JsonLinesWriter("/dev/full")
+    with pytest.raises(EnvironmentFailure, match=r"cannot write to /dev/full: No space left on device; make room"):
+        writer.write({"a": 1})
 
 
 def seeds_of(items: int, **settings: Any) -> list[list[int | None]]:
