@@ -18,6 +18,7 @@ from atroposlib.envs.errors import EnvironmentFailure, RolloutFailure
 from atroposlib.envs.server_handling.server_baseline import describe
 from atroposlib.envs.server_handling.server_manager import APIServerConfig, ServerManagerConfig
 from atroposlib.envs.settings import Settings, known_flags, merge, parse_flags, read_yaml
+from atroposlib.utils.keys import shown
 
 if TYPE_CHECKING:
     from atroposlib.envs.base import BaseEnv
@@ -168,9 +169,8 @@ def help_text(env_cls: "type[BaseEnv]", default_env: BaseModel, default_servers:
     sections = (("env.", default_env), ("openai.", server), ("", ServerManagerConfig()))
     for prefix, model in sections:
         for name, info in type(model).model_fields.items():
-            default = getattr(model, name)
-            shown = getattr(default, "value", default)
-            lines.append(f"  --{prefix}{name}  (default: {'none' if shown in (None, '') else shown})")
+            default = shown(name, getattr(model, name), type(model).model_fields)
+            lines.append(f"  --{prefix}{name}  (default: {default})")
             if info.description:
                 lines.append(f"        {info.description}")
         lines.append("")

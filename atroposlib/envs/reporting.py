@@ -18,6 +18,7 @@ from atroposlib.envs.groups import response_lengths
 from atroposlib.envs.jsonl import JsonLinesWriter, unencodable_fields
 from atroposlib.envs.server_handling.server_baseline import MODEL_NOT_NAMED
 from atroposlib.utils.display import display_metrics_table
+from atroposlib.utils.keys import open_settings
 from atroposlib.utils.metrics import get_std_min_max_avg
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class ReportingMixin(EnvironmentCore):
             project=project,
             group=group,
             name=f"{label}-{datetime.now():%Y-%m-%d}-{suffix}",
-            config=self.config.model_dump(mode="json"),
+            config=open_settings(self.config),
         )
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:

@@ -17,6 +17,7 @@ from atroposlib.envs.server_handling.generation import Weights, WeightsRecord, c
 from atroposlib.envs.server_handling.server_baseline import APIServer
 from atroposlib.envs.service_client import RejectedByService, RolloutServiceClient
 from atroposlib.type_definitions import Item
+from atroposlib.utils.keys import SERVICE_KEY, given_or_variable
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,9 @@ class RolloutMixin(ReportingMixin):
         if self._service is None:
             config = self.config
             self._service = RolloutServiceClient(
-                config.rollout_server_url, config.service_timeout, config.rollout_server_api_key
+                config.rollout_server_url,
+                config.service_timeout,
+                given_or_variable(config.rollout_server_api_key, SERVICE_KEY),
             )
         return self._service
 

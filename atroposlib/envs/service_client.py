@@ -8,7 +8,6 @@ import gzip
 import logging
 import math
 from typing import Any
-from urllib.parse import urlparse
 
 import httpx
 import orjson
@@ -16,11 +15,11 @@ import orjson
 from atroposlib.envs.errors import EnvironmentFailure, ServiceUnavailable
 from atroposlib.envs.jsonl import encode
 from atroposlib.envs.waiting import Patience
+from atroposlib.utils.keys import LOOPBACK, SERVICE_KEY, bearer, host_of
 
 logger = logging.getLogger(__name__)
 
 COMPRESS_ABOVE_BYTES = 4096
-LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 LONGEST_RETRY_AFTER = 30.0
 
 
@@ -44,10 +43,12 @@ class RolloutServiceClient:
     def __init__(self, url: str, timeout: float, api_key: str | None = None):
         self.url = url.rstrip("/")
         self.timeout = timeout
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=httpx.Timeout(60.0, connect=5.0))
+        # HTTP_PROXY is for the world outside: it must not stand between the processes of one run.
+        self._http = httpx.AsyncClient(
+            base_url=self.url, headers=bearer(api_key), timeout=httpx.Timeout(60.0, connect=5.0), trust_env=False
+        )
         # On one machine compressing costs more than it saves.
-        self._compress = urlparse(self.url).hostname not in LOOPBACK
+        self._compress = host_of(self.url) not in LOOPBACK
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -101,7 +102,7 @@ class RolloutServiceClient:
             if response.status_code in (401, 403):
                 raise EnvironmentFailure(
                     f"rollout service at {self.url} refused {path} with {response.status_code}: "
-                    "pass its key as --env.rollout_server_api_key"
+                    f"set {SERVICE_KEY} to its key (or --env.rollout_server_api_key, which other users of the machine can see)"
                 )
             if response.status_code >= 400:
                 raise RejectedByService(response.status_code, response.text[:500])

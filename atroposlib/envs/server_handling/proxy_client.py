@@ -9,20 +9,36 @@ from openai.types.chat import ChatCompletion
 
 from atroposlib.envs.server_handling.generation import current_weights
 from atroposlib.envs.server_handling.sequence_tracker import SequenceNode
+from atroposlib.utils.keys import PROXY_KEY, bearer, given_or_variable
 
 PASSED_ON = ("messages", "max_tokens", "temperature", "n", "stop", "tools", "tool_choice")
 
 
 class ProxyManagedServer:
-    """One session. `get_url` is the OpenAI address to give to another program; `fetch_state` reads what it made."""
+    """One session. `get_url` is the OpenAI address to give to another program; `fetch_state` reads what it made.
 
-    def __init__(self, proxy_url: str, session_uuid: str, model_name: str = "unknown", base_url: str | None = None):
+    A proxy that has a key wants it from the other program too, as its OpenAI key: `$ATROPOS_PROXY_API_KEY`.
+    """
+
+    def __init__(
+        self,
+        proxy_url: str,
+        session_uuid: str,
+        model_name: str = "unknown",
+        base_url: str | None = None,
+        api_key: str | None = None,
+    ):
         self.proxy_url = proxy_url.rstrip("/")
         self.session_uuid = session_uuid
         self.model_name = model_name
         self.base_url = base_url
         self.nodes: list[SequenceNode] = []
-        self._http = httpx.AsyncClient(base_url=f"{self.proxy_url}/{session_uuid}", timeout=httpx.Timeout(1200.0, connect=5.0))
+        self._http = httpx.AsyncClient(
+            base_url=f"{self.proxy_url}/{session_uuid}",
+            headers=bearer(api_key),
+            timeout=httpx.Timeout(1200.0, connect=5.0),
+            trust_env=False,
+        )
 
     def get_url(self) -> str:
         return f"{self.proxy_url}/{self.session_uuid}/v1"
@@ -84,9 +100,12 @@ async def create_proxy_session(
     Raises:
         httpx.HTTPError: the proxy is not there, or refuses.
     """
-    async with httpx.AsyncClient(timeout=30.0) as http:
+    api_key = given_or_variable(None, PROXY_KEY)
+    async with httpx.AsyncClient(timeout=30.0, headers=bearer(api_key), trust_env=False) as http:
         body = {"tool_parser": tool_parser, "track_tree": track_tree, "base_url": base_url}
         response = await http.post(f"{proxy_url.rstrip('/')}/sessions/create", json=body)
         response.raise_for_status()
     session = response.json()
-    return ProxyManagedServer(proxy_url, session["uuid"], session.get("model_name", model_name), session.get("base_url"))
+    return ProxyManagedServer(
+        proxy_url, session["uuid"], session.get("model_name", model_name), session.get("base_url"), api_key
+    )

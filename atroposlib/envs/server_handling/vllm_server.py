@@ -12,6 +12,7 @@ from atroposlib.envs.server_handling.openai_server import PROBE_TIMEOUT, OpenAIR
 from atroposlib.envs.server_handling.server_baseline import APIServer as APIServer
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig as APIServerConfig
 from atroposlib.envs.server_handling.server_baseline import ReasoningConfig as ReasoningConfig
+from atroposlib.utils.keys import VLLM_KEY
 
 __all__ = ["VLLMServer", "resolve_openai_configs"]
 
@@ -22,6 +23,7 @@ MAX_TOKENS_NAMES = ("max_tokens", "max_new_tokens", "max_completion_tokens")
 class VLLMServer(OpenAIRoutes):
     """Requests for training go to `/generate`, so that no text is ever tokenised twice; the OpenAI routes work too."""
 
+    key_variable: str | None = VLLM_KEY
     tokenizer: Any = None
     """Encodes prompts given as text; set by the environment. Prompts given as token ids need none."""
 
