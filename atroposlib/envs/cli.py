@@ -115,10 +115,16 @@ async def start(env_cls: "type[BaseEnv]", command: str, settings: Settings) -> N
 
 
 def write_page(groups_path: str | None, env: "BaseEnv") -> None:
+    """Write the page on which a person reads the groups, if there are any. It is extra: that it fails is said, no more."""
     from atroposlib.envs.rollout_page import write_rollout_page
 
-    if groups_path and Path(groups_path).is_file() and Path(groups_path).stat().st_size:
+    if not (groups_path and Path(groups_path).is_file() and Path(groups_path).stat().st_size):
+        return
+    try:
         page = write_rollout_page(Path(groups_path), env.tokenizer, title=env.name or type(env).__name__)
+    except Exception as error:
+        logger.warning("wrote the groups to %s; a page to read them could not be made", groups_path, exc_info=error)
+    else:
         logger.info("wrote the groups to %s; read them at %s", groups_path, page)
 
 
