@@ -34,7 +34,8 @@ class ServingMixin(RolloutMixin):
     _failures_in_a_row = 0
     _trainer_steps = -1
     _busy_when_asked = 0
-    _all_handed_out_since: float | None = None
+    _handed_out: tuple[int, float] | None = None
+    """When every step was handed out: the step that was reached, and since when nothing has moved."""
 
     async def env_manager(self) -> None:
         """Serve until the trainer is done.
@@ -203,14 +204,16 @@ class ServingMixin(RolloutMixin):
         if status.get("run_ended"):
             return True
         if not 0 < last <= status["current_step"]:
-            self._all_handed_out_since = None
+            self._handed_out = None
             return False
         if last == self.config.total_steps or "run_ended" not in status:
             return True  # our own limit, or a service that does not tell of the run's end
-        if self._all_handed_out_since is None:
-            self._all_handed_out_since = time.monotonic()
+        if self._handed_out is None:
             logger.info("every batch up to step %d is handed out: waiting for the trainer to end the run", last)
-        if time.monotonic() - self._all_handed_out_since < self.config.service_timeout:
+        if self._handed_out is None or self._handed_out[0] != status["current_step"]:
+            # Beyond its last step, too: a trainer may have come back to do more steps than it first said.
+            self._handed_out = status["current_step"], time.monotonic()
+        if time.monotonic() - self._handed_out[1] < self.config.service_timeout:
             return False
         logger.warning("the trainer did not end the run within %g s (--env.service_timeout)", self.config.service_timeout)
         return True

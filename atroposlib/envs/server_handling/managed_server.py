@@ -15,7 +15,7 @@ from openai.types.chat.chat_completion import Choice
 
 from atroposlib.envs.server_handling.generation import Generation
 from atroposlib.envs.server_handling.managed_adapter import ManagedServerAdapter
-from atroposlib.envs.server_handling.sequence_tracker import SequenceNode, SequenceTracker
+from atroposlib.envs.server_handling.sequence_tracker import SequenceNode, SequenceTracker, node_of
 from atroposlib.envs.server_handling.server_baseline import APIServer as APIServer
 from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
 
@@ -124,10 +124,7 @@ class ManagedServer:
         Raises:
             KeyError: the answer was continued since, or is of another managed server, or of before `reset`.
         """
-        for node in self.tracker.nodes:
-            if node.metadata is not None and (node.metadata["answer_id"], node.metadata["index"]) == (answer.id, index):
-                return node
-        raise KeyError(f"no sequence ends with choice {index} of answer {answer.id}: it was continued, or was not made here")
+        return node_of(self.tracker.nodes, answer.id, index)
 
     async def _generate(self, text: str, sampling: dict[str, Any], rendered: bool) -> tuple[str, Generation]:
         """Ask, and note the answer's sequences under an id that is new."""
@@ -189,23 +186,27 @@ class DummyManagedServer:
         answer = await self.server.chat_completion(**kwargs)
         before = "\n\n".join(f"{message['role']}:{message.get('content')}" for message in kwargs["messages"])
         for choice in answer.choices:
-            self._note(f"{before}\n\nassistant:{choice.message.content}", choice.finish_reason)
+            self._note(f"{before}\n\nassistant:{choice.message.content}", choice, answer.id)
         return answer
 
     async def completion(self, **kwargs: Any) -> Completion:
         answer = await self.server.completion(**kwargs)
         for choice in answer.choices:
-            self._note(f"{kwargs['prompt']}{choice.text}", choice.finish_reason)
+            self._note(f"{kwargs['prompt']}{choice.text}", choice, answer.id)
         return answer
 
-    def _note(self, text: str, finish_reason: str) -> None:
+    def node_of(self, answer: ChatCompletion | Completion, index: int = 0) -> SequenceNode:
+        return node_of(self.nodes, answer.id, index)
+
+    def _note(self, text: str, choice: Choice | CompletionChoice, answer_id: str) -> None:
+        whose = {"finish_reason": choice.finish_reason, "answer_id": answer_id, "index": choice.index}
         self.nodes.append(
             SequenceNode(
                 full_text=text,
                 tokens=list(self.DUMMY_TOKENS),
                 masked_tokens=list(self.DUMMY_MASKED_TOKENS),
                 logprobs=list(self.DUMMY_LOGPROBS),
-                metadata={"finish_reason": finish_reason, "dummy_tokens": True},
+                metadata=whose | {"dummy_tokens": True},
             )
         )
 

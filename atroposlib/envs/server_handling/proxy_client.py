@@ -8,7 +8,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from atroposlib.envs.server_handling.generation import current_weights
-from atroposlib.envs.server_handling.sequence_tracker import SequenceNode
+from atroposlib.envs.server_handling.sequence_tracker import SequenceNode, node_of
 from atroposlib.utils.keys import PROXY_KEY, bearer, given_or_variable
 
 PASSED_ON = ("messages", "max_tokens", "temperature", "n", "stop", "tools", "tool_choice")
@@ -56,6 +56,10 @@ class ProxyManagedServer:
     def get_state(self) -> dict[str, Any]:
         """The sequences as of the last completion made here, or the last `fetch_state`."""
         return {"nodes": list(self.nodes)}
+
+    def node_of(self, answer: ChatCompletion, index: int = 0) -> SequenceNode:
+        """The sequence that ends with an answer's choice; as `get_state` for what another program made."""
+        return node_of(self.nodes, answer.id, index)
 
     async def fetch_state(self) -> dict[str, Any]:
         """Ask the proxy for the sequences, those that another program made included."""

@@ -5,7 +5,7 @@ sequence's tokens: only what was added in between is tokenised, so what the mode
 """
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,18 @@ class SequenceNode(BaseModel):
     def weights(self) -> Weights | None:
         """The oldest weights that a token was sampled under, if known."""
         return None if self.weight_version is None else Weights(self.weight_epoch or 0, self.weight_version)
+
+
+def node_of(nodes: Iterable[SequenceNode], answer_id: str, index: int) -> SequenceNode:
+    """The node that ends with a choice of an answer.
+
+    Raises:
+        KeyError: there is none.
+    """
+    for node in nodes:
+        if node.metadata is not None and (node.metadata.get("answer_id"), node.metadata.get("index")) == (answer_id, index):
+            return node
+    raise KeyError(f"no sequence ends with choice {index} of answer {answer_id}: it was continued, or was not made here")
 
 
 @dataclass(frozen=True)

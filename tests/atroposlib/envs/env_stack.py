@@ -52,6 +52,7 @@ class Stack:
         self.service_port, self.inference_port = free_port(), free_port()
         self.service_url = f"http://127.0.0.1:{self.service_port}"
         self.inference_url = f"http://127.0.0.1:{self.inference_port}"
+        self.trainer_uuid = -1
 
     def start_service(self, store: str | Path = "memory") -> Any:
         command = [sys.executable, "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(self.service_port)]
@@ -89,7 +90,13 @@ class Stack:
             **{"wandb_group": "g", "wandb_project": "p", "batch_size": batch_size, "max_token_len": 512},
             **{"checkpoint_dir": str(self.folder), "save_checkpoint_interval": 0, "starting_step": 0, "num_steps": num_steps},
         }
-        httpx.post(f"{self.service_url}/register", json=fields | more, timeout=10).raise_for_status()
+        answer = httpx.post(f"{self.service_url}/register", json=fields | more, timeout=10).raise_for_status()
+        self.trainer_uuid = answer.json()["uuid"]
+
+    def end_run(self) -> None:
+        """Say, as the trainer does after its last step, that the run has ended."""
+        body = {"uuid": self.trainer_uuid}
+        httpx.post(f"{self.service_url}/run/end", json=body, timeout=10).raise_for_status()
 
     def next_batch(self) -> list[dict[str, Any]] | None:
         return httpx.get(f"{self.service_url}/batch", timeout=10).json()["batch"] or None

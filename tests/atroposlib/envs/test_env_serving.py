@@ -74,6 +74,7 @@ def test_started_first_it_waits_for_all_and_ends_with_the_trainer(stack: Stack, 
     stack.start_service()
     stack.register_trainer(num_steps=4)
     batches = stack.take_batches(4)
+    stack.end_run()
     assert finished(environment) == 0
     assert "the trainer reached step 4: done" in log_of(environment)
     for batch in batches:
@@ -81,6 +82,21 @@ def test_started_first_it_waits_for_all_and_ends_with_the_trainer(stack: Stack, 
         for group in batch:
             check_group(group, tokenizer, 16)
             assert group["weight_versions"] == [7] * 16
+
+
+def test_a_trainer_that_resumes_after_the_last_batch_finds_the_environment(stack: Stack, shared_inference: str) -> None:
+    """It died in its last step, with every batch handed out, and comes back from a checkpoint."""
+    stack.use_inference(shared_inference)
+    stack.start_service()
+    stack.register_trainer(num_steps=3)
+    environment = stack.start_environment(ARITHMETIC)
+    stack.take_batches(3)
+    stack.processes.wait_for_text(environment, "every batch up to step 3 is handed out: waiting for the trainer", 30)
+    stack.register_trainer(num_steps=3, starting_step=1)
+    stack.take_batches(2)
+    stack.end_run()
+    assert finished(environment) == 0
+    assert log_of(environment).count("registered as arithmetic") == 1
 
 
 def test_what_the_service_drops_is_counted_and_said(stack: Stack, shared_inference: str) -> None:
@@ -93,6 +109,7 @@ def test_what_the_service_drops_is_counted_and_said(stack: Stack, shared_inferen
     stack.processes.wait_for_text(environment, stale, 60)
     stack.control(version=5)
     stack.take_batches(1)
+    stack.end_run()
     assert finished(environment) == 0
     assert "dropped_by_service=" in log_of(environment)
 
@@ -108,6 +125,7 @@ def test_it_survives_a_new_service_that_does_not_know_it(stack: Stack, shared_in
     stack.start_service()
     stack.register_trainer(num_steps=3)
     stack.take_batches(3)
+    stack.end_run()
     assert finished(environment) == 0
     assert log_of(environment).count("registered as arithmetic") == 2
 
@@ -122,6 +140,7 @@ def test_it_goes_on_after_a_killed_service_that_kept_its_store(stack: Stack, sha
     stack.processes.kill(service)
     stack.start_service(store)
     stack.take_batches(6)
+    stack.end_run()
     assert finished(environment) == 0
     assert log_of(environment).count("registered as arithmetic") == 1
 
@@ -181,6 +200,7 @@ def test_a_grader_that_fails_now_and_then_costs_retries_and_no_score(
     for batch in stack.take_batches(3):
         for group in batch:
             check_group(group, tokenizer, 16)
+    stack.end_run()
     assert finished(environment) == 0
     log = log_of(environment)
     assert "RuntimeError: the grader broke" in log
@@ -210,5 +230,6 @@ def test_a_stuck_item_is_cut_off_by_its_timeout(stack: Stack, shared_inference: 
     stack.processes.wait_for_text(environment, "an item was cut off after 1 s", 30)
     stack.control(delay=0.0)
     stack.take_batches(2)
+    stack.end_run()
     assert finished(environment) == 0
     assert "timeout=" in log_of(environment)

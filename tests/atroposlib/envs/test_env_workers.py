@@ -87,6 +87,19 @@ async def test_the_environments_own_limit_ends_it_whatever_the_run_does() -> Non
     assert await rounds(env) == 1
 
 
+async def test_a_trainer_that_does_more_steps_than_it_said_is_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was resumed with more steps: each of them begins the wait anew."""
+    now = [0.0]
+    monkeypatch.setattr("atroposlib.envs.serving.time.monotonic", lambda: now[0])
+    env = idle(serving_env(*({"current_step": step, "run_ended": False} for step in range(3, 9)), service_timeout=10.0))
+    for _ in range(6):
+        assert not await env._one_round()
+        now[0] += 9.0
+    assert not await env._one_round()
+    now[0] += 2.0
+    assert await env._one_round()
+
+
 async def test_the_wait_for_the_end_has_a_deadline(caplog: pytest.LogCaptureFixture) -> None:
     env = idle(serving_env({"current_step": 4, "run_ended": False}, service_timeout=0.05))
     started = time.monotonic()

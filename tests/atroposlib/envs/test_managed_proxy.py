@@ -39,6 +39,7 @@ async def test_what_another_program_asks_for_is_kept_token_for_token(proxy: str,
         assert len(nodes) == 1 + len(ours.choices)
         assert tokenizer.decode([token for token in nodes[0].masked_tokens if token != -100]) == "\\boxed{42}<|im_end|>"
         assert {node.weight_version for node in nodes} == {3}
+        assert [managed.node_of(ours, index) for index in range(2)] == nodes[1:]
         async with httpx.AsyncClient(base_url=proxy) as http:
             empty = await http.post(f"/{managed.session_uuid}/v1/chat/completions", json={"messages": []})
             assert (empty.status_code, empty.json()["error"]["message"]) == (400, "messages must not be empty")

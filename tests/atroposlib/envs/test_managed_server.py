@@ -283,6 +283,7 @@ async def test_an_openai_endpoint_manages_nothing_unless_placeholders_are_allowe
         answer = await managed.chat_completion(messages=ASK, n=2)
         assert [node.metadata["dummy_tokens"] for node in managed.get_state()["nodes"]] == [True, True]
         assert len(answer.choices) == 2
+        assert managed.node_of(answer, 1).full_text.endswith(f"assistant:{answer.choices[1].message.content}")
     await manager.close()
 
 

@@ -95,6 +95,7 @@ def test_an_environment_logs_to_wandb(stack: Stack, shared_inference: str, with_
     variables = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true", **with_wandb}
     environment = stack.processes.start("environment", command, OFFLINE | variables, may_finish=True)
     stack.take_batches(2)
+    stack.end_run()
     wait_until("its end", lambda: None if environment.poll() is not None else "it still runs", 60)
     assert environment.poll() == 0, environment.log_path.read_text()[-2000:]
 
