@@ -13,7 +13,7 @@ from atroposlib.envs.errors import EnvironmentFailure, RolloutFailure
 from atroposlib.envs.groups import all_scores_equal, group_from_items, without_empty_fields, wrong_shape
 from atroposlib.envs.jsonl import encode, unencodable_fields
 from atroposlib.envs.reporting import ReportingMixin
-from atroposlib.envs.server_handling.generation import Weights, WeightsRecord, current_weights, weight_fields
+from atroposlib.envs.server_handling.generation import VersionRecord, Weights, current_versions, weight_fields
 from atroposlib.envs.server_handling.server_baseline import APIServer
 from atroposlib.envs.service_client import RejectedByService, RolloutServiceClient
 from atroposlib.type_definitions import Item
@@ -112,8 +112,8 @@ class RolloutMixin(ReportingMixin):
         Returns:
             A group, a list of groups, or None when the environment dropped the item.
         """
-        record = WeightsRecord()
-        token = current_weights.set(record)
+        record = VersionRecord()
+        token = current_versions.set(record)
         numbered = _item_number.set(self.items_begun)
         self.items_begun += 1
         try:
@@ -123,11 +123,11 @@ class RolloutMixin(ReportingMixin):
                 return None
             groups = await self._retried("postprocess_histories", lambda: self.postprocess_histories(groups))
         finally:
-            current_weights.reset(token)
+            current_versions.reset(token)
             _item_number.reset(numbered)
         for group in groups if isinstance(groups, list) else [groups]:
-            if group and record.oldest is not None:
-                self._note_weights(group, record.oldest)
+            if group and record.oldest_weights is not None:
+                self._note_weights(group, record.oldest_weights)
         return groups or None
 
     async def work_on(self, item: Item, collected: Callable[[], None] = lambda: None, send: bool = True) -> tuple[Any, int]:

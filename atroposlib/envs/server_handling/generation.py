@@ -42,11 +42,6 @@ class Generation:
     weight_versions: list[int] | None = None
     weight_epochs: list[int] | None = None
 
-    @property
-    def weights(self) -> list[Weights] | None:
-        """Per completion, the oldest weights that any of its tokens was sampled under; None where the server does not say."""
-        return weights_of(self.weight_versions, self.weight_epochs)
-
 
 def weights_of(versions: Sequence[int] | None, epochs: Sequence[int | None] | None) -> list[Weights] | None:
     """Pair versions with their epochs. None without versions; an epoch that nobody told is 0.
@@ -71,21 +66,32 @@ def weight_fields(weights: Iterable[Weights]) -> dict[str, list[int]]:
 
 
 @dataclass
-class WeightsRecord:
+class VersionRecord:
     """The weights that the requests of one rollout met.
 
     An environment that builds its groups by hand need not carry versions along: the oldest weights met during the rollout are
     a true bound for every sequence in it.
     """
 
-    oldest: Weights | None = None
-    newest: Weights | None = None
+    oldest_weights: Weights | None = None
+    newest_weights: Weights | None = None
 
-    def note(self, met: Iterable[Weights] | None) -> None:
-        for weights in met or ():
-            self.oldest = weights if self.oldest is None else min(self.oldest, weights)
-            self.newest = weights if self.newest is None else max(self.newest, weights)
+    @property
+    def oldest(self) -> int | None:
+        """The version of the weights that were served first."""
+        return None if self.oldest_weights is None else self.oldest_weights.version
+
+    @property
+    def newest(self) -> int | None:
+        """The version of the weights that were served last."""
+        return None if self.newest_weights is None else self.newest_weights.version
+
+    def note(self, versions: Sequence[int] | None, epochs: Sequence[int | None] | None = None) -> None:
+        """What a request met: a version for each completion, and their epochs where the server tells them."""
+        for weights in weights_of(versions, epochs) or ():
+            self.oldest_weights = min(self.oldest_weights or weights, weights)
+            self.newest_weights = max(self.newest_weights or weights, weights)
 
 
 # Set around each rollout; tasks that the rollout starts inherit it.
-current_weights: ContextVar[WeightsRecord | None] = ContextVar("current_weights", default=None)
+current_versions: ContextVar[VersionRecord | None] = ContextVar("current_versions", default=None)

@@ -129,17 +129,17 @@ class ManagedServer:
     async def _generate(self, text: str, sampling: dict[str, Any], rendered: bool) -> tuple[str, Generation]:
         """Ask, and note the answer's sequences under an id that is new."""
         tracker = self.tracker  # what is reset meanwhile does not get this answer
-        prompt = tracker.begin(text, rendered)
+        tokens, request = tracker.prompt(text, rendered)
         try:
             if hasattr(self.server, "generate"):
-                generation = await self.server.generate(input_ids=prompt.tokens, **sampling)
+                generation = await self.server.generate(input_ids=tokens, **sampling)
             else:
                 generation = Generation(*await self.server.tokens_and_logprobs_completion(prompt=text, **sampling))
         except BaseException:
-            tracker.abandon(prompt)
+            tracker.abandon(request)
             raise
         answer_id = str(uuid.uuid4())
-        tracker.add(prompt, generation, answer_id)
+        tracker.add(text, request, generation, answer_id)
         return answer_id, generation
 
     def _texts(self, generation: Generation) -> list[str]:

@@ -7,7 +7,7 @@ import httpx
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from atroposlib.envs.server_handling.generation import current_weights
+from atroposlib.envs.server_handling.generation import current_versions
 from atroposlib.envs.server_handling.sequence_tracker import SequenceNode, node_of
 from atroposlib.utils.keys import PROXY_KEY, bearer, given_or_variable
 
@@ -66,8 +66,9 @@ class ProxyManagedServer:
         response = await self._http.get("/nodes")
         response.raise_for_status()
         self.nodes = [SequenceNode(**node) for node in response.json()["nodes"]]
-        if record := current_weights.get():
-            record.note([node.weights for node in self.nodes if node.weights is not None])
+        if record := current_versions.get():
+            known = [node.weights for node in self.nodes if node.weights is not None]
+            record.note([weights.version for weights in known], [weights.epoch for weights in known])
         return self.get_state()
 
     def reset(self) -> None:

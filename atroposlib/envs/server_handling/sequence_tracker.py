@@ -92,22 +92,18 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """A prompt that was sent, or is about to be.
+class Request:
+    """A prompt under way.
 
     Attributes:
-        text: as it was given.
-        tokens: its ids.
+        number: of the request, in the order in which they were begun.
         source: the sequence whose tokens it begins with, if it continues one.
         turn: the turn of that sequence after which it goes on.
-        number: of the request, in the order in which they were begun.
     """
 
-    text: str
-    tokens: list[int]
-    source: Kept | None
-    turn: Turn | None
     number: int
+    source: Kept | None = None
+    turn: Turn | None = None
 
 
 class SequenceTracker:
@@ -133,28 +129,37 @@ class SequenceTracker:
         """Token ids of a prompt. `rendered`: a chat template made it, so that its special tokens are in the text."""
         return self._encode(text, rendered, *self._find(text))
 
-    def begin(self, text: str, rendered: bool = True) -> Prompt:
-        """A prompt that is sent now; `add` or `abandon` ends it. It continues the longest turn whose text it begins with."""
+    def prompt(self, text: str, rendered: bool = True) -> tuple[list[int], Request]:
+        """Token ids of a prompt that is sent now, and its request, which `add` or `abandon` ends.
+
+        It continues the longest turn whose text it begins with.
+        """
         source, turn = self._find(text)
-        prompt = Prompt(text, self._encode(text, rendered, source, turn), source, turn, self._begun)
-        self._begun += 1
         if source is not None:
             source.claims += 1
-        return prompt
+        self._begun += 1
+        return self._encode(text, rendered, source, turn), Request(self._begun, source, turn)
 
-    def abandon(self, prompt: Prompt) -> None:
+    def abandon(self, request: Request) -> None:
         """The prompt was not answered."""
-        if prompt.source is not None:
-            prompt.source.claims -= 1
+        if request.source is not None:
+            request.source.claims -= 1
 
-    def add(self, prompt: Prompt, generation: Generation, answer_id: str = "") -> list[SequenceNode]:
-        """Note the completions of a prompt, one sequence each, in their order. `answer_id` comes back in their metadata.
+    def add(self, text: str, request: Request | None, generation: Generation, answer_id: str = "") -> list[SequenceNode]:
+        """Note the completions of a prompt, one sequence each, in their order.
+
+        Args:
+            text: the prompt's.
+            request: what `prompt` gave with it; None for a prompt that continues nothing.
+            generation: the answer.
+            answer_id: comes back in the nodes' metadata.
 
         Raises:
             ValueError: a completion's tokens and logprobs do not line up.
         """
-        self.abandon(prompt)
-        source, turn, given = prompt.source, prompt.turn, generation.prompt_tokens
+        request = request or self.prompt("")[1]
+        self.abandon(request)
+        source, turn, given = request.source, request.turn, generation.prompt_tokens
         masks, logprobs = [PROMPT_MASK] * len(given), [PROMPT_LOGPROB] * len(given)
         earlier: list[Turn] = []
         if source is not None and turn is not None and given[: turn.tokens] == source.node.tokens[: turn.tokens]:
@@ -167,7 +172,7 @@ class SequenceTracker:
                 raise ValueError(f"completion {index} has {len(tokens)} tokens but {len(sampled)} logprobs")
             version, epoch = oldest_of(generation, index, turn)
             node = SequenceNode(
-                full_text=prompt.text + self.tokenizer.decode(tokens, skip_special_tokens=False),
+                full_text=text + self.tokenizer.decode(tokens, skip_special_tokens=False),
                 tokens=given + tokens,
                 masked_tokens=masks + tokens,
                 logprobs=logprobs + sampled,
@@ -175,7 +180,7 @@ class SequenceTracker:
                 weight_epoch=epoch,
                 metadata={"finish_reason": generation.finish_reasons[index], "answer_id": answer_id, "index": index},
             )
-            place = (*(turn.place if turn else ()), prompt.number, index)
+            place = (*(turn.place if turn else ()), request.number, index)
             end = Turn(len(node.full_text), len(node.tokens), version, epoch, place)
             added.append(Kept(node, place, [*earlier, end]))
         if source is not None and turn is source.turns[-1] and added and not self.keep_all:

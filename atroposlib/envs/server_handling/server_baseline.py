@@ -17,7 +17,7 @@ from pydantic import Field
 
 from atroposlib.envs.config import WarnsOfUnknownKeys
 from atroposlib.envs.errors import EnvironmentFailure, InferenceUnavailable, RolloutFailure
-from atroposlib.envs.server_handling.generation import Generation, current_weights
+from atroposlib.envs.server_handling.generation import Generation, current_versions
 from atroposlib.envs.server_handling.health import HealthGate
 from atroposlib.envs.server_handling.reasoning import VALID_REASONING_EFFORTS, ReasoningConfig
 from atroposlib.envs.server_handling.semaphore import AsyncSemWithAdaptiveWeight
@@ -166,8 +166,8 @@ class APIServer(ABC):
     async def generate(self, **kwargs: Any) -> Generation:
         """Token ids in (`input_ids`, or `prompt` as text), token ids, logprobs and weight versions out."""
         generation = await self._request(self._generate_wrapper, kwargs)
-        if record := current_weights.get():
-            record.note(generation.weights)
+        if record := current_versions.get():
+            record.note(generation.weight_versions, generation.weight_epochs)
         return generation
 
     async def tokens_and_logprobs_completion(self, **kwargs: Any) -> tuple[list, list, list, list]:

@@ -12,7 +12,7 @@ from scripted_env import ScriptedEnv, response
 from atroposlib.envs.errors import EnvironmentFailure, RolloutFailure, UsageError
 from atroposlib.envs.jsonl import JsonLinesWriter
 from atroposlib.envs.processing import ProcessingMixin
-from atroposlib.envs.server_handling.generation import Weights, current_weights
+from atroposlib.envs.server_handling.generation import current_versions
 from atroposlib.envs.serving import crossed
 
 
@@ -93,9 +93,9 @@ def test_equal_scores_may_be_wanted_and_one_response_alone_is_not_equal() -> Non
 def test_versions_that_the_environment_does_not_carry_are_the_oldest_it_met() -> None:
     class Meets(ScriptedEnv):
         async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:
-            record = current_weights.get()
+            record = current_versions.get()
             assert record is not None
-            record.note([Weights(0, 7), Weights(0, 5)])
+            record.note([7, 5])
             return await super().collect_trajectory(item)
 
     env = Meets([response(1.0), response(-1.0)])
@@ -110,9 +110,9 @@ def test_versions_that_the_environment_does_not_carry_are_the_oldest_it_met() ->
 def test_epochs_go_with_the_versions_and_the_oldest_weights_are_those_served_first() -> None:
     class Meets(ScriptedEnv):
         async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:
-            record = current_weights.get()
+            record = current_versions.get()
             assert record is not None
-            record.note([Weights(1000, 17), Weights(2000, 11)])
+            record.note([17, 11], [1000, 2000])
             return await super().collect_trajectory(item)
 
     def posted(*script: dict[str, Any]) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from atroposlib.envs.errors import RolloutFailure, UsageError
-from atroposlib.envs.server_handling.generation import Weights, WeightsRecord, current_weights
+from atroposlib.envs.server_handling.generation import VersionRecord, Weights, current_versions
 from atroposlib.envs.server_handling.managed_server import ManagedServerAdapter
 from atroposlib.envs.server_handling.server_manager import APIServerConfig, ServerManager
 from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
@@ -233,15 +233,15 @@ async def test_many_completions_are_split_and_joined_in_order(manager: ServerMan
 
 
 async def test_the_versions_that_a_rollout_met_are_noted(manager: ServerManager, tokenizer: Any) -> None:
-    record = WeightsRecord()
-    token = current_weights.set(record)
+    record = VersionRecord()
+    token = current_versions.set(record)
     try:
         for version in (8, 5):
             control(manager, version=version)
             await asyncio.create_task(manager.generate(input_ids=[1, 2], max_tokens=4))
     finally:
-        current_weights.reset(token)
-    assert (record.oldest, record.newest) == (Weights(0, 5), Weights(0, 8))
+        current_versions.reset(token)
+    assert (record.oldest, record.newest) == (5, 8)
 
 
 async def test_a_failing_request_is_tried_again(manager: ServerManager) -> None:

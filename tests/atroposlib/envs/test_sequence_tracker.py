@@ -48,8 +48,19 @@ def sampled(prompt: list[int], *texts: str, version: int = 0, epoch: int | None 
 
 
 def turn(tracker: SequenceTracker, text: str, *texts: str, version: int = 0, epoch: int | None = None) -> list[Any]:
-    prompt = tracker.begin(text)
-    return tracker.add(prompt, sampled(prompt.tokens, *texts, version=version, epoch=epoch))
+    ids, request = tracker.prompt(text)
+    return tracker.add(text, request, sampled(ids, *texts, version=version, epoch=epoch))
+
+
+class UnderWay:
+    """A prompt that is sent now and answered later."""
+
+    def __init__(self, tracker: SequenceTracker, text: str):
+        self.tracker, self.text = tracker, text
+        self.ids, self.request = tracker.prompt(text)
+
+    def answer(self, *texts: str) -> list[Any]:
+        return self.tracker.add(self.text, self.request, sampled(self.ids, *texts))
 
 
 def check(node: Any) -> None:
@@ -124,7 +135,7 @@ def test_logprobs_that_do_not_line_up_are_refused() -> None:
     generation = sampled([1], "ab")
     generation.output_logprobs[0].pop()
     with pytest.raises(ValueError, match="2 tokens but 1 logprobs"):
-        tracker.add(tracker.begin("x"), generation)
+        tracker.add("x", None, generation)
 
 
 @given(
@@ -141,9 +152,9 @@ def test_sequences_stand_where_their_first_turn_stood_whatever_is_continued_when
     turn(tracker, "<q>", *answers)
     for number in range(turns):
         goes_on = drawn.draw(st.lists(st.sampled_from(range(len(answers))), unique=True).map(sorted))
-        prompts = {index: tracker.begin(f"{texts[index]}<{number}.{index}>") for index in goes_on}
+        prompts = {index: UnderWay(tracker, f"{texts[index]}<{number}.{index}>") for index in goes_on}
         for index in drawn.draw(st.permutations(goes_on)):
-            (node,) = tracker.add(prompts[index], sampled(prompts[index].tokens, "abc"))
+            (node,) = prompts[index].answer("abc")
             texts[index] = node.full_text
     assert [node.full_text for node in tracker.nodes] == texts
     for node in tracker.nodes:
@@ -153,25 +164,25 @@ def test_sequences_stand_where_their_first_turn_stood_whatever_is_continued_when
 @given(answered=st.permutations(range(4)))
 def test_conversations_that_were_begun_together_stand_in_the_order_in_which_they_were_begun(answered: list[int]) -> None:
     tracker = SequenceTracker(TOKENIZER)
-    prompts = [tracker.begin(f"<{index}>") for index in range(4)]
+    prompts = [UnderWay(tracker, f"<{index}>") for index in range(4)]
     for index in answered:
-        tracker.add(prompts[index], sampled(prompts[index].tokens, "xy"))
+        prompts[index].answer("xy")
     assert [node.full_text for node in tracker.nodes] == [f"<{index}>xy" for index in range(4)]
 
 
 def test_equal_answers_are_each_continued_once() -> None:
     tracker = SequenceTracker(TOKENIZER)
     turn(tracker, "<q>", "same", "same", "same")
-    prompts = [tracker.begin(f"<q>same<{index}>") for index in range(3)]
+    prompts = [UnderWay(tracker, f"<q>same<{index}>") for index in range(3)]
     for prompt, text in zip(prompts, "abc", strict=True):
-        tracker.add(prompt, sampled(prompt.tokens, text))
+        prompt.answer(text)
     assert [trained(node) for node in tracker.nodes] == ["samea", "sameb", "samec"]
 
 
 def test_a_prompt_that_was_not_answered_lets_its_sequence_go() -> None:
     tracker = SequenceTracker(TOKENIZER)
     turn(tracker, "<q>", "same", "same")
-    tracker.abandon(tracker.begin("<q>same<0>"))
+    tracker.abandon(UnderWay(tracker, "<q>same<0>").request)
     turn(tracker, "<q>same<0>", "a")
     turn(tracker, "<q>same<1>", "b")
     assert [trained(node) for node in tracker.nodes] == ["samea", "sameb"]
@@ -223,10 +234,10 @@ def test_plain_text_begins_with_one_start_token_and_rendered_text_as_it_was_rend
     text: str, rendered: bool, starts: int
 ) -> None:
     tracker = SequenceTracker(StartingTokenizer())
-    prompt = tracker.begin(text, rendered)
-    assert prompt.tokens.count(7) == starts
-    assert tracker.encode(text, rendered) == prompt.tokens
-    (node,) = tracker.add(prompt, sampled(prompt.tokens, "abc"))
-    following = tracker.begin(f"{node.full_text}, more", rendered)
-    assert following.tokens[: len(node.tokens)] == node.tokens, "a continuation goes on from the very tokens"
-    assert following.tokens.count(7) == starts
+    ids, request = tracker.prompt(text, rendered)
+    assert ids.count(7) == starts
+    assert tracker.encode(text, rendered) == ids
+    (node,) = tracker.add(text, request, sampled(ids, "abc"))
+    following = tracker.encode(f"{node.full_text}, more", rendered)
+    assert following[: len(node.tokens)] == node.tokens, "a continuation goes on from the very tokens"
+    assert following.count(7) == starts
