@@ -1,6 +1,7 @@
-"""JSON for what environments make; and JSON lines: one object per line, flushed as it is written, so that a killed process
-leaves whole lines."""
+"""JSON for what environments make; and JSON lines: one object per line, written at once, so that a killed process leaves
+whole lines."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,30 +42,37 @@ def unencodable_fields(fields: Mapping[Any, Any]) -> dict[Any, str]:
 
 
 class JsonLinesWriter:
-    """Appends to a file, whose folder it makes."""
+    """Appends to a file, whose folder it makes.
+
+    Raises:
+        EnvironmentFailure: there can be no such file.
+    """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("ab")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("ab", buffering=0)
+        except OSError as error:
+            raise EnvironmentFailure(f"cannot write to {self.path}: {error.strerror}; name another path") from error
 
     def write(self, row: Any) -> None:
-        """Append one row.
+        """Append one row, or nothing of it.
 
         Raises:
-            TypeError: the row cannot be written as JSON; the file is as it was.
+            TypeError: the row cannot be written as JSON.
             EnvironmentFailure: the disk refused it.
         """
-        self.write_encoded(encode(row))
-
-    def write_encoded(self, row: bytes) -> None:
-        """Append what `encode` made; raises `EnvironmentFailure` as `write` does."""
+        left = memoryview(encode(row) + b"\n")
+        size = os.fstat(self._file.fileno()).st_size
         try:
-            self._file.write(row + b"\n")
-            self._file.flush()
+            while left:
+                left = left[self._file.write(left) :]
         except OSError as error:
+            if size < os.fstat(self._file.fileno()).st_size:  # the disk took a part: what comes later must begin a line
+                self._file.truncate(size)
             raise EnvironmentFailure(
-                f"cannot write to {self.path}: {error.strerror}; make room there or name another path"
+                f"cannot write to {self.path}: {error.strerror}; make room there, or name another path"
             ) from error
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import orjson
 
 from atroposlib.envs.core import EnvironmentCore
-from atroposlib.envs.errors import UsageError
+from atroposlib.envs.errors import EnvironmentFailure, UsageError
 from atroposlib.envs.groups import response_lengths
 from atroposlib.envs.jsonl import JsonLinesWriter, unencodable_fields
 from atroposlib.envs.server_handling.server_baseline import MODEL_NOT_NAMED
@@ -88,13 +88,13 @@ class ReportingMixin(EnvironmentCore):
         """Append to `metrics_path`, without what only W&B can show, such as tables and images."""
         if self._metrics_writer is None:
             self._metrics_writer = JsonLinesWriter(self.config.metrics_path)
+        wrong = unencodable_fields(row)
+        for name, why in wrong.items():
+            logger.warning("metric %r is left out of %s: %s", name, self.config.metrics_path, why)
         try:
-            self._metrics_writer.write(row)
-        except TypeError:
-            wrong = unencodable_fields(row)
-            for name, why in wrong.items():
-                logger.warning("metric %r is left out of %s: %s", name, self.config.metrics_path, why)
             self._metrics_writer.write({name: value for name, value in row.items() if name not in wrong})
+        except EnvironmentFailure as failure:
+            logger.error("the metrics of step %s are lost, the rollouts go on: %s", self.curr_step, failure)
 
     def _log_line(self, metrics: dict[str, Any]) -> None:
         """One line with what a person watches: the environment's own metrics first, queue and drops last."""

@@ -231,11 +231,21 @@ class RolloutMixin(ReportingMixin):
                 group["messages"] = [[{"role": "user", "content": text}] for text in texts]
             await self.add_rollouts_for_wandb(group, item)
             if self.jsonl_writer is not None:
-                self.jsonl_writer.write(group)
+                self._keep(group, needed=not do_send_to_api)
             accepted.append(group)
         if accepted and do_send_to_api:
             await self._send_scored_data_to_api(accepted if isinstance(scored_data, list) else accepted[0])
         return len(accepted)
+
+    def _keep(self, group: Any, needed: bool) -> None:
+        """Write a group to the groups file. Unless the file is all that is wanted, a full disk does not lose the group."""
+        assert self.jsonl_writer is not None
+        try:
+            self.jsonl_writer.write(group)
+        except EnvironmentFailure as failure:
+            if needed:
+                raise
+            logger.error("a group is posted but not kept: %s", failure)
 
     def _reason_to_drop(self, group: Mapping[str, Any], abort_when_too_long: bool) -> str | None:
         overrides = group.get("group_overrides") or {}

@@ -1,6 +1,8 @@
 """One item's way: retries, drops by reason, the backlog, versions; without any process."""
 
 import asyncio
+import resource
+import signal
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -321,10 +323,39 @@ def test_metrics_that_cannot_be_written_are_left_out_of_the_file(tmp_path: Path,
     assert "metric 'train/table' is left out" in caplog.text
 
 
-def test_a_full_disk_is_one_clear_line() -> None:
-    writer = JsonLinesWriter("/dev/full")
-    with pytest.raises(EnvironmentFailure, match=r"cannot write to /dev/full: No space left on device; make room"):
-        writer.write({"a": 1})
+def test_a_full_disk_loses_no_group(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    env = ScriptedEnv([], metrics_path="/dev/full")
+    env.jsonl_writer = JsonLinesWriter("/dev/full")
+    good = {"tokens": [[1], [1]], "masks": [[1], [1]], "scores": [1.0, -1.0]}
+    asyncio.run(env.handle_send_to_api(dict(good)))
+    asyncio.run(env.wandb_log({"train/x": 1.5}))
+    assert len(env.posted) == 1
+    for what in ("a group is posted but not kept", "the metrics of step 0 are lost, the rollouts go on"):
+        assert f"{what}: cannot write to /dev/full: No space left on device; make room" in caplog.text
+    with pytest.raises(EnvironmentFailure, match="cannot write to /dev/full"):
+        asyncio.run(env.handle_send_to_api(dict(good), do_send_to_api=False))  # the file is all that is wanted
+
+
+def test_a_file_that_cannot_be_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(EnvironmentFailure, match=r"cannot write to .*rows\.jsonl: (Not a directory|File exists); name another"):
+        JsonLinesWriter(tmp_path / "file" / "rows.jsonl")
+
+
+def test_a_row_of_which_the_disk_took_a_part_is_taken_back(tmp_path: Path) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    writer = JsonLinesWriter(tmp_path / "rows.jsonl")
+    writer.write({"a": 1})
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+    try:
+        with pytest.raises(EnvironmentFailure, match="File too large"):
+            writer.write({"b": "x" * 500})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, ignored)
+    writer.write({"c": 3})
+    assert (tmp_path / "rows.jsonl").read_text() == '{"a":1}\n{"c":3}\n'
 
 
 def seeds_of(items: int, **settings: Any) -> list[list[int | None]]:
