@@ -5,8 +5,10 @@ async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
     nodes = managed.get_state()["nodes"]        # one SequenceNode per choice, in order; a later turn takes its place
 """
 
+import logging
 import time
 import uuid
+from functools import cache
 from typing import Any, ClassVar
 
 from openai.types import Completion, CompletionChoice
@@ -17,9 +19,11 @@ from atroposlib.envs.server_handling.generation import Generation
 from atroposlib.envs.server_handling.managed_adapter import ManagedServerAdapter
 from atroposlib.envs.server_handling.sequence_tracker import SequenceNode, SequenceTracker, node_of
 from atroposlib.envs.server_handling.server_baseline import APIServer as APIServer
-from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
+from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator, as_dict
 
 __all__ = ["DummyManagedServer", "ManagedServer", "ManagedServerAdapter", "SequenceNode"]
+
+logger = logging.getLogger(__name__)
 
 # Fields of a chat request that the sampler must not see, because the prompt is rendered here.
 CHAT_ONLY = ("messages", "tools", "tool_choice", "chat_template_kwargs", "extra_body", "model")
@@ -58,11 +62,13 @@ class ManagedServer:
         tools = kwargs.get("tools")
         prompt = self.render(kwargs["messages"], tools, kwargs.get("chat_template_kwargs"))
         sampling = {key: value for key, value in kwargs.items() if key not in CHAT_ONLY}
-        answer_id, generation = await self._generate(prompt, sampling, rendered=True)
+        earlier = sum(text is not None and text in self._said for text in map(said, kwargs["messages"]))
+        answer_id, generation = await self._generate(prompt, sampling, rendered=True, earlier=earlier)
         choices = []
         for index, tokens in enumerate(generation.output_tokens):
             text = self.translator.decode_with_tool_awareness(tokens, has_tools=bool(tools))
             content, calls, reason = self.translator.parse_model_output(text, kwargs.get("tool_choice"), tools)
+            self._said.add(content or "")
             # A response that was cut off stays one, whatever calls it had begun with.
             cut_off = generation.finish_reasons[index] == "length"
             choices.append(
@@ -108,6 +114,7 @@ class ManagedServer:
     def reset(self) -> None:
         """Forget all sequences."""
         self.tracker = SequenceTracker(self.tokenizer, keep_all=self.track_tree)
+        self._said: set[str] = set()
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
         """Logprobs of a prompt given as `prompt`, `messages` or `input_ids`."""
@@ -126,10 +133,12 @@ class ManagedServer:
         """
         return node_of(self.tracker.nodes, answer.id, index)
 
-    async def _generate(self, text: str, sampling: dict[str, Any], rendered: bool) -> tuple[str, Generation]:
-        """Ask, and note the answer's sequences under an id that is new."""
+    async def _generate(self, text: str, sampling: dict[str, Any], rendered: bool, earlier: int = 0) -> tuple[str, Generation]:
+        """Ask, and note the answer's sequences under an id that is new. `earlier`: answers that the prompt is to hold."""
         tracker = self.tracker  # what is reset meanwhile does not get this answer
         tokens, request = tracker.prompt(text, rendered)
+        if request.continued < earlier:
+            say_that_history_changed()
         try:
             if hasattr(self.server, "generate"):
                 generation = await self.server.generate(input_ids=tokens, **sampling)
@@ -147,6 +156,23 @@ class ManagedServer:
 
     def _model(self) -> str:
         return getattr(getattr(self.server, "config", None), "model_name", "unknown")
+
+
+def said(message: Any) -> str | None:
+    """The text of an assistant's message; None for another, and for one without text."""
+    fields = as_dict(message)
+    content = fields.get("content") if fields.get("role") == "assistant" else None
+    return content if isinstance(content, str) and content else None
+
+
+@cache
+def say_that_history_changed() -> None:
+    """Once for each process: many chat templates do this at every later turn."""
+    logger.warning(
+        "the chat template writes an answer in a later turn's history otherwise than it was sampled, as when it removes the "
+        "reasoning: that turn is a sequence of its own, in which the answer is given text, and the conversation is several "
+        "nodes. managed_server(preserve_think_blocks=True) keeps reasoning. This is said once"
+    )
 
 
 # Chat templates look for these tags in earlier turns, to remove what is between them.

@@ -105,6 +105,11 @@ class Request:
     source: Kept | None = None
     turn: Turn | None = None
 
+    @property
+    def continued(self) -> int:
+        """How many sampled turns its prompt holds token for token."""
+        return 0 if self.source is None or self.turn is None else self.source.turns.index(self.turn) + 1
+
 
 class SequenceTracker:
     """The sequences of one conversation and its branches.

@@ -10,12 +10,17 @@ import pytest
 
 from atroposlib.envs.errors import RolloutFailure, UsageError
 from atroposlib.envs.server_handling.generation import VersionRecord, Weights, current_versions
-from atroposlib.envs.server_handling.managed_server import ManagedServerAdapter
+from atroposlib.envs.server_handling.managed_server import ManagedServerAdapter, say_that_history_changed
 from atroposlib.envs.server_handling.server_manager import APIServerConfig, ServerManager
 from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
 from atroposlib.envs.server_handling.vllm_server import VLLMServer, parse_generation
 
 TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}]
+STRIPS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n"
+)
+"""A chat template that removes the reasoning of earlier turns, as many do."""
 ASK = [{"role": "user", "content": "What is 40 plus 2?"}]
 
 
@@ -182,14 +187,31 @@ def test_calls_from_elsewhere_are_written_out(tokenizer: Any) -> None:
         ToolCallTranslator(tokenizer, "llama9")
 
 
+async def test_an_answer_that_the_template_changes_is_said_once(
+    manager: ServerManager, tokenizer: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then a conversation is several nodes, and an environment that takes the first one trains the first turn alone."""
+    say_that_history_changed.cache_clear()
+    control(manager, text="<think>hm</think>42")
+
+    async def two_turns() -> int:
+        async with manager.managed_server(tokenizer=tokenizer) as managed:
+            answer = await managed.chat_completion(messages=ASK, max_tokens=64)
+            follow_up = [*ASK, answer.choices[0].message, {"role": "user", "content": "sure?"}]
+            await managed.chat_completion(messages=follow_up, max_tokens=64)
+            return len(managed.get_state()["nodes"])
+
+    assert await two_turns() == 1
+    assert "said once" not in caplog.text
+    monkeypatch.setattr(tokenizer, "chat_template", STRIPS)
+    assert [await two_turns(), await two_turns()] == [2, 2]
+    assert caplog.text.count("This is said once") == 1
+
+
 async def test_reasoning_of_earlier_turns_is_kept_when_asked_for(manager: ServerManager, tokenizer: Any) -> None:
-    strips = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
-        "<|im_start|>assistant\n"
-    )
     history = [*ASK, {"role": "assistant", "content": "<think>hm</think>42"}, {"role": "user", "content": "sure?"}]
     original = tokenizer.chat_template
-    tokenizer.chat_template = strips
+    tokenizer.chat_template = STRIPS
     try:
         async with manager.managed_server(tokenizer=tokenizer) as managed:
             assert "hm" not in managed.render(history)
