@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from example_trainer.checkpointing import PREFIX, Checkpoints
+from example_trainer.checkpointing import Checkpoints
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.pairing import deterministic_decoder
 from example_trainer.errors import ConfigError
@@ -29,7 +29,9 @@ from example_trainer.parallel.ranks import Ranks, place_of
 from example_trainer.parallel.shared import NoMetrics, SharedRollouts
 from example_trainer.parallel.tensor_parallel import split_decoder
 from example_trainer.process import StopSignal
+from example_trainer.resuming import Start
 from example_trainer.rollout_client import Registration, RolloutClient
+from example_trainer.runs import PREFIX
 
 DecoderMaker = Callable[[Geometry, torch.dtype, torch.device], Decoder]
 
@@ -169,12 +171,13 @@ def make_metrics(config: TrainerConfig, first_step: int, exporter: MetricsServer
     return MetricsLog(config.log_dir, config.shareable, first_step, wandb, exporter)
 
 
-def make_checkpoints(config: TrainerConfig, model: Decoder, last: int | None, ranks: Ranks) -> Checkpoints:
+def make_checkpoints(config: TrainerConfig, model: Decoder, start: Start, ranks: Ranks) -> Checkpoints:
     """Where the run saves: `step_N/`, or `adapter_step_N/` in PEFT's format."""
+    last = start.saved.step if start.saved else None
     if not config.lora:
-        return Checkpoints(config.save_path, config.keep_optimizer_states, last, ranks)
+        return Checkpoints(config.save_path, start.run, config.keep_optimizer_states, last, ranks)
     writer = AdapterWriter(model, config.lora, base_model_name(config.model_name))
-    return AdapterCheckpoints(config.save_path, config.keep_optimizer_states, last, writer)
+    return AdapterCheckpoints(config.save_path, start.run, config.keep_optimizer_states, last, writer)
 
 
 def make_optimizer(config: TrainerConfig, model: Decoder) -> MasterAdamW:
@@ -193,8 +196,8 @@ def make_optimizer(config: TrainerConfig, model: Decoder) -> MasterAdamW:
     )
 
 
-def registration(config: TrainerConfig, starting_step: int) -> Registration:
-    """What the rollout service is told."""
+def registration(config: TrainerConfig, starting_step: int, weight_epoch: int = 0) -> Registration:
+    """What the rollout service is told. `weight_epoch` names this trainer's weights; see weight_age."""
     project, group = config.wandb_names
     return Registration(
         wandb_group=group,
@@ -207,4 +210,5 @@ def registration(config: TrainerConfig, starting_step: int) -> Registration:
         num_steps=config.training_steps,
         max_staleness=config.oldest_rollouts,
         model=config.model_name,
+        weight_epoch=weight_epoch,
     )

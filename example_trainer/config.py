@@ -81,6 +81,13 @@ class TrainerConfig(BaseModel):
     batch_timeout: float = Field(1800.0, gt=0, description="seconds to wait for one batch of rollouts")
     max_staleness: int | None = Field(None, ge=0, description="oldest rollouts to train on, in weight versions; not given: any")
 
+    max_skipped_batches: int = Field(
+        3, ge=0, description="batches in a row that may hold nothing to train on or run out of memory; one more ends the run"
+    )
+    skip_nonfinite: int = Field(
+        0, ge=0, description="batches in a row whose gradient may be NaN or infinite and is left out; one more ends the run"
+    )
+
     # Training
     training_steps: int = Field(10, ge=1, description="optimizer steps in all, those before a resume included")
     batch_size: int = Field(2, ge=1, description="micro-batch: sequences in one forward and backward pass")
@@ -123,7 +130,9 @@ class TrainerConfig(BaseModel):
     save_path: Path = Field(Path("trained_model_checkpoints"), description="folder of the checkpoints")
     checkpoint_interval: int = Field(10, ge=0, description="steps between checkpoints; 0: only after the last one")
     keep_optimizer_states: int = Field(1, ge=0, description="newest checkpoints that keep their optimizer state; 0: all do")
-    resume: str | None = Field(None, description="auto (newest checkpoint in save-path, if any) or a step_N folder")
+    resume: str | None = Field(
+        None, description="auto (the newest run in save-path, from its newest checkpoint; else anew) or a step_N folder"
+    )
     log_dir: Path = Field(Path("runs/grpo"), description="folder of metrics.jsonl and the TensorBoard logs")
     metrics_port: int = Field(0, ge=0, le=65535, description="serve the figures of the last step to Prometheus; 0: do not")
     use_wandb: bool = Field(False, description="log to Weights & Biases as well")
@@ -214,6 +223,11 @@ class TrainerConfig(BaseModel):
         """Whether vLLM is restarted on the weights of optimizer step `step`; not after the last one, when it is stopped."""
         interval = self.vllm_restart_interval
         return interval is not None and 0 < step < self.training_steps and step % interval == 0
+
+    def saves_at(self, step: int) -> bool:
+        """Whether a checkpoint of optimizer step `step` is due: at each interval, and at the end."""
+        interval = self.checkpoint_interval
+        return step == self.training_steps or bool(interval and step % interval == 0)
 
     @property
     def sequences_per_step(self) -> int:

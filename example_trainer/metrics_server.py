@@ -35,6 +35,7 @@ GAUGES = {
 COUNTERS = {
     "tokens": ("tokens", "Tokens trained on since this process began"),
     "sequences": ("sequences", "Sequences trained on since this process began"),
+    "batches_skipped": ("batches_skipped", "Batches that could not be trained on since this process began"),
     "bytes_moved": ("weight_bytes_sent", "Bytes of weights sent to the inference server since this process began"),
 }
 _PREFIX = "lockstep_trainer_"

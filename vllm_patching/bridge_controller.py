@@ -136,6 +136,7 @@ class BridgeController:
         key: str = "",
         transfer: str = "auto",
         events: Sequence[str] = (),
+        weight_epoch: int = 0,
     ) -> dict[str, Any]:
         """A trainer joins: compare the layouts, begin an epoch, and have the workers meet it.
 

@@ -24,13 +24,16 @@ from vllm_patching.shared_memory import gpu_uuid
 logger = logging.getLogger(__name__)
 
 
-def make_bridge(config: TrainerConfig, stop: StopSignal | None = None, ranks: Ranks | None = None) -> WeightBridge:
+def make_bridge(
+    config: TrainerConfig, stop: StopSignal | None = None, ranks: Ranks | None = None, weight_epoch: int = 0
+) -> WeightBridge:
     """The bridge for --weight-bridge-mode, --use-shared-memory and --single-copy; connects to nothing but to choose.
 
     Args:
         config: the options.
         stop: told by a bridge that runs something in the background when training cannot go on, and heeded while it waits.
         ranks: the trainer's processes, if it has several. Collective.
+        weight_epoch: of the weights that this trainer will hand over; see weight_age.
 
     Raises:
         BridgeError: the mode cannot work here.
@@ -55,7 +58,7 @@ def make_bridge(config: TrainerConfig, stop: StopSignal | None = None, ranks: Ra
         )
     sleep = time.sleep if stop is None else stop.wait
     servers = [
-        BridgeServer(host, port, config.bridge_timeout, config.vllm_api_key, config.service_timeout, sleep)
+        BridgeServer(host, port, config.bridge_timeout, config.vllm_api_key, config.service_timeout, sleep, weight_epoch)
         for host, port in config.vllm_addresses
     ]
     single = config.single_copy

@@ -35,6 +35,7 @@ class BridgeServer:
         api_key: str | None = None,
         startup_timeout: float | None = None,
         sleep: Callable[[float], None] = time.sleep,
+        weight_epoch: int = 0,
     ) -> None:
         """
         Args:
@@ -43,11 +44,12 @@ class BridgeServer:
             api_key: bearer token, if the server asks for one.
             startup_timeout: seconds for the server to be there at first, and to come back; by default the same as `timeout`.
             sleep: how to wait between two questions; may raise to end the wait.
+            weight_epoch: names this trainer's weights.
         """
         self.url = f"http://{host}:{port}"
         self.timeout = timeout
         self._startup_timeout = timeout if startup_timeout is None else startup_timeout
-        self._sleep = sleep
+        self._sleep, self._weight_epoch = sleep, weight_epoch
         self._instance: str | None = None
         self._said_away = False
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -113,6 +115,7 @@ class BridgeServer:
             "master_port": master_port,
             "key": key,
             "transfer": transfer,
+            "weight_epoch": self._weight_epoch,
             "events": list(events),
             "parameters": shapes,
         }

@@ -359,7 +359,7 @@ def test_training_serves_each_step_and_saves_what_peft_loads(
     text = trainer(3)
     assert "equal on both sides, bit for bit" in text
     saved = tmp_path / "trained_model_checkpoints"
-    assert [path.name for path in sorted(saved.iterdir())] == ["adapter_step_3", "serving"]
+    assert [path.name for path in sorted(saved.iterdir())] == ["adapter_run.json", "adapter_step_3", "serving"]
     served = Path(status(lora_server)["current"]["path"])
     assert [path for path in (saved / "serving").iterdir()] == [served]
     assert (status(lora_server)["current"]["version"], status(lora_server)["current"]["rank"]) == (3, 16)

@@ -97,7 +97,7 @@ def test_sigterm_ends_every_rank_at_the_same_step_and_keeps_it(make_run: Callabl
     lines = trainer.log_path.read_text().splitlines()
     assert sum(line.endswith("Stopped by SIGTERM") for line in lines) == 1, "rank 0 says so; the others log no information"
     assert not any(line.startswith("ERROR ") for line in lines)
-    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step_2"]
+    assert run.saved() == ["step_2"]
     assert run.saved(2, "trainer_state/optimizer.safetensors").is_file()
 
 
@@ -112,7 +112,7 @@ def test_what_rank_0_finds_wrong_ends_every_rank_with_one_line(make_run: Callabl
     assert len(errors) == 2
     assert all("did not answer GET /batch for 2 s (--service-timeout)" in line for line in errors)
     assert sum("[rank 1] waiting for a batch failed on rank 0: " in line for line in errors) == 1
-    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step_1"]
+    assert run.saved() == ["step_1"]
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_every_rank_with_one_line(make_run: Callable[[str], ParallelRun]) -> None:
