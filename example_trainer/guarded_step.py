@@ -11,7 +11,7 @@ from example_trainer.config import TrainerConfig
 from example_trainer.data import Batch
 from example_trainer.deterministic.decoder import DeterministicDecoder
 from example_trainer.deterministic.parity import ParityCheck
-from example_trainer.errors import OutOfMemoryError, RankError
+from example_trainer.errors import NonFiniteError, OutOfMemoryError, RankError
 from example_trainer.models import Decoder
 from example_trainer.optimizer import MasterAdamW, StepReport
 from example_trainer.parallel.ranks import Ranks, first_line
@@ -35,8 +35,8 @@ def guarded_step(
 ) -> tuple[StepSums, StepReport]:
     """The batch's gradient and the step along it. Collective.
 
-    After an error the gradients are gone, and `optimizer.sound` says, alike on every rank, whether the weights are still those
-    of before.
+    After the first two errors the gradients are gone, and `optimizer.sound` says, alike on every rank, whether the weights are
+    still those of before.
 
     Raises:
         OutOfMemoryError: memory ran out, and every rank knows; what the batch took is free again.
@@ -51,7 +51,11 @@ def guarded_step(
         sums = accumulate_gradients(model, optimizer, batch, config, stop, reference, parity)
         return sums, optimizer.step()
 
-    done, told = _attempt(work)
+    try:
+        done, told = _attempt(work)
+    except NonFiniteError:
+        _discard(model, optimizer)
+        raise
     if ranks.world_size > 1:
         told = _agree(ranks, optimizer, told)
     if told is None:

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from scripts.quickstart.processes import ManagedProcess
 from tests.conftest import ROOT, Processes
@@ -23,27 +23,6 @@ pytestmark = pytest.mark.e2e
 
 STEPS = 5
 SEQUENCES = 4
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small checkpoint with random weights."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-    )
-    folder = tmp_path_factory.mktemp("model")
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    (folder / "tokenizer.json").write_text("{}")
-    return folder
 
 
 def made_up_group(number: int) -> dict[str, Any]:

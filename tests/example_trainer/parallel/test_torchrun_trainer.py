@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from scripts.quickstart.processes import ManagedProcess
 from tests.conftest import ROOT, Processes
-from tests.example_trainer.test_grpo import Run, model  # noqa: F401 - a fixture
+from tests.example_trainer.test_grpo import Run
 
 pytestmark = pytest.mark.e2e
 
@@ -48,7 +48,7 @@ def worker(trainer: ManagedProcess, rank: int) -> psutil.Process:
 def make_run(
     processes: Processes,
     free_port: Callable[[], int],
-    model: Path,  # noqa: F811
+    model: Path,
     tmp_path: Path,
 ) -> Callable[[str], ParallelRun]:
     def make(name: str) -> ParallelRun:
