@@ -118,8 +118,11 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
                         raise
                     skipped.skip(error)
                     client.acknowledge(optimizer.steps, skipped=str(error))
-                    if ranks.world_size > 1 and isinstance(error, OutOfMemoryError):
-                        raise  # FSDP2 was left in the middle of a layer; the next start goes on behind this batch
+                    if ranks.world_size > 1 and isinstance(error, OutOfMemoryError):  # FSDP2 stands in the middle of a layer
+                        raise OutOfMemoryError(
+                            f"{error}; several ranks cannot go on from here: start again with --resume auto, which goes on "
+                            "behind this batch"
+                        ) from error
                     continue
                 trained = client.lease
                 computed = time.perf_counter()

@@ -17,6 +17,7 @@ from example_trainer import rollout_client
 from example_trainer.errors import RolloutServiceError
 from example_trainer.process import StopRequested, StopSignal
 from example_trainer.rollout_client import Registration, RolloutClient
+from example_trainer.runs import TrainedBatch
 from tests.conftest import Processes
 
 REGISTRATION = Registration(
@@ -216,6 +217,7 @@ def test_the_original_wire_without_leases_works(scripted: MakeServer, client_of:
         "num_steps": 10,
         "max_staleness": None,
         "model": None,
+        "weight_epoch": 0,
         "ack_batches": True,
     }
 
@@ -236,6 +238,58 @@ def test_a_broken_connection_and_a_failing_server_are_tried_again(scripted: Make
     assert polls == ["/batch?uuid=1"] * 4 + ["/batch?uuid=1&received=8"]
     acks = [body for path, body in server.seen if path == "/batch/ack"]
     assert acks == [{"batch_id": 8, "weight_version": 4, "uuid": 1}] * 2
+
+
+def test_a_batch_that_nothing_was_learned_from_is_acknowledged_with_the_reason(
+    scripted: MakeServer, client_of: MakeClient
+) -> None:
+    server = scripted({"/batch": [{"batch": [group(5)], "batch_id": 8}], "/batch/ack": [{}]})
+    client = client_of(server.url)
+    client.register(REGISTRATION)
+    client.next_batch()
+    assert client.lease == TrainedBatch(8, 1)
+    client.acknowledge(4, skipped="x" * 5000)
+    assert client.lease is None
+    assert server.seen[-1] == ("/batch/ack", {"batch_id": 8, "weight_version": 4, "uuid": 1, "skipped": "x" * 1000})
+
+
+def test_an_earlier_trainers_batch_is_acknowledged_in_its_name_and_before_registering(
+    scripted: MakeServer, client_of: MakeClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = scripted({"/batch/ack": [None, 500, {}, 409]})
+    client = client_of(server.url)
+    client.settle(TrainedBatch(8, 77), 4)
+    assert server.seen == [("/batch/ack", {"batch_id": 8, "weight_version": 4, "uuid": 77})] * 3
+    client.settle(TrainedBatch(8, 77), 4)
+    assert "Batch 8 could not be acknowledged" in caplog.text
+    client.settle(TrainedBatch(9, None), 4)
+    assert len(server.seen) == 4, "a number alone may be another service's"
+
+
+def test_the_end_of_a_run_is_told_under_its_registration(scripted: MakeServer, client_of: MakeClient) -> None:
+    server = scripted({"/run/end": [None, {}]})
+    client = client_of(server.url)
+    client.register(REGISTRATION)
+    client.end_run()
+    assert server.seen[1:] == [("/run/end", {"uuid": 1})] * 2
+    client.end_run(77)
+    assert server.seen[-1] == ("/run/end", {"uuid": 77})
+
+
+def test_a_finished_run_does_not_fail_for_the_services_sake(
+    scripted: MakeServer,
+    client_of: MakeClient,
+    free_port: Callable[[], int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    client_of(scripted({"/run/end": [404]}).url).end_run()
+    assert "takes no end of the run: " in caplog.text
+    monkeypatch.setattr(rollout_client, "_END_SECONDS", 0.2)
+    client_of(f"http://127.0.0.1:{free_port()}").end_run()
+    assert "was not told that the run has ended: the rollout service at" in caplog.text
+    assert "did not answer POST /run/end for 0 s" in caplog.text
 
 
 def test_registering_again_says_how_far_training_is(scripted: MakeServer, client_of: MakeClient) -> None:
