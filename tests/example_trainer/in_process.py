@@ -57,9 +57,10 @@ class Trainers:
         for number in numbers:
             httpx.post(f"{self.url}/scored_data", json=made_up_group(number), timeout=30).raise_for_status()
 
-    def queued(self) -> int:
-        """Groups that the service holds for later batches."""
-        return int(httpx.get(f"{self.url}/status", timeout=30).json()["queue_size"])
+    def stats(self) -> dict[str, Any]:
+        """What the service says of itself."""
+        answer: dict[str, Any] = httpx.get(f"{self.url}/stats", timeout=30).json()
+        return answer
 
     def train(self, *options: str, point: str = "", passes: int = 1) -> bool:
         """Run one trainer, to its end or until it has passed a point so many times. Returns whether it came to its end."""

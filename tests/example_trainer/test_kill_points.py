@@ -14,7 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from example_trainer.rollout_client import RolloutClient
+from example_trainer.errors import RolloutServiceError
+from example_trainer.weight_age import Life
 from example_trainer.weight_bridge.base import NoBridge
 from tests.example_trainer.in_process import STEPS, Trainers
 
@@ -37,7 +38,7 @@ def test_with_a_checkpoint_for_each_step_no_batch_is_lost_or_trained_on_twice(tr
         assert not trainers.train(*each, point=point, passes=3 if point == "synced" else 2)
     assert trainers.train(*each, "--resume", "auto")
     assert trainers.line == list(range(STEPS))
-    assert trainers.queued() == 0
+    assert trainers.stats()["queue"]["groups"] == 0
 
 
 def test_a_batch_that_is_in_the_checkpoint_is_not_trained_on_by_a_resume_with_another_batch_size(trainers: Trainers) -> None:
@@ -109,20 +110,29 @@ def test_however_trainers_die_no_weights_learn_from_a_batch_twice_and_few_are_lo
         assert all(saved.batch is not None for saved in trainers.saved().values())
 
 
-def test_a_finished_run_says_so_and_ends_with_status_0(
-    trainers: Trainers, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(RolloutClient, "end_run", lambda client, uuid=None: ended.append((uuid,)))
+def test_a_finished_run_says_so_and_ends_with_status_0(trainers: Trainers, caplog: pytest.LogCaptureFixture) -> None:
     trainers.post(*range(STEPS))
-    assert trainers.train()
+    assert not trainers.train(point="ending")
     (saved,) = trainers.saved().values()
-    assert ended == [(None,)]
+    assert not trainers.stats()["run_ended"]
     caplog.set_level("INFO")
     assert trainers.train("--resume", "auto")
+    assert trainers.stats()["run_ended"], "whoever came to the end died before it said so"
     assert f"Nothing to do: {saved.run} of {trainers.model} has done {STEPS} of {STEPS} steps ({saved.path})" in caplog.text
-    assert saved.batch is not None
-    assert ended == [(None,), (saved.batch.uuid,)], "whoever ended the run may have died before it said so"
+    assert trainers.train("--resume", "auto", "--training-steps", str(STEPS)), "as often as anybody asks"
+
+
+def test_a_run_that_stops_has_not_ended_and_each_life_has_its_epoch(trainers: Trainers) -> None:
+    trainers.post(*range(STEPS))
+    assert not trainers.train("--checkpoint-interval", "1", point="acknowledged", passes=2)
+    first = trainers.saved()[2].run
+    assert trainers.stats()["weight_epoch"] == first.epoch > 0
+    with pytest.raises(RolloutServiceError, match="no batch came"):
+        trainers.train("--resume", "auto", "--training-steps", "9", "--batch-timeout", "0.1")
+    assert not trainers.stats()["run_ended"]
+    second = trainers.saved()[STEPS].run
+    assert second.lives == (*first.lives, Life(second.epoch, 2))
+    assert trainers.stats()["weight_epoch"] == second.epoch > first.epoch
 
 
 def test_a_fresh_run_in_a_used_folder_is_the_one_that_auto_continues(trainers: Trainers) -> None:

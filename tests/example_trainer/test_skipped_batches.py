@@ -43,6 +43,7 @@ def test_a_batch_without_anything_to_train_on_is_left_out(trainers: Trainers, ca
     assert all("holds nothing to train on: group 0: tokens[0] holds 61" in reason for reason in trainers.skipped)
     assert "Skipping a batch (2 of 3 in a row, --max-skipped-batches): " in caplog.text
     assert [row["batches_skipped"] for row in trainers.rows()] == [0, 2, 0, 0]
+    assert trainers.stats()["batches_skipped"] == 2
 
 
 def test_too_many_in_a_row_end_the_run_with_what_was_learned(trainers: Trainers) -> None:
