@@ -92,7 +92,7 @@ class TrainerConfig(BaseModel):
     training_steps: int = Field(10, ge=1, description="optimizer steps in all, those before a resume included")
     batch_size: int = Field(2, ge=1, description="micro-batch: sequences in one forward and backward pass")
     gradient_accumulation_steps: int = Field(32, ge=1, description="micro-batches per optimizer step")
-    lr: float = Field(1e-5, ge=0, description="learning rate")
+    lr: float = Field(1e-5, ge=0, allow_inf_nan=False, description="learning rate")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="course of the learning rate")
     warmup_steps: int = Field(0, ge=0, description="steps over which the learning rate rises")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW: decay of the first moment")
