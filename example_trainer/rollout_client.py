@@ -16,6 +16,7 @@ import httpx
 from httpx import codes
 
 from example_trainer.errors import RolloutServiceError
+from example_trainer.http_client import direct_client
 from example_trainer.process import StopSignal
 from example_trainer.runs import TrainedBatch
 
@@ -98,8 +99,7 @@ class RolloutClient:
         self.stop, self.service_timeout, self.batch_timeout = stop, service_timeout, batch_timeout
         self.lease: TrainedBatch | None = None
         """The batch that `next_batch` gave last, until it is acknowledged; None if the service leases none."""
-        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=_REQUEST_SECONDS)
+        self._http = direct_client(self.url, _REQUEST_SECONDS, api_key)
         self._registration: Registration | None = None
         self._version = 0
         self._query: dict[str, int] = {}

@@ -21,6 +21,8 @@ from scripts.quickstart.readiness import Probe, http_probe, wait_until  # noqa: 
 # Two threads at most: the machine that the suite must pass on has two cores, and several processes share them.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# What the tests themselves ask their servers goes through no proxy.
+os.environ["NO_PROXY"] = os.environ["no_proxy"] = "localhost,127.0.0.1"
 
 
 class Processes:

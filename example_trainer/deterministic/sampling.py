@@ -11,6 +11,7 @@ import httpx
 from example_trainer.data import NOT_TRAINED
 from example_trainer.deterministic.problems import Problem
 from example_trainer.errors import ModelError, RolloutServiceError
+from example_trainer.http_client import direct_client
 
 _SECONDS = 600.0
 """One group may take this long."""
@@ -40,7 +41,7 @@ class Sampler:
         if not self._tokenizer.chat_template:
             raise ModelError(f"the tokenizer in {folder} has no chat template; give an instruction-tuned model")
         self._group_size, self._max_tokens, self._next_seed = group_size, max_tokens, seed << 32
-        self._client = httpx.Client(base_url=url, timeout=_SECONDS, trust_env=False)
+        self._client = direct_client(url, _SECONDS)
 
     def groups(self, problems: Sequence[Problem]) -> list[dict[str, Any]]:
         """One scored group for each problem, in their order, as the rollout service would hand them over.

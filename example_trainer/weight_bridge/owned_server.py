@@ -17,6 +17,7 @@ from pathlib import Path
 
 import httpx
 
+from example_trainer.http_client import direct_client
 from example_trainer.weight_bridge.base import BridgeError
 from scripts.quickstart.ports import is_free
 from scripts.quickstart.processes import ManagedProcess
@@ -87,8 +88,7 @@ class OwnedServer:
             self._environment["CUDA_VISIBLE_DEVICES"] = gpus
         if api_key:
             self._environment["VLLM_API_KEY"] = api_key
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=5, trust_env=False)
+        self._client = direct_client(self.url, 5.0, api_key)
         self._process: ManagedProcess | None = None
         self.served: Served | None = None
 
