@@ -251,6 +251,7 @@ async def verify_deterministic(engine: Any, logger: Any) -> dict[str, Any]:
 def build_service(args: argparse.Namespace, module: Any, shared: bool) -> None:
     """Hook our routes and the bridge into vLLM's server."""
     from vllm_patching import compat
+    from vllm_patching.bridge_config import ConfigFileError
     from vllm_patching.bridge_controller import BridgeController
     from vllm_patching.bridge_metrics import attach_metrics
     from vllm_patching.generate import Generator
@@ -277,9 +278,13 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool) -> None:
         if shared:
             directory = Path(os.environ.get("LOGDIR", "."))
             keep = args.inflight_cache == "keep"
-            bridge = BridgeController(engine, args.model, args.dtype, args.bridge_timeout, directory, spans, keep)
+            bridge = BridgeController(engine, args.model, args.dtype, args.bridge_timeout, directory, spans, keep, args.port)
             bridge.state.weight_version = args.weight_version
-            await bridge.start()
+            try:
+                await bridge.start()
+            except ConfigFileError as error:
+                await bridge.stop()
+                fail(str(error))
             service.bridge = bridge
         elif not args.enable_lora:
             logger.warning("[vLLM Patch] %s", NOT_SHARED)

@@ -29,7 +29,8 @@ SETTLE_SECONDS = 1.5
 KEEPER_MARGIN_SECONDS = 20.0
 """What a keeper may need on top of the grace period to end what the command left behind."""
 STOP_ORDER = ("environment", "trainer", "vllm", "service")
-BRIDGE_CONFIG = "vllm_bridge_config.json"
+BRIDGE_CONFIG, BRIDGE_CONFIGS = "vllm_bridge_config.json", "vllm_bridge_config*.json"
+"""What a vLLM server publishes in its LOGDIR, and the names that several of them have there."""
 LOCK = ".stack-lock"
 
 Say = Callable[[str], None]
@@ -110,11 +111,12 @@ class Starter:
                     self.say(f"{part}: the last one (process {record.keeper.pid}) was killed; its record is removed")
                 kill_leftovers(record, self.say)
                 self.records.remove(part)
-        config = self.options.run / BRIDGE_CONFIG
         # While a trainer lives, the file tells the next server that it must wait for that trainer's weights.
-        if config.exists() and self.records.read("vllm") is None and self.records.read("trainer") is None:
-            self.say(f"removed {config} of a vLLM server that was killed")
-            config.unlink()
+        if self.records.read("vllm") is None and self.records.read("trainer") is None:
+            for config in sorted(self.options.run.glob(BRIDGE_CONFIGS)):
+                if not is_locked(config):
+                    self.say(f"removed {config} of a vLLM server that was killed")
+                    config.unlink()
 
     def refuse_ports(self) -> None:
         taken = {number: flag for number, flag in self.stack.ports().items() if not is_free(number)}
@@ -254,6 +256,16 @@ def stop(record: Record, records: Records, say: Say) -> bool:
     kill_leftovers(record, say)
     records.remove(record.part)
     return True
+
+
+def is_locked(file: Path) -> bool:
+    """Whether a living process holds a lock on a file, as a vLLM server does on its own."""
+    with file.open() as opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def gone(identity: Identity, seconds: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -155,7 +156,13 @@ def test_a_part_that_ignores_sigterm_is_killed_after_its_grace_period(run: Run) 
 def test_after_kill_minus_9_of_everything_the_next_start_copes(run: Run) -> None:
     """Everything that the usual pkill pattern finds; what it does not find, as vLLM's engine, lives on and holds its memory."""
     run.start()
-    (run.folder / "vllm_bridge_config.json").write_text("{}")
+    left = [run.folder / "vllm_bridge_config.json", run.folder / "vllm_bridge_config-9002.json"]
+    for config in left:
+        config.write_text("{}")
+    by_hand = run.folder / "vllm_bridge_config-9003.json"
+    by_hand.write_text("{}")
+    living = by_hand.open()
+    fcntl.flock(living, fcntl.LOCK_EX)
     pids = [pid for family in run.pids().values() for pid in family]
     orphan = int((run.folder / "vllm.log").read_text().split()[1])
     assert orphan in pids
@@ -168,7 +175,9 @@ def test_after_kill_minus_9_of_everything_the_next_start_copes(run: Run) -> None
     run.start("service")
     assert f"vllm: killed process {orphan}, which had outlived it" in run.text()
     assert "trainer: the last one (process" in run.text()
-    assert not (run.folder / "vllm_bridge_config.json").exists()
+    assert not any(config.exists() for config in left)
+    assert by_hand.exists(), "its server lives"
+    living.close()
     eventually(lambda: alive([orphan]) == [], "the orphan lives on")
     assert run.states() == {"service": "up"}
 
