@@ -259,7 +259,8 @@ def adapter_manager(worker: Any) -> Any:
         UnsupportedVllm: it is not where the supported versions have it.
     """
     manager = getattr(getattr(worker.model_runner, "lora_manager", None), "_adapter_manager", None)
-    if not all(hasattr(manager, seam) for seam in ("add_adapter", "activate_adapter", "lora_index_to_id", "capacity")):
+    seams = ("add_adapter", "activate_adapter", "remove_adapter", "list_adapters", "lora_index_to_id", "capacity")
+    if not all(hasattr(manager, seam) for seam in seams):
         raise UnsupportedVllm(_seam_missing("model_runner.lora_manager._adapter_manager"))
     return manager
 
