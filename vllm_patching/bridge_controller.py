@@ -166,6 +166,8 @@ class BridgeController:
             if mode == "broadcast":
                 direct = chosen == "direct"
                 await self._ranks.call("lockstep_join", master_addr, master_port, key, epoch, backend, self.timeout, direct)
+            else:
+                await self._ranks.call("lockstep_leave")
             refusals = await self._ranks.call("lockstep_follow", list(events) if mode == "single_copy" else [])
             try:
                 self._write_config()
