@@ -234,7 +234,7 @@ class WeightUpdater:
     def _drop_staging(self) -> None:
         had, self.staging, self._targets, self._sums = self.staging is not None, None, (), None
         if had and self._stream is not None:
-            # PyTorch would keep the memory for itself: to vLLM it would not look free, and a trainer beside it could not have it.
+            # PyTorch would keep the memory: to vLLM it would not look free, and a trainer beside it could not have it.
             self._stream.synchronize()
             torch.cuda.empty_cache()
 

@@ -97,7 +97,7 @@ class LockstepWorkerExtension:
         self._lockstep_updater.join(rendezvous, direct)
 
     def lockstep_leave(self) -> None:
-        """Have the updater thread leave its trainer and give its staging buffer back: the next one writes the weights itself."""
+        """Have the updater thread leave its trainer and give its staging buffer back: the next one writes by itself."""
         self._lockstep_updater.leave()
         self._lockstep_updater.wait(LEAVE_SECONDS)
 

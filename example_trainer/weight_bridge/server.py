@@ -131,8 +131,8 @@ class BridgeServer:
         return answer
 
     def require_same(self, instance: str, what: str) -> None:
-        """Raise BridgeError unless `instance` is that of the server which has answered /bridge/info last."""
-        if instance != self._instance:
+        """Raise BridgeError unless `instance` is that of the server which has answered /bridge/info last, if one has."""
+        if self._instance not in (None, instance):
             raise BridgeError(
                 f"{what} is instance {instance}, and {self.url} was instance {self._instance} when asked for its layout: "
                 "it was restarted meanwhile, or another server is mixed up with it; start the trainer again with --resume auto"
