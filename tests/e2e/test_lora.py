@@ -372,7 +372,7 @@ def test_training_serves_each_step_and_saves_what_peft_loads(
         command += ["--batch-size", "4", "--gradient-accumulation-steps", "1", "--seq-len", "64", "--num-threads", "1"]
         process = processes.start("trainer", [*command, *options], directory=tmp_path, may_finish=True)
         for number in range(steps):
-            httpx.post(f"{api}/scored_data", json=made_up_group(number)).raise_for_status()
+            httpx.post(f"{api}/scored_data", json=made_up_group(number), timeout=60).raise_for_status()
         return processes.finish(process, seconds=120)
 
     text = trainer(3)

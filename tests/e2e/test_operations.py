@@ -80,7 +80,8 @@ def test_the_stack_is_started_watched_killed_and_cleaned_up(operations: Operatio
     assert "param_mappings" in (operations.folder / "vllm_bridge_config.json").read_text()
     assert re.search(r"trainer     \| .*Step \d+/1000", operations.type("logs", "--no-follow", "trainer").stdout)
     shown = httpx.get(f"http://localhost:{operations.ports['METRICS']}/metrics", timeout=10, trust_env=False).text
-    assert re.search(r"^lockstep_trainer_step [2-9]", shown, re.MULTILINE)
+    (step,) = re.findall(r"^lockstep_trainer_step (\S+)", shown, re.MULTILINE)
+    assert float(step) >= 2
 
     twice = operations.type("start")
     assert twice.returncode == 1
@@ -93,7 +94,7 @@ def test_the_stack_is_started_watched_killed_and_cleaned_up(operations: Operatio
     for pid in set(pids) - set(spared):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    eventually(lambda: not any(row["pid"] for row in operations.status()["rows"]), lambda: "not all ended", seconds=30)
+    eventually(lambda: not any(row["pid"] for row in operations.status()["rows"]), lambda: "not all ended", seconds=120)
     down = operations.type("status")
     assert down.returncode == 1
     assert down.stdout.count("was killed, or the machine was restarted") == 4

@@ -50,7 +50,7 @@ class Run:
 
     def post(self, *numbers: int) -> None:
         for number in numbers:
-            httpx.post(f"{self.url}/scored_data", json=made_up_group(number)).raise_for_status()
+            httpx.post(f"{self.url}/scored_data", json=made_up_group(number), timeout=60).raise_for_status()
 
     def trainer(self, *options: str) -> ManagedProcess:
         command = [sys.executable, "-u", str(ROOT / "example_trainer" / "grpo.py"), "--model-name", str(self.model)]
@@ -152,7 +152,7 @@ def test_groups_that_cannot_be_trained_on_end_the_trainer_with_one_line(make_run
     run = make_run("run")
     group = made_up_group(0)
     group["tokens"][0][-1] = group["masks"][0][-1] = 61  # as if another model's tokenizer had been used
-    httpx.post(f"{run.url}/scored_data", json=group).raise_for_status()
+    httpx.post(f"{run.url}/scored_data", json=group, timeout=60).raise_for_status()
     trainer = run.trainer(*BATCH, "--max-skipped-batches", "0")
     last = run.failed(trainer)[-1]
     assert last.startswith("ERROR ")

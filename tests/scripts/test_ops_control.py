@@ -147,6 +147,7 @@ def test_ports_that_are_taken_are_all_named(run: Run) -> None:
 
 def test_a_part_that_ignores_sigterm_is_killed_after_its_grace_period(run: Run) -> None:
     run.start("trainer", trainer_code=STUBBORN)
+    eventually(lambda: "sleeping" in (run.folder / "trainer.log").read_text(), "it does not ignore the signal yet")
     pids = run.pids()["trainer"]
     assert run.stop()
     assert "trainer      had to be killed" in run.text()
@@ -273,7 +274,7 @@ def test_a_server_that_the_trainer_owns_ends_with_the_trainer_and_not_before(run
     code = OWNS_A_SERVER.replace("sys.argv[1]", repr(str(run.folder / "trainer" / "vllm.log")))
     run.start("service", "trainer", "environment", trainer_code=code)
     log = run.folder / "trainer.log"
-    eventually(lambda: "server" in log.read_text(), "the server was not started")
+    eventually(lambda: log.read_text().endswith("\n"), "the server was not started")
     server = int(log.read_text().split()[1])
     run.stop("environment")
     run.stop("service")
