@@ -28,7 +28,7 @@ from typing import Any
 from bench.gpu.machine import describe
 from bench.gpu.runs import Results
 from bench.gpu.summary import table
-from scripts.quickstart.processes import QuickstartError, Supervisor
+from lockstep_processes.processes import ProcessError, Supervisor
 
 MODES = {"on": "--batch-invariant", "off": "--no-batch-invariant"}
 KEPT = ("reward_mean", "entropy", "response_length_mean", "grad_norm", "mismatched_tokens", "compared_tokens", "parity_kl")
@@ -47,7 +47,7 @@ def run(mode: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
         process = supervisor.start(f"{mode} {seed}", command, folder / "run.log", grace=30.0, may_finish=True)
         try:
             process.wait(args.run_timeout)
-        except QuickstartError as error:
+        except ProcessError as error:
             failure = " | ".join(line.strip() for line in str(error).splitlines())[:1000]
     seconds, last = round(time.monotonic() - begun, 1), " ".join(process.tail(1))[:500]
     result: dict[str, Any] = {"mode": mode, "seed": seed, "seconds": seconds, "failed": failure, "last_line": last}

@@ -42,9 +42,9 @@ from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal, run
 from example_trainer.step import accumulate_gradients
 from example_trainer.weight_bridge.factory import make_bridge
-from scripts.quickstart.ports import PortReservations
-from scripts.quickstart.processes import QuickstartError, Supervisor
-from scripts.quickstart.readiness import http_probe, wait_until
+from lockstep_processes.ports import PortReservations
+from lockstep_processes.processes import ProcessError, Supervisor
+from lockstep_processes.readiness import http_probe, wait_until
 
 logger = logging.getLogger("example_trainer.simple_rl")
 ROOT = Path(__file__).resolve().parents[1]
@@ -125,7 +125,7 @@ def start_vllm(supervisor: Supervisor, options: argparse.Namespace, device: torc
         supervisor.start("the vLLM server", command, log, variables, grace=20.0)
         probe = http_probe(f"http://127.0.0.1:{port}/health_generate")
         seconds = wait_until("the vLLM server", probe, START_SECONDS, check=supervisor.check)
-    except (QuickstartError, OSError) as error:
+    except (ProcessError, OSError) as error:
         raise TrainerError(" | ".join(line.strip() for line in str(error).splitlines())) from error
     logger.info("vLLM is ready after %.0f s", seconds)
 

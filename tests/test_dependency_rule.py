@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import ast
+import sys
+import tomllib
 from collections import deque
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("atroposlib", "environments", "example_trainer", "vllm_patching", "scripts")
+PACKAGED = ("atroposlib", "environments", "example_trainer", "lockstep_processes", "vllm_patching")
+"""What a wheel holds."""
+PACKAGES = (*PACKAGED, "scripts")
+UNPACKAGED = ("scripts", "bench", "tests")
 
 NEVER = {
-    "atroposlib": ("torch", "vllm", "example_trainer", "vllm_patching", "environments"),
-    "environments": ("torch", "vllm", "example_trainer", "vllm_patching"),
-    "vllm_patching": ("example_trainer", "atroposlib", "environments"),
-    "example_trainer": ("atroposlib.api", "atroposlib.cli", "environments"),
+    "atroposlib": ("torch", "vllm", "example_trainer", "vllm_patching", "environments", *UNPACKAGED),
+    "environments": ("torch", "vllm", "example_trainer", "vllm_patching", *UNPACKAGED),
+    "vllm_patching": ("example_trainer", "atroposlib", "environments", *UNPACKAGED),
+    "example_trainer": ("atroposlib.api", "atroposlib.cli", "environments", *UNPACKAGED),
+    "lockstep_processes": ("torch", "vllm", "example_trainer", "vllm_patching", "atroposlib", "environments", *UNPACKAGED),
     "scripts.ops": ("torch", "vllm", "example_trainer", "vllm_patching"),
     "scripts.quickstart": ("torch", "vllm", "example_trainer", "vllm_patching", "atroposlib"),
 }
@@ -83,6 +89,20 @@ def test_packages_keep_to_their_room(package: str) -> None:
     graph = import_graph(ROOT, PACKAGES)
     assert any(within(module, package) for module in graph), f"no modules found in {package}"
     assert violations(graph, package, NEVER[package]) == []
+
+
+def test_the_rule_covers_all_that_is_packaged() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    included = project["tool"]["setuptools"]["packages"]["find"]["include"]
+    assert {pattern.rstrip("*") for pattern in included} == set(PACKAGED) <= NEVER.keys()
+    assert [package for package in PACKAGED if not set(UNPACKAGED) <= set(NEVER[package])] == []
+
+
+def test_what_starts_processes_needs_the_standard_library_alone() -> None:
+    """A guard is started with `python -I -S`, which has nothing else."""
+    graph = import_graph(ROOT, ("lockstep_processes",))
+    used = {name.partition(".")[0] for names in graph.values() for name in names}
+    assert used - sys.stdlib_module_names == {"lockstep_processes"}
 
 
 @pytest.mark.parametrize(

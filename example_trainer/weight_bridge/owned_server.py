@@ -1,6 +1,6 @@
 """A vLLM server that the trainer starts, watches and stops: this project's own, or any other that takes a model and a port.
 
-The server runs under `scripts/quickstart/guard.py`, which ends it, with every process that it started, when the trainer's end
+The server runs under `lockstep_processes/guard.py`, which ends it, with every process that it started, when the trainer's end
 of a pipe closes. The kernel closes it however the trainer dies, so `kill -9` of the trainer leaves no server behind.
 """
 
@@ -19,8 +19,8 @@ import httpx
 
 from example_trainer.http_client import direct_client
 from example_trainer.weight_bridge.base import BridgeError
-from scripts.quickstart.ports import is_free
-from scripts.quickstart.processes import ManagedProcess
+from lockstep_processes.ports import is_free
+from lockstep_processes.processes import ManagedProcess
 
 logger = logging.getLogger(__name__)
 

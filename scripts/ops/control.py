@@ -12,15 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from lockstep_processes.guard import descendants, send
+from lockstep_processes.ports import is_free
+from lockstep_processes.processes import ProcessError, describe_exit, first_error, tail
+from lockstep_processes.readiness import http_probe, wait_until
 from scripts.ops.options import PARTS, save
 from scripts.ops.records import Identity, Record, Records, identify, owner_is_me
 from scripts.ops.stack import Stack
-from scripts.quickstart.guard import descendants, send
+from scripts.quickstart.errors import QuickstartError
 from scripts.quickstart.options import ROOT
 from scripts.quickstart.plan import Command
-from scripts.quickstart.ports import is_free
-from scripts.quickstart.processes import QuickstartError, describe_exit, first_error, tail
-from scripts.quickstart.readiness import http_probe, wait_until
 
 KEEPER = Path(__file__).with_name("keeper.py")
 SERVICE_SECONDS = 60.0
@@ -162,7 +163,7 @@ class Starter:
     def wait_for(self, record: Record, url: str, seconds: float) -> None:
         try:
             waited = wait_until(record.part, http_probe(url, min(seconds, 60.0)), seconds, self.check)
-        except QuickstartError as error:
+        except ProcessError as error:
             raise QuickstartError(f"{error}; log: {record.log}") from None
         self.say(f"{record.part:<12} answers {url} after {waited:.0f} s")
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from scripts.ops.records import Records
+from scripts.quickstart.errors import QuickstartError
 from scripts.quickstart.options import (
     ROOT,
     STARTER_MODEL,
@@ -21,7 +22,6 @@ from scripts.quickstart.options import (
     positive_int,
     visible_gpus,
 )
-from scripts.quickstart.processes import QuickstartError
 
 PARTS = ("service", "vllm", "environment", "trainer")
 """In the order in which they are started."""

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lockstep_processes.processes import ERROR_LINE, describe_exit, tail
+from lockstep_processes.readiness import get_json, http_probe, opener
 from scripts.ops.options import PARTS
 from scripts.ops.records import Record, Records
-from scripts.quickstart.processes import ERROR_LINE, describe_exit, tail
-from scripts.quickstart.readiness import get_json, http_probe, opener
 
 PROBE_SECONDS = 5.0
 

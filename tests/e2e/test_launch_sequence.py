@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.quickstart.guard import descendants
-from scripts.quickstart.processes import ManagedProcess
+from lockstep_processes.guard import descendants
+from lockstep_processes.processes import ManagedProcess
 from tests.conftest import ROOT, Processes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540)]

@@ -16,9 +16,9 @@ from typing import Any
 import httpx
 import pytest
 
+from lockstep_processes.guard import descendants
+from lockstep_processes.ports import is_free
 from scripts.ops.records import identify
-from scripts.quickstart.guard import descendants
-from scripts.quickstart.ports import is_free
 from tests.conftest import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540)]

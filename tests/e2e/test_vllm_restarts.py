@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from scripts.quickstart.guard import descendants, parents
-from scripts.quickstart.ports import is_free
+from lockstep_processes.guard import descendants, parents
+from lockstep_processes.ports import is_free
 from tests.conftest import ROOT, Processes
 from tests.e2e.bridge_helpers import made_up_group
 

@@ -20,8 +20,8 @@ from example_trainer.process import StopRequested, StopSignal
 from example_trainer.weight_bridge.base import BridgeError
 from example_trainer.weight_bridge.factory import make_bridge
 from example_trainer.weight_bridge.restart import REVIVALS, RestartBridge
-from scripts.quickstart.guard import descendants, parents
-from scripts.quickstart.ports import is_free
+from lockstep_processes.guard import descendants, parents
+from lockstep_processes.ports import is_free
 
 ROOT = Path(__file__).resolve().parents[2]
 STANDIN = Path(__file__).with_name("standin_vllm.py")

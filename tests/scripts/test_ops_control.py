@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from lockstep_processes.guard import descendants
+from lockstep_processes.ports import is_free
 from scripts.ops.control import Starter, claimed, stop, stop_parts
 from scripts.ops.options import PARTS, parse
 from scripts.ops.records import Identity, Record, Records, identify
 from scripts.ops.status import collect, table
-from scripts.quickstart.guard import descendants
-from scripts.quickstart.ports import is_free
-from scripts.quickstart.processes import QuickstartError
+from scripts.quickstart.errors import QuickstartError
 from tests.scripts.ops_stack import FAILS, FINISHES, STUBBORN, SmallStack, small_options
 
 

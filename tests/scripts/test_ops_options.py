@@ -10,8 +10,8 @@ import pytest
 from example_trainer.config import parse_config
 from scripts.ops.options import choose_gpus, parse, save
 from scripts.ops.stack import Stack
+from scripts.quickstart.errors import QuickstartError
 from scripts.quickstart.options import STARTER_MODEL
-from scripts.quickstart.processes import QuickstartError
 
 
 @pytest.mark.parametrize(

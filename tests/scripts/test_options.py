@@ -11,8 +11,8 @@ import pytest
 
 from environments.arithmetic_problems import MAX_HELD_OUT
 from scripts.quickstart import options
+from scripts.quickstart.errors import QuickstartError
 from scripts.quickstart.options import choose_bridge, parse
-from scripts.quickstart.processes import QuickstartError
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from scripts.quickstart.processes import ManagedProcess
+from lockstep_processes.processes import ManagedProcess
 from tests.conftest import ROOT, Processes
 from tests.example_trainer.test_grpo import Run
 

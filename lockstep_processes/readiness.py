@@ -9,7 +9,7 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any
 
-from scripts.quickstart.processes import QuickstartError
+from lockstep_processes.processes import ProcessError
 
 Probe = Callable[[], "str | None"]
 """Answers None when ready, else what is still missing, in a few words."""
@@ -35,7 +35,7 @@ def wait_until(
         clock, sleep: the time to go by.
 
     Raises:
-        QuickstartError: not ready at the deadline; the message holds the probe's last answer.
+        ProcessError: not ready at the deadline; the message holds the probe's last answer.
     """
     start = clock()
     while True:
@@ -45,7 +45,7 @@ def wait_until(
         if missing is None:
             return waited
         if waited >= seconds:
-            raise QuickstartError(f"{what} was not ready after {seconds:.0f} s: {missing}")
+            raise ProcessError(f"{what} was not ready after {seconds:.0f} s: {missing}")
         sleep(min(interval, seconds - waited))
 
 

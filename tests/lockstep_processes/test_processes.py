@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.quickstart.guard import descendants, parents
-from scripts.quickstart.processes import ManagedProcess, ProcessDied, QuickstartError, Supervisor, describe_exit, tail
+from lockstep_processes.guard import descendants, parents
+from lockstep_processes.processes import ManagedProcess, ProcessDied, ProcessError, Supervisor, describe_exit, tail
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,7 +82,7 @@ def test_children_of_a_process_that_ended_are_swept_up_and_its_status_kept(tmp_p
 STARTER = """
 import sys, time
 from pathlib import Path
-from scripts.quickstart.processes import Supervisor
+from lockstep_processes.processes import Supervisor
 with Supervisor() as supervisor:
     for number in range(2):
         log = Path(sys.argv[1]) / f"{number}.log"
@@ -162,7 +162,7 @@ def test_waiting_for_one_notices_that_another_died(tmp_path: Path) -> None:
 def test_a_deadline_ends_the_process_and_says_so(tmp_path: Path) -> None:
     with Supervisor() as supervisor:
         slow = supervisor.start("evaluation", ["sh", "-c", "echo half way; sleep 600"], tmp_path / "log")
-        with pytest.raises(QuickstartError, match=r"evaluation was not done after 1 s; log: .*\n +half way"):
+        with pytest.raises(ProcessError, match=r"evaluation was not done after 1 s; log: .*\n +half way"):
             supervisor.finish(slow, 1.0)
         assert slow.poll() is not None
 
