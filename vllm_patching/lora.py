@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -289,27 +289,25 @@ def add_lora_routes(router: APIRouter, service: Any) -> None:
     """Add /lora/status, /lora/info, /lora/load and /lora/unload.
 
     Args:
-        service: has `authorized(request)`, `engine` and `lora`, a LoraController or None.
+        service: has `engine` and `lora`, a LoraController or None.
     """
 
-    def refusal(request: Request) -> JSONResponse | None:
-        if not service.authorized(request):
-            return _error(401, "the LoRA routes need the server's API key: send `Authorization: Bearer <key>`")
+    def refusal() -> JSONResponse | None:
         if service.engine is None:
             return _error(503, "the engine is still loading")
         return None if service.lora is not None else _error(409, NOT_ENABLED)
 
     @router.get("/lora/status")
-    async def lora_status(request: Request) -> JSONResponse:
-        return refusal(request) or JSONResponse(service.lora.status())
+    async def lora_status() -> JSONResponse:
+        return refusal() or JSONResponse(service.lora.status())
 
     @router.get("/lora/info")
-    async def lora_info(request: Request) -> JSONResponse:
-        return refusal(request) or JSONResponse(service.lora.info())
+    async def lora_info() -> JSONResponse:
+        return refusal() or JSONResponse(service.lora.info())
 
     @router.post("/lora/load")
-    async def lora_load(body: LoadBody, request: Request) -> JSONResponse:
-        refused = refusal(request)
+    async def lora_load(body: LoadBody) -> JSONResponse:
+        refused = refusal()
         if refused is not None:
             return refused
         try:
@@ -319,8 +317,8 @@ def add_lora_routes(router: APIRouter, service: Any) -> None:
             return _error(error.status, str(error))
 
     @router.post("/lora/unload")
-    async def lora_unload(request: Request) -> JSONResponse:
-        return refusal(request) or JSONResponse(await service.lora.unload())
+    async def lora_unload() -> JSONResponse:
+        return refusal() or JSONResponse(await service.lora.unload())
 
 
 def _error(status: int, message: str) -> JSONResponse:

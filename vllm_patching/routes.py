@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -13,6 +12,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_patching import compat
+from vllm_patching.access import AskAtTheDoor, Door
 from vllm_patching.bridge_controller import BridgeController
 from vllm_patching.bridge_ranks import BridgeRefusal
 from vllm_patching.generate import GenerateRequest, Generator
@@ -65,14 +65,13 @@ class AbortBody(_Body):
 class LockstepService:
     """What the routes act on; filled in when vLLM's engine is ready."""
 
-    def __init__(self, api_keys: Sequence[str] = ()) -> None:
+    def __init__(self) -> None:
         self.engine: Any = None
         self.generator: Generator | None = None
         self.bridge: BridgeController | None = None
         self.lora: LoraController | None = None
         self.deterministic: dict[str, Any] | None = None
         """Of the self-test, with the provenance of the kernels; None if the server is not in deterministic mode."""
-        self._api_keys = [key.encode() for key in api_keys]
 
     def unavailable(self) -> str:
         """Why nothing can be generated now; empty if it can."""
@@ -84,19 +83,13 @@ class LockstepService:
             return f"the weights are not whole: {self.bridge.state.last_error}; a full update from a trainer heals it"
         return ""
 
-    def authorized(self, request: Request) -> bool:
-        """Whether the bearer token is one of the configured keys; always true when none is configured."""
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        given = token.encode() if scheme.lower() == "bearer" else b""
-        matches = [hmac.compare_digest(given, key) for key in self._api_keys]
-        return not matches or any(matches)
 
-
-def attach(app: Any, service: LockstepService) -> None:
-    """Add our routes to vLLM's app, and a guard in front of all that generates."""
+def attach(app: Any, service: LockstepService, door: Door) -> None:
+    """Add our routes to vLLM's app, a guard in front of all that generates, and the door in front of everything."""
     app.include_router(make_router(service))
     # vLLM hands the app over with its middleware stack built, so ours goes around the finished stack.
-    app.middleware_stack = RefuseWhileUnavailable(app.middleware_stack or app.build_middleware_stack(), service)
+    stack = RefuseWhileUnavailable(app.middleware_stack or app.build_middleware_stack(), service)
+    app.middleware_stack = AskAtTheDoor(stack, door)
 
 
 def make_router(service: LockstepService) -> APIRouter:
@@ -133,9 +126,7 @@ def make_router(service: LockstepService) -> APIRouter:
             gone.cancel()
 
     @router.get("/deterministic")
-    async def deterministic(request: Request) -> JSONResponse:
-        if not service.authorized(request):
-            return _error(401, "/deterministic needs the server's API key: send `Authorization: Bearer <key>`")
+    async def deterministic() -> JSONResponse:
         if service.engine is None:
             return _error(503, "the engine is still loading")
         if service.deterministic is None:
@@ -145,9 +136,7 @@ def make_router(service: LockstepService) -> APIRouter:
     def bridge_route(
         path: str, step: Callable[[BridgeController, Any], Awaitable[dict[str, Any]]], body: type[BaseModel]
     ) -> None:
-        async def endpoint(body: Any, request: Request) -> JSONResponse:
-            if not service.authorized(request):
-                return _error(401, f"{path} needs the server's API key: send `Authorization: Bearer <key>`")
+        async def endpoint(body: Any) -> JSONResponse:
             if service.bridge is None:
                 return _error(409, NOT_SHARED)
             try:
@@ -159,9 +148,7 @@ def make_router(service: LockstepService) -> APIRouter:
         endpoint.__annotations__["body"] = body
         router.post(path)(endpoint)
 
-    def info(request: Request, read: Callable[[BridgeController], dict[str, Any]]) -> JSONResponse:
-        if not service.authorized(request):
-            return _error(401, "the bridge's routes need the server's API key: send `Authorization: Bearer <key>`")
+    def info(read: Callable[[BridgeController], dict[str, Any]]) -> JSONResponse:
         if service.engine is None:
             return _error(503, "the engine is still loading")
         if service.bridge is None:
@@ -169,12 +156,12 @@ def make_router(service: LockstepService) -> APIRouter:
         return JSONResponse(read(service.bridge))
 
     @router.get("/bridge/info")
-    async def bridge_info(request: Request) -> JSONResponse:
-        return info(request, lambda bridge: {**bridge.info(), "deterministic": service.deterministic})
+    async def bridge_info() -> JSONResponse:
+        return info(lambda bridge: {**bridge.info(), "deterministic": service.deterministic})
 
     @router.get("/bridge/state")
-    async def bridge_state(request: Request) -> JSONResponse:
-        return info(request, lambda bridge: bridge.status())
+    async def bridge_state() -> JSONResponse:
+        return info(lambda bridge: bridge.status())
 
     bridge_route(
         "/bridge/init",
@@ -204,9 +191,6 @@ class RefuseWhileUnavailable:
             reason = self._service.unavailable()
             if reason:
                 return await _error(503, reason)(scope, receive, send)
-            if path == "/generate" and not self._service.authorized(Request(scope)):
-                message = "/generate needs the server's API key: send `Authorization: Bearer <key>`"
-                return await _error(401, message)(scope, receive, send)
         return await self._app(scope, receive, send)
 
 
