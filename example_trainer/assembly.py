@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from example_trainer.checkpointing import Checkpoints
-from example_trainer.config import TrainerConfig
+from example_trainer.config import TrainerConfig, revealed
 from example_trainer.deterministic.pairing import deterministic_decoder
 from example_trainer.errors import ConfigError
 from example_trainer.lora.checkpoints import ADAPTER_PREFIX, AdapterCheckpoints
@@ -157,7 +157,9 @@ def make_client(config: TrainerConfig, stop: StopSignal, ranks: Ranks) -> Rollou
     """Who speaks with the rollout service: rank 0, for all."""
     client = None
     if ranks.is_main:
-        client = RolloutClient(config.atropos_url, stop, config.atropos_api_key, config.service_timeout, config.batch_timeout)
+        client = RolloutClient(
+            config.atropos_url, stop, revealed(config.atropos_api_key), config.service_timeout, config.batch_timeout
+        )
         if ranks.world_size == 1:
             return client
     return SharedRollouts(ranks, client, config.service_timeout, config.service_timeout + config.batch_timeout)

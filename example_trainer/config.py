@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
+import os
+import shlex
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
 from example_trainer.errors import ConfigError
 from example_trainer.lora.settings import LoraSettings, parse_targets
+
+SECRETS = {"vllm_api_key": "VLLM_API_KEY", "atropos_api_key": "ROLLOUT_API_KEY"}
+"""Option -> the variable that it is read from. Their values stand in no help, log, dump or message."""
+
+
+def _from_variable(option: str) -> Callable[[], SecretStr | None]:
+    def read() -> SecretStr | None:
+        value = os.environ.get(SECRETS[option])
+        return SecretStr(value) if value else None
+
+    return read
+
+
+def revealed(secret: SecretStr | None) -> str | None:
+    """What a secret option holds, for whoever sends it; None if it is not given, or empty."""
+    return secret.get_secret_value() if secret else None
 
 
 class TrainerConfig(BaseModel):
@@ -45,7 +63,10 @@ class TrainerConfig(BaseModel):
         "auto",
         description="broadcast: into a paused vLLM's live weights, or beside them while it generates; auto: if there is room",
     )
-    vllm_api_key: str | None = Field(None, description="bearer token of the vLLM server, if it asks for one")
+    vllm_api_key: SecretStr | None = Field(
+        default_factory=_from_variable("vllm_api_key"),
+        description="bearer token of the vLLM server; better as a variable, which other users cannot see",
+    )
     vllm_restart_interval: int | None = Field(
         None, ge=1, description="mode none: start vLLM, and restart it on a new checkpoint every N steps"
     )
@@ -74,7 +95,10 @@ class TrainerConfig(BaseModel):
 
     # Rollouts
     atropos_url: str = Field("http://localhost:8000", pattern=r"^https?://\S+$", description="rollout service")
-    atropos_api_key: str | None = Field(None, description="bearer token of the rollout service, if it asks for one")
+    atropos_api_key: SecretStr | None = Field(
+        default_factory=_from_variable("atropos_api_key"),
+        description="bearer token of the rollout service; better as a variable, which other users cannot see",
+    )
     service_timeout: float = Field(
         300.0, gt=0, description="seconds to wait for the rollout service to be there, or to come back"
     )
@@ -161,6 +185,17 @@ class TrainerConfig(BaseModel):
             raise ValueError(f"{', '.join(value)} names a server twice")
         return value
 
+    @field_validator("vllm_command", "vllm_args")
+    @classmethod
+    def _no_key_in_a_command(cls, value: str | None) -> str | None:
+        try:
+            words = shlex.split(value or "")
+        except ValueError:
+            return value  # told when the command is put together
+        if any(word.split("=")[0] == "--api-key" for word in words):
+            raise ValueError("everybody can read --api-key in `ps`; leave it out and set VLLM_API_KEY, which that server gets")
+        return value
+
     @property
     def vllm_addresses(self) -> list[tuple[str, int]]:
         """Host and port of each vLLM server."""
@@ -244,7 +279,7 @@ class TrainerConfig(BaseModel):
     @property
     def shareable(self) -> dict[str, Any]:
         """The options as JSON values, without the secrets: for checkpoints and experiment logs."""
-        return self.model_dump(mode="json", exclude={"vllm_api_key", "atropos_api_key"})
+        return self.model_dump(mode="json", exclude=set(SECRETS))
 
     @property
     def wandb_names(self) -> tuple[str, str]:
@@ -274,7 +309,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     for name, field in TrainerConfig.model_fields.items():
         options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS}
-        shown = "required" if field.is_required() else f"default: {field.get_default()}"
+        default = f"${SECRETS[name]}" if name in SECRETS else field.get_default()
+        shown = "required" if field.is_required() else f"default: {default}"
         options["help"] = f"{field.description} ({shown})".replace("%", "%%")
         if field.annotation is bool:
             options["action"] = argparse.BooleanOptionalAction
@@ -351,5 +387,6 @@ def _one_line(error: ValidationError, from_flags: set[str], file: Path | None) -
         if item["type"] == "missing":
             problems.append(f"{flag_of(name)} is required")
         else:
-            problems.append(f"{source} {item['input']!r}: {message[0].lower()}{message[1:]}")
+            shown = "" if name in SECRETS or "--api-key" in message else f" {item['input']!r}"
+            problems.append(f"{source}{shown}: {message[0].lower()}{message[1:]}")
     return "; ".join(problems)

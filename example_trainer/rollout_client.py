@@ -295,7 +295,8 @@ class RolloutClient:
     def _answer(self, response: httpx.Response, method: str, path: str) -> dict[str, Any]:
         if response.status_code in (codes.UNAUTHORIZED, codes.FORBIDDEN):
             raise RolloutServiceError(
-                f"the rollout service at {self.url} refuses this trainer ({response.status_code}); give --atropos-api-key"
+                f"the rollout service at {self.url} refuses this trainer ({response.status_code}); give --atropos-api-key, "
+                "or set ROLLOUT_API_KEY"
             )
         if not response.is_success:
             raise _RefusedError(

@@ -28,7 +28,7 @@ from collections.abc import Iterator
 import torch
 
 from example_trainer.assembly import choose_device, choose_dtype, make_metrics, make_model, make_optimizer
-from example_trainer.config import TrainerConfig
+from example_trainer.config import TrainerConfig, revealed
 from example_trainer.data import parse_batch
 from example_trainer.deterministic.pairing import deterministic_decoder, make_parity, pin_settings
 from example_trainer.deterministic.parity import ParityCheck
@@ -160,7 +160,8 @@ def train(options: argparse.Namespace, stop: StopSignal) -> None:
         metrics = make_metrics(config, 0, None, ranks)
         stack.callback(metrics.close)
         folder = str(find_checkpoint(options.model))
-        sampler = Sampler(f"http://127.0.0.1:{port}", folder, options.group_size, options.max_tokens, options.seed)
+        key = revealed(config.vllm_api_key)
+        sampler = Sampler(f"http://127.0.0.1:{port}", folder, options.group_size, options.max_tokens, options.seed, key)
         stack.callback(sampler.close)
         bridge.connect(model)
         stop.defer()  # an update of the server's weights must not be torn apart

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from example_trainer.config import TrainerConfig
+from example_trainer.config import TrainerConfig, revealed
 from example_trainer.lora.settings import base_model_name
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal
@@ -53,12 +53,14 @@ def make_bridge(
             folder=config.save_path,
             base_model=base_model_name(config.model_name),
             timeout=config.bridge_timeout,
-            api_key=config.vllm_api_key,
+            api_key=revealed(config.vllm_api_key),
             startup_timeout=config.service_timeout,
         )
     sleep = time.sleep if stop is None else stop.wait
     servers = [
-        BridgeServer(host, port, config.bridge_timeout, config.vllm_api_key, config.service_timeout, sleep, weight_epoch)
+        BridgeServer(
+            host, port, config.bridge_timeout, revealed(config.vllm_api_key), config.service_timeout, sleep, weight_epoch
+        )
         for host, port in config.vllm_addresses
     ]
     single = config.single_copy
