@@ -159,6 +159,7 @@ class TrainerConfig(BaseModel):
     )
     log_dir: Path = Field(Path("runs/grpo"), description="folder of metrics.jsonl and the TensorBoard logs")
     metrics_port: int = Field(0, ge=0, le=65535, description="serve the figures of the last step to Prometheus; 0: do not")
+    metrics_host: str = Field("0.0.0.0", min_length=1, description="address on which they are served, without a key")
     use_wandb: bool = Field(False, description="log to Weights & Biases as well")
     wandb_project: str = Field("lockstep", description="W&B project, also told to the environments")
     wandb_group: str | None = Field(None, description="W&B group, also told to the environments; not given: grpo-<model>")

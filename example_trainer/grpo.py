@@ -65,7 +65,7 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
     with contextlib.ExitStack() as stack:
         ranks = stack.enter_context(join_ranks(config.rank_timeout, device))
         refuse_ranks(config, ranks)
-        exporter = serve_metrics(config.metrics_port) if ranks.is_main else None
+        exporter = serve_metrics(config.metrics_port, config.metrics_host) if ranks.is_main else None
         prefix = checkpoint_prefix(config)
         start = agreed_start(ranks, config.resume, config.save_path, config.model_name, time.time_ns() // 10**6, prefix)
         if start.saved and start.saved.step >= config.training_steps:

@@ -53,14 +53,20 @@ def wait_until(
 opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def get_json(url: str, seconds: float = 5.0) -> Any:
+def get_json(url: str, seconds: float = 5.0, key: str = "") -> Any:
     """GET a URL on this machine and parse the JSON answer; None for an empty body.
+
+    Args:
+        url: what to ask for.
+        seconds: the deadline.
+        key: bearer token; empty for none.
 
     Raises:
         OSError: no connection, no answer in time, or a status of 400 and above (urllib.error.HTTPError).
         ValueError: the answer is no JSON.
     """
-    with opener.open(url, timeout=seconds) as response:
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
+    with opener.open(request, timeout=seconds) as response:
         body = response.read()
     return json.loads(body) if body.strip() else None
 

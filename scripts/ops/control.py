@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from lockstep_processes.guard import descendants, send
 from lockstep_processes.ports import is_free
 from lockstep_processes.processes import ProcessError, describe_exit, first_error, tail
 from lockstep_processes.readiness import http_probe, wait_until
+from scripts.ops.keys import make_keys, variables_of
 from scripts.ops.options import PARTS, save
 from scripts.ops.records import Identity, Record, Records, identify, owner_is_me
 from scripts.ops.stack import Stack
@@ -69,6 +70,7 @@ class Starter:
         self.stack, self.say, self.options = stack, say, stack.options
         self.records = Records(stack.options.run)
         self.started: list[Record] = []
+        self.keys: dict[str, str] = {}
 
     def run(self) -> None:
         """Start every part that was asked for, in order, and wait until those that listen answer.
@@ -80,6 +82,7 @@ class Starter:
             self.refuse_what_runs()
             self.clear_leftovers()
             self.refuse_ports()
+            self.keys = make_keys(self.options.run, os.environ, running=bool(self.running()))
             (self.options.run / "commands.sh").write_text(self.stack.script())
             if not self.options.resume:
                 save(self.options)
@@ -93,6 +96,10 @@ class Starter:
                 raise
             if self.options.links:
                 self.link_logs(Path.cwd())
+
+    def running(self) -> list[str]:
+        """Parts of this run that live."""
+        return [part for part in PARTS if (record := self.records.read(part)) and record.keeper.is_alive()]
 
     def refuse_what_runs(self) -> None:
         for part in self.options.parts:
@@ -132,7 +139,7 @@ class Starter:
         command, log = self.stack.command(part), self.stack.log(part)
         if log.exists():
             log.replace(log.with_suffix(".previous.log"))
-        pid = spawn(command, log, self.records.exit_file(part))
+        pid = spawn(command, log, self.records.exit_file(part), variables_of(part, os.environ, self.keys))
         keeper = identify(pid)
         if keeper is None:
             raise QuickstartError(f"{part} could not be started; see {log}")
@@ -200,8 +207,11 @@ class Starter:
             self.say(f"{', '.join(kept)} in {here} are files of their own and stay; the run's logs are in {self.options.run}")
 
 
-def spawn(command: Command, log: Path, exit_file: Path) -> int:
+def spawn(command: Command, log: Path, exit_file: Path, environment: Mapping[str, str]) -> int:
     """Start a command under a keeper that outlives this process; returns the keeper's process id.
+
+    Args:
+        environment: variables beneath the command's own.
 
     Raises:
         QuickstartError: the log cannot be written.
@@ -217,7 +227,7 @@ def spawn(command: Command, log: Path, exit_file: Path) -> int:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
-                env={**os.environ, **command.variables},
+                env={**environment, **command.variables},
                 start_new_session=True,  # Ctrl-C in this terminal, and its closing, are not meant for it
             )
     except OSError as error:
