@@ -3,7 +3,7 @@
     VLLM_ENABLE_SHARED_WEIGHTS=1 python -u example_trainer/vllm_api_server.py --model Qwen/Qwen2.5-14B-Instruct \\
         --tensor-parallel-size 2 --port 9001 --dtype bfloat16
 
-Takes every flag of `vllm serve`. Our own: --bridge-timeout, --deterministic, --inflight-cache, --weight-version.
+Takes every flag of `vllm serve`. Our own: --allow-host, --bridge-timeout, --deterministic, --inflight-cache, --weight-version.
 Environment: VLLM_ENABLE_SHARED_WEIGHTS=1 shares the weights with a trainer; LOGDIR is where vllm_bridge_config.json goes
 (default: the working directory); VLLM_API_KEY is the key that callers must have (without one see vllm_patching/access.py).
 """
@@ -94,6 +94,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default=os.environ.get("VLLM_BATCH_INVARIANT") == "1",
         help="sample with kernels whose bits do not depend on the batch, and that a trainer with --deterministic runs too; "
         "also switched on by VLLM_BATCH_INVARIANT=1",
+    )
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="without a key: another name by which clients call this server, such as that of a proxy or container; may be "
+        "given several times",
     )
     parser.set_defaults(port=DEFAULT_PORT, max_loras=ADAPTERS_AT_ONCE)
     args = parser.parse_args(arguments)

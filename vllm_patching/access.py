@@ -2,8 +2,8 @@
 
 With a key, everything but the monitoring paths needs it. Without one
 
-* a request that another web page sent (its Origin, or what a browser says in Sec-Fetch-Site) is refused, and so is one that
-  came by a name which anybody may have pointed at this machine (its Host);
+* a request that another web page sent is refused (a browser says so by Origin or Sec-Fetch-Site), and so is one that came by a
+  name which anybody may have pointed at this machine (its Host). The rollout service has the same rule, in atroposlib/api;
 * whoever reaches the port may look and sample, as with `vllm serve`. What pauses the engine or changes weights, adapters or
   caches answers this machine alone. What may be asked for from afar is listed; all that is not listed is of that kind.
 """
@@ -13,17 +13,14 @@ from __future__ import annotations
 import argparse
 import hmac
 import ipaddress
-import re
 import socket
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 from fastapi.responses import JSONResponse
 
-ALLOWED_HOSTS = "LOCKSTEP_ALLOWED_HOSTS"
-"""Variable: further names, separated by commas, by which this machine is called."""
 MONITORING = frozenset({"/health", "/health_generate", "/metrics", "/metrics/", "/ping", "/version"})
 """Needs no key: neither a prompt nor a weight can be read there."""
 FROM_AFAR = MONITORING | {
@@ -32,7 +29,6 @@ FROM_AFAR = MONITORING | {
     "/v1/messages/count_tokens", "/v1/models", "/v1/realtime", "/v1/responses",
 }  # fmt: skip
 """What another machine may ask for when there is no key: looking and sampling."""
-_ONE_WORD = re.compile(r"[a-z0-9_-]+")
 _SHOWN = 80
 """Characters of a header that a message quotes."""
 
@@ -44,6 +40,7 @@ class Asked:
     Attributes:
         path: as the routes see it, without a prefix that a proxy adds.
         host, origin, fetch_site: the headers Host, Origin and Sec-Fetch-Site; None where there is none.
+        browser: what asks calls itself one.
         token: of `Authorization: Bearer`; empty if there is none.
         here: it was sent by a process on this machine.
     """
@@ -53,6 +50,7 @@ class Asked:
     host: str | None = None
     origin: str | None = None
     fetch_site: str | None = None
+    browser: bool = False
     token: bytes = b""
     here: bool = False
 
@@ -71,11 +69,13 @@ class Door:
 
     Attributes:
         keys: any of them is the right one; with none, see the module.
-        names: by which this machine is called, besides localhost, IP addresses and names without a dot; lower case.
+        bound_to: the address on which the server listens, or the name of it; empty for every address.
+        names: further names by which it may be called, in lower case.
         origins: of web pages that may ask, as `scheme://host:port`.
     """
 
     keys: tuple[str, ...] = ()
+    bound_to: str = ""
     names: frozenset[str] = frozenset()
     origins: frozenset[str] = frozenset()
 
@@ -92,22 +92,18 @@ class Door:
         return Refusal(401, f"{asked.path[:_SHOWN]} needs the server's API key: send `Authorization: Bearer <key>`")
 
     def _from_elsewhere(self, asked: Asked) -> Refusal | None:
-        if asked.host is not None and not is_own_host(asked.host, self.names):
+        if asked.host and not self.is_ours(asked.host):
             return Refusal(
                 403,
-                f"Host {asked.host[:_SHOWN]!r} may be a name that a web page has pointed at this machine: use localhost or an "
-                f"IP address, or start the server with this name in {ALLOWED_HOSTS}, or with VLLM_API_KEY",
+                f"the Host {asked.host[:_SHOWN]!r} is none that this server goes by, and it has no key to know its clients by: "
+                "call it by its address, or start it with --allow-host NAME or with VLLM_API_KEY",
             )
-        if asked.origin is None:
-            foreign = asked.fetch_site == "cross-site"
-        else:
-            foreign = asked.origin not in self.origins and not is_own_origin(asked.origin, asked.host)
-        if foreign:
-            shown = "" if asked.origin is None else f" {asked.origin[:_SHOWN]!r}"
+        page = self._foreign_page(asked)
+        if page:
             return Refusal(
                 403,
-                f"a web page of another site{shown} sent this request: start the server with VLLM_API_KEY and let the page "
-                "send the key, or name the page's origin in --allowed-origins",
+                f"{page}: a web page may not call a server without a key; use a program, start the server with VLLM_API_KEY, "
+                "or name the page's origin in --allowed-origins",
             )
         if not asked.here and asked.path not in FROM_AFAR and not asked.path.startswith("/v1/responses/"):
             return Refusal(
@@ -117,12 +113,41 @@ class Door:
             )
         return None
 
+    def is_ours(self, host: str) -> bool:
+        """Whether a Host header can only have come from who meant this server.
+
+        A page that was loaded under a name of the attacker's, which then gets this machine's address, sends that name. An
+        address cannot be made to point elsewhere, so it is as good as the socket that it came in by.
+        """
+        name, bound = host_name(host), self.bound_to.lower()
+        if not name:
+            return False
+        if name in self.names or name in ("localhost", bound):
+            return True
+        everywhere = bound in ("", "0.0.0.0", "::")
+        if is_address(name):
+            return everywhere or is_loopback(name)
+        return everywhere and name == socket.gethostname().lower()
+
+    def _foreign_page(self, asked: Asked) -> str:
+        """What shows that a page of another origin sends this; empty if nothing does."""
+        if asked.origin in self.origins:
+            return ""
+        host = "" if asked.host is None else asked.host.lower()
+        if asked.origin is not None and asked.origin.lower() not in (f"http://{host}", f"https://{host}"):
+            return f"the request comes from the Origin {asked.origin[:_SHOWN]!r}"
+        if asked.fetch_site not in (None, "same-origin", "none"):
+            return f"the request comes from another page (Sec-Fetch-Site: {asked.fetch_site[:_SHOWN]})"
+        if asked.browser and asked.origin is None and asked.fetch_site is None and asked.method not in ("GET", "HEAD"):
+            return "the request comes from a browser that does not say from which page"
+        return ""
+
 
 def make_door(args: argparse.Namespace, environment: MutableMapping[str, str]) -> Door:
     """The door that a server's flags and variables ask for, with a word on standard output where that deserves one.
 
     Args:
-        args: vLLM's. Afterwards they hold no key: vLLM writes into its log which flags it was given.
+        args: vLLM's and --allow-host. Afterwards they hold no key: vLLM writes into its log which flags it was given.
         environment: its VLLM_API_KEY counts where --api-key is not given, and is removed where it is.
     """
     keys = args.api_key or [environment.get("VLLM_API_KEY", "")]
@@ -130,9 +155,9 @@ def make_door(args: argparse.Namespace, environment: MutableMapping[str, str]) -
         _say("--api-key is shown by `ps` to every user of this machine: set VLLM_API_KEY instead")
         args.api_key = None
         environment.pop("VLLM_API_KEY", None)
-    names = names_of_this_machine(environment, args.host)
-    door = Door(tuple(filter(None, keys)), names, frozenset(args.allowed_origins) - {"*"})
-    if not door.keys and not args.uds and not is_loopback(args.host or ""):
+    names = frozenset(name.lower().removesuffix(".") for name in args.allow_host)
+    door = Door(tuple(filter(None, keys)), args.host or "", names, frozenset(args.allowed_origins) - {"*"})
+    if not door.keys and not args.uds and not is_loopback(door.bound_to):
         _say(
             f"No VLLM_API_KEY: whoever reaches port {args.port} may sample; what changes the server (/bridge, /lora and all "
             "else that is not sampling) answers this machine alone; --host 127.0.0.1 keeps others out altogether"
@@ -166,38 +191,8 @@ def is_address(name: str) -> bool:
 
 
 def is_loopback(name: str) -> bool:
-    """Whether a host's name or address can mean nothing but the machine on which it is used."""
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    return is_address(name) and _plain(name).is_loopback
-
-
-def is_own_host(host: str, names: Iterable[str] = ()) -> bool:
-    """Whether a Host header can only have come from who meant this machine.
-
-    A page that was loaded under a name of the attacker's, which then gets this machine's address, sends that name. So names are
-    believed that nobody can register: IP addresses, localhost, names without a dot (node17), and those that are given.
-    """
-    name = host_name(host)
-    return is_loopback(name) or is_address(name) or bool(_ONE_WORD.fullmatch(name)) or name in names
-
-
-def is_own_origin(origin: str, host: str | None) -> bool:
-    """Whether a page of this origin is from this server itself, or from the machine on which the browser runs."""
-    try:
-        parts = urlsplit(origin)
-        name = parts.hostname or ""
-    except ValueError:
-        return False
-    if parts.scheme not in ("http", "https") or not name:
-        return False
-    return is_loopback(name) or (host is not None and parts.netloc.lower() == host.lower())
-
-
-def names_of_this_machine(environment: Mapping[str, str], bound_to: str | None = None) -> frozenset[str]:
-    """The names in LOCKSTEP_ALLOWED_HOSTS, the machine's own, and the one that the server was told to listen on."""
-    given = [*environment.get(ALLOWED_HOSTS, "").split(","), socket.gethostname(), bound_to or ""]
-    return frozenset(name.strip().lower().removesuffix(".") for name in given) - {""}
+    """Whether it is localhost or an address that means the machine on which it is used."""
+    return name == "localhost" or (is_address(name) and _plain(name).is_loopback)
 
 
 def asked_of(scope: Mapping[str, Any]) -> Asked:
@@ -218,6 +213,7 @@ def asked_of(scope: Mapping[str, Any]) -> Asked:
         host=text(b"host"),
         origin=text(b"origin"),
         fetch_site=text(b"sec-fetch-site"),
+        browser=headers.get(b"user-agent", b"").startswith(b"Mozilla/"),
         token=token.strip() if scheme.lower() == b"bearer" else b"",
         here=not forwarded and is_from_here(scope.get("client"), scope.get("server")),
     )

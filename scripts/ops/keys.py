@@ -77,7 +77,7 @@ def refuse_keys(part: str, words: tuple[str, ...]) -> None:
     Raises:
         QuickstartError: there is one; it would stand in `ps` and in the run's folder, for everybody to read.
     """
-    found = [flag for word in words if (flag := word.split("=")[0]).replace("_", "-").endswith("api-key")]
+    found = [flag for word in words if "api-key" in (flag := word.split("=")[0]).replace("_", "-")]
     if found:
         raise QuickstartError(
             f"--{part}-args holds {found[0]}, which everybody could read in `ps`: leave it out; start.sh takes keys from "

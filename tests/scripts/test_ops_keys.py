@@ -74,7 +74,7 @@ def test_each_part_gets_the_keys_that_it_needs() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    ["--api-key k", "--vllm-api-key=k", "--openai.api_key k", "--env.rollout_server_api_key=k"],
+    ["--api-key k", "--vllm-api-key=k", "--openai.api_key k", "--env.rollout_server_api_key=k", "--api-key-file /k"],
 )
 @pytest.mark.parametrize("part", PARTS)
 def test_keys_among_the_flags_are_refused(part: str, words: str) -> None:

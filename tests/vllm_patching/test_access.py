@@ -22,10 +22,7 @@ from vllm_patching.access import (
     asked_of,
     host_name,
     is_from_here,
-    is_own_host,
-    is_own_origin,
     make_door,
-    names_of_this_machine,
 )
 from vllm_patching.routes import LockstepService, attach
 
@@ -35,11 +32,11 @@ PRIVILEGED = (
     "/v1/unload_lora_adapter", "/abort_requests", "/scale_elastic_ep", "/start_profile", "/docs", "/server_info",
 )  # fmt: skip
 HEADERS = st.sampled_from(
-    (b"host", b"origin", b"sec-fetch-site", b"authorization", b"x-forwarded-for", b"forwarded", b"cookie")
+    (b"host", b"origin", b"sec-fetch-site", b"authorization", b"x-forwarded-for", b"forwarded", b"user-agent")
 )
 VALUES = st.one_of(
     st.sampled_from((b"localhost:9001", b"evil.example", b"127.0.0.1", b"http://evil.example", b"null", b"Bearer sesame",
-                     b"bearer  sesame", b"Basic sesame", b"cross-site", b"same-origin", b"[::1]:9001", b"http://localhost:3000")),
+                     b"bearer  sesame", b"Basic sesame", b"cross-site", b"same-origin", b"[::1]:9001", b"http://localhost:9001", b"Mozilla/5.0")),
     st.binary(max_size=40),
 )  # fmt: skip
 ADDRESSES = st.sampled_from(("127.0.0.1", "::1", "::ffff:127.0.0.1", "10.0.0.7", "192.168.1.4", "2001:db8::1", "", "a path"))
@@ -76,8 +73,9 @@ def test_without_a_key_nobody_from_afar_changes_anything(scope: dict[str, Any]) 
     asked = asked_of(scope)
     if Door().refusal(asked) is None:
         assert asked.here or asked.path in FROM_AFAR or asked.path.startswith("/v1/responses/")
-        assert asked.host is None or is_own_host(asked.host)
-        assert asked.origin is None or is_own_origin(asked.origin, asked.host)
+        assert not asked.host or Door().is_ours(asked.host)
+        assert asked.origin is None or (asked.host and asked.origin.lower().endswith(f"//{asked.host.lower()}"))
+        assert asked.fetch_site in (None, "same-origin", "none")
 
 
 @given(scopes())
@@ -86,18 +84,38 @@ def test_whoever_came_through_a_proxy_is_from_afar(scope: dict[str, Any]) -> Non
     assert not (asked_of(scope).here and names & {b"forwarded", b"x-forwarded-for"})
 
 
-@given(st.text(max_size=40))
-def test_a_host_is_own_only_if_nobody_can_register_it(host: str) -> None:
-    if is_own_host(host):
+@given(st.text(max_size=40), st.sampled_from(("", "0.0.0.0", "127.0.0.1", "::1")))
+def test_a_host_is_ours_only_if_nobody_can_register_it(host: str, bound_to: str) -> None:
+    if Door(bound_to=bound_to).is_ours(host):
         name = host_name(host)
-        assert ":" in name or "." not in name or name.endswith(".localhost") or name.replace(".", "").isdigit()
+        assert ":" in name or name in ("localhost", socket.gethostname().lower()) or name.replace(".", "").isdigit()
 
 
 @given(st.from_regex(r"[a-z]{1,8}(\.[a-z]{1,8}){1,3}", fullmatch=True), st.sampled_from(("", ":9001", ".", ".:80")))
-def test_a_registered_name_is_own_only_if_it_is_given(name: str, rest: str) -> None:
-    assert is_own_host(name + rest) == name.endswith(".localhost")
-    assert is_own_host(name + rest, {name})
-    assert is_own_host((name + rest).upper(), {name})
+def test_a_registered_name_is_ours_only_if_it_is_given(name: str, rest: str) -> None:
+    assert not Door().is_ours(name + rest)
+    assert Door(names=frozenset({name})).is_ours(name + rest)
+    assert Door(bound_to=name).is_ours((name + rest).upper())
+
+
+@pytest.mark.parametrize(
+    ("bound_to", "host", "ours"),
+    [
+        ("", "10.0.0.7:9001", True),
+        ("::", "[2001:db8::1]:9001", True),
+        ("127.0.0.1", "10.0.0.7:9001", False),
+        ("127.0.0.1", "[::1]:9001", True),
+        ("10.0.0.7", "10.0.0.7", True),
+        ("", f"{socket.gethostname().upper()}:9001", True),
+        ("127.0.0.1", "localhost", True),
+        ("", "node17.other:9001", False),
+        ("", "localhost, evil.example", False),
+        ("", "a@localhost", False),
+        ("", "[::1", False),
+    ],
+)
+def test_hosts_that_a_server_goes_by(bound_to: str, host: str, ours: bool) -> None:
+    assert Door(bound_to=bound_to).is_ours(host) == ours
 
 
 @pytest.mark.parametrize("path", PRIVILEGED)
@@ -113,16 +131,19 @@ def test_what_changes_the_server_answers_this_machine_alone(path: str) -> None:
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/v1/models", "/metrics", "/v1/responses/r1/cancel"])
 def test_sampling_and_looking_is_for_whoever_reaches_the_port(path: str) -> None:
-    assert Door().refusal(Asked(path, "POST", "node17:9001")) is None
+    assert Door().refusal(Asked(path, "POST", "10.0.0.1:9001")) is None
 
 
 @pytest.mark.parametrize(
     ("headers", "why"),
     [
-        ({"host": "rebound.example:9001"}, "Host 'rebound.example:9001'"),
+        ({"host": "rebound.example:9001"}, "Host 'rebound.example:9001' is none that this server goes by"),
+        ({"origin": "http://localhost:3000"}, "'http://localhost:3000'"),
+        ({"method": "POST", "browser": True}, "from a browser that does not say from which page"),
         ({"origin": "https://page.example"}, "'https://page.example'"),
         ({"origin": "null"}, "'null'"),
-        ({"fetch_site": "cross-site"}, "a web page of another site sent"),
+        ({"fetch_site": "cross-site"}, "from another page (Sec-Fetch-Site: cross-site)"),
+        ({"fetch_site": "same-site"}, "from another page (Sec-Fetch-Site: same-site)"),
         ({"host": "evil.example", "origin": "http://evil.example"}, "Host 'evil.example'"),
     ],
 )
@@ -139,7 +160,8 @@ def test_pages_of_other_sites_are_refused_even_on_this_machine(headers: dict[str
     [
         {},  # an old client, HTTP/1.0
         {"host": "127.0.0.1:9001"},
-        {"host": "localhost:9001", "origin": "http://localhost:3000", "fetch_site": "same-site"},
+        {"host": "localhost:9001", "origin": "http://localhost:9001", "fetch_site": "same-origin", "browser": True},
+        {"host": "localhost:9001", "browser": True},  # typed by a person into an old browser
         {"host": "10.0.0.1:9001", "origin": "http://10.0.0.1:9001", "fetch_site": "same-origin"},
         {"host": "gpu7.cluster.example:9001"},
         {"host": "localhost:9001", "origin": "https://board.example", "fetch_site": "cross-site"},
@@ -168,13 +190,10 @@ def test_where_a_connection_comes_from(client: Any, server: Any, here: bool) -> 
     assert is_from_here(client, server) == here
 
 
-def test_names_of_this_machine_are_its_own_and_those_given() -> None:
-    found = names_of_this_machine({"LOCKSTEP_ALLOWED_HOSTS": "GPU7.cluster.example, ,b.example."}, "c.example")
-    assert found == {"gpu7.cluster.example", "b.example", "c.example", socket.gethostname().lower()}
-
-
 def flags(**given: Any) -> argparse.Namespace:
-    return argparse.Namespace(**{"api_key": None, "host": None, "port": 9001, "uds": None, "allowed_origins": ["*"], **given})
+    return argparse.Namespace(
+        **{"api_key": None, "host": None, "port": 9001, "uds": None, "allowed_origins": ["*"], "allow_host": [], **given}
+    )
 
 
 @pytest.mark.parametrize(
@@ -212,8 +231,13 @@ def test_a_server_that_others_can_reach_without_a_key_says_so(
     assert ("No VLLM_API_KEY: whoever reaches port 9001 may sample" in capsys.readouterr().out) == warned
 
 
-def test_origins_that_vllm_was_told_to_allow_are_allowed_one_by_one() -> None:
-    assert make_door(flags(allowed_origins=["*", "https://board.example"]), {}).origins == {"https://board.example"}
+def test_names_and_origins_are_allowed_one_by_one() -> None:
+    door = make_door(
+        flags(allowed_origins=["*", "https://board.example"], allow_host=["GPU7.cluster.example."], host="b.example"), {}
+    )
+    assert door.origins == {"https://board.example"}
+    assert door.is_ours("gpu7.cluster.example:9001")
+    assert door.is_ours("b.example")
 
 
 def make_client(door: Door, caller: str) -> TestClient:
