@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from lockstep_processes.guard import descendants
@@ -108,6 +109,16 @@ def test_every_command_works_and_prints_what_it_promises(shell: Shell) -> None:
             shell.type(command)
 
     vllm, trainer = shell.read("vllm.log"), shell.read("trainer.log")
+    assert "No VLLM_API_KEY: whoever reaches port 9001 may sample" in vllm
+    far, page = {"X-Forwarded-For": "192.0.2.7"}, {"Origin": "https://page.example"}
+    for path, headers, status in (
+        ("/bridge/state", {}, 200), ("/bridge/state", far, 403), ("/v1/models", far, 200), ("/v1/models", page, 403),
+        ("/v1/models", {"Host": "rebound.example"}, 403),
+    ):  # fmt: skip
+        answer = httpx.get(f"http://127.0.0.1:9001{path}", headers=headers, timeout=30, trust_env=False)
+        assert answer.status_code == status, (path, headers, answer.text)
+    paused = httpx.post("http://127.0.0.1:9001/bridge/pause", headers=far, json={}, timeout=30, trust_env=False)
+    assert (paused.status_code, "set VLLM_API_KEY" in paused.text) == (403, True)
     assert re.search(r"\[vLLM Patch\] ✓ Exported \d+ params", vllm)
     assert "[vLLM Patch] ✓ Shared memory setup complete!" in vllm
     for rank in (0, 1):

@@ -36,7 +36,8 @@ HEADERS = st.sampled_from(
 )
 VALUES = st.one_of(
     st.sampled_from((b"localhost:9001", b"evil.example", b"127.0.0.1", b"http://evil.example", b"null", b"Bearer sesame",
-                     b"bearer  sesame", b"Basic sesame", b"cross-site", b"same-origin", b"[::1]:9001", b"http://localhost:9001", b"Mozilla/5.0")),
+                     b"bearer  sesame", b"Basic sesame", b"cross-site", b"same-origin", b"[::1]:9001", b"http://localhost:9001",
+                     b"Mozilla/5.0")),
     st.binary(max_size=40),
 )  # fmt: skip
 ADDRESSES = st.sampled_from(("127.0.0.1", "::1", "::ffff:127.0.0.1", "10.0.0.7", "192.168.1.4", "2001:db8::1", "", "a path"))
