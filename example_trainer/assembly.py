@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from example_trainer.api_keys import revealed
 from example_trainer.checkpointing import Checkpoints
-from example_trainer.config import TrainerConfig, revealed
+from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.pairing import deterministic_decoder
 from example_trainer.errors import ConfigError
 from example_trainer.lora.checkpoints import ADAPTER_PREFIX, AdapterCheckpoints

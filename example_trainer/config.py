@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import os
-import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
@@ -14,24 +12,9 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
+from example_trainer.api_keys import SECRETS, from_variable, refuse_key_in_command
 from example_trainer.errors import ConfigError
 from example_trainer.lora.settings import LoraSettings, parse_targets
-
-SECRETS = {"vllm_api_key": "VLLM_API_KEY", "atropos_api_key": "ROLLOUT_API_KEY"}
-"""Option -> the variable that it is read from. Their values stand in no help, log, dump or message."""
-
-
-def _from_variable(option: str) -> Callable[[], SecretStr | None]:
-    def read() -> SecretStr | None:
-        value = os.environ.get(SECRETS[option])
-        return SecretStr(value) if value else None
-
-    return read
-
-
-def revealed(secret: SecretStr | None) -> str | None:
-    """What a secret option holds, for whoever sends it; None if it is not given, or empty."""
-    return secret.get_secret_value() if secret else None
 
 
 class TrainerConfig(BaseModel):
@@ -64,7 +47,7 @@ class TrainerConfig(BaseModel):
         description="broadcast: into a paused vLLM's live weights, or beside them while it generates; auto: if there is room",
     )
     vllm_api_key: SecretStr | None = Field(
-        default_factory=_from_variable("vllm_api_key"),
+        default_factory=from_variable("vllm_api_key"),
         description="bearer token of the vLLM server; better as a variable, which other users cannot see",
     )
     vllm_restart_interval: int | None = Field(
@@ -96,7 +79,7 @@ class TrainerConfig(BaseModel):
     # Rollouts
     atropos_url: str = Field("http://localhost:8000", pattern=r"^https?://\S+$", description="rollout service")
     atropos_api_key: SecretStr | None = Field(
-        default_factory=_from_variable("atropos_api_key"),
+        default_factory=from_variable("atropos_api_key"),
         description="bearer token of the rollout service; better as a variable, which other users cannot see",
     )
     service_timeout: float = Field(
@@ -189,12 +172,7 @@ class TrainerConfig(BaseModel):
     @field_validator("vllm_command", "vllm_args")
     @classmethod
     def _no_key_in_a_command(cls, value: str | None) -> str | None:
-        try:
-            words = shlex.split(value or "")
-        except ValueError:
-            return value  # told when the command is put together
-        if any(word.split("=")[0] == "--api-key" for word in words):
-            raise ValueError("everybody can read --api-key in `ps`; leave it out and set VLLM_API_KEY, which that server gets")
+        refuse_key_in_command(value or "")
         return value
 
     @property

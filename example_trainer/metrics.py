@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from example_trainer.api_keys import without_secrets
 from example_trainer.data import Batch
 from example_trainer.errors import ConfigError
 from example_trainer.metrics_server import MetricsServer
@@ -193,6 +195,7 @@ def import_wandb() -> Any:
 def _start_wandb(names: tuple[str, str], config: dict[str, Any], folder: Path) -> Any:
     wandb = import_wandb()
     folder.mkdir(parents=True, exist_ok=True)
+    sys.argv[:] = without_secrets(sys.argv)  # W&B keeps the command line
     try:
         return wandb.init(project=names[0], group=names[1], config=config, dir=str(folder), job_type="trainer")
     except wandb.Error as error:

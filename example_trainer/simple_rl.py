@@ -27,8 +27,9 @@ from collections.abc import Iterator
 
 import torch
 
+from example_trainer.api_keys import revealed
 from example_trainer.assembly import choose_device, choose_dtype, make_metrics, make_model, make_optimizer
-from example_trainer.config import TrainerConfig, revealed
+from example_trainer.config import TrainerConfig
 from example_trainer.data import parse_batch
 from example_trainer.deterministic.pairing import deterministic_decoder, make_parity, pin_settings
 from example_trainer.deterministic.parity import ParityCheck

@@ -89,7 +89,11 @@ class Door:
             return None
         if any([hmac.compare_digest(asked.token, key.encode()) for key in self.keys]):
             return None
-        return Refusal(401, f"{asked.path[:_SHOWN]} needs the server's API key: send `Authorization: Bearer <key>`")
+        return Refusal(
+            401,
+            f"{asked.path[:_SHOWN]} needs the server's API key: send `Authorization: Bearer <key>` (trainer and environments "
+            "take it from VLLM_API_KEY)",
+        )
 
     def _from_elsewhere(self, asked: Asked) -> Refusal | None:
         if asked.host and not self.is_ours(asked.host):

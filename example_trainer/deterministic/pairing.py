@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from example_trainer.config import TrainerConfig, revealed
+from example_trainer.api_keys import revealed
+from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.decoder import DeterministicDecoder, GradientSums
 from example_trainer.deterministic.parity import NoParity, ParityCheck, ParityError, Provenance, require_same_kernels
 from example_trainer.errors import ConfigError

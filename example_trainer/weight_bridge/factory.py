@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from example_trainer.config import TrainerConfig, revealed
+from example_trainer.api_keys import revealed
+from example_trainer.config import TrainerConfig
 from example_trainer.lora.settings import base_model_name
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal

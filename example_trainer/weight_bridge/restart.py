@@ -12,7 +12,8 @@ from contextlib import contextmanager
 
 import torch
 
-from example_trainer.config import TrainerConfig, revealed
+from example_trainer.api_keys import revealed
+from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
 from example_trainer.process import StopSignal
 from example_trainer.weight_bridge.base import BridgeError, SyncReport, WeightBridge, Weights

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from example_trainer.config import SECRETS, TrainerConfig, flag_of, parse_config, revealed
+from example_trainer.api_keys import SECRETS, revealed, without_secrets
+from example_trainer.config import TrainerConfig, flag_of, parse_config
 from example_trainer.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -194,6 +195,18 @@ def test_messages_about_secrets_do_not_tell_them(content: str, message: str, tmp
         parse_config(["--config", str(tmp_path / "c.yaml")])
     assert str(caught.value).startswith(message.format(file=tmp_path / "c.yaml"))
     assert "4711" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["--vllm-api-key", "hush", "--lr", "1"], ["--vllm-api-key", "…", "--lr", "1"]),
+        (["--lr=1", "--atropos-api-key=hush=x"], ["--lr=1", "--atropos-api-key=…"]),
+        (["--vllm-api-key"], ["--vllm-api-key"]),
+    ],
+)
+def test_a_command_line_is_shown_without_secrets(words: list[str], shown: list[str]) -> None:
+    assert without_secrets(words) == shown
 
 
 def test_help_names_the_variables_and_not_what_they_hold(
