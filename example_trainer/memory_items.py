@@ -185,12 +185,13 @@ def backward_activation_bytes(request: MemoryRequest) -> int:
     """Bytes of activations and their gradients where the backward pass goes through the last layer's MLP.
 
     With checkpointing, that layer's activations are there again. In flight are the gradients of the layer's output, of its
-    input, and of the MLP's two factors (under adapters also one that goes through an adapter); what the last norm kept is gone.
+    input (under adapters with its float32 copy), and of the MLP's two factors; what the last norm kept is gone.
     """
     g, s = request.local, request.dtype.itemsize
     layer = layer_activation_bytes(g, s, request.lora)
     kept = g.num_layers * s * g.hidden_size + layer if request.gradient_checkpointing else g.num_layers * layer
-    return request.tokens * (kept + (3 if request.lora else 2) * s * g.intermediate_size + 2 * s * g.hidden_size)
+    copied = FLOAT32 if request.lora and s < FLOAT32 else 0
+    return request.tokens * (kept + 2 * s * g.intermediate_size + (2 * s + copied) * g.hidden_size)
 
 
 def logits_bytes(request: MemoryRequest) -> int:
