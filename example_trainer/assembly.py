@@ -75,8 +75,22 @@ def choose_dtype(config: TrainerConfig, serving: torch.dtype | None, device: tor
     """The dtype of the model's parameters: the server's, if it serves them.
 
     Raises:
-        ConfigError: --dtype asks for another one than the server serves.
+        ConfigError: --dtype asks for another one than the server serves, or it would be float16, in which gradients vanish: a
+            token's share of a large batch is smaller than the least number there is.
     """
+    dtype = _dtype(config, serving, device)
+    if dtype is torch.float16:
+        whose = "the vLLM server holds" if serving is not None else "--dtype asks for" if config.dtype == "float16" else "has"
+        what = f"--model-name {config.model_name} {whose}" if whose == "has" else whose
+        give = "start server and trainer with" if serving is not None else "give"
+        raise ConfigError(
+            f"{what} float16 weights, whose gradients are too small for float16 in a batch of many tokens, so that training "
+            f"would go in a wrong direction; {give} --dtype bfloat16 (or float32)"
+        )
+    return dtype
+
+
+def _dtype(config: TrainerConfig, serving: torch.dtype | None, device: torch.device) -> torch.dtype:
     asked = None if config.dtype == "auto" else getattr(torch, config.dtype)
     if serving is not None:
         if asked not in (None, serving):

@@ -25,7 +25,8 @@ class TrainerConfig(BaseModel):
     # Model
     model_name: str = Field(min_length=1, description="Hugging Face model id, or a folder that holds a checkpoint")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="dtype of the weights; auto: the server's, else the checkpoint's (float32 on a CPU)"
+        "auto",
+        description="dtype of the weights, not float16; auto: the server's, else the checkpoint's (float32 on a CPU)",
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
@@ -129,7 +130,9 @@ class TrainerConfig(BaseModel):
         "token", description="average over all tokens, over sequences, or by the constant seq-len (Dr. GRPO)"
     )
     temperature: float = Field(
-        1.0, gt=0, description="divides the logits; the one that the rollouts' logprobs are of (vLLM's raw logprobs: 1)"
+        1.0,
+        gt=0,
+        description="divides the logits; what environments sample at if vLLM has --logprobs-mode processed_logprobs, else 1",
     )
     logprob_chunk: int = Field(1024, ge=1, description="tokens whose logits exist at the same time")
 

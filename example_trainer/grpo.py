@@ -47,6 +47,7 @@ from example_trainer.parallel.shared import SharedRollouts, agreed_stop
 from example_trainer.process import StopRequested, StopSignal, run
 from example_trainer.resuming import agreed_start
 from example_trainer.rollout_client import RolloutClient, Upkeep
+from example_trainer.rollout_logprobs import check_logprobs
 from example_trainer.runs import SavedStep, mark_run
 from example_trainer.skipping import SkippedBatches
 from example_trainer.weight_bridge.base import BridgeError
@@ -97,6 +98,7 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
         ranks.on_main("naming the run", lambda: mark_run(start.run, config.save_path, prefix))
         if start.saved and start.saved.batch:
             client.settle(start.saved.batch, optimizer.steps)
+        check_logprobs(config, ranks)  # before there is anything to train on
         client.register(registration(config, optimizer.steps, start.run.epoch))
         upkeep = Upkeep(bridge.server_restarted, lambda: bridge.keep_serving(optimizer.write_weights))
         trained = start.saved.batch if start.saved else None

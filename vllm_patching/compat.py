@@ -238,6 +238,13 @@ def has_requests(engine: Any) -> bool:
     return bool(engine.output_processor.request_states)
 
 
+def logprobs_mode(engine: Any) -> str:
+    """Which logprobs the engine hands out (`--logprobs-mode`): `raw_logprobs`, before temperature and penalties, or
+    `processed_logprobs`, after them; or logits of either kind.
+    """
+    return str(engine.model_config.logprobs_mode)
+
+
 def engine_is_dead(engine: Any) -> bool:
     """Whether the engine's process has ended."""
     return bool(engine.errored)

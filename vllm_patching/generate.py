@@ -57,7 +57,8 @@ class GenerateRequest(BaseModel):
 class GenerateResponse(BaseModel):
     """Every list has one item per completion, but for prompt_token_ids.
 
-    `logprobs[completion][position]` maps token ids to float32 logprobs before temperature; it always holds the sampled token.
+    `logprobs[completion][position]` maps token ids to float32 logprobs, before temperature unless the server runs with
+    `--logprobs-mode processed_logprobs`; it always holds the sampled token.
     `weight_versions` is the oldest version that a token of the completion was sampled under; `weight_version_spans` has
     [version, number of tokens] in order.
     """

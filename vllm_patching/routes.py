@@ -1,4 +1,4 @@
-"""The routes that are added to vLLM's app: /generate, /health_generate, /deterministic and /bridge/*."""
+"""The routes that are added to vLLM's app: /generate, /health_generate, /deterministic, /sampling and /bridge/*."""
 
 from __future__ import annotations
 
@@ -132,6 +132,14 @@ def make_router(service: LockstepService) -> APIRouter:
         if service.deterministic is None:
             return _error(404, "this server is not in deterministic mode: stop it, and start it with --deterministic")
         return JSONResponse(service.deterministic)
+
+    @router.get("/sampling")
+    async def sampling(request: Request) -> JSONResponse:
+        if not service.authorized(request):
+            return _error(401, "/sampling needs the server's API key: send `Authorization: Bearer <key>`")
+        if service.engine is None:
+            return _error(503, "the engine is still loading")
+        return JSONResponse({"logprobs_mode": compat.logprobs_mode(service.engine)})
 
     def bridge_route(
         path: str, step: Callable[[BridgeController, Any], Awaitable[dict[str, Any]]], body: type[BaseModel]

@@ -20,10 +20,14 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from example_trainer.config import TrainerConfig
 from example_trainer.lora.layers import adapters_of, attach_adapters, merged_weights
 from example_trainer.lora.peft_format import AdapterWriter
 from example_trainer.lora.settings import TARGETS, LoraSettings
+from example_trainer.loss import chosen_logprobs
 from example_trainer.models import Decoder, load_model
+from example_trainer.parallel.ranks import Ranks
+from example_trainer.rollout_logprobs import check_logprobs
 from example_trainer.weight_bridge.base import BridgeError
 from example_trainer.weight_bridge.lora import LoraBridge, LoraServer
 from tests.conftest import ROOT, Processes
@@ -47,6 +51,7 @@ def lora_server(
     folder = tmp_path_factory.mktemp("vllm")
     (folder / "chat.jinja").write_text("{{ messages[0]['content'] }}")
     flags = ("--enable-lora", "--bridge-timeout", str(BRIDGE_TIMEOUT), "--chat-template", str(folder / "chat.jinja"))
+    flags = (*flags, "--logprobs-mode", "processed_logprobs")
     return start_vllm(module_processes, free_port, tiny_model, folder, shared=False, flags=flags)
 
 
@@ -159,6 +164,21 @@ def test_every_adapter_is_served_as_the_merged_model(lora_server: VllmServer, jo
         assert time.monotonic() < deadline, served
         time.sleep(0.05)
     assert served["removal_error"] == ""
+
+
+def test_processed_logprobs_are_of_the_temperature(lora_server: VllmServer, joined: tuple[LoraBridge, Decoder]) -> None:
+    """What the server says of its logprobs is true, and the trainer computes the same ones, at any temperature."""
+    _, model = joined
+    prompt = PROMPTS[0]
+    answer = lora_server.generate(prompt, max_tokens=12, temperature=0.6, seed=7, ignore_eos=True)
+    (tokens,), (entries,) = answer["token_ids"], answer["logprobs"]
+    served = torch.tensor([entry[str(token)] for entry, token in zip(entries, tokens, strict=True)])
+    with torch.no_grad():
+        hidden = model(torch.tensor([prompt + tokens]))[0, len(prompt) - 1 : -1]
+        ours, _ = chosen_logprobs(hidden, model.output_weight, torch.tensor(tokens), temperature=0.6)
+    torch.testing.assert_close(served, ours, atol=TOLERANCE, rtol=0)
+    for temperature in (0.6, 1.0):
+        check_logprobs(TrainerConfig(model_name="any", vllm_port=lora_server.port, temperature=temperature), Ranks())
 
 
 def test_prefixes_are_shared_under_one_adapter(lora_server: VllmServer, joined: tuple[LoraBridge, Decoder]) -> None:

@@ -12,9 +12,13 @@ import httpx
 import pytest
 import torch
 
+from example_trainer.config import TrainerConfig
+from example_trainer.errors import ConfigError
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.hf_checkpoint import load_model
 from example_trainer.parallel.gather import full_parameters
+from example_trainer.parallel.ranks import Ranks
+from example_trainer.rollout_logprobs import check_logprobs
 from example_trainer.weight_bridge.base import BridgeError
 from example_trainer.weight_bridge.broadcast import BroadcastBridge
 from example_trainer.weight_bridge.server import BridgeServer, shapes_of
@@ -65,6 +69,19 @@ def test_a_server_says_that_it_is_not_deterministic(server: VllmServer) -> None:
     answer = httpx.get(f"{server.url}/deterministic", timeout=30)
     assert answer.status_code == 404
     assert "--deterministic" in answer.json()["error"]
+
+
+def test_a_server_says_which_logprobs_it_hands_out(server: VllmServer) -> None:
+    """The answer is true: temperature does not change them."""
+    assert httpx.get(f"{server.url}/sampling", timeout=30).json() == {"logprobs_mode": "raw_logprobs"}
+    prompt, model = [72, 101, 108, 108, 111], load_model(str(server.model), torch.float32)
+    answer = server.generate(prompt, max_tokens=8, temperature=0.6, seed=1, ignore_eos=True)
+    ours = trainer_logprobs(model, prompt, answer["token_ids"][0])
+    torch.testing.assert_close(served_logprobs(answer, 0), ours, atol=TOLERANCE, rtol=0)
+    options = TrainerConfig(model_name="any", vllm_port=server.port)
+    check_logprobs(options, Ranks())
+    with pytest.raises(ConfigError, match=r"--temperature 0\.6, but .*start the server with --logprobs-mode processed_"):
+        check_logprobs(options.model_copy(update={"temperature": 0.6}), Ranks())
 
 
 @pytest.mark.parametrize("kind", KINDS)
