@@ -9,6 +9,7 @@
 #       or the two processes of each GPU take turns) ·
 #       4 (four: 14B to two ranks) · 4-ranks (four: the same from a trainer of two ranks) ·
 #       4-late (three or more: a rank that is late) · deterministic (one: parity) · deterministic-cost (one: speed, learning) ·
+#       memory (one; two for sharded training: the memory plan against real steps, needs no vLLM) ·
 #       modes (whole trainings, those that the GPUs suffice for; all with four) · cpu (a tiny model, to try the scripts)
 # Each kind ends within nine minutes; a machine's first server start is part of the first kind that is run on it.
 # Ends with status 1 if any script failed. Results and logs are in OUTPUT_FOLDER, one folder for each script.
@@ -63,6 +64,7 @@ case $kind in
     run 330 deterministic_cost deterministic_cost.py
     run 200 bi_on_off bi_on_off.py --jobs 6
     ;;
+  memory) run 530 memory_plan memory_plan.py ;;
   modes) run 530 training_modes training_modes.py --eager ;;
   cpu)
     for script in weight_sync single_copy lora_swap bridge_faults; do
