@@ -180,6 +180,7 @@ def test_commands_in_the_documents_exist(document: Path) -> None:
 
 
 OTHER_PROGRAMS_FLAGS = {
+    "--logprobs-mode",
     "--help",
     "--tensor-parallel-size",
     "--dtype",
