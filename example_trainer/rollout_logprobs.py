@@ -12,8 +12,10 @@ import logging
 
 import httpx
 
+from example_trainer.api_keys import revealed
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
+from example_trainer.http_client import direct_client
 from example_trainer.parallel.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -37,7 +39,7 @@ def check_logprobs(config: TrainerConfig, ranks: Ranks) -> None:
 def _check(config: TrainerConfig) -> None:
     for host, port in config.vllm_addresses:
         url = f"http://{host}:{port}"
-        mode = _mode_of(url, config.vllm_api_key)
+        mode = _mode_of(url, revealed(config.vllm_api_key))
         if mode is not None:
             require_fitting(url, mode, config.temperature)
         elif config.temperature != 1.0:
@@ -66,9 +68,9 @@ def require_fitting(url: str, mode: str, temperature: float) -> None:
 
 def _mode_of(url: str, api_key: str | None) -> str | None:
     """The server's mode; None if it does not say."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        response = httpx.get(f"{url}/sampling", headers=headers, timeout=_SECONDS, trust_env=False)
+        with direct_client(url, _SECONDS, api_key) as client:
+            response = client.get("/sampling")
         answer = response.json() if response.status_code == 200 else None
     except (httpx.HTTPError, ValueError) as error:
         logger.debug("%s/sampling: %s", url, error)
