@@ -28,6 +28,7 @@ from typing import Any
 from bench.gpu.machine import describe
 from bench.gpu.runs import Results
 from bench.gpu.summary import table
+from bench.measured import measured
 from lockstep_processes.processes import ProcessError, Supervisor
 
 MODES = {"on": "--batch-invariant", "off": "--no-batch-invariant"}
@@ -102,7 +103,7 @@ def main() -> int:
     with ThreadPoolExecutor(max_workers=args.jobs) as pool:
         for (mode, seed), done in zip(asked, pool.map(lambda pair: run(*pair, args), asked), strict=True):
             runs.append(done)
-            results.put("runs", f"{mode} {seed}", value=done)
+            results.put("runs", f"{mode} {seed}", value={**done, "measured": measured()})
             print(f"{mode} {seed}: {done['seconds']} s, {done['last_line']}", flush=True)
     head = ["mode", "runs", f"reward, last {LAST} steps", "of each seed", "reward, all steps", "tokens that differ"]
     print(table(head, [summary(runs, mode) for mode in args.modes]))

@@ -244,21 +244,22 @@ def report(data: dict[str, Any]) -> str:
                 [
                     f"{side}, {condition}",
                     found["updates"],
+                    *(median_of(found, "whole_update_ms", what) for what in ("median", "max")),
+                    *(median_of(found, "largest_gap_per_update_ms", what) for what in ("median", "max")),
+                    median_of(found, "usual_gap_ms"),
+                    *(median_of(found, "halted_ms", what) for what in ("median", "max")),
+                    median_of(found, "stood_still_ms"),
                     *(median_of(found, "first_byte_to_verified_ms", what) for what in ("median", "p90", "max")),
                     speed,
                     round(100 * speed / broadcast, 1) if broadcast else None,
                     round(100 * speed / coalesced, 1) if coalesced else None,
                     transfer,
                     round(100 * data["model_bytes"] / transfer / 1e6 / broadcast, 1) if transfer and broadcast else None,
-                    *(median_of(found, "halted_ms", what) for what in ("median", "max")),
-                    median_of(found, "stood_still_ms"),
-                    median_of(found, "usual_gap_ms"),
-                    *(median_of(found, "largest_gap_per_update_ms", what) for what in ("median", "max")),
                 ]
             )
-    head = ["", "updates", "first byte to verified: median ms", "p90", "max", "GB/s", "% of broadcast", "% of coalesced"]
-    head += ["the bytes alone: ms", "% of broadcast, alone"]
-    head += ["halted: median ms", "max", "to the first step ms", "usual gap ms", "gap at an update: median ms", "max"]
+    head = ["", "updates", "the trainer waits: median ms", "max", "gap at an update: median ms", "max", "usual gap ms"]
+    head += ["halted: median ms", "max", "to the first step ms", "first byte to verified: median ms", "p90", "max", "GB/s"]
+    head += ["% of broadcast", "% of coalesced", "the bytes alone: ms", "% of broadcast, alone"]
     lines += [table(head, rows)] if rows else []
     for side, part in sides.items():
         phases = part.get("idle", {}).get("phases_ms", {})

@@ -1,7 +1,8 @@
 """A trainer that uses vLLM's own NCCL weight-transfer engine, to compare with. vLLM 0.26; needs GPUs.
 
 The server is started with VLLM_SERVER_DEV_MODE=1 and `--weight-transfer-config '{"backend": "nccl"}'`. One update is:
-/pause?mode=keep, /start_weight_update, the packed broadcast beside /update_weights, /finish_weight_update, /resume.
+the write of the new weights, /pause?mode=keep, /start_weight_update, the packed broadcast beside /update_weights,
+/finish_weight_update, /resume; all requests over one kept connection, and timed from the write to the last answer, as ours is.
 """
 
 from __future__ import annotations
@@ -84,15 +85,6 @@ class EngineTrainer(BenchTrainer):
     def _engine_update(self, which: int) -> dict[str, Any]:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerSendWeightsArgs, NCCLWeightTransferEngine
 
-        self.write(which)
-        torch.cuda.synchronize()
-        tensors = self.checkpoint_tensors()
-        info = {
-            "names": [name for name, _ in tensors],
-            "dtype_names": [str(t.dtype).removeprefix("torch.") for _, t in tensors],
-            "shapes": [list(t.shape) for _, t in tensors],
-            "packed": True,
-        }
         seconds: dict[str, float] = {}
         start = last = time.monotonic()
 
@@ -101,6 +93,17 @@ class EngineTrainer(BenchTrainer):
             now = time.monotonic()
             seconds[name], last = now - last, now
 
+        self.write(which)
+        torch.cuda.synchronize()
+        lap("write")
+        tensors = self.checkpoint_tensors()
+        info = {
+            "names": [name for name, _ in tensors],
+            "dtype_names": [str(t.dtype).removeprefix("torch.") for _, t in tensors],
+            "shapes": [list(t.shape) for _, t in tensors],
+            "packed": True,
+        }
+        lap("names")
         self._client.post("/pause", params={"mode": "keep", "clear_cache": "true"}).raise_for_status()
         lap("pause")
         paused = last
@@ -131,7 +134,7 @@ class EngineTrainer(BenchTrainer):
 
         def call() -> None:
             try:
-                httpx.post(f"{self.url}{path}", json=body, timeout=self.timeout).raise_for_status()
+                self._client.post(path, json=body).raise_for_status()
                 outcome.append(None)
             except Exception as error:  # noqa: BLE001 - raised again where it is waited for
                 outcome.append(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,7 @@ def good() -> Outcome:
     ("change", "problem"),
     [
         ({}, None),
+        ({"seconds": 0.0}, "nothing was measured"),
         ({"seconds": 11.0}, "took 11.0 s, more than 10"),
         ({"must_name": {"phase": "transfer"}}, "does not name the phase"),
         ({"server": "new version"}, "the server is new version, not old version or unhealthy"),
@@ -68,8 +70,10 @@ def test_a_measurement_that_fails_loses_no_other(tmp_path: Path) -> None:
     def fail() -> None:
         raise BenchError("the server ended\nits last line")
 
-    assert results.measure("bridge", "idle", run=lambda: 1) == 1
+    assert results.measure("bridge", "idle", run=lambda: {"median": 1}) == {"median": 1}
     assert results.measure("bridge", "loaded", run=fail) is None
-    assert '"idle": 1' in results.path.read_text()
+    written = json.loads(results.path.read_text())
+    assert written["bridge"]["idle"]["median"] == 1
+    assert written["bridge"]["idle"]["measured"].keys() == written["measured"].keys() == {"commit", "date", "run"}
     assert results.data["bridge"]["loaded"] == {"failed": "the server ended"}
     assert results.failures

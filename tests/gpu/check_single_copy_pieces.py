@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
+from bench.measured import measured
 from vllm_patching.checksum import WeightSums
 from vllm_patching.manifest import FlatSlice
 from vllm_patching.sharding import Slice
@@ -166,7 +167,7 @@ def main() -> int:
         print(f"{'✓' if good else '✗'} {name}: {seen}", flush=True)
         found[name] = {"passed": good, "seen": seen}
     if options.json:
-        results = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "checks": found}
+        results = {"measured": measured(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "checks": found}
         options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     return 0 if all(row["passed"] for row in found.values()) else 1
 
