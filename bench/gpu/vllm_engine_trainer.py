@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import httpx
@@ -19,6 +20,8 @@ from bench.gpu.line_protocol import Answers, serve
 from bench.gpu.processes import free_port
 from bench.gpu.trainer import BenchTrainer, parse, set_up
 from example_trainer.models.layout import layout
+
+NCCL_ENGINE = "vllm.distributed.weight_transfer.nccl_engine"
 
 
 class EngineTrainer(BenchTrainer):
@@ -31,13 +34,12 @@ class EngineTrainer(BenchTrainer):
 
     def join(self) -> dict[str, Any]:
         """Meet the server's workers in an NCCL group, this process as rank 0."""
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-
+        engine = import_module(NCCL_ENGINE)
         world = 1 + int(self._client.get("/get_world_size").raise_for_status().json()["world_size"])
         port = free_port()
         info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": world}
         call = self._in_background("/init_weight_transfer_engine", {"init_info": info})
-        self._group = NCCLWeightTransferEngine.trainer_init(
+        self._group = engine.NCCLWeightTransferEngine.trainer_init(
             {"master_address": "127.0.0.1", "master_port": port, "world_size": world}
         )
         call()
@@ -83,8 +85,7 @@ class EngineTrainer(BenchTrainer):
         ]
 
     def _engine_update(self, which: int) -> dict[str, Any]:
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerSendWeightsArgs, NCCLWeightTransferEngine
-
+        engine = import_module(NCCL_ENGINE)
         seconds: dict[str, float] = {}
         start = last = time.monotonic()
 
@@ -110,8 +111,8 @@ class EngineTrainer(BenchTrainer):
         self._client.post("/start_weight_update").raise_for_status()
         lap("start")
         call = self._in_background("/update_weights", {"update_info": info})
-        arguments = NCCLTrainerSendWeightsArgs(group=self._group, packed=True)
-        NCCLWeightTransferEngine.trainer_send_weights(iter(tensors), arguments)
+        arguments = engine.NCCLTrainerSendWeightsArgs(group=self._group, packed=True)
+        engine.NCCLWeightTransferEngine.trainer_send_weights(iter(tensors), arguments)
         torch.cuda.synchronize()
         call()
         lap("transfer")
@@ -156,4 +157,5 @@ if __name__ == "__main__":
     answers = Answers()
     parsed = parse()
     set_up(parsed)
+    import_module(NCCL_ENGINE)  # takes many seconds, during which the server starts
     serve(answers, EngineTrainer(parsed.shape, parsed.port, parsed.device, parsed.timeout).commands())
