@@ -49,7 +49,7 @@ def test_documents_hold_the_figures_that_users_ask_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("document", "value"), [("README.md", "weight_sync_qwen3-1.7b"), ("docs/weight-bridge.md", "updates_1.7b")]
+    ("document", "value"), [("README.md", "broadcast_in_short"), ("docs/weight-bridge.md", "updates_1.7b")]
 )
 def test_a_document_that_differs_is_found_and_rewritten(
     copy: Path, document: str, value: str, capsys: pytest.CaptureFixture[str]
