@@ -30,13 +30,13 @@ def test_a_worker_that_ends_is_named_with_its_last_lines(tmp_path: Path) -> None
         all_stopped(worker),
         pytest.raises(BenchError, match=r"ceiling (ended with status 2|has ended)(.|\n)*invalid int value"),
     ):
-        worker.answer(60, "start")
+        worker.answer(180, "start")
 
 
 def test_waiting_for_text_has_an_end(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("old line\nnew line\n")
-    assert wait_for_text(log, "new", seconds=5, mark=9) < 5
+    wait_for_text(log, "new", seconds=5, mark=9)
     with pytest.raises(BenchError, match=r"nobody wrote 'old' within 0.2 s"):
         wait_for_text(log, "old", seconds=0.2, mark=9)
 

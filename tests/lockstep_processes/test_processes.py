@@ -31,7 +31,7 @@ time.sleep(600)
 """
 
 
-def eventually(done: Callable[[], bool], seconds: float = 30) -> bool:
+def eventually(done: Callable[[], bool], seconds: float = 60) -> bool:
     deadline = time.monotonic() + seconds
     while not done():
         if time.monotonic() > deadline:
@@ -61,7 +61,7 @@ def test_stopping_at_once_needs_no_grace_period(tmp_path: Path) -> None:
 @pytest.mark.parametrize("arguments", [[], ["stubborn"]], ids=["obedient", "ignores SIGTERM"])
 def test_stop_ends_the_whole_family(tmp_path: Path, arguments: list[str]) -> None:
     log = tmp_path / "family.log"
-    process = ManagedProcess("family", [sys.executable, "-c", FAMILY, *arguments], log, grace=1.0)
+    process = ManagedProcess("family", [sys.executable, "-c", FAMILY, *arguments], log, grace=1.0 if arguments else 60.0)
     pids = family(log)
     assert len(living(pids)) == 3
     code = process.stop()
@@ -100,7 +100,7 @@ def test_no_orphan_survives_the_starter(tmp_path: Path, number: signal.Signals) 
         assert set(pids) < set(below)  # the guards, too
     finally:
         os.kill(starter.pid, number)
-        starter.wait(30)
+        starter.wait(60)
     assert eventually(lambda: living(below) == []), f"still alive: {living(below)}"
 
 
@@ -162,6 +162,7 @@ def test_waiting_for_one_notices_that_another_died(tmp_path: Path) -> None:
 def test_a_deadline_ends_the_process_and_says_so(tmp_path: Path) -> None:
     with Supervisor() as supervisor:
         slow = supervisor.start("evaluation", ["sh", "-c", "echo half way; sleep 600"], tmp_path / "log")
+        assert eventually(lambda: "half way" in (tmp_path / "log").read_text())
         with pytest.raises(ProcessError, match=r"evaluation was not done after 1 s; log: .*\n +half way"):
             supervisor.finish(slow, 1.0)
         assert slow.poll() is not None

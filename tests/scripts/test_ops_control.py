@@ -16,6 +16,7 @@ import pytest
 
 from lockstep_processes.guard import descendants
 from lockstep_processes.ports import is_free
+from scripts.ops import control
 from scripts.ops.control import Starter, claimed, stop, stop_parts
 from scripts.ops.options import PARTS, parse
 from scripts.ops.records import Identity, Record, Records, identify
@@ -61,7 +62,7 @@ def alive(pids: list[int]) -> list[int]:
     return [pid for pid in pids if identify(pid)]
 
 
-def eventually(done: Callable[[], bool], what: str, seconds: float = 20) -> None:
+def eventually(done: Callable[[], bool], what: str, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < deadline, what
@@ -113,9 +114,10 @@ def test_two_starts_at_once_do_not_meet(run: Run) -> None:
         run.start()
 
 
-def test_a_part_that_ends_at_once_ends_the_start_and_leaves_nothing(run: Run) -> None:
+def test_a_part_that_ends_at_once_ends_the_start_and_leaves_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "SETTLE_SECONDS", 60.0)  # of which it takes what Python takes to start and fail
     with pytest.raises(QuickstartError, match=r"trainer exited with code 1; log: .*trainer\.log\n(.|\n)*no rollouts for me"):
-        run.start(trainer_code=FAILS)
+        run.start("service", "vllm", "trainer", trainer_code=FAILS)
     assert run.pids() == {}
     assert run.states() == {}
     assert all(is_free(port) for port in run.ports)
@@ -123,10 +125,13 @@ def test_a_part_that_ends_at_once_ends_the_start_and_leaves_nothing(run: Run) ->
 
 def test_a_trainer_that_is_done_is_no_failure_and_one_that_failed_is(run: Run) -> None:
     run.start("service", "trainer", trainer_code=FINISHES)
-    assert run.states() == {"service": "up", "trainer": "finished"}
+    eventually(lambda: run.states() == {"service": "up", "trainer": "finished"}, "the trainer has not finished")
     assert collect(run.folder).good
     run.stop("trainer")
-    run.start("environment", environment_code="import sys, time; time.sleep(2); sys.exit(3)")
+    told = run.folder / "end"
+    waits = f"import os, sys, time\nwhile not os.path.exists({str(told)!r}): time.sleep(0.05)\nsys.exit(3)"
+    run.start("environment", environment_code=waits)
+    told.touch()
     eventually(lambda: run.states()["environment"] == "down", "the environment is still up")
     status = collect(run.folder)
     assert not status.good
