@@ -127,7 +127,7 @@ def test_the_real_data_is_served_and_evaluated(stack: Stack, shared_inference: s
     stack.use_inference(shared_inference)
     output = tmp_path / "result.json"
     flags = ("--env.dataset_path", str(DATA), "--env.eval_size", "20", "--env.eval_output", str(output))
-    stack.processes.finish(stack.start_environment(GSM8K, "evaluate", *flags), 60)
+    stack.processes.finish(stack.start_environment(GSM8K, "evaluate", *flags), 120)
     result = json.loads(output.read_text())
     assert (result["environment"], result["num_problems"]) == ("gsm8k", 20)
     samples = [json.loads(line) for line in output.with_name("result.samples.jsonl").read_text().splitlines()]

@@ -145,7 +145,7 @@ def test_the_first_error_of_a_long_log_is_told(tmp_path: Path) -> None:
     with Supervisor() as supervisor:
         process = supervisor.start("vLLM server", [sys.executable, "-c", script], tmp_path / "log")
         with pytest.raises(ProcessDied) as died:
-            supervisor.finish(process, 30)
+            supervisor.finish(process, 120)
     lines = str(died.value).splitlines()
     assert lines[1] == "    first error: RuntimeError: start exceeds size (384)."
     assert lines[-1] == "    RuntimeError: Engine core initialization failed. See root cause above."
@@ -156,7 +156,7 @@ def test_waiting_for_one_notices_that_another_died(tmp_path: Path) -> None:
         trainer = supervisor.start("trainer", ["sleep", "600"], tmp_path / "trainer.log")
         supervisor.start("service", ["sh", "-c", "kill -9 $$"], tmp_path / "service.log")
         with pytest.raises(ProcessDied, match="service was killed by SIGKILL"):
-            supervisor.finish(trainer, 60)
+            supervisor.finish(trainer, 120)
 
 
 def test_a_deadline_ends_the_process_and_says_so(tmp_path: Path) -> None:
@@ -172,14 +172,14 @@ def test_a_command_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with Supervisor() as supervisor:
         process = supervisor.start("trainer", ["no-such-program"], tmp_path / "log")
         with pytest.raises(ProcessDied, match=r"(?s)trainer exited with code 127.*cannot start no-such-program"):
-            supervisor.finish(process, 30)
+            supervisor.finish(process, 120)
 
 
 def test_variables_are_set_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GONE", "1")
     with Supervisor() as supervisor:
         process = supervisor.start("env", ["env"], tmp_path / "log", {"GONE": None, "ADDED": "2"})
-        supervisor.finish(process, 30)
+        supervisor.finish(process, 120)
     lines = (tmp_path / "log").read_text().splitlines()
     assert "ADDED=2" in lines
     assert not any(line.startswith("GONE=") for line in lines)

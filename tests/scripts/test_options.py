@@ -136,7 +136,7 @@ def test_the_script_refuses_before_it_sets_anything_up(tmp_path: Path) -> None:
         },
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1

@@ -23,7 +23,7 @@ def proxy(stack: Stack, shared_inference: str, processes: Any, free_port: Callab
     module = "atroposlib.envs.server_handling.managed_server_proxy"
     flags = ["--base-url", f"{shared_inference}/v1", "--tokenizer", str(tokenizer_dir), "--port", str(port)]
     processes.start("proxy", [sys.executable, "-m", module, *flags], OFFLINE)
-    processes.wait_for_http(f"http://127.0.0.1:{port}/health", 60)
+    processes.wait_for_http(f"http://127.0.0.1:{port}/health", 120)
     return f"http://127.0.0.1:{port}"
 
 

@@ -27,7 +27,7 @@ def start(stack: Stack, *flags: str) -> Any:
 
 
 def finished(process: Any) -> str:
-    wait_until("the end", lambda: None if process.poll() is not None else "it still runs", 60)
+    wait_until("the end", lambda: None if process.poll() is not None else "it still runs", 120)
     log: str = process.log_path.read_text(errors="replace")
     assert process.poll() == 0, log
     return log

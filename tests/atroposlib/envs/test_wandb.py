@@ -96,7 +96,7 @@ def test_an_environment_logs_to_wandb(stack: Stack, shared_inference: str, with_
     environment = stack.processes.start("environment", command, OFFLINE | variables, may_finish=True)
     stack.take_batches(2)
     stack.end_run()
-    wait_until("its end", lambda: None if environment.poll() is not None else "it still runs", 60)
+    wait_until("its end", lambda: None if environment.poll() is not None else "it still runs", 120)
     assert environment.poll() == 0, environment.log_path.read_text()[-2000:]
 
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
@@ -105,7 +105,7 @@ def test_an_environment_logs_to_wandb(stack: Stack, shared_inference: str, with_
         env=os.environ | with_wandb,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     assert done.returncode == 0, done.stderr
