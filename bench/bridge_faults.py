@@ -225,7 +225,7 @@ class Faults:
         return outcome
 
     def worker_stopped(self, mode: str, tp_rank: int) -> Outcome:
-        """SIGSTOP of one of vLLM's ranks during the transfer for longer than the deadline."""
+        """SIGSTOP of one of vLLM's ranks during the transfer, while three steps each wait for it until their deadline."""
         stage = self.stage
         trainer = stage.joined(mode)
         before, mark = stage.snapshot(), stage.log_mark()
@@ -240,7 +240,7 @@ class Faults:
         started = time.monotonic()
         message = stopped_for(lambda number: os.kill(pid, number), stage.timeout + 1, meanwhile)
         who = "vLLM worker" if stage.tp == 1 else f"vLLM rank {tp_rank}"
-        outcome = Outcome(f"{who} stopped for longer than the deadline, {mode}, in transfer", stage.timeout + 10 + MARGIN)
+        outcome = Outcome(f"{who} stopped for longer than the deadline, {mode}, in transfer", 3 * stage.timeout + MARGIN)
         outcome.seconds = time.monotonic() - started
         stage.settled(2 * self.limit)
         outcome.error = f"trainer: {message.get('error', message)}\nserver: {stage.said(mark)}"

@@ -284,22 +284,29 @@ def faults_in_all(book: Book) -> str:
     return str(len(rows))
 
 
-def kills(book: Book) -> str:
+def kills(file: str) -> Callable[[Book], str]:
     """Seconds from kill -9 of the trainer, or of vLLM's engine, until the other side had noticed, by mode and phase."""
-    found: dict[tuple[str, str], dict[str, str]] = {}
-    recorded: dict[str, tuple[str, str]] = {}
-    for index, row in enumerate(book.get("bridge_faults", "faults")):
-        match = re.fullmatch(r"(trainer|vLLM worker) killed, (\w+), in (\w+)", row["fault"])
-        if match:
-            seconds = book.number("bridge_faults", f"faults/{index}/seconds")
-            phase = {"write": "transfer"}.get(match[3], match[3])
-            found.setdefault((match[1], phase), {})[match[2]] = f"{seconds:.1f} s"
-            recorded.setdefault(f"{match[1]} by {MODES[match[2]]}", ("bridge_faults", f"faults/{index}"))
-    rows = [
-        [f"{who} killed, in {'transfer or write' if phase == 'transfer' else phase}", *(cells.get(mode, "") for mode in MODES)]
-        for (who, phase), cells in found.items()
-    ]
-    return markdown(["noticed after", *MODES.values()], rows) + "\n\n" + sources(book, recorded)
+
+    def table(book: Book) -> str:
+        found: dict[tuple[str, str], dict[str, str]] = {}
+        recorded: dict[str, tuple[str, str]] = {}
+        for index, row in enumerate(book.get(file, "faults")):
+            match = re.fullmatch(r"(trainer|vLLM worker) killed, (\w+), in (\w+)", row["fault"])
+            if match:
+                seconds = book.number(file, f"faults/{index}/seconds")
+                phase = {"write": "transfer"}.get(match[3], match[3])
+                found.setdefault((match[1], phase), {})[match[2]] = f"{seconds:.1f} s"
+                recorded.setdefault(f"{match[1]} by {MODES[match[2]]}", (file, f"faults/{index}"))
+        rows = [
+            [
+                f"{who} killed, in {'transfer or write' if phase == 'transfer' else phase}",
+                *(row.get(mode, "") for mode in MODES),
+            ]
+            for (who, phase), row in found.items()
+        ]
+        return markdown(["noticed after", *MODES.values()], rows) + "\n\n" + sources(book, recorded)
+
+    return table
 
 
 def largest_kl(book: Book) -> str:
@@ -322,6 +329,7 @@ NAMED: dict[str, Callable[[Book], str]] = {
     "summing_bf16": summing(0),
     "summing_float32": summing(1),
     "faults_in_all": faults_in_all,
-    "kills": kills,
+    "kills": kills("bridge_faults"),
+    "kills_cpu": kills("bridge_faults_cpu"),
     "largest_kl": largest_kl,
 }

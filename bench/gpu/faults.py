@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -62,7 +63,9 @@ class Outcome:
             self.problems.append(f"the next attempt: {self.next_attempt}")
 
     def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "good": not self.problems}
+        """For the results file, without names of this machine or paths on it."""
+        told = re.sub(rf"\b{re.escape(socket.gethostname())}(?=:\d)", "HOST", self.error)
+        return {**vars(self), "error": re.sub(r"/\S*/model\b", "MODEL", told), "good": not self.problems}
 
 
 class Stage:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,12 @@ def test_every_demand_on_a_fault_is_judged(change: dict[str, object], problem: s
     outcome.judge(("old version", "unhealthy"))
     assert outcome.to_json()["good"] == (problem is None)
     assert [p for p in outcome.problems if problem and problem in p] == outcome.problems
+
+
+def test_a_results_file_names_no_machine_and_no_path() -> None:
+    outcome = good()
+    outcome.error = f"trainer {socket.gethostname()}:71 does not fit what is served: /tmp/x1/model, version 7"
+    assert outcome.to_json()["error"] == "trainer HOST:71 does not fit what is served: MODEL, version 7"
 
 
 def test_a_measurement_that_fails_loses_no_other(tmp_path: Path) -> None:
