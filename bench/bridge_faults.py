@@ -28,7 +28,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from bench.gpu.faults import Outcome, Stage, note_absence, show, stopped_for, was_told
+from bench.gpu.faults import Outcome, Stage, note_absence, show, stopped_for
 from bench.gpu.processes import BenchError, Worker, end_on_sigterm
 from bench.gpu.runs import Results
 from bench.gpu.shapes import SHAPES, write_model_folder
@@ -64,25 +64,20 @@ class Faults:
         return self._told_by_server(outcome, before, mark, partial(stage.attempt, stage.trainer(_kind(mode)), mode, True))
 
     def trainer_stopped(self, mode: str, point: str) -> Outcome:
-        """SIGSTOP of the trainer for longer than the deadline; it goes on, hears that it is late, and sends its weights anew.
-
-        While it is stopped, a single copy may be written at any moment: the server must not serve, whatever its checksum.
-        """
+        """SIGSTOP of the trainer for longer than the deadline; it goes on, is told, and tries again."""
         stage = self.stage
         trainer = stage.joined(mode)
         before, mark = stage.snapshot(), stage.log_mark()
-        own_mark = trainer.log.stat().st_size
         stage.hold(trainer, point)
         outcome = Outcome(f"trainer stopped for longer than the deadline, {mode}, in {point}", self.limit)
         outcome.seconds = stopped_for(trainer.signal, 0, lambda: stage.settled(self.limit))
         verdict = stage.verdict(before)
         stage.release(trainer)
         message = trainer.message(self.limit + stage.timeout + 15, "the stopped update")
-        if not was_told(trainer, message, own_mark):
+        if "error" not in message:
             outcome.problems.append(f"the trainer was not told: {message}")
-        allowed = ("unhealthy",) if mode == "single_copy" else ("old version", "unhealthy")
-        done = self._told_by_server(outcome, before, mark, partial(stage.attempt, trainer, mode, True), verdict, allowed)
-        outcome.error += f"\ntrainer: {message.get('error', 'did the update anew')}"
+        done = self._told_by_server(outcome, before, mark, partial(stage.attempt, trainer, mode, True), verdict)
+        outcome.error += f"\ntrainer: {message.get('error', '')}"
         return done
 
     def not_finite(self, mode: str) -> Outcome:
@@ -254,9 +249,8 @@ class Faults:
     # -- parts of the above
 
     def _told_by_server(
-        self, outcome: Outcome, before: dict[str, Any], mark: int, attempt: Callable[[], str], verdict: str = "",
-        allowed: tuple[str, ...] = ("old version", "unhealthy"),
-    ) -> Outcome:  # fmt: skip
+        self, outcome: Outcome, before: dict[str, Any], mark: int, attempt: Callable[[], str], verdict: str = ""
+    ) -> Outcome:
         """The end of a row in which the server is the one that tells."""
         outcome.server = verdict or self.stage.verdict(before)
         outcome.error = f"server: {self.stage.said(mark)}"
@@ -266,7 +260,7 @@ class Faults:
             "version": rf"version {before['version'] + 1}\b",
         }
         outcome.next_attempt = attempt()
-        outcome.judge(allowed)
+        outcome.judge(("old version", "unhealthy"))
         return outcome
 
     def _restart_and_go_on(self, trainer: Worker) -> str:
@@ -317,8 +311,6 @@ def rows(args: argparse.Namespace, faults: Faults) -> list[tuple[str, str, Calla
         for point in points(mode):
             add("trainer", faults.trainer_killed, mode, point)
     for mode in modes:
-        if mode == "single_copy":
-            add("stop", faults.trainer_stopped, mode, "paused")
         add("stop", faults.trainer_stopped, mode, points(mode)[1])
     for mode in broadcast:
         if args.tp == 1:

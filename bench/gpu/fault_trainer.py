@@ -1,8 +1,7 @@
 """A trainer that stops at a chosen point of an update and waits, so that a fault can be done to it, or to the server, there.
 
-Points: `prepare` (announced; this trainer has not stopped the engine yet), `paused` (of a single copy: the engine stands still,
-nothing is written yet), `transfer` (some of the weights have been handed over), `write` (of a single copy: half of them are
-written), `commit` (all of them are; nothing has been taken over).
+Points: `prepare` (announced; this trainer has not stopped the engine yet), `transfer` (some of the weights have been handed
+over), `write` (of a single copy: half of them are written), `commit` (all of them are; nothing has been taken over).
 """
 
 from __future__ import annotations
@@ -136,13 +135,11 @@ class FaultTrainer(BenchTrainer):
             server = self.bridge._server
             post = server.post
 
-            after = {"prepare": "prepare", "paused": "pause"}.get(at)
-
             def post_and_hold(step: str, body: dict[str, Any]) -> dict[str, Any]:
                 if at == step == "commit":
                     hold()
                 answer = post(step, body)
-                if step == after:
+                if at == step == "prepare":
                     hold()
                 return answer
 

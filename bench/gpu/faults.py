@@ -291,12 +291,6 @@ def note_absence(outcome: Outcome, trainer: Worker, mark: int) -> None:
     outcome.error = "\n".join(line for line in text.splitlines() if says in line)[:1500]
 
 
-def was_told(trainer: Worker, message: dict[str, Any], mark: int) -> bool:
-    """Whether a trainer that was late ended its update with an error, or says behind `mark` of its log that it did it anew."""
-    text = trainer.log.read_bytes()[mark:].decode(errors="replace")
-    return "error" in message or re.search(r"did not wait for this trainer|\banew\b", text) is not None
-
-
 def stopped_for(send: Callable[[int], None], seconds: float, meanwhile: Callable[[], Any]) -> Any:
     """SIGSTOP, do `meanwhile`, and SIGCONT after `seconds` or when that has ended, whichever is later."""
     started = time.monotonic()
