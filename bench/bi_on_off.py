@@ -29,7 +29,7 @@ from bench.gpu.machine import describe
 from bench.gpu.runs import Results
 from bench.gpu.summary import table
 from bench.measured import measured
-from lockstep_processes.processes import ProcessError, Supervisor
+from example_trainer.child_processes.processes import ProcessError, Supervisor
 
 MODES = {"on": "--batch-invariant", "off": "--no-batch-invariant"}
 KEPT = ("reward_mean", "entropy", "response_length_mean", "grad_norm", "mismatched_tokens", "compared_tokens", "parity_kl")

@@ -29,6 +29,9 @@ import torch
 
 from example_trainer.api_keys import revealed
 from example_trainer.assembly import choose_device, choose_dtype, make_metrics, make_model, make_optimizer
+from example_trainer.child_processes.ports import PortReservations
+from example_trainer.child_processes.processes import ProcessError, Supervisor
+from example_trainer.child_processes.readiness import http_probe, wait_until
 from example_trainer.config import TrainerConfig
 from example_trainer.data import parse_batch
 from example_trainer.deterministic.pairing import deterministic_decoder, make_parity, pin_settings
@@ -43,9 +46,6 @@ from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal, run
 from example_trainer.step import accumulate_gradients
 from example_trainer.weight_bridge.factory import make_bridge
-from lockstep_processes.ports import PortReservations
-from lockstep_processes.processes import ProcessError, Supervisor
-from lockstep_processes.readiness import http_probe, wait_until
 
 logger = logging.getLogger("example_trainer.simple_rl")
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from lockstep_processes.ports import PortReservations  # noqa: E402
-from lockstep_processes.processes import ManagedProcess, Supervisor  # noqa: E402
-from lockstep_processes.readiness import Probe, http_probe, wait_until  # noqa: E402
+from example_trainer.child_processes.ports import PortReservations  # noqa: E402
+from example_trainer.child_processes.processes import ManagedProcess, Supervisor  # noqa: E402
+from example_trainer.child_processes.readiness import Probe, http_probe, wait_until  # noqa: E402
 
 # Two threads at most: the machine that the suite must pass on has two cores, and several processes share them.
 os.environ.setdefault("OMP_NUM_THREADS", "2")

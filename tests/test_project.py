@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[1]
-CODE = ("atroposlib", "environments", "example_trainer", "lockstep_processes", "vllm_patching", "scripts", "bench", "tests")
+CODE = ("atroposlib", "environments", "example_trainer", "vllm_patching", "scripts", "bench", "tests")
 
 PROMISED_LINES = {
     "vllm_patching example_trainer/vllm_api_server.py": (

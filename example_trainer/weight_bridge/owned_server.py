@@ -1,6 +1,6 @@
 """A vLLM server that the trainer starts, watches and stops: this project's own, or any other that takes a model and a port.
 
-The server runs under `lockstep_processes/guard.py`, which ends it, with every process that it started, when the trainer's end
+The server runs under `child_processes/guard.py`, which ends it, with every process that it started, when the trainer's end
 of a pipe closes. The kernel closes it however the trainer dies, so `kill -9` of the trainer leaves no server behind.
 """
 
@@ -17,10 +17,10 @@ from pathlib import Path
 
 import httpx
 
+from example_trainer.child_processes.ports import is_free
+from example_trainer.child_processes.processes import ManagedProcess
 from example_trainer.http_client import direct_client
 from example_trainer.weight_bridge.base import BridgeError
-from lockstep_processes.ports import is_free
-from lockstep_processes.processes import ManagedProcess
 
 logger = logging.getLogger(__name__)
 

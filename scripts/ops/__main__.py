@@ -12,7 +12,7 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])  # run by path: import from the repository
 
-from lockstep_processes.processes import ProcessError
+from example_trainer.child_processes.processes import ProcessError
 from scripts.ops import logs, status
 from scripts.ops.control import Starter, stop_parts
 from scripts.ops.options import PARTS, add_run_option, parse

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from lockstep_processes.guard import descendants, send
-from lockstep_processes.ports import is_free
-from lockstep_processes.processes import ProcessError, describe_exit, first_error, tail
-from lockstep_processes.readiness import http_probe, wait_until
+from example_trainer.child_processes.guard import descendants, send
+from example_trainer.child_processes.ports import is_free
+from example_trainer.child_processes.processes import ProcessError, describe_exit, first_error, tail
+from example_trainer.child_processes.readiness import http_probe, wait_until
 from scripts.ops.keys import make_keys, variables_of
 from scripts.ops.options import PARTS, save
 from scripts.ops.records import Identity, Record, Records, identify, owner_is_me

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep_processes.processes import ERROR_LINE, describe_exit, tail
-from lockstep_processes.readiness import get_json, http_probe, opener
+from example_trainer.child_processes.processes import ERROR_LINE, describe_exit, tail
+from example_trainer.child_processes.readiness import get_json, http_probe, opener
 from scripts.ops.keys import SERVICE, read_keys
 from scripts.ops.options import PARTS
 from scripts.ops.records import Record, Records

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])  # run by path: import from the repository
 
-from lockstep_processes.processes import ProcessError
+from example_trainer.child_processes.processes import ProcessError
 from scripts.quickstart.options import parse
 
 if TYPE_CHECKING:

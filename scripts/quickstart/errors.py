@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep_processes.processes import ProcessError
+from example_trainer.child_processes.processes import ProcessError
 
 
 class QuickstartError(ProcessError):

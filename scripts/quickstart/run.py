@@ -15,9 +15,9 @@ from typing import IO, Any
 
 from rich.console import Console
 
-from lockstep_processes.ports import PortReservations
-from lockstep_processes.processes import ManagedProcess, ProcessDied, ProcessError, Supervisor
-from lockstep_processes.readiness import http_probe, wait_until
+from example_trainer.child_processes.ports import PortReservations
+from example_trainer.child_processes.processes import ManagedProcess, ProcessDied, ProcessError, Supervisor
+from example_trainer.child_processes.readiness import http_probe, wait_until
 from scripts.quickstart.errors import QuickstartError
 from scripts.quickstart.metrics import MetricsFile, sampled
 from scripts.quickstart.options import ROOT, Options

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep_processes.processes import ManagedProcess
+from example_trainer.child_processes.processes import ManagedProcess
 from tests.conftest import ROOT, Processes
 from tests.e2e.conftest import start_vllm
 

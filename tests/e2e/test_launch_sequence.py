@@ -18,8 +18,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from lockstep_processes.guard import descendants
-from lockstep_processes.processes import ManagedProcess
+from example_trainer.child_processes.guard import descendants
+from example_trainer.child_processes.processes import ManagedProcess
 from tests.conftest import ROOT, Processes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540)]

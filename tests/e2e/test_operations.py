@@ -17,8 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
-from lockstep_processes.guard import descendants
-from lockstep_processes.ports import is_free
+from example_trainer.child_processes.guard import descendants
+from example_trainer.child_processes.ports import is_free
 from scripts.ops.keys import KEYS_FILE, read_keys
 from scripts.ops.records import identify
 from tests.conftest import ROOT

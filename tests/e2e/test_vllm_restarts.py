@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from lockstep_processes.guard import descendants, parents
-from lockstep_processes.ports import is_free
+from example_trainer.child_processes.guard import descendants, parents
+from example_trainer.child_processes.ports import is_free
 from tests.conftest import ROOT, Processes
 from tests.e2e.bridge_helpers import made_up_group
 

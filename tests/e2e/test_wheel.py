@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from lockstep_processes.processes import ManagedProcess
+from example_trainer.child_processes.processes import ManagedProcess
 from scripts.quickstart.options import STARTER_MODEL
 from tests.conftest import ROOT, Processes
 
 pytestmark = pytest.mark.timeout(540)
 
-PACKAGES = ("atroposlib", "environments", "example_trainer", "lockstep_processes", "vllm_patching")
+PACKAGES = ("atroposlib", "environments", "example_trainer", "vllm_patching")
 STANDIN = ROOT / "tests" / "example_trainer" / "standin_vllm.py"
 
 OWN_A_SERVER = """

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 
-from lockstep_processes.processes import ManagedProcess
+from example_trainer.child_processes.processes import ManagedProcess
 from tests.conftest import ROOT, Processes
 
 pytestmark = pytest.mark.e2e

@@ -14,14 +14,14 @@ import httpx
 import pytest
 import torch
 
+from example_trainer.child_processes.guard import descendants, parents
+from example_trainer.child_processes.ports import is_free
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
 from example_trainer.process import StopRequested, StopSignal
 from example_trainer.weight_bridge.base import BridgeError
 from example_trainer.weight_bridge.factory import make_bridge
 from example_trainer.weight_bridge.restart import REVIVALS, RestartBridge
-from lockstep_processes.guard import descendants, parents
-from lockstep_processes.ports import is_free
 
 ROOT = Path(__file__).resolve().parents[2]
 STANDIN = Path(__file__).with_name("standin_vllm.py")

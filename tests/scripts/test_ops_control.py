@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep_processes.guard import descendants
-from lockstep_processes.ports import is_free
+from example_trainer.child_processes.guard import descendants
+from example_trainer.child_processes.ports import is_free
 from scripts.ops import control
 from scripts.ops.control import Starter, claimed, stop, stop_parts
 from scripts.ops.options import PARTS, parse

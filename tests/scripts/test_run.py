@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep_processes.guard import descendants, parents
+from example_trainer.child_processes.guard import descendants, parents
 
 STACK = Path(__file__).with_name("small_stack.py")
 

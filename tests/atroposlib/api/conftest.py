@@ -13,7 +13,6 @@ from typing import Any
 
 import httpx
 import pytest
-
 from scripts.quickstart.ports import PortReservations
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from env_stack import Stack
 
-from lockstep_processes.readiness import wait_until
+from example_trainer.child_processes.readiness import wait_until
 
 pytestmark = pytest.mark.e2e
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from env_stack import Stack
 
-from lockstep_processes.readiness import wait_until
+from example_trainer.child_processes.readiness import wait_until
 
 pytestmark = pytest.mark.e2e
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from env_stack import OFFLINE, Stack
 
-from lockstep_processes.readiness import wait_until
+from example_trainer.child_processes.readiness import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ["wandb==0.31.0", "platformdirs"]  # and what the project has anyway

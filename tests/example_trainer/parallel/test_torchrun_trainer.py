@@ -13,7 +13,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from lockstep_processes.processes import ManagedProcess
+from example_trainer.child_processes.processes import ManagedProcess
 from tests.conftest import ROOT, Processes
 from tests.example_trainer.test_grpo import Run
 

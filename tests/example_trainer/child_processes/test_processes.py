@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep_processes.guard import descendants, parents
-from lockstep_processes.processes import ManagedProcess, ProcessDied, ProcessError, Supervisor, describe_exit, tail
+from example_trainer.child_processes.guard import descendants, parents
+from example_trainer.child_processes.processes import ManagedProcess, ProcessDied, ProcessError, Supervisor, describe_exit, tail
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,7 +82,7 @@ def test_children_of_a_process_that_ended_are_swept_up_and_its_status_kept(tmp_p
 STARTER = """
 import sys, time
 from pathlib import Path
-from lockstep_processes.processes import Supervisor
+from example_trainer.child_processes.processes import Supervisor
 with Supervisor() as supervisor:
     for number in range(2):
         log = Path(sys.argv[1]) / f"{number}.log"

@@ -9,7 +9,7 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any
 
-from lockstep_processes.processes import ProcessError
+from example_trainer.child_processes.processes import ProcessError
 
 Probe = Callable[[], "str | None"]
 """Answers None when ready, else what is still missing, in a few words."""

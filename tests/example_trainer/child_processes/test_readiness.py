@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep_processes.ports import HIGHEST, LOWEST, PortReservations, is_free
-from lockstep_processes.processes import ProcessDied, ProcessError
-from lockstep_processes.readiness import get_json, http_probe, wait_until
+from example_trainer.child_processes.ports import HIGHEST, LOWEST, PortReservations, is_free
+from example_trainer.child_processes.processes import ProcessDied, ProcessError
+from example_trainer.child_processes.readiness import get_json, http_probe, wait_until
 
 
 class Clock:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from lockstep_processes.guard import descendants, send
+from example_trainer.child_processes.guard import descendants, send
 
 logger = logging.getLogger(__name__)
 

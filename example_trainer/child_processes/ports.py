@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from lockstep_processes.processes import ProcessError
+from example_trainer.child_processes.processes import ProcessError
 
 LOWEST, HIGHEST = 20_000, 32_000
 """Below Linux's range for outgoing connections (32768 and up), so that none of those takes a port in between."""
