@@ -7,12 +7,10 @@ are the bytes that go out: `read_groups` never builds them anew unless a value h
 from __future__ import annotations
 
 import math
+import sys
 from array import array
-from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
 from atroposlib.api.state import Draft
@@ -20,6 +18,11 @@ from atroposlib.api.state import Draft
 LARGEST_BATCH = 1 << 20
 """Sequences. The work of packing a batch grows with its size, so it has a bound."""
 
+LARGEST_ID = 2**31 - 1
+"""Token ids fit into 32 bits."""
+SIGN_BYTE = 3 if sys.byteorder == "little" else 0
+"""Of the four of a 32-bit integer."""
+WITHOUT_SIGN = bytes(range(128))
 NOT_TRAINED = -100
 """In masks: nothing is learned from this token."""
 
@@ -306,15 +309,17 @@ def _check(group: ScoredData, at: list[str | int]) -> None:
     free = ("messages", "generation_params", "overrides", "group_overrides", "images")
     for name, value in [*((name, getattr(group, name)) for name in free), *(group.model_extra or {}).items()]:
         _refuse_non_finite(value, [*at, name])
-    if _flat(group.tokens, [*at, "tokens"]).min() < 0:
-        raise _wrong_id(group.tokens, [*at, "tokens"], lambda value: value < 0, "a token id is at least 0")
-    labels = _flat(group.masks, [*at, "masks"])
-    masked = np.count_nonzero(labels == NOT_TRAINED)
-    if np.count_nonzero(labels < 0) != masked:
-        rule = f"a mask holds {NOT_TRAINED} where nothing is trained on, and a token id elsewhere"
-        raise _wrong_id(group.masks, [*at, "masks"], lambda value: value < 0 and value != NOT_TRAINED, rule)
-    firsts = sum(row[0] != NOT_TRAINED for row in group.masks)  # nothing predicts the first token
-    if len(labels) - masked <= firsts:
+    for index, row in enumerate(group.tokens):
+        if _negatives(row) != 0:
+            raise _wrong_id(row, [*at, "tokens", index], f"a token id is from 0 to {LARGEST_ID}")
+    trainable = False
+    for index, row in enumerate(group.masks):
+        negatives = _negatives(row)
+        if negatives and row.count(NOT_TRAINED) != negatives:
+            rule = f"a mask holds {NOT_TRAINED} where nothing is trained on, and a token id from 0 to {LARGEST_ID} elsewhere"
+            raise _wrong_id(row, [*at, "masks", index], rule, NOT_TRAINED)
+        trainable = trainable or len(row) - negatives > (row[0] != NOT_TRAINED)  # nothing predicts the first token
+    if not trainable:
         where = [*at, "masks"]
         message = (
             f"{_path(where)} leaves no token to train on: it is {NOT_TRAINED} everywhere, or everywhere but at first tokens, "
@@ -323,19 +328,20 @@ def _check(group: ScoredData, at: list[str | int]) -> None:
         raise invalid(where, _short(group.masks), message)
 
 
-def _flat(rows: list[list[int]], where: list[str | int]) -> npt.NDArray[np.int32]:
-    """All numbers of all rows. This is the fastest look at every one of them."""
+def _negatives(row: list[int]) -> int:
+    """How many of the numbers are below 0; -1 if one does not fit into 32 bits. As fast as every number can be looked at."""
     try:
-        return np.frombuffer(b"".join([array("i", row) for row in rows]), np.int32)
+        packed = array("i", row).tobytes()
     except OverflowError:
-        raise _wrong_id(rows, where, lambda value: not -(2**31) <= value < 2**31, "it does not fit into 32 bits") from None
+        return -1
+    return len(packed[SIGN_BYTE::4].translate(None, WITHOUT_SIGN))
 
 
-def _wrong_id(rows: list[list[int]], where: list[str | int], is_wrong: Callable[[int], bool], rule: str) -> InvalidRequestError:
-    """The refusal of the first number that is wrong."""
-    index, position, value = next((i, j, value) for i, row in enumerate(rows) for j, value in enumerate(row) if is_wrong(value))
-    where = [*where, index, position]
-    return invalid(where, _short(value), f"{_path(where)} is {value}: {rule}")
+def _wrong_id(row: list[int], where: list[str | int], rule: str, besides: int = 0) -> InvalidRequestError:
+    """The refusal of the first number in a row that is neither a token id nor `besides`."""
+    position, value = next((at, id) for at, id in enumerate(row) if not 0 <= id <= LARGEST_ID and id != besides)
+    where = [*where, position]
+    return invalid(where, _short(value), f"{_path(where)} is {str(value)[:64]}: {rule}")
 
 
 def _refuse_non_finite(value: Any, where: list[str | int]) -> None:
