@@ -166,7 +166,9 @@ class LoraController:
             "last_error": self.last_error,
         }
 
-    async def load(self, path: str, version: int, checksum: str | None, replaces: str | None) -> dict[str, Any]:
+    async def load(
+        self, path: str, version: int, checksum: str | None, replaces: str | None, weight_epoch: int = 0
+    ) -> dict[str, Any]:
         """Serve the adapter in a folder to every request that begins from now on.
 
         Args:
@@ -283,6 +285,7 @@ class LoadBody(BaseModel):
     version: int = Field(ge=0, description="weight version that /generate reports for it")
     checksum: str | None = Field(default=None, description="of the weights file, as the trainer computes it")
     replaces: str | None = Field(default=None, description="name of the adapter that must be served now, if any is")
+    weight_epoch: int = Field(default=0, ge=0, description="life of the trainer that made it: Unix milliseconds of its start")
 
 
 def add_lora_routes(router: APIRouter, service: Any) -> None:

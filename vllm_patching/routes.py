@@ -39,7 +39,7 @@ class InitBody(_Body):
     key: str = Field(default="", max_length=200, description="this server's prefix in the trainer's store")
     transfer: str = Field(default="auto", pattern="^(auto|direct|overlapped)$")
     parameters: dict[str, tuple[tuple[int, ...], str]] = Field(description="name -> (full shape, dtype) of the trainer")
-    weight_epoch: int = Field(default=0, ge=0, description="of the trainer's weights: Unix milliseconds of its start")
+    weight_epoch: int = Field(default=0, ge=0, description="life of the trainer: Unix milliseconds of its start")
     events: list[str] = Field(default=[], description="single copy on a GPU: for each rank, the event behind the writes")
 
 

@@ -56,6 +56,7 @@ def make_bridge(
             timeout=config.bridge_timeout,
             api_key=revealed(config.vllm_api_key),
             startup_timeout=config.service_timeout,
+            weight_epoch=weight_epoch,
         )
     sleep = time.sleep if stop is None else stop.wait
     servers = [

@@ -45,12 +45,13 @@ class BridgeServer:
             api_key: bearer token, if the server asks for one.
             startup_timeout: seconds for the server to be there at first, and to come back; by default the same as `timeout`.
             sleep: how to wait between two questions; may raise to end the wait.
-            weight_epoch: names this trainer's weights.
+            weight_epoch: this trainer's life: Unix milliseconds of its start, and more than any before it of the same run.
         """
         self.url = f"http://{host}:{port}"
         self.timeout = timeout
         self._startup_timeout = timeout if startup_timeout is None else startup_timeout
-        self._sleep, self._weight_epoch = sleep, weight_epoch
+        self._sleep = sleep
+        self._weight_epoch = weight_epoch
         self._instance: str | None = None
         self._said_away = False
         # The server answers within its own deadline; the margin lets its explanation arrive before ours.
