@@ -20,6 +20,7 @@ from example_trainer.runs import (
     marked_run,
     model_identity,
     new_run,
+    next_epoch,
     same_model,
     saved_steps,
     steps_in,
@@ -87,7 +88,7 @@ def choose_start(resume: str | None, folder: Path, model_name: str, now_ms: int,
         )
     saved = SavedStep.read(path)
     _require_model(resume, saved.run, model_name, folder)
-    return Start(saved.run.lived_on(saved.step, now_ms), saved)
+    return Start(saved.run.lived_on(saved.step, next_epoch(folder, prefix, now_ms)), saved)
 
 
 def _anew(folder: Path, model_name: str, now_ms: int, prefix: str) -> Start:
@@ -117,11 +118,11 @@ def _newest_run(folder: Path, model_name: str, now_ms: int, prefix: str) -> Star
     beside = f"; {folder} also holds {_list(others)}, which --resume PATH would continue" if others else ""
     if not line:
         logger.warning("%s began in %s and has no checkpoint to go on from: starting it anew%s", current, folder, beside)
-        return Start(current.lived_on(0, now_ms))
+        return Start(current.lived_on(0, next_epoch(folder, prefix, now_ms)))
     newest = max(line, key=lambda one: one.order)
     logger.info("%s goes on from %s, its newest checkpoint in %s%s", current, newest.path.name, folder, beside)
-    # Its own epoch may be greater than the checkpoint's: a life that saved nothing may have served weights all the same.
-    return Start(newest.run.lived_on(newest.step, max(now_ms, current.epoch + 1)), newest)
+    # Above every other's, not the checkpoint's alone: a life that saved nothing may have served weights all the same.
+    return Start(newest.run.lived_on(newest.step, next_epoch(folder, prefix, now_ms)), newest)
 
 
 def _require_model(resume: str, run: Run, model_name: str, folder: Path) -> None:

@@ -50,9 +50,9 @@ class Run:
         """When its first life began, in Unix milliseconds; 0 if that is not known."""
         return self.lives[0].epoch if self.lives else 0
 
-    def lived_on(self, step: int, now_ms: int) -> Run:
-        """The run with one more life, which starts from the checkpoint of `step`."""
-        return replace(self, lives=(*self.lives, Life(max(now_ms, self.epoch + 1), step)))
+    def lived_on(self, step: int, epoch: int) -> Run:
+        """The run with one more life, which starts from the checkpoint of `step`. Its epoch is at least one above the last."""
+        return replace(self, lives=(*self.lives, Life(max(epoch, self.epoch + 1), step)))
 
     def holds(self, other: Run, step: int) -> bool:
         """Whether the checkpoint of `step` that `other` saved is in this run's line: not left behind by going back."""
@@ -126,12 +126,16 @@ class SavedStep:
 
 
 def new_run(model_name: str, folder: Path, prefix: str, now_ms: int) -> Run:
-    """A run that begins now; by its epoch it is the newest in the folder, whatever the clock did meanwhile."""
+    """A run that begins now."""
+    name = time.strftime("%Y%m%d-%H%M%S", time.localtime(now_ms / 1000)) + f"-{secrets.token_hex(3)}"
+    return Run(name, model_identity(model_name), (Life(next_epoch(folder, prefix, now_ms), 0),))
+
+
+def next_epoch(folder: Path, prefix: str, now_ms: int) -> int:
+    """The epoch of a life that begins now: greater than all that the folder knows of, whatever the clock did meanwhile."""
     known = [saved.run.epoch for saved in saved_steps(folder, prefix, skip_damaged=True)]
     marked = marked_run(folder, prefix, skip_damaged=True)
-    epoch = max([now_ms, *(value + 1 for value in [*known, marked.epoch if marked else 0])])
-    name = time.strftime("%Y%m%d-%H%M%S", time.localtime(now_ms / 1000)) + f"-{secrets.token_hex(3)}"
-    return Run(name, model_identity(model_name), (Life(epoch, 0),))
+    return max([now_ms, *(epoch + 1 for epoch in known), marked.epoch + 1 if marked else 0])
 
 
 def model_identity(name: str) -> str:
