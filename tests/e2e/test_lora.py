@@ -326,7 +326,7 @@ def test_training_serves_each_step_and_saves_what_peft_loads(
         process = processes.start("trainer", [*command, *options], directory=tmp_path, may_finish=True)
         for number in range(steps):
             httpx.post(f"{api}/scored_data", json=made_up_group(number), timeout=60).raise_for_status()
-        return processes.finish(process, seconds=120)
+        return processes.finish(process, seconds=240)
 
     text = trainer(3)
     assert "equal on both sides, bit for bit" in text

@@ -16,7 +16,7 @@ import pytest
 from tests.conftest import ROOT, Processes
 from tests.e2e.conftest import VllmServer, start_vllm
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(800)]
 
 STARTER = ROOT / "assets" / "starter_model"
 STEPS = 4
@@ -60,7 +60,7 @@ def train(
         ],
         may_finish=True,
     )  # fmt: skip
-    processes.finish(trainer, seconds=150)
+    processes.finish(trainer, seconds=240)
     rows = [json.loads(line) for line in (out / "logs" / "metrics.jsonl").read_text().splitlines()]
     assert [row["weight_version"] for row in rows] == list(range(1, STEPS + 1))
     return [(row["checksum"], row["reward_mean"], row["tokens"]) for row in rows]
