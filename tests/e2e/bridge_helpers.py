@@ -25,11 +25,11 @@ TOLERANCE = 2e-5
 """Largest difference of two float32 logprobs that were computed by different kernels; the weights differ by far more."""
 
 
-def trainer_logprobs(model: Decoder, prompt: list[int], completion: list[int]) -> torch.Tensor:
+def trainer_logprobs(model: Decoder, prompt: list[int], completion: list[int], temperature: float = 1.0) -> torch.Tensor:
     """Logprobs, shape (completion,), of the trainer's own forward pass in float32."""
     with torch.no_grad():
         logits = model.logits(torch.tensor([prompt + completion]))[0]
-    logprobs = logits.float().log_softmax(-1)
+    logprobs = (logits.float() / temperature).log_softmax(-1)
     positions = torch.arange(len(prompt) - 1, len(prompt) + len(completion) - 1)
     return logprobs[positions, torch.tensor(completion)]
 

@@ -14,6 +14,7 @@ import torch
 from example_trainer.lora.layers import adapters_of, attach_adapters, merged_weights
 from example_trainer.lora.settings import TARGETS, LoraSettings
 from example_trainer.models import Decoder, load_model
+from tests.e2e.bridge_helpers import trainer_logprobs
 from tests.e2e.conftest import VllmServer
 
 PROMPTS = ([72, 101, 108, 108, 111], [1], list(range(30, 230)))
@@ -46,14 +47,6 @@ def merged(model: Decoder, folder: Path) -> Decoder:
     whole = load_model(str(folder), torch.float32)
     whole.load_state_dict(merged_weights(model))
     return whole
-
-
-def trainer_logprobs(model: Decoder, prompt: list[int], completion: list[int], temperature: float = 1.0) -> torch.Tensor:
-    """Logprobs, shape (completion,), of the trainer's own forward pass."""
-    with torch.no_grad():
-        logprobs = (model.logits(torch.tensor([prompt + completion]))[0] / temperature).log_softmax(-1)
-    positions = torch.arange(len(prompt) - 1, len(prompt) + len(completion) - 1)
-    return logprobs[positions, torch.tensor(completion)]
 
 
 def difference(answer: dict[str, Any], model: Decoder, temperature: float = 1.0) -> float:

@@ -30,7 +30,7 @@ from example_trainer.rollout_logprobs import check_logprobs
 from example_trainer.weight_bridge.base import BridgeError
 from example_trainer.weight_bridge.lora import LoraBridge, LoraServer
 from tests.conftest import ROOT, Processes
-from tests.e2e.bridge_helpers import made_up_group
+from tests.e2e.bridge_helpers import made_up_group, trainer_logprobs
 from tests.e2e.conftest import BRIDGE_TIMEOUT, VllmServer, make_tiny_model, start_vllm
 from tests.e2e.lora_helpers import (
     CLEARLY,
@@ -45,7 +45,6 @@ from tests.e2e.lora_helpers import (
     redraw,
     sample,
     status,
-    trainer_logprobs,
     wait_for_requests,
 )
 
