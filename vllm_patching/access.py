@@ -24,7 +24,7 @@ from fastapi.responses import JSONResponse
 MONITORING = frozenset({"/health", "/health_generate", "/metrics", "/metrics/", "/ping", "/version"})
 """Needs no key: neither a prompt nor a weight can be read there."""
 FROM_AFAR = MONITORING | {
-    "/deterministic", "/detokenize", "/generate", "/inference/v1/generate", "/invocations", "/load", "/tokenize",
+    "/deterministic", "/detokenize", "/generate", "/inference/v1/generate", "/invocations", "/load", "/sampling", "/tokenize",
     "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/v1/embeddings", "/v1/messages",
     "/v1/messages/count_tokens", "/v1/models", "/v1/realtime", "/v1/responses",
 }  # fmt: skip
