@@ -13,7 +13,8 @@ from typing import Any
 
 import httpx
 import pytest
-from scripts.quickstart.ports import PortReservations
+
+from example_trainer.child_processes.ports import PortReservations
 
 ROOT = Path(__file__).resolve().parents[3]
 
