@@ -45,8 +45,11 @@ class LoraServer:
         serves: name of the adapter that this trainer has loaded last; None before the first.
     """
 
-    def __init__(self, host: str, port: int, timeout: float, api_key: str | None, startup_timeout: float) -> None:
+    def __init__(
+        self, host: str, port: int, timeout: float, api_key: str | None, startup_timeout: float, weight_epoch: int = 0
+    ) -> None:
         self.url = f"http://{host}:{port}"
+        self._weight_epoch = weight_epoch
         self.serves: str | None = None
         self._startup_timeout = startup_timeout
         self._said_away = False
@@ -95,6 +98,7 @@ class LoraServer:
             BridgeError: the server refused, with its reason, or did not answer.
         """
         body = {"path": str(folder), "version": version, "checksum": checksum, "replaces": self.serves}
+        body["weight_epoch"] = self._weight_epoch
         try:
             response = self._client.post("/lora/load", json=body)
         except httpx.TransportError as error:
@@ -255,9 +259,10 @@ def make_lora_bridge(
     timeout: float,
     api_key: str | None,
     startup_timeout: float,
+    weight_epoch: int = 0,
 ) -> LoraBridge:
     """A bridge to the servers at these addresses; see LoraServer and LoraBridge."""
-    servers = [LoraServer(host, port, timeout, api_key, startup_timeout) for host, port in addresses]
+    servers = [LoraServer(host, port, timeout, api_key, startup_timeout, weight_epoch) for host, port in addresses]
     return LoraBridge(servers, settings, folder, base_model)
 
 

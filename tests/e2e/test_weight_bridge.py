@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,11 +18,12 @@ import torch
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.hf_checkpoint import load_model
 from example_trainer.parallel.gather import full_parameters
-from example_trainer.weight_bridge.base import BridgeError
+from example_trainer.weight_bridge.base import BridgeError, LeaseLost
 from example_trainer.weight_bridge.broadcast import BroadcastBridge
 from example_trainer.weight_bridge.server import BridgeServer, shapes_of
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
-from tests.conftest import Processes
+from scripts.quickstart.processes import ManagedProcess
+from tests.conftest import ROOT, Processes
 from tests.e2e.bridge_helpers import (
     TOLERANCE,
     checksums,
@@ -30,6 +34,7 @@ from tests.e2e.bridge_helpers import (
     trainer_logprobs,
 )
 from tests.e2e.conftest import BRIDGE_TIMEOUT, VllmServer, make_tiny_model, start_vllm
+from vllm_patching.guard import is_open
 
 pytestmark = pytest.mark.e2e
 
@@ -232,21 +237,103 @@ def test_events_that_cannot_be_waited_for_are_not_relied_upon(server: VllmServer
     client.close()
 
 
-def test_a_trainer_that_falls_silent_while_the_server_is_paused(server: VllmServer, free_port: Callable[[], int]) -> None:
-    client = BridgeServer("localhost", server.port, BRIDGE_TIMEOUT)
-    model = load_model(str(server.model), torch.float32)
-    epoch = client.init("single_copy", shapes_of(full_parameters(model)))["epoch"]
-    served = server.state()["weight_version"]
-    for step in ("prepare", "pause"):
-        client.post(step, {"epoch": epoch, "version": 9})
-    assert server.state()["state"] == "paused"
-    waited = server.generate([1, 2], max_tokens=2)  # comes back when the server has given up waiting
-    assert waited["weight_versions"] == [served]
+def start_late_trainer(processes: Processes, server: VllmServer) -> ManagedProcess:
+    """One that has been told that the server stands still, and has stopped (SIGSTOP) before it writes."""
+    command = [sys.executable, ROOT / "tests/e2e/late_trainer.py", str(server.port), server.model, str(BRIDGE_TIMEOUT)]
+    trainer = processes.start("late trainer", command, may_finish=True)
+    processes.wait_for_text(trainer, "about to write", 60)
+    return trainer
+
+
+def wait_for_state(server: VllmServer, wanted: str, seconds: float) -> dict[str, object]:
+    deadline = time.monotonic() + seconds
+    while (state := server.state())["state"] != wanted:
+        assert time.monotonic() < deadline, state
+        time.sleep(0.1)
+    return state
+
+
+def test_a_trainer_that_is_stopped_before_its_first_write(
+    server: VllmServer, processes: Processes, free_port: Callable[[], int]
+) -> None:
+    before = server.state()
+    asking: list[dict[str, list]] = []  # type: ignore[type-arg]
+    trainer = start_late_trainer(processes, server)
+    held = threading.Thread(target=lambda: asking.append(server.generate([1, 2], max_tokens=4, ignore_eos=True)))
+    held.start()
+    # It may write as soon as it goes on, whatever the checksum of the weights is now.
+    state = wait_for_state(server, "unhealthy", 2 * BRIDGE_TIMEOUT)
+    who = f"{os.uname().nodename}:{trainer.command_pid()}"
+    assert (state["engine"], state["checksums"]) == ("paused", before["checksums"])
+    assert f"nothing from trainer {who}" in str(state["last_error"])
+    assert f"let it go on, so that it gives that back, or end its process: {who}" in str(state["undecided"])
+    refused_routes(server)
+    other = BridgeServer("localhost", server.port, BRIDGE_TIMEOUT)
+    with pytest.raises(BridgeError, match=rf"nobody else may write the weights now: trainer {who} may still write"):
+        other.init("single_copy", shapes_of(full_parameters(load_model(str(server.model), torch.float32))))
+    other.close()
+    assert not asking, "a token was sampled from weights that might change under it"
+
+    os.kill(trainer.command_pid(), signal.SIGCONT)
+    said = processes.finish(trainer, BRIDGE_TIMEOUT)
+    held.join(BRIDGE_TIMEOUT)
+    assert "the server's lease ran out" in said
+    assert "doing the update to version 1 anew" in said
     state = server.state()
-    assert state["state"] == "serving"
-    assert "nothing from trainer" in str(state["last_error"])
-    with pytest.raises(BridgeError, match="cannot go to transferred from serving"):
-        client.post("commit", {"epoch": epoch, "version": 9, "checksums": ["0"]})
+    assert (state["state"], state["weight_version"], state["engine"]) == ("serving", 1, "running")
+    assert f"with checksum {state['checksums'][0]}" in said  # type: ignore[index]
+    spans = asking[0]["weight_version_spans"][0]
+    assert [version for version, _ in spans][-1] == 1
+    assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
+
+
+def refused_routes(server: VllmServer) -> None:
+    """Every route of vLLM's app, but those that sample nothing, answers 503 and says why."""
+    paths = httpx.get(f"{server.url}/openapi.json", timeout=30).json()["paths"]
+    tried = {
+        (method.upper(), path) for path, methods in paths.items() for method in methods if not is_open(method.upper(), path)
+    }
+    assert {("POST", "/inference/v1/generate"), ("POST", "/v1/chat/completions"), ("POST", "/generate")} <= tried
+    for method, path in [*tried, ("POST", "/invocations"), ("GET", "/health"), ("GET", "/health_generate"), ("GET", "/ping")]:
+        answer = httpx.request(method, f"{server.url}{re.sub('{.*?}', 'x', path)}", json={}, timeout=30)
+        assert answer.status_code == 503, (method, path, answer.text)
+        assert "the weights are not whole" in answer.json()["error"]
+    for path in ("/metrics", "/version", "/v1/models", "/bridge/info"):
+        assert httpx.get(f"{server.url}{path}", timeout=30).status_code == 200
+
+
+def test_a_trainer_that_is_killed_before_its_first_write_leaves_the_old_version(
+    server: VllmServer, processes: Processes
+) -> None:
+    before = server.state()
+    trainer = start_late_trainer(processes, server)
+    assert server.state()["state"] == "paused"
+    asking: list[dict[str, list]] = []  # type: ignore[type-arg]
+    held = threading.Thread(target=lambda: asking.append(server.generate([1, 2], max_tokens=4, ignore_eos=True)))
+    held.start()
+    processes.kill(trainer)
+    state = wait_for_state(server, "serving", BRIDGE_TIMEOUT)
+    held.join(BRIDGE_TIMEOUT)
+    assert (state["weight_version"], state["checksums"]) == (before["weight_version"], before["checksums"])
+    assert asking[0]["weight_versions"] == [before["weight_version"]]
+    assert re.search("has ended", str(state["last_error"]))
+
+
+def test_a_step_that_comes_after_the_deadline_is_told_apart(server: VllmServer) -> None:
+    client = BridgeServer("localhost", server.port, BRIDGE_TIMEOUT)
+    epoch = client.init("single_copy", shapes_of(full_parameters(load_model(str(server.model), torch.float32))))["epoch"]
+    client.post("prepare", {"epoch": epoch, "version": 9})
+    lease = client.pause(epoch, 9)
+    assert 0 < lease["deadline"] - time.monotonic() <= BRIDGE_TIMEOUT
+    stale = {"epoch": epoch, "version": 9, "checksums": ["0"], "lease": "another"}
+    with pytest.raises(LeaseLost, match="the lease another does not count"):
+        client.post("commit", stale)
+    assert client.abort(epoch, "no wish to go on")
+    assert server.state()["state"] == "serving"
+    with pytest.raises(LeaseLost, match="no lease is out"):
+        client.commit(epoch, 9, ["0"])
+    with pytest.raises(LeaseLost, match=r"cannot go to paused from serving.*no wish to go on"):
+        client.pause(epoch, 9)
     client.close()
 
 
