@@ -1,4 +1,4 @@
-"""A trainer of a single copy that stops itself (SIGSTOP) right before its first write, as if it had been swapped out or debugged.
+"""A trainer of a single copy that stops itself (SIGSTOP) right before its first write, as if it had been swapped out.
 
     python tests/e2e/late_trainer.py PORT MODEL_FOLDER BRIDGE_TIMEOUT
 

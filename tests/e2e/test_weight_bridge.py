@@ -293,8 +293,9 @@ def refused_routes(server: VllmServer) -> None:
     tried = {
         (method.upper(), path) for path, methods in paths.items() for method in methods if not is_open(method.upper(), path)
     }
-    assert {("POST", "/inference/v1/generate"), ("POST", "/v1/chat/completions"), ("POST", "/generate")} <= tried
-    for method, path in [*tried, ("POST", "/invocations"), ("GET", "/health"), ("GET", "/health_generate"), ("GET", "/ping")]:
+    assert {("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/generate")} <= tried
+    unlisted = [("POST", "/inference/v1/generate"), ("POST", "/invocations"), ("GET", "/health_generate"), ("GET", "/ping")]
+    for method, path in [*tried, *unlisted]:
         answer = httpx.request(method, f"{server.url}{re.sub('{.*?}', 'x', path)}", json={}, timeout=30)
         assert answer.status_code == 503, (method, path, answer.text)
         assert "the weights are not whole" in answer.json()["error"]
