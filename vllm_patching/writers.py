@@ -6,11 +6,14 @@ looked up (on another machine, in another process-id namespace) is never known t
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger("vllm.lockstep.bridge")
 
 _PROC = Path("/proc")
 _START_TIME = 19
@@ -46,17 +49,21 @@ class Writer:
         return self.host == os.uname().nodename and _start_time(self.pid) == self.started
 
     def has_ended(self) -> bool:
-        """Whether a process that was seen here has ended, with every thread of it.
+        """Whether a process that was seen here is known to have ended, with every thread of it.
 
         The first thread of a killed process may be a zombie while others still run. With the last of them the memory and the
         GPU contexts of the process go, and what they had enqueued.
         """
-        started = _start_time(self.pid)
-        if started is None:
-            return (_PROC / "self/stat").exists()  # and not the whole of /proc is gone
-        if started != self.started:
-            return True
-        return _is_dead(_PROC / f"{self.pid}/stat") and all(map(_is_dead, _PROC.glob(f"{self.pid}/task/*/stat")))
+        try:
+            started = _start_time(self.pid)
+            if started is None:
+                return (_PROC / "self/stat").exists()  # and not the whole of /proc is gone
+            if started != self.started:
+                return True
+            return _is_dead(_PROC / f"{self.pid}/stat") and all(map(_is_dead, _PROC.glob(f"{self.pid}/task/*/stat")))
+        except OSError as error:  # too many open files, say
+            logger.warning("whether process %s has ended cannot be looked up: %s", self, error)
+            return False
 
 
 def this_process() -> Writer:

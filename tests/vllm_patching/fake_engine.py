@@ -158,6 +158,7 @@ class FakeCore:
         self.outputs: asyncio.Queue[tuple[float, str]] = asyncio.Queue()
         self.ranks = [FakeRank(number, ranks, world) for number in range(ranks)]
         self._world = world
+        self._obeying = False
         self._background: set[asyncio.Future[Any]] = set()
         self.task = asyncio.ensure_future(self._run())
 
@@ -169,12 +170,19 @@ class FakeCore:
         self.commands.append((name, work, future))
         return await asyncio.shield(future)
 
+    @property
+    def busy(self) -> bool:
+        """Whether it has been told anything that it has not done."""
+        return self._obeying or bool(self.commands)
+
     async def _run(self) -> None:
         while not self.dead:
             if self._world.now < self.stalled_until:
                 await asyncio.sleep(self.stalled_until - self._world.now)
             if self.commands:
+                self._obeying = True
                 await self._obey(*self.commands.popleft())
+                self._obeying = False
                 await asyncio.sleep(0.001)
                 continue
             if not self.paused:

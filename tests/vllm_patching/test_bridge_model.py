@@ -93,10 +93,10 @@ class BridgeModel(RuleBasedStateMachine):
         self.world.core.stalled_until = self.world.now + seconds
 
     @rule(seconds=st.sampled_from([0.6, TIMEOUT]))
-    def the_watchdog_cannot_look(self, seconds: float) -> None:
-        self.world.proc_fails = True
+    def the_watchdog_errs(self, seconds: float) -> None:
+        self.world.watchdog_fails = True
         self.world.run(seconds)
-        self.world.proc_fails = False
+        self.world.watchdog_fails = False
 
     @invariant()
     def nothing_wrong_is_served(self) -> None:
@@ -115,6 +115,7 @@ class BridgeModel(RuleBasedStateMachine):
     def come_to_rest(self) -> None:
         world, state = self.world, self.world.server.state
         world.core.faults.clear()
+        world.run_until(lambda: world.now > world.core.stalled_until and not world.core.busy, 20 * TIMEOUT)
         for trainer in self.living:
             trainer.go_on()
         world.run_until(lambda: not any(trainer.busy for trainer in self.living), 20 * TIMEOUT)
@@ -134,5 +135,5 @@ class BridgeModel(RuleBasedStateMachine):
 
 TestBridgeModel = BridgeModel.TestCase
 TestBridgeModel.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=40, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
 )
