@@ -19,6 +19,16 @@ from vllm_patching.engine_switch import EngineState
 from vllm_patching.version_spans import VersionSpans
 from vllm_patching.writers import Writer
 
+STEPS = ("prepare", "pause", "commit", "abort")
+POINTS = (
+    *(f"{when} {step}" for step in STEPS for when in ("before", "after")),
+    "before the look at the clock",
+    "before the write",
+    "in the write",
+    "before the transfer",
+    "in the transfer",
+)
+"""Where something can happen to a trainer."""
 TIMEOUT = 4.0
 PART_SECONDS = 0.1
 CLIENT_MARGIN = 2.0
@@ -60,6 +70,8 @@ class Trainer:
         self.lease: str | None = None
         self.spoil = ""
         self.lose_answer = ""
+        self.fate = ("", "")
+        """A point of its way, and what happens to it there: it is stopped or killed."""
         self.awake = asyncio.Event()
         self.awake.set()
         self.task: asyncio.Task[None] | None = None
@@ -198,21 +210,20 @@ class Trainer:
             raise
 
     async def _write(self, new: str, deadline: float) -> None:
-        await self._point()
+        await self._point("before the look at the clock")
         if self.world.now > deadline:
             raise BridgeRefusal(LATE, "the lease ran out before anything was written")
         self.may_write = True
-        await self._point()  # what no look at the clock can exclude
+        await self._point("before the write")  # what no look at the clock can exclude
         spoilt, self.spoil = self.spoil == "fails to write", ""
         self.reached_gpu = set()
         for number, rank in enumerate(self.world.ranks):
             self.gpu[number] = self.world.loop.create_task(self._land(rank.live, number, new, PARTS - spoilt))
-        await self._point()
+        await self._point("in the write")
         if spoilt:
             raise ConnectionError("the write failed")
         if self.kind == "single_copy":
             await asyncio.gather(*self.gpu.values())
-            await self._point()
         self.may_write = False
 
     async def _land(self, live: list[str], number: int, new: str, parts: int) -> None:
@@ -224,7 +235,7 @@ class Trainer:
     async def _send(self, new: str) -> None:
         for part in range(PARTS):
             for rank in range(len(self.world.ranks)):
-                await self._point()
+                await self._point("in the transfer" if part else "before the transfer")
                 wire = self._wire(rank, part)
                 if not wire.done():
                     wire.set_result(new)
@@ -232,7 +243,6 @@ class Trainer:
 
     async def _give_back(self) -> None:
         await asyncio.gather(*self.gpu.values())
-        await self._point()
         self.may_write = False
         try:
             await self._call("abort", lambda: self.world.server.abort(self.epoch, "something went wrong", self.lease))
@@ -244,20 +254,25 @@ class Trainer:
 
     async def _call(self, name: str, step: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
         """A request: the server goes on with it whatever becomes of the trainer."""
-        await self._point()
+        await self._point(f"before {name}")
         request = asyncio.ensure_future(step())
         self.world.requests.add(request)
         request.add_done_callback(self.world.note_request)
         done, _ = await asyncio.wait({request}, timeout=TIMEOUT + CLIENT_MARGIN)
-        await self._point()
+        await self._point(f"after {name}")
         lost, self.lose_answer = self.lose_answer == name, "" if self.lose_answer == name else self.lose_answer
         if not done or lost:
             raise Silent(f"no answer to {name}")
         return request.result()
 
-    async def _point(self) -> None:
-        """Where it can be stopped."""
+    async def _point(self, where: str) -> None:
+        """Where something can happen to it."""
         await asyncio.sleep(0.001)
+        point, what = self.fate
+        if point == where:
+            self.fate = ("", "")
+            self.stop() if what == "stopped" else self.kill()
+        await asyncio.sleep(0)
         await self.awake.wait()
 
 

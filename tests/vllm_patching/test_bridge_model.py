@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.vllm_patching.bridge_world import TIMEOUT, Trainer, World
+from tests.vllm_patching.bridge_world import POINTS, STEPS, TIMEOUT, Trainer, World
 from tests.vllm_patching.fake_engine import Fault
 from tests.vllm_patching.virtual_time import virtual_time
 from vllm_patching import bridge_controller, bridge_ranks, bridge_settlement, engine_core, update_clock
@@ -18,6 +18,8 @@ from vllm_patching.bridge_state import Phase
 
 KINDS = ("single_copy", "follows", "direct", "overlapped")
 CLOCKED = (bridge_controller, bridge_ranks, bridge_settlement, engine_core, update_clock)
+FATES = st.just(("", "")) | st.tuples(st.sampled_from(POINTS), st.sampled_from(["stopped", "killed"]))
+SOON = st.sampled_from([0.1, 0.6, 1.3 * TIMEOUT])
 FAULTS = ("slow", "fails before", "fails after")
 
 
@@ -46,15 +48,19 @@ class BridgeModel(RuleBasedStateMachine):
         self.world.run(seconds)
 
     @precondition(lambda self: len(self.living) < 3)
-    @rule(kind=st.sampled_from(KINDS), seconds=st.sampled_from([0.03, 0.1, 0.3]))
-    def a_trainer_comes(self, kind: str, seconds: float) -> None:
-        Trainer(self.world, kind).begin()
+    @rule(kind=st.sampled_from(KINDS), fate=FATES, seconds=SOON)
+    def a_trainer_comes(self, kind: str, fate: tuple[str, str], seconds: float) -> None:
+        trainer = Trainer(self.world, kind)
+        trainer.fate = fate
+        trainer.begin()
         self.world.run(seconds)
 
     @precondition(lambda self: any(not trainer.busy for trainer in self.living))
-    @rule(seconds=st.sampled_from([0.03, 0.1, 0.3, 0.6]))
-    def a_trainer_updates(self, seconds: float) -> None:
-        next(trainer for trainer in self.living if not trainer.busy).begin()
+    @rule(fate=FATES, seconds=SOON)
+    def a_trainer_updates(self, fate: tuple[str, str], seconds: float) -> None:
+        trainer = next(trainer for trainer in self.living if not trainer.busy)
+        trainer.fate = fate
+        trainer.begin()
         self.world.run(seconds)
 
     @precondition(lambda self: bool(self.living))
@@ -80,7 +86,7 @@ class BridgeModel(RuleBasedStateMachine):
         self.pick(which).spoil = how
 
     @precondition(lambda self: bool(self.living))
-    @rule(which=st.integers(0, 2), step=st.sampled_from(["init", "prepare", "pause", "commit", "abort"]))
+    @rule(which=st.integers(0, 2), step=st.sampled_from(["init", *STEPS]))
     def an_answer_is_lost(self, which: int, step: str) -> None:
         self.pick(which).lose_answer = step
 
