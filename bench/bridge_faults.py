@@ -71,7 +71,6 @@ class Faults:
         trainer = stage.joined(mode)
         before, mark = stage.snapshot(), stage.log_mark()
         heard = trainer.log.stat().st_size
-        heard = trainer.log.stat().st_size
         stage.hold(trainer, point)
         outcome = Outcome(f"trainer stopped for longer than the deadline, {mode}, in {point}", self.limit)
         outcome.seconds = stopped_for(trainer.signal, 0, lambda: stage.settled(self.limit))

@@ -131,14 +131,15 @@ class BridgeController:
         """The state as JSON, with the `instance`, which is another one after each start of the server; what the engine does;
         and who may write the weights.
         """
-        lease = self._leases.out
+        lease, trouble = self._leases.out, self.trouble()
         return {
+            **self.state.to_json(),
+            "healthy": not trouble,
+            "trouble": trouble,
             "instance": self._instance,
             "engine": str(self._switch.state),
             "engine_dead": compat.engine_is_dead(self._engine),
-            "trouble": self.trouble(),
             "lease": None if lease is None else {"holder": lease.holder, "version": lease.version},
-            **self.state.to_json(),
         }
 
     def trouble(self) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from tests.vllm_patching.fake_engine import PARAMETERS, PARTS, FakeEngine, checksum
 from tests.vllm_patching.virtual_time import VirtualLoop
+from vllm_patching import bridge_controller, bridge_ranks, bridge_settlement, engine_core, update_clock
 from vllm_patching.bridge_controller import LATE, BridgeController
 from vllm_patching.bridge_ranks import BridgeRefusal
 from vllm_patching.bridge_state import Phase
@@ -30,6 +31,8 @@ POINTS = (
 )
 """Where something can happen to a trainer."""
 TIMEOUT = 4.0
+CLOCKED = (bridge_controller, bridge_ranks, bridge_settlement, engine_core, update_clock)
+"""The modules whose seconds are the world's."""
 PART_SECONDS = 0.1
 CLIENT_MARGIN = 2.0
 """How much longer than the server a trainer waits for an answer."""
@@ -142,21 +145,21 @@ class Trainer:
 
     async def _update_for_sure(self) -> None:
         """One update; anew, once, if it was too late."""
+        version = self.version + 1
         try:
             if not self.joined:
                 await self._join()
-            self.version += 1
             try:
-                await self._update(self.version)
+                await self._update(version)
             except BridgeRefusal as refusal:
                 if refusal.status != LATE or self.owes:
                     raise
                 if self.kind in ("direct", "overlapped"):
                     await self._join()
-                await self._update(self.version)
+                await self._update(version)
+            self.version = version
             self.log.append(f"served {self.version}")
         except (BridgeRefusal, Silent, ConnectionError) as error:
-            self.version -= 1
             self.log.append(f"{type(error).__name__}: {error}")
             if self.kind in ("direct", "overlapped"):
                 self.joined = False

@@ -33,10 +33,15 @@ def checksum(parts: list[str]) -> str:
 
 @dataclass
 class Fault:
-    """What happens to a command of the core: `slow`, `fails before` or `fails after` it was carried out."""
+    """What happens to a command of the core: `slow`, `fails before` or `fails after` it was carried out.
+
+    Attributes:
+        command: the one to which it happens; empty: the next.
+    """
 
     kind: str
     seconds: float = 0.0
+    command: str = ""
 
 
 class FakeRank:
@@ -190,7 +195,9 @@ class FakeCore:
             await asyncio.sleep(STEP_SECONDS)
 
     async def _obey(self, name: str, work: Callable[[], Any], future: asyncio.Future[Any]) -> None:
-        fault = self.faults.popleft() if self.faults else Fault("none")
+        fault = next((fault for fault in self.faults if fault.command in ("", name)), Fault("none"))
+        if fault in self.faults:
+            self.faults.remove(fault)
         if fault.kind == "slow" and name != "pause":
             await asyncio.sleep(fault.seconds)
         try:
@@ -235,7 +242,8 @@ class FakeCore:
 
     async def rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         answers = [getattr(rank, method)(*args) for rank in self.ranks]
-        return [await answer if inspect.isawaitable(answer) else answer for answer in answers]
+        waiting = [answer for answer in answers if inspect.isawaitable(answer)]
+        return list(await asyncio.gather(*waiting)) if waiting else answers
 
     async def check_and_go_on(self, method: str, expected: list[str], version: int, deadline: float) -> dict[str, Any]:
         answers = await self.rpc(method, ())
