@@ -40,7 +40,7 @@ MARGIN = 5.0
 
 def points(mode: str) -> tuple[str, ...]:
     """Where an update of this mode can be stopped."""
-    return ("prepare", *(("write", "pause") if mode == "single_copy" else ("transfer",)), "commit")
+    return ("prepare", "write", "pause", "commit") if mode == "single_copy" else ("prepare", "transfer", "commit")
 
 
 class Faults:
@@ -64,23 +64,19 @@ class Faults:
         return self._told_by_server(outcome, before, mark, partial(stage.attempt, stage.trainer(_kind(mode)), mode, True))
 
     def trainer_stopped(self, mode: str, point: str) -> Outcome:
-        """SIGSTOP of the trainer for longer than the deadline; it goes on, is told, and tries again. A single copy does that by
-        itself, in the same update; until it goes on, the server must serve nothing: it may write at any moment.
-        """
+        """SIGSTOP of the trainer for longer than the deadline; it goes on, is told, and tries again."""
         stage = self.stage
         trainer = stage.joined(mode)
-        before, mark = stage.snapshot(), stage.log_mark()
-        heard = trainer.log.stat().st_size
+        before, mark, heard = stage.snapshot(), stage.log_mark(), trainer.log.stat().st_size
         stage.hold(trainer, point)
         outcome = Outcome(f"trainer stopped for longer than the deadline, {mode}, in {point}", self.limit)
         outcome.seconds = stopped_for(trainer.signal, 0, lambda: stage.settled(self.limit))
         verdict = stage.verdict(before)
         stage.release(trainer)
         message = trainer.message(self.limit + stage.timeout + 15, "the stopped update")
-        anew = b"anew" in trainer.log.read_bytes()[heard:]
-        if not ("error" in message or (mode == "single_copy" and anew)):
+        if "error" not in message and b"anew" not in trainer.log.read_bytes()[heard:]:
             outcome.problems.append(f"the trainer was not told: {message}")
-        if mode == "single_copy" and point in ("pause", "write") and verdict != "unhealthy":
+        if mode == "single_copy" and verdict != "unhealthy":
             outcome.problems.append(f"the trainer could still write, and the server was {verdict}")
         done = self._told_by_server(outcome, before, mark, partial(stage.attempt, trainer, mode, True), verdict)
         outcome.error += f"\ntrainer: {message.get('error', 'did the update anew')}"

@@ -60,8 +60,7 @@ class BridgeController:
         self._ranks = RankCalls(engine, timeout)
         self._switch = EngineSwitch(engine, timeout, keep_cache)
         self._leases = Leases()
-        self._model = model
-        self._dtype = dtype
+        self._model, self._dtype = model, dtype
         self._config_path = config_dir / CONFIG_NAME
         self._spans = spans
         self._keep_cache = keep_cache
@@ -71,8 +70,7 @@ class BridgeController:
         self._rank_bytes = 0
         self._lock = asyncio.Lock()
         self._clock = UpdateClock(timeout)
-        self._writers: tuple[Writer, ...] = ()
-        self._unseen: tuple[Writer, ...] = ()
+        self._writers = self._unseen = tuple[Writer, ...]()
         self._verified: list[str] = []
         self._settlement = Settlement(self.state, self._ranks, self._leases, self._switch)
         self._watchdog = BridgeWatchdog(self.state, self._ranks, self._settlement, self._clock, self._lock)
@@ -191,8 +189,7 @@ class BridgeController:
             backend = "nccl" if self._manifests[0].entries[0].device.startswith("cuda") else "gloo"
             key = f"{key}/epoch{epoch}"
             # A process that could not be seen at first (in another container, say) has not ended if it cannot be seen.
-            self._writers = tuple(writers)
-            self._unseen = tuple(writer for writer in writers if not writer.is_here())
+            self._writers, self._unseen = tuple(writers), tuple(writer for writer in writers if not writer.is_here())
             self._watchdog.follow([writer for writer in writers if writer not in self._unseen])
             if mode == "broadcast":
                 direct = chosen == "direct"
@@ -271,7 +268,7 @@ class BridgeController:
             self._or_conflict(lambda: self.state.check_epoch(epoch))
             overlapped = self.state.transfer == "overlapped"
             if not overlapped:
-                self._require_lease(lease)
+                self._or_conflict(lambda: self._leases.require(lease, time.monotonic()))
             self._or_conflict(lambda: self.state.check(epoch, version, Phase.TRANSFERRED))
             require_one_each("checksum", len(checksums), len(self._manifests))
             try:
@@ -368,12 +365,6 @@ class BridgeController:
         waiting = f"waiting for {self.state.trainer}"
         return await self._ranks.until(wanted, f"{phase} of version {version}", waiting, also, may_block=self._switch.paused)
 
-    def _require_lease(self, shown: str | None) -> None:
-        try:
-            self._leases.require(shown, time.monotonic())
-        except LeaseLost as lost:
-            raise BridgeRefusal(LATE, str(lost)) from lost
-
     def _enter(self, phase: Phase, version: int) -> None:
         self._clock.enter(phase)
         self.state.advance(phase, version)
@@ -381,8 +372,10 @@ class BridgeController:
     def _or_conflict(self, step: Callable[[], Any]) -> Any:
         try:
             return step()
+        except (UpdateGivenUp, LeaseLost) as late:
+            raise BridgeRefusal(LATE, str(late)) from late
         except BridgeConflict as conflict:
-            raise BridgeRefusal(LATE if isinstance(conflict, UpdateGivenUp) else 409, str(conflict)) from conflict
+            raise BridgeRefusal(409, str(conflict)) from conflict
 
     def _write_config(self) -> None:
         bridge_config.write(

@@ -62,6 +62,22 @@ def new_weights(model: Decoder, seed: int) -> Callable[[], None]:
     return write
 
 
+def new_masters(model: Decoder, seed: int) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
+    """Other weights for the model, and what writes them into it."""
+    generator = torch.Generator().manual_seed(seed)
+    masters = {
+        name: parameter.detach() + 0.05 * torch.randn(parameter.shape, generator=generator)
+        for name, parameter in model.named_parameters()
+    }
+
+    def write() -> None:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(masters[name])
+
+    return masters, write
+
+
 def checksums(server: VllmServer, model: Decoder) -> list[str]:
     """What each rank's weights should condense to, computed from the trainer's tensors alone."""
     parameters = dict(model.named_parameters())

@@ -15,13 +15,11 @@ import httpx
 import pytest
 import torch
 
-from example_trainer.models.decoder import Decoder
 from example_trainer.models.hf_checkpoint import load_model
 from example_trainer.parallel.gather import full_parameters
 from example_trainer.weight_bridge.base import BridgeError, LeaseLost
 from example_trainer.weight_bridge.broadcast import BroadcastBridge
 from example_trainer.weight_bridge.server import BridgeServer, shapes_of
-from example_trainer.weight_bridge.single_copy import SingleCopyBridge
 from scripts.quickstart.processes import ManagedProcess
 from tests.conftest import ROOT, Processes
 from tests.e2e.bridge_helpers import (
@@ -29,11 +27,12 @@ from tests.e2e.bridge_helpers import (
     checksums,
     joined,
     largest_difference,
+    new_masters,
     new_weights,
     served_logprobs,
     trainer_logprobs,
 )
-from tests.e2e.conftest import BRIDGE_TIMEOUT, VllmServer, make_tiny_model, start_vllm
+from tests.e2e.conftest import BRIDGE_TIMEOUT, VllmServer, make_tiny_model
 from vllm_patching.guard import is_open
 
 pytestmark = pytest.mark.e2e
@@ -183,22 +182,6 @@ def test_not_a_number_is_refused_before_it_is_served(
             bridge.sync(1, lambda: model.load_state_dict(fresh.state_dict()))
         assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
         assert largest_difference(server, load_model(str(server.model), torch.float32)) < TOLERANCE
-
-
-def new_masters(model: Decoder, seed: int) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
-    """Other weights for the model, and what writes them into it."""
-    generator = torch.Generator().manual_seed(seed)
-    masters = {
-        name: parameter.detach() + 0.05 * torch.randn(parameter.shape, generator=generator)
-        for name, parameter in model.named_parameters()
-    }
-
-    def write() -> None:
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(masters[name])
-
-    return masters, write
 
 
 def test_a_single_copy_knows_its_sums_before_it_is_written(
@@ -408,35 +391,3 @@ def test_the_config_file_is_private_and_complete(server: VllmServer) -> None:
     assert path.name == "vllm_bridge_config.json"
     assert path.stat().st_mode & 0o777 == 0o600
     assert "model.layers.1.mlp.gate_up_proj.weight" in path.read_text()
-
-
-def test_two_ranks_get_their_own_shards(
-    processes: Processes, free_port: Callable[[], int], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = start_vllm(processes, free_port, tiny_model, tmp_path, flags=("--tensor-parallel-size", "2"))
-    for rank in range(2):
-        assert f"Weight updater thread started (name: WeightUpdater_TP{rank})" in server.log
-    with joined(server, "overlapped", free_port, monkeypatch) as (bridge, model):
-        report = bridge.sync(1, new_weights(model, 1))
-        expected = checksums(server, model)
-        assert server.state()["checksums"] == expected
-        assert expected[0] == report.checksum != expected[1]
-        assert largest_difference(server, model) < TOLERANCE
-    single = SingleCopyBridge(BridgeServer("localhost", server.port, BRIDGE_TIMEOUT))
-    with pytest.raises(BridgeError, match=r"vLLM's 2 ranks.*--use-shared-memory"):
-        single.connect(model)
-
-
-def test_a_server_that_does_not_share_says_so(
-    processes: Processes, free_port: Callable[[], int], tiny_model: Path, tmp_path: Path
-) -> None:
-    server = start_vllm(processes, free_port, tiny_model, tmp_path, shared=False)
-    with pytest.raises(BridgeError, match="VLLM_ENABLE_SHARED_WEIGHTS"):
-        BroadcastBridge(BridgeServer("localhost", server.port, BRIDGE_TIMEOUT)).serving_dtype()
-    assert len(server.generate([1, 2, 3], max_tokens=3, ignore_eos=True)["token_ids"][0]) == 3
-
-
-def test_no_server_is_one_line_with_the_remedy(free_port: Callable[[], int]) -> None:
-    port = free_port()
-    with pytest.raises(BridgeError, match=rf"no vLLM server at http://localhost:{port}.*vllm_api_server.py"):
-        BroadcastBridge(BridgeServer("localhost", port, 1.0)).serving_dtype()

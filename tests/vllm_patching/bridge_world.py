@@ -346,7 +346,7 @@ class World:
         if self.server._lock.locked():
             return
         commands = [name for name, _, _ in self.core.commands]
-        in_flight = self.core.busy or self.now < self.core.stalled_until
+        in_flight = self.core.busy or self.now < max(self.core.stalled_until, self.core.mute_until)
         if state.phase is Phase.SERVING:
             expected = f"{state.weight_epoch}/{state.weight_version}"
             assert all(part == expected for rank in self.ranks for part in rank.live), (expected, state)

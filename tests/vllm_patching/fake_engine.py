@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -160,6 +160,10 @@ class FakeCore:
         self.commands: deque[tuple[str, Callable[[], Any], asyncio.Future[Any]]] = deque()
         self.faults: deque[Fault] = deque()
         self.stalled_until = 0.0
+        self.mute_until = 0.0
+        """It goes on working, and what it says is heard after that."""
+        self._delivered = 0.0
+        self._loop = asyncio.get_running_loop()
         self.outputs: asyncio.Queue[tuple[float, str]] = asyncio.Queue()
         self.ranks = [FakeRank(number, ranks, world) for number in range(ranks)]
         self._world = world
@@ -216,7 +220,15 @@ class FakeCore:
             late = asyncio.ensure_future(self._answer_later(future, fault.seconds))
             self._background.add(late)
             return
-        future.set_result(answer)
+        if self._world.now < self.mute_until:
+            self._loop.call_at(self._next_delivery(), future.set_result, answer)
+        else:
+            future.set_result(answer)
+
+    def _next_delivery(self) -> float:
+        """What the core says while nobody hears it comes later, in the same order."""
+        self._delivered = max(self._delivered, self.mute_until) + 1e-6
+        return self._delivered
 
     async def _answer_later(self, future: asyncio.Future[Any], seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -230,7 +242,11 @@ class FakeCore:
         writers = self._world.writers_now()
         if writers:
             self._world.wrong.append(f"a token was sampled while {writers} could write")
-        self.outputs.put_nowait((self._world.now, parts.pop()))
+        output = (self._world.now, parts.pop())
+        if self._world.now < self.mute_until:
+            self._loop.call_at(self._next_delivery(), self.outputs.put_nowait, output)
+        else:
+            self.outputs.put_nowait(output)
 
     # -- as vLLM's EngineCore
 
@@ -321,7 +337,3 @@ class FakeEngine:
         while True:
             moment, token = await self.engine_core.get_output_async()
             self.output_processor.process_outputs(token, moment)
-
-
-def states_of(engine: FakeEngine) -> Mapping[str, Any]:
-    return engine.output_processor.request_states

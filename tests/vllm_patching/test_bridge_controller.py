@@ -139,6 +139,23 @@ def test_an_engine_that_went_on_at_the_last_moment_says_with_which_weights(world
     world.check_tokens()
 
 
+def test_an_engine_that_goes_on_unheard_labels_its_tokens_rightly(world: World) -> None:
+    """The front end is so busy that it hears neither that the engine went on nor, in time, that it stands still again."""
+    trainer = served_once(world, "single_copy")
+    trainer.fate = ("before commit", "stopped")
+    trainer.begin()
+    world.run(1.0)
+    trainer.go_on()
+    world.core.mute_until = world.now + TIMEOUT + 3.0
+    world.run(TIMEOUT + 1.0)
+    assert {part for rank in world.ranks for part in rank.live} == {"1/2"}
+    world.run_until(lambda: not trainer.busy, 10 * TIMEOUT)
+    world.run(4 * TIMEOUT)
+    assert "1/2" in world.engine.output_processor.tokens, "it never went on"
+    world.check_tokens()
+    served_once(world, "direct")
+
+
 def test_the_watchdog_outlives_its_mistakes(world: World) -> None:
     trainer = served_once(world, "single_copy")
     trainer.fate = ("before the look at the clock", "killed")

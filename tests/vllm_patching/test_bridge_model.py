@@ -96,6 +96,10 @@ class BridgeModel(RuleBasedStateMachine):
     def the_engine_is_stuck(self, seconds: float) -> None:
         self.world.core.stalled_until = self.world.now + seconds
 
+    @rule(seconds=st.sampled_from([0.9 * TIMEOUT, 1.2 * TIMEOUT, 2.5 * TIMEOUT]))
+    def the_engine_is_not_heard(self, seconds: float) -> None:
+        self.world.core.mute_until = self.world.now + seconds
+
     @rule(seconds=st.sampled_from([0.6, TIMEOUT]))
     def the_watchdog_errs(self, seconds: float) -> None:
         self.world.watchdog_fails = True
@@ -119,8 +123,11 @@ class BridgeModel(RuleBasedStateMachine):
     def come_to_rest(self) -> None:
         world, state = self.world, self.world.server.state
         world.core.faults.clear()
-        world.run_until(lambda: world.now > world.core.stalled_until and not world.core.busy, 20 * TIMEOUT)
+        world.run_until(
+            lambda: world.now > max(world.core.stalled_until, world.core.mute_until) and not world.core.busy, 20 * TIMEOUT
+        )
         for trainer in self.living:
+            trainer.fate = ("", "")
             trainer.go_on()
         world.run_until(lambda: not any(trainer.busy for trainer in self.living), 20 * TIMEOUT)
         for trainer in self.living:
