@@ -162,7 +162,7 @@ class FakeCore:
         self.stalled_until = 0.0
         self.mute_until = 0.0
         """It goes on working, and what it says is heard after that."""
-        self._delivered = 0.0
+        self._heard = 0.0
         self._loop = asyncio.get_running_loop()
         self.outputs: asyncio.Queue[tuple[float, str]] = asyncio.Queue()
         self.ranks = [FakeRank(number, ranks, world) for number in range(ranks)]
@@ -220,19 +220,19 @@ class FakeCore:
             late = asyncio.ensure_future(self._answer_later(future, fault.seconds))
             self._background.add(late)
             return
-        if self._world.now < self.mute_until:
-            self._loop.call_at(self._next_delivery(), future.set_result, answer)
-        else:
-            future.set_result(answer)
+        self._say(future.set_result, answer)
 
-    def _next_delivery(self) -> float:
+    def _say(self, hear: Callable[[Any], None], what: Any) -> None:
         """What the core says while nobody hears it comes later, in the same order."""
-        self._delivered = max(self._delivered, self.mute_until) + 1e-6
-        return self._delivered
+        if self._world.now >= max(self.mute_until, self._heard):
+            return hear(what)
+        self._heard = max(self._heard, self.mute_until) + 1e-6
+        self._loop.call_at(self._heard, hear, what)
+        return None
 
     async def _answer_later(self, future: asyncio.Future[Any], seconds: float) -> None:
         await asyncio.sleep(seconds)
-        future.set_result(None)
+        self._say(future.set_result, None)
 
     def _step(self) -> None:
         held = {checksum(rank.live) for rank in self.ranks}
@@ -242,11 +242,7 @@ class FakeCore:
         writers = self._world.writers_now()
         if writers:
             self._world.wrong.append(f"a token was sampled while {writers} could write")
-        output = (self._world.now, parts.pop())
-        if self._world.now < self.mute_until:
-            self._loop.call_at(self._next_delivery(), self.outputs.put_nowait, output)
-        else:
-            self.outputs.put_nowait(output)
+        self._say(self.outputs.put_nowait, (self._world.now, parts.pop()))
 
     # -- as vLLM's EngineCore
 
