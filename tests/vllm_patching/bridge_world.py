@@ -72,6 +72,8 @@ class Trainer:
         self.owes = False
         self.lease: str | None = None
         self.spoil = ""
+        self.part_seconds = PART_SECONDS
+        """How long the GPU takes for a part of what is written."""
         self.lose_answer = ""
         self.fate = ("", "")
         """A point of its way, and what happens to it there: it is stopped or killed."""
@@ -231,7 +233,7 @@ class Trainer:
 
     async def _land(self, live: list[str], number: int, new: str, parts: int) -> None:
         for part in range(parts):
-            await asyncio.sleep(PART_SECONDS)
+            await asyncio.sleep(self.part_seconds)
             live[part] = new
         self.reached_gpu.add(number)
 

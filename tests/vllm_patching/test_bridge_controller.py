@@ -84,6 +84,36 @@ def test_a_late_trainer_keeps_others_out_until_it_is_killed(world: World, kind: 
     assert other.log[-1] == "served 1"
 
 
+def test_writes_that_the_gpu_has_not_done_in_time_are_not_over(world: World) -> None:
+    trainer = served_once(world, "follows")
+    trainer.part_seconds = 0.9 * TIMEOUT  # the check ends before anything has changed
+    trainer.begin()
+    world.run_until(lambda: phase(world) is Phase.UNHEALTHY, 2 * TIMEOUT)
+    assert "may still write" in world.server.state.undecided
+    world.run_until(lambda: not trainer.busy, 5 * TIMEOUT)
+    assert "writes of the trainer have not come" in trainer.log[-1]
+    world.run(1.0)
+    assert (phase(world), world.server.state.undecided) == (Phase.UNHEALTHY, ""), "the new weights have come, unproven"
+    trainer.part_seconds = 0.1
+    trainer.begin()
+    world.run_until(lambda: not trainer.busy, 3 * TIMEOUT)
+    assert trainer.log[-1] == "served 2"
+
+
+def test_a_commit_shows_the_lease(world: World) -> None:
+    trainer = served_once(world, "single_copy")
+    trainer.fate = ("before commit", "stopped")
+    trainer.begin()
+    world.run(1.0)
+    trainer.lease = "another"  # with which it can neither commit nor give back what it has
+    trainer.go_on()
+    world.run_until(lambda: not trainer.busy, 3 * TIMEOUT)
+    assert "nobody else may write the weights now: trainer t1 may still write" in trainer.log[-1]
+    assert phase(world) is Phase.UNHEALTHY
+    trainer.kill()
+    served_once(world, "single_copy")
+
+
 @pytest.mark.parametrize(
     "fault", [Fault("slow", 0.9 * TIMEOUT), Fault("slow", 1.5 * TIMEOUT), Fault("fails before"), Fault("fails after")], ids=str
 )
