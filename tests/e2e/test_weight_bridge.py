@@ -266,7 +266,8 @@ def test_a_trainer_that_is_stopped_before_its_first_write(
     assert (state["state"], state["weight_version"], state["engine"]) == ("serving", 1, "running")
     assert f"with checksum {state['checksums'][0]}" in said  # type: ignore[index]
     spans = asking[0]["weight_version_spans"][0]
-    assert [version for version, _ in spans][-1] == 1
+    # The old weights are served again between the lease's return and the update that is done anew.
+    assert {version for version, _ in spans} <= {before["weight_version"], 1}
     assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
 
 
