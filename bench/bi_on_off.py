@@ -28,7 +28,8 @@ from typing import Any
 from bench.gpu.machine import describe
 from bench.gpu.runs import Results
 from bench.gpu.summary import table
-from scripts.quickstart.processes import QuickstartError, Supervisor
+from bench.measured import measured
+from example_trainer.child_processes.processes import ProcessError, Supervisor
 
 MODES = {"on": "--batch-invariant", "off": "--no-batch-invariant"}
 KEPT = ("reward_mean", "entropy", "response_length_mean", "grad_norm", "mismatched_tokens", "compared_tokens", "parity_kl")
@@ -47,7 +48,7 @@ def run(mode: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
         process = supervisor.start(f"{mode} {seed}", command, folder / "run.log", grace=30.0, may_finish=True)
         try:
             process.wait(args.run_timeout)
-        except QuickstartError as error:
+        except ProcessError as error:
             failure = " | ".join(line.strip() for line in str(error).splitlines())[:1000]
     seconds, last = round(time.monotonic() - begun, 1), " ".join(process.tail(1))[:500]
     result: dict[str, Any] = {"mode": mode, "seed": seed, "seconds": seconds, "failed": failure, "last_line": last}
@@ -102,7 +103,7 @@ def main() -> int:
     with ThreadPoolExecutor(max_workers=args.jobs) as pool:
         for (mode, seed), done in zip(asked, pool.map(lambda pair: run(*pair, args), asked), strict=True):
             runs.append(done)
-            results.put("runs", f"{mode} {seed}", value=done)
+            results.put("runs", f"{mode} {seed}", value={**done, "measured": measured()})
             print(f"{mode} {seed}: {done['seconds']} s, {done['last_line']}", flush=True)
     head = ["mode", "runs", f"reward, last {LAST} steps", "of each seed", "reward, all steps", "tokens that differ"]
     print(table(head, [summary(runs, mode) for mode in args.modes]))

@@ -28,8 +28,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from bench.gpu.faults import Outcome, Stage, show, stopped_for, wait_for_text
-from bench.gpu.processes import BenchError, end_on_sigterm
+from bench.gpu.faults import Outcome, Stage, note_absence, show, stopped_for
+from bench.gpu.processes import BenchError, Worker, end_on_sigterm
 from bench.gpu.runs import Results
 from bench.gpu.shapes import SHAPES, write_model_folder
 
@@ -194,13 +194,7 @@ class Faults:
         stage.server.worker_process(0).kill()
         stage.release(trainer)
         outcome = Outcome(f"vLLM worker killed, {mode}, in {point}", self.limit)
-        try:
-            outcome.seconds = wait_for_text(trainer.log, "looking whether the server was restarted", 2 * self.limit, mark)
-        except BenchError as error:
-            outcome.seconds = 2 * self.limit
-            outcome.problems.append(str(error).splitlines()[0])
-        text = trainer.log.read_bytes()[mark:].decode(errors="replace")
-        outcome.error = "\n".join(line for line in text.splitlines() if "looking whether" in line)[:1500]
+        note_absence(outcome, trainer, mark)
         outcome.must_name = {
             "side": "vLLM|server",
             "version": rf"version {version}\b",
@@ -208,7 +202,7 @@ class Faults:
         }
         health = stage.server.health()
         outcome.server = "gone" if health != 200 else "healthy though its engine is dead"
-        outcome.next_attempt = self._restart_and_go_on(trainer, expect_answer=True)
+        outcome.next_attempt = self._restart_and_go_on(trainer)
         outcome.judge(("gone",))
         return outcome
 
@@ -216,18 +210,19 @@ class Faults:
         """The whole server killed and started again between two updates, under a trainer that lives."""
         stage = self.stage
         trainer = stage.joined(mode)
+        mark = trainer.log.stat().st_size
         stage.server.kill()
-        outcome = Outcome(f"server killed and started again between updates, {mode}", 0.0)
-        outcome.limit = outcome.seconds = 0.0
+        outcome = Outcome(f"server killed and started again between updates, {mode}", self.limit)
         trainer.send("sync", count=1)
-        outcome.server = "gone"
-        outcome.next_attempt = self._restart_and_go_on(trainer, expect_answer=True)
-        outcome.error = "the trainer waits for it"
+        note_absence(outcome, trainer, mark)
+        outcome.must_name = {"side": "vLLM|server"}
+        outcome.server = "gone" if stage.server.health() != 200 else "answers though it was killed"
+        outcome.next_attempt = self._restart_and_go_on(trainer)
         outcome.judge(("gone",))
         return outcome
 
     def worker_stopped(self, mode: str, tp_rank: int) -> Outcome:
-        """SIGSTOP of one of vLLM's ranks during the transfer for longer than the deadline."""
+        """SIGSTOP of one of vLLM's ranks during the transfer, while three steps each wait for it until their deadline."""
         stage = self.stage
         trainer = stage.joined(mode)
         before, mark = stage.snapshot(), stage.log_mark()
@@ -242,7 +237,7 @@ class Faults:
         started = time.monotonic()
         message = stopped_for(lambda number: os.kill(pid, number), stage.timeout + 1, meanwhile)
         who = "vLLM worker" if stage.tp == 1 else f"vLLM rank {tp_rank}"
-        outcome = Outcome(f"{who} stopped for longer than the deadline, {mode}, in transfer", stage.timeout + 10 + MARGIN)
+        outcome = Outcome(f"{who} stopped for longer than the deadline, {mode}, in transfer", 3 * stage.timeout + MARGIN)
         outcome.seconds = time.monotonic() - started
         stage.settled(2 * self.limit)
         outcome.error = f"trainer: {message.get('error', message)}\nserver: {stage.said(mark)}"
@@ -270,12 +265,12 @@ class Faults:
         outcome.judge(("old version", "unhealthy"))
         return outcome
 
-    def _restart_and_go_on(self, trainer: Any, expect_answer: bool) -> str:
+    def _restart_and_go_on(self, trainer: Worker) -> str:
         """Start another server in the killed one's place; the trainer's update must arrive there by itself."""
         stage = self.stage
         stage.server.kill()
         stage.restart_server()
-        message = trainer.message(240, "the update after the server's restart") if expect_answer else {}
+        message = trainer.message(240, "the update after the server's restart")
         if "error" in message:
             stage.wait()
             return f"the trainer did not find the new server: {message['error']}"

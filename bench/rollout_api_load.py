@@ -35,6 +35,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from bench import arrival_order
+from bench.measured import measured
 from bench.public_server import PUBLIC, public_python
 
 LOAD = ROOT.parent / "shared" / "bench" / "api_load.py"
@@ -257,8 +258,8 @@ def table(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
         public, mine = middle["public"][key], middle["ours"][key]
         print(f"{text:34}{public:10.1f}{mine:10.1f}{mine / public if public else float('nan'):13.2f}")
     verdict = {
-        "posted at least 3 x": middle["ours"]["posted"] >= 3 * middle["public"]["posted"],
-        "drained at least 3 x": middle["ours"]["drained"] >= 3 * middle["public"]["drained"],
+        "posted at least 4 x": middle["ours"]["posted"] >= 4 * middle["public"]["posted"],
+        "drained at least 6 x": middle["ours"]["drained"] >= 6 * middle["public"]["drained"],
         "p99 no worse": middle["ours"]["p99"] <= middle["public"]["p99"],
         "nothing lost or doubled": all(run["lost"] == run["dup"] == 0 for run in runs["ours"]),
     }
@@ -280,17 +281,19 @@ def main() -> None:
     results = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     described = machine()
     if arguments.memory_groups:
-        results["memory"] = {"machine": described, **flat_memory(arguments.memory_groups)}
+        results["memory"] = {"machine": described, "measured": measured(), **flat_memory(arguments.memory_groups)}
     elif not LOAD.exists():
         print("skipped: ../shared/bench/api_load.py, the load that both servers get, is not there")
         return
     elif arguments.order:
-        results["order"] = {"machine": described, "public_server": PUBLIC, **order(arguments.rounds, arguments.clients)}
+        counted = order(arguments.rounds, arguments.clients)
+        results["order"] = {"machine": described, "measured": measured(), "public_server": PUBLIC, **counted}
     else:
         runs = compare(arguments.rounds, arguments.clients)
         name = "load" if arguments.clients == 16 else f"load, {arguments.clients} clients"
         results[name] = {
             "machine": described,
+            "measured": measured(),
             "public_server": PUBLIC,
             "clients": arguments.clients,
             "runs": runs,

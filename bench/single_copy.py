@@ -196,17 +196,19 @@ def report(data: dict[str, Any]) -> str:
                 [
                     name,
                     row["updates"],
+                    *(median_of(row, "whole_update_ms", what) for what in ("median", "max")),
+                    *(median_of(row, "largest_gap_per_update_ms", what) for what in ("median", "max")),
+                    median_of(row, "usual_gap_ms"),
                     *(median_of(row, "pause_beyond_write_ms", what) for what in ("median", "p90", "max")),
                     *(median_of(row, "stood_still_beyond_write_ms", what) for what in ("median", "max")),
                     median_of(row, "halted_ms"),
                     median_of(row, "write_ms"),
                     median_of(row, "optimizer_step_ms"),
-                    median_of(row, "usual_gap_ms"),
-                    median_of(row, "largest_gap_per_update_ms"),
                 ]
             )
-    head = ["", "updates", "pause beyond the write: median ms", "p90", "max", "to the first step: median ms", "max"]
-    head += ["halted ms", "write ms", "optimizer step ms", "usual gap ms", "gap at an update ms"]
+    head = ["", "updates", "the trainer waits: median ms", "max", "gap at an update: median ms", "max", "usual gap ms"]
+    head += ["pause beyond the write: median ms", "p90", "max", "to the first step: median ms", "max"]
+    head += ["halted ms", "write ms", "optimizer step ms"]
     lines += [table(head, rows)] if rows else []
     for name in ("idle", "optimizer, idle"):
         phases = data.get(name, {}).get("phases_ms", {})

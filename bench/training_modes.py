@@ -34,6 +34,7 @@ import torch
 from bench.gpu.machine import describe
 from bench.gpu.processes import BenchError, Child, end_on_sigterm, free_port, tail, wait_all
 from bench.gpu.summary import table
+from bench.measured import measured
 
 STARTER = ROOT / "assets" / "starter_model"
 MOST_KL = 0.02
@@ -294,7 +295,7 @@ def main() -> int:
             results["modes"][name] = {"skipped": f"needs {mode.gpus_needed} GPUs"}
             continue
         try:
-            results["modes"][name] = repeated(name, mode, args)
+            results["modes"][name] = {**repeated(name, mode, args), "measured": measured()}
         except (BenchError, httpx.HTTPError, OSError, KeyError, ValueError) as error:
             failures.append(f"{name}: {error}")
             results["modes"][name] = {"failed": str(error).splitlines()[0]}

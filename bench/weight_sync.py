@@ -67,9 +67,13 @@ class Benchmark:
         args, results = self.args, self.results
         server = self._start("vllm", mirrored=False)
         second: VllmServer | None = None
+        # Trainers import what they need while the servers start, and make their models afterwards.
+        first = self._trainer("trainer recompute", self._module(), server, mirrored=False) if self._bridge_first() else None
+        engine: Worker | None = None
         # A second server starts at the same time, mirrored: its workers where our trainer will be, and the other way round.
         if "engine" in args.parts and self.gpus:
             second = self._start_engine()
+            engine = self._trainer("trainer of vllm own engine", "bench.gpu.vllm_engine_trainer", second, mirrored=True)
         elif "throughput" in args.parts:
             second = self._start("vllm keep", mirrored=True, flags=("--inflight-cache", "keep"))
         results.put("machine", value=describe())
@@ -87,17 +91,17 @@ class Benchmark:
             gpus = [*senders, *receivers] if self.gpus else ["cpu"] * (ranks + args.tp)
             options = {"gibibyte": 1 << 30 if self.gpus else 1 << 20, "pairs": args.crossed}
             results.measure("ceiling", run=lambda: ceiling.measure(self.shape, gpus, args.output, args.updates, **options))
-        if "bridge" in args.parts or "throughput" in args.parts:
-            self._measure_bridge(server, "recompute", mirrored=False)
-        if "engine" in args.parts and self.gpus and second is not None:
-            self._measure_engine(second)
+        if first is not None:
+            self._measure_bridge(server, "recompute", first)
+        if engine is not None and second is not None:
+            self._measure_engine(second, engine)
             second.stop()
             second = None
         if "throughput" in args.parts:
             if second is None:
                 second = self._start("vllm keep", mirrored=True, flags=("--inflight-cache", "keep"))
                 wait_all({second.name: second.ready}, READY_SECONDS)
-            self._measure_bridge(second, "keep", mirrored=True)
+            self._measure_bridge(second, "keep", self._trainer("trainer keep", self._module(), second, mirrored=True))
 
     # -- processes
 
@@ -135,11 +139,16 @@ class Benchmark:
 
     # -- measurements
 
-    def _measure_bridge(self, server: VllmServer, inflight: str, mirrored: bool) -> None:
+    def _bridge_first(self) -> bool:
+        """Whether our bridge is measured, with the first server."""
+        return not {"bridge", "throughput"}.isdisjoint(self.args.parts)
+
+    def _module(self) -> str:
+        return "bench.gpu.trainer" if self.args.trainer_ranks == 1 else "bench.gpu.spread_trainer"
+
+    def _measure_bridge(self, server: VllmServer, inflight: str, trainer: Worker) -> None:
         """Our bridge to one server: updates idle and under load (recompute alone), and what generation loses."""
         args, results = self.args, self.results
-        module = "bench.gpu.trainer" if args.trainer_ranks == 1 else "bench.gpu.spread_trainer"
-        trainer = self._trainer(f"trainer {inflight}", module, server, mirrored)
         results.put("trainer", value=trainer.ask("load", timeout=180, spare=True))
         self._warm_up(server)
         for transfer in args.transfers:
@@ -161,9 +170,8 @@ class Benchmark:
             measure(f"load_{concurrency}", run=partial(self._under_load, server, trainer, concurrency, ours=True))
         measure("check_after_load", run=lambda: self._check(trainer))
 
-    def _measure_engine(self, server: VllmServer) -> None:
+    def _measure_engine(self, server: VllmServer, trainer: Worker) -> None:
         """vLLM's own NCCL weight-transfer engine, with the same model, weights and load."""
-        trainer = self._trainer("trainer of vllm own engine", "bench.gpu.vllm_engine_trainer", server, mirrored=True)
         measure = partial(self.results.measure, "vllm_engine")
         measure("model", run=lambda: trainer.ask("load", timeout=180, spare=True))
         self._warm_up(server)
@@ -202,6 +210,8 @@ class Benchmark:
             return tokens_per_second(server, work)[0]
 
         pairs = max(2, round(args.throughput_seconds / args.update_every))
+        method = f"{pairs} pairs of neighbouring spells of {args.update_every:g} s, with and without an update"
+        self.results.put("method", value=method)
         with loaded(self.load, server, self.shape, args.throughput_concurrency, 2 * args.ramp, self.lengths) as seen:
             found = summary(alternate(spell, pairs))
         halts = find_halts(seen["streams"], [(row["start"], row["end"]) for row in rows])
@@ -244,21 +254,22 @@ def report(data: dict[str, Any]) -> str:
                 [
                     f"{side}, {condition}",
                     found["updates"],
+                    *(median_of(found, "whole_update_ms", what) for what in ("median", "max")),
+                    *(median_of(found, "largest_gap_per_update_ms", what) for what in ("median", "max")),
+                    median_of(found, "usual_gap_ms"),
+                    *(median_of(found, "halted_ms", what) for what in ("median", "max")),
+                    median_of(found, "stood_still_ms"),
                     *(median_of(found, "first_byte_to_verified_ms", what) for what in ("median", "p90", "max")),
                     speed,
                     round(100 * speed / broadcast, 1) if broadcast else None,
                     round(100 * speed / coalesced, 1) if coalesced else None,
                     transfer,
                     round(100 * data["model_bytes"] / transfer / 1e6 / broadcast, 1) if transfer and broadcast else None,
-                    *(median_of(found, "halted_ms", what) for what in ("median", "max")),
-                    median_of(found, "stood_still_ms"),
-                    median_of(found, "usual_gap_ms"),
-                    *(median_of(found, "largest_gap_per_update_ms", what) for what in ("median", "max")),
                 ]
             )
-    head = ["", "updates", "first byte to verified: median ms", "p90", "max", "GB/s", "% of broadcast", "% of coalesced"]
-    head += ["the bytes alone: ms", "% of broadcast, alone"]
-    head += ["halted: median ms", "max", "to the first step ms", "usual gap ms", "gap at an update: median ms", "max"]
+    head = ["", "updates", "the trainer waits: median ms", "max", "gap at an update: median ms", "max", "usual gap ms"]
+    head += ["halted: median ms", "max", "to the first step ms", "first byte to verified: median ms", "p90", "max", "GB/s"]
+    head += ["% of broadcast", "% of coalesced", "the bytes alone: ms", "% of broadcast, alone"]
     lines += [table(head, rows)] if rows else []
     for side, part in sides.items():
         phases = part.get("idle", {}).get("phases_ms", {})

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from example_trainer.checkpointing import PREFIX, Checkpoints
+from example_trainer.api_keys import revealed
+from example_trainer.checkpointing import Checkpoints
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.pairing import deterministic_decoder
 from example_trainer.errors import ConfigError
@@ -29,7 +30,9 @@ from example_trainer.parallel.ranks import Ranks, place_of
 from example_trainer.parallel.shared import NoMetrics, SharedRollouts
 from example_trainer.parallel.tensor_parallel import split_decoder
 from example_trainer.process import StopSignal
+from example_trainer.resuming import Start
 from example_trainer.rollout_client import Registration, RolloutClient
+from example_trainer.runs import PREFIX
 
 DecoderMaker = Callable[[Geometry, torch.dtype, torch.device], Decoder]
 
@@ -72,8 +75,22 @@ def choose_dtype(config: TrainerConfig, serving: torch.dtype | None, device: tor
     """The dtype of the model's parameters: the server's, if it serves them.
 
     Raises:
-        ConfigError: --dtype asks for another one than the server serves.
+        ConfigError: --dtype asks for another one than the server serves, or it would be float16, in which gradients vanish: a
+            token's share of a large batch is smaller than the least number there is.
     """
+    dtype = _dtype(config, serving, device)
+    if dtype is torch.float16:
+        whose = "the vLLM server holds" if serving is not None else "--dtype asks for" if config.dtype == "float16" else "has"
+        what = f"--model-name {config.model_name} {whose}" if whose == "has" else whose
+        give = "start server and trainer with" if serving is not None else "give"
+        raise ConfigError(
+            f"{what} float16 weights, whose gradients are too small for float16 in a batch of many tokens, so that training "
+            f"would go in a wrong direction; {give} --dtype bfloat16 (or float32)"
+        )
+    return dtype
+
+
+def _dtype(config: TrainerConfig, serving: torch.dtype | None, device: torch.device) -> torch.dtype:
     asked = None if config.dtype == "auto" else getattr(torch, config.dtype)
     if serving is not None:
         if asked not in (None, serving):
@@ -155,7 +172,9 @@ def make_client(config: TrainerConfig, stop: StopSignal, ranks: Ranks) -> Rollou
     """Who speaks with the rollout service: rank 0, for all."""
     client = None
     if ranks.is_main:
-        client = RolloutClient(config.atropos_url, stop, config.atropos_api_key, config.service_timeout, config.batch_timeout)
+        client = RolloutClient(
+            config.atropos_url, stop, revealed(config.atropos_api_key), config.service_timeout, config.batch_timeout
+        )
         if ranks.world_size == 1:
             return client
     return SharedRollouts(ranks, client, config.service_timeout, config.service_timeout + config.batch_timeout)
@@ -169,12 +188,13 @@ def make_metrics(config: TrainerConfig, first_step: int, exporter: MetricsServer
     return MetricsLog(config.log_dir, config.shareable, first_step, wandb, exporter)
 
 
-def make_checkpoints(config: TrainerConfig, model: Decoder, last: int | None, ranks: Ranks) -> Checkpoints:
+def make_checkpoints(config: TrainerConfig, model: Decoder, start: Start, ranks: Ranks) -> Checkpoints:
     """Where the run saves: `step_N/`, or `adapter_step_N/` in PEFT's format."""
+    last = start.saved.step if start.saved else None
     if not config.lora:
-        return Checkpoints(config.save_path, config.keep_optimizer_states, last, ranks)
+        return Checkpoints(config.save_path, start.run, config.keep_optimizer_states, last, ranks)
     writer = AdapterWriter(model, config.lora, base_model_name(config.model_name))
-    return AdapterCheckpoints(config.save_path, config.keep_optimizer_states, last, writer)
+    return AdapterCheckpoints(config.save_path, start.run, config.keep_optimizer_states, last, writer)
 
 
 def make_optimizer(config: TrainerConfig, model: Decoder) -> MasterAdamW:
@@ -193,8 +213,8 @@ def make_optimizer(config: TrainerConfig, model: Decoder) -> MasterAdamW:
     )
 
 
-def registration(config: TrainerConfig, starting_step: int) -> Registration:
-    """What the rollout service is told."""
+def registration(config: TrainerConfig, starting_step: int, weight_epoch: int = 0) -> Registration:
+    """What the rollout service is told. `weight_epoch` names this trainer's weights; see weight_age."""
     project, group = config.wandb_names
     return Registration(
         wandb_group=group,
@@ -207,4 +227,5 @@ def registration(config: TrainerConfig, starting_step: int) -> Registration:
         num_steps=config.training_steps,
         max_staleness=config.oldest_rollouts,
         model=config.model_name,
+        weight_epoch=weight_epoch,
     )

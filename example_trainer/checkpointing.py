@@ -1,6 +1,7 @@
 """Checkpoints: `step_N/` is a Hugging Face checkpoint, with what the next step needs in `step_N/trainer_state/`.
 
-A checkpoint is written beside its place and renamed into it, so a folder called `step_N` is always complete.
+A checkpoint is written beside its place and renamed into it, so a folder called `step_N` is always complete. It says which run
+it is of, and which batch it has learned from last.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import json
 import logging
 import math
 import os
-import re
 import shutil
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -25,74 +25,43 @@ from example_trainer.errors import CheckpointError
 from example_trainer.models import Decoder, save_model
 from example_trainer.optimizer import MasterAdamW
 from example_trainer.parallel.ranks import Ranks
+from example_trainer.runs import (
+    PREFIX,
+    STATE_FOLDER,
+    TRAINER_FILE,
+    Run,
+    SavedStep,
+    TrainedBatch,
+    marked_run,
+    saved_steps,
+)
 from example_trainer.tensor_file import write_tensors
 
 logger = logging.getLogger(__name__)
 
-STATE_FOLDER, OPTIMIZER_FILE, TRAINER_FILE = "trainer_state", "optimizer.safetensors", "trainer.json"
-PREFIX = "step_"
+OPTIMIZER_FILE = "optimizer.safetensors"
 
 
-def steps_in(folder: Path, prefix: str = PREFIX) -> dict[int, Path]:
-    """The complete checkpoints in a folder whose names are `prefix` and a step, by step, oldest first."""
-    name = re.compile(re.escape(prefix) + r"(\d+)")
-    matches = ((name.fullmatch(path.name), path) for path in folder.glob(f"{prefix}*") if path.is_dir())
-    return dict(sorted((int(match[1]), path) for match, path in matches if match))
-
-
-def find_resume(resume: str | None, folder: Path, prefix: str = PREFIX) -> Path | None:
-    """The checkpoint to continue from.
-
-    Args:
-        resume: "auto" for the newest that has its optimizer state (None if there is none yet), a checkpoint's path, or None.
-        folder: where checkpoints are saved.
-        prefix: what their names begin with.
-
-    Raises:
-        CheckpointError: the path is no checkpoint, or lacks its optimizer state.
-    """
-    if resume is None:
-        if present := steps_in(folder, prefix):
-            logger.warning(
-                "%s holds checkpoints up to step %d: this run starts anew and replaces equal steps (--resume auto continues)",
-                folder, max(present),
-            )  # fmt: skip
-        return None
-    if resume == "auto":
-        complete = [path for path in steps_in(folder, prefix).values() if (path / STATE_FOLDER / TRAINER_FILE).is_file()]
-        if not complete:
-            logger.info("No checkpoint with an optimizer state in %s: starting anew", folder)
-        return complete[-1] if complete else None
-    path = Path(resume).expanduser()
-    if not (path / STATE_FOLDER / TRAINER_FILE).is_file():
-        what = "does not exist" if not path.is_dir() else f"has no {STATE_FOLDER}/{TRAINER_FILE}"
-        raise CheckpointError(
-            f"--resume {resume}: the folder {what}; give a {prefix}N folder that keeps its optimizer state, or 'auto'"
-        )
-    return path
-
-
-def load_state(checkpoint: Path, optimizer: MasterAdamW) -> None:
-    """Put the optimizer where it was when `checkpoint` was saved.
+def load_state(saved: SavedStep, optimizer: MasterAdamW) -> None:
+    """Put the optimizer where it was when a checkpoint was saved.
 
     Raises:
         CheckpointError: the state is unreadable, or of another model.
     """
     try:
-        trainer: dict[str, Any] = json.loads((checkpoint / STATE_FOLDER / TRAINER_FILE).read_text(encoding="utf-8"))
-        state = load_file(checkpoint / STATE_FOLDER / OPTIMIZER_FILE)
-        steps = int(trainer["step"])
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise CheckpointError(f"cannot read the optimizer state in {checkpoint / STATE_FOLDER}: {error}") from error
-    optimizer.load_state_dict(state, steps)
+        state = load_file(saved.path / STATE_FOLDER / OPTIMIZER_FILE)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read the optimizer state in {saved.path / STATE_FOLDER}: {error}") from error
+    optimizer.load_state_dict(state, saved.step)
 
 
 class Checkpoints:
-    """Writes checkpoints into a folder.
+    """Writes a run's checkpoints into a folder, which other runs may have saved into too.
 
     Args:
         folder: created when the first one is saved.
-        keep_states: how many of the newest keep their optimizer state, which is several times as large as the weights;
+        run: whose checkpoints they are. Those of other runs keep what they have, but for steps that are saved again.
+        keep_states: how many of the run's newest keep their optimizer state, which is several times as large as the weights;
             0 for all.
         ranks: rank 0 writes; the others give it what they hold.
 
@@ -102,24 +71,32 @@ class Checkpoints:
 
     prefix = PREFIX
 
-    def __init__(self, folder: Path, keep_states: int = 1, last: int | None = None, ranks: Ranks | None = None) -> None:
-        self.folder, self.keep_states, self.last, self.ranks = folder, keep_states, last, ranks or Ranks()
+    def __init__(
+        self, folder: Path, run: Run, keep_states: int = 1, last: int | None = None, ranks: Ranks | None = None
+    ) -> None:
+        self.folder, self.run, self.keep_states, self.last, self.ranks = folder, run, keep_states, last, ranks or Ranks()
 
-    def save(self, model: Decoder, optimizer: MasterAdamW, config: dict[str, Any]) -> Path:
+    def save(self, model: Decoder, optimizer: MasterAdamW, config: dict[str, Any], batch: TrainedBatch | None = None) -> Path:
         """Write the checkpoint of the present step from the optimizer's masters, which the model's dtype is the rounding of.
 
         Collective; one tensor at a time is whole on rank 0, in the same format for any number of ranks.
 
+        Args:
+            config: the options, for people.
+            batch: the last one in these weights, which a trainer that resumes must not train on again. Rank 0's counts.
+
         Raises:
-            CheckpointError: it could not be written whole; earlier checkpoints are as they were.
+            CheckpointError: it could not be written whole, or another trainer has taken the run over; earlier checkpoints are
+                as they were.
         """
         final = self.path(optimizer.steps)
+        trainer = {"step": optimizer.steps, "run": self.run.record(), "batch": vars(batch) if batch else None, "config": config}
         masters, state = optimizer.whole_masters(), optimizer.whole_state()
 
         def write() -> None:
             try:
                 if self.ranks.is_main:
-                    self._write(model, optimizer, masters, state, config, final)
+                    self._write(model, optimizer, masters, state, trainer, final)
             finally:
                 # The other ranks take part in every gathering, whether or not rank 0 could write what came before.
                 deque(masters, maxlen=0)
@@ -138,9 +115,10 @@ class Checkpoints:
         optimizer: MasterAdamW,
         masters: Iterator[tuple[str, Tensor]],
         state: Iterator[tuple[str, Tensor]],
-        config: dict[str, Any],
+        trainer: dict[str, Any],
         final: Path,
     ) -> None:
+        self._require_own_run(final)
         draft = self.folder / f".{final.name}.draft-{os.getpid()}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -150,10 +128,10 @@ class Checkpoints:
             deque(masters, maxlen=0)
             (draft / STATE_FOLDER).mkdir()
             write_tensors(draft / STATE_FOLDER / OPTIMIZER_FILE, optimizer.whole_state_shapes(), state, torch.float32)
-            trainer = {"step": optimizer.steps, "config": config}
             (draft / STATE_FOLDER / TRAINER_FILE).write_text(json.dumps(trainer, indent=2) + "\n", encoding="utf-8")
             _flush(draft)
             _replace(draft, final)
+            _flush_entry(self.folder)  # whoever is told that the step is saved may rely on it, whatever happens to the power
         except (OSError, SafetensorError) as error:
             shutil.rmtree(draft, ignore_errors=True)
             kept = f"{self.path(self.last).name} is untouched" if self.last is not None else "there was none before it"
@@ -168,6 +146,14 @@ class Checkpoints:
 
     def _write_weights(self, model: Decoder, masters: Mapping[str, Tensor], draft: Path) -> None:
         save_model(model, draft, weights=masters)
+
+    def _require_own_run(self, final: Path) -> None:
+        newest = marked_run(self.folder, self.prefix, skip_damaged=True)
+        if newest is not None and newest.name == self.run.name and newest.epoch > self.run.epoch:
+            raise CheckpointError(
+                f"{final} is not written: a trainer that was started later goes on with {self.run} in this folder; "
+                "stop one of the two"
+            )
 
     def _remove_drafts(self) -> None:
         for draft in self.folder.glob(f".{self.prefix}*.draft-*"):
@@ -185,11 +171,13 @@ class Checkpoints:
             raise OSError(0, f"it needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free")
 
     def _drop_old_states(self) -> None:
-        with_state = [path for path in steps_in(self.folder, self.prefix).values() if (path / STATE_FOLDER).is_dir()]
-        for path in with_state[: -self.keep_states] if self.keep_states else []:
-            shutil.rmtree(path / STATE_FOLDER)
+        """Of this run's own checkpoints alone: another run's state is all that it could be continued from."""
+        saved = [one for one in saved_steps(self.folder, self.prefix, skip_damaged=True) if one.run.name == self.run.name]
+        saved.sort(key=lambda one: one.order)
+        for one in saved[: -self.keep_states] if self.keep_states else []:
+            shutil.rmtree(one.path / STATE_FOLDER)
             logger.info(
-                "Removed the optimizer state of %s (--keep-optimizer-states %d); its weights stay", path, self.keep_states
+                "Removed the optimizer state of %s (--keep-optimizer-states %d); its weights stay", one.path, self.keep_states
             )
 
 
@@ -216,20 +204,24 @@ class _InOrder(Mapping[str, Tensor]):
 
 
 def _flush(folder: Path) -> None:
-    """Make sure that every file is on the disk before the folder gets its name."""
-    for path in sorted(folder.rglob("*")):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    """Make sure that everything in it is on the disk before the folder gets its name."""
+    for path in [*sorted(folder.rglob("*")), folder]:
+        _flush_entry(path)
+
+
+def _flush_entry(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _replace(draft: Path, final: Path) -> None:
     if not final.exists():
         draft.rename(final)
         return
-    logger.warning("Replacing checkpoint %s of an earlier run", final)
+    logger.warning("Replacing checkpoint %s, which was there before", final)
     old = draft.with_name(draft.name.replace(".draft-", ".old.draft-"))
     final.rename(old)
     draft.rename(final)

@@ -10,8 +10,9 @@ from types import UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
+from example_trainer.api_keys import SECRETS, from_variable, refuse_key_in_command
 from example_trainer.errors import ConfigError
 from example_trainer.lora.settings import LoraSettings, parse_targets
 
@@ -24,7 +25,8 @@ class TrainerConfig(BaseModel):
     # Model
     model_name: str = Field(min_length=1, description="Hugging Face model id, or a folder that holds a checkpoint")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="dtype of the weights; auto: the server's, else the checkpoint's (float32 on a CPU)"
+        "auto",
+        description="dtype of the weights, not float16; auto: the server's, else the checkpoint's (float32 on a CPU)",
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
@@ -45,7 +47,10 @@ class TrainerConfig(BaseModel):
         "auto",
         description="broadcast: into a paused vLLM's live weights, or beside them while it generates; auto: if there is room",
     )
-    vllm_api_key: str | None = Field(None, description="bearer token of the vLLM server, if it asks for one")
+    vllm_api_key: SecretStr | None = Field(
+        default_factory=from_variable("vllm_api_key"),
+        description="bearer token of the vLLM server; better as a variable, which other users cannot see",
+    )
     vllm_restart_interval: int | None = Field(
         None, ge=1, description="mode none: start vLLM, and restart it on a new checkpoint every N steps"
     )
@@ -74,18 +79,28 @@ class TrainerConfig(BaseModel):
 
     # Rollouts
     atropos_url: str = Field("http://localhost:8000", pattern=r"^https?://\S+$", description="rollout service")
-    atropos_api_key: str | None = Field(None, description="bearer token of the rollout service, if it asks for one")
+    atropos_api_key: SecretStr | None = Field(
+        default_factory=from_variable("atropos_api_key"),
+        description="bearer token of the rollout service; better as a variable, which other users cannot see",
+    )
     service_timeout: float = Field(
         300.0, gt=0, description="seconds to wait for the rollout service to be there, or to come back"
     )
     batch_timeout: float = Field(1800.0, gt=0, description="seconds to wait for one batch of rollouts")
     max_staleness: int | None = Field(None, ge=0, description="oldest rollouts to train on, in weight versions; not given: any")
 
+    max_skipped_batches: int = Field(
+        3, ge=0, description="batches in a row that may hold nothing to train on or run out of memory; one more ends the run"
+    )
+    skip_nonfinite: int = Field(
+        0, ge=0, description="batches in a row whose gradient may be NaN or infinite and is left out; one more ends the run"
+    )
+
     # Training
     training_steps: int = Field(10, ge=1, description="optimizer steps in all, those before a resume included")
     batch_size: int = Field(2, ge=1, description="micro-batch: sequences in one forward and backward pass")
     gradient_accumulation_steps: int = Field(32, ge=1, description="micro-batches per optimizer step")
-    lr: float = Field(1e-5, ge=0, description="learning rate")
+    lr: float = Field(1e-5, ge=0, allow_inf_nan=False, description="learning rate")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="course of the learning rate")
     warmup_steps: int = Field(0, ge=0, description="steps over which the learning rate rises")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW: decay of the first moment")
@@ -115,7 +130,9 @@ class TrainerConfig(BaseModel):
         "token", description="average over all tokens, over sequences, or by the constant seq-len (Dr. GRPO)"
     )
     temperature: float = Field(
-        1.0, gt=0, description="divides the logits; the one that the rollouts' logprobs are of (vLLM's raw logprobs: 1)"
+        1.0,
+        gt=0,
+        description="divides the logits; what environments sample at if vLLM has --logprobs-mode processed_logprobs, else 1",
     )
     logprob_chunk: int = Field(1024, ge=1, description="tokens whose logits exist at the same time")
 
@@ -123,9 +140,12 @@ class TrainerConfig(BaseModel):
     save_path: Path = Field(Path("trained_model_checkpoints"), description="folder of the checkpoints")
     checkpoint_interval: int = Field(10, ge=0, description="steps between checkpoints; 0: only after the last one")
     keep_optimizer_states: int = Field(1, ge=0, description="newest checkpoints that keep their optimizer state; 0: all do")
-    resume: str | None = Field(None, description="auto (newest checkpoint in save-path, if any) or a step_N folder")
+    resume: str | None = Field(
+        None, description="auto (the newest run in save-path, from its newest checkpoint; else anew) or a step_N folder"
+    )
     log_dir: Path = Field(Path("runs/grpo"), description="folder of metrics.jsonl and the TensorBoard logs")
     metrics_port: int = Field(0, ge=0, le=65535, description="serve the figures of the last step to Prometheus; 0: do not")
+    metrics_host: str = Field("0.0.0.0", min_length=1, description="address on which they are served, without a key")
     use_wandb: bool = Field(False, description="log to Weights & Biases as well")
     wandb_project: str = Field("lockstep", description="W&B project, also told to the environments")
     wandb_group: str | None = Field(None, description="W&B group, also told to the environments; not given: grpo-<model>")
@@ -150,6 +170,12 @@ class TrainerConfig(BaseModel):
                 raise ValueError(f"{server!r} is no address; give host:port, as in localhost:9001")
         if len(set(value)) != len(value):
             raise ValueError(f"{', '.join(value)} names a server twice")
+        return value
+
+    @field_validator("vllm_command", "vllm_args")
+    @classmethod
+    def _no_key_in_a_command(cls, value: str | None) -> str | None:
+        refuse_key_in_command(value or "")
         return value
 
     @property
@@ -215,6 +241,11 @@ class TrainerConfig(BaseModel):
         interval = self.vllm_restart_interval
         return interval is not None and 0 < step < self.training_steps and step % interval == 0
 
+    def saves_at(self, step: int) -> bool:
+        """Whether a checkpoint of optimizer step `step` is due: at each interval, and at the end."""
+        interval = self.checkpoint_interval
+        return step == self.training_steps or bool(interval and step % interval == 0)
+
     @property
     def sequences_per_step(self) -> int:
         """Sequences in the batch that one optimizer step trains on."""
@@ -230,7 +261,7 @@ class TrainerConfig(BaseModel):
     @property
     def shareable(self) -> dict[str, Any]:
         """The options as JSON values, without the secrets: for checkpoints and experiment logs."""
-        return self.model_dump(mode="json", exclude={"vllm_api_key", "atropos_api_key"})
+        return self.model_dump(mode="json", exclude=set(SECRETS))
 
     @property
     def wandb_names(self) -> tuple[str, str]:
@@ -260,7 +291,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     for name, field in TrainerConfig.model_fields.items():
         options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS}
-        shown = "required" if field.is_required() else f"default: {field.get_default()}"
+        default = f"${SECRETS[name]}" if name in SECRETS else field.get_default()
+        shown = "required" if field.is_required() else f"default: {default}"
         options["help"] = f"{field.description} ({shown})".replace("%", "%%")
         if field.annotation is bool:
             options["action"] = argparse.BooleanOptionalAction
@@ -337,5 +369,6 @@ def _one_line(error: ValidationError, from_flags: set[str], file: Path | None) -
         if item["type"] == "missing":
             problems.append(f"{flag_of(name)} is required")
         else:
-            problems.append(f"{source} {item['input']!r}: {message[0].lower()}{message[1:]}")
+            shown = "" if name in SECRETS or "--api-key" in message else f" {item['input']!r}"
+            problems.append(f"{source}{shown}: {message[0].lower()}{message[1:]}")
     return "; ".join(problems)

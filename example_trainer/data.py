@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from example_trainer.loss import Normalisation, group_advantages, token_weights
+from example_trainer.weight_age import Life, age
 
 NOT_TRAINED = -100
 
@@ -37,8 +38,9 @@ class TrainedSequence:
         rollout_logprobs: [trained] float32, NaN where the environment sent none.
         advantages: [trained] float32.
         score: the reward.
-        weight_version: the oldest weight version that any of its tokens was sampled under; None if it was not said.
+        weight_version: of the oldest weights that any of its tokens was sampled under; None if it was not said.
         order: place in the batch (group, sequence within the group), which settles ties.
+        weight_epoch: of the trainer that made those weights; None if it was not said. See weight_age.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -48,6 +50,7 @@ class TrainedSequence:
     score: float
     weight_version: int | None
     order: tuple[int, int]
+    weight_epoch: int | None = None
 
 
 @dataclass
@@ -71,9 +74,9 @@ class Batch:
         """Tokens with a loss."""
         return sum(len(sequence.positions) for sequence in self.sequences)
 
-    def ages(self, version: int) -> list[int]:
-        """How many weight versions ago each sequence was begun, for those that say so."""
-        return [version - s.weight_version for s in self.sequences if s.weight_version is not None]
+    def ages(self, version: int, lives: Sequence[Life] = ()) -> list[int]:
+        """How many weight versions ago each sequence was begun, for those that say so, in a run of these lives."""
+        return [age(s.weight_version, s.weight_epoch, version, lives) for s in self.sequences if s.weight_version is not None]
 
 
 def parse_batch(groups: Sequence[Mapping[str, Any]], max_tokens: int, vocab_size: int, divide_by_std: bool = True) -> Batch:
@@ -111,9 +114,7 @@ def _parse_group(
     logprobs = _rows(group, "inference_logprobs", np.float32) if group.get("inference_logprobs") else None
     if logprobs is not None and len(logprobs) != len(tokens):
         raise GroupError(f"inference_logprobs has {len(logprobs)} sequences, tokens has {len(tokens)}")
-    versions = group.get("weight_versions") or [None] * len(tokens)
-    if len(versions) != len(tokens):
-        raise GroupError(f"weight_versions has {len(versions)} entries, tokens has {len(tokens)} sequences")
+    versions, epochs = (_optional_ints(group, name, len(tokens)) for name in ("weight_versions", "weight_epochs"))
     advantages = _advantages(group, scores, [len(row) for row in tokens], divide_by_std)
     zeroed = _zeroed(group, len(tokens), ignored)
     sequences = []
@@ -135,8 +136,9 @@ def _parse_group(
             if not np.isfinite(taken).all():
                 raise GroupError(f"inference_logprobs[{i}] holds NaN or infinity at a trained position")
         weight = np.zeros_like(advantages[i]) if zeroed[i] else advantages[i]
-        version = None if versions[i] is None else int(versions[i])
-        sequences.append(TrainedSequence(row, positions, taken, weight[positions], scores[i], version, (number, i)))
+        sequences.append(
+            TrainedSequence(row, positions, taken, weight[positions], scores[i], versions[i], (number, i), epochs[i])
+        )
     return sequences
 
 
@@ -151,6 +153,14 @@ def _rows(group: Mapping[str, Any], name: str, kind: type[np.int64] | type[np.fl
     if any(row.ndim != 1 for row in rows):
         raise GroupError(f"{name} is no list of lists of numbers")
     return rows
+
+
+def _optional_ints(group: Mapping[str, Any], name: str, count: int) -> list[int | None]:
+    """One number for each sequence, None where there is none."""
+    values = group.get(name) or [None] * count
+    if len(values) != count:
+        raise GroupError(f"{name} has {len(values)} entries, tokens has {count} sequences")
+    return [None if value is None else int(value) for value in values]
 
 
 def _scores(group: Mapping[str, Any], count: int) -> list[float]:
@@ -208,6 +218,7 @@ def _cut(sequence: TrainedSequence, max_tokens: int) -> TrainedSequence:
         score=sequence.score,
         weight_version=sequence.weight_version,
         order=sequence.order,
+        weight_epoch=sequence.weight_epoch,
     )
 
 

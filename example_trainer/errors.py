@@ -23,7 +23,15 @@ class RolloutServiceError(TrainerError):
     """The rollout service is not there, went away for too long, or sent something that is no batch."""
 
 
-class NonFiniteError(TrainerError):
+class BatchError(TrainerError):
+    """A batch cannot be trained on; the next one perhaps can."""
+
+
+class OutOfMemoryError(BatchError):
+    """Memory ran out while a batch was trained on."""
+
+
+class NonFiniteError(BatchError):
     """A gradient or a weight is NaN or infinite."""
 
 

@@ -166,6 +166,7 @@ class _ChosenLogprobs(torch.autograd.Function):
             table -= table.logsumexp(dim=-1, keepdim=True)
             logprobs[rows] = table.gather(1, targets[rows, None]).squeeze(1)
             entropy[rows] = table.exp().mul_(table).sum(dim=-1).neg_()
+            del table  # its memory is needed for the next chunk's logits
         ctx.save_for_backward(hidden, weight, targets)
         ctx.chunk, ctx.temperature = chunk, temperature
         ctx.mark_non_differentiable(entropy)
@@ -176,7 +177,8 @@ class _ChosenLogprobs(torch.autograd.Function):
         hidden, weight, targets = ctx.saved_tensors
         upstream = gradients[0] / ctx.temperature
         hidden_grad = torch.empty_like(hidden)
-        weight_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        # A frozen output matrix (under adapters) gets none: it would be the largest tensor of the step.
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for start in range(0, len(targets), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
             # d logprob / d logits = onehot(target) - softmax(logits)
@@ -184,8 +186,10 @@ class _ChosenLogprobs(torch.autograd.Function):
             slope.scatter_add_(1, targets[rows, None], torch.ones_like(targets[rows, None], dtype=slope.dtype))
             slope = slope.mul_(upstream[rows, None]).to(weight.dtype)
             hidden_grad[rows] = slope @ weight
-            weight_grad += (slope.t() @ hidden[rows]).float()
-        return hidden_grad, weight_grad.to(weight.dtype), None, None, None
+            if weight_grad is not None:
+                weight_grad += slope.t() @ hidden[rows]
+            del slope  # its memory is needed for the next chunk's logits
+        return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None, None
 
 
 def chosen_logprobs(
@@ -197,7 +201,7 @@ def chosen_logprobs(
 
     Args:
         hidden: [tokens, hidden] states that predict the targets, with gradient.
-        weight: [vocab, hidden], the output matrix, with gradient.
+        weight: [vocab, hidden], the output matrix; its gradient is computed only if it requires one.
         targets: [tokens] int64 ids.
         chunk: tokens at a time.
         temperature: divides the logits.

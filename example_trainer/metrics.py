@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from example_trainer.api_keys import without_secrets
 from example_trainer.data import Batch
 from example_trainer.errors import ConfigError
 from example_trainer.metrics_server import MetricsServer
 from example_trainer.optimizer import StepReport
 from example_trainer.step import StepSums
+from example_trainer.weight_age import Life
 from example_trainer.weight_bridge.base import SyncReport, WeightBridge
 
 if TYPE_CHECKING:
@@ -34,6 +38,7 @@ def step_row(
     queue_size: int,
     seconds: tuple[float, float, float],
     version: int,
+    lives: Sequence[Life] = (),
 ) -> Row:
     """The figures of one optimizer step.
 
@@ -41,10 +46,11 @@ def step_row(
         queue_size: groups waiting in the rollout service.
         seconds: waiting for the batch, computing the step, handing over the weights.
         version: the weight version that the step made.
+        lives: of the run; see weight_age.
     """
     scores = np.array([sequence.score for sequence in batch.sequences])
     lengths = [len(sequence.positions) for sequence in batch.sequences]
-    ages = batch.ages(version - 1)
+    ages = batch.ages(version - 1, lives)
     return {
         "reward_mean": float(scores.mean()),
         "reward_std": float(scores.std()),
@@ -189,6 +195,7 @@ def import_wandb() -> Any:
 def _start_wandb(names: tuple[str, str], config: dict[str, Any], folder: Path) -> Any:
     wandb = import_wandb()
     folder.mkdir(parents=True, exist_ok=True)
+    sys.argv[:] = without_secrets(sys.argv)  # W&B keeps the command line
     try:
         return wandb.init(project=names[0], group=names[1], config=config, dir=str(folder), job_type="trainer")
     except wandb.Error as error:

@@ -35,6 +35,7 @@ GAUGES = {
 COUNTERS = {
     "tokens": ("tokens", "Tokens trained on since this process began"),
     "sequences": ("sequences", "Sequences trained on since this process began"),
+    "batches_skipped": ("batches_skipped", "Batches that could not be trained on since this process began"),
     "bytes_moved": ("weight_bytes_sent", "Bytes of weights sent to the inference server since this process began"),
 }
 _PREFIX = "lockstep_trainer_"
@@ -44,11 +45,11 @@ _SYNC = "sync/"
 class MetricsServer:
     """Answers Prometheus from a thread of its own, with what `update` was last given."""
 
-    def __init__(self, port: int) -> None:
-        """Listen on every interface.
+    def __init__(self, port: int, host: str = "0.0.0.0") -> None:
+        """Listen on a port of the address; whoever reaches it may read the figures, and nothing else.
 
         Raises:
-            ConfigError: the port is taken.
+            ConfigError: the port is taken, or the address is none of this machine.
         """
         self.registry = CollectorRegistry()
         self._step = Gauge(f"{_PREFIX}step", "Optimizer steps taken", registry=self.registry)
@@ -58,10 +59,11 @@ class MetricsServer:
         self._sync = Gauge(f"{_PREFIX}sync_phase_seconds", "Seconds of a phase of the last handing over", ["phase"],
                            registry=self.registry)  # fmt: skip
         try:
-            self._server, self._thread = start_http_server(port, registry=self.registry)
+            self._server, self._thread = start_http_server(port, host, self.registry)
         except OSError as error:
             raise ConfigError(
-                f"--metrics-port {port}: {error.strerror}; give a port that nobody listens on (`ss -ltn` lists them), or 0"
+                f"--metrics-port {port} on --metrics-host {host}: {error.strerror or error}; give a port that nobody listens "
+                "on (`ss -ltn` lists them), or 0"
             ) from error
 
     @property
@@ -90,10 +92,10 @@ class MetricsServer:
         self._thread.join(timeout=5)
 
 
-def serve_metrics(port: int) -> MetricsServer | None:
-    """The server for --metrics-port; none for port 0.
+def serve_metrics(port: int, host: str = "0.0.0.0") -> MetricsServer | None:
+    """The server for --metrics-port and --metrics-host; none for port 0.
 
     Raises:
-        ConfigError: the port is taken.
+        ConfigError: the port is taken, or the address is none of this machine.
     """
-    return MetricsServer(port) if port else None
+    return MetricsServer(port, host) if port else None

@@ -18,6 +18,13 @@ from torch import Tensor, nn
 from example_trainer.errors import CheckpointError, NonFiniteError
 from example_trainer.parallel.shards import Shards
 
+_REMEDIES = {
+    True: "lower --lr or --max-grad-norm, and look at the last lines of metrics.jsonl; --skip-nonfinite N leaves out up to N "
+    "such batches in a row",
+    False: "lower --lr, and go on from the newest checkpoint (--resume auto)",
+}
+"""By whether the weights are still those of the step before."""
+
 LearningRateSchedule = Literal["constant", "linear", "cosine"]
 
 
@@ -65,6 +72,8 @@ class MasterAdamW:
     Attributes:
         steps: optimizer steps taken, which is the weight version of the masters.
         masters: float32 weights by parameter, this rank's part.
+        sound: whether masters and moments are those of `steps` whole steps, and finite. False while a step changes them, and
+            for good if it does not come to its end.
     """
 
     def __init__(
@@ -88,6 +97,7 @@ class MasterAdamW:
         self.lr, self.max_grad_norm = lr, max_grad_norm
         self.schedule, self.warmup_steps, self.total_steps = schedule, warmup_steps, total_steps
         self.steps = 0
+        self.sound = True
         groups = [
             {"params": [m for m in self.masters.values() if m.dim() >= 2], "weight_decay": weight_decay},
             {"params": [m for m in self.masters.values() if m.dim() < 2], "weight_decay": 0.0},
@@ -122,13 +132,15 @@ class MasterAdamW:
         return {name: master.grad for name, master in self.masters.items()}
 
     def zero_grad(self) -> None:
-        """Forget the gradients summed so far."""
-        for master in self.masters.values():
-            master.grad = None
+        """Forget the gradients summed so far, and what a backward pass that was broken off left on the parameters."""
+        for name, master in self.masters.items():
+            master.grad = self._parameters[name].grad = None
 
     @torch.no_grad()
     def step(self) -> StepReport:
         """Apply the summed gradients to the masters and forget them. The model's parameters stay as they are.
+
+        Whatever is raised before the masters are touched leaves `sound` true: the gradients can be dropped.
 
         Raises:
             NonFiniteError: a gradient or, after the step, a weight is NaN or infinite; names the first such parameter.
@@ -150,18 +162,31 @@ class MasterAdamW:
         lr = self.lr * learning_rate_factor(self.steps, self.schedule, self.warmup_steps, self.total_steps)
         for group in self._adamw.param_groups:
             group["lr"] = lr
+        self._make_moments()
+        self.sound = False
         self._adamw.step()
         self.zero_grad()
         self.steps += 1
         self._refuse_non_finite(self.shards.norms(self.masters), "the weight")
+        self.sound = True
         return StepReport(grad_norm=grad_norm, lr=lr)
+
+    def _make_moments(self) -> None:
+        """Take the memory of the moments before the first step changes a master: AdamW would do so group by group."""
+        for master in self.masters.values():
+            if not self._adamw.state[master]:
+                self._adamw.state[master] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=master.device),
+                    "exp_avg": torch.zeros_like(master),
+                    "exp_avg_sq": torch.zeros_like(master),
+                }
 
     def _refuse_non_finite(self, norms: Tensor, what: str) -> None:
         if not bool(torch.isfinite(norms).all()):
             bad = [name for name, ok in zip(self.masters, torch.isfinite(norms).tolist(), strict=True) if not ok]
             raise NonFiniteError(
                 f"{what} {bad[0]} (and {len(bad) - 1} more) is NaN or infinite at optimizer step {self.steps}; "
-                "lower --lr or --max-grad-norm, and look at the last lines of metrics.jsonl"
+                + _REMEDIES[self.sound]
             )
 
     @torch.no_grad()

@@ -16,7 +16,9 @@ import httpx
 from httpx import codes
 
 from example_trainer.errors import RolloutServiceError
+from example_trainer.http_client import direct_client
 from example_trainer.process import StopSignal
+from example_trainer.runs import TrainedBatch
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +27,9 @@ CALL_SECONDS = 2.0
 _REQUEST_SECONDS = 60.0
 _FIRST_DELAY, _LONGEST_DELAY = 0.2, 5.0
 _FIRST_POLL, _LONGEST_POLL = 0.02, 0.25
+_END_SECONDS = 10.0
+"""How long a finished run waits for the service, to tell it so."""
+_LONGEST_REASON = 1000
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,7 @@ class Registration:
         starting_step, num_steps: optimizer steps done and to be done in all.
         max_staleness: oldest data wanted, in weight versions; None for any.
         model: what is trained; with checkpoint_dir it keeps one run's rollouts from another's trainer.
+        weight_epoch: of the weights that this trainer makes; see weight_age.
     """
 
     wandb_group: str
@@ -63,6 +69,7 @@ class Registration:
     num_steps: int
     max_staleness: int | None = None
     model: str | None = None
+    weight_epoch: int = 0
 
 
 class _RefusedError(RolloutServiceError):
@@ -90,12 +97,12 @@ class RolloutClient:
     ) -> None:
         self.url = url.rstrip("/")
         self.stop, self.service_timeout, self.batch_timeout = stop, service_timeout, batch_timeout
-        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=_REQUEST_SECONDS)
+        self.lease: TrainedBatch | None = None
+        """The batch that `next_batch` gave last, until it is acknowledged; None if the service leases none."""
+        self._http = direct_client(self.url, _REQUEST_SECONDS, api_key)
         self._registration: Registration | None = None
         self._version = 0
         self._query: dict[str, int] = {}
-        self._batch_id: int | None = None
         self._said_no_leases = False
 
     def close(self) -> None:
@@ -118,7 +125,7 @@ class RolloutClient:
         body = asdict(self._registration) | {"starting_step": self._version, "ack_batches": True}
         uuid = self._request("POST", "/register", body).get("uuid")
         self._query = {} if uuid is None else {"uuid": uuid}
-        self._batch_id = None
+        self.lease = None
 
     def next_batch(self, upkeep: Upkeep | None = None) -> list[dict[str, Any]]:
         """Poll for a batch.
@@ -175,29 +182,64 @@ class RolloutClient:
         return int(answer.get("queue_size") or 0)
 
     def _note_lease(self, batch_id: int | None) -> None:
-        self._batch_id = batch_id
+        self.lease = None if batch_id is None else TrainedBatch(batch_id, self._query.get("uuid"))
         if batch_id is not None:
             self._query["received"] = batch_id
         elif not self._said_no_leases:
             self._said_no_leases = True
             logger.info("The rollout service at %s leases no batches: one is lost if the trainer dies with it", self.url)
 
-    def acknowledge(self, weight_version: int) -> None:
-        """Say that the last batch is in the weights, so that the service need not hand it out again.
+    def acknowledge(self, weight_version: int, skipped: str | None = None) -> None:
+        """Say that the service need not hand the last batch out again.
 
         Nothing is sent to a service that leases no batches (the original wire).
+
+        Args:
+            weight_version: optimizer steps behind the weights now.
+            skipped: why the batch is not in them; None if it is.
         """
         self._version = weight_version
-        if self._batch_id is None:
-            return
-        body = {"batch_id": self._batch_id, "weight_version": weight_version}
-        if "uuid" in self._query:
-            body["uuid"] = self._query["uuid"]
+        lease, self.lease = self.lease, None
+        if lease is not None:
+            self._acknowledge(lease, weight_version, skipped)
+
+    def settle(self, batch: TrainedBatch, weight_version: int) -> None:
+        """Acknowledge a batch that an earlier trainer learned from, under that trainer's registration: before `register`, by
+        which what was leased is handed out again.
+
+        It may have been acknowledged before, which does no harm. A service that has another registration, or none, has no such
+        batch, or has given it to another trainer.
+        """
+        if batch.uuid is not None:  # else its number might be another service's
+            self._acknowledge(batch, weight_version)
+
+    def _acknowledge(self, batch: TrainedBatch, weight_version: int, skipped: str | None = None) -> None:
+        body: dict[str, Any] = {"batch_id": batch.id, "weight_version": weight_version}
+        if batch.uuid is not None:
+            body["uuid"] = batch.uuid
+        if skipped is not None:
+            body["skipped"] = skipped[:_LONGEST_REASON]
         try:
             self._request("POST", "/batch/ack", body)
         except _RefusedError as error:
             # Restarted without its store, or taken over by another trainer: the next poll finds out which.
-            logger.warning("Batch %d could not be acknowledged: %s", self._batch_id, error)
+            logger.warning("Batch %d could not be acknowledged: %s", batch.id, error)
+
+    def end_run(self, uuid: int | None = None) -> None:
+        """Say that the run has ended: what the service holds is for no trainer that comes later.
+
+        The run is over and saved, so a service that is away is a warning alone.
+
+        Args:
+            uuid: of the registration that ends; by default this client's.
+        """
+        uuid = self._query.get("uuid") if uuid is None else uuid
+        try:
+            self._request("POST", "/run/end", {} if uuid is None else {"uuid": uuid}, patience=_END_SECONDS)
+        except _RefusedError as error:
+            logger.info("The rollout service takes no end of the run: %s", error)
+        except RolloutServiceError as error:
+            logger.warning("The rollout service was not told that the run has ended: %s", error)
 
     def _request(
         self,
@@ -205,14 +247,19 @@ class RolloutClient:
         path: str,
         body: dict[str, Any] | None = None,
         query: dict[str, int] | None = None,
+        patience: float = math.inf,
     ) -> dict[str, Any]:
         """One call, tried again while the service is away. Each of them may be repeated without harm.
+
+        Args:
+            patience: seconds that it may be away, if less than `service_timeout`.
 
         Raises:
             RolloutServiceError: it is away for too long, or answers something else than a JSON object.
             _RefusedError: it answers that the request is wrong.
         """
         lost_at: float | None = None
+        patience = min(patience, self.service_timeout)
         last_said, delay = -math.inf, _FIRST_DELAY
         while True:
             self.stop.check()
@@ -228,9 +275,9 @@ class RolloutClient:
                 reason = f"HTTP {response.status_code} {response.text[:200]}"
             now = time.monotonic()
             lost_at = now if lost_at is None else lost_at
-            if now - lost_at > self.service_timeout:
+            if now - lost_at > patience:
                 raise RolloutServiceError(
-                    f"the rollout service at {self.url} did not answer {method} {path} for {self.service_timeout:.0f} s "
+                    f"the rollout service at {self.url} did not answer {method} {path} for {patience:.0f} s "
                     f"(--service-timeout); last: {reason}; start it with: python -m atroposlib.cli.run_api"
                 )
             if now - last_said > PROGRESS_SECONDS:
@@ -238,17 +285,18 @@ class RolloutClient:
                     "Waiting for the rollout service at %s for %.0f of %.0f s (%s)",
                     self.url,
                     now - lost_at,
-                    self.service_timeout,
+                    patience,
                     reason,
                 )
                 last_said = now
-            self.stop.wait(min(delay, self.service_timeout))
+            self.stop.wait(min(delay, patience))
             delay = min(_LONGEST_DELAY, delay * 2)
 
     def _answer(self, response: httpx.Response, method: str, path: str) -> dict[str, Any]:
         if response.status_code in (codes.UNAUTHORIZED, codes.FORBIDDEN):
             raise RolloutServiceError(
-                f"the rollout service at {self.url} refuses this trainer ({response.status_code}); give --atropos-api-key"
+                f"the rollout service at {self.url} refuses this trainer ({response.status_code}); give --atropos-api-key, "
+                "or set ROLLOUT_API_KEY"
             )
         if not response.is_success:
             raise _RefusedError(

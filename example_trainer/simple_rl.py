@@ -27,7 +27,11 @@ from collections.abc import Iterator
 
 import torch
 
+from example_trainer.api_keys import revealed
 from example_trainer.assembly import choose_device, choose_dtype, make_metrics, make_model, make_optimizer
+from example_trainer.child_processes.ports import PortReservations
+from example_trainer.child_processes.processes import ProcessError, Supervisor
+from example_trainer.child_processes.readiness import http_probe, wait_until
 from example_trainer.config import TrainerConfig
 from example_trainer.data import parse_batch
 from example_trainer.deterministic.pairing import deterministic_decoder, make_parity, pin_settings
@@ -42,9 +46,6 @@ from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal, run
 from example_trainer.step import accumulate_gradients
 from example_trainer.weight_bridge.factory import make_bridge
-from scripts.quickstart.ports import PortReservations
-from scripts.quickstart.processes import QuickstartError, Supervisor
-from scripts.quickstart.readiness import http_probe, wait_until
 
 logger = logging.getLogger("example_trainer.simple_rl")
 ROOT = Path(__file__).resolve().parents[1]
@@ -125,7 +126,7 @@ def start_vllm(supervisor: Supervisor, options: argparse.Namespace, device: torc
         supervisor.start("the vLLM server", command, log, variables, grace=20.0)
         probe = http_probe(f"http://127.0.0.1:{port}/health_generate")
         seconds = wait_until("the vLLM server", probe, START_SECONDS, check=supervisor.check)
-    except (QuickstartError, OSError) as error:
+    except (ProcessError, OSError) as error:
         raise TrainerError(" | ".join(line.strip() for line in str(error).splitlines())) from error
     logger.info("vLLM is ready after %.0f s", seconds)
 
@@ -160,7 +161,8 @@ def train(options: argparse.Namespace, stop: StopSignal) -> None:
         metrics = make_metrics(config, 0, None, ranks)
         stack.callback(metrics.close)
         folder = str(find_checkpoint(options.model))
-        sampler = Sampler(f"http://127.0.0.1:{port}", folder, options.group_size, options.max_tokens, options.seed)
+        key = revealed(config.vllm_api_key)
+        sampler = Sampler(f"http://127.0.0.1:{port}", folder, options.group_size, options.max_tokens, options.seed, key)
         stack.callback(sampler.close)
         bridge.connect(model)
         stop.defer()  # an update of the server's weights must not be torn apart

@@ -3,9 +3,9 @@
     VLLM_ENABLE_SHARED_WEIGHTS=1 python -u example_trainer/vllm_api_server.py --model Qwen/Qwen2.5-14B-Instruct \\
         --tensor-parallel-size 2 --port 9001 --dtype bfloat16
 
-Takes every flag of `vllm serve`. Our own: --bridge-timeout, --deterministic, --inflight-cache, --weight-version.
+Takes every flag of `vllm serve`. Our own: --allow-host, --bridge-timeout, --deterministic, --inflight-cache, --weight-version.
 Environment: VLLM_ENABLE_SHARED_WEIGHTS=1 shares the weights with a trainer; LOGDIR is where vllm_bridge_config.json goes
-(default: the working directory).
+(default: the working directory); VLLM_API_KEY is the key that callers must have (without one see vllm_patching/access.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ import asyncio
 import difflib
 import os
 import socket
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from vllm_patching.access import Door
 
 WORKER_EXTENSION = "vllm_patching.worker_extension.LockstepWorkerExtension"
 LORA_EXTENSION = "vllm_patching.lora_worker.LoraWorkerExtension"
@@ -91,6 +94,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default=os.environ.get("VLLM_BATCH_INVARIANT") == "1",
         help="sample with kernels whose bits do not depend on the batch, and that a trainer with --deterministic runs too; "
         "also switched on by VLLM_BATCH_INVARIANT=1",
+    )
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="without a key: another name by which clients call this server, such as that of a proxy or container; may be "
+        "given several times",
     )
     parser.set_defaults(port=DEFAULT_PORT, max_loras=ADAPTERS_AT_ONCE)
     args = parser.parse_args(arguments)
@@ -209,6 +220,16 @@ def refuse_what_moves_weights(args: argparse.Namespace) -> None:
             fail(f"--{name.replace('_', '-')} {value} cannot be combined with VLLM_ENABLE_SHARED_WEIGHTS=1: {why}")
 
 
+def refuse_dev_mode(bridge: str) -> None:
+    """End with one line if vLLM's routes for developers are on, by which anybody could change the server under the bridge."""
+    if os.environ.get("VLLM_SERVER_DEV_MODE", "0").strip() not in ("", "0"):
+        fail(
+            f"VLLM_SERVER_DEV_MODE={os.environ['VLLM_SERVER_DEV_MODE']} cannot be combined with {bridge}: /pause, /sleep, "
+            "/collective_rpc and /update_weights would move engine and weights unseen by the trainer; "
+            "`unset VLLM_SERVER_DEV_MODE`"
+        )
+
+
 def prepare_lora(args: argparse.Namespace, shared: bool) -> None:
     """Settings for exchanging LoRA adapters while requests run. Ends with one line if another flag forbids it."""
     if shared:
@@ -248,9 +269,10 @@ async def verify_deterministic(engine: Any, logger: Any) -> dict[str, Any]:
     return report
 
 
-def build_service(args: argparse.Namespace, module: Any, shared: bool) -> None:
+def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Door) -> None:
     """Hook our routes and the bridge into vLLM's server."""
     from vllm_patching import compat
+    from vllm_patching.bridge_config import ConfigFileError
     from vllm_patching.bridge_controller import BridgeController
     from vllm_patching.bridge_metrics import attach_metrics
     from vllm_patching.generate import Generator
@@ -259,8 +281,7 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool) -> None:
     from vllm_patching.version_spans import VersionSpans
 
     logger = compat.worker_logger("lockstep.server")
-    keys = [key for key in (args.api_key or [os.environ.get("VLLM_API_KEY")]) if key]
-    service = LockstepService(keys)
+    service = LockstepService()
     background: set[asyncio.Task[None]] = set()
     spans = AdapterSpans(args.weight_version) if args.enable_lora else VersionSpans(args.weight_version)
 
@@ -268,7 +289,7 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool) -> None:
         return service.bridge.status() if service.bridge is not None else {"weight_version": spans.version}
 
     def on_app(app: Any) -> None:
-        attach(app, service)
+        attach(app, service, door)
         attach_metrics(app, bridge_state)
 
     async def on_state(engine: Any, state: Any) -> None:
@@ -277,9 +298,13 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool) -> None:
         if shared:
             directory = Path(os.environ.get("LOGDIR", "."))
             keep = args.inflight_cache == "keep"
-            bridge = BridgeController(engine, args.model, args.dtype, args.bridge_timeout, directory, spans, keep)
+            bridge = BridgeController(engine, args.model, args.dtype, args.bridge_timeout, directory, spans, keep, args.port)
             bridge.state.weight_version = args.weight_version
-            await bridge.start()
+            try:
+                await bridge.start()
+            except ConfigFileError as error:
+                await bridge.stop()
+                fail(str(error))
             service.bridge = bridge
         elif not args.enable_lora:
             logger.warning("[vLLM Patch] %s", NOT_SHARED)
@@ -328,18 +353,22 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         fail("vLLM is not installed: `pip install -r requirements.txt` on a GPU machine, `./scripts/setup.sh --cpu` elsewhere")
     from vllm_patching import compat, engine_core
+    from vllm_patching.access import make_door
 
     args = parse_arguments(arguments)
     check_model(args.model)
     check_port(args.host, args.port)
     prepare_environment(args, shared)
+    door = make_door(args, os.environ)
     if shared:
+        refuse_dev_mode("VLLM_ENABLE_SHARED_WEIGHTS=1")
         refuse_what_moves_weights(args)
         args.worker_extension_cls = WORKER_EXTENSION
         engine_core.prepare_environment(os.environ)
     if args.deterministic:
         prepare_deterministic(args, shared)
     if args.enable_lora:
+        refuse_dev_mode("--enable-lora")
         prepare_lora(args, shared)
     import uvloop
 
@@ -347,7 +376,7 @@ def main(arguments: list[str] | None = None) -> None:
     module = compat.server_module()
     if shared:
         engine_core.install_before_fork()
-    build_service(args, module, shared)
+    build_service(args, module, shared, door)
     uvloop.run(module.run_lockstep_server())
 
 

@@ -9,18 +9,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from scripts.quickstart.ports import PortReservations  # noqa: E402
-from scripts.quickstart.processes import ManagedProcess, Supervisor  # noqa: E402
-from scripts.quickstart.readiness import Probe, http_probe, wait_until  # noqa: E402
+from example_trainer.child_processes.ports import PortReservations  # noqa: E402
+from example_trainer.child_processes.processes import ManagedProcess, Supervisor  # noqa: E402
+from example_trainer.child_processes.readiness import Probe, http_probe, wait_until  # noqa: E402
 
 # Two threads at most: the machine that the suite must pass on has two cores, and several processes share them.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# What the tests themselves ask their servers goes through no proxy.
+os.environ["NO_PROXY"] = os.environ["no_proxy"] = "localhost,127.0.0.1"
+# How long an example of a property takes tells how busy the machine is, and nothing of the property.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 class Processes:

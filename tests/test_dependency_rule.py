@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import ast
+import sys
+import tomllib
 from collections import deque
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("atroposlib", "environments", "example_trainer", "vllm_patching", "scripts")
+PACKAGED = ("atroposlib", "environments", "example_trainer", "vllm_patching")
+"""What a wheel holds."""
+PACKAGES = (*PACKAGED, "scripts")
+UNPACKAGED = ("scripts", "bench", "tests")
+REST_OF_TRAINER = tuple(
+    f"example_trainer.{path.stem}"
+    for path in sorted((ROOT / "example_trainer").iterdir())
+    if path.stem not in ("__init__", "child_processes") and (path.suffix == ".py" or (path / "__init__.py").exists())
+)
+"""The trainer but for the folder that the scripts use too."""
 
 NEVER = {
-    "atroposlib": ("torch", "vllm", "example_trainer", "vllm_patching", "environments"),
-    "environments": ("torch", "vllm", "example_trainer", "vllm_patching"),
-    "vllm_patching": ("example_trainer", "atroposlib", "environments"),
-    "example_trainer": ("atroposlib.api", "atroposlib.cli", "environments"),
-    "scripts.ops": ("torch", "vllm", "example_trainer", "vllm_patching"),
-    "scripts.quickstart": ("torch", "vllm", "example_trainer", "vllm_patching", "atroposlib"),
+    "atroposlib": ("torch", "vllm", "example_trainer", "vllm_patching", "environments", *UNPACKAGED),
+    "environments": ("torch", "vllm", "example_trainer", "vllm_patching", *UNPACKAGED),
+    "vllm_patching": ("example_trainer", "atroposlib", "environments", *UNPACKAGED),
+    "example_trainer": ("atroposlib.api", "atroposlib.cli", "environments", *UNPACKAGED),
+    "scripts.ops": ("torch", "vllm", *REST_OF_TRAINER, "vllm_patching"),
+    "scripts.quickstart": ("torch", "vllm", *REST_OF_TRAINER, "vllm_patching", "atroposlib"),
 }
 """Package -> what none of its modules may import, neither itself nor through another module of the project."""
 
@@ -83,6 +94,22 @@ def test_packages_keep_to_their_room(package: str) -> None:
     graph = import_graph(ROOT, PACKAGES)
     assert any(within(module, package) for module in graph), f"no modules found in {package}"
     assert violations(graph, package, NEVER[package]) == []
+
+
+def test_the_rule_covers_all_that_is_packaged() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    included = project["tool"]["setuptools"]["packages"]["find"]["include"]
+    assert {pattern.rstrip("*") for pattern in included} == set(PACKAGED) <= NEVER.keys()
+    assert [package for package in PACKAGED if not set(UNPACKAGED) <= set(NEVER[package])] == []
+
+
+def test_what_starts_processes_needs_the_standard_library_alone() -> None:
+    """A guard is started with `python -I -S`, which has nothing else."""
+    room = "example_trainer.child_processes"
+    graph = {module: names for module, names in import_graph(ROOT, ("example_trainer",)).items() if within(module, room)}
+    used = {name for names in graph.values() for name in names if name.partition(".")[0] not in sys.stdlib_module_names}
+    assert graph
+    assert [name for name in sorted(used) if name != "example_trainer" and not within(name, room)] == []
 
 
 @pytest.mark.parametrize(

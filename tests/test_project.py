@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE = ("atroposlib", "environments", "example_trainer", "vllm_patching", "scripts", "bench", "tests")
@@ -84,6 +85,12 @@ def test_requirements_name_what_the_project_depends_on() -> None:
     for file in ("requirements.txt", "requirements-cpu.txt", "requirements-gpu.txt"):
         listed = {plain(m) for m in re.findall(r"^([A-Za-z0-9_.-]+)", (ROOT / file).read_text(), re.MULTILINE)}
         assert names - listed - {"torch"} == set(), f"missing in {file}"  # PyTorch comes with vLLM, or is installed before
+
+
+def test_no_property_has_a_time_limit() -> None:
+    """An example that is slow for once, on a busy machine, must not fail a test."""
+    assert settings.default is not None
+    assert settings.default.deadline is None
 
 
 def plain(name: str) -> str:
@@ -180,6 +187,7 @@ def test_commands_in_the_documents_exist(document: Path) -> None:
 
 
 OTHER_PROGRAMS_FLAGS = {
+    "--logprobs-mode",
     "--help",
     "--tensor-parallel-size",
     "--dtype",

@@ -25,7 +25,6 @@ from vllm_patching.writers import Writer
 
 logger = logging.getLogger("vllm.lockstep.bridge")
 
-CONFIG_NAME = "vllm_bridge_config.json"
 LATE = 410
 """HTTP status for a trainer that comes too late, which may do the update anew."""
 _EVENT_MARGIN_SECONDS = 2.0
@@ -44,6 +43,7 @@ class BridgeController:
         config_dir: Path,
         spans: VersionSpans,
         keep_cache: bool = False,
+        port: int = 0,
     ) -> None:
         """
         Args:
@@ -53,6 +53,7 @@ class BridgeController:
             config_dir: where vllm_bridge_config.json goes.
             spans: told of every switch of versions.
             keep_cache: let running requests keep the keys and values that older weights computed.
+            port: where the server listens; its config file is known by it.
         """
         self.state = BridgeState()
         self.timeout = timeout
@@ -61,7 +62,7 @@ class BridgeController:
         self._switch = EngineSwitch(engine, timeout, keep_cache)
         self._leases = Leases()
         self._model, self._dtype = model, dtype
-        self._config_path = config_dir / CONFIG_NAME
+        self._config = bridge_config.ConfigFile(config_dir, port)
         self._spans = spans
         self._keep_cache = keep_cache
         self._instance = uuid.uuid4().hex
@@ -76,7 +77,9 @@ class BridgeController:
         self._watchdog = BridgeWatchdog(self.state, self._ranks, self._settlement, self._clock, self._lock)
 
     async def start(self) -> None:
-        """Open the workers' weights and write the config file. Raises whatever keeps the weights from being shared."""
+        """Open the workers' weights and write the config file. Raises whatever keeps the weights from being shared, or the
+        file from being written (bridge_config.ConfigFileError).
+        """
         await self._ranks.require_engine_core()
         setups = sorted(await self._ranks.call("lockstep_setup", True), key=lambda s: s["manifest"]["tp_rank"])
         self._manifests = [Manifest.from_json(s["manifest"]) for s in setups]
@@ -92,14 +95,14 @@ class BridgeController:
         if self._keep_cache:
             # What is accepted before a pause may go on with older keys and values; what is accepted after it never sees them.
             compat.salt_prefix_cache(self._engine, lambda: f"lockstep-{self._switch.pauses}-")
-        reason = bridge_config.awaited_trainer(self._config_path)
-        if reason:
-            self.state.await_weights(reason)
-            logger.warning("[Bridge] %s", reason)
+        self._config.claim()
+        if self._config.awaited:
+            self.state.await_weights(self._config.awaited)
+            logger.warning("[Bridge] %s", self._config.awaited)
             await self._settlement.stand_still()
         self._write_config()
         self._watchdog.start()
-        logger.info("[vLLM Patch] ✓ Shared memory setup complete! (%s)", self._config_path)
+        logger.info("[vLLM Patch] ✓ Shared memory setup complete! (%s)", self._config.path)
 
     async def stop(self) -> None:
         """End the watchdog and take back what was published."""
@@ -107,7 +110,7 @@ class BridgeController:
         for handle in self._handles:
             if handle is not None and handle["kind"] == "shm":
                 _unlink(handle["path"])
-        _unlink(self._config_path)
+        self._config.remove()
 
     def info(self) -> dict[str, Any]:
         """Everything a trainer must know before it joins, but for the storage handles: only the config file has those."""
@@ -117,7 +120,7 @@ class BridgeController:
             "dtype": self._dtype,
             "tp_degree": len(self._manifests),
             "weight_version": self.state.weight_version,
-            "config_path": str(self._config_path.resolve()),
+            "config_path": str(self._config.path),
             "hostname": os.uname().nodename,
             "bridge_timeout": self.timeout,
             "device": self._manifests[0].entries[0].device.split(":")[0],
@@ -176,7 +179,7 @@ class BridgeController:
             weight_epoch: of the weights that the trainer sends (see version_spans.Weights).
 
         Returns:
-            epoch, key, data_backend, transfer, weight_version, and follows_writes: checks wait for the events.
+            instance, epoch, key, data_backend, transfer, weight_version, and follows_writes: checks wait for the events.
         """
         async with self._lock:
             require_fitting(self._manifests, parameters, self._model)
@@ -194,12 +197,18 @@ class BridgeController:
             if mode == "broadcast":
                 direct = chosen == "direct"
                 await self._ranks.call("lockstep_join", master_addr, master_port, key, epoch, backend, self.timeout, direct)
+            else:
+                await self._ranks.call("lockstep_leave")
             followed = list(events) if mode == "single_copy" else []
             limit = max(self.timeout / 2, self.timeout - _EVENT_MARGIN_SECONDS)
             refusals = await self._ranks.call("lockstep_follow", followed, trainer, limit)
-            self._write_config()
+            try:
+                self._write_config()
+            except bridge_config.ConfigFileError as error:
+                raise BridgeRefusal(507, str(error)) from error
             logger.info("[Bridge] %s joins as epoch %d (%s)", trainer, epoch, f"{mode}, {chosen}" if chosen else mode)
             return {
+                "instance": self._instance,
                 "epoch": epoch,
                 "key": key,
                 "data_backend": backend,
@@ -378,13 +387,9 @@ class BridgeController:
             raise BridgeRefusal(409, str(conflict)) from conflict
 
     def _write_config(self) -> None:
-        bridge_config.write(
-            self._config_path,
-            {key: value for key, value in self.info().items() if key != "ranks"}
-            | {"epoch": self.state.epoch, "trainer": self.state.trainer, "pid": os.getpid()},
-            self._manifests,
-            self._handles,
-        )
+        facts = {key: value for key, value in self.info().items() if key != "ranks"}
+        facts |= {"epoch": self.state.epoch, "trainer": self.state.trainer}
+        self._config.publish(facts, self._manifests, self._handles)
 
 
 def _unlink(path: str | Path) -> None:

@@ -238,6 +238,13 @@ def has_requests(engine: Any) -> bool:
     return bool(engine.output_processor.request_states)
 
 
+def logprobs_mode(engine: Any) -> str:
+    """Which logprobs the engine hands out (`--logprobs-mode`): `raw_logprobs`, before temperature and penalties, or
+    `processed_logprobs`, after them; or logits of either kind.
+    """
+    return str(engine.model_config.logprobs_mode)
+
+
 def engine_is_dead(engine: Any) -> bool:
     """Whether the engine's process has ended."""
     return bool(engine.errored)
@@ -259,7 +266,8 @@ def adapter_manager(worker: Any) -> Any:
         UnsupportedVllm: it is not where the supported versions have it.
     """
     manager = getattr(getattr(worker.model_runner, "lora_manager", None), "_adapter_manager", None)
-    if not all(hasattr(manager, seam) for seam in ("add_adapter", "activate_adapter", "lora_index_to_id", "capacity")):
+    seams = ("add_adapter", "activate_adapter", "remove_adapter", "list_adapters", "lora_index_to_id", "capacity")
+    if not all(hasattr(manager, seam) for seam in seams):
         raise UnsupportedVllm(_seam_missing("model_runner.lora_manager._adapter_manager"))
     return manager
 

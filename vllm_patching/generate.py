@@ -57,7 +57,8 @@ class GenerateRequest(BaseModel):
 class GenerateResponse(BaseModel):
     """Every list has one item per completion, but for prompt_token_ids.
 
-    `logprobs[completion][position]` maps token ids to float32 logprobs before temperature; it always holds the sampled token.
+    `logprobs[completion][position]` maps token ids to float32 logprobs, before temperature unless the server runs with
+    `--logprobs-mode processed_logprobs`; it always holds the sampled token.
     `weight_version_spans` has [version, number of tokens] in the order in which the weights were served, `weight_epoch_spans`
     the weight epoch of each. `weight_versions` and `weight_epochs` are those of the first span: the oldest weights that a token
     of the completion was sampled with. Their version need not be the smallest, for a trainer that resumes goes back.

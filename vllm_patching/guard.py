@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from fastapi import Request
 from fastapi.responses import JSONResponse
 from starlette.routing import get_route_path
 
@@ -20,6 +19,7 @@ OPEN_PATHS = frozenset(
         "/redoc",
         "/openapi.json",
         "/deterministic",
+        "/sampling",
         "/health_generate",  # says itself why nothing can be generated
     }
 )
@@ -36,9 +36,6 @@ class Availability(Protocol):
 
     def unavailable(self) -> str:
         """Why nothing can be generated now; empty if it can."""
-
-    def authorized(self, request: Request) -> bool:
-        """Whether the request carries the server's key, if there is one."""
 
 
 def is_open(method: str, path: str) -> bool:
@@ -63,9 +60,6 @@ class RefuseWhileUnavailable:
             reason = self._service.unavailable()
             if reason:
                 return await _refuse(reason, scope, receive, send)
-        if scope["type"] == "http" and path == "/generate" and not self._service.authorized(Request(scope)):
-            message = "/generate needs the server's API key: send `Authorization: Bearer <key>`"
-            return await JSONResponse({"error": message}, 401)(scope, receive, send)
         return await self._app(scope, receive, send)
 
 

@@ -17,12 +17,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_patching import compat
 from vllm_patching.adapter_file import AdapterError, open_adapter
+from vllm_patching.adapter_removals import AdapterRemovals
 from vllm_patching.bridge_ranks import BridgeRefusal, RankCalls
 from vllm_patching.sharding import ModelGeometry
 from vllm_patching.version_spans import Span, VersionSpans, Weights
@@ -114,7 +115,7 @@ class LoraController:
         self._next_id = FIRST_ID
         self._lock = asyncio.Lock()
         self._room = asyncio.Event()
-        self._removals: set[asyncio.Task[None]] = set()
+        self._removals = AdapterRemovals(lambda ids: self._rpc("lora_remove", ids), self._room.set)
         self._ranks: list[dict[str, Any]] = []
         self.swaps = 0
         self.last_error = ""
@@ -160,6 +161,8 @@ class LoraController:
             "weight_version": self._spans.weights.version,
             "weight_epoch": self._spans.weights.epoch,
             "retiring": [adapter.to_json() for adapter in self._retiring.values()],
+            "removing": self._removals.pending,
+            "removal_error": self._removals.trouble,
             "swaps": self.swaps,
             "last_swap": dict(self.last_swap),
             "last_error": self.last_error,
@@ -233,28 +236,30 @@ class LoraController:
     async def _load_on_ranks(self, path: str, adapter_id: int, checksum: str | None) -> list[dict[str, Any]]:
         try:
             answers = await self._rpc("lora_load", path, adapter_id, checksum)
-        except LoraRefusal:
-            self._remove_later(adapter_id)
+        except BaseException:  # without an answer it may be there on some ranks, or come to be there later
+            self._removals.add(adapter_id)
             raise
         failed = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if answer["error"]]
         if failed:
-            self._remove_later(adapter_id)
+            self._removals.add(adapter_id)
             raise LoraRefusal(422, failed[0])
         return answers
 
     async def _wait_for_room(self) -> None:
         """Until another adapter can be held beside those that are in use."""
         capacity, deadline = self._ranks[0]["capacity"], time.monotonic() + self.timeout
-        while len(self._retiring) + (self._current is not None) >= capacity:
+        while len(self._retiring) + len(self._removals.pending) + (self._current is not None) >= capacity:
             self._room.clear()
             try:
                 await asyncio.wait_for(self._room.wait(), max(0.0, deadline - time.monotonic()))
             except TimeoutError:
-                running = ", ".join(f"{a.name} ({a.requests} requests)" for a in self._retiring.values())
+                taken = [f"{a.name} ({a.requests} requests)" for a in self._retiring.values()]
+                if self._removals.trouble:
+                    taken.append(f"{len(self._removals.pending)} whose removal is not certain ({self._removals.trouble})")
                 raise LoraRefusal(
                     503,
-                    f"all {capacity} places for adapters were in use for {self.timeout:g} s: {running}; "
-                    "start the server with a larger --max-cpu-loras",
+                    f"all {capacity} places for adapters were in use for {self.timeout:g} s: {', '.join(taken)}; "
+                    "start the server with a larger --max-cpu-loras, or see why it does not answer",
                 ) from None
 
     def _replace_by(self, adapter: Adapter | None) -> None:
@@ -266,19 +271,7 @@ class LoraController:
 
     def _retire_if_idle(self, adapter: Adapter) -> None:
         if adapter.requests == 0 and self._retiring.pop(adapter.adapter_id, None) is not None:
-            self._remove_later(adapter.adapter_id)
-            self._room.set()
-
-    def _remove_later(self, adapter_id: int) -> None:
-        task = asyncio.get_running_loop().create_task(self._remove(adapter_id))
-        self._removals.add(task)
-        task.add_done_callback(self._removals.discard)
-
-    async def _remove(self, adapter_id: int) -> None:
-        try:
-            await self._rpc("lora_remove", adapter_id)
-        except LoraRefusal as refusal:
-            logger.error("[LoRA] adapter %d stays in memory: %s", adapter_id, refusal)
+            self._removals.add(adapter.adapter_id)
 
     async def _rpc(self, method: str, *args: Any, seconds: float | None = None) -> list[Any]:
         try:
@@ -305,27 +298,25 @@ def add_lora_routes(router: APIRouter, service: Any) -> None:
     """Add /lora/status, /lora/info, /lora/load and /lora/unload.
 
     Args:
-        service: has `authorized(request)`, `engine` and `lora`, a LoraController or None.
+        service: has `engine` and `lora`, a LoraController or None.
     """
 
-    def refusal(request: Request) -> JSONResponse | None:
-        if not service.authorized(request):
-            return _error(401, "the LoRA routes need the server's API key: send `Authorization: Bearer <key>`")
+    def refusal() -> JSONResponse | None:
         if service.engine is None:
             return _error(503, "the engine is still loading")
         return None if service.lora is not None else _error(409, NOT_ENABLED)
 
     @router.get("/lora/status")
-    async def lora_status(request: Request) -> JSONResponse:
-        return refusal(request) or JSONResponse(service.lora.status())
+    async def lora_status() -> JSONResponse:
+        return refusal() or JSONResponse(service.lora.status())
 
     @router.get("/lora/info")
-    async def lora_info(request: Request) -> JSONResponse:
-        return refusal(request) or JSONResponse(service.lora.info())
+    async def lora_info() -> JSONResponse:
+        return refusal() or JSONResponse(service.lora.info())
 
     @router.post("/lora/load")
-    async def lora_load(body: LoadBody, request: Request) -> JSONResponse:
-        refused = refusal(request)
+    async def lora_load(body: LoadBody) -> JSONResponse:
+        refused = refusal()
         if refused is not None:
             return refused
         try:
@@ -335,8 +326,8 @@ def add_lora_routes(router: APIRouter, service: Any) -> None:
             return _error(error.status, str(error))
 
     @router.post("/lora/unload")
-    async def lora_unload(request: Request) -> JSONResponse:
-        return refusal(request) or JSONResponse(await service.lora.unload())
+    async def lora_unload() -> JSONResponse:
+        return refusal() or JSONResponse(await service.lora.unload())
 
 
 def _error(status: int, message: str) -> JSONResponse:

@@ -92,9 +92,12 @@ class LoraWorkerExtension:
             return {"error": reason, "checksum": "", "seconds": seconds}
         return {"error": "", "checksum": found.checksum, "seconds": seconds}
 
-    def lora_remove(self, adapter_id: int) -> bool:
-        """Forget an adapter; whether it was there."""
-        return bool(compat.adapter_manager(self).remove_adapter(adapter_id))
+    def lora_remove(self, adapter_ids: list[int]) -> list[int]:
+        """Forget adapters, of which some may be unknown here. Returns the ids of all that are held then."""
+        manager = compat.adapter_manager(self)
+        for adapter_id in adapter_ids:
+            manager.remove_adapter(adapter_id)
+        return sorted(manager.list_adapters())
 
     def _lora_page_locked(self) -> torch.Tensor:
         """Memory that a GPU copies from directly, which takes long to get: enough for an adapter of the largest rank."""

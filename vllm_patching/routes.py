@@ -1,11 +1,10 @@
-"""The routes that are added to vLLM's app: /generate, /health_generate, /deterministic and /bridge/*."""
+"""The routes that are added to vLLM's app: /generate, /health_generate, /deterministic, /sampling and /bridge/*."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -13,6 +12,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_patching import compat
+from vllm_patching.access import AskAtTheDoor, Door
 from vllm_patching.bridge_controller import BridgeController
 from vllm_patching.bridge_ranks import BridgeRefusal
 from vllm_patching.generate import GenerateRequest, Generator
@@ -47,9 +47,9 @@ class InitBody(_Body):
     key: str = Field(default="", max_length=200, description="this server's prefix in the trainer's store")
     transfer: str = Field(default="auto", pattern="^(auto|direct|overlapped)$")
     parameters: dict[str, tuple[tuple[int, ...], str]] = Field(description="name -> (full shape, dtype) of the trainer")
+    weight_epoch: int = Field(default=0, ge=0, description="of the trainer's weights: Unix milliseconds of its start")
     events: list[str] = Field(default=[], description="single copy on a GPU: for each rank, the event behind the writes")
     writers: list[WriterBody] = Field(min_length=1, max_length=4096, description="every process of the trainer")
-    weight_epoch: int = Field(default=0, ge=0, description="life of the trainer: Unix milliseconds of its start")
 
 
 class StepBody(_Body):
@@ -76,14 +76,13 @@ class AbortBody(_Body):
 class LockstepService:
     """What the routes act on; filled in when vLLM's engine is ready."""
 
-    def __init__(self, api_keys: Sequence[str] = ()) -> None:
+    def __init__(self) -> None:
         self.engine: Any = None
         self.generator: Generator | None = None
         self.bridge: BridgeController | None = None
         self.lora: LoraController | None = None
         self.deterministic: dict[str, Any] | None = None
         """Of the self-test, with the provenance of the kernels; None if the server is not in deterministic mode."""
-        self._api_keys = [key.encode() for key in api_keys]
 
     def unavailable(self) -> str:
         """Why nothing can be generated now; empty if it can."""
@@ -93,19 +92,13 @@ class LockstepService:
             return "vLLM's engine process has died; restart the server"
         return self.bridge.trouble() if self.bridge is not None else ""
 
-    def authorized(self, request: Request) -> bool:
-        """Whether the bearer token is one of the configured keys; always true when none is configured."""
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        given = token.encode() if scheme.lower() == "bearer" else b""
-        matches = [hmac.compare_digest(given, key) for key in self._api_keys]
-        return not matches or any(matches)
 
-
-def attach(app: Any, service: LockstepService) -> None:
-    """Add our routes to vLLM's app, and a guard in front of all that generates."""
+def attach(app: Any, service: LockstepService, door: Door) -> None:
+    """Add our routes to vLLM's app, a guard in front of all that generates, and the door in front of everything."""
     app.include_router(make_router(service))
     # vLLM hands the app over with its middleware stack built, so ours goes around the finished stack.
-    app.middleware_stack = RefuseWhileUnavailable(app.middleware_stack or app.build_middleware_stack(), service)
+    stack = RefuseWhileUnavailable(app.middleware_stack or app.build_middleware_stack(), service)
+    app.middleware_stack = AskAtTheDoor(stack, door)
 
 
 def make_router(service: LockstepService) -> APIRouter:
@@ -142,21 +135,23 @@ def make_router(service: LockstepService) -> APIRouter:
             gone.cancel()
 
     @router.get("/deterministic")
-    async def deterministic(request: Request) -> JSONResponse:
-        if not service.authorized(request):
-            return _error(401, "/deterministic needs the server's API key: send `Authorization: Bearer <key>`")
+    async def deterministic() -> JSONResponse:
         if service.engine is None:
             return _error(503, "the engine is still loading")
         if service.deterministic is None:
             return _error(404, "this server is not in deterministic mode: stop it, and start it with --deterministic")
         return JSONResponse(service.deterministic)
 
+    @router.get("/sampling")
+    async def sampling() -> JSONResponse:
+        if service.engine is None:
+            return _error(503, "the engine is still loading")
+        return JSONResponse({"logprobs_mode": compat.logprobs_mode(service.engine)})
+
     def bridge_route(
         path: str, step: Callable[[BridgeController, Any], Awaitable[dict[str, Any]]], body: type[BaseModel]
     ) -> None:
-        async def endpoint(body: Any, request: Request) -> JSONResponse:
-            if not service.authorized(request):
-                return _error(401, f"{path} needs the server's API key: send `Authorization: Bearer <key>`")
+        async def endpoint(body: Any) -> JSONResponse:
             if service.bridge is None:
                 return _error(409, NOT_SHARED)
             try:
@@ -168,9 +163,7 @@ def make_router(service: LockstepService) -> APIRouter:
         endpoint.__annotations__["body"] = body
         router.post(path)(endpoint)
 
-    def info(request: Request, read: Callable[[BridgeController], dict[str, Any]]) -> JSONResponse:
-        if not service.authorized(request):
-            return _error(401, "the bridge's routes need the server's API key: send `Authorization: Bearer <key>`")
+    def info(read: Callable[[BridgeController], dict[str, Any]]) -> JSONResponse:
         if service.engine is None:
             return _error(503, "the engine is still loading")
         if service.bridge is None:
@@ -178,12 +171,12 @@ def make_router(service: LockstepService) -> APIRouter:
         return JSONResponse(read(service.bridge))
 
     @router.get("/bridge/info")
-    async def bridge_info(request: Request) -> JSONResponse:
-        return info(request, lambda bridge: {**bridge.info(), "deterministic": service.deterministic})
+    async def bridge_info() -> JSONResponse:
+        return info(lambda bridge: {**bridge.info(), "deterministic": service.deterministic})
 
     @router.get("/bridge/state")
-    async def bridge_state(request: Request) -> JSONResponse:
-        return info(request, lambda bridge: bridge.status())
+    async def bridge_state() -> JSONResponse:
+        return info(lambda bridge: bridge.status())
 
     bridge_route(
         "/bridge/init",

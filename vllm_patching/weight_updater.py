@@ -34,7 +34,7 @@ class UpdaterStatus:
     """What the thread is doing, as told to the other processes.
 
     Attributes:
-        phase: idle, joining, ready, receiving, received or failed.
+        phase: idle, joining, ready, receiving, received, leaving or failed.
         epoch: the trainer's epoch that it has joined; 0 before the first.
         version: the weight version that was received, or None.
         checksum: of what was received.
@@ -70,6 +70,11 @@ class _Receive:
     version: int
 
 
+@dataclass(frozen=True)
+class _Leave:
+    status: UpdaterStatus
+
+
 class WeightUpdater:
     """One thread, fed with commands by the worker's main thread."""
 
@@ -97,7 +102,7 @@ class WeightUpdater:
         self._device = live[0][1].device
         self._logger = logger
         self._status = UpdaterStatus()
-        self._commands: queue.SimpleQueue[_Join | _Receive] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Join | _Receive | _Leave] = queue.SimpleQueue()
         self._groups: BridgeGroups | None = None
         self._watch: PeerWatch | None = None
         self._targets: Sequence[tuple[str, torch.Tensor]] = ()
@@ -129,6 +134,11 @@ class WeightUpdater:
         self._called_off.set()
         self._submit(_Join(UpdaterStatus(phase="joining", epoch=rendezvous.epoch), rendezvous, direct))
 
+    def leave(self) -> None:
+        """Leave the present trainer, if any, and give the staging buffer back. Returns at once; `wait` for it."""
+        self._called_off.set()
+        self._submit(_Leave(UpdaterStatus(phase="leaving", epoch=self._status.epoch)))
+
     def receive(self, version: int) -> None:
         """Receive the weights of `version`. Returns at once; watch `status`."""
         self._called_off.clear()
@@ -158,7 +168,7 @@ class WeightUpdater:
         """For each slice of the layout, what was received in an overlapped transfer."""
         return [tensor for _, tensor in self._targets]
 
-    def _submit(self, command: _Join | _Receive) -> None:
+    def _submit(self, command: _Join | _Receive | _Leave) -> None:
         with self._at_rest:
             self._pending += 1
         self._status = command.status
@@ -180,14 +190,18 @@ class WeightUpdater:
                     self._pending -= 1
                     self._at_rest.notify_all()
 
-    def _obey(self, command: _Join | _Receive) -> None:
+    def _obey(self, command: _Join | _Receive | _Leave) -> None:
         # A failed command must not end the thread: the next trainer needs it. The reason is kept for whoever asks. Each command
         # has a status of its own, so that one which ends late says nothing about what was asked since.
         try:
             if isinstance(command, _Join):
                 self._join(command)
-            else:
+            elif isinstance(command, _Receive):
                 self._receive(command)
+            else:
+                self._leave()
+                self._drop_staging()
+                command.status.phase = "idle"
         except Exception as error:  # noqa: BLE001
             self._logger.error("[vLLM Patch] %s: %s failed: %s", self.name, type(command).__name__.strip("_").lower(), error)
             self._logger.debug("%s", traceback.format_exc())
@@ -196,15 +210,7 @@ class WeightUpdater:
 
     def _join(self, command: _Join) -> None:
         self._leave()
-        if command.direct:
-            self.staging = None
-            self._targets = self._live
-        else:
-            if self.staging is None:
-                self.staging = torch.zeros(self.num_bytes, dtype=torch.uint8, device=self._device)
-            self._targets = [(item.name, view) for item, view in flat_views(self.staging, self._layout)]
-        self._sums = WeightSums(self._targets)
-        self._sums.all()  # compiles the kernel now, and not in the first update
+        self.aim(command.direct)
         r = command.rendezvous
         store = join_store(r)
         self._watch = PeerWatch(r.host, r.port, r.timeout)
@@ -212,6 +218,25 @@ class WeightUpdater:
         command.status.phase = "ready"
         how = "directly into the live weights" if command.direct else "into a staging buffer"
         self._logger.info("[vLLM Patch] %s joined the trainer (epoch %d), receives %s", self.name, r.epoch, how)
+
+    def aim(self, direct: bool) -> None:
+        """Choose where to receive into: the live weights, or a staging buffer, which is made or given back accordingly."""
+        if direct:
+            self._drop_staging()
+            self._targets = self._live
+        else:
+            if self.staging is None:
+                self.staging = torch.zeros(self.num_bytes, dtype=torch.uint8, device=self._device)
+            self._targets = [(item.name, view) for item, view in flat_views(self.staging, self._layout)]
+        self._sums = WeightSums(self._targets)
+        self._sums.all()  # compiles the kernel now, and not in the first update
+
+    def _drop_staging(self) -> None:
+        had, self.staging, self._targets, self._sums = self.staging is not None, None, (), None
+        if had and self._stream is not None:
+            # PyTorch would keep the memory: to vLLM it would not look free, and a trainer beside it could not have it.
+            self._stream.synchronize()
+            torch.cuda.empty_cache()
 
     def _receive(self, command: _Receive) -> None:
         if self._groups is None or self._sums is None:

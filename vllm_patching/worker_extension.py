@@ -30,6 +30,8 @@ logger = worker_logger("lockstep.worker")
 
 STAGING_MARGIN = 1 << 30
 """Bytes of GPU memory that a staging buffer must leave free for whatever vLLM still allocates."""
+LEAVE_SECONDS = 2.0
+"""How long a trainer that joins waits for the memory that the one before it needed here."""
 
 keep_cpu_weights_plain()
 
@@ -100,6 +102,11 @@ class LockstepWorkerExtension:
         rank = self._lockstep_rank
         rendezvous = Rendezvous(host, port, f"{key}/rank{rank}", epoch, rank, data_backend, timeout)
         self._lockstep_updater.join(rendezvous, direct)
+
+    def lockstep_leave(self) -> None:
+        """Have the updater thread leave its trainer and give its staging buffer back: the next one writes by itself."""
+        self._lockstep_updater.leave()
+        self._lockstep_updater.wait(LEAVE_SECONDS)
 
     def lockstep_receive(self, version: int) -> None:
         """Have the updater thread receive the weights of `version`. Returns at once."""

@@ -39,6 +39,7 @@ class QueueState:
         self.acks = False  # the trainer acknowledges its batches
         self.former_version: int | None = None  # how far an earlier trainer came, if the present one began below that
         self.lives: list[Life] = []  # of trainers that name their weight epochs, the present one's last
+        self.last_epoch = 0  # the highest that any trainer has named
         self.run_epoch = 0  # weights of an epoch below, but for 0, are another run's
         self.ended = False  # the trainer has said that its run is over
         self.batches_skipped = 0  # acknowledged by a trainer that could not learn from them
@@ -72,6 +73,7 @@ class QueueState:
                 "acks": self.acks,
                 "former_version": self.former_version,
                 "lives": [[life.epoch, life.start] for life in self.lives],
+                "last_epoch": self.last_epoch,
                 "run_epoch": self.run_epoch,
                 "ended": self.ended,
                 "batches_skipped": self.batches_skipped,
@@ -93,6 +95,7 @@ class QueueState:
         self.acks = state.get("acks", False)
         self.former_version = state.get("former_version")
         self.lives = [Life(*life) for life in state.get("lives", [])]
+        self.last_epoch = state.get("last_epoch", 0)
         self.run_epoch = state.get("run_epoch", 0)
         self.ended = state.get("ended", False)
         self.batches_skipped = state.get("batches_skipped", 0)

@@ -57,8 +57,8 @@ class RolloutQueue(QueueState):
         elif another_run:
             self.former_version = None
         if another_run:
-            last = self.lives[-1].epoch + 1 if self.lives else self.run_epoch
-            self.run_epoch, self.lives = registration.weight_epoch or last, []
+            self.run_epoch, self.lives = registration.weight_epoch or self.last_epoch + 1, []
+        self.last_epoch = max(self.last_epoch, registration.weight_epoch)
         self.lives = begin_life(self.lives, registration.weight_epoch, registration.starting_step)
         self._tell_versions()
         self.registration = registration

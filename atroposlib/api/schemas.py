@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
 import numpy as np
@@ -305,22 +306,15 @@ def _check(group: ScoredData, at: list[str | int]) -> None:
     free = ("messages", "generation_params", "overrides", "group_overrides", "images")
     for name, value in [*((name, getattr(group, name)) for name in free), *(group.model_extra or {}).items()]:
         _refuse_non_finite(value, [*at, name])
-    trainable = 0
-    for index, row in enumerate(group.tokens):
-        ids = _token_ids(row, [*at, "tokens", index])
-        if ids.min() < 0:
-            raise _negative(ids < 0, row, [*at, "tokens", index], "a token id is at least 0")
-        labels = _token_ids(group.masks[index], [*at, "masks", index])
-        trained = labels != NOT_TRAINED
-        if (labels[trained] < 0).any():
-            raise _negative(
-                trained & (labels < 0),
-                group.masks[index],
-                [*at, "masks", index],
-                f"a mask holds {NOT_TRAINED} where nothing is trained on, and a token id elsewhere",
-            )
-        trainable += int(trained[1:].sum())  # nothing predicts the first token
-    if not trainable:
+    if _flat(group.tokens, [*at, "tokens"]).min() < 0:
+        raise _wrong_id(group.tokens, [*at, "tokens"], lambda value: value < 0, "a token id is at least 0")
+    labels = _flat(group.masks, [*at, "masks"])
+    masked = np.count_nonzero(labels == NOT_TRAINED)
+    if np.count_nonzero(labels < 0) != masked:
+        rule = f"a mask holds {NOT_TRAINED} where nothing is trained on, and a token id elsewhere"
+        raise _wrong_id(group.masks, [*at, "masks"], lambda value: value < 0 and value != NOT_TRAINED, rule)
+    firsts = sum(row[0] != NOT_TRAINED for row in group.masks)  # nothing predicts the first token
+    if len(labels) - masked <= firsts:
         where = [*at, "masks"]
         message = (
             f"{_path(where)} leaves no token to train on: it is {NOT_TRAINED} everywhere, or everywhere but at first tokens, "
@@ -329,19 +323,19 @@ def _check(group: ScoredData, at: list[str | int]) -> None:
         raise invalid(where, _short(group.masks), message)
 
 
-def _token_ids(row: list[int], where: list[str | int]) -> npt.NDArray[np.int32]:
+def _flat(rows: list[list[int]], where: list[str | int]) -> npt.NDArray[np.int32]:
+    """All numbers of all rows. This is the fastest look at every one of them."""
     try:
-        return np.frombuffer(array("i", row), np.int32)  # the fastest look at every number
+        return np.frombuffer(b"".join([array("i", row) for row in rows]), np.int32)
     except OverflowError:
-        position = next(i for i, value in enumerate(row) if not -(2**31) <= value < 2**31)
-        where = [*where, position]
-        raise invalid(where, str(row[position]), f"{_path(where)} is {row[position]}: it does not fit into 32 bits") from None
+        raise _wrong_id(rows, where, lambda value: not -(2**31) <= value < 2**31, "it does not fit into 32 bits") from None
 
 
-def _negative(wrong: npt.NDArray[np.bool_], row: list[int], where: list[str | int], rule: str) -> InvalidRequestError:
-    position = int(wrong.argmax())
-    where = [*where, position]
-    return invalid(where, row[position], f"{_path(where)} is {row[position]}: {rule}")
+def _wrong_id(rows: list[list[int]], where: list[str | int], is_wrong: Callable[[int], bool], rule: str) -> InvalidRequestError:
+    """The refusal of the first number that is wrong."""
+    index, position, value = next((i, j, value) for i, row in enumerate(rows) for j, value in enumerate(row) if is_wrong(value))
+    where = [*where, index, position]
+    return invalid(where, _short(value), f"{_path(where)} is {value}: {rule}")
 
 
 def _refuse_non_finite(value: Any, where: list[str | int]) -> None:

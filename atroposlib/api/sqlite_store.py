@@ -80,6 +80,8 @@ class SqliteStore(Store):
         self._recent = _Recent(RECENT_BYTES)
         self._writing = threading.Lock()
         self._reading = threading.Lock()
+        self._unreadable: set[int] = set()
+        """Groups whose bodies SQLite cannot follow on the disk, and so cannot delete either."""
         try:
             self._writer = self._connect()
             self._prepare()
@@ -197,6 +199,7 @@ class SqliteStore(Store):
                     if type(error) is not sqlite3.DatabaseError:  # its subclasses: the disk, not the content
                         raise self._error(error) from None
                     damaged[seq] = f"cannot be read ({error})"
+                    self._unreadable.add(seq)
                     continue
                 if row is None or zlib.crc32(row[1]) != row[0]:
                     damaged[seq] = "is missing" if row is None else "does not match its checksum"
@@ -253,7 +256,7 @@ class SqliteStore(Store):
         removed = [seq for changes in together for seq in changes.removed]
         if removed:
             self._for_all("DELETE FROM groups WHERE seq", removed)
-            self._for_all("DELETE FROM bodies WHERE seq", removed)
+            self._for_all("DELETE FROM bodies WHERE seq", [seq for seq in removed if seq not in self._unreadable])
         environments = {record["env_id"]: record for changes in together for record in changes.environments}
         for env_id, record in environments.items():
             run("INSERT OR REPLACE INTO environments VALUES (?, ?)", (env_id, orjson.dumps(record)))

@@ -18,6 +18,7 @@ from atroposlib.envs.errors import EnvironmentFailure, RolloutFailure
 from atroposlib.envs.server_handling.server_baseline import describe
 from atroposlib.envs.server_handling.server_manager import APIServerConfig, ServerManagerConfig
 from atroposlib.envs.settings import Settings, known_flags, merge, parse_flags, read_yaml
+from atroposlib.utils.keys import shown
 
 if TYPE_CHECKING:
     from atroposlib.envs.base import BaseEnv
@@ -114,10 +115,16 @@ async def start(env_cls: "type[BaseEnv]", command: str, settings: Settings) -> N
 
 
 def write_page(groups_path: str | None, env: "BaseEnv") -> None:
+    """Write the page on which a person reads the groups, if there are any. It is extra: that it fails is said, no more."""
     from atroposlib.envs.rollout_page import write_rollout_page
 
-    if groups_path and Path(groups_path).is_file() and Path(groups_path).stat().st_size:
+    if not (groups_path and Path(groups_path).is_file() and Path(groups_path).stat().st_size):
+        return
+    try:
         page = write_rollout_page(Path(groups_path), env.tokenizer, title=env.name or type(env).__name__)
+    except Exception as error:
+        logger.warning("wrote the groups to %s; a page to read them could not be made", groups_path, exc_info=error)
+    else:
         logger.info("wrote the groups to %s; read them at %s", groups_path, page)
 
 
@@ -168,9 +175,8 @@ def help_text(env_cls: "type[BaseEnv]", default_env: BaseModel, default_servers:
     sections = (("env.", default_env), ("openai.", server), ("", ServerManagerConfig()))
     for prefix, model in sections:
         for name, info in type(model).model_fields.items():
-            default = getattr(model, name)
-            shown = getattr(default, "value", default)
-            lines.append(f"  --{prefix}{name}  (default: {'none' if shown in (None, '') else shown})")
+            default = shown(name, getattr(model, name), type(model).model_fields)
+            lines.append(f"  --{prefix}{name}  (default: {default})")
             if info.description:
                 lines.append(f"        {info.description}")
         lines.append("")

@@ -51,13 +51,20 @@ class BaseEnvConfig(WarnsOfUnknownKeys):
 
     # The rollout service and the trainer behind it
     rollout_server_url: str = Field(default="http://localhost:8000", description="URL of the rollout service")
-    rollout_server_api_key: str | None = Field(default=None, description="Bearer token of the rollout service, if it wants one")
+    rollout_server_api_key: str | None = Field(
+        default=None,
+        exclude=True,
+        repr=False,
+        description="Bearer token of the rollout service, if it wants one; by default $ROLLOUT_API_KEY",
+    )
     service_timeout: float = Field(
         default=1800.0, gt=0, description="Longest wait for the rollout service, the trainer or the inference server"
     )
     total_steps: int = Field(default=-1, description="Stop at this trainer step at the latest; -1: when the trainer is done")
     batch_size: int = Field(default=-1, description="Sequences per batch; the trainer's own is used once it has registered")
-    inference_weight: float = Field(default=1.0, description="This environment's share of the batch, relative to the others'")
+    inference_weight: float = Field(
+        default=1.0, description="This environment's share of the batch, relative to the others'; -1: 1"
+    )
     min_batch_allocation: float | None = Field(
         default=None, ge=0, le=1, description="Least share of each batch that is reserved for this environment"
     )

@@ -25,6 +25,7 @@ from atroposlib.envs.server_handling.server_baseline import (
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.envs.waiting import Patience
 from atroposlib.type_definitions import Item
+from atroposlib.utils.keys import bearer
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +196,6 @@ class EnvironmentCore(ABC):
         server = self.server.servers[0]
         if server.config.model_name not in MODEL_NOT_NAMED:
             return server.config.model_name
-        headers = {"Authorization": f"Bearer {server.config.api_key}"} if server.config.api_key else {}
         patience = Patience(
             f"inference server at {server.root_url}",
             self.config.service_timeout,
@@ -205,7 +205,12 @@ class EnvironmentCore(ABC):
         )
         while True:
             try:
-                response = httpx.get(f"{server.root_url}/v1/models", headers=headers, timeout=10.0)
+                response = httpx.get(
+                    f"{server.root_url}/v1/models",
+                    headers=bearer(server.api_key),
+                    timeout=10.0,
+                    trust_env=server.honours_proxies,
+                )
                 response.raise_for_status()
                 return response.json()["data"][0]["id"]
             except (httpx.HTTPError, LookupError, ValueError) as error:

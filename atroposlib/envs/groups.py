@@ -28,6 +28,7 @@ class ScoredDataGroup(TypedDict, total=False):
     generation_params: dict[str, Any] | None
     inference_logprobs: list[list[float]] | None
     weight_versions: list[int] | None
+    weight_epochs: list[int] | None
     group_overrides: dict[str, Any] | None
     overrides: list[dict[str, Any]] | None
     images: Any | None
@@ -48,6 +49,7 @@ class ScoredDataItem(TypedDict, total=False):
     messages: list[Message] | None
     inference_logprobs: list[float] | None
     weight_version: int | None
+    weight_epoch: int | None
     group_overrides: dict[str, Any] | None
     overrides: dict[str, Any] | None
     images: Any | None
@@ -65,24 +67,31 @@ PER_SEQUENCE_FIELDS = {
     "messages": "messages",
     "inference_logprobs": "inference_logprobs",
     "weight_version": "weight_versions",
+    "weight_epoch": "weight_epochs",
     "overrides": "overrides",
     "images": "images",
     "distill_token_ids": "distill_token_ids",
     "distill_logprobs": "distill_logprobs",
 }
 
+MAY_BE_EMPTY = ("advantages", "ref_logprobs", "inference_logprobs", "distill_token_ids", "distill_logprobs")
+"""Fields of numbers for each token, where an empty list can only mean that there are none."""
+
 
 def group_from_items(items: Sequence[Mapping[str, Any]]) -> ScoredDataGroup:
     """Put the responses to one item together.
 
     An optional field is kept when every response has it; when only some do, the group would not line up, so it is refused.
+    Only an epoch may be missing: some servers tell theirs and some do not; it is 0 then, which stands for one not told.
 
     Raises:
         ValueError: a required field is missing, or only some of the responses have an optional one.
     """
     group: dict[str, Any] = {}
     for single, plural in PER_SEQUENCE_FIELDS.items():
-        values = [item.get(single) for item in items]
+        values = [None if single in MAY_BE_EMPTY and is_empty(item.get(single)) else item.get(single) for item in items]
+        if single == "weight_epoch" and any(values):
+            values = [epoch or 0 for epoch in values]
         present = sum(value is not None for value in values)
         if single in ("tokens", "masks", "scores") and present < len(items):
             raise ValueError(f"{len(items) - present} of {len(items)} trajectories have no {single!r}")
@@ -97,6 +106,16 @@ def group_from_items(items: Sequence[Mapping[str, Any]]) -> ScoredDataGroup:
     return group  # type: ignore[return-value]
 
 
+def is_empty(value: Any) -> bool:
+    """Whether a field is given and holds nothing, as `[]` or an empty array."""
+    return value is not None and hasattr(value, "__len__") and len(value) == 0
+
+
+def without_empty_fields(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The group without the optional fields that are `[]`: environments written for Atropos say "none" so."""
+    return {name: value for name, value in group.items() if name not in MAY_BE_EMPTY or not is_empty(value)}
+
+
 def wrong_shape(group: Mapping[str, Any], group_size: int) -> str | None:
     """Say what is wrong with a group's structure, or None when it is sound: sizes, lengths, and every number finite."""
     for field in ("tokens", "masks", "scores"):
@@ -109,21 +128,22 @@ def wrong_shape(group: Mapping[str, Any], group_size: int) -> str | None:
             return f"scores[{index}] is {score!r}, not a finite number"
     for field in ("masks", "advantages", "ref_logprobs", "inference_logprobs"):
         rows = group.get(field)
-        if not rows:
+        if rows is None:
             continue
         if len(rows) != group_size:
             return f"{field!r} has {len(rows)} entries, the group size is {group_size}"
         for index, (row, tokens) in enumerate(zip(rows, group["tokens"], strict=True)):
-            if len(row) != len(tokens):
+            if len(row) != len(tokens) and not (field == "advantages" and len(row) == 1):  # one for the whole sequence
                 return f"{field}[{index}] has {len(row)} entries for {len(tokens)} tokens"
             if field != "masks" and not all(map(math.isfinite, row)):
                 return f"{field}[{index}] holds a number that is not finite"
     for index, tokens in enumerate(group["tokens"]):
-        if not tokens:
+        if len(tokens) == 0:
             return f"tokens[{index}] is empty"
-    versions = group.get("weight_versions")
-    if versions is not None and len(versions) != group_size:
-        return f"'weight_versions' has {len(versions)} entries, the group size is {group_size}"
+    for field in ("weight_versions", "weight_epochs"):
+        rows = group.get(field)
+        if rows is not None and len(rows) != group_size:
+            return f"{field!r} has {len(rows)} entries, the group size is {group_size}"
     return None
 
 

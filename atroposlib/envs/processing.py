@@ -62,24 +62,12 @@ class ProcessingMixin(RolloutMixin):
 
     async def _process_item(self, item: Any) -> bool:
         """Whether the item gave at least one group that was kept."""
-        timeout = self.config.worker_timeout if self.config.worker_timeout > 0 else None
-        before = self.drops.total
         try:
-            async with asyncio.timeout(timeout):
-                groups = await self.roll_out(item)
-        except TimeoutError:
-            logger.warning("an item was cut off after %s s (--env.worker_timeout): %.200r", timeout, item)
-            self.drops.add("timeout")
-            return False
+            _, kept = await self.work_on(item, send=False)
         except RolloutFailure as failure:
             logger.error("an item was given up: %s", failure)
             return False
-        if groups is None:
-            return False
-        await self.handle_send_to_api(groups, item, do_send_to_api=False, abort_on_any_max_length_exceeded=False)
-        await self.cleanup()
-        count = sum(group is not None for group in groups) if isinstance(groups, list) else 1
-        return count > self.drops.total - before
+        return kept > 0
 
     async def _run_evaluate(self) -> None:
         """Evaluate once, as the `evaluate` command does."""

@@ -13,11 +13,12 @@ import numpy as np
 import orjson
 
 from atroposlib.envs.core import EnvironmentCore
-from atroposlib.envs.errors import UsageError
+from atroposlib.envs.errors import EnvironmentFailure, UsageError
 from atroposlib.envs.groups import response_lengths
-from atroposlib.envs.jsonl import JsonLinesWriter
+from atroposlib.envs.jsonl import JsonLinesWriter, unencodable_fields
 from atroposlib.envs.server_handling.server_baseline import MODEL_NOT_NAMED
 from atroposlib.utils.display import display_metrics_table
+from atroposlib.utils.keys import open_settings
 from atroposlib.utils.metrics import get_std_min_max_avg
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class ReportingMixin(EnvironmentCore):
             project=project,
             group=group,
             name=f"{label}-{datetime.now():%Y-%m-%d}-{suffix}",
-            config=self.config.model_dump(mode="json"),
+            config=open_settings(self.config),
         )
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
@@ -74,9 +75,7 @@ class ReportingMixin(EnvironmentCore):
             server_metrics = await server.wandb_metrics(server_metrics, f"server_{index}")
         self._log_line(metrics)
         if self.config.metrics_path:
-            if self._metrics_writer is None:
-                self._metrics_writer = JsonLinesWriter(self.config.metrics_path)
-            self._metrics_writer.write({"time": time.time(), "step": self.curr_step} | metrics | server_metrics)
+            self._write_metrics({"time": time.time(), "step": self.curr_step} | metrics | server_metrics)
         if self._wandb is not None:
             metrics = await self.create_rollout_table(metrics)
             if self.wandb_prepend is not None:
@@ -84,6 +83,18 @@ class ReportingMixin(EnvironmentCore):
             # Servers are shared by environments, so their metrics carry no environment's name.
             self._wandb.log(metrics | server_metrics, step=self.curr_step)
         self.rollouts_for_wandb = []
+
+    def _write_metrics(self, row: dict[str, Any]) -> None:
+        """Append to `metrics_path`, without what only W&B can show, such as tables and images."""
+        if self._metrics_writer is None:
+            self._metrics_writer = JsonLinesWriter(self.config.metrics_path)
+        wrong = unencodable_fields(row)
+        for name, why in wrong.items():
+            logger.warning("metric %r is left out of %s: %s", name, self.config.metrics_path, why)
+        try:
+            self._metrics_writer.write({name: value for name, value in row.items() if name not in wrong})
+        except EnvironmentFailure as failure:
+            logger.error("the metrics of step %s are lost, the rollouts go on: %s", self.curr_step, failure)
 
     def _log_line(self, metrics: dict[str, Any]) -> None:
         """One line with what a person watches: the environment's own metrics first, queue and drops last."""

@@ -21,7 +21,7 @@ TEMPLATE = """<!doctype html>
   @media (prefers-color-scheme: dark) { .best { color: #4ade80; } .worst { color: #f87171; } }
 </style>
 <h1>{{ title }}</h1>
-<p>{{ groups | length }} groups{% if left_out %} of {{ groups | length + left_out }}; the file holds the rest{% endif %}.
+<p>{% if more %}The first {% endif %}{{ groups | length }} groups{% if more %}; the file holds the rest{% endif %}.
   Grey text was given to the model, the rest was sampled.</p>
 <p class="legend">A sampled token is shaded by how unlikely it was:
   {% for probability in (1.0, 0.5, 0.1, 0.01) %}<span style="background:{{ shade(probability) }}">p = {{ probability }}</span> {% endfor %}
@@ -35,7 +35,7 @@ TEMPLATE = """<!doctype html>
       <span class="score {{ rollout.rank }}">score {{ rollout.score }}</span>
       <span>{{ rollout.sampled }} tokens sampled</span>
       {% if rollout.mean_logprob is not none %}<span>mean logprob {{ "%.3f" | format(rollout.mean_logprob) }}</span>{% endif %}
-      {% if rollout.weight_version is not none %}<span>weight version {{ rollout.weight_version }}</span>{% endif %}
+      {% if rollout.weight_version is not none %}<span{% if rollout.trainer_started %} title="of the trainer started {{ rollout.trainer_started }}"{% endif %}>weight version {{ rollout.weight_version }}</span>{% endif %}
     </header>
     <pre>{% for part in rollout.parts %}{% if part.given %}<span class="given">{{ part.text }}</span>{% else %}<span style="background:{{ part.shade }}" title="{{ part.title }}">{{ part.text }}</span>{% endif %}{% endfor %}</pre>
   </article>

@@ -3,21 +3,29 @@
 import asyncio
 import hashlib
 import logging
+import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from atroposlib.envs.errors import EnvironmentFailure, RolloutFailure
-from atroposlib.envs.groups import ScoredDataGroup, all_scores_equal, group_from_items, wrong_shape
+from atroposlib.envs.groups import all_scores_equal, group_from_items, without_empty_fields, wrong_shape
+from atroposlib.envs.jsonl import encode, unencodable_fields
 from atroposlib.envs.reporting import ReportingMixin
-from atroposlib.envs.server_handling.generation import VersionRecord, current_versions
+from atroposlib.envs.server_handling.generation import VersionRecord, Weights, current_versions, weight_fields
+from atroposlib.envs.server_handling.server_baseline import APIServer
 from atroposlib.envs.service_client import RejectedByService, RolloutServiceClient
 from atroposlib.type_definitions import Item
+from atroposlib.utils.keys import SERVICE_KEY, given_or_variable
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+LEAST_WAIT = 0.05
+CLEAN_UP_SECONDS = 5.0
+"""For an item that is cut off, or whose worker is."""
 
 _item_number: ContextVar[int] = ContextVar("item_number")
 """Of the item that the present task works on, in the order in which they were begun."""
@@ -34,7 +42,9 @@ class RolloutMixin(ReportingMixin):
         if self._service is None:
             config = self.config
             self._service = RolloutServiceClient(
-                config.rollout_server_url, config.service_timeout, config.rollout_server_api_key
+                config.rollout_server_url,
+                config.service_timeout,
+                given_or_variable(config.rollout_server_api_key, SERVICE_KEY),
             )
         return self._service
 
@@ -116,9 +126,80 @@ class RolloutMixin(ReportingMixin):
             current_versions.reset(token)
             _item_number.reset(numbered)
         for group in groups if isinstance(groups, list) else [groups]:
-            if group and group.get("weight_versions") is None and record.oldest is not None:
-                group["weight_versions"] = [record.oldest] * len(group.get("tokens") or [])
+            if group and record.oldest_weights is not None:
+                self._note_weights(group, record.oldest_weights)
         return groups or None
+
+    async def work_on(self, item: Item, collected: Callable[[], None] = lambda: None, send: bool = True) -> tuple[Any, int]:
+        """One item from start to end.
+
+        Args:
+            item: what to work on.
+            collected: called when its groups are there, and only the service is asked from then on.
+            send: post the groups; otherwise they are checked and kept only, however long they are.
+
+        Returns:
+            Its groups as the environment made them (None for none), and how many of them passed the checks.
+
+        Raises:
+            RolloutFailure: it gave nothing. Whatever is wrong with one item ends that item only.
+            EnvironmentFailure: something that only a person can mend.
+        """
+        try:
+            try:
+                groups = await self.roll_out_in_time(item)
+                collected()
+                if groups is None:
+                    return None, 0
+                how = {} if send else {"do_send_to_api": False, "abort_on_any_max_length_exceeded": False}
+                kept = await self.handle_send_to_api(groups, item, **how)
+            finally:
+                await self.cleanup()
+        except (EnvironmentFailure, RolloutFailure):
+            raise
+        except Exception as error:
+            self.drops.add("errors")
+            logger.exception("an item's groups could not be handed on: %.200r", item)
+            raise RolloutFailure(f"{type(error).__name__}: {error}") from error
+        if kept is None:  # an override that does not say takes all
+            kept = sum(group is not None for group in groups) if isinstance(groups, list) else 1
+        return groups, kept
+
+    async def roll_out_in_time(self, item: Item) -> Any:
+        """`roll_out`, cut off after `worker_timeout` seconds; those in which an inference server was away do not count.
+
+        Raises:
+            RolloutFailure: it was cut off, or failed by itself.
+        """
+        seconds = self.config.worker_timeout
+        if seconds <= 0:
+            return await self.roll_out(item)
+        work = asyncio.ensure_future(self.roll_out(item))
+        started, away = time.monotonic(), self._seconds_away()
+        try:
+            while (left := seconds - (time.monotonic() - started) + (self._seconds_away() - away)) > 0:
+                done, _ = await asyncio.wait({work}, timeout=max(left, LEAST_WAIT))
+                if done:
+                    return work.result()
+        finally:
+            await stopped(work)
+        logger.warning("an item was cut off after %.0f s (--env.worker_timeout): %.200r", time.monotonic() - started, item)
+        self.drops.add("timeout")
+        raise RolloutFailure(f"it took longer than {seconds:g} s (--env.worker_timeout)")
+
+    def _seconds_away(self) -> float:
+        """For how long inference servers were away: a worker waits for the one that it asked."""
+        return sum(server.gate.seconds_away for server in self.server.servers if isinstance(server, APIServer))
+
+    @staticmethod
+    def _note_weights(group: Any, oldest: Weights) -> None:
+        """What the environment itself does not say of its sequences' weights: the oldest that its rollout met."""
+        count = 0 if group.get("tokens") is None else len(group["tokens"])
+        if group.get("weight_versions") is None:
+            group.update(weight_fields([oldest] * count))
+        elif group.get("weight_epochs") is None and oldest.epoch:
+            # Versions without epochs, as environments give them that know of none: an older epoch never makes an item younger.
+            group["weight_epochs"] = [oldest.epoch] * count
 
     async def handle_send_to_api(
         self,
@@ -126,8 +207,8 @@ class RolloutMixin(ReportingMixin):
         item: Item = None,
         do_send_to_api: bool = True,
         abort_on_any_max_length_exceeded: bool = True,
-    ) -> None:
-        """Check groups, keep them in the groups file, and post them.
+    ) -> int:
+        """Check groups, keep them in the groups file, and post them. Returns how many passed the check.
 
         Args:
             scored_data: a group, or a list of groups of which some may be None.
@@ -140,6 +221,7 @@ class RolloutMixin(ReportingMixin):
         for group in groups:
             if group is None:
                 continue
+            group = without_empty_fields(group)
             if reason := self._reason_to_drop(group, abort_on_any_max_length_exceeded):
                 self.drops.add(reason)
                 continue
@@ -149,15 +231,31 @@ class RolloutMixin(ReportingMixin):
                 group["messages"] = [[{"role": "user", "content": text}] for text in texts]
             await self.add_rollouts_for_wandb(group, item)
             if self.jsonl_writer is not None:
-                self.jsonl_writer.write(group)
+                self._keep(group, needed=not do_send_to_api)
             accepted.append(group)
         if accepted and do_send_to_api:
             await self._send_scored_data_to_api(accepted if isinstance(scored_data, list) else accepted[0])
+        return len(accepted)
 
-    def _reason_to_drop(self, group: ScoredDataGroup, abort_when_too_long: bool) -> str | None:
+    def _keep(self, group: Any, needed: bool) -> None:
+        """Write a group to the groups file. Unless the file is all that is wanted, a full disk does not lose the group."""
+        assert self.jsonl_writer is not None
+        try:
+            self.jsonl_writer.write(group)
+        except EnvironmentFailure as failure:
+            if needed:
+                raise
+            logger.error("a group is posted but not kept: %s", failure)
+
+    def _reason_to_drop(self, group: Mapping[str, Any], abort_when_too_long: bool) -> str | None:
         overrides = group.get("group_overrides") or {}
         if wrong := wrong_shape(group, overrides.get("group_size", self.config.group_size)):
             logger.error("a group was dropped: %s", wrong)
+            return "malformed"
+        try:
+            encode(group)
+        except TypeError:
+            logger.error("a group was dropped: %s", "; ".join(f"{k!r}: {why}" for k, why in unencodable_fields(group).items()))
             return "malformed"
         # One response alone (group_size 1) is always "all equal", yet methods without groups train on it.
         if self.config.ensure_scores_are_not_same and len(group["scores"]) > 1 and all_scores_equal(group["scores"]):
@@ -190,6 +288,18 @@ class RolloutMixin(ReportingMixin):
             logger.warning("the rollout service dropped %d of %d group(s): %s", dropped, len(groups), answer.get("reason"))
         self.items_sent_this_step += len(groups) - dropped
         self.groups_sent += len(groups) - dropped
+
+
+async def stopped(task: asyncio.Future[Any]) -> None:
+    """Cancel a task and let it clean up, but not for ever: code that swallows its cancellation must not hold up others."""
+    if task.done():
+        return
+    task.cancel()
+    await asyncio.wait({task}, timeout=CLEAN_UP_SECONDS)
+    if not task.done():
+        logger.warning("a rollout that was cut off goes on after %g s: its code ignores the cancellation", CLEAN_UP_SECONDS)
+    elif not task.cancelled() and (error := task.exception()) is not None:
+        logger.warning("a rollout that was cut off ended with %r", error)
 
 
 async def gather_or_cancel(calls: list[Awaitable[T]]) -> list[T]:

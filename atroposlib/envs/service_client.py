@@ -8,18 +8,18 @@ import gzip
 import logging
 import math
 from typing import Any
-from urllib.parse import urlparse
 
 import httpx
 import orjson
 
 from atroposlib.envs.errors import EnvironmentFailure, ServiceUnavailable
+from atroposlib.envs.jsonl import encode
 from atroposlib.envs.waiting import Patience
+from atroposlib.utils.keys import LOOPBACK, SERVICE_KEY, bearer, host_of
 
 logger = logging.getLogger(__name__)
 
 COMPRESS_ABOVE_BYTES = 4096
-LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 LONGEST_RETRY_AFTER = 30.0
 
 
@@ -43,10 +43,12 @@ class RolloutServiceClient:
     def __init__(self, url: str, timeout: float, api_key: str | None = None):
         self.url = url.rstrip("/")
         self.timeout = timeout
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=httpx.Timeout(60.0, connect=5.0))
+        # HTTP_PROXY is for the world outside: it must not stand between the processes of one run.
+        self._http = httpx.AsyncClient(
+            base_url=self.url, headers=bearer(api_key), timeout=httpx.Timeout(60.0, connect=5.0), trust_env=False
+        )
         # On one machine compressing costs more than it saves.
-        self._compress = urlparse(self.url).hostname not in LOOPBACK
+        self._compress = host_of(self.url) not in LOOPBACK
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -100,7 +102,7 @@ class RolloutServiceClient:
             if response.status_code in (401, 403):
                 raise EnvironmentFailure(
                     f"rollout service at {self.url} refused {path} with {response.status_code}: "
-                    "pass its key as --env.rollout_server_api_key"
+                    f"set {SERVICE_KEY} to its key (or --env.rollout_server_api_key, which other users of the machine can see)"
                 )
             if response.status_code >= 400:
                 raise RejectedByService(response.status_code, response.text[:500])
@@ -115,7 +117,7 @@ class RolloutServiceClient:
     def _encode(self, body: Any) -> tuple[bytes | None, dict[str, str]]:
         if body is None:
             return None, {}
-        content = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY, default=as_plain)
+        content = encode(body)
         headers = {"Content-Type": "application/json"}
         if self._compress and len(content) > COMPRESS_ABOVE_BYTES:
             return gzip.compress(content, compresslevel=1), headers | {"Content-Encoding": "gzip"}
@@ -129,13 +131,3 @@ def retry_after(response: httpx.Response, default: float = 1.0) -> float:
     except ValueError:
         return default
     return min(max(seconds, 0.0), LONGEST_RETRY_AFTER) if math.isfinite(seconds) else default
-
-
-def as_plain(value: Any) -> Any:
-    """Environments put numpy scalars, pydantic models and sets into their groups."""
-    for method in ("model_dump", "tolist", "item"):
-        if hasattr(value, method):
-            return getattr(value, method)()
-    if isinstance(value, set | frozenset):
-        return list(value)
-    raise TypeError(f"{type(value).__name__} cannot be sent as JSON: {value!r:.80}")

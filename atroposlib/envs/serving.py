@@ -34,6 +34,8 @@ class ServingMixin(RolloutMixin):
     _failures_in_a_row = 0
     _trainer_steps = -1
     _busy_when_asked = 0
+    _handed_out: tuple[int, float] | None = None
+    """When every step was handed out: the step that was reached, and since when nothing has moved."""
 
     async def env_manager(self) -> None:
         """Serve until the trainer is done.
@@ -67,7 +69,6 @@ class ServingMixin(RolloutMixin):
         await self.env_step_checks()
         if self._training_is_over():
             return True
-        self._cut_off_stuck_workers()
         await self.add_train_workers()
         return False
 
@@ -194,7 +195,28 @@ class ServingMixin(RolloutMixin):
         return min((step for step in (self.config.total_steps, self._trainer_steps) if step > 0), default=-1)
 
     def _training_is_over(self) -> bool:
-        return 0 < self._last_step() <= self.status_dict["current_step"]
+        """Whether there is nothing more to do, as of the status asked for last.
+
+        That the last batch was handed out does not end the run: until the trainer says that it has, it may come back from a
+        checkpoint and ask for batches again.
+        """
+        status, last = self.status_dict, self._last_step()
+        if status.get("run_ended"):
+            return True
+        if not 0 < last <= status["current_step"]:
+            self._handed_out = None
+            return False
+        if last == self.config.total_steps or "run_ended" not in status:
+            return True  # our own limit, or a service that does not tell of the run's end
+        if self._handed_out is None:
+            logger.info("every batch up to step %d is handed out: waiting for the trainer to end the run", last)
+        if self._handed_out is None or self._handed_out[0] != status["current_step"]:
+            # Beyond its last step, too: a trainer may have come back to do more steps than it first said.
+            self._handed_out = status["current_step"], time.monotonic()
+        if time.monotonic() - self._handed_out[1] < self.config.service_timeout:
+            return False
+        logger.warning("the trainer did not end the run within %g s (--env.service_timeout)", self.config.service_timeout)
+        return True
 
     # ---- steps -----------------------------------------------------------------------------------------------------------
 
@@ -221,8 +243,9 @@ class ServingMixin(RolloutMixin):
         self.eval_runner = asyncio.create_task(self.evaluate())
         self.eval_runner.add_done_callback(self._evaluation_done)
         if self.config.eval_handling is EvalHandlingEnum.STOP_TRAIN:
-            for item_id in list(self.running_items):
-                self._cancel_worker(item_id, to_backlog=True)
+            for item_id, running in list(self.running_items.items()):
+                if not running["collected"]:  # what is sampled already asks nothing more of the servers
+                    self._put_back(item_id)
 
     def _evaluation_done(self, task: asyncio.Task[Any]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -280,7 +303,7 @@ class ServingMixin(RolloutMixin):
                 return
             item_id = str(uuid.uuid4())
             worker = asyncio.create_task(self.handle_env(item_id), name=f"rollout {item_id}")
-            self.running_items[item_id] = {"item": item, "worker": worker, "start_time": time.monotonic()}
+            self.running_items[item_id] = {"item": item, "worker": worker, "start_time": time.monotonic(), "collected": False}
             self.workers.add(worker)
             worker.add_done_callback(self._worker_done(item))
 
@@ -304,14 +327,16 @@ class ServingMixin(RolloutMixin):
             self._wake.set()
 
     async def handle_env(self, item_uuid: str) -> Any:
-        """One item from start to end. Returns its groups, or None when there are none."""
-        item = self.running_items[item_uuid]["item"]
-        started = time.monotonic()
+        """One item from start to end. Returns its groups, or None when there are none.
+
+        Raises:
+            EnvironmentFailure: something that only a person can mend; what is wrong with one item ends that item only.
+        """
+        running = self.running_items[item_uuid]
+        item, started = running["item"], time.monotonic()
         groups = None
         try:
-            groups = await self.roll_out(item)
-            if groups is not None:
-                await self.handle_send_to_api(groups, item)
+            groups, _ = await self.work_on(item, collected=lambda: running.update(collected=True))
             self._failures_in_a_row = 0
         except RolloutFailure as failure:
             self._failures_in_a_row += 1
@@ -322,26 +347,14 @@ class ServingMixin(RolloutMixin):
         self.task_duration.append(duration)
         self.task_successful.append(int(groups is not None))
         (self.succeeded_task_duration if groups is not None else self.failed_task_duration).append(duration)
-        await self.cleanup()
         return groups
 
-    def _cut_off_stuck_workers(self) -> None:
-        if self.config.worker_timeout <= 0 or not all(getattr(s, "server_healthy", True) for s in self.server.servers):
-            return  # while a server is away every worker waits, and that wait has a deadline of its own
-        for item_id, running in list(self.running_items.items()):
-            age = time.monotonic() - running["start_time"]
-            if age > self.config.worker_timeout:
-                logger.warning("an item was cut off after %.0f s (--env.worker_timeout): %.200r", age, running["item"])
-                self.drops.add("timeout")
-                self._failures_in_a_row += 1
-                self._cancel_worker(item_id, to_backlog=False)
-
-    def _cancel_worker(self, item_id: str, to_backlog: bool) -> None:
+    def _put_back(self, item_id: str) -> None:
+        """Stop an item's worker; the item is worked on anew later."""
         running = self.running_items.pop(item_id)
         running["worker"].cancel()
         self.workers.discard(running["worker"])
-        if to_backlog:
-            self.backlog.append(running["item"])
+        self.backlog.append(running["item"])
 
     def _check_health(self) -> None:
         """End on what a retry cannot mend."""

@@ -17,6 +17,7 @@ from atroposlib.envs.constants import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMES
 from atroposlib.envs.errors import UsageError
 from atroposlib.envs.server_handling.openai_server import resolve_openai_configs
 from atroposlib.envs.server_handling.server_manager import APIServerConfig, ServerBaseline, ServerManagerConfig
+from atroposlib.utils.keys import all_settings, is_secret
 
 BOOLEAN_WORDS = {"true", "false", "yes", "no", "on", "off", "1", "0"}
 
@@ -114,7 +115,10 @@ def read_yaml(path: str) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"--config {path}: {error.strerror}") from error
     except yaml.YAMLError as error:
-        raise UsageError(f"--config {path}: {' '.join(str(error).split())}") from error
+        # The error's own text quotes the line, which may hold a key.
+        mark = getattr(error, "problem_mark", None)
+        where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise UsageError(f"--config {path}: {getattr(error, 'problem', None) or 'no YAML'}{where}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -169,11 +173,11 @@ def merge(
     for entry in entries:
         check_keys(entry, APIServerConfig.model_fields, f"`{OPENAI_NAMESPACE}` of the YAML file")
 
-    env = validated(type(default_env), default_env.model_dump() | dict(overrides or {}) | yaml_env | given.env, ENV_NAMESPACE)
+    env = validated(type(default_env), all_settings(default_env) | dict(overrides or {}) | yaml_env | given.env, ENV_NAMESPACE)
     if isinstance(default_servers, list):
-        base = default_servers[0].model_dump() if len(default_servers) == 1 else {}
+        base = all_settings(default_servers[0]) if len(default_servers) == 1 else {}
     else:
-        base = default_servers.model_dump()
+        base = all_settings(default_servers)
     single = base | (entries[0] if len(entries) == 1 else {}) | given.openai
     validated(APIServerConfig, single, OPENAI_NAMESPACE)
     for entry in entries:
@@ -208,4 +212,8 @@ def validated(model: type[Any], values: dict[str, Any], namespace: str) -> Any:
             problem = error.errors()[0]
             flag = NAMESPACE_SEP.join([namespace, *(str(part) for part in problem["loc"])])
             message = problem["msg"].removeprefix("Value error, ")
-            raise UsageError(f"--{flag} {problem['input']!r:.80}: {message}") from error
+            # A whole model's input holds its keys too.
+            hidden = not problem["loc"] or is_secret(str(problem["loc"][0]), model.model_fields.get(str(problem["loc"][0])))
+            value = "" if hidden else f" {problem['input']!r:.80}"
+            # Not `from error`: a traceback would show the input.
+            raise UsageError(f"--{flag}{value}: {message}") from None

@@ -13,6 +13,7 @@ from typing import Any
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from atroposlib.envs.groups import PROMPT_MASK, ScoredDataGroup
+from atroposlib.envs.server_handling.generation import Weights, weight_fields
 from atroposlib.type_definitions import Item, Message
 
 logger = logging.getLogger(__name__)
@@ -107,8 +108,8 @@ class SingleTurnEnv(BaseEnv):
             inference_logprobs=[node.logprobs for node in nodes],
             scores=self.adjust_scores(list(grades), responses),
         )
-        if all(node.weight_version is not None for node in nodes):
-            group["weight_versions"] = [node.weight_version for node in nodes]
+        if all(node.weights is not None for node in nodes):
+            group.update(weight_fields(node.weights for node in nodes))  # type: ignore[typeddict-item]
         if self.config.include_messages:
             group["messages"] = [[*messages, {"role": "assistant", "content": r.text}] for r in responses]
         return group, []
@@ -117,7 +118,7 @@ class SingleTurnEnv(BaseEnv):
         """Greedy answers to the held-out problems; `max_eval_workers` of them in work at once."""
         problems = self.eval_problems()
         slots = asyncio.Semaphore(self.config.max_eval_workers)
-        versions: list[int] = []
+        met: list[Weights] = []
 
         async def one(problem: Any) -> dict[str, Any]:
             async with slots, self.server.managed_server(tokenizer=self.tokenizer) as managed:
@@ -126,8 +127,8 @@ class SingleTurnEnv(BaseEnv):
                     messages=messages, n=1, max_tokens=self.config.max_token_length, temperature=0.0, split="eval"
                 )
                 node = managed.get_state()["nodes"][0]
-            if node.weight_version is not None:
-                versions.append(node.weight_version)
+            if node.weights is not None:
+                met.append(node.weights)
             response = as_response(answer.choices[0], node)
             grade = await self.grade(problem, response)
             return {
@@ -155,7 +156,7 @@ class SingleTurnEnv(BaseEnv):
             "percent_correct": 100.0 * correct / len(samples),
             "fraction_correct": correct / len(samples),
             "mean_response_tokens": fmean(sample["response_tokens"] for sample in samples),
-            "weight_version": min(versions, default=None),
+            "weight_version": min(met).version if met else None,
         }
         await self.evaluate_log(result, samples=list(samples), generation_parameters={"temperature": 0.0}, verbose=False)
         logger.info(

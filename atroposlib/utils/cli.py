@@ -1,9 +1,12 @@
 """Helpers for programs that build their own command lines on pydantic models with prefixed fields."""
 
 import sys
+from copy import copy
 from typing import Any
 
 from pydantic import BaseModel, create_model
+
+from atroposlib.utils.keys import all_settings
 
 
 def get_prefixed_pydantic_model(base_model: type[BaseModel], prefix: str) -> type[BaseModel]:
@@ -22,16 +25,19 @@ def merge_dicts(*dicts: dict[str, Any]) -> dict[str, Any]:
 
 def extract_namespace(model: Any, prefix: str) -> dict[str, Any]:
     """The entries of a model or a dict whose names begin with the prefix, without it."""
-    entries = model.model_dump() if isinstance(model, BaseModel) else dict(model)
+    entries = all_settings(model) if isinstance(model, BaseModel) else dict(model)
     return {name.removeprefix(prefix): value for name, value in entries.items() if name.startswith(prefix)}
 
 
 def adjust_model_defaults(model_class: type[BaseModel], defaults: dict[str, Any] | BaseModel) -> type[BaseModel]:
     """A model whose defaults are replaced by the given ones, where there are any."""
-    values = defaults.model_dump() if isinstance(defaults, BaseModel) else defaults
-    fields: dict[str, Any] = {
-        name: (info.annotation, values[name]) for name, info in model_class.model_fields.items() if name in values
-    }
+    values = all_settings(defaults) if isinstance(defaults, BaseModel) else defaults
+    fields: dict[str, Any] = {}
+    for name, info in model_class.model_fields.items():
+        if name in values:
+            info = copy(info)  # keeps what else is said of the field, such as that it is a key
+            info.default, info.default_factory = values[name], None
+            fields[name] = (info.annotation, info)
     return create_model(model_class.__name__, __base__=model_class, **fields)
 
 

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from bench.gpu.probe_tools import batch_dependence, differing_rows, microseconds, time_linear
+from bench.measured import measured
 from vllm_patching.batch_invariant.settings import ENVIRONMENT
 
 SHAPES = {
@@ -56,7 +57,8 @@ class Probe:
     """Runs the parts, each of which may fail without costing the others."""
 
     def __init__(self, output: Path) -> None:
-        self.output, self.results = output, dict[str, Any]()
+        self.output = output
+        self.results: dict[str, Any] = {"measured": measured()}
         output.mkdir(parents=True, exist_ok=True)
         self.started = time.monotonic()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from bench.gpu.processes import BenchError, Worker, crossed_gpus, tail, wait_all
 from bench.gpu.summary import table
 from bench.gpu.trainer import trainer_arguments
 from bench.gpu.vllm_server import READY_SECONDS, ServerOptions, VllmServer
+from bench.measured import measured
 
 PROMPTS = ([5, 6, 7, 8], [900, 12, 40])
 LOGPROB_TOLERANCE = 0.02
@@ -33,6 +35,7 @@ class Outcome:
         server: `old version`, `unhealthy`, `gone` or `new version`, after the fault.
         next_attempt: how the next update went; `ok`, or why not.
         problems: what keeps the row from being good; empty if it is.
+        measured: commit, date and run.
     """
 
     fault: str
@@ -43,9 +46,12 @@ class Outcome:
     server: str = ""
     next_attempt: str = ""
     problems: list[str] = field(default_factory=list)
+    measured: dict[str, str] = field(default_factory=measured)
 
     def judge(self, allowed: tuple[str, ...]) -> None:
         """Collect the problems. `allowed`: what the server may be after the fault."""
+        if not self.seconds > 0:
+            self.problems.append("nothing was measured")
         if self.seconds > self.limit:
             self.problems.append(f"took {self.seconds:.1f} s, more than {self.limit:g}")
         for what, pattern in self.must_name.items():
@@ -57,7 +63,9 @@ class Outcome:
             self.problems.append(f"the next attempt: {self.next_attempt}")
 
     def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "good": not self.problems}
+        """For the results file, without names of this machine or paths on it."""
+        told = re.sub(rf"\b{re.escape(socket.gethostname())}(?=:\d)", "HOST", self.error)
+        return {**vars(self), "error": re.sub(r"/\S*/model\b", "MODEL", told), "good": not self.problems}
 
 
 class Stage:
@@ -269,6 +277,18 @@ def wait_for_text(path: Path, text: str, seconds: float, mark: int = 0) -> float
             raise BenchError(f"nobody wrote {text!r} within {seconds:g} s:\n{tail(path)}")
         time.sleep(0.1)
     return time.monotonic() - started
+
+
+def note_absence(outcome: Outcome, trainer: Worker, mark: int) -> None:
+    """Wait until a trainer says, behind position `mark` of its log, that its server has gone; note in the row when and how."""
+    says = "looking whether the server was restarted"
+    try:
+        outcome.seconds = wait_for_text(trainer.log, says, 2 * outcome.limit, mark)
+    except BenchError as error:
+        outcome.seconds = 2 * outcome.limit
+        outcome.problems.append(str(error).splitlines()[0])
+    text = trainer.log.read_bytes()[mark:].decode(errors="replace")
+    outcome.error = "\n".join(line for line in text.splitlines() if says in line)[:1500]
 
 
 def stopped_for(send: Callable[[int], None], seconds: float, meanwhile: Callable[[], Any]) -> Any:

@@ -5,12 +5,15 @@
 #
 # KIND: 1 (one GPU: single copy, LoRA) · 2 (two: 1.7B over broadcast) · 2-throughput · 2-faults · 2-restarts (two) ·
 #       2-14b (two: 14B by single copy over two ranks, and by broadcast to one) ·
+#       compare (two: 1.7B and, in what is left of eight minutes, 14B over broadcast, ours beside vLLM's own engine) ·
 #       2-crossed (two: 14B to two ranks from a trainer of two ranks, one of each on a GPU; a rank that is late; start MPS before,
 #       or the two processes of each GPU take turns) ·
 #       4 (four: 14B to two ranks) · 4-ranks (four: the same from a trainer of two ranks) ·
 #       4-late (three or more: a rank that is late) · deterministic (one: parity) · deterministic-cost (one: speed, learning) ·
+#       memory (one; two for sharded training: the memory plan against real steps, needs no vLLM) ·
 #       modes (whole trainings, those that the GPUs suffice for; all with four) · cpu (a tiny model, to try the scripts)
 # Each kind ends within nine minutes; a machine's first server start is part of the first kind that is run on it.
+# LOCKSTEP_COMMIT names the commit that is measured, where there is no .git folder.
 # Ends with status 1 if any script failed. Results and logs are in OUTPUT_FOLDER, one folder for each script.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
@@ -38,6 +41,13 @@ case $kind in
     run 250 lora_swap lora_swap.py
     ;;
   2) run 520 weight_sync weight_sync.py --parts ceiling bridge engine ;;
+  compare)
+    # Shorter pauses between updates than in kind 2, so that both shapes fit; twice as long above 64 requests.
+    run 320 weight_sync weight_sync.py --parts ceiling bridge engine --interval 0.3
+    # Direct alone, as in 2-14b.
+    run $((475 - SECONDS)) weight_sync_14b_one_rank weight_sync.py --shape qwen2.5-14b --parts ceiling bridge engine \
+      --transfers direct --concurrency 64 --name weight_sync_qwen2.5-14b_one_rank
+    ;;
   2-throughput) run 520 weight_sync_throughput weight_sync.py --parts throughput --name weight_sync_qwen3-1.7b_throughput ;;
   2-faults) run 530 bridge_faults bridge_faults.py --only layout port second nan trainer stop ;;
   2-restarts) run 530 bridge_restarts bridge_faults.py --only worker restart --name bridge_restarts ;;
@@ -63,6 +73,7 @@ case $kind in
     run 330 deterministic_cost deterministic_cost.py
     run 200 bi_on_off bi_on_off.py --jobs 6
     ;;
+  memory) run 530 memory_plan memory_plan.py ;;
   modes) run 530 training_modes training_modes.py --eager ;;
   cpu)
     for script in weight_sync single_copy lora_swap bridge_faults; do

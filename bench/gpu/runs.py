@@ -16,15 +16,20 @@ from bench.gpu.processes import BenchError, Worker, end_on_sigterm
 from bench.gpu.shapes import SHAPES
 from bench.gpu.summary import find_halts, gigabytes_per_second, spread_by_phase, spread_ms
 from bench.gpu.vllm_server import VllmServer
+from bench.measured import measured
 
 ASK_SECONDS = 120.0
 
 
 class Results:
-    """A JSON file that is written after every measurement, so that one which fails or is cut off loses nothing else."""
+    """A JSON file that is written after every measurement, so that one which fails or is cut off loses nothing else.
+
+    The file and each row of it carry `measured`: commit, date and run.
+    """
 
     def __init__(self, path: Path, **first: Any) -> None:
-        self.path, self.data, self.failures = path, dict(first), list[str]()
+        self.path, self.failures = path, list[str]()
+        self.data: dict[str, Any] = {"measured": measured(), **first}
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def put(self, *keys: str, value: Any) -> None:
@@ -46,7 +51,7 @@ class Results:
             self.put(*keys, value={"failed": str(error).splitlines()[0][:500]})
             print(f"FAILED  {name}: {error}", flush=True)
             return None
-        self.put(*keys, value=value)
+        self.put(*keys, value={**value, "measured": measured()} if isinstance(value, dict) else value)
         print(f"{time.monotonic() - started:6.1f} s  {name}", flush=True)
         return value
 

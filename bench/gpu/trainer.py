@@ -31,7 +31,7 @@ from example_trainer.weight_bridge.single_copy import SingleCopyBridge
 
 PROMPT_TOKENS = 40
 SAMPLES, SAMPLE_TOKENS = 8, 32
-FIRST_STEP_SECONDS = 3.0
+FIRST_STEP_SECONDS = 30.0
 """How long to wait, while requests are in flight, until the server knows when its engine went on after an update."""
 
 

@@ -1,7 +1,8 @@
 """A trainer that uses vLLM's own NCCL weight-transfer engine, to compare with. vLLM 0.26; needs GPUs.
 
 The server is started with VLLM_SERVER_DEV_MODE=1 and `--weight-transfer-config '{"backend": "nccl"}'`. One update is:
-/pause?mode=keep, /start_weight_update, the packed broadcast beside /update_weights, /finish_weight_update, /resume.
+the write of the new weights, /pause?mode=keep, /start_weight_update, the packed broadcast beside /update_weights,
+/finish_weight_update, /resume; all requests over one kept connection, and timed from the write to the last answer, as ours is.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import httpx
@@ -18,6 +20,8 @@ from bench.gpu.line_protocol import Answers, serve
 from bench.gpu.processes import free_port
 from bench.gpu.trainer import BenchTrainer, parse, set_up
 from example_trainer.models.layout import layout
+
+NCCL_ENGINE = "vllm.distributed.weight_transfer.nccl_engine"
 
 
 class EngineTrainer(BenchTrainer):
@@ -30,13 +34,12 @@ class EngineTrainer(BenchTrainer):
 
     def join(self) -> dict[str, Any]:
         """Meet the server's workers in an NCCL group, this process as rank 0."""
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-
+        engine = import_module(NCCL_ENGINE)
         world = 1 + int(self._client.get("/get_world_size").raise_for_status().json()["world_size"])
         port = free_port()
         info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": world}
         call = self._in_background("/init_weight_transfer_engine", {"init_info": info})
-        self._group = NCCLWeightTransferEngine.trainer_init(
+        self._group = engine.NCCLWeightTransferEngine.trainer_init(
             {"master_address": "127.0.0.1", "master_port": port, "world_size": world}
         )
         call()
@@ -82,17 +85,7 @@ class EngineTrainer(BenchTrainer):
         ]
 
     def _engine_update(self, which: int) -> dict[str, Any]:
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerSendWeightsArgs, NCCLWeightTransferEngine
-
-        self.write(which)
-        torch.cuda.synchronize()
-        tensors = self.checkpoint_tensors()
-        info = {
-            "names": [name for name, _ in tensors],
-            "dtype_names": [str(t.dtype).removeprefix("torch.") for _, t in tensors],
-            "shapes": [list(t.shape) for _, t in tensors],
-            "packed": True,
-        }
+        engine = import_module(NCCL_ENGINE)
         seconds: dict[str, float] = {}
         start = last = time.monotonic()
 
@@ -101,14 +94,25 @@ class EngineTrainer(BenchTrainer):
             now = time.monotonic()
             seconds[name], last = now - last, now
 
+        self.write(which)
+        torch.cuda.synchronize()
+        lap("write")
+        tensors = self.checkpoint_tensors()
+        info = {
+            "names": [name for name, _ in tensors],
+            "dtype_names": [str(t.dtype).removeprefix("torch.") for _, t in tensors],
+            "shapes": [list(t.shape) for _, t in tensors],
+            "packed": True,
+        }
+        lap("names")
         self._client.post("/pause", params={"mode": "keep", "clear_cache": "true"}).raise_for_status()
         lap("pause")
         paused = last
         self._client.post("/start_weight_update").raise_for_status()
         lap("start")
         call = self._in_background("/update_weights", {"update_info": info})
-        arguments = NCCLTrainerSendWeightsArgs(group=self._group, packed=True)
-        NCCLWeightTransferEngine.trainer_send_weights(iter(tensors), arguments)
+        arguments = engine.NCCLTrainerSendWeightsArgs(group=self._group, packed=True)
+        engine.NCCLWeightTransferEngine.trainer_send_weights(iter(tensors), arguments)
         torch.cuda.synchronize()
         call()
         lap("transfer")
@@ -131,7 +135,7 @@ class EngineTrainer(BenchTrainer):
 
         def call() -> None:
             try:
-                httpx.post(f"{self.url}{path}", json=body, timeout=self.timeout).raise_for_status()
+                self._client.post(path, json=body).raise_for_status()
                 outcome.append(None)
             except Exception as error:  # noqa: BLE001 - raised again where it is waited for
                 outcome.append(error)
@@ -153,4 +157,5 @@ if __name__ == "__main__":
     answers = Answers()
     parsed = parse()
     set_up(parsed)
+    import_module(NCCL_ENGINE)  # takes many seconds, during which the server starts
     serve(answers, EngineTrainer(parsed.shape, parsed.port, parsed.device, parsed.timeout).commands())

@@ -75,7 +75,8 @@ class VllmServer(Child):
             str(options.max_model_len),
         ]
         command += ["--max-num-seqs", str(options.max_num_seqs), "--bridge-timeout", str(options.bridge_timeout)]
-        environment = {"VLLM_ENABLE_SHARED_WEIGHTS": "1" if options.shared else "0", "LOGDIR": str(folder)}
+        # Whoever measures here comes without a key, which the machine's environment may hold.
+        environment = {"VLLM_ENABLE_SHARED_WEIGHTS": "1" if options.shared else "0", "LOGDIR": str(folder), "VLLM_API_KEY": ""}
         if options.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = options.gpus
             # vLLM refuses to start unless so much is free; the size of the cache follows from the other flag.

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from example_trainer.api_keys import revealed
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.decoder import DeterministicDecoder, GradientSums
 from example_trainer.deterministic.parity import NoParity, ParityCheck, ParityError, Provenance, require_same_kernels
@@ -52,7 +53,12 @@ def make_parity(config: TrainerConfig, model: Decoder, stop: StopSignal | None =
     ours, theirs = model_provenance(model), {}
     for host, port in config.vllm_addresses:
         server = BridgeServer(
-            host, port, config.bridge_timeout, config.vllm_api_key, config.service_timeout, stop.wait if stop else time.sleep
+            host,
+            port,
+            config.bridge_timeout,
+            revealed(config.vllm_api_key),
+            config.service_timeout,
+            stop.wait if stop else time.sleep,
         )
         try:
             theirs = pair(ours, server.wait_for_info(), server.url)

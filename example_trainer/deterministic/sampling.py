@@ -11,6 +11,7 @@ import httpx
 from example_trainer.data import NOT_TRAINED
 from example_trainer.deterministic.problems import Problem
 from example_trainer.errors import ModelError, RolloutServiceError
+from example_trainer.http_client import direct_client
 
 _SECONDS = 600.0
 """One group may take this long."""
@@ -25,12 +26,13 @@ class Sampler:
         group_size: completions of each question.
         max_tokens: of each completion.
         seed: of the first request; every sample of a run has another one.
+        api_key: bearer token, if the server asks for one.
 
     Raises:
         ModelError: there is no tokenizer, or it has no chat template.
     """
 
-    def __init__(self, url: str, folder: str, group_size: int, max_tokens: int, seed: int) -> None:
+    def __init__(self, url: str, folder: str, group_size: int, max_tokens: int, seed: int, api_key: str | None = None) -> None:
         from transformers import AutoTokenizer
 
         try:
@@ -40,7 +42,7 @@ class Sampler:
         if not self._tokenizer.chat_template:
             raise ModelError(f"the tokenizer in {folder} has no chat template; give an instruction-tuned model")
         self._group_size, self._max_tokens, self._next_seed = group_size, max_tokens, seed << 32
-        self._client = httpx.Client(base_url=url, timeout=_SECONDS, trust_env=False)
+        self._client = direct_client(url, _SECONDS, api_key)
 
     def groups(self, problems: Sequence[Problem]) -> list[dict[str, Any]]:
         """One scored group for each problem, in their order, as the rollout service would hand them over.

@@ -10,6 +10,7 @@ from torch import Tensor
 from example_trainer.checkpointing import Checkpoints
 from example_trainer.lora.peft_format import AdapterWriter
 from example_trainer.models import Decoder
+from example_trainer.runs import Run
 
 ADAPTER_PREFIX = "adapter_step_"
 
@@ -23,8 +24,8 @@ class AdapterCheckpoints(Checkpoints):
 
     prefix = ADAPTER_PREFIX
 
-    def __init__(self, folder: Path, keep_states: int, last: int | None, writer: AdapterWriter) -> None:
-        super().__init__(folder, keep_states, last)
+    def __init__(self, folder: Path, run: Run, keep_states: int, last: int | None, writer: AdapterWriter) -> None:
+        super().__init__(folder, run, keep_states, last)
         self._writer = writer
 
     def _write_weights(self, model: Decoder, masters: Mapping[str, Tensor], draft: Path) -> None:

@@ -116,6 +116,12 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
+def _repeats_heads(q: Tensor) -> bool:
+    """Whether shared key/value heads must be repeated for attention: in float32 no GPU kernel of torch knows shared heads, and
+    what it falls back on keeps length × length matrices."""
+    return q.is_cuda and q.dtype is torch.float32
+
+
 class Attention(nn.Module):
     """Causal self-attention in which several query heads share a key/value head. Heads are split over ranks; where there
     are fewer key/value heads than ranks, several ranks hold the same one.
@@ -141,6 +147,9 @@ class Attention(nn.Module):
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
         shared = self.q_size != self.kv_size
+        if shared and _repeats_heads(q):
+            k, v = (part.repeat_interleave(self.q_size // self.kv_size, dim=1) for part in (k, v))
+            shared = False
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=g.head_dim**-0.5, enable_gqa=shared)
         return self.o_proj(out.transpose(1, 2).reshape(batch, length, self.q_size))
 

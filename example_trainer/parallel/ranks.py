@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, BroadcastOption
 from torch.distributed.rendezvous import rendezvous
 
 from example_trainer.errors import ConfigError, RankError, TrainerError
-from example_trainer.process import StopRequested, StopSignal
+from example_trainer.process import StopRequested
 
 logger = logging.getLogger(__name__)
 
@@ -128,13 +128,6 @@ class Ranks:
             self._raise_first(what, [described])
         whole: T = outcome if self.is_main else result  # type: ignore[assignment]
         return whole
-
-    def check(self, stop: StopSignal) -> None:
-        """Raise StopRequested on every rank if a signal came to any of them."""
-        if self.world_size == 1:
-            stop.check()
-            return
-        self.together("agreeing whether to stop", stop.check)
 
     def _raise_first(self, what: str, outcomes: list[Any]) -> None:
         """Raise what another rank failed with. An error goes before a request to stop."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from example_trainer.errors import TrainerError
@@ -10,6 +9,7 @@ from example_trainer.metrics import MetricsLog, Row
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal
 from example_trainer.rollout_client import Registration, RolloutClient, Upkeep
+from example_trainer.runs import TrainedBatch
 
 
 class AgreedStop(StopSignal):
@@ -90,9 +90,26 @@ class SharedRollouts:
         except _WorkIsDue:
             return None
 
-    def acknowledge(self, weight_version: int) -> None:
+    @property
+    def lease(self) -> TrainedBatch | None:
+        """See RolloutClient.lease. None on the other ranks, which save nothing. Not collective."""
+        return self._client.lease if self._client else None
+
+    def acknowledge(self, weight_version: int, skipped: str | None = None) -> None:
         """See RolloutClient.acknowledge."""
-        self._ranks.on_main("acknowledging a batch", lambda: self._main.acknowledge(weight_version), self._longest_call)
+        self._ranks.on_main(
+            "acknowledging a batch", lambda: self._main.acknowledge(weight_version, skipped), self._longest_call
+        )
+
+    def settle(self, batch: TrainedBatch, weight_version: int) -> None:
+        """See RolloutClient.settle."""
+        self._ranks.on_main(
+            "acknowledging an earlier batch", lambda: self._main.settle(batch, weight_version), self._longest_call
+        )
+
+    def end_run(self, uuid: int | None = None) -> None:
+        """See RolloutClient.end_run."""
+        self._ranks.on_main("telling the service that the run has ended", lambda: self._main.end_run(uuid), self._longest_call)
 
     def queue_size(self) -> int:
         """See RolloutClient.queue_size."""
@@ -115,9 +132,3 @@ class NoMetrics(MetricsLog):
 
     def close(self) -> None:
         return
-
-
-def on_main_path(ranks: Ranks, what: str, path: Path | None) -> Path | None:
-    """Rank 0's path on every rank. Collective."""
-    told = ranks.broadcast(None if path is None else str(path), what)
-    return None if told is None else Path(told)

@@ -37,6 +37,7 @@ class _ChosenLogprobs(torch.autograd.Function):
             logprobs[rows] = chosen - partition.log()
             entropy[rows] = partition.log() - weighted / partition
             log_sum[rows] = top + partition.log()
+            del logits, exponentials  # their memory is needed for the next chunk's
         ctx.save_for_backward(hidden, weight, targets, log_sum)
         ctx.first, ctx.split, ctx.chunk, ctx.temperature = first, split, chunk, temperature
         ctx.mark_non_differentiable(entropy)
@@ -47,7 +48,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         hidden, weight, targets, log_sum = ctx.saved_tensors
         upstream = gradients[0] / ctx.temperature
         hidden_grad = torch.zeros_like(hidden)
-        weight_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         inside, local = _place(targets, ctx.first, len(weight))
         for start in range(0, len(targets) if len(weight) else 0, ctx.chunk):
             rows = slice(start, start + ctx.chunk)
@@ -56,9 +57,12 @@ class _ChosenLogprobs(torch.autograd.Function):
             slope.scatter_add_(1, local[rows, None], inside[rows, None].to(slope.dtype))
             slope = slope.mul_(upstream[rows, None]).to(weight.dtype)
             hidden_grad[rows] = slope @ weight
-            weight_grad += (slope.t() @ hidden[rows]).float()
+            if weight_grad is not None:
+                weight_grad += slope.t() @ hidden[rows]
+            del slope  # its memory is needed for the next chunk's logits
         ctx.split.total(hidden_grad)
-        return hidden_grad, weight_grad.to(weight.dtype), None, None, None, None, None
+        weight_grad = None if weight_grad is None else weight_grad.to(weight.dtype)
+        return hidden_grad, weight_grad, None, None, None, None, None
 
 
 def _place(targets: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
@@ -80,7 +84,7 @@ def split_chosen_logprobs(
 
     Args:
         hidden: [tokens, hidden], the same on every rank, with gradient, which comes back the same on every rank.
-        weight: [rows, hidden] of this rank, padding included, with gradient.
+        weight: [rows, hidden] of this rank, padding included; its gradient is computed only if it requires one.
         targets: [tokens] int64 ids, the same on every rank.
         vocab_size: of the whole model.
         chunk, temperature: see loss.chosen_logprobs.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from example_trainer.errors import TrainerError
+from example_trainer.memory_items import Receiver
 
 Weights = Mapping[str, torch.Tensor]
 """The trainer's parameters by name, in vLLM's layout for tensor-parallel degree 1 (merged qkv_proj and gate_up_proj)."""
@@ -71,6 +72,13 @@ class WeightBridge(ABC):
 
         Asked before the model is loaded. Raises BridgeError if the server cannot be reached within the deadline.
         """
+
+    def receivers(self) -> tuple[Receiver, ...]:
+        """The layouts that weights are packed for, which the memory plan counts; empty if nothing is packed.
+
+        Asked after `serving_dtype`, before the model is loaded.
+        """
+        return ()
 
     @abstractmethod
     def connect(self, model: torch.nn.Module) -> None:

@@ -9,11 +9,12 @@ from typing import TypeVar
 
 import torch
 
+from example_trainer.memory_items import Receiver
 from example_trainer.parallel.gather import full_parameters, full_tensor
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.weight_bridge.base import BridgeError, LeaseLost, SyncReport, WeightBridge, Weights
 from example_trainer.weight_bridge.link import ServerLink
-from example_trainer.weight_bridge.outgoing import OutgoingWeights
+from example_trainer.weight_bridge.outgoing import OutgoingWeights, receivers_of
 from example_trainer.weight_bridge.phases import timed
 from example_trainer.weight_bridge.server import BridgeServer, Shapes, served_dtype, shapes_of
 from vllm_patching.checksum import WeightSummary
@@ -54,9 +55,12 @@ class BroadcastBridge(WeightBridge):
         self._version = 0
 
     def serving_dtype(self) -> torch.dtype | None:
-        server = self._links[0].server
-        info = self._ranks.on_main("asking the vLLM server", server.wait_for_info, server.longest_wait)
-        return served_dtype(info)
+        for link in self._links:
+            link.ask()
+        return served_dtype(self._links[0].info)
+
+    def receivers(self) -> tuple[Receiver, ...]:
+        return receivers_of(manifest for link in self._links for manifest in link.manifests)
 
     def connect(self, model: torch.nn.Module) -> None:
         self._model = model

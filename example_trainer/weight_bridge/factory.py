@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from example_trainer.api_keys import revealed
 from example_trainer.config import TrainerConfig
 from example_trainer.lora.settings import base_model_name
 from example_trainer.parallel.ranks import Ranks
@@ -24,13 +25,16 @@ from vllm_patching.shared_memory import gpu_uuid
 logger = logging.getLogger(__name__)
 
 
-def make_bridge(config: TrainerConfig, stop: StopSignal | None = None, ranks: Ranks | None = None) -> WeightBridge:
+def make_bridge(
+    config: TrainerConfig, stop: StopSignal | None = None, ranks: Ranks | None = None, weight_epoch: int = 0
+) -> WeightBridge:
     """The bridge for --weight-bridge-mode, --use-shared-memory and --single-copy; connects to nothing but to choose.
 
     Args:
         config: the options.
         stop: told by a bridge that runs something in the background when training cannot go on, and heeded while it waits.
         ranks: the trainer's processes, if it has several. Collective.
+        weight_epoch: of the weights that this trainer will hand over; see weight_age.
 
     Raises:
         BridgeError: the mode cannot work here.
@@ -50,12 +54,14 @@ def make_bridge(config: TrainerConfig, stop: StopSignal | None = None, ranks: Ra
             folder=config.save_path,
             base_model=base_model_name(config.model_name),
             timeout=config.bridge_timeout,
-            api_key=config.vllm_api_key,
+            api_key=revealed(config.vllm_api_key),
             startup_timeout=config.service_timeout,
         )
     sleep = time.sleep if stop is None else stop.wait
     servers = [
-        BridgeServer(host, port, config.bridge_timeout, config.vllm_api_key, config.service_timeout, sleep)
+        BridgeServer(
+            host, port, config.bridge_timeout, revealed(config.vllm_api_key), config.service_timeout, sleep, weight_epoch
+        )
         for host, port in config.vllm_addresses
     ]
     single = config.single_copy

@@ -49,10 +49,14 @@ class ServerLink:
         """vLLM's ranks that this process sends to."""
         return [m.tp_rank for m in self.manifests if m.tp_rank % self._ranks.world_size == self._ranks.rank]
 
-    def look(self, shapes: Shapes) -> int:
-        """Ask the server what it holds and compare. Returns the number of parameters mapped, which is all of them."""
+    def ask(self) -> None:
+        """Ask the server what it holds, into `info` and `manifests`. Collective."""
         self.info = self._ranks.on_main("asking the vLLM server", self.server.wait_for_info, self.server.longest_wait)
         self.manifests = manifests_of(self.info)
+
+    def look(self, shapes: Shapes) -> int:
+        """Ask the server what it holds and compare. Returns the number of parameters mapped, which is all of them."""
+        self.ask()
         self.num_bytes = sum(item.num_bytes for manifest in self.manifests for item in flat_layout(manifest)[0])
         return check_layout(self.info, shapes)
 

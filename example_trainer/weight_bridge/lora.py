@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import torch
 
+from example_trainer.http_client import direct_client
 from example_trainer.lora.peft_format import AdapterWriter, WrittenAdapter
 from example_trainer.lora.settings import LoraSettings
 from example_trainer.models import Decoder
@@ -53,9 +54,8 @@ class LoraServer:
         self.serves: str | None = None
         self._startup_timeout = startup_timeout
         self._said_away = False
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         # The server answers within its own deadline; the margin lets its explanation arrive before ours.
-        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout + 10)
+        self._client = direct_client(self.url, timeout + 10, api_key)
 
     def wait_for_info(self) -> dict[str, Any]:
         """GET /lora/info, waiting for a server that is still loading.

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from example_trainer.memory_items import Receiver
 from vllm_patching.checksum import WeightSummary, WeightSums
 from vllm_patching.distributed_utils import PART_BYTES
 from vllm_patching.manifest import FlatSlice, Manifest, flat_layout, parts, source_view
+
+
+def receivers_of(manifests: Iterable[Manifest]) -> tuple[Receiver, ...]:
+    """What each layout among these needs in buffers; ranks of several servers with the same one share them."""
+    return tuple(_receiver(manifest) for manifest in {manifest.digest(): manifest for manifest in manifests}.values())
+
+
+def _receiver(manifest: Manifest) -> Receiver:
+    layout, _ = flat_layout(manifest)
+    full = {entry.shard.name: entry.shard.full_shape for entry in manifest.entries}
+    columns = sum(item.num_bytes for item in layout if item.slice.dim == 1 and item.slice.length < full[item.name][1])
+    return Receiver(manifest.tp_rank, sum(item.num_bytes for item in layout), columns)
 
 
 class OutgoingWeights:
     """Contiguous tensors, one for each slice of a rank's layout, in its order.
 
     A slice that is contiguous in the trainer's parameter (rows) is sent from where it is. The others (columns, for
-    tensor-parallel ranks), and all slices of parameters that no process holds whole, are packed into a buffer first.
+    tensor-parallel ranks), and all slices of parameters that no process holds whole, are packed first, each into a buffer that
+    stays for as long as the object does: `packed_bytes` in all, which `receivers_of` tells the memory plan beforehand.
 
     Attributes:
         digest: identifies the layout; ranks of several servers with the same one get the same tensors.
@@ -45,6 +59,11 @@ class OutgoingWeights:
             pieces.append((item.name, piece))
         self._pieces = pieces
         self._sums = WeightSums(pieces)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum(item.num_bytes for slices in self._by_name.values() for item, _ in slices)
 
     @property
     def packed_names(self) -> Sequence[str]:

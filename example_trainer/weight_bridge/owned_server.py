@@ -1,6 +1,6 @@
 """A vLLM server that the trainer starts, watches and stops: this project's own, or any other that takes a model and a port.
 
-The server runs under `scripts/quickstart/guard.py`, which ends it, with every process that it started, when the trainer's end
+The server runs under `child_processes/guard.py`, which ends it, with every process that it started, when the trainer's end
 of a pipe closes. The kernel closes it however the trainer dies, so `kill -9` of the trainer leaves no server behind.
 """
 
@@ -17,9 +17,10 @@ from pathlib import Path
 
 import httpx
 
+from example_trainer.child_processes.ports import is_free
+from example_trainer.child_processes.processes import ManagedProcess
+from example_trainer.http_client import direct_client
 from example_trainer.weight_bridge.base import BridgeError
-from scripts.quickstart.ports import is_free
-from scripts.quickstart.processes import ManagedProcess
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +88,7 @@ class OwnedServer:
             self._environment["CUDA_VISIBLE_DEVICES"] = gpus
         if api_key:
             self._environment["VLLM_API_KEY"] = api_key
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=5, trust_env=False)
+        self._client = direct_client(self.url, 5.0, api_key)
         self._process: ManagedProcess | None = None
         self.served: Served | None = None
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
+from example_trainer.api_keys import revealed
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
 from example_trainer.process import StopSignal
@@ -56,7 +57,7 @@ class RestartBridge(WeightBridge):
             config.vllm_port,
             config.log_dir / LOG_NAME,
             config.vllm_gpus,
-            config.vllm_api_key,
+            revealed(config.vllm_api_key),
             config.vllm_start_timeout,
         )
         self._first_model = config.model_name

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import torch
 
+from example_trainer.http_client import direct_client
 from example_trainer.weight_bridge.base import BridgeError, LeaseLost
 from vllm_patching.manifest import Manifest, dtype_name, mismatches
 from vllm_patching.writers import Writer, this_process
@@ -58,14 +59,12 @@ class BridgeServer:
         self.url = f"http://{host}:{port}"
         self.timeout = timeout
         self._startup_timeout = timeout if startup_timeout is None else startup_timeout
-        self._sleep = sleep
-        self._weight_epoch = weight_epoch
+        self._sleep, self._weight_epoch = sleep, weight_epoch
         self._lease: str | None = None
         self._instance: str | None = None
         self._said_away = False
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         # The server answers within its own deadline; the margin lets its explanation arrive before ours.
-        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout + 10)
+        self._client = direct_client(self.url, timeout + 10, api_key)
 
     @property
     def longest_wait(self) -> float:
@@ -119,7 +118,14 @@ class BridgeServer:
         events: Sequence[str] = (),
         writers: Sequence[Writer] = (),
     ) -> dict[str, Any]:
-        """Join the server as a new epoch. Returns epoch, key, data_backend, transfer, weight_version and follows_writes."""
+        """Join the server as a new epoch.
+
+        Returns:
+            instance, epoch, key, data_backend, transfer, weight_version and follows_writes.
+
+        Raises:
+            BridgeError: the server refuses, or is not the one whose layout was asked for.
+        """
         body = {
             "trainer": f"trainer {socket.gethostname()}:{os.getpid()}",
             "mode": mode,
@@ -127,12 +133,22 @@ class BridgeServer:
             "master_port": master_port,
             "key": key,
             "transfer": transfer,
+            "weight_epoch": self._weight_epoch,
             "events": list(events),
             "writers": [writer.to_json() for writer in writers or [this_process()]],
-            "weight_epoch": self._weight_epoch,
             "parameters": shapes,
         }
-        return self.post("init", body)
+        answer = self.post("init", body)
+        self.require_same(answer["instance"], "the server that was joined")
+        return answer
+
+    def require_same(self, instance: str, what: str) -> None:
+        """Raise BridgeError unless `instance` is that of the server which has answered /bridge/info last, if one has."""
+        if self._instance not in (None, instance):
+            raise BridgeError(
+                f"{what} is instance {instance}, and {self.url} was instance {self._instance} when asked for its layout: "
+                "it was restarted meanwhile, or another server is mixed up with it; start the trainer again with --resume auto"
+            )
 
     def pause(self, epoch: int, version: int) -> dict[str, Any]:
         """Have the server stand still. Returns its lease: `deadline` says until when may be written (see `require_in_time`)."""

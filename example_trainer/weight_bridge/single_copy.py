@@ -148,7 +148,7 @@ class SingleCopyBridge(WeightBridge):
 
     def _open(self, info: dict[str, Any], parameters: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
         """The storage of vLLM's rank of this rank's number."""
-        handles = _read_handles(info, self._server.url, self._ranks.rank)
+        handles = read_handles(info, self._server.url, self._ranks.rank)
         device = next(iter(parameters.values())).device
         try:
             shared = open_handles(handles)
@@ -259,8 +259,12 @@ class SingleCopyBridge(WeightBridge):
         return self._master_sums[place]
 
 
-def _read_handles(info: dict[str, Any], url: str, rank: int) -> dict[str, Any]:
-    """The storage handles of one of vLLM's ranks from the server's config file, which only this user on this machine reads."""
+def read_handles(info: dict[str, Any], url: str, rank: int) -> dict[str, Any]:
+    """The storage handles of one of vLLM's ranks from the server's config file, which only this user on this machine reads.
+
+    Raises:
+        BridgeError: there is no such file, or it is another server's, whose memory this trainer must not open.
+    """
     path = Path(info["config_path"])
     try:
         config = json.loads(path.read_text())
@@ -269,5 +273,12 @@ def _read_handles(info: dict[str, Any], url: str, rank: int) -> dict[str, Any]:
             f"cannot read {path}, where {url} (host {info['hostname']}) keeps the handles of its weights: {error}. "
             "Single copy needs the trainer on the server's machine and under its user; use --use-shared-memory otherwise."
         ) from error
+    if not isinstance(config, dict) or config.get("instance") != info["instance"]:
+        other = f"instance {config.get('instance')}, port {config.get('port')}" if isinstance(config, dict) else "no server"
+        raise BridgeError(
+            f"{path} is of another server ({other}) than {url} (instance {info['instance']}, host {info['hostname']}), whose "
+            "memory must not be written: if that one was restarted just now, start the trainer again with --resume auto; if it "
+            "runs on another machine, use --use-shared-memory (broadcast)"
+        )
     handles: dict[str, Any] = config["ranks"][rank]["handles"]
     return handles

@@ -12,12 +12,13 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])  # run by path: import from the repository
 
+from example_trainer.child_processes.processes import ProcessError
 from scripts.ops import logs, status
 from scripts.ops.control import Starter, stop_parts
 from scripts.ops.options import PARTS, add_run_option, parse
 from scripts.ops.stack import Stack
+from scripts.quickstart.errors import QuickstartError
 from scripts.quickstart.options import OneLineParser, positive_int
-from scripts.quickstart.processes import QuickstartError
 
 
 def say(text: str) -> None:
@@ -97,7 +98,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, interrupted)
     try:
         return COMMANDS[name](rest)
-    except QuickstartError as error:
+    except ProcessError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

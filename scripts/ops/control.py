@@ -8,19 +8,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from example_trainer.child_processes.guard import descendants, send
+from example_trainer.child_processes.ports import is_free
+from example_trainer.child_processes.processes import ProcessError, describe_exit, first_error, tail
+from example_trainer.child_processes.readiness import http_probe, wait_until
+from scripts.ops.keys import make_keys, variables_of
 from scripts.ops.options import PARTS, save
 from scripts.ops.records import Identity, Record, Records, identify, owner_is_me
 from scripts.ops.stack import Stack
-from scripts.quickstart.guard import descendants, send
+from scripts.quickstart.errors import QuickstartError
 from scripts.quickstart.options import ROOT
 from scripts.quickstart.plan import Command
-from scripts.quickstart.ports import is_free
-from scripts.quickstart.processes import QuickstartError, describe_exit, first_error, tail
-from scripts.quickstart.readiness import http_probe, wait_until
 
 KEEPER = Path(__file__).with_name("keeper.py")
 SERVICE_SECONDS = 60.0
@@ -29,7 +31,8 @@ SETTLE_SECONDS = 1.5
 KEEPER_MARGIN_SECONDS = 20.0
 """What a keeper may need on top of the grace period to end what the command left behind."""
 STOP_ORDER = ("environment", "trainer", "vllm", "service")
-BRIDGE_CONFIG = "vllm_bridge_config.json"
+BRIDGE_CONFIG, BRIDGE_CONFIGS = "vllm_bridge_config.json", "vllm_bridge_config*.json"
+"""What a vLLM server publishes in its LOGDIR, and the names that several of them have there."""
 LOCK = ".stack-lock"
 
 Say = Callable[[str], None]
@@ -67,6 +70,7 @@ class Starter:
         self.stack, self.say, self.options = stack, say, stack.options
         self.records = Records(stack.options.run)
         self.started: list[Record] = []
+        self.keys: dict[str, str] = {}
 
     def run(self) -> None:
         """Start every part that was asked for, in order, and wait until those that listen answer.
@@ -78,6 +82,7 @@ class Starter:
             self.refuse_what_runs()
             self.clear_leftovers()
             self.refuse_ports()
+            self.keys = make_keys(self.options.run, os.environ, running=bool(self.running()))
             (self.options.run / "commands.sh").write_text(self.stack.script())
             if not self.options.resume:
                 save(self.options)
@@ -91,6 +96,10 @@ class Starter:
                 raise
             if self.options.links:
                 self.link_logs(Path.cwd())
+
+    def running(self) -> list[str]:
+        """Parts of this run that live."""
+        return [part for part in PARTS if (record := self.records.read(part)) and record.keeper.is_alive()]
 
     def refuse_what_runs(self) -> None:
         for part in self.options.parts:
@@ -110,11 +119,12 @@ class Starter:
                     self.say(f"{part}: the last one (process {record.keeper.pid}) was killed; its record is removed")
                 kill_leftovers(record, self.say)
                 self.records.remove(part)
-        config = self.options.run / BRIDGE_CONFIG
         # While a trainer lives, the file tells the next server that it must wait for that trainer's weights.
-        if config.exists() and self.records.read("vllm") is None and self.records.read("trainer") is None:
-            self.say(f"removed {config} of a vLLM server that was killed")
-            config.unlink()
+        if self.records.read("vllm") is None and self.records.read("trainer") is None:
+            for config in sorted(self.options.run.glob(BRIDGE_CONFIGS)):
+                if not is_locked(config):
+                    self.say(f"removed {config} of a vLLM server that was killed")
+                    config.unlink()
 
     def refuse_ports(self) -> None:
         taken = {number: flag for number, flag in self.stack.ports().items() if not is_free(number)}
@@ -129,7 +139,7 @@ class Starter:
         command, log = self.stack.command(part), self.stack.log(part)
         if log.exists():
             log.replace(log.with_suffix(".previous.log"))
-        pid = spawn(command, log, self.records.exit_file(part))
+        pid = spawn(command, log, self.records.exit_file(part), variables_of(part, os.environ, self.keys))
         keeper = identify(pid)
         if keeper is None:
             raise QuickstartError(f"{part} could not be started; see {log}")
@@ -160,7 +170,7 @@ class Starter:
     def wait_for(self, record: Record, url: str, seconds: float) -> None:
         try:
             waited = wait_until(record.part, http_probe(url, min(seconds, 60.0)), seconds, self.check)
-        except QuickstartError as error:
+        except ProcessError as error:
             raise QuickstartError(f"{error}; log: {record.log}") from None
         self.say(f"{record.part:<12} answers {url} after {waited:.0f} s")
 
@@ -197,8 +207,11 @@ class Starter:
             self.say(f"{', '.join(kept)} in {here} are files of their own and stay; the run's logs are in {self.options.run}")
 
 
-def spawn(command: Command, log: Path, exit_file: Path) -> int:
+def spawn(command: Command, log: Path, exit_file: Path, environment: Mapping[str, str]) -> int:
     """Start a command under a keeper that outlives this process; returns the keeper's process id.
+
+    Args:
+        environment: variables beneath the command's own.
 
     Raises:
         QuickstartError: the log cannot be written.
@@ -214,7 +227,7 @@ def spawn(command: Command, log: Path, exit_file: Path) -> int:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
-                env={**os.environ, **command.variables},
+                env={**environment, **command.variables},
                 start_new_session=True,  # Ctrl-C in this terminal, and its closing, are not meant for it
             )
     except OSError as error:
@@ -254,6 +267,16 @@ def stop(record: Record, records: Records, say: Say) -> bool:
     kill_leftovers(record, say)
     records.remove(record.part)
     return True
+
+
+def is_locked(file: Path) -> bool:
+    """Whether a living process holds a lock on a file, as a vLLM server does on its own."""
+    with file.open() as opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def gone(identity: Identity, seconds: float) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.quickstart.guard import PR_SET_CHILD_SUBREAPER, Guard, prctl
+from example_trainer.child_processes.guard import PR_SET_CHILD_SUBREAPER, Guard, prctl
 
 
 def main(arguments: list[str]) -> int:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from scripts.quickstart.processes import tail
+from example_trainer.child_processes.processes import tail
 
 POLL_SECONDS = 0.2
 NAMES = {

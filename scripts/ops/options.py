@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from scripts.ops.keys import refuse_keys
 from scripts.ops.records import Records
+from scripts.quickstart.errors import QuickstartError
 from scripts.quickstart.options import (
     ROOT,
     STARTER_MODEL,
@@ -21,7 +23,6 @@ from scripts.quickstart.options import (
     positive_int,
     visible_gpus,
 )
-from scripts.quickstart.processes import QuickstartError
 
 PARTS = ("service", "vllm", "environment", "trainer")
 """In the order in which they are started."""
@@ -57,6 +58,12 @@ class StackOptions:
     wait: float
     links: bool
     resume: bool = False
+    all_interfaces: bool = False
+
+    @property
+    def host(self) -> str:
+        """The address on which the parts listen."""
+        return "0.0.0.0" if self.all_interfaces else "127.0.0.1"
 
     @property
     def on_gpu(self) -> bool:
@@ -128,6 +135,13 @@ def parser() -> OneLineParser:
     option("vllm-port", "9001", "vLLM", type=port)
     option("master-port", os.environ.get("MASTER_PORT", "29500"), "where trainer and vLLM meet", type=port)
     option("metrics-port", "0", "the trainer's figures for Prometheus; 0: none", type=port)
+    made.add_argument(
+        "--all-interfaces",
+        action="store_true",
+        default=os.environ.get("LOCKSTEP_ALL_INTERFACES") == "1",
+        help="service, vLLM and the trainer's figures can be reached from other machines, with the keys in the run's keys.env "
+        "(default: from this one alone)",
+    )
     option("steps", "100", "optimizer steps", type=positive_int)
     option("lr", None, "learning rate", type=learning_rate)
     option("batch-size", None, "sequences in a micro-batch of the trainer", type=positive_int)
@@ -166,6 +180,8 @@ def parse(arguments: Sequence[str]) -> StackOptions:
         raise QuickstartError(
             f"--environment {environment}: give {' or '.join(ENVIRONMENTS)}, or the path of an environment's file"
         )
+    for part in PARTS:
+        refuse_keys(part, getattr(given, f"{part}_args"))
     vllm_gpus, trainer_gpus = choose_gpus(given.vllm_gpus, given.trainer_gpus, () if given.cpu else visible_gpus(), given.cpu)
     parts = tuple(part for part in PARTS if not given.parts or part in given.parts)
     if given.bridge == "restart":
@@ -194,6 +210,7 @@ def parse(arguments: Sequence[str]) -> StackOptions:
         trainer_args=given.trainer_args,
         wait=float(given.wait),
         links=not given.no_links,
+        all_interfaces=given.all_interfaces,
     )
 
 

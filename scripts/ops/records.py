@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.quickstart.processes import QuickstartError
+from scripts.quickstart.errors import QuickstartError
 
 FOLDER = "processes"
 OWNED_LOG = "trainer/vllm.log"

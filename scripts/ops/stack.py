@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from scripts.ops.keys import KEYS_FILE
 from scripts.ops.options import StackOptions
 from scripts.quickstart.options import ROOT
 from scripts.quickstart.plan import (
@@ -92,12 +94,12 @@ class Stack:
     def service(self) -> Command:
         """The rollout service."""
         arguments = [sys.executable, "-u", "-m", "atroposlib.cli.run_api", "--port", str(self.options.service_port)]
-        arguments += ["--store", str(self.options.run / "rollouts.db"), *self.options.service_args]
+        arguments += ["--host", self.options.host, "--store", str(self.options.run / "rollouts.db"), *self.options.service_args]
         return Command("service", tuple(arguments), {}, LOGS["service"])
 
     def _vllm_flags(self) -> list[str]:
         options = self.options
-        flags = []
+        flags = ["--host", options.host]
         if len(options.vllm_gpus) > 1:
             flags += ["--tensor-parallel-size", str(len(options.vllm_gpus))]
         if options.vllm_gpus:
@@ -142,7 +144,7 @@ class Stack:
         arguments += ["--save-path", str(options.run / "checkpoints")]
         arguments += ["--resume", "auto"] if options.resume else []
         if options.metrics_port:
-            arguments += ["--metrics-port", str(options.metrics_port)]
+            arguments += ["--metrics-port", str(options.metrics_port), "--metrics-host", options.host]
         if options.bridge == "restart":
             arguments += ["--vllm-restart-interval", str(options.restart_interval)]
             arguments += [f"--vllm-args={' '.join(self._vllm_flags())}"]
@@ -162,4 +164,5 @@ class Stack:
         """The commands as a person could type them, for a file in the run's folder."""
         commands = [self.command(part) for part in self.options.parts]
         lines = [f"# {command.name}, in a terminal of its own\n{command.typed()}" for command in commands]
-        return f"cd {ROOT}\n\n" + "\n\n".join(lines) + "\n"
+        keys = f". {shlex.quote(str(self.options.run / KEYS_FILE))}  # in each terminal"
+        return f"cd {shlex.quote(str(ROOT))}\n{keys}\n\n" + "\n\n".join(lines) + "\n"

@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from example_trainer.child_processes.processes import ERROR_LINE, describe_exit, tail
+from example_trainer.child_processes.readiness import get_json, http_probe, opener
+from scripts.ops.keys import SERVICE, read_keys
 from scripts.ops.options import PARTS
 from scripts.ops.records import Record, Records
-from scripts.quickstart.processes import ERROR_LINE, describe_exit, tail
-from scripts.quickstart.readiness import get_json, http_probe, opener
 
 PROBE_SECONDS = 5.0
 
@@ -72,7 +73,7 @@ def collect(run: Path) -> Status:
     """Ask processes, ports and logs.
 
     Raises:
-        QuickstartError: a record cannot be read.
+        QuickstartError: a record, or the file with the keys, cannot be read.
     """
     records = Records(run)
     found = [record for part in PARTS if (record := records.read(part))]
@@ -83,7 +84,7 @@ def collect(run: Path) -> Status:
         rows=rows,
         served=served_version(vllm) if vllm else None,
         step=last_step(run / "trainer" / "metrics.jsonl"),
-        queue=queue_size(ports["service"]) if "service" in ports else None,
+        queue=queue_size(ports["service"], read_keys(run).get(SERVICE, "")) if "service" in ports else None,
     )
 
 
@@ -122,10 +123,10 @@ def served_version(port: int) -> int | None:
     return int(float(found[0])) if found else None
 
 
-def queue_size(port: int) -> int | None:
+def queue_size(port: int, key: str) -> int | None:
     """Groups that wait in the rollout service."""
     try:
-        return int(get_json(f"http://localhost:{port}/status", PROBE_SECONDS)["queue_size"])
+        return int(get_json(f"http://localhost:{port}/status", PROBE_SECONDS, key)["queue_size"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])  # run by path: import from the repository
 
+from example_trainer.child_processes.processes import ProcessError
 from scripts.quickstart.options import parse
-from scripts.quickstart.processes import QuickstartError
 
 if TYPE_CHECKING:
     from scripts.quickstart.run import Quickstart
@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="quickstart: %(message)s", stream=sys.stderr)
     try:
         options = parse(arguments)
-    except QuickstartError as error:
+    except ProcessError as error:
         print(f"quickstart: {error}", file=sys.stderr)
         return 2
     if os.environ.get("LOCKSTEP_CHECK_ONLY") == "1":
@@ -42,7 +42,7 @@ def guarded(quickstart: Quickstart) -> int:
 
     try:
         quickstart.run()
-    except QuickstartError as error:
+    except ProcessError as error:
         print(f"quickstart: {error}", file=sys.stderr)
         return 1
     except Interrupted as interruption:

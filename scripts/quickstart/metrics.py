@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scripts.quickstart.processes import QuickstartError
+from scripts.quickstart.errors import QuickstartError
 
 Step = dict[str, Any]
 """One line of the trainer's metrics.jsonl."""

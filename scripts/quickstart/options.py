@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from scripts.quickstart.processes import QuickstartError
+from scripts.quickstart.errors import QuickstartError
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTER_MODEL = ROOT / "assets" / "starter_model"

@@ -15,13 +15,14 @@ from typing import IO, Any
 
 from rich.console import Console
 
+from example_trainer.child_processes.ports import PortReservations
+from example_trainer.child_processes.processes import ManagedProcess, ProcessDied, ProcessError, Supervisor
+from example_trainer.child_processes.readiness import http_probe, wait_until
+from scripts.quickstart.errors import QuickstartError
 from scripts.quickstart.metrics import MetricsFile, sampled
 from scripts.quickstart.options import ROOT, Options
 from scripts.quickstart.plan import Command, Plan, Ports
-from scripts.quickstart.ports import PortReservations
-from scripts.quickstart.processes import ManagedProcess, ProcessDied, QuickstartError, Supervisor
 from scripts.quickstart.progress import TrainingDisplay
-from scripts.quickstart.readiness import http_probe, wait_until
 from scripts.quickstart.report import (
     Evaluation,
     Phases,
@@ -205,7 +206,7 @@ class Quickstart:
             return wait_until(process.name, http_probe(url, min(seconds, 60.0)), seconds, self.supervisor.check)
         except ProcessDied:
             raise
-        except QuickstartError as error:
+        except ProcessError as error:
             lines = [f"{error}; log: {process.log_path}", *(f"    {line}" for line in process.tail())]
             raise QuickstartError("\n".join(lines)) from None
 

@@ -13,7 +13,7 @@ from bench.weight_sync import parse
 
 
 def test_pairs_send_each_receiver_its_shards(tmp_path: Path) -> None:
-    found = ceiling.measure("tiny", ["cpu"] * 4, tmp_path, repeats=2, seconds=60, gibibyte=1 << 16, pairs=True)
+    found = ceiling.measure("tiny", ["cpu"] * 4, tmp_path, repeats=2, seconds=240, gibibyte=1 << 16, pairs=True)
     assert "not_measured" not in found
     patterns = found["patterns"]
     assert patterns["broadcast_1gib"]["bytes"] == 2 << 16

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import torch
 
-from scripts.quickstart.processes import ManagedProcess
+from example_trainer.child_processes.processes import ManagedProcess
 from tests.conftest import ROOT, Processes
 
 SERVER_SECONDS = 240.0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.quickstart.processes import ManagedProcess
+from example_trainer.child_processes.processes import ManagedProcess
 from tests.conftest import ROOT, Processes
 from tests.e2e.conftest import start_vllm
 
@@ -28,7 +28,7 @@ def test_the_run_survives_the_death_of_each_process(
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     port = free_port()
     url = f"http://localhost:{port}"
-    vllm = start_vllm(processes, free_port, STARTER, tmp_path, flags=("--bridge-timeout", "15"))
+    vllm = start_vllm(processes, free_port, STARTER, tmp_path, flags=("--bridge-timeout", "60"))
     metrics = tmp_path / "trainer" / "metrics.jsonl"
 
     def start_service() -> ManagedProcess:
@@ -45,7 +45,7 @@ def test_the_run_survives_the_death_of_each_process(
             *(sys.executable, "-u", ROOT / "example_trainer/grpo.py", "--model-name", STARTER, "--lr", "1e-4"),
             *("--weight-bridge-mode", "shared_vllm", "--use-shared-memory", "--vllm-port", str(vllm.port)),
             *("--atropos-url", url, "--batch-size", "16", "--gradient-accumulation-steps", "2", "--training-steps", str(STEPS)),
-            *("--bridge-timeout", "15", "--checkpoint-interval", "1", "--num-threads", "1"),
+            *("--bridge-timeout", "60", "--checkpoint-interval", "1", "--num-threads", "1"),
             *("--save-path", tmp_path / "checkpoints", "--log-dir", tmp_path / "trainer", *flags),
         ]
         return processes.start("trainer", command, may_finish=True)
@@ -81,7 +81,7 @@ def test_the_run_survives_the_death_of_each_process(
     # Without vLLM there is nothing to train with: the trainer waits for it, and brings it up to date before it serves.
     processes.kill(vllm.process)
     at = max(steps())
-    again = start_vllm(processes, lambda: vllm.port, STARTER, tmp_path, flags=("--bridge-timeout", "15"))
+    again = start_vllm(processes, lambda: vllm.port, STARTER, tmp_path, flags=("--bridge-timeout", "60"))
     assert "waiting for its weights" in again.log
     wait_for_step(at + 2)
     assert trainer.poll() is None

@@ -15,10 +15,11 @@ import sys
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
-from scripts.quickstart.guard import descendants
-from scripts.quickstart.processes import ManagedProcess
+from example_trainer.child_processes.guard import descendants
+from example_trainer.child_processes.processes import ManagedProcess
 from tests.conftest import ROOT, Processes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540)]
@@ -100,7 +101,7 @@ def test_every_command_works_and_prints_what_it_promises(shell: Shell) -> None:
         elif command.startswith(("grep", "curl")):
             name = f"answer-{time.monotonic_ns()}"
             shell.type(f"{command.strip()} > {name}; echo done >> {name}")
-            shell.wait_for(name, "done", 30)
+            shell.wait_for(name, "done", 120)
             assert shell.read(name).removesuffix("done\n").strip(), f"{command!r} found nothing"
         elif "grpo.py" in command:
             shell.type(command.rstrip() + " > /dev/null &")
@@ -108,6 +109,16 @@ def test_every_command_works_and_prints_what_it_promises(shell: Shell) -> None:
             shell.type(command)
 
     vllm, trainer = shell.read("vllm.log"), shell.read("trainer.log")
+    assert "No VLLM_API_KEY: whoever reaches port 9001 may sample" in vllm
+    far, page = {"X-Forwarded-For": "192.0.2.7"}, {"Origin": "https://page.example"}
+    for path, headers, status in (
+        ("/bridge/state", {}, 200), ("/bridge/state", far, 403), ("/v1/models", far, 200), ("/v1/models", page, 403),
+        ("/v1/models", {"Host": "rebound.example"}, 403),
+    ):  # fmt: skip
+        answer = httpx.get(f"http://127.0.0.1:9001{path}", headers=headers, timeout=30, trust_env=False)
+        assert answer.status_code == status, (path, headers, answer.text)
+    paused = httpx.post("http://127.0.0.1:9001/bridge/pause", headers=far, json={}, timeout=30, trust_env=False)
+    assert (paused.status_code, "set VLLM_API_KEY" in paused.text) == (403, True)
     assert re.search(r"\[vLLM Patch\] ✓ Exported \d+ params", vllm)
     assert "[vLLM Patch] ✓ Shared memory setup complete!" in vllm
     for rank in (0, 1):
@@ -130,7 +141,7 @@ def test_every_command_works_and_prints_what_it_promises(shell: Shell) -> None:
     assert trainers, "the trainer has ended before it was stopped"
     for pid in trainers:
         os.kill(pid, signal.SIGINT)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not list((shell.folder / "trained_model_checkpoints").glob("step_*/model.safetensors")):
         assert time.monotonic() < deadline, shell.read("trainer.log")[-2000:]
         time.sleep(0.25)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import stat
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -16,9 +17,10 @@ from typing import Any
 import httpx
 import pytest
 
+from example_trainer.child_processes.guard import descendants
+from example_trainer.child_processes.ports import is_free
+from scripts.ops.keys import KEYS_FILE, read_keys
 from scripts.ops.records import identify
-from scripts.quickstart.guard import descendants
-from scripts.quickstart.ports import is_free
 from tests.conftest import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540)]
@@ -64,6 +66,27 @@ def eventually(done: Callable[[], bool], what: Callable[[], str], seconds: float
         time.sleep(0.2)
 
 
+def is_bound_to_this_machine(port: int) -> bool:
+    """Whether who listens on the port listens on 127.0.0.1 alone."""
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return [row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")] == [f"0100007F:{port:04X}"]
+
+
+def places_of_keys(operations: Operations, keys: set[str]) -> list[str]:
+    """Where a key stands: in a command line of any process, or in a file of the run besides the one for it."""
+    assert len(keys) == 2
+    assert all(len(key) >= 32 for key in keys)
+    wanted = [key.encode() for key in keys]
+    found = []
+    for place in [*Path("/proc").glob("[0-9]*/cmdline"), *operations.folder.rglob("*")]:
+        if not place.is_file() or place.name == KEYS_FILE:
+            continue
+        with contextlib.suppress(OSError):  # a process that has just ended, or a file that is being replaced
+            if any(key in place.read_bytes() for key in wanted):
+                found.append(str(place))
+    return found
+
+
 def test_the_stack_is_started_watched_killed_and_cleaned_up(operations: Operations) -> None:
     started = operations.type("start", "--cpu", "--bridge", "broadcast", "--steps", "1000", "--batch-size", "16")
     assert started.returncode == 0, started.stderr
@@ -79,8 +102,21 @@ def test_the_stack_is_started_watched_killed_and_cleaned_up(operations: Operatio
     assert "Shared memory setup complete!" in (operations.folder / "vllm.log").read_text(errors="replace")
     assert "param_mappings" in (operations.folder / "vllm_bridge_config.json").read_text()
     assert re.search(r"trainer     \| .*Step \d+/1000", operations.type("logs", "--no-follow", "trainer").stdout)
+    # Other machines do not reach it, other users of this one have no key, and the key stands nowhere but in its file.
+    keys = read_keys(operations.run_folder)
+    assert stat.S_IMODE((operations.run_folder / KEYS_FILE).stat().st_mode) == 0o600
+    for name, path in (("VLLM", "/bridge/state"), ("VLLM", "/tokenize"), ("SERVICE", "/status"), ("SERVICE", "/batch")):
+        assert is_bound_to_this_machine(operations.ports[name])
+        answer = httpx.get(f"http://localhost:{operations.ports[name]}{path}", timeout=10, trust_env=False)
+        assert answer.status_code == 401, (path, answer.text)
+    state = f"http://localhost:{operations.ports['VLLM']}/bridge/state"
+    bearer = {"Authorization": f"Bearer {keys['VLLM_API_KEY']}"}
+    assert httpx.get(state, headers=bearer, timeout=10, trust_env=False).json()["healthy"] is True
+    assert places_of_keys(operations, set(keys.values())) == []
+
     shown = httpx.get(f"http://localhost:{operations.ports['METRICS']}/metrics", timeout=10, trust_env=False).text
-    assert re.search(r"^lockstep_trainer_step [2-9]", shown, re.MULTILINE)
+    (step,) = re.findall(r"^lockstep_trainer_step (\S+)", shown, re.MULTILINE)
+    assert float(step) >= 2
 
     twice = operations.type("start")
     assert twice.returncode == 1
@@ -93,7 +129,7 @@ def test_the_stack_is_started_watched_killed_and_cleaned_up(operations: Operatio
     for pid in set(pids) - set(spared):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    eventually(lambda: not any(row["pid"] for row in operations.status()["rows"]), lambda: "not all ended", seconds=30)
+    eventually(lambda: not any(row["pid"] for row in operations.status()["rows"]), lambda: "not all ended", seconds=120)
     down = operations.type("status")
     assert down.returncode == 1
     assert down.stdout.count("was killed, or the machine was restarted") == 4

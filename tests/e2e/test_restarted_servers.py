@@ -38,11 +38,14 @@ class MortalServer:
         self.now = start_vllm(self.processes, lambda: port, self.now.model, self.folder, ready=ready)
 
 
+def config_of(server: VllmServer) -> Path:
+    return Path(httpx.get(f"{server.url}/bridge/info", timeout=30).json()["config_path"])
+
+
 @pytest.fixture(scope="module")
-def mortal(
-    module_processes: Processes, free_port: Callable[[], int], tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> MortalServer:
-    folder = tmp_path_factory.mktemp("mortal")
+def mortal(module_processes: Processes, server: VllmServer, free_port: Callable[[], int], tiny_model: Path) -> MortalServer:
+    """It shares the folder with the other one, which lives on."""
+    folder = config_of(server).parent
     return MortalServer(module_processes, folder, start_vllm(module_processes, free_port, tiny_model, folder))
 
 
@@ -79,6 +82,26 @@ def test_a_server_that_was_killed_gets_the_present_weights_before_it_serves(
         assert largest_difference(again, model) < TOLERANCE
 
 
+def test_two_servers_in_one_folder_keep_out_of_each_others_memory(
+    mortal: MortalServer, server: VllmServer, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = config_of(server), config_of(mortal.now)
+    assert (first.name, second.name) == ("vllm_bridge_config.json", f"vllm_bridge_config-{mortal.now.port}.json")
+    assert first.parent == second.parent
+    kept = server.state()
+    with joined(mortal.now, "single_copy", free_port, monkeypatch) as (bridge, model):
+        bridge.sync(1, new_weights(model, 1))
+        assert largest_difference(mortal.now, model) < TOLERANCE
+        assert largest_difference(server, load_model(str(server.model), torch.float32)) < TOLERANCE
+        mortal.kill()
+        mortal.start_again(ready="/bridge/state")
+        assert config_of(mortal.now) == second
+        assert "waiting for its weights" in str(mortal.now.state()["last_error"])
+        assert server.state() == kept
+    assert first.exists()
+    assert second.exists()
+
+
 def test_one_trainer_serves_two_servers_and_one_of_them_may_die(
     mortal: MortalServer, server: VllmServer, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,7 +133,7 @@ def test_a_trainer_of_two_ranks_that_waits_for_a_batch_brings_a_restarted_server
 ) -> None:
     port = free_port()
     service = f"http://127.0.0.1:{port}"
-    processes.start("service", [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port)])
+    processes.start("service", [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port), "--new-run"])
     processes.wait_for_http(service, seconds=60)
     trainer = processes.start(
         "trainer",

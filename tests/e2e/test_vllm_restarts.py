@@ -13,9 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
-from scripts.quickstart.guard import descendants, parents
-from scripts.quickstart.ports import is_free
+from example_trainer.child_processes.guard import descendants, parents
+from example_trainer.child_processes.ports import is_free
 from tests.conftest import ROOT, Processes
+from tests.e2e.bridge_helpers import made_up_group
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540)]
 
@@ -29,12 +30,7 @@ def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
     url, vllm = f"http://localhost:{port}", f"http://localhost:{vllm_port}"
     folder, log = tmp_path / "trainer", tmp_path / "trainer" / "vllm.log"
     processes.start("service", [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port), "--new-run"])
-    flags = ["--env.rollout_server_url", url, "--openai.base_url", vllm, "--env.max_token_length", "24"]
-    environment = processes.start(
-        "environment",
-        [sys.executable, ROOT / "environments/arithmetic_server.py", "serve", *flags, "--env.group_size", "8"],
-        may_finish=True,
-    )
+    processes.wait_for_http(url, 60)
     command = [
         *(sys.executable, "-u", ROOT / "example_trainer/grpo.py", "--model-name", STARTER, "--lr", "1e-4"),
         *("--weight-bridge-mode", "none", "--vllm-restart-interval", "2", "--vllm-port", str(vllm_port)),
@@ -57,14 +53,26 @@ def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
         answer: list[int] = httpx.post(f"{vllm}/generate", json=body, timeout=60).json()["weight_versions"]
         return answer
 
-    wait_for_step(4)
-    assert [row["weight_version"] for row in rows()[:4]] == [0, 2, 2, 4]
-    assert re.findall(r"==== weight version (\d+): ", log.read_text()) == ["0", "2", "4"]
-    assert versions_of_an_answer() == [4]
-    assert "lockstep_weight_version 4.0" in httpx.get(f"{vllm}/metrics", timeout=30).text
-    assert "lockstep_trainer_served_weight_version 4.0" in httpx.get(f"http://localhost:{metrics_port}/metrics").text
-    # What the server was started on is a checkpoint like any other, and was written once.
-    assert trainer.log_path.read_text().count("Saved checkpoint") == 2
+    # Rollouts for two steps and no more: the trainer stands still after them, and whatever is looked at stays as it is.
+    for number in range(2 * 4):
+        httpx.post(f"{url}/scored_data", json=made_up_group(number), timeout=60).raise_for_status()
+    wait_for_step(2)
+    assert [row["weight_version"] for row in rows()] == [0, 2]
+    assert re.findall(r"==== weight version (\d+): ", log.read_text()) == ["0", "2"]
+    assert versions_of_an_answer() == [2]
+    assert "lockstep_weight_version 2.0" in httpx.get(f"{vllm}/metrics", timeout=30).text
+    shown = httpx.get(f"http://localhost:{metrics_port}/metrics", timeout=60).text
+    assert "lockstep_trainer_served_weight_version 2.0" in shown
+
+    # An environment comes, and stays while the server that it samples from is started again.
+    flags = ["--env.rollout_server_url", url, "--openai.base_url", vllm, "--env.max_token_length", "24"]
+    environment = processes.start(
+        "environment",
+        [sys.executable, ROOT / "environments/arithmetic_server.py", "serve", *flags, "--env.group_size", "8"],
+        may_finish=True,
+    )
+    wait_for_step(5)
+    assert [row["weight_version"] for row in rows()[2:5]] == [2, 4, 4]
 
     # A person's SIGTERM: what was learned is kept, and no process of the server's is left.
     family = descendants(trainer.command_pid())
@@ -73,6 +81,9 @@ def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
     text = trainer.log_path.read_text()
     assert "Stopped by SIGTERM" in text
     assert "ERROR" not in text
+    # What the server was started on is a checkpoint like any other, and was written once.
+    saved = re.findall(r"Saved checkpoint (\S+)", text)
+    assert len(saved) == len(set(saved)) >= 2
     assert not set(family) & parents().keys()
     assert is_free(vllm_port)
     assert environment.poll() is None  # it waits, while vLLM is restarted and when the trainer is gone

@@ -15,12 +15,16 @@ import httpx
 import pytest
 import torch
 
+from example_trainer.child_processes.processes import ManagedProcess
+from example_trainer.config import TrainerConfig
+from example_trainer.errors import ConfigError
 from example_trainer.models.hf_checkpoint import load_model
 from example_trainer.parallel.gather import full_parameters
+from example_trainer.parallel.ranks import Ranks
+from example_trainer.rollout_logprobs import check_logprobs
 from example_trainer.weight_bridge.base import BridgeError, LeaseLost
 from example_trainer.weight_bridge.broadcast import BroadcastBridge
 from example_trainer.weight_bridge.server import BridgeServer, shapes_of
-from scripts.quickstart.processes import ManagedProcess
 from tests.conftest import ROOT, Processes
 from tests.e2e.bridge_helpers import (
     TOLERANCE,
@@ -29,11 +33,12 @@ from tests.e2e.bridge_helpers import (
     largest_difference,
     new_masters,
     new_weights,
+    refuses_to_sample,
     served_logprobs,
     trainer_logprobs,
+    wait_for_state,
 )
 from tests.e2e.conftest import BRIDGE_TIMEOUT, VllmServer, make_tiny_model
-from vllm_patching.guard import is_open
 
 pytestmark = pytest.mark.e2e
 
@@ -50,9 +55,9 @@ def wait_until_generating(server: VllmServer, asking: threading.Thread) -> None:
         assert time.monotonic() < deadline, "the request never ran"
 
 
-def stood_still_of(server: VllmServer) -> float | None:
-    """What the server says of its last update, once it has had time to ask its workers."""
-    deadline = time.monotonic() + 3
+def stood_still_of(server: VllmServer, seconds: float = 60.0) -> float | None:
+    """What the server says of its last update, once it has asked its workers; None if it has not said so in time."""
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         last: dict[str, float] = server.state()["last_update"]  # type: ignore[assignment]
         if "stood_still" in last:
@@ -69,6 +74,19 @@ def test_a_server_says_that_it_is_not_deterministic(server: VllmServer) -> None:
     answer = httpx.get(f"{server.url}/deterministic", timeout=30)
     assert answer.status_code == 404
     assert "--deterministic" in answer.json()["error"]
+
+
+def test_a_server_says_which_logprobs_it_hands_out(server: VllmServer) -> None:
+    """The answer is true: temperature does not change them."""
+    assert httpx.get(f"{server.url}/sampling", timeout=30).json() == {"logprobs_mode": "raw_logprobs"}
+    prompt, model = [72, 101, 108, 108, 111], load_model(str(server.model), torch.float32)
+    answer = server.generate(prompt, max_tokens=8, temperature=0.6, seed=1, ignore_eos=True)
+    ours = trainer_logprobs(model, prompt, answer["token_ids"][0])
+    torch.testing.assert_close(served_logprobs(answer, 0), ours, atol=TOLERANCE, rtol=0)
+    options = TrainerConfig(model_name="any", vllm_port=server.port)
+    check_logprobs(options, Ranks())
+    with pytest.raises(ConfigError, match=r"--temperature 0\.6, but .*start the server with --logprobs-mode processed_"):
+        check_logprobs(options.model_copy(update={"temperature": 0.6}), Ranks())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -153,7 +171,7 @@ def test_an_idle_server_did_not_stand_still_until_the_next_request(
     with joined(server, "single_copy", free_port, monkeypatch) as (bridge, model):
         bridge.sync(1, new_weights(model, 1))
         server.generate([1, 2], max_tokens=2)
-        assert stood_still_of(server) is None
+        assert stood_still_of(server, seconds=3.0) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -228,14 +246,6 @@ def start_late_trainer(processes: Processes, server: VllmServer) -> ManagedProce
     return trainer
 
 
-def wait_for_state(server: VllmServer, wanted: str, seconds: float) -> dict[str, object]:
-    deadline = time.monotonic() + seconds
-    while (state := server.state())["state"] != wanted:
-        assert time.monotonic() < deadline, state
-        time.sleep(0.1)
-    return state
-
-
 def test_a_trainer_that_is_stopped_before_its_first_write(
     server: VllmServer, processes: Processes, free_port: Callable[[], int]
 ) -> None:
@@ -250,7 +260,7 @@ def test_a_trainer_that_is_stopped_before_its_first_write(
     assert (state["engine"], state["checksums"]) == ("paused", before["checksums"])
     assert f"nothing from trainer {who}" in str(state["last_error"])
     assert f"let it go on, so that it gives that back, or end its process: {who}" in str(state["undecided"])
-    refused_routes(server)
+    refuses_to_sample(server)
     other = BridgeServer("localhost", server.port, BRIDGE_TIMEOUT)
     with pytest.raises(BridgeError, match=rf"nobody else may write the weights now: trainer {who} may still write"):
         other.init("single_copy", shapes_of(full_parameters(load_model(str(server.model), torch.float32))))
@@ -269,22 +279,6 @@ def test_a_trainer_that_is_stopped_before_its_first_write(
     # The old weights are served again between the lease's return and the update that is done anew.
     assert {version for version, _ in spans} <= {before["weight_version"], 1}
     assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
-
-
-def refused_routes(server: VllmServer) -> None:
-    """Every route of vLLM's app, but those that sample nothing, answers 503 and says why."""
-    paths = httpx.get(f"{server.url}/openapi.json", timeout=30).json()["paths"]
-    tried = {
-        (method.upper(), path) for path, methods in paths.items() for method in methods if not is_open(method.upper(), path)
-    }
-    assert {("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/generate")} <= tried
-    unlisted = [("POST", "/inference/v1/generate"), ("POST", "/invocations"), ("GET", "/health_generate"), ("GET", "/ping")]
-    for method, path in [*tried, *unlisted]:
-        answer = httpx.request(method, f"{server.url}{re.sub('{.*?}', 'x', path)}", json={}, timeout=30)
-        assert answer.status_code == 503, (method, path, answer.text)
-        assert "the weights are not whole" in answer.json()["error"]
-    for path in ("/metrics", "/version", "/v1/models", "/bridge/info"):
-        assert httpx.get(f"{server.url}{path}", timeout=30).status_code == 200
 
 
 def test_a_trainer_that_is_killed_before_its_first_write_leaves_the_old_version(

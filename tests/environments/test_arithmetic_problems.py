@@ -101,7 +101,7 @@ def test_the_held_out_list_is_pinned() -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=180,
     )
     assert other_process.stdout.strip() == str([p.question for p in held_out_problems(50)])
 

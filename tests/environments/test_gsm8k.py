@@ -127,7 +127,7 @@ def test_the_real_data_is_served_and_evaluated(stack: Stack, shared_inference: s
     stack.use_inference(shared_inference)
     output = tmp_path / "result.json"
     flags = ("--env.dataset_path", str(DATA), "--env.eval_size", "20", "--env.eval_output", str(output))
-    stack.processes.finish(stack.start_environment(GSM8K, "evaluate", *flags), 60)
+    stack.processes.finish(stack.start_environment(GSM8K, "evaluate", *flags), 120)
     result = json.loads(output.read_text())
     assert (result["environment"], result["num_problems"]) == ("gsm8k", 20)
     samples = [json.loads(line) for line in output.with_name("result.samples.jsonl").read_text().splitlines()]
@@ -147,7 +147,7 @@ def test_the_program_ends_with_one_clear_line(flags: tuple[str, ...], message: s
         [sys.executable, str(GSM8K), *flags],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
     )
     assert ended.returncode == 2
@@ -157,7 +157,7 @@ def test_the_program_ends_with_one_clear_line(flags: tuple[str, ...], message: s
 
 def test_without_the_hub_it_says_which_flag_to_pass() -> None:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": "/nonexistent", "HF_DATASETS_CACHE": "/tmp/none"}
-    ended = subprocess.run([sys.executable, str(GSM8K)], capture_output=True, text=True, timeout=60, env=environment)
+    ended = subprocess.run([sys.executable, str(GSM8K)], capture_output=True, text=True, timeout=180, env=environment)
     assert ended.returncode == 1
     last = ended.stderr.strip().splitlines()[-1]
     assert last.startswith("error: cannot load gsm8k/main")

@@ -2,7 +2,8 @@
 
     python standin_vllm.py MODEL PORT [FAULT]
 
-FAULT: `crashes` ends it with an error while it loads, `crashes-later` after it was ready, `never-ready` keeps it loading.
+FAULT: `crashes` ends it with an error while it loads, `crashes-later` after it was seen to be ready, `never-ready` keeps it
+loading.
 Each start appends the model's path to $STANDIN_STARTS.
 """
 
@@ -24,6 +25,10 @@ def main(model: str, port: str, fault: str = "") -> None:
         raise RuntimeError("not enough memory for the model")
     ready_at = time.monotonic() + 0.2
 
+    def crash() -> None:
+        print("RuntimeError: an illegal memory access", flush=True)
+        os._exit(9)
+
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             ready = self.path == "/health" or (time.monotonic() > ready_at and fault != "never-ready")
@@ -32,13 +37,13 @@ def main(model: str, port: str, fault: str = "") -> None:
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
+            if fault == "crashes-later" and ready and self.path == "/v1/models":
+                threading.Timer(0.4, crash).start()
 
         def log_message(self, *_: object) -> None:
             return None
 
     server = ThreadingHTTPServer(("127.0.0.1", int(port)), Handler)
-    if fault == "crashes-later":
-        threading.Timer(0.6, lambda: (print("RuntimeError: an illegal memory access", flush=True), os._exit(9))).start()
     server.serve_forever()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from example_trainer.checkpointing import Checkpoints, find_resume, load_state, steps_in
+from example_trainer.checkpointing import Checkpoints, load_state
 from example_trainer.errors import CheckpointError
 from example_trainer.models import Decoder, Geometry, load_model, save_model
 from example_trainer.optimizer import MasterAdamW
+from example_trainer.runs import Run, SavedStep, TrainedBatch, mark_run, steps_in
+from example_trainer.weight_age import Life
 
+RUN = Run("a", "model", (Life(1000, 0),))
 GEOMETRY = Geometry(
     architecture="LlamaForCausalLM",
     vocab_size=11,
@@ -75,14 +77,16 @@ def train(model: Decoder, optimizer: MasterAdamW, until: int) -> None:
 def test_a_checkpoint_holds_the_weights_that_are_served(start: Path, tmp_path: Path) -> None:
     model, optimizer = load(start)
     train(model, optimizer, 2)
-    folder = Checkpoints(tmp_path / "out").save(model, optimizer, {"lr": 0.02})
+    folder = Checkpoints(tmp_path / "out", RUN).save(model, optimizer, {"lr": 0.02}, TrainedBatch(7, 99))
     assert folder == tmp_path / "out" / "step_2"
     again = load_model(str(folder), torch.bfloat16)
     for (name, one), (_, two) in zip(model.named_parameters(), again.named_parameters(), strict=True):
         assert torch.equal(one, two), name
     assert (folder / "config.json").read_bytes() == (start / "config.json").read_bytes()
     state = json.loads((folder / "trainer_state" / "trainer.json").read_text())
-    assert state == {"step": 2, "config": {"lr": 0.02}}
+    run = {"name": "a", "model": "model", "lives": [[1000, 0]]}
+    assert state == {"step": 2, "run": run, "batch": {"id": 7, "uuid": 99}, "config": {"lr": 0.02}}
+    assert SavedStep.read(folder) == SavedStep(folder, 2, RUN, TrainedBatch(7, 99))
 
 
 def test_saving_does_not_touch_the_model(start: Path, tmp_path: Path) -> None:
@@ -92,7 +96,7 @@ def test_saving_does_not_touch_the_model(start: Path, tmp_path: Path) -> None:
     model.logits(tokens).float().sum().backward()
     optimizer.step()  # not written into the model
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    folder = Checkpoints(tmp_path / "out").save(model, optimizer, {})
+    folder = Checkpoints(tmp_path / "out", RUN).save(model, optimizer, {})
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     saved = load_file(folder / "model.safetensors")["model.norm.weight"]
     assert torch.equal(saved, optimizer.masters["model.norm.weight"].bfloat16())
@@ -102,10 +106,10 @@ def test_saving_does_not_touch_the_model(start: Path, tmp_path: Path) -> None:
 def test_resuming_is_exact(start: Path, tmp_path: Path) -> None:
     model, optimizer = load(start)
     train(model, optimizer, 3)
-    folder = Checkpoints(tmp_path / "out").save(model, optimizer, {})
+    folder = Checkpoints(tmp_path / "out", RUN).save(model, optimizer, {})
     train(model, optimizer, 7)
     resumed, continued = load(folder)
-    load_state(folder, continued)
+    load_state(SavedStep.read(folder), continued)
     assert continued.steps == 3
     train(resumed, continued, 7)
     for key, tensor in optimizer.state_dict().items():
@@ -114,21 +118,20 @@ def test_resuming_is_exact(start: Path, tmp_path: Path) -> None:
 
 def test_only_the_newest_keep_their_optimizer_state(start: Path, tmp_path: Path) -> None:
     model, optimizer = load(start)
-    checkpoints = Checkpoints(tmp_path, keep_states=2)
+    checkpoints = Checkpoints(tmp_path, RUN, keep_states=2)
     for step in (1, 2, 10):
         train(model, optimizer, step)
         checkpoints.save(model, optimizer, {})
     assert list(steps_in(tmp_path)) == [1, 2, 10]
     assert [(path / "trainer_state").is_dir() for path in steps_in(tmp_path).values()] == [False, True, True]
     assert all((path / "model.safetensors").is_file() for path in steps_in(tmp_path).values())
-    assert find_resume("auto", tmp_path) == tmp_path / "step_10"
 
 
 def test_a_checkpoint_of_an_earlier_run_is_replaced(start: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for lr in (1.0, 2.0):
         model, optimizer = load(start)
         train(model, optimizer, 1)
-        Checkpoints(tmp_path / "out").save(model, optimizer, {"lr": lr})
+        Checkpoints(tmp_path / "out", RUN).save(model, optimizer, {"lr": lr})
     assert "Replacing checkpoint" in caplog.text
     assert json.loads((tmp_path / "out" / "step_1" / "trainer_state" / "trainer.json").read_text())["config"] == {"lr": 2.0}
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["step_1"]
@@ -139,17 +142,17 @@ def test_what_a_dead_process_left_is_removed_and_never_resumed_from(start: Path,
     draft = tmp_path / "out" / f".step_9.draft-{dead.stdout.strip()}"
     (draft / "trainer_state").mkdir(parents=True)
     (draft / "trainer_state" / "trainer.json").write_text("{}")
-    assert find_resume("auto", tmp_path / "out") is None
+    assert not steps_in(tmp_path / "out")
     model, optimizer = load(start)
     train(model, optimizer, 1)
-    Checkpoints(tmp_path / "out").save(model, optimizer, {})
+    Checkpoints(tmp_path / "out", RUN).save(model, optimizer, {})
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["step_1"]
 
 
 def test_a_disk_that_fills_up_leaves_the_previous_checkpoint_whole(start: Path, tmp_path: Path) -> None:
     """The limit on file size stands for the end of the disk: the write of the optimizer state fails half-way."""
     model, optimizer = load(start)
-    checkpoints = Checkpoints(tmp_path / "out")
+    checkpoints = Checkpoints(tmp_path / "out", RUN)
     train(model, optimizer, 1)
     checkpoints.save(model, optimizer, {})
     train(model, optimizer, 2)
@@ -163,15 +166,16 @@ import torch
 from example_trainer.checkpointing import Checkpoints, load_state
 from example_trainer.models import load_model
 from example_trainer.optimizer import MasterAdamW
+from example_trainer.runs import SavedStep
 folder = Path({str(tmp_path / "out")!r})
 model = load_model(str(folder / "step_1"), torch.bfloat16)
 optimizer = MasterAdamW(model, lr=0.02)
-load_state(folder / "step_1", optimizer)
+load_state(SavedStep.read(folder / "step_1"), optimizer)
 optimizer.steps = 2
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, ({size - 100}, {size - 100}))
 try:
-    Checkpoints(folder, last=1).save(model, optimizer, {{}})
+    Checkpoints(folder, SavedStep.read(folder / "step_1").run, last=1).save(model, optimizer, {{}})
 except Exception as error:
     print(type(error).__name__, error)
 """
@@ -188,7 +192,7 @@ def test_too_little_room_is_noticed_before_writing(start: Path, tmp_path: Path, 
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("example_trainer.checkpointing.shutil.disk_usage", lambda folder: usage)
     with pytest.raises(CheckpointError, match=r"step_0: it needs 0\.00 GB, and 0\.00 GB are free; there was none before it"):
-        Checkpoints(tmp_path / "out").save(model, optimizer, {})
+        Checkpoints(tmp_path / "out", RUN).save(model, optimizer, {})
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -196,30 +200,50 @@ def test_a_folder_that_cannot_be_written_is_named(start: Path, tmp_path: Path) -
     (tmp_path / "file").write_text("")
     model, optimizer = load(start)
     with pytest.raises(CheckpointError, match=r"could not write checkpoint .*file/out/step_0: Not a directory"):
-        Checkpoints(tmp_path / "file" / "out").save(model, optimizer, {})
+        Checkpoints(tmp_path / "file" / "out", RUN).save(model, optimizer, {})
 
 
-def test_what_to_resume_from(start: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    assert find_resume(None, tmp_path) is None
-    assert caplog.text == ""
-    assert find_resume("auto", tmp_path / "none") is None
-    assert "starting anew" in caplog.text
-    with pytest.raises(CheckpointError, match="does not exist"):
-        find_resume(str(tmp_path / "step_5"), tmp_path)
-    with pytest.raises(CheckpointError, match=r"has no trainer_state/trainer\.json"):
-        find_resume(str(start), tmp_path)
+def test_a_run_prunes_its_own_optimizer_states_alone(start: Path, tmp_path: Path) -> None:
+    """A fresh run in a used folder counts from 1, below what the run before it has left."""
     model, optimizer = load(start)
-    folder = Checkpoints(tmp_path).save(model, optimizer, {})
-    assert find_resume(str(folder), tmp_path) == find_resume("auto", tmp_path) == folder
-    assert find_resume(None, tmp_path) is None
-    assert "starts anew" in caplog.text
+    train(model, optimizer, 4)
+    Checkpoints(tmp_path, RUN).save(model, optimizer, {})
+    fresh = Checkpoints(tmp_path, Run("b", "model", (Life(2000, 0),)))
+    model, optimizer = load(start)
+    for step in (1, 2):
+        train(model, optimizer, step)
+        fresh.save(model, optimizer, {})
+    kept = {step: (path / "trainer_state").is_dir() for step, path in steps_in(tmp_path).items()}
+    assert kept == {1: False, 2: True, 4: True}
+
+
+def test_a_run_that_went_back_prunes_what_it_left_behind_first(start: Path, tmp_path: Path) -> None:
+    model, optimizer = load(start)
+    train(model, optimizer, 4)
+    Checkpoints(tmp_path, RUN, keep_states=0).save(model, optimizer, {})
+    model, optimizer = load(start)
+    train(model, optimizer, 3)
+    Checkpoints(tmp_path, RUN.lived_on(2, 2000)).save(model, optimizer, {})
+    assert [(path / "trainer_state").is_dir() for path in steps_in(tmp_path).values()] == [True, False]
+
+
+def test_a_trainer_that_was_replaced_saves_nothing(start: Path, tmp_path: Path) -> None:
+    """It was stopped with SIGSTOP, say, and taken for dead; what it would write are other weights under the same numbers."""
+    model, optimizer = load(start)
+    train(model, optimizer, 1)
+    checkpoints = Checkpoints(tmp_path, RUN)
+    checkpoints.save(model, optimizer, {})
+    mark_run(RUN.lived_on(1, 2000), tmp_path)
+    train(model, optimizer, 2)
+    with pytest.raises(CheckpointError, match=r"step_2 is not written: a trainer that was started later goes on with run a"):
+        checkpoints.save(model, optimizer, {})
+    assert list(steps_in(tmp_path)) == [1]
 
 
 def test_a_damaged_state_is_named(start: Path, tmp_path: Path) -> None:
     model, optimizer = load(start)
-    folder = Checkpoints(tmp_path / "out").save(model, optimizer, {})
+    folder = Checkpoints(tmp_path / "out", RUN).save(model, optimizer, {})
     file = folder / "trainer_state" / "optimizer.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(CheckpointError, match=r"cannot read the optimizer state in .*trainer_state"):
-        load_state(folder, optimizer)
+        load_state(SavedStep.read(folder), optimizer)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
+from example_trainer.api_keys import SECRETS, revealed, without_secrets
 from example_trainer.config import TrainerConfig, flag_of, parse_config
 from example_trainer.errors import ConfigError
 
@@ -53,7 +55,7 @@ def test_every_field_is_a_flag_and_a_key(tmp_path: Path) -> None:
         "lora_target_modules": ["q_proj", "up_proj"], "atropos_url": "http://x:1",
         "atropos_api_key": "s", "max_staleness": 3, "lr_schedule": "cosine", "num_threads": 2, "clip_eps_high": 0.3,
         "reference_model": "r", "loss_normalisation": "constant", "save_path": "p", "resume": "auto", "log_dir": "l",
-        "wandb_project": "w", "wandb_group": "g",
+        "wandb_project": "w", "wandb_group": "g", "metrics_host": "h",
     }  # fmt: skip
     for name, field in TrainerConfig.model_fields.items():
         if name not in values:
@@ -77,7 +79,8 @@ def test_every_field_is_a_flag_and_a_key(tmp_path: Path) -> None:
         else:
             words += [flag_of(name), *map(str, value if isinstance(value, list) else [value])]
     assert parse_config(words) == from_file
-    assert from_file.model_dump(mode="json") == values
+    secrets = {name: revealed(getattr(from_file, name)) for name in SECRETS}
+    assert from_file.model_dump(mode="json") | secrets == values
 
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
@@ -143,10 +146,78 @@ def test_wrong_files_are_one_line(content: str, message: str, tmp_path: Path) ->
     assert "\n" not in str(caught.value)
 
 
-def test_secrets_are_not_shared() -> None:
-    config = parse_config(["--model-name", "m", "--vllm-api-key", "hush", "--atropos-api-key", "hush"])
-    assert "hush" not in str(config.shareable)
+def given_by_flag(folder: Path, environment: pytest.MonkeyPatch) -> list[str]:
+    return ["--vllm-api-key", "hush", "--atropos-api-key", "hush"]
+
+
+def given_by_file(folder: Path, environment: pytest.MonkeyPatch) -> list[str]:
+    (folder / "c.yaml").write_text("vllm_api_key: hush\natropos-api-key: hush\n")
+    return ["--config", str(folder / "c.yaml")]
+
+
+def given_by_variable(folder: Path, environment: pytest.MonkeyPatch) -> list[str]:
+    environment.setenv("VLLM_API_KEY", "hush")
+    environment.setenv("ROLLOUT_API_KEY", "hush")
+    return []
+
+
+@pytest.mark.parametrize("give", [given_by_flag, given_by_file, given_by_variable])
+def test_secrets_stand_in_no_dump(
+    give: Callable[[Path, pytest.MonkeyPatch], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = parse_config(["--model-name", "m", *give(tmp_path, monkeypatch)])
+    assert (revealed(config.vllm_api_key), revealed(config.atropos_api_key)) == ("hush", "hush")
+    shown = [config, repr(config), config.shareable, config.model_dump(), config.model_dump_json(), vars(config)]
+    assert [text for text in map(str, shown) if "hush" in text] == []
     assert config.shareable["model_name"] == "m"
+    assert not {"vllm_api_key", "atropos_api_key"} & config.shareable.keys()
+
+
+def test_flags_win_over_variables_and_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "of the shell")
+    monkeypatch.setenv("ROLLOUT_API_KEY", "")
+    config = parse_config(["--model-name", "m", "--vllm-api-key", "mine"])
+    assert revealed(config.vllm_api_key) == "mine"
+    assert revealed(config.atropos_api_key) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("vllm_api_key: 4711", "vllm_api_key in {file}: input should be a valid string"),
+        ("vllm_restart_interval: 5\nvllm_args: --api-key 4711", "vllm_args in {file}: everybody can read --api-key in `ps`"),
+        ("vllm_restart_interval: 5\nvllm_command: serve --api-key=4711", "vllm_command in {file}: everybody can read"),
+    ],
+)
+def test_messages_about_secrets_do_not_tell_them(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(f"model_name: m\n{content}\n")
+    with pytest.raises(ConfigError) as caught:
+        parse_config(["--config", str(tmp_path / "c.yaml")])
+    assert str(caught.value).startswith(message.format(file=tmp_path / "c.yaml"))
+    assert "4711" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["--vllm-api-key", "hush", "--lr", "1"], ["--vllm-api-key", "…", "--lr", "1"]),
+        (["--lr=1", "--atropos-api-key=hush=x"], ["--lr=1", "--atropos-api-key=…"]),
+        (["--vllm-api-key"], ["--vllm-api-key"]),
+    ],
+)
+def test_a_command_line_is_shown_without_secrets(words: list[str], shown: list[str]) -> None:
+    assert without_secrets(words) == shown
+
+
+def test_help_names_the_variables_and_not_what_they_hold(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given_by_variable(Path(), monkeypatch)
+    with pytest.raises(SystemExit):
+        parse_config(["--help"])
+    said = capsys.readouterr().out
+    assert "(default: $VLLM_API_KEY)" in " ".join(said.split())
+    assert "hush" not in said
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "example_trainer" / "configs").glob("*.yaml")), ids=lambda file: file.name)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from example_trainer.data import NOT_TRAINED, Batch, microbatches, parse_batch
 from example_trainer.loss import group_advantages
+from example_trainer.weight_age import Life
 
 VOCAB = 50
 
@@ -160,6 +161,16 @@ def test_ages_count_versions_since_sampling() -> None:
     assert batch.ages(6) == [3, 1]
 
 
+def test_ages_count_on_the_line_of_weights_that_is_trained_on() -> None:
+    """Sampled at 17 by a trainer that was killed; the present one went on from 10."""
+    group = make_group(weight_versions=[17, 11], weight_epochs=[100, 200])
+    assert parse_batch([group], 100, VOCAB).ages(12, [Life(100, 0), Life(200, 10)]) == [3, 1]
+    cut = parse_batch([group], 4, VOCAB)
+    assert [sequence.weight_epoch for sequence in cut.sequences] == [100, 200]
+    no_epochs = make_group(weight_versions=[17, 11], weight_epochs=None)
+    assert parse_batch([no_epochs], 100, VOCAB).ages(12, [Life(100, 0), Life(200, 10)]) == [3, 1]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -178,6 +189,7 @@ def test_ages_count_versions_since_sampling() -> None:
         ({"inference_logprobs": [[-0.5], [1.0, 1.0, -1.5, -0.1, -2.0]]}, "inference_logprobs[0] has 1 entries"),
         ({"inference_logprobs": [[1, 1, math.nan, -1], [1, 1, -1, -1, -1]]}, "inference_logprobs[0] holds NaN"),
         ({"weight_versions": [1]}, "weight_versions has 1 entries"),
+        ({"weight_versions": [1, 1], "weight_epochs": [5]}, "weight_epochs has 1 entries"),
         ({"advantages": [1.0]}, "advantages does not have one entry for each of 2"),
         ({"advantages": [1.0, [1.0, 2.0]]}, "advantages[1] is neither a finite number nor 5 of them"),
         ({"advantages": [1.0, math.inf]}, "advantages[1] is neither a finite number"),

@@ -10,12 +10,13 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from example_trainer.assembly import checkpoint_prefix, make_checkpoints, make_model, make_optimizer
-from example_trainer.checkpointing import find_resume, load_state
+from example_trainer.checkpointing import load_state
 from example_trainer.config import TrainerConfig, parse_config
 from example_trainer.errors import CheckpointError, ConfigError
 from example_trainer.models import Decoder
 from example_trainer.optimizer import MasterAdamW
 from example_trainer.parallel.ranks import Ranks
+from example_trainer.resuming import Start, choose_start
 
 CPU = torch.device("cpu")
 
@@ -29,12 +30,12 @@ def config(tmp_path: Path) -> TrainerConfig:
     return parse_config([*words, "--weight-bridge-mode", "lora_only", "--lora-r", "4", "--lora-alpha", "8", "--resume", "auto"])
 
 
-def begin(config: TrainerConfig, start: Path | None) -> tuple[Decoder, MasterAdamW]:
+def begin(config: TrainerConfig, start: Start) -> tuple[Decoder, MasterAdamW]:
     torch.manual_seed(1)
-    model = make_model(config, start, torch.float32, CPU)
+    model = make_model(config, start.checkpoint, torch.float32, CPU)
     optimizer = make_optimizer(config, model)
-    if start:
-        load_state(start, optimizer)
+    if start.saved:
+        load_state(start.saved, optimizer)
         optimizer.write_weights()
     return model, optimizer
 
@@ -47,17 +48,17 @@ def train(model: Decoder, optimizer: MasterAdamW, until: int) -> None:
         optimizer.write_weights()
 
 
-def newest(config: TrainerConfig) -> Path | None:
-    return find_resume(config.resume, config.save_path, checkpoint_prefix(config))
+def newest(config: TrainerConfig) -> Start:
+    return choose_start(config.resume, config.save_path, config.model_name, 1000, checkpoint_prefix(config))
 
 
 def test_stopping_and_resuming_gives_the_adapters_of_one_run(config: TrainerConfig) -> None:
-    whole, whole_optimizer = begin(config, None)
+    whole, whole_optimizer = begin(config, newest(config))
     train(whole, whole_optimizer, 4)
 
     model, optimizer = begin(config, newest(config))
     train(model, optimizer, 2)
-    saved = make_checkpoints(config, model, None, Ranks()).save(model, optimizer, config.shareable)
+    saved = make_checkpoints(config, model, newest(config), Ranks()).save(model, optimizer, config.shareable)
     assert saved == config.save_path / "adapter_step_2"
     (config.save_path / "step_9" / "trainer_state").mkdir(parents=True)
     (config.save_path / "step_9" / "trainer_state" / "trainer.json").write_text("{}")  # of a run without adapters
@@ -70,9 +71,9 @@ def test_stopping_and_resuming_gives_the_adapters_of_one_run(config: TrainerConf
 
 
 def test_a_checkpoint_is_small_and_holds_only_the_adapters(config: TrainerConfig) -> None:
-    model, optimizer = begin(config, None)
+    model, optimizer = begin(config, newest(config))
     train(model, optimizer, 1)
-    saved = make_checkpoints(config, model, None, Ranks()).save(model, optimizer, config.shareable)
+    saved = make_checkpoints(config, model, newest(config), Ranks()).save(model, optimizer, config.shareable)
     assert sorted(path.name for path in saved.iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -86,12 +87,12 @@ def test_a_checkpoint_is_small_and_holds_only_the_adapters(config: TrainerConfig
 
 
 def test_adapters_of_another_rank_are_not_continued(config: TrainerConfig) -> None:
-    model, optimizer = begin(config, None)
+    model, optimizer = begin(config, newest(config))
     train(model, optimizer, 1)
-    make_checkpoints(config, model, None, Ranks()).save(model, optimizer, config.shareable)
+    make_checkpoints(config, model, newest(config), Ranks()).save(model, optimizer, config.shareable)
     other = config.model_copy(update={"lora_r": 8})
     with pytest.raises(CheckpointError, match=r"adapter_step_1 was made with --lora-r 4, and this run has 8"):
-        make_model(other, newest(other), torch.float32, CPU)
+        make_model(other, newest(other).checkpoint, torch.float32, CPU)
 
 
 def test_a_projection_that_does_not_exist_ends_with_one_line() -> None:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from bench.gpu.live_bytes import Meter
 from example_trainer.loss import MAX_LOG_RATIO, chosen_logprobs, group_advantages, grpo_loss, k3, token_weights
 
 scores = st.lists(st.floats(-100, 100).map(lambda value: round(value, 3)), min_size=1, max_size=12)
@@ -258,6 +259,25 @@ class TestChosenLogprobs:
         self.naive(exact_hidden, weight.detach().float(), targets, 1.0).sum().backward()
         assert exact_hidden.grad is not None
         assert (hidden.grad.float() - exact_hidden.grad).norm() < 0.02 * exact_hidden.grad.norm()
+
+    def test_a_frozen_output_matrix_costs_no_gradient(self) -> None:
+        hidden, weight = torch.randn(20, 4, requires_grad=True), torch.randn(3000, 4)
+        targets = torch.arange(20)
+
+        def gradient() -> tuple[torch.Tensor, int]:
+            with Meter(torch.device("cpu")) as meter:
+                logprobs, _ = chosen_logprobs(hidden, weight, targets, chunk=2)
+                meter.reset()
+                logprobs.sum().backward()
+            found, hidden.grad = hidden.grad, None
+            assert found is not None
+            return found, meter.peak
+
+        frozen, little = gradient()
+        weight.requires_grad_()
+        trained, much = gradient()
+        assert torch.equal(frozen, trained)
+        assert much >= little + weight.nbytes
 
     def test_no_logits_are_kept_for_the_backward_pass(self) -> None:
         n, vocab, chunk = 512, 1000, 16

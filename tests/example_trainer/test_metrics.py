@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from example_trainer.config import parse_config
 from example_trainer.data import parse_batch
 from example_trainer.errors import ConfigError
 from example_trainer.metrics import MetricsLog, step_line, step_row
@@ -55,6 +57,18 @@ def test_a_resumed_run_continues_the_file_after_its_checkpoint(tmp_path: Path) -
     log.write(4, {"run": 1})
     log.close()
     assert [(row["step"], row["run"]) for row in rows(tmp_path)] == [(1, 0), (2, 0), (3, 0), (4, 1)]
+
+
+def test_wandb_gets_neither_keys_nor_the_command_line_that_holds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B keeps sys.argv with each run, as it is when the run begins."""
+    seen: dict[str, Any] = {}
+    wandb = types.SimpleNamespace(init=lambda **given: seen.update(given, argv=list(sys.argv)), Error=RuntimeError)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    words = ["--model-name", "m", "--vllm-api-key", "hush", "--atropos-api-key=hush"]
+    monkeypatch.setattr(sys, "argv", ["grpo.py", *words])
+    MetricsLog(tmp_path, parse_config(words).shareable, wandb=("project", "group"))
+    assert seen["argv"] == ["grpo.py", "--model-name", "m", "--vllm-api-key", "…", "--atropos-api-key=…"]
+    assert "hush" not in str(seen)
 
 
 def test_wandb_that_is_not_installed_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,8 +58,20 @@ def test_a_port_that_is_taken_is_one_line() -> None:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"--metrics-port {port}: Address already in use; give a port"):
+        with pytest.raises(ConfigError, match=f"--metrics-port {port} on --metrics-host 0.0.0.0: Address already in use; give"):
             serve_metrics(port)
+
+
+def test_it_listens_where_it_is_told() -> None:
+    server = MetricsServer(0, "127.0.0.2")
+    try:
+        assert httpx.get(f"http://127.0.0.2:{server.port}/metrics", trust_env=False).status_code == 200
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"http://127.0.0.1:{server.port}/metrics", trust_env=False)
+    finally:
+        server.close()
+    with pytest.raises(ConfigError, match=r"--metrics-host 192\.0\.2\.1: Cannot assign requested address"):
+        serve_metrics(server.port, "192.0.2.1")
 
 
 def test_port_0_serves_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from example_trainer import rollout_client
 from example_trainer.errors import RolloutServiceError
 from example_trainer.process import StopRequested, StopSignal
 from example_trainer.rollout_client import Registration, RolloutClient
+from example_trainer.runs import TrainedBatch
 from tests.conftest import Processes
 
 REGISTRATION = Registration(
@@ -47,7 +49,7 @@ def client_of() -> Iterator[Callable[..., RolloutClient]]:
 
     def make(url: str, **options: Any) -> RolloutClient:
         clients.append(
-            RolloutClient(url, options.pop("stop", StopSignal()), **{"service_timeout": 20, "batch_timeout": 20} | options)
+            RolloutClient(url, options.pop("stop", StopSignal()), **{"service_timeout": 60, "batch_timeout": 60} | options)
         )
         return clients[-1]
 
@@ -72,7 +74,7 @@ class TestRealService:
         client = client_of(url)
         client.register(REGISTRATION)
         for number in (5, 6, 7):
-            httpx.post(f"{url}/scored_data", json=group(number)).raise_for_status()
+            httpx.post(f"{url}/scored_data", json=group(number), timeout=60).raise_for_status()
         first = client.next_batch()
         assert [one["tokens"][0][1] for one in first] == [5]
         assert client.queue_size() == 2
@@ -97,7 +99,7 @@ class TestRealService:
         service = self.start(processes, port)
         client = client_of(url, batch_timeout=60, service_timeout=60)
         client.register(REGISTRATION)
-        httpx.post(f"{url}/scored_data", json=group(5)).raise_for_status()
+        httpx.post(f"{url}/scored_data", json=group(5), timeout=60).raise_for_status()
         client.next_batch()
         processes.kill(service)
         found: list[Any] = []
@@ -111,12 +113,13 @@ class TestRealService:
         self.start(processes, port)
 
         def registered() -> str | None:
-            size = httpx.get(f"{url}/info").json()["batch_size"]
+            size = httpx.get(f"{url}/info", timeout=60).json()["batch_size"]
             return None if size == REGISTRATION.batch_size else f"batch_size is {size}"
 
         processes.wait_until("the trainer to register again", registered, seconds=60)
-        httpx.post(f"{url}/scored_data", json=group(9)).raise_for_status()
-        waiting.join(timeout=30)
+        httpx.post(f"{url}/scored_data", json=group(9), timeout=60).raise_for_status()
+        waiting.join(timeout=120)
+        assert not waiting.is_alive()
         assert found[0][0]["tokens"][0][1] == 9
         assert "Registering with the rollout service" in caplog.text
         assert "Waiting for the rollout service" in caplog.text
@@ -216,6 +219,7 @@ def test_the_original_wire_without_leases_works(scripted: MakeServer, client_of:
         "num_steps": 10,
         "max_staleness": None,
         "model": None,
+        "weight_epoch": 0,
         "ack_batches": True,
     }
 
@@ -236,6 +240,58 @@ def test_a_broken_connection_and_a_failing_server_are_tried_again(scripted: Make
     assert polls == ["/batch?uuid=1"] * 4 + ["/batch?uuid=1&received=8"]
     acks = [body for path, body in server.seen if path == "/batch/ack"]
     assert acks == [{"batch_id": 8, "weight_version": 4, "uuid": 1}] * 2
+
+
+def test_a_batch_that_nothing_was_learned_from_is_acknowledged_with_the_reason(
+    scripted: MakeServer, client_of: MakeClient
+) -> None:
+    server = scripted({"/batch": [{"batch": [group(5)], "batch_id": 8}], "/batch/ack": [{}]})
+    client = client_of(server.url)
+    client.register(REGISTRATION)
+    client.next_batch()
+    assert client.lease == TrainedBatch(8, 1)
+    client.acknowledge(4, skipped="x" * 5000)
+    assert client.lease is None
+    assert server.seen[-1] == ("/batch/ack", {"batch_id": 8, "weight_version": 4, "uuid": 1, "skipped": "x" * 1000})
+
+
+def test_an_earlier_trainers_batch_is_acknowledged_in_its_name_and_before_registering(
+    scripted: MakeServer, client_of: MakeClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = scripted({"/batch/ack": [None, 500, {}, 409]})
+    client = client_of(server.url)
+    client.settle(TrainedBatch(8, 77), 4)
+    assert server.seen == [("/batch/ack", {"batch_id": 8, "weight_version": 4, "uuid": 77})] * 3
+    client.settle(TrainedBatch(8, 77), 4)
+    assert "Batch 8 could not be acknowledged" in caplog.text
+    client.settle(TrainedBatch(9, None), 4)
+    assert len(server.seen) == 4, "a number alone may be another service's"
+
+
+def test_the_end_of_a_run_is_told_under_its_registration(scripted: MakeServer, client_of: MakeClient) -> None:
+    server = scripted({"/run/end": [None, {}]})
+    client = client_of(server.url)
+    client.register(REGISTRATION)
+    client.end_run()
+    assert server.seen[1:] == [("/run/end", {"uuid": 1})] * 2
+    client.end_run(77)
+    assert server.seen[-1] == ("/run/end", {"uuid": 77})
+
+
+def test_a_finished_run_does_not_fail_for_the_services_sake(
+    scripted: MakeServer,
+    client_of: MakeClient,
+    free_port: Callable[[], int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    client_of(scripted({"/run/end": [404]}).url).end_run()
+    assert "takes no end of the run: " in caplog.text
+    monkeypatch.setattr(rollout_client, "_END_SECONDS", 0.2)
+    client_of(f"http://127.0.0.1:{free_port()}").end_run()
+    assert "was not told that the run has ended: the rollout service at" in caplog.text
+    assert "did not answer POST /run/end for 0 s" in caplog.text
 
 
 def test_registering_again_says_how_far_training_is(scripted: MakeServer, client_of: MakeClient) -> None:
@@ -277,13 +333,13 @@ def test_a_batch_that_does_not_come_is_an_error_that_says_what_was_waited_for(
     monkeypatch.setattr(rollout_client, "PROGRESS_SECONDS", 0.1)
     caplog.set_level(logging.INFO)
     server = scripted({"/batch": [{"batch": None}], "/status": [{"current_step": 1, "queue_size": 3}]})
-    client = client_of(server.url, batch_timeout=0.5)
+    client = client_of(server.url, batch_timeout=3.0)
     client.register(REGISTRATION)
     with pytest.raises(
-        RolloutServiceError, match=r"no batch came .* within 0 s \(--batch-timeout\): 3 groups are queued, 2 seq"
+        RolloutServiceError, match=r"no batch came .* within 3 s \(--batch-timeout\): 3 groups are queued, 2 seq"
     ):
         client.next_batch()
-    assert "Waiting for a batch for 0 s: 3 groups are queued, 2 sequences make a batch" in caplog.text
+    assert re.search(r"Waiting for a batch for [0-3] s: 3 groups are queued, 2 sequences make a batch", caplog.text)
 
 
 def test_a_service_that_is_not_there_is_an_error_after_the_deadline(

@@ -20,12 +20,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Importing vLLM takes seconds, so one process answers all the command lines.
 RUN_ALL = """
-import contextlib, io, json, sys
+import contextlib, io, json, os, sys
+from unittest import mock
 from example_trainer.vllm_api_server import main
 answers = {}
-for name, flags in json.loads(sys.argv[1]).items():
+for name, words in json.loads(sys.argv[1]).items():
     said = io.StringIO()
-    with contextlib.redirect_stderr(said):
+    flags = [word for word in words if not word[0].isupper()]
+    variables = dict(word.split("=") for word in words if word[0].isupper())
+    with contextlib.redirect_stderr(said), mock.patch.dict(os.environ, variables):
         try:
             main(flags)
             status = 0
@@ -46,6 +49,8 @@ EXPECTED = {
     "quantization": "quantised weights differ from the trainer's",
     "deterministic": "--deterministic needs an NVIDIA GPU",
     "lora": "--enable-lora cannot be combined with VLLM_ENABLE_SHARED_WEIGHTS=1",
+    "developers": "VLLM_SERVER_DEV_MODE=1 cannot be combined with VLLM_ENABLE_SHARED_WEIGHTS=1",
+    "developers and adapters": "VLLM_SERVER_DEV_MODE=1 cannot be combined with --enable-lora",
     "deadline": "--bridge-timeout 0 must be larger than 0",
 }
 
@@ -70,6 +75,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], in
             "sleep": [*good, "--enable-sleep-mode"],
             "quantization": [*good, "--quantization", "fp8"],
             "deterministic": [*good, "--deterministic"],
+            "developers": ["VLLM_SERVER_DEV_MODE=1", *good],
+            "developers and adapters": ["VLLM_SERVER_DEV_MODE=1", "VLLM_ENABLE_SHARED_WEIGHTS=0", *good, "--enable-lora"],
             "deadline": [*good, "--bridge-timeout", "0"],
         }
         result = subprocess.run(

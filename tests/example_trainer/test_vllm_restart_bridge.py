@@ -14,14 +14,14 @@ import httpx
 import pytest
 import torch
 
+from example_trainer.child_processes.guard import descendants, parents
+from example_trainer.child_processes.ports import is_free
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
 from example_trainer.process import StopRequested, StopSignal
 from example_trainer.weight_bridge.base import BridgeError
 from example_trainer.weight_bridge.factory import make_bridge
 from example_trainer.weight_bridge.restart import REVIVALS, RestartBridge
-from scripts.quickstart.guard import descendants, parents
-from scripts.quickstart.ports import is_free
 
 ROOT = Path(__file__).resolve().parents[2]
 STANDIN = Path(__file__).with_name("standin_vllm.py")
@@ -53,7 +53,7 @@ class Stack:
         return self.starts_file.read_text().split() if self.starts_file.exists() else []
 
     def server(self) -> dict[str, object]:
-        answer: dict[str, object] = httpx.get(f"http://localhost:{self.port}/v1/models", timeout=5, trust_env=False).json()
+        answer: dict[str, object] = httpx.get(f"http://localhost:{self.port}/v1/models", timeout=60, trust_env=False).json()
         return answer
 
 
@@ -67,7 +67,7 @@ def stack(tmp_path: Path, free_port: Callable[[], int], monkeypatch: pytest.Monk
     assert is_free(made.port)
 
 
-def eventually(done: Callable[[], bool], what: str, seconds: float = 30) -> None:
+def eventually(done: Callable[[], bool], what: str, seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < deadline, what
@@ -115,7 +115,7 @@ def test_a_server_that_keeps_dying_ends_the_training_with_its_last_words(stack: 
     bridge = stack.bridge("crashes-later")
     bridge.sync(0, lambda: None)
     with pytest.raises(BridgeError, match=rf"starting the vLLM server again {REVIVALS} times: .*an illegal memory access"):
-        stack.stop.wait(60)
+        stack.stop.wait(120)
     assert len(stack.starts()) == 1 + REVIVALS
     with pytest.raises(BridgeError, match="gave up"):
         bridge.sync(1, lambda: None)
@@ -129,8 +129,8 @@ def test_a_server_that_cannot_load_is_told_with_its_log(stack: Stack) -> None:
 
 
 def test_loading_has_a_deadline(stack: Stack) -> None:
-    bridge = stack.bridge("never-ready", vllm_start_timeout=1.0)
-    with pytest.raises(BridgeError, match=r"within 1 s \(/v1/models answers 503\).*--vllm-start-timeout"):
+    bridge = stack.bridge("never-ready", vllm_start_timeout=5.0)
+    with pytest.raises(BridgeError, match=r"within 5 s \(/v1/models answers 503\).*--vllm-start-timeout"):
         bridge.sync(0, lambda: None)
 
 

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
+from bench.measured import measured
 from example_trainer.deterministic import functions
 from example_trainer.deterministic.decoder import DeterministicDecoder, GradientSums
 from example_trainer.deterministic.packing import Packing
@@ -223,6 +224,7 @@ def main() -> int:
         return 2
     settings = enable_settings()
     results: dict[str, Any] = {
+        "measured": measured(),
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "settings": settings,

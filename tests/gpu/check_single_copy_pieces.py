@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import multiprocessing
 import sys
 import time
@@ -20,8 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
+from bench.measured import measured
 from vllm_patching.checksum import WeightSums
+from vllm_patching.manifest import FlatSlice
+from vllm_patching.sharding import Slice
 from vllm_patching.shared_memory import export_cuda_ipc, open_event, open_handles, share_event
+from vllm_patching.weight_updater import WeightUpdater
 
 Result = tuple[bool, str]
 """Whether a check passed, and what was seen."""
@@ -114,6 +119,21 @@ def waits_for_the_writes() -> Result:
     return all(good for good, _ in seen), "; ".join(text for _, text in seen)
 
 
+def staging_is_given_back() -> Result:
+    """A server whose trainer needs no staging buffer any more: other processes on the GPU see its memory as free."""
+    count = 1 << 30
+    live = torch.zeros(count, dtype=torch.bfloat16, device="cuda")
+    whole = FlatSlice("w", Slice(0, 0, 0, count), (count,), torch.bfloat16, 0, live.nbytes)
+    updater = WeightUpdater(0, [whole], live.nbytes, [("w", live)], logging.getLogger("check"))
+    free = [torch.cuda.mem_get_info()[0]]
+    for direct in (False, True):
+        updater.aim(direct)
+        free.append(torch.cuda.mem_get_info()[0])
+    taken, back = free[0] - free[1], free[2] - free[1]
+    seen = f"{taken / 1e6:.0f} MB taken, {back / 1e6:.0f} MB back, of {live.nbytes / 1e6:.0f} MB"
+    return min(taken, back) >= 0.99 * live.nbytes, seen
+
+
 def checks() -> dict[str, Callable[[], Result]]:
     """By name."""
     f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
@@ -125,6 +145,7 @@ def checks() -> dict[str, Callable[[], Result]]:
     return named | {
         "sums of what is written": sums_of_what_is_written,
         "another process waits for the writes": waits_for_the_writes,
+        "a staging buffer is given back": staging_is_given_back,
         "speed": speed,
     }
 
@@ -146,7 +167,7 @@ def main() -> int:
         print(f"{'✓' if good else '✗'} {name}: {seen}", flush=True)
         found[name] = {"passed": good, "seen": seen}
     if options.json:
-        results = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "checks": found}
+        results = {"measured": measured(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "checks": found}
         options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     return 0 if all(row["passed"] for row in found.values()) else 1
 

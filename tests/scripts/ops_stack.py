@@ -15,7 +15,9 @@ import json, os, sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
-        answers = {"/status": json.dumps({"queue_size": 5}), "/metrics": "lockstep_weight_version 3.0\\n"}
+        key = os.environ.get("ROLLOUT_API_KEY", "")
+        status = json.dumps({"queue_size": 5} if self.headers["Authorization"] == "Bearer " + key else {})
+        answers = {"/status": status, "/metrics": "lockstep_weight_version 3.0\\n"}
         body = answers.get(self.path, "{}").encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))

@@ -110,8 +110,8 @@ def main(output: str, steps: str, fault: str = "") -> int:
     from scripts.quickstart import __main__ as command
     from scripts.quickstart import run
 
-    run.STALL_SECONDS = 3.0 if fault == "trainer-stalls" else 60.0
-    run.VLLM_SECONDS = 3.0 if fault == "never-ready" else 60.0
+    run.STALL_SECONDS = 8.0 if fault == "trainer-stalls" else 60.0
+    run.VLLM_SECONDS = 8.0 if fault == "never-ready" else 60.0
     options = Options("broadcast", int(steps), "owner/name", (), 0.1, 0, (), 200, Path(output), False, 0.0)
     return command.guarded(run.Quickstart(options, Console(), lambda given, ports: SmallPlan(given, ports, fault)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -13,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from example_trainer.child_processes.guard import descendants
+from example_trainer.child_processes.ports import is_free
+from scripts.ops import control
 from scripts.ops.control import Starter, claimed, stop, stop_parts
 from scripts.ops.options import PARTS, parse
 from scripts.ops.records import Identity, Record, Records, identify
 from scripts.ops.status import collect, table
-from scripts.quickstart.guard import descendants
-from scripts.quickstart.ports import is_free
-from scripts.quickstart.processes import QuickstartError
+from scripts.quickstart.errors import QuickstartError
 from tests.scripts.ops_stack import FAILS, FINISHES, STUBBORN, SmallStack, small_options
 
 
@@ -60,7 +62,7 @@ def alive(pids: list[int]) -> list[int]:
     return [pid for pid in pids if identify(pid)]
 
 
-def eventually(done: Callable[[], bool], what: str, seconds: float = 20) -> None:
+def eventually(done: Callable[[], bool], what: str, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < deadline, what
@@ -112,9 +114,10 @@ def test_two_starts_at_once_do_not_meet(run: Run) -> None:
         run.start()
 
 
-def test_a_part_that_ends_at_once_ends_the_start_and_leaves_nothing(run: Run) -> None:
+def test_a_part_that_ends_at_once_ends_the_start_and_leaves_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "SETTLE_SECONDS", 60.0)  # of which it takes what Python takes to start and fail
     with pytest.raises(QuickstartError, match=r"trainer exited with code 1; log: .*trainer\.log\n(.|\n)*no rollouts for me"):
-        run.start(trainer_code=FAILS)
+        run.start("service", "vllm", "trainer", trainer_code=FAILS)
     assert run.pids() == {}
     assert run.states() == {}
     assert all(is_free(port) for port in run.ports)
@@ -122,10 +125,13 @@ def test_a_part_that_ends_at_once_ends_the_start_and_leaves_nothing(run: Run) ->
 
 def test_a_trainer_that_is_done_is_no_failure_and_one_that_failed_is(run: Run) -> None:
     run.start("service", "trainer", trainer_code=FINISHES)
-    assert run.states() == {"service": "up", "trainer": "finished"}
+    eventually(lambda: run.states() == {"service": "up", "trainer": "finished"}, "the trainer has not finished")
     assert collect(run.folder).good
     run.stop("trainer")
-    run.start("environment", environment_code="import sys, time; time.sleep(2); sys.exit(3)")
+    told = run.folder / "end"
+    waits = f"import os, sys, time\nwhile not os.path.exists({str(told)!r}): time.sleep(0.05)\nsys.exit(3)"
+    run.start("environment", environment_code=waits)
+    told.touch()
     eventually(lambda: run.states()["environment"] == "down", "the environment is still up")
     status = collect(run.folder)
     assert not status.good
@@ -146,6 +152,7 @@ def test_ports_that_are_taken_are_all_named(run: Run) -> None:
 
 def test_a_part_that_ignores_sigterm_is_killed_after_its_grace_period(run: Run) -> None:
     run.start("trainer", trainer_code=STUBBORN)
+    eventually(lambda: "sleeping" in (run.folder / "trainer.log").read_text(), "it does not ignore the signal yet")
     pids = run.pids()["trainer"]
     assert run.stop()
     assert "trainer      had to be killed" in run.text()
@@ -155,7 +162,13 @@ def test_a_part_that_ignores_sigterm_is_killed_after_its_grace_period(run: Run) 
 def test_after_kill_minus_9_of_everything_the_next_start_copes(run: Run) -> None:
     """Everything that the usual pkill pattern finds; what it does not find, as vLLM's engine, lives on and holds its memory."""
     run.start()
-    (run.folder / "vllm_bridge_config.json").write_text("{}")
+    left = [run.folder / "vllm_bridge_config.json", run.folder / "vllm_bridge_config-9002.json"]
+    for config in left:
+        config.write_text("{}")
+    by_hand = run.folder / "vllm_bridge_config-9003.json"
+    by_hand.write_text("{}")
+    living = by_hand.open()
+    fcntl.flock(living, fcntl.LOCK_EX)
     pids = [pid for family in run.pids().values() for pid in family]
     orphan = int((run.folder / "vllm.log").read_text().split()[1])
     assert orphan in pids
@@ -168,7 +181,9 @@ def test_after_kill_minus_9_of_everything_the_next_start_copes(run: Run) -> None
     run.start("service")
     assert f"vllm: killed process {orphan}, which had outlived it" in run.text()
     assert "trainer: the last one (process" in run.text()
-    assert not (run.folder / "vllm_bridge_config.json").exists()
+    assert not any(config.exists() for config in left)
+    assert by_hand.exists(), "its server lives"
+    living.close()
     eventually(lambda: alive([orphan]) == [], "the orphan lives on")
     assert run.states() == {"service": "up"}
 
@@ -264,7 +279,7 @@ def test_a_server_that_the_trainer_owns_ends_with_the_trainer_and_not_before(run
     code = OWNS_A_SERVER.replace("sys.argv[1]", repr(str(run.folder / "trainer" / "vllm.log")))
     run.start("service", "trainer", "environment", trainer_code=code)
     log = run.folder / "trainer.log"
-    eventually(lambda: "server" in log.read_text(), "the server was not started")
+    eventually(lambda: log.read_text().endswith("\n"), "the server was not started")
     server = int(log.read_text().split()[1])
     run.stop("environment")
     run.stop("service")

@@ -10,8 +10,8 @@ import pytest
 from example_trainer.config import parse_config
 from scripts.ops.options import choose_gpus, parse, save
 from scripts.ops.stack import Stack
+from scripts.quickstart.errors import QuickstartError
 from scripts.quickstart.options import STARTER_MODEL
-from scripts.quickstart.processes import QuickstartError
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_restart_mode_leaves_vllm_to_the_trainer(monkeypatch: pytest.MonkeyPatch
     command = stack.command("trainer")
     config = parse_config(command.arguments[command.arguments.index("example_trainer/grpo.py") + 1 :])
     assert (config.weight_bridge_mode, config.vllm_restart_interval, config.vllm_gpus) == ("none", 5, "0,1")
-    assert config.vllm_args == "--tensor-parallel-size 2 --dtype bfloat16 --max-num-seqs 4"
+    assert config.vllm_args == "--host 127.0.0.1 --tensor-parallel-size 2 --dtype bfloat16 --max-num-seqs 4"
     assert 9001 in stack.ports()
     assert (stack.port("trainer"), stack.port("vllm")) == (9001, 0)
     assert command.variables["VLLM_ENABLE_SHARED_WEIGHTS"] == "0"

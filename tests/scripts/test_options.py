@@ -11,8 +11,8 @@ import pytest
 
 from environments.arithmetic_problems import MAX_HELD_OUT
 from scripts.quickstart import options
+from scripts.quickstart.errors import QuickstartError
 from scripts.quickstart.options import choose_bridge, parse
-from scripts.quickstart.processes import QuickstartError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -136,7 +136,7 @@ def test_the_script_refuses_before_it_sets_anything_up(tmp_path: Path) -> None:
         },
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from scripts.quickstart.errors import QuickstartError
 from scripts.quickstart.metrics import MetricsFile, sampled
 from scripts.quickstart.options import Options
 from scripts.quickstart.plan import Plan, Ports
 from scripts.quickstart.plot import draw, smooth
-from scripts.quickstart.processes import QuickstartError
 from scripts.quickstart.progress import TrainingDisplay, plain_line
 from scripts.quickstart.report import (
     Evaluation,

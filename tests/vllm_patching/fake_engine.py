@@ -99,6 +99,13 @@ class FakeRank:
 
         self._submit({"phase": "joining", "error": ""}, "ready", join)
 
+    async def lockstep_leave(self) -> None:
+        async def leave() -> None:
+            self._sender = None
+
+        self._submit({"phase": "idle", "error": ""}, "idle", leave)
+        await self._wait(1.0)
+
     def lockstep_receive(self, version: int) -> None:
         self._called_off = False
         self._submit({"phase": "receiving", "error": ""}, "received", self._receive)

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.testclient import TestClient, WebSocketDenialResponse
@@ -31,9 +31,6 @@ class Service:
 
     def unavailable(self) -> str:
         return self.reason
-
-    def authorized(self, request: Request) -> bool:
-        return True
 
 
 def guarded(reason: str, **settings: Any) -> RefuseWhileUnavailable:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from vllm_patching.checksum import weights_checksum
 from vllm_patching.distributed_utils import (
@@ -28,7 +29,8 @@ from vllm_patching.weight_updater import WeightUpdater
 
 ROOT = Path(__file__).resolve().parents[2]
 GEOMETRY = ModelGeometry("qwen3", 1, 12, 8, 4, 2, 3, 70, True, False, False, False, True)
-SECONDS = 10.0
+SECONDS = 60.0
+"""For whatever must come; a trainer's process takes some to start."""
 
 LAYOUT, NUM_BYTES = flat_layout(
     Manifest(0, 1, tuple(ManifestEntry(spec, "float32", "cpu") for spec in plan_shards(GEOMETRY, 0, 1)))
@@ -39,8 +41,8 @@ import sys, torch
 from tests.vllm_patching.test_weight_updater import new_weights
 from vllm_patching.distributed_utils import SENDER, BridgeGroups, Rendezvous, host_store
 port, epoch, behaviour = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-store = host_store("localhost", port, 10)
-place = Rendezvous("localhost", port, f"epoch{epoch}", epoch, 0, "gloo", 10)
+store = host_store("localhost", port, 60)
+place = Rendezvous("localhost", port, f"epoch{epoch}", epoch, 0, "gloo", 60)
 groups = BridgeGroups(place, store, torch.device("cpu"), SENDER)
 if behaviour != "wait":
     weights = [tensor for _, tensor in new_weights(spoil=behaviour == "nan")]
@@ -76,7 +78,7 @@ def place(port: int, epoch: int, timeout: float = SECONDS) -> Rendezvous:
 
 
 def wait_for(updater: WeightUpdater, phase: str) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 2 * SECONDS
     while updater.status.phase != phase:
         assert time.monotonic() < deadline, f"{updater.status} instead of {phase}"
         time.sleep(0.01)
@@ -108,6 +110,24 @@ def test_what_the_trainer_sends_arrives_where_it_should(
     finally:
         trainer.kill()
         trainer.wait()
+
+
+@pytest.mark.parametrize("how", ["a direct transfer", "a trainer that writes itself"])
+def test_a_staging_buffer_that_is_not_needed_any_more_is_let_go(
+    updater: WeightUpdater, live: list[tuple[str, torch.Tensor]], free_port: Callable[[], int], how: str
+) -> None:
+    updater.aim(direct=False)
+    assert updater.staging is not None
+    memory = StorageWeakRef(updater.staging.untyped_storage())
+    assert not memory.expired()
+    if how == "a direct transfer":
+        updater.join(place(free_port(), 1, 0.1), direct=True)  # nobody is there, which is seen after the buffer is gone
+        wait_for(updater, "failed")
+        assert [tensor.data_ptr() for tensor in updater.staged()] == [tensor.data_ptr() for _, tensor in live]
+    else:
+        updater.leave()
+        wait_for(updater, "idle")
+    assert (updater.staging, memory.expired()) == (None, True)
 
 
 def test_infinity_is_found_on_the_way(updater: WeightUpdater, free_port: Callable[[], int]) -> None:

@@ -1,7 +1,22 @@
-"""What one request for tokens gave back, and a record of the weight versions that a rollout was sampled under."""
+"""What one request for tokens gave back, and a record of the weights that a rollout was sampled under."""
 
+from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Weights(NamedTuple):
+    """The weights that a token was sampled under; tuples compare in the order in which weights were served.
+
+    Attributes:
+        epoch: the life of the trainer that made them: unix time of its start in milliseconds; 0 for those of the checkpoint
+            that the server loaded, and where a server does not say.
+        version: optimizer steps. Within one life it only grows; a trainer that resumes goes back to its checkpoint's.
+    """
+
+    epoch: int
+    version: int
 
 
 @dataclass
@@ -14,8 +29,9 @@ class Generation:
         output_logprobs: [completion][position] logprobs of exactly those tokens.
         finish_reasons: "stop" or "length" per completion.
         texts: per completion, as the server decoded it; None where it gave none.
-        weight_versions: per completion, the oldest version of the weights that any of its tokens was sampled under; None
+        weight_versions: per completion, the version of the oldest weights that any of its tokens was sampled under; None
             where the server does not say.
+        weight_epochs: per completion, the epoch of those weights; None where the server does not say.
     """
 
     prompt_tokens: list[int]
@@ -24,23 +40,57 @@ class Generation:
     finish_reasons: list[str]
     texts: list[str] | None = None
     weight_versions: list[int] | None = None
+    weight_epochs: list[int] | None = None
+
+
+def weights_of(versions: Sequence[int] | None, epochs: Sequence[int | None] | None) -> list[Weights] | None:
+    """Pair versions with their epochs. None without versions; an epoch that nobody told is 0.
+
+    Raises:
+        ValueError: there is not one epoch for each version.
+    """
+    if versions is None:
+        return None
+    if epochs is None:
+        epochs = [0] * len(versions)
+    return [Weights(epoch or 0, version) for version, epoch in zip(versions, epochs, strict=True)]
+
+
+def weight_fields(weights: Iterable[Weights]) -> dict[str, list[int]]:
+    """The fields of a group that tell the weights of each sequence; no epochs where no server told any."""
+    weights = list(weights)
+    fields = {"weight_versions": [version for _, version in weights]}
+    if any(epoch for epoch, _ in weights):
+        fields["weight_epochs"] = [epoch for epoch, _ in weights]
+    return fields
 
 
 @dataclass
 class VersionRecord:
-    """The weight versions that the requests of one rollout met.
+    """The weights that the requests of one rollout met.
 
-    An environment that builds its groups by hand need not carry versions along: the oldest one seen during the rollout is a
-    true bound for every sequence in it.
+    An environment that builds its groups by hand need not carry versions along: the oldest weights met during the rollout are
+    a true bound for every sequence in it.
     """
 
-    oldest: int | None = None
-    newest: int | None = None
+    oldest_weights: Weights | None = None
+    newest_weights: Weights | None = None
 
-    def note(self, versions: list[int] | None) -> None:
-        for version in versions or ():
-            self.oldest = version if self.oldest is None else min(self.oldest, version)
-            self.newest = version if self.newest is None else max(self.newest, version)
+    @property
+    def oldest(self) -> int | None:
+        """The version of the weights that were served first."""
+        return None if self.oldest_weights is None else self.oldest_weights.version
+
+    @property
+    def newest(self) -> int | None:
+        """The version of the weights that were served last."""
+        return None if self.newest_weights is None else self.newest_weights.version
+
+    def note(self, versions: Sequence[int] | None, epochs: Sequence[int | None] | None = None) -> None:
+        """What a request met: a version for each completion, and their epochs where the server tells them."""
+        for weights in weights_of(versions, epochs) or ():
+            self.oldest_weights = min(self.oldest_weights or weights, weights)
+            self.newest_weights = max(self.newest_weights or weights, weights)
 
 
 # Set around each rollout; tasks that the rollout starts inherit it.

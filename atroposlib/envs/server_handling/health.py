@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 
 from atroposlib.envs.errors import InferenceUnavailable
@@ -26,6 +27,13 @@ class HealthGate:
         self.outage_timeout = DEFAULT_OUTAGE_TIMEOUT
         self.failure: InferenceUnavailable | None = None
         self._recovery: asyncio.Task[None] | None = None
+        self._away_before = 0.0
+        self._away_since: float | None = None
+
+    @property
+    def seconds_away(self) -> float:
+        """For how long the server has been away since the start, all its outages together."""
+        return self._away_before + (0.0 if self._away_since is None else time.monotonic() - self._away_since)
 
     @property
     def open(self) -> bool:
@@ -52,6 +60,7 @@ class HealthGate:
             logger,
             "start it, or pass its address as --openai.base_url",
         )
+        self._away_since = time.monotonic()
         try:
             while True:
                 await patience.wait(why)
@@ -64,4 +73,4 @@ class HealthGate:
             self.failure = failure
             raise
         finally:
-            self._recovery = None
+            self._recovery, self._away_before, self._away_since = None, self.seconds_away, None

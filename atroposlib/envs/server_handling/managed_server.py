@@ -2,11 +2,13 @@
 
 async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
     answer = await managed.chat_completion(messages=messages, n=8, max_tokens=512, temperature=1.0)
-    nodes = managed.get_state()["nodes"]        # one SequenceNode per choice, in order
+    nodes = managed.get_state()["nodes"]        # one SequenceNode per choice, in order; a later turn takes its place
 """
 
+import logging
 import time
 import uuid
+from functools import cache
 from typing import Any, ClassVar
 
 from openai.types import Completion, CompletionChoice
@@ -15,11 +17,13 @@ from openai.types.chat.chat_completion import Choice
 
 from atroposlib.envs.server_handling.generation import Generation
 from atroposlib.envs.server_handling.managed_adapter import ManagedServerAdapter
-from atroposlib.envs.server_handling.sequence_tracker import SequenceNode, SequenceTracker
+from atroposlib.envs.server_handling.sequence_tracker import SequenceNode, SequenceTracker, node_of
 from atroposlib.envs.server_handling.server_baseline import APIServer as APIServer
-from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
+from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator, as_dict
 
 __all__ = ["DummyManagedServer", "ManagedServer", "ManagedServerAdapter", "SequenceNode"]
+
+logger = logging.getLogger(__name__)
 
 # Fields of a chat request that the sampler must not see, because the prompt is rendered here.
 CHAT_ONLY = ("messages", "tools", "tool_choice", "chat_template_kwargs", "extra_body", "model")
@@ -51,18 +55,20 @@ class ManagedServer:
         self.track_tree = track_tree
         self.translator = ToolCallTranslator(self.tokenizer, tool_parser or "hermes")
         self.preserve_think_blocks = preserve_think_blocks
-        self.tracker = SequenceTracker(self.tokenizer, keep_all=track_tree)
+        self.reset()
 
     async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
         """As OpenAI's `chat.completions.create`: `messages`, `n`, `max_tokens`, `temperature`, `tools` …"""
         tools = kwargs.get("tools")
         prompt = self.render(kwargs["messages"], tools, kwargs.get("chat_template_kwargs"))
         sampling = {key: value for key, value in kwargs.items() if key not in CHAT_ONLY}
-        generation = await self._generate(prompt, sampling)
+        earlier = sum(text is not None and text in self._said for text in map(said, kwargs["messages"]))
+        answer_id, generation = await self._generate(prompt, sampling, rendered=True, earlier=earlier)
         choices = []
         for index, tokens in enumerate(generation.output_tokens):
             text = self.translator.decode_with_tool_awareness(tokens, has_tools=bool(tools))
             content, calls, reason = self.translator.parse_model_output(text, kwargs.get("tool_choice"), tools)
+            self._said.add(content or "")
             # A response that was cut off stays one, whatever calls it had begun with.
             cut_off = generation.finish_reasons[index] == "length"
             choices.append(
@@ -73,19 +79,19 @@ class ManagedServer:
                 )
             )
         return ChatCompletion.model_construct(
-            id=str(uuid.uuid4()), choices=choices, created=int(time.time()), model=self._model(), object="chat.completion"
+            id=answer_id, choices=choices, created=int(time.time()), model=self._model(), object="chat.completion"
         )
 
     async def completion(self, **kwargs: Any) -> Completion:
         """As OpenAI's `completions.create`, for one `prompt` given as text."""
         sampling = {key: value for key, value in kwargs.items() if key not in ("prompt", *CHAT_ONLY)}
-        generation = await self._generate(kwargs["prompt"], sampling)
+        answer_id, generation = await self._generate(kwargs["prompt"], sampling, rendered=False)
         choices = [
             CompletionChoice.model_construct(index=index, finish_reason=generation.finish_reasons[index], text=text)
             for index, text in enumerate(self._texts(generation))
         ]
         return Completion.model_construct(
-            id=str(uuid.uuid4()), choices=choices, created=int(time.time()), model=self._model(), object="text_completion"
+            id=answer_id, choices=choices, created=int(time.time()), model=self._model(), object="text_completion"
         )
 
     def render(self, messages: list[Any], tools: list[dict] | None = None, template_kwargs: dict | None = None) -> str:
@@ -108,29 +114,65 @@ class ManagedServer:
     def reset(self) -> None:
         """Forget all sequences."""
         self.tracker = SequenceTracker(self.tokenizer, keep_all=self.track_tree)
+        self._said: set[str] = set()
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
         """Logprobs of a prompt given as `prompt`, `messages` or `input_ids`."""
-        if "messages" in kwargs:
+        rendered = "messages" in kwargs
+        if rendered:
             kwargs["prompt"] = self.render(kwargs.pop("messages"), kwargs.pop("tools", None))
         if "input_ids" not in kwargs:
-            kwargs["input_ids"], _ = self.tracker.prompt(kwargs.pop("prompt"))
+            kwargs["input_ids"] = self.tracker.encode(kwargs.pop("prompt"), rendered)
         return await self.server.get_logprobs(**kwargs)
 
-    async def _generate(self, prompt: str, sampling: dict[str, Any]) -> Generation:
-        input_ids, parent = self.tracker.prompt(prompt)
-        if hasattr(self.server, "generate"):
-            generation = await self.server.generate(input_ids=input_ids, **sampling)
-        else:
-            generation = Generation(*await self.server.tokens_and_logprobs_completion(prompt=prompt, **sampling))
-        self.tracker.add(prompt, parent, generation)
-        return generation
+    def node_of(self, answer: ChatCompletion | Completion, index: int = 0) -> SequenceNode:
+        """The sequence that ends with an answer's choice, also where several sequences have the same text.
+
+        Raises:
+            KeyError: the answer was continued since, or is of another managed server, or of before `reset`.
+        """
+        return node_of(self.tracker.nodes, answer.id, index)
+
+    async def _generate(self, text: str, sampling: dict[str, Any], rendered: bool, earlier: int = 0) -> tuple[str, Generation]:
+        """Ask, and note the answer's sequences under an id that is new. `earlier`: answers that the prompt is to hold."""
+        tracker = self.tracker  # what is reset meanwhile does not get this answer
+        tokens, request = tracker.prompt(text, rendered)
+        if request.continued < earlier:
+            say_that_history_changed()
+        try:
+            if hasattr(self.server, "generate"):
+                generation = await self.server.generate(input_ids=tokens, **sampling)
+            else:
+                generation = Generation(*await self.server.tokens_and_logprobs_completion(prompt=text, **sampling))
+        except BaseException:
+            tracker.abandon(request)
+            raise
+        answer_id = str(uuid.uuid4())
+        tracker.add(text, request, generation, answer_id)
+        return answer_id, generation
 
     def _texts(self, generation: Generation) -> list[str]:
         return [self.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in generation.output_tokens]
 
     def _model(self) -> str:
         return getattr(getattr(self.server, "config", None), "model_name", "unknown")
+
+
+def said(message: Any) -> str | None:
+    """The text of an assistant's message; None for another, and for one without text."""
+    fields = as_dict(message)
+    content = fields.get("content") if fields.get("role") == "assistant" else None
+    return content if isinstance(content, str) and content else None
+
+
+@cache
+def say_that_history_changed() -> None:
+    """Once for each process: many chat templates do this at every later turn."""
+    logger.warning(
+        "the chat template writes an answer in a later turn's history otherwise than it was sampled, as when it removes the "
+        "reasoning: that turn is a sequence of its own, in which the answer is given text, and the conversation is several "
+        "nodes. managed_server(preserve_think_blocks=True) keeps reasoning. This is said once"
+    )
 
 
 # Chat templates look for these tags in earlier turns, to remove what is between them.
@@ -170,23 +212,27 @@ class DummyManagedServer:
         answer = await self.server.chat_completion(**kwargs)
         before = "\n\n".join(f"{message['role']}:{message.get('content')}" for message in kwargs["messages"])
         for choice in answer.choices:
-            self._note(f"{before}\n\nassistant:{choice.message.content}", choice.finish_reason)
+            self._note(f"{before}\n\nassistant:{choice.message.content}", choice, answer.id)
         return answer
 
     async def completion(self, **kwargs: Any) -> Completion:
         answer = await self.server.completion(**kwargs)
         for choice in answer.choices:
-            self._note(f"{kwargs['prompt']}{choice.text}", choice.finish_reason)
+            self._note(f"{kwargs['prompt']}{choice.text}", choice, answer.id)
         return answer
 
-    def _note(self, text: str, finish_reason: str) -> None:
+    def node_of(self, answer: ChatCompletion | Completion, index: int = 0) -> SequenceNode:
+        return node_of(self.nodes, answer.id, index)
+
+    def _note(self, text: str, choice: Choice | CompletionChoice, answer_id: str) -> None:
+        whose = {"finish_reason": choice.finish_reason, "answer_id": answer_id, "index": choice.index}
         self.nodes.append(
             SequenceNode(
                 full_text=text,
                 tokens=list(self.DUMMY_TOKENS),
                 masked_tokens=list(self.DUMMY_MASKED_TOKENS),
                 logprobs=list(self.DUMMY_LOGPROBS),
-                metadata={"finish_reason": finish_reason, "dummy_tokens": True},
+                metadata=whose | {"dummy_tokens": True},
             )
         )
 

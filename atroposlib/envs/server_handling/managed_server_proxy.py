@@ -7,21 +7,24 @@ environment reads the tokens at GET /<session>/nodes.
 """
 
 import argparse
-import time
-import uuid
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
+from atroposlib.api.access import Access
 from atroposlib.envs.core import load_tokenizer
 from atroposlib.envs.errors import EnvironmentFailure, RolloutFailure
 from atroposlib.envs.server_handling.managed_server import ManagedServer
+from atroposlib.envs.server_handling.proxy_door import Door, ProxyLimits, error_body
+from atroposlib.envs.server_handling.proxy_sessions import Sessions, TooManySessions, UnknownSession
+from atroposlib.envs.server_handling.proxy_sessions import SessionState as SessionState
 from atroposlib.envs.server_handling.server_baseline import describe
 from atroposlib.envs.server_handling.server_manager import APIServerConfig, ServerManager
+from atroposlib.utils.keys import PROXY_KEY, VLLM_KEY, given_or_variable
 
 
 class ChatMessage(BaseModel):
@@ -38,9 +41,9 @@ class ChatCompletionProxyRequest(BaseModel):
     """The part of OpenAI's chat request that is passed on."""
 
     messages: list[ChatMessage]
-    max_tokens: int = 1024
+    max_tokens: int = Field(1024, ge=1)
     temperature: float = 1.0
-    n: int = 1
+    n: int = Field(1, ge=1, le=1024)
     stop: list[str] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any | None = None
@@ -79,33 +82,27 @@ class RenderResponse(BaseModel):
     num_tokens: int
 
 
-@dataclass
-class SessionState:
-    """One session."""
-
-    uuid: str
-    managed_server: ManagedServer
-    model_name: str
-    base_url: str | None = None
-    created_at: float = field(default_factory=time.time)
-    last_accessed: float = field(default_factory=time.time)
-
-
 def openai_error(status_code: int, message: str, error_type: str = "invalid_request_error") -> JSONResponse:
     """An error in OpenAI's shape."""
-    return JSONResponse({"error": {"message": message, "type": error_type, "code": status_code}}, status_code)
+    return JSONResponse(error_body(status_code, message, error_type), status_code)
 
 
-def create_app(server_manager: ServerManager, tokenizer: Any, model_name: str = "unknown") -> FastAPI:
-    """The proxy over the given servers."""
+def create_app(
+    server_manager: ServerManager, tokenizer: Any, model_name: str = "unknown", limits: ProxyLimits | None = None
+) -> FastAPI:
+    """The proxy over the given servers. Without `limits`, it answers programs that call it by an address of this machine."""
+    limits = limits or ProxyLimits(Access(bound_to="127.0.0.1"))
     app = FastAPI(title="Managed servers")
-    sessions: dict[str, SessionState] = {}
+    app.add_middleware(Door, limits=limits)
+    sessions = Sessions(limits.max_sessions, limits.session_seconds)
 
-    def session_of(session_uuid: str) -> SessionState:
-        if session_uuid not in sessions:
-            raise HTTPException(404, f"Session {session_uuid} not found")
-        sessions[session_uuid].last_accessed = time.time()
-        return sessions[session_uuid]
+    @app.exception_handler(UnknownSession)
+    async def unknown_session(_: Request, error: UnknownSession) -> JSONResponse:
+        return openai_error(404, str(error))
+
+    @app.exception_handler(TooManySessions)
+    async def too_many_sessions(_: Request, error: TooManySessions) -> JSONResponse:
+        return openai_error(429, str(error), "rate_limit_error")
 
     def url_of(server: Any) -> str | None:
         return getattr(getattr(server, "config", None), "base_url", None)
@@ -113,11 +110,22 @@ def create_app(server_manager: ServerManager, tokenizer: Any, model_name: str = 
     def messages_of(request: ChatCompletionProxyRequest) -> list[dict[str, Any]]:
         return [message.model_dump(exclude_none=True) for message in request.messages]
 
+    @app.get("/")
+    async def root() -> dict[str, str]:
+        """Says that the proxy is there; needs no key."""
+        return {"message": "managed servers"}
+
     @app.get("/health")
     async def health() -> dict[str, Any]:
         well = sum(getattr(server, "server_healthy", True) for server in server_manager.servers)
         servers = len(server_manager.servers)
-        return {"status": "ok", "model": model_name, "sessions": len(sessions), "servers": servers, "healthy_servers": well}
+        return {
+            "status": "ok",
+            "model": model_name,
+            "sessions": len(sessions.all()),
+            "servers": servers,
+            "healthy_servers": well,
+        }
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -150,8 +158,7 @@ def create_app(server_manager: ServerManager, tokenizer: Any, model_name: str = 
             managed = ManagedServer(server, tokenizer, request.track_tree, request.tool_parser)
         except ValueError as error:
             raise HTTPException(400, str(error)) from error
-        made = SessionState(str(uuid.uuid4()), managed, model_name, url_of(server))
-        sessions[made.uuid] = made
+        made = sessions.create(managed, model_name, url_of(server))
         return SessionCreateResponse(
             uuid=made.uuid,
             model_name=model_name,
@@ -163,16 +170,18 @@ def create_app(server_manager: ServerManager, tokenizer: Any, model_name: str = 
     @app.get("/sessions")
     async def list_sessions() -> dict[str, Any]:
         fields = ("uuid", "model_name", "base_url", "created_at", "last_accessed")
-        return {"sessions": [{name: getattr(session, name) for name in fields} for session in sessions.values()]}
+        return {"sessions": [{name: getattr(session, name) for name in fields} for session in sessions.all()]}
 
     @app.post("/{session_uuid}/v1/chat/completions")
     async def chat_completions(session_uuid: str, request: ChatCompletionProxyRequest) -> Any:
-        session = session_of(session_uuid)
         if not request.messages:
             return openai_error(400, "messages must not be empty")
         fields = request.model_dump(exclude_none=True, exclude={"messages"})
         try:
-            answer = await session.managed_server.chat_completion(messages=messages_of(request), **fields)
+            with sessions.used(session_uuid) as session:
+                answer = await session.managed_server.chat_completion(messages=messages_of(request), **fields)
+        except UnknownSession:
+            raise
         except RolloutFailure as failure:
             return openai_error(400, str(failure))
         except EnvironmentFailure as failure:
@@ -183,40 +192,89 @@ def create_app(server_manager: ServerManager, tokenizer: Any, model_name: str = 
 
     @app.post("/{session_uuid}/v1/chat/completions/render", response_model=RenderResponse)
     async def render(session_uuid: str, request: ChatCompletionProxyRequest) -> Any:
-        managed = session_of(session_uuid).managed_server
-        text = managed.render(messages_of(request), request.tools)
-        ids, _ = managed.tracker.prompt(text)
+        with sessions.used(session_uuid) as session:
+            managed = session.managed_server
+            text = managed.render(messages_of(request), request.tools)
+            ids = managed.tracker.encode(text)
         return RenderResponse(prompt_text=text, token_ids=ids, num_tokens=len(ids))
 
     @app.get("/{session_uuid}/nodes")
     async def nodes(session_uuid: str) -> dict[str, Any]:
-        return {"nodes": [node.model_dump() for node in session_of(session_uuid).managed_server.tracker.nodes]}
+        with sessions.used(session_uuid) as session:
+            return {"nodes": [node.model_dump() for node in session.managed_server.tracker.nodes]}
 
     @app.delete("/{session_uuid}")
     async def delete_session(session_uuid: str) -> dict[str, Any]:
-        session_of(session_uuid)
-        del sessions[session_uuid]
+        sessions.delete(session_uuid)
         return {"status": "deleted", "uuid": session_uuid}
 
     return app
 
 
-def main() -> None:
-    """Run the proxy in front of one server."""
-    parser = argparse.ArgumentParser(description="An OpenAI-compatible proxy that keeps tokens, masks and logprobs.")
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    limits = ProxyLimits()
+    parser = argparse.ArgumentParser(
+        description="An OpenAI-compatible proxy that keeps tokens, masks and logprobs.",
+        epilog=f"Keys come from the environment: {PROXY_KEY} is what callers of this proxy must send as their OpenAI key, "
+        f"{VLLM_KEY} what the vLLM server wants from this proxy.",
+    )
     parser.add_argument("--base-url", default="http://localhost:9001/v1", help="the inference server")
     parser.add_argument("--server-type", default="vllm", choices=["vllm", "sglang"])
     parser.add_argument("--tokenizer", required=True, help="name or folder of the served model's tokenizer")
     parser.add_argument("--model-name", default="default", help="name to report")
-    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--host", help=f"address to listen on (default: 127.0.0.1; 0.0.0.0 if {PROXY_KEY} is set)")
     parser.add_argument("--port", type=int, default=9100)
-    arguments = parser.parse_args()
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="without a key: another name by which it may be called",
+    )
+    parser.add_argument("--max-sessions", type=at_least_one(int), default=limits.max_sessions, help="most sessions at once")
+    parser.add_argument(
+        "--session-timeout",
+        type=at_least_one(float),
+        default=limits.session_seconds,
+        help="seconds without a request after which a session is forgotten",
+    )
+    parser.add_argument("--max-body-bytes", type=at_least_one(int), default=limits.max_body, help="most bytes of one request")
+    return parser.parse_args(argv)
+
+
+def at_least_one(kind: Callable[[str], float]) -> Callable[[str], float]:
+    """A type of argument: a finite number of 1 or more."""
+
+    def read(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if not 1 <= value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
+        return value
+
+    return read
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the proxy in front of one server."""
+    arguments = parse_arguments(argv)
     manager = ServerManager([APIServerConfig(base_url=arguments.base_url, server_type=arguments.server_type)])
     try:
         tokenizer = load_tokenizer(arguments.tokenizer)
     except EnvironmentFailure as failure:
         raise SystemExit(f"error: --tokenizer: {failure}") from failure
-    uvicorn.run(create_app(manager, tokenizer, arguments.model_name), host=arguments.host, port=arguments.port)
+    api_key = given_or_variable(None, PROXY_KEY)
+    host = arguments.host or ("0.0.0.0" if api_key else "127.0.0.1")
+    limits = ProxyLimits(
+        access=Access(api_key, host, frozenset(name.lower() for name in arguments.allow_host)),
+        max_sessions=arguments.max_sessions,
+        session_seconds=arguments.session_timeout,
+        max_body=arguments.max_body_bytes,
+    )
+    uvicorn.run(create_app(manager, tokenizer, arguments.model_name, limits), host=host, port=arguments.port)
 
 
 if __name__ == "__main__":

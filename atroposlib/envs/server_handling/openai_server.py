@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import httpx
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
@@ -19,6 +19,7 @@ from atroposlib.envs.server_handling.server_baseline import (
     ServerBaseline,
     ServerIsAway,
 )
+from atroposlib.utils.keys import LOOPBACK, OPENAI_KEY, VLLM_KEY, bearer, host_of
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +41,11 @@ class OpenAIRoutes(APIServer):
         """Made on first use, in the event loop that uses it."""
         if self._client is None:
             self._client = AsyncOpenAI(
-                api_key=self.config.api_key or "x",
+                api_key=self.api_key or "x",
                 base_url=self.config.base_url or None,
                 timeout=self.config.timeout,
                 max_retries=0,
+                http_client=DefaultAsyncHttpxClient(trust_env=self.honours_proxies),
             )
         return self._client
 
@@ -52,7 +54,8 @@ class OpenAIRoutes(APIServer):
         if self._http is None:
             self._http = httpx.AsyncClient(
                 base_url=self.root_url,
-                headers={"Authorization": f"Bearer {self.config.api_key}"} if self.config.api_key else {},
+                headers=bearer(self.api_key),
+                trust_env=self.honours_proxies,
                 timeout=httpx.Timeout(self.config.timeout, connect=5.0),
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
             )
@@ -127,7 +130,21 @@ class OpenAIRoutes(APIServer):
 
 
 class OpenAIServer(OpenAIRoutes):
-    """An OpenAI-compatible endpoint, for evaluation and for data that is not trained token by token."""
+    """An OpenAI-compatible endpoint, for evaluation and for data that is not trained token by token.
+
+    It may be anywhere: proxies apply unless it is on this machine, and a key goes only to where it belongs.
+    """
+
+    @property
+    def key_variable(self) -> str | None:
+        host = host_of(self.config.base_url)
+        if not host or host == "api.openai.com" or host.endswith(".api.openai.com"):
+            return OPENAI_KEY
+        return VLLM_KEY if host in LOOPBACK else None
+
+    @property
+    def honours_proxies(self) -> bool:
+        return host_of(self.config.base_url) not in LOOPBACK
 
 
 def resolve_openai_configs(

@@ -8,21 +8,37 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from atroposlib.envs.server_handling.generation import current_versions
-from atroposlib.envs.server_handling.sequence_tracker import SequenceNode
+from atroposlib.envs.server_handling.sequence_tracker import SequenceNode, node_of
+from atroposlib.utils.keys import PROXY_KEY, bearer, given_or_variable
 
 PASSED_ON = ("messages", "max_tokens", "temperature", "n", "stop", "tools", "tool_choice")
 
 
 class ProxyManagedServer:
-    """One session. `get_url` is the OpenAI address to give to another program; `fetch_state` reads what it made."""
+    """One session. `get_url` is the OpenAI address to give to another program; `fetch_state` reads what it made.
 
-    def __init__(self, proxy_url: str, session_uuid: str, model_name: str = "unknown", base_url: str | None = None):
+    A proxy that has a key wants it from the other program too, as its OpenAI key: `$ATROPOS_PROXY_API_KEY`.
+    """
+
+    def __init__(
+        self,
+        proxy_url: str,
+        session_uuid: str,
+        model_name: str = "unknown",
+        base_url: str | None = None,
+        api_key: str | None = None,
+    ):
         self.proxy_url = proxy_url.rstrip("/")
         self.session_uuid = session_uuid
         self.model_name = model_name
         self.base_url = base_url
         self.nodes: list[SequenceNode] = []
-        self._http = httpx.AsyncClient(base_url=f"{self.proxy_url}/{session_uuid}", timeout=httpx.Timeout(1200.0, connect=5.0))
+        self._http = httpx.AsyncClient(
+            base_url=f"{self.proxy_url}/{session_uuid}",
+            headers=bearer(api_key),
+            timeout=httpx.Timeout(1200.0, connect=5.0),
+            trust_env=False,
+        )
 
     def get_url(self) -> str:
         return f"{self.proxy_url}/{self.session_uuid}/v1"
@@ -41,13 +57,18 @@ class ProxyManagedServer:
         """The sequences as of the last completion made here, or the last `fetch_state`."""
         return {"nodes": list(self.nodes)}
 
+    def node_of(self, answer: ChatCompletion, index: int = 0) -> SequenceNode:
+        """The sequence that ends with an answer's choice; as `get_state` for what another program made."""
+        return node_of(self.nodes, answer.id, index)
+
     async def fetch_state(self) -> dict[str, Any]:
         """Ask the proxy for the sequences, those that another program made included."""
         response = await self._http.get("/nodes")
         response.raise_for_status()
         self.nodes = [SequenceNode(**node) for node in response.json()["nodes"]]
         if record := current_versions.get():
-            record.note([node.weight_version for node in self.nodes if node.weight_version is not None])
+            known = [node.weights for node in self.nodes if node.weights is not None]
+            record.note([weights.version for weights in known], [weights.epoch for weights in known])
         return self.get_state()
 
     def reset(self) -> None:
@@ -84,9 +105,12 @@ async def create_proxy_session(
     Raises:
         httpx.HTTPError: the proxy is not there, or refuses.
     """
-    async with httpx.AsyncClient(timeout=30.0) as http:
+    api_key = given_or_variable(None, PROXY_KEY)
+    async with httpx.AsyncClient(timeout=30.0, headers=bearer(api_key), trust_env=False) as http:
         body = {"tool_parser": tool_parser, "track_tree": track_tree, "base_url": base_url}
         response = await http.post(f"{proxy_url.rstrip('/')}/sessions/create", json=body)
         response.raise_for_status()
     session = response.json()
-    return ProxyManagedServer(proxy_url, session["uuid"], session.get("model_name", model_name), session.get("base_url"))
+    return ProxyManagedServer(
+        proxy_url, session["uuid"], session.get("model_name", model_name), session.get("base_url"), api_key
+    )

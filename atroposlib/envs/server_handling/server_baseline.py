@@ -21,6 +21,7 @@ from atroposlib.envs.server_handling.generation import Generation, current_versi
 from atroposlib.envs.server_handling.health import HealthGate
 from atroposlib.envs.server_handling.reasoning import VALID_REASONING_EFFORTS, ReasoningConfig
 from atroposlib.envs.server_handling.semaphore import AsyncSemWithAdaptiveWeight
+from atroposlib.utils.keys import given_or_variable
 
 __all__ = [
     "VALID_REASONING_EFFORTS",
@@ -59,7 +60,12 @@ class ServerBaseline(WarnsOfUnknownKeys):
 class APIServerConfig(ServerBaseline):
     """Settings of a server at one address."""
 
-    api_key: str | None = Field(default="", description="Bearer token")
+    api_key: str | None = Field(
+        default="",
+        exclude=True,
+        repr=False,
+        description="Bearer token; by default $VLLM_API_KEY for a vLLM server and $OPENAI_API_KEY for OpenAI's own endpoint",
+    )
     base_url: str | None = Field(default="", description="Address, with or without /v1")
     n_kwarg_is_ignored: bool = Field(default=False, description="The server ignores n: ask n times instead")
     health_check: bool = Field(default=True, description="Wait for the server to be well after it could not be reached")
@@ -95,6 +101,21 @@ class APIServer(ABC):
     def root_url(self) -> str:
         """The address without /v1."""
         return (self.config.base_url or "").rstrip("/").removesuffix("/v1")
+
+    @property
+    def key_variable(self) -> str | None:
+        """The environment variable that holds the key when the configuration gives none."""
+        return None
+
+    @property
+    def api_key(self) -> str | None:
+        """Bearer token, or None."""
+        return given_or_variable(self.config.api_key, self.key_variable)
+
+    @property
+    def honours_proxies(self) -> bool:
+        """Whether HTTP_PROXY and the like apply: not to servers of one's own, which a proxy for the world does not reach."""
+        return False
 
     @property
     def server_healthy(self) -> bool:
@@ -146,7 +167,7 @@ class APIServer(ABC):
         """Token ids in (`input_ids`, or `prompt` as text), token ids, logprobs and weight versions out."""
         generation = await self._request(self._generate_wrapper, kwargs)
         if record := current_versions.get():
-            record.note(generation.weight_versions)
+            record.note(generation.weight_versions, generation.weight_epochs)
         return generation
 
     async def tokens_and_logprobs_completion(self, **kwargs: Any) -> tuple[list, list, list, list]:

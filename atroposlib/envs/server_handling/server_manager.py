@@ -24,6 +24,7 @@ from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
 from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
+from atroposlib.utils.keys import all_settings
 
 __all__ = ["APIServer", "APIServerConfig", "ServerBaseline", "ServerManager", "ServerManagerConfig"]
 
@@ -190,8 +191,7 @@ class ServerManager:
 
 
 def at_url(template: ServerBaseline, url: str) -> APIServerConfig:
-    settings = template.model_dump() | {"base_url": url}
-    return APIServerConfig(**({"api_key": "x"} | settings))
+    return APIServerConfig(**(all_settings(template) | {"base_url": url}))
 
 
 def slurm_urls() -> list[str]:
@@ -222,7 +222,7 @@ def _join_generations(parts: list[Generation]) -> Generation:
         rows = [getattr(part, field) for part in parts]
         return None if any(row is None for row in rows) else [entry for row in rows for entry in row]
 
-    per_completion = ("output_tokens", "output_logprobs", "finish_reasons", "texts", "weight_versions")
+    per_completion = ("output_tokens", "output_logprobs", "finish_reasons", "texts", "weight_versions", "weight_epochs")
     return Generation(parts[0].prompt_tokens, **{field: joined(field) for field in per_completion})
 
 

@@ -15,6 +15,8 @@ __all__ = ["SGLangServer", "resolve_openai_configs"]
 class SGLangServer(VLLMServer):
     """An SGLang server. It says nothing about weight versions."""
 
+    key_variable = None
+
     async def _generate_wrapper(self, **kwargs: Any) -> Generation:
         prompt_tokens = self._prompt_tokens(kwargs)
         kwargs.pop("model", None)

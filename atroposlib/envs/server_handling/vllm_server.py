@@ -6,11 +6,13 @@ import httpx
 import orjson
 
 from atroposlib.envs.errors import RolloutFailure
+from atroposlib.envs.server_handling.encoding import encode_plain
 from atroposlib.envs.server_handling.generation import Generation
 from atroposlib.envs.server_handling.openai_server import PROBE_TIMEOUT, OpenAIRoutes, resolve_openai_configs
 from atroposlib.envs.server_handling.server_baseline import APIServer as APIServer
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig as APIServerConfig
 from atroposlib.envs.server_handling.server_baseline import ReasoningConfig as ReasoningConfig
+from atroposlib.utils.keys import VLLM_KEY
 
 __all__ = ["VLLMServer", "resolve_openai_configs"]
 
@@ -21,6 +23,7 @@ MAX_TOKENS_NAMES = ("max_tokens", "max_new_tokens", "max_completion_tokens")
 class VLLMServer(OpenAIRoutes):
     """Requests for training go to `/generate`, so that no text is ever tokenised twice; the OpenAI routes work too."""
 
+    key_variable: str | None = VLLM_KEY
     tokenizer: Any = None
     """Encodes prompts given as text; set by the environment. Prompts given as token ids need none."""
 
@@ -63,10 +66,7 @@ class VLLMServer(OpenAIRoutes):
             return [int(token) for token in text]
         if self.tokenizer is None:
             raise ValueError("a prompt given as text needs a tokenizer: set `server.tokenizer`, or pass `input_ids`")
-        tokens = list(self.tokenizer.encode(text))
-        bos = getattr(self.tokenizer, "bos_token_id", None)
-        # Chat templates write the start token themselves, and encoding adds it again.
-        return tokens[1:] if bos is not None and tokens[:2] == [bos, bos] else tokens
+        return encode_plain(self.tokenizer, text)
 
     async def _room_for(self, prompt_tokens: list[int], wanted: int | None) -> int:
         """`max_tokens` that the model's context and the trainer's longest sequence leave after the prompt."""
@@ -130,4 +130,5 @@ def parse_generation(prompt_tokens: list[int], answer: dict[str, Any]) -> Genera
         finish_reasons=list(answer["finish_reasons"]),
         texts=answer.get("text"),
         weight_versions=answer.get("weight_versions"),
+        weight_epochs=answer.get("weight_epochs"),
     )

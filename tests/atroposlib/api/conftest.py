@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,15 +13,17 @@ from typing import Any
 
 import httpx
 import pytest
+from scripts.quickstart.ports import PortReservations
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
+_PORTS = PortReservations()
+
+
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """A port that nobody listens on, and that stays this process's own: a service starts on it seconds later, or again."""
+    return _PORTS.pick()
 
 
 def group(size: int = 4, length: int = 3, mark: int = 7, **fields: Any) -> dict[str, Any]:
@@ -77,7 +78,7 @@ class Service:
         """The command line that starts it."""
         return [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(self.port), *self.flags]
 
-    def start(self, seconds: float = 30) -> Service:
+    def start(self, seconds: float = 120) -> Service:
         """Start it and wait until it answers."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -94,7 +95,7 @@ class Service:
                 time.sleep(0.02)
         raise TimeoutError(f"the service did not answer within {seconds} s: {self.log.read_text()[-2000:]}")
 
-    def signal(self, number: signal.Signals, seconds: float = 20) -> int:
+    def signal(self, number: signal.Signals, seconds: float = 60) -> int:
         """Send it a signal and wait for its end. Returns the exit status."""
         assert self.process is not None
         if self.process.poll() is None:

@@ -19,9 +19,42 @@ import pytest
 from bench import public_server
 
 from .conftest import Service
-from .wire_scripts import INTENDED, RESTART, SCRIPTS, Step
+from .wire_scripts import RESTART, SCRIPTS, Step
 
 COMPRESS_FROM = 1000
+
+INTENDED = {
+    # Weaknesses of the public server.
+    "crash": "all its state is in memory, so a crash loses everything",
+    "newest first": "it hands out the newest groups first",
+    "steps ahead": "/batch forms all batches that it can at once and counts them as steps before anyone has them",
+    "not a number": "it accepts NaN, whose batch then is a 500 and lost",
+    "lengths": "it compares no lengths, and accepts empty groups and sequences",
+    "oversize": "one group larger than a batch blocks the queue for ever",
+    "early data": "data posted before /register hides the trainer that registers afterwards",
+    "second trainer": "a second /register is ignored",
+    "half a reset": "a reset leaves the trainer half registered: /batch is a 500, an environment is told to start",
+    "unknown environment": "/status-env is a 500 for an environment that is not there, and for the last one's id -1 succeeds",
+    "pages": "any web page may call it, and wipe a run; ours answers none without a key",
+    "nothing to learn": "it takes groups in which no token is trained on, and ids that no token has",
+    "no bound": "its queue has no bound",
+    "dead trainer": "a batch that a trainer fetched before it died is gone",
+    "no weight": "an environment's weight does nothing",
+    "packing": "it finds no batch although whole groups add up to one",
+    "stuck buffer": "a buffer gives groups up only for exactly group_size, so larger groups stay in it for ever",
+    "truncated gzip": "a gzip body that was cut off is a 500",
+    "messages": "messages that are no list are a 500",
+    # Where we answer in another way, and mean to.
+    "wording": "the error text of an unknown environment is an exception's; ours says what to do",
+    "mixed sizes": "in a queue of mixed sizes, /status-env counts more groups of a size than the sequences make",
+    "unknown fields": "it drops fields that it does not know; ours hands out what was posted",
+    "any content type": "it wants a JSON content type; ours takes a JSON body under any",
+    "unknown encoding": "it reads a body whose encoding it does not know as if it had none; ours says 415",
+    "broken text": "text that is not UTF-8 is a 400; ours a 422, as is every other body that is no JSON",
+    "free messages": "it checks what is inside messages; ours hands them through",
+}
+"""Every way in which the two are meant to differ. The original's SDK, whose environments never register again, is not
+asked here: this is about the wire."""
 
 
 class PublicService(Service):

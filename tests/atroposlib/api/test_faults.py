@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import select
 import signal
 import socket
 import subprocess
@@ -168,7 +169,7 @@ sock = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
 head = b"POST /scored_data HTTP/1.1\\r\\nhost: localhost\\r\\ncontent-length: %d\\r\\n\\r\\n" % len(body)
 sock.sendall(head + body[:len(body) // 2])
 print("half", flush=True)
-time.sleep(60)
+print(sock.recv(1000), flush=True)
 """
 
 
@@ -183,9 +184,9 @@ def test_an_environment_killed_in_the_middle_of_a_group(service: Service) -> Non
     process.stdin.write(json.dumps(group(mark=66, length=5000, env_id=0)) + "\n")
     process.stdin.flush()
     assert process.stdout.readline() == "half\n"
-    started = time.monotonic()
     service.post("/scored_data", group(mark=1))
-    assert time.monotonic() - started < 10, "one stuck upload may hold up the others for a moment only"
+    answered, _, _ = select.select([process.stdout], [], [], 0)
+    assert not answered, "the others did not wait until the stuck upload was given up"
     process.kill()
     process.wait(10)
     service.post("/scored_data", group(2, mark=2, env_id=0))  # half a group in the other sense: it stays in the buffer
@@ -274,6 +275,7 @@ def test_a_network_that_cuts_answers_loses_and_doubles_nothing(service: Service,
                 failures += 1
             if attempt == 1:
                 mend()
+                http.timeout = httpx.Timeout(DEADLINE)  # two seconds tell a stall, and are short for a busy machine
         assert failures == 2
         assert answer.json()["batch_id"] == 1, "the batch whose answer was cut came again"
         http.post("/batch/ack", json={"batch_id": 1, "weight_version": 1}).raise_for_status()
@@ -291,14 +293,14 @@ def test_a_trainer_that_resets_its_connection_gets_the_batch_again_without_acks(
         client.sendall(b"GET /batch HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert client.recv(100).startswith(b"HTTP/1.1 200")
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
-    until(lambda: not any(lease["sent"] for lease in service.get("/stats")["leases"]), "the service notices", 20)
+    until(lambda: not any(lease["sent"] for lease in service.get("/stats")["leases"]), "the service notices")
     batches: list[Any] = []
 
     def asked() -> bool:
         batches.append(service.get("/batch")["batch"])
         return batches[-1] is not None
 
-    until(asked, "the batch comes again", 20)
+    until(asked, "the batch comes again")
     assert marks(batches[-1]) == [1, 2]
 
 

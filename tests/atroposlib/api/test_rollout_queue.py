@@ -376,3 +376,11 @@ def test_reset_forgets_everything() -> None:
     assert (queue.held_groups, queue.registration, queue.current_step) == (0, None, 0)
     with pytest.raises(NotRegisteredError):
         queue.next_batch(0.0)
+
+
+def test_the_index_of_a_group_that_is_too_large_counts_those_that_were_posted_before() -> None:
+    queue = started(8)
+    queue.add(draft(key="k"), 0.0)
+    with pytest.raises(BatchTooSmallError) as caught:
+        queue.check([draft(key="k"), draft(), draft(9)])
+    assert caught.value.index == 2

@@ -26,7 +26,7 @@ def run(*flags: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
         env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
 
@@ -68,9 +68,7 @@ def test_bad_flags_are_one_clear_line(flags: list[str], says: str) -> None:
 def test_it_says_where_it_runs_and_ends_cleanly(tmp_path: Path, number: signal.Signals) -> None:
     service = Service(tmp_path, "--store", str(tmp_path / "a.db")).start()
     service.begin()
-    started = time.monotonic()
     assert service.signal(number) == 0
-    assert time.monotonic() - started < 15
     log = service.log.read_text()
     assert f"Uvicorn running on http://127.0.0.1:{service.port}" in log
     assert log.rstrip().endswith("stopped")
@@ -78,18 +76,30 @@ def test_it_says_where_it_runs_and_ends_cleanly(tmp_path: Path, number: signal.S
     assert not (tmp_path / "a.db-wal").exists(), "the log is folded into the file"
 
 
+def until_refused(port: int) -> None:
+    """Wait until nobody listens on a port any more: a service that is to end takes no more connections."""
+    deadline = time.monotonic() + 60
+    with suppress(ConnectionRefusedError):
+        while time.monotonic() < deadline:
+            socket.create_connection(("127.0.0.1", port)).close()
+            time.sleep(0.02)
+        raise AssertionError(f"port {port} still takes connections after 60 s")
+
+
 def test_a_request_under_way_is_answered_before_the_end(tmp_path: Path) -> None:
     service = Service(tmp_path, "--store", "memory").start()
     service.begin()
     body = json.dumps(group()).encode()
     with socket.create_connection(("127.0.0.1", service.port)) as client:
-        client.sendall(b"POST /scored_data HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body) + body[:20])
-        time.sleep(0.3)
+        client.settimeout(60)
+        head = b"POST /scored_data HTTP/1.1\r\nhost: localhost\r\nexpect: 100-continue\r\ncontent-length: %d\r\n\r\n"
+        client.sendall(head % len(body))
+        assert client.recv(10_000) == b"HTTP/1.1 100 Continue\r\n\r\n", "the request is under way"
+        client.sendall(body[:20])
         assert service.process is not None
         service.process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
+        until_refused(service.port)
         client.sendall(body[20:])
-        client.settimeout(20)
         answer = client.recv(10_000)
     assert answer.startswith(b"HTTP/1.1 200")
     assert service.signal(signal.SIGTERM) == 0
@@ -134,7 +144,7 @@ def test_the_api_key(tmp_path: Path) -> None:
 
 def test_bounds_and_time_limits(tmp_path: Path) -> None:
     service = Service(
-        tmp_path, "--store", "memory", "--max-queue-groups", "2", "--max-body-bytes", "10K", "--request-timeout", "1"
+        tmp_path, "--store", "memory", "--max-queue-groups", "2", "--max-body-bytes", "10K", "--request-timeout", "3"
     ).start()
     service.begin(batch_size=4)
     for _ in range(2):
@@ -189,11 +199,11 @@ def answer_to(service: Service, *parts: bytes, pause: float = 0.0) -> bytes:
 
 
 def test_a_connection_that_sends_no_request_is_closed(tmp_path: Path) -> None:
-    service = Service(tmp_path, "--store", "memory", "--request-timeout", "1").start()
+    service = Service(tmp_path, "--store", "memory", "--request-timeout", "2").start()
     whole = b"GET /status HTTP/1.1\r\nhost: localhost\r\n\r\n"
     assert answer_to(service).startswith(b"HTTP/1.1 408 ")
     assert answer_to(service, b"GET /status HTTP/1.1\r\nhost:").startswith(b"HTTP/1.1 408 ")
-    drops = [b"x-a: b\r\n"] * 8  # never silent, and never done
+    drops = [b"x-a: b\r\n"] * 12  # never silent, and never done
     assert answer_to(service, b"GET /status HTTP/1.1\r\n", *drops, whole, pause=0.2)[9:12] in (b"", b"408")
     second = answer_to(service, whole, whole[:10])
     assert second.startswith(b"HTTP/1.1 200 ")
@@ -205,7 +215,7 @@ def test_a_connection_that_sends_no_request_is_closed(tmp_path: Path) -> None:
     assert slow.startswith(b"HTTP/1.1 200 "), "slow is not late"
     for _ in range(2):
         service.get("/status")
-        time.sleep(1.5)  # between requests a connection may be idle for longer than a request may take
+        time.sleep(2.5)  # between requests a connection may be idle for longer than a request may take
     assert service.log.read_text().count("sent no request: 408") == 4
     service.signal(signal.SIGTERM)
 

@@ -232,6 +232,48 @@ def test_acks(service: Service) -> None:
     assert service.post("/batch/ack", {}) == {"status": "success", "groups": 1, "weight_version": 2}
 
 
+def test_a_batch_that_the_trainer_cannot_learn_from_is_skipped_and_counted(service: Service) -> None:
+    service.begin(batch_size=4, ack_batches=True)
+    for mark in range(2):
+        service.post("/scored_data", group(mark=mark))
+    first = service.get("/batch")["batch_id"]
+    said = {"batch_id": first, "weight_version": 0, "skipped": "out of memory at 40 sequences"}
+    assert service.post("/batch/ack", said) == {"status": "success", "groups": 1, "weight_version": 0}
+    assert marks(service.get("/batch")["batch"]) == [1]
+    assert service.get("/stats")["batches_skipped"] == 1
+    assert "rollout_batches_skipped 1.0" in service.http.get("/metrics").text
+    assert f"skipped batch {first}, 1 groups: out of memory at 40 sequences" in service.log.read_text()
+
+
+def test_the_trainer_ends_its_run(service: Service) -> None:
+    uuid = service.post("/register", trainer())["uuid"]
+    assert service.http.post("/run/end", json={"uuid": uuid + 1}).status_code == 409
+    assert service.get("/stats")["run_ended"] is False
+    assert service.post("/run/end", {"uuid": uuid}) == {"status": "success"}
+    assert service.get("/stats")["run_ended"] is True
+
+
+def test_versions_that_go_back_are_told_apart_by_their_epochs(service: Service) -> None:
+    service.begin(batch_size=4, ack_batches=True, max_staleness=1, weight_epoch=1000)
+    service.post("/batch/ack", {"weight_version": 17})
+    service.post("/register", trainer(batch_size=4, ack_batches=True, max_staleness=1, weight_epoch=2000, starting_step=10))
+    began_before = group(mark=1, weight_versions=[17, 10, 10, 10], weight_epochs=[1000, 2000, 2000, 2000])
+    assert service.post("/scored_data", began_before) == {"status": "received"}
+    batch = service.get("/batch")
+    assert batch["batch"][0]["weight_versions"] == [17, 10, 10, 10]
+    assert batch["batch"][0]["weight_epochs"] == [1000, 2000, 2000, 2000]
+    service.post("/batch/ack", {"batch_id": batch["batch_id"], "weight_version": 11})
+    late = service.post("/scored_data", began_before)
+    assert late["status"] == "dropped", "its age is two steps now, although it says 17"
+    assert "weight version 9 (an earlier trainer's), but the trainer takes none below 10" in late["reason"]
+    assert service.get("/stats")["weight_epoch"] == 2000
+
+
+def test_a_body_that_holds_no_groups_may_not_be_large(service: Service) -> None:
+    answer = service.http.post("/register", json=trainer(padding="x" * (1 << 20)))
+    assert answer.status_code == 413
+
+
 def test_a_retried_post_is_counted_once(service: Service) -> None:
     service.begin(batch_size=4)
     for _ in range(3):

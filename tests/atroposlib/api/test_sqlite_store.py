@@ -13,13 +13,15 @@ from pathlib import Path
 import pytest
 
 from atroposlib.api.rollout_queue import RolloutQueue
-from atroposlib.api.sqlite_store import SqliteStore, set_aside
+from atroposlib.api.sqlite_store import MOST_VARIABLES, PAGE_SIZE, SqliteStore, set_aside
 from atroposlib.api.state import Changes, Draft, Group, Limits, Registration
 from atroposlib.api.store import DamagedError, StoreError
 
 from .conftest import ROOT
 
 WEIGHTS = ((0, 0),)
+SQLITE_FUNCTION = 31
+"""The authorizer's code for a call of a function; the module has no name for it."""
 
 
 def draft(body: bytes = b"{}", size: int = 4, env_id: int | None = None, key: str | None = None) -> Draft:
@@ -153,6 +155,26 @@ def test_a_damaged_body_is_noticed(path: Path) -> None:
     store.close()
 
 
+def test_a_body_that_sqlite_cannot_follow_does_not_keep_its_group_from_being_dropped(path: Path) -> None:
+    store = SqliteStore(path)
+    for seq in range(3):
+        body = bytes([65 + seq]) * 6 * PAGE_SIZE  # on several pages, each of which begins with the number of the next
+        store.commit([Changes(added=[(Group(seq, -1, 1, 1, len(body), WEIGHTS), body, False)])])
+    store.close()
+    content = bytearray(path.read_bytes())
+    page = next(at for at in range(0, len(content), PAGE_SIZE) if content[at + 100 : at + 200] == b"B" * 100)
+    content[page : page + 4] = b"\xff" * 4
+    path.write_bytes(content)
+    store = SqliteStore(path)
+    with pytest.raises(DamagedError, match="group 1 cannot be read") as caught:
+        store.bodies([0, 1, 2])
+    assert caught.value.seqs == {1}
+    store.commit([Changes(removed=[1])])
+    assert [group.seq for group in store.load().queued] == [0, 2]
+    assert [body[:1] for body in store.bodies([0, 2])] == [b"A", b"C"]
+    store.close()
+
+
 FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
@@ -200,6 +222,65 @@ def test_a_full_disk_refuses_clearly_keeps_what_was_stored_and_recovers(path: Pa
     store = SqliteStore(path)
     assert len(store.load().queued) == int(kept.split()[1]) + 1
     store.close()
+
+
+def test_it_needs_nothing_that_an_old_sqlite_lacks(store: SqliteStore) -> None:
+    """No functions, JSON's among them: `->>` came with SQLite 3.38, and whole distributions link an older one."""
+    calls: set[str] = set()
+
+    def authorize(action: int, _: str | None, name: str | None, *__: str | None) -> int:
+        if action == SQLITE_FUNCTION:
+            calls.add(str(name))
+        return sqlite3.SQLITE_OK
+
+    store._writer.set_authorizer(authorize)
+    queue = RolloutQueue(Limits(max_keys=2))
+    queue.register(registration(4))
+    for number in range(MOST_VARIABLES // 8 + 5):  # more than one statement takes
+        queue.add(draft(b'{"n":%d}' % number, key=f"key {number}"), 0.0)
+    store.commit([queue.take_changes()])
+    before = state_of(queue)
+    store.commit([queue.take_changes()])
+    assert state_of(RolloutQueue(Limits(max_keys=2), store.load())) == before
+    for _ in range(3):
+        lease = queue.next_batch(0.0)
+        assert lease is not None
+        store.commit([queue.take_changes()])
+        queue.ack(lease.batch_id)
+    queue.register(registration(8))
+    store.commit([queue.take_changes()])
+    queue.reset()
+    store.commit([queue.take_changes()])
+    assert not store.load().queued
+    assert calls == set()
+
+
+def test_keys_that_differ_behind_a_nul_are_two(store: SqliteStore) -> None:
+    queue = RolloutQueue()
+    keys = ["a", "a\0", "a\0b", "a\0c", "\0", "ü\0", "'\"[]"]
+    for key in keys:
+        queue.add(draft(key=key), 0.0)
+        store.commit([queue.take_changes()])
+    assert [key for key, _ in store.load().keys] == keys
+    again = RolloutQueue(None, store.load())
+    for key in keys:
+        again.add(draft(key=key), 0.0)
+    assert again.held_groups == len(keys)
+    small = RolloutQueue(Limits(max_keys=3), store.load())
+    small.add(draft(key="new"), 0.0)
+    store.commit([small.take_changes()])
+    assert [key for key, _ in store.load().keys] == [*keys[1:], "new"]
+
+
+def test_a_commit_that_fails_in_an_unknown_way_stores_nothing_and_the_next_one_works(store: SqliteStore) -> None:
+    def changes(seq: int, environment: dict[str, object]) -> Changes:
+        return Changes(added=[(Group(seq, -1, 1, 1, 2, WEIGHTS), b"{}", False)], environments=[environment])
+
+    with pytest.raises(TypeError):
+        store.commit([changes(0, {"env_id": 0, "no JSON": object()})])
+    assert store.load().queued == []
+    store.commit([changes(1, {"env_id": 0})])
+    assert [group.seq for group in store.load().queued] == [1]
 
 
 def test_setting_a_store_aside(path: Path) -> None:

@@ -30,7 +30,10 @@ class ServiceMachine(RuleBasedStateMachine):
         self.queue = RolloutQueue(self.limits, self.store.load())
         self.posted = self.keys = 0
         self.size: dict[int, int] = {}
-        self.version: dict[int, int] = {}
+        self.weights: dict[int, tuple[int, int]] = {}
+        self.lives: list[tuple[int, int]] = []
+        self.epochs = [0]
+        self.foreign_epochs: set[int] = set()
         self.env: dict[int, int | None] = {}
         self.waiting: set[int] = set()
         self.out: dict[int, list[int]] = {}
@@ -40,6 +43,19 @@ class ServiceMachine(RuleBasedStateMachine):
         self.envs: list[int] = []
         self.uuid = 0
         self.acks = False
+
+    def counts_as(self, epoch: int, version: int) -> int:
+        """What the contract says that weights count as, life by life."""
+        for life, start in self.lives:
+            if epoch < life and version > start:
+                version = start - 1
+        return version
+
+    def version(self, number: int) -> int:
+        return self.counts_as(*self.weights[number])
+
+    def is_ahead(self, number: int, step: int) -> bool:
+        return self.version(number) < 0 if self.lives else self.weights[number][1] > step
 
     def commit(self) -> None:
         self.store.commit([self.queue.take_changes()])
@@ -53,13 +69,13 @@ class ServiceMachine(RuleBasedStateMachine):
         oldest = self.queue.oldest_allowed()
         batch_size = self.queue.registration.batch_size if self.queue.registration else None
         for number in gone:
-            stale = oldest is not None and self.version[number] < oldest
+            stale = oldest is not None and self.version(number) < oldest
             oversize = batch_size is not None and self.size[number] > batch_size
-            foreign = another_run or (step is not None and self.version[number] > step)
+            foreign = another_run or (step is not None and self.is_ahead(number, step))
             assert stale or oversize or foreign, f"group {number} was lost"
         for number in self.waiting - gone if step is not None else ():
             assert not another_run, f"group {number} is another run's"
-            assert self.version[number] <= step, f"group {number} is of weights that are gone"
+            assert not self.is_ahead(number, step), f"group {number} is of weights that are gone"
         self.waiting -= gone
         self.dropped |= gone
 
@@ -69,16 +85,22 @@ class ServiceMachine(RuleBasedStateMachine):
         step=st.sampled_from([0, 3, 6]),
         acks=st.booleans(),
         model=st.sampled_from([None, "a", "a", "b"]),
+        named=st.booleans(),
     )
-    def register(self, batch_size: int, staleness: int | None, step: int, acks: bool, model: str | None) -> None:
+    def register(self, batch_size: int, staleness: int | None, step: int, acks: bool, model: str | None, named: bool) -> None:
         old = self.queue.registration
         self.uuid += 1
-        self.queue.register(Registration(self.uuid, "g", "p", batch_size, 9, "c", 1, step, 9, staleness, acks, model))
+        epoch = 10 * self.uuid if named else 0
+        self.queue.register(Registration(self.uuid, "g", "p", batch_size, 9, "c", 1, step, 9, staleness, acks, model, epoch))
         self.acks = acks
         self.commit()
         another_run = old is not None and {old.model, model} == {"a", "b"}
+        if another_run:
+            self.foreign_epochs |= set(self.epochs) - {0}
+        self.lives = [*([] if another_run else self.lives), (epoch, step)] if named else []
+        self.epochs.append(epoch)
         for batch_id, batch in list(self.out.items()):
-            ahead = any(self.version[seq] > step for seq in batch)
+            ahead = any(self.is_ahead(seq, step) for seq in batch)
             if old is None or old.batch_size != batch_size or another_run or ahead:
                 self.waiting |= set(self.out.pop(batch_id))
         self.arrived.clear()
@@ -89,9 +111,8 @@ class ServiceMachine(RuleBasedStateMachine):
     def trainer_dies_and_comes_back(self, later: int) -> None:
         trainer = self.queue.registration
         assert trainer is not None
-        self.register(
-            trainer.batch_size, trainer.max_staleness, self.queue.trainer_version() + later, trainer.ack_batches, trainer.model
-        )
+        version, named = self.queue.trainer_version() + later, bool(trainer.weight_epoch)
+        self.register(trainer.batch_size, trainer.max_staleness, version, trainer.ack_batches, trainer.model, named)
         self.batch(arrives=True)
 
     @precondition(lambda self: self.queue.started)
@@ -106,27 +127,36 @@ class ServiceMachine(RuleBasedStateMachine):
     @rule(size=st.sampled_from([4, 4, 4, 1, 2, 3, 6]), which=st.integers(0, 3), age=st.integers(0, 1), key=st.booleans())
     def post(self, size: int, which: int, age: int, key: bool) -> None:
         for _ in range(3):
-            self.post_one(size, which, age, key)
+            self.post_one(size, which, key, None, max(0, self.queue.sampling_version() - age))
 
-    def post_one(self, size: int, which: int, age: int, key: bool) -> None:
+    @rule(data=st.data(), version=st.integers(0, 12))
+    def post_of_some_life(self, data: st.DataObject, version: int) -> None:
+        self.post_one(4, 3, False, data.draw(st.sampled_from(self.epochs)), version)
+
+    def post_one(self, size: int, which: int, key: bool, epoch: int | None, version: int) -> None:
         env_id = self.envs[which] if which < len(self.envs) else None
-        version = max(0, self.queue.sampling_version() - age)
         if self.queue.registration is not None and size > self.queue.registration.batch_size:
             return
         self.keys += 1
         body = b'{"number":%d}' % self.queue.next_seq
-        draft = Draft(body, size, 9, env_id, ((None, version),), f"key {self.keys}" if key else None)
+        draft = Draft(body, size, 9, env_id, ((epoch, version),), f"key {self.keys}" if key else None)
         self.posted += 1
         number = self.queue.next_seq
         receipt = self.queue.add(draft, 0.0)
         if key:  # the client did not get the answer and posts again
             assert self.queue.add(draft, 0.0) == receipt
         self.commit()
+        if epoch is not None:
+            counted, oldest = self.counts_as(epoch, version), self.queue.oldest_allowed()
+            unwanted = counted < 0 or epoch in self.foreign_epochs or (oldest is not None and counted < oldest)
+            assert (receipt.status == "dropped") == unwanted, receipt
         if receipt.status == "dropped":
             assert self.queue.next_seq == number
             return
         assert self.queue.next_seq == number + 1
-        self.size[number], self.version[number], self.env[number] = size, version, env_id
+        present = self.lives[-1][0] if self.lives else 0
+        self.weights[number] = (present if epoch is None else epoch, version)
+        self.size[number], self.env[number] = size, env_id
         self.waiting.add(number)
 
     @precondition(lambda self: self.queue.registration is not None)
@@ -161,7 +191,7 @@ class ServiceMachine(RuleBasedStateMachine):
             self.out[lease.batch_id] = numbers
         if registration.max_staleness is not None and not lease.sent:
             at = self.queue.trainer_version() - 1  # the version at which this batch is trained on
-            assert all(self.version[number] >= at - registration.max_staleness for number in numbers), "too old"
+            assert all(self.version(number) >= at - registration.max_staleness for number in numbers), "too old"
         self.queue.sent(lease, complete=arrives)
         if arrives:
             self.arrived.add(lease.batch_id)
@@ -200,6 +230,8 @@ class ServiceMachine(RuleBasedStateMachine):
         self.queue.reset()
         self.commit()
         self.posted = 0
+        self.lives, self.epochs = [], [0]
+        self.foreign_epochs.clear()
         self.size.clear()
         self.waiting.clear()
         self.out.clear()
@@ -218,6 +250,8 @@ class ServiceMachine(RuleBasedStateMachine):
         assert set(queued + buffered) == self.waiting
         assert {batch_id: [g.seq for g in lease.groups] for batch_id, lease in self.queue.leases.items()} == self.out
         assert self.queue.held_groups == len(held)
+        for group in self.queue._held():
+            assert group.version == self.version(group.seq), "told anew by each trainer, and found again after a kill"
         assert self.queue.lines.total_sequences() == sum(self.size[seq] for seq in queued)
         for buffer in self.queue.buffers.values():
             assert sum(group.size for group in buffer) != GROUP_SIZE, "what can be recombined was"

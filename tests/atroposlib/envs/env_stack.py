@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from scripts.quickstart.readiness import wait_until
+from example_trainer.child_processes.readiness import wait_until
 
 STANDIN = Path(__file__).with_name("standin_server.py")
 OFFLINE = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
@@ -52,18 +52,19 @@ class Stack:
         self.service_port, self.inference_port = free_port(), free_port()
         self.service_url = f"http://127.0.0.1:{self.service_port}"
         self.inference_url = f"http://127.0.0.1:{self.inference_port}"
+        self.trainer_uuid = -1
 
     def start_service(self, store: str | Path = "memory") -> Any:
         command = [sys.executable, "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(self.service_port)]
         process = self.processes.start("service", [*command, "--store", str(store)], OFFLINE)
-        self.processes.wait_for_http(self.service_url, 60)
+        self.processes.wait_for_http(self.service_url, 120)
         return process
 
     def start_inference(self, *extra: str) -> Any:
         """A stand-in of this test's own, to be killed or configured."""
         command = [sys.executable, str(STANDIN), "--port", str(self.inference_port), "--tokenizer", str(self.tokenizer_dir)]
         process = self.processes.start("inference", [*command, *extra], OFFLINE)
-        self.processes.wait_for_http(f"{self.inference_url}/health", 60)
+        self.processes.wait_for_http(f"{self.inference_url}/health", 120)
         return process
 
     def use_inference(self, url: str, **behaviour: Any) -> None:
@@ -82,19 +83,25 @@ class Stack:
 
     def control(self, **change: Any) -> None:
         """Change how the stand-in answers."""
-        httpx.post(f"{self.inference_url}/control", json=change, timeout=10).raise_for_status()
+        httpx.post(f"{self.inference_url}/control", json=change, timeout=60).raise_for_status()
 
     def register_trainer(self, num_steps: int, batch_size: int = 32, **more: Any) -> None:
         fields = {
             **{"wandb_group": "g", "wandb_project": "p", "batch_size": batch_size, "max_token_len": 512},
             **{"checkpoint_dir": str(self.folder), "save_checkpoint_interval": 0, "starting_step": 0, "num_steps": num_steps},
         }
-        httpx.post(f"{self.service_url}/register", json=fields | more, timeout=10).raise_for_status()
+        answer = httpx.post(f"{self.service_url}/register", json=fields | more, timeout=60).raise_for_status()
+        self.trainer_uuid = answer.json()["uuid"]
+
+    def end_run(self) -> None:
+        """Say, as the trainer does after its last step, that the run has ended."""
+        body = {"uuid": self.trainer_uuid}
+        httpx.post(f"{self.service_url}/run/end", json=body, timeout=60).raise_for_status()
 
     def next_batch(self) -> list[dict[str, Any]] | None:
-        return httpx.get(f"{self.service_url}/batch", timeout=10).json()["batch"] or None
+        return httpx.get(f"{self.service_url}/batch", timeout=60).json()["batch"] or None
 
-    def take_batches(self, count: int, seconds: float = 60) -> list[list[dict[str, Any]]]:
+    def take_batches(self, count: int, seconds: float = 120) -> list[list[dict[str, Any]]]:
         """Be the trainer: take that many batches, waiting for them."""
         taken: list[list[dict[str, Any]]] = []
 
@@ -114,7 +121,7 @@ def shared_inference(session_processes: Any, free_port: Callable[[], int], token
     port = free_port()
     command = [sys.executable, str(STANDIN), "--port", str(port), "--tokenizer", str(tokenizer_dir)]
     session_processes.start("inference", command, OFFLINE)
-    session_processes.wait_for_http(f"http://127.0.0.1:{port}/health", 60)
+    session_processes.wait_for_http(f"http://127.0.0.1:{port}/health", 120)
     return f"http://127.0.0.1:{port}"
 
 

@@ -21,7 +21,7 @@ MINUS_WORDS = r"gives|lost|takes|sold \d+ of|needs|fewer|minus|take away| - "
 def build_app(tokenizer_dir: str, version: int, max_model_len: int) -> FastAPI:
     app = FastAPI()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
-    state: dict[str, Any] = {"version": version, "delay": 0.0, "fail_next": 0, "text": None, "requests": []}
+    state: dict[str, Any] = {"version": version, "delay": 0.0, "fail_next": 0, "text": None, "requests": [], "epoch": None}
     rng = random.Random(0)
 
     def answer(prompt: str, greedy: bool) -> str:
@@ -88,7 +88,8 @@ def build_app(tokenizer_dir: str, version: int, max_model_len: int) -> FastAPI:
             tokens = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
             reasons.append("stop" if len(tokens) <= request["max_tokens"] else "length")
             token_ids.append(tokens[: request["max_tokens"]])
-        return {
+        epochs = {} if state["epoch"] is None else {"weight_epochs": [state["epoch"]] * len(texts)}
+        return epochs | {
             "text": texts,
             "prompt": None,
             "finish_reasons": reasons,

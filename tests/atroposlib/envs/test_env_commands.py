@@ -7,7 +7,7 @@ import pytest
 import yaml
 from env_stack import Stack
 
-from scripts.quickstart.readiness import wait_until
+from example_trainer.child_processes.readiness import wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -21,7 +21,7 @@ def test_evaluate_writes_the_result_and_readable_samples(stack: Stack, shared_in
     config = tmp_path / "settings.yaml"
     config.write_text(yaml.safe_dump({"env": {"eval_size": 3, "eval_output": str(output)}}))
     command = stack.start_environment(ARITHMETIC, "evaluate", "--config", str(config), "--env.eval_size", "40")
-    log = stack.processes.finish(command, 60)
+    log = stack.processes.finish(command, 120)
     assert "40 of 40 correct (100.0 %)" in log
     result = json.loads(output.read_text())
     samples = [json.loads(line) for line in (tmp_path / "deep" / "result.samples.jsonl").read_text().splitlines()]
@@ -40,7 +40,7 @@ def test_process_writes_groups_and_a_page(stack: Stack, shared_inference: str, t
     command = stack.start_environment(
         ARITHMETIC, "process", "--env.total_steps", "3", "--env.group_size", "4", "--env.data_path_to_save_groups", str(groups)
     )
-    stack.processes.finish(command, 60)
+    stack.processes.finish(command, 120)
     rows = [json.loads(line) for line in groups.read_text().splitlines()]
     assert [len(row["tokens"]) for row in rows] == [4, 4, 4]
     assert rows[0]["messages"][0][-1]["role"] == "assistant"
@@ -54,7 +54,7 @@ def test_process_writes_groups_and_a_page(stack: Stack, shared_inference: str, t
 def test_a_server_that_refuses_ends_an_evaluation_with_one_clear_line(stack: Stack, shared_inference: str) -> None:
     stack.use_inference(shared_inference, fail_next=10_000)
     command = stack.start_environment(ARITHMETIC, "evaluate", "--env.eval_size", "2")
-    wait_until("its end", lambda: None if command.poll() is not None else "it still runs", 60)
+    wait_until("its end", lambda: None if command.poll() is not None else "it still runs", 120)
     stack.control(fail_next=0)
     log = command.log_path.read_text()
     assert command.poll() == 1

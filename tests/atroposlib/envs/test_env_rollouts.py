@@ -1,54 +1,21 @@
 """One item's way: retries, drops by reason, the backlog, versions; without any process."""
 
 import asyncio
+import resource
+import signal
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
+from scripted_env import ScriptedEnv, response
 
-from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
-from atroposlib.envs.errors import RolloutFailure, UsageError
+from atroposlib.envs.errors import EnvironmentFailure, RolloutFailure, UsageError
+from atroposlib.envs.jsonl import JsonLinesWriter
 from atroposlib.envs.processing import ProcessingMixin
 from atroposlib.envs.server_handling.generation import current_versions
 from atroposlib.envs.serving import crossed
-
-
-def response(score: float = 1.0, length: int = 3, **more: Any) -> dict[str, Any]:
-    tokens = list(range(1, length + 1))
-    return {"tokens": tokens, "masks": [-100, *tokens[1:]], "scores": score} | more
-
-
-class ScriptedEnv(BaseEnv):
-    """Gives the responses of a list one after the other; an exception in it is raised."""
-
-    name = "scripted"
-
-    def __init__(self, script: list[Any], **settings: Any):
-        super().__init__(
-            BaseEnvConfig(**({"group_size": 2, "rollout_retries": 1} | settings)), [APIServerConfig(base_url="http://x")]
-        )
-        self.script = script
-        self.posted: list[Any] = []
-
-    async def setup(self) -> None:
-        """Nothing to load."""
-
-    async def get_next_item(self) -> Any:
-        return "item"
-
-    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to measure."""
-
-    async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:
-        step = self.script.pop(0)
-        if isinstance(step, Exception):
-            raise step
-        return step, [f"after {item}"]
-
-    async def _send_scored_data_to_api(self, scored_data: Any) -> None:
-        self.posted.append(scored_data)
 
 
 def run(env: ScriptedEnv) -> Any:
@@ -139,6 +106,41 @@ def test_versions_that_the_environment_does_not_carry_are_the_oldest_it_met() ->
     own = Meets([response(1.0, weight_version=9), response(-1.0, weight_version=8)])
     run(own)
     assert own.posted[0]["weight_versions"] == [9, 8]
+    assert "weight_epochs" not in env.posted[0] | own.posted[0], "no server told any"
+
+
+def test_epochs_go_with_the_versions_and_the_oldest_weights_are_those_served_first() -> None:
+    class Meets(ScriptedEnv):
+        async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:
+            record = current_versions.get()
+            assert record is not None
+            record.note([17, 11], [1000, 2000])
+            return await super().collect_trajectory(item)
+
+    def posted(*script: dict[str, Any]) -> tuple[Any, Any]:
+        env = Meets(list(script))
+        run(env)
+        return env.posted[0]["weight_versions"], env.posted[0]["weight_epochs"]
+
+    assert posted(response(1.0), response(-1.0)) == ([17, 17], [1000, 1000]), "by the record: 17 was served before 11"
+    own = [response(1.0, weight_version=17, weight_epoch=1000), response(-1.0, weight_version=11, weight_epoch=2000)]
+    assert posted(*own) == ([17, 11], [1000, 2000])
+    without = [response(1.0, weight_version=11), response(-1.0, weight_version=12)]
+    assert posted(*without) == ([11, 12], [1000, 1000]), "an epoch that is not told is the oldest that it may be"
+    one = [response(1.0, weight_version=11, weight_epoch=2000), response(-1.0, weight_version=11)]
+    assert posted(*one) == ([11, 11], [2000, 0])
+
+
+@pytest.mark.parametrize("empty", [{"advantages": [], "ref_logprobs": []}, {"inference_logprobs": [], "distill_logprobs": []}])
+def test_what_is_empty_counts_as_not_given(empty: dict[str, Any]) -> None:
+    """Environments written for Atropos post `[]` where they have nothing, for a group or for each response."""
+    env = ScriptedEnv([response(1.0, **empty), response(-1.0, **empty)])
+    run(env)
+    asyncio.run(env.handle_send_to_api({"tokens": [[1], [1]], "masks": [[1], [1]], "scores": [1.0, -1.0]} | empty))
+    assert len(env.posted) == 2
+    assert env.drops.total == 0
+    for group in env.posted:
+        assert not set(empty) & set(group), "a service may refuse a list that does not line up"
 
 
 def test_a_list_of_groups_is_sent_as_a_list_without_what_is_dropped() -> None:
@@ -260,6 +262,100 @@ def test_process_stops_when_items_run_out() -> None:
     env.n_groups_to_process = 5
     asyncio.run(ProcessingMixin._make_groups(env))
     assert env.curr_step == 2
+
+
+def test_process_counts_the_drops_of_each_item_alone() -> None:
+    """Two items at once, one of them dropped while the other is under way: the other's group counts."""
+
+    class Runs(ScriptedEnv):
+        items: list[int]
+
+        async def get_next_item(self) -> Any:
+            return self.items.pop(0) if self.items else None
+
+        async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
+            if item == 0:  # all its neighbours are dropped before it is done
+                await neighbours.wait()
+            scores = [1.0, -1.0] if item == 0 else [1.0, 1.0]
+            return {"tokens": [[1], [1]], "masks": [[1], [1]], "scores": scores}, []
+
+        async def cleanup(self) -> None:
+            if self.drops.total == 2:
+                neighbours.set()
+
+    async def whole() -> Runs:
+        env = Runs([], max_num_workers=3)
+        env.items = [0, 1, 2]
+        env.n_groups_to_process = 3
+        await ProcessingMixin._make_groups(env)
+        return env
+
+    neighbours = asyncio.Event()
+    env = asyncio.run(whole())
+    assert (env.curr_step, env.drops.by_reason) == (1, {"equal_scores": 2})
+
+
+class Unwritable:
+    """What no JSON can hold."""
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_a_group_that_cannot_be_written_is_dropped_alone(as_list: bool, tmp_path: Path, caplog: Any) -> None:
+    env = ScriptedEnv([], data_path_to_save_groups=str(tmp_path / "groups.jsonl"))
+    good = {"tokens": [[1], [1]], "masks": [[1], [1]], "scores": [1.0, -1.0]}
+    bad = good | {"messages": [[{"role": "user", "content": Unwritable()}], []]}
+    if as_list:
+        asyncio.run(env.handle_send_to_api([dict(good), bad, dict(good)]))
+        assert [len(posted) for posted in env.posted] == [2]
+    else:
+        assert asyncio.run(env.handle_send_to_api(bad)) == 0
+        assert env.posted == []
+    assert env.drops.by_reason == {"malformed": 1}
+    assert "'messages': Unwritable cannot be written as JSON" in caplog.text
+
+
+def test_metrics_that_cannot_be_written_are_left_out_of_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    env = ScriptedEnv([], metrics_path=str(tmp_path / "metrics.jsonl"))
+    asyncio.run(env.wandb_log({"train/table": Unwritable(), "train/x": 1.5}))
+    (row,) = map(orjson.loads, (tmp_path / "metrics.jsonl").read_bytes().splitlines())
+    assert row["train/x"] == 1.5
+    assert "train/table" not in row
+    assert "metric 'train/table' is left out" in caplog.text
+
+
+def test_a_full_disk_loses_no_group(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    env = ScriptedEnv([], metrics_path="/dev/full")
+    env.jsonl_writer = JsonLinesWriter("/dev/full")
+    good = {"tokens": [[1], [1]], "masks": [[1], [1]], "scores": [1.0, -1.0]}
+    asyncio.run(env.handle_send_to_api(dict(good)))
+    asyncio.run(env.wandb_log({"train/x": 1.5}))
+    assert len(env.posted) == 1
+    for what in ("a group is posted but not kept", "the metrics of step 0 are lost, the rollouts go on"):
+        assert f"{what}: cannot write to /dev/full: No space left on device; make room" in caplog.text
+    with pytest.raises(EnvironmentFailure, match="cannot write to /dev/full"):
+        asyncio.run(env.handle_send_to_api(dict(good), do_send_to_api=False))  # the file is all that is wanted
+
+
+def test_a_file_that_cannot_be_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(EnvironmentFailure, match=r"cannot write to .*rows\.jsonl: (Not a directory|File exists); name another"):
+        JsonLinesWriter(tmp_path / "file" / "rows.jsonl")
+
+
+def test_a_row_of_which_the_disk_took_a_part_is_taken_back(tmp_path: Path) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    writer = JsonLinesWriter(tmp_path / "rows.jsonl")
+    writer.write({"a": 1})
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+    try:
+        with pytest.raises(EnvironmentFailure, match="File too large"):
+            writer.write({"b": "x" * 500})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, ignored)
+    writer.write({"c": 3})
+    assert (tmp_path / "rows.jsonl").read_text() == '{"a":1}\n{"c":3}\n'
 
 
 def seeds_of(items: int, **settings: Any) -> list[list[int | None]]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from env_stack import Stack
 
-from scripts.quickstart.readiness import wait_until
+from example_trainer.child_processes.readiness import wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -38,7 +38,7 @@ def log_of(process: Any) -> str:
     return process.log_path.read_text(errors="replace")
 
 
-def finished(process: Any, seconds: float = 60) -> int:
+def finished(process: Any, seconds: float = 120) -> int:
     """Wait until a process has ended by itself; its exit status."""
     wait_until(
         "the environment's end", lambda: None if process.poll() is not None else f"still runs: {process.tail(2)}", seconds
@@ -68,12 +68,13 @@ def check_group(group: dict[str, Any], tokenizer: Any, group_size: int) -> None:
 
 def test_started_first_it_waits_for_all_and_ends_with_the_trainer(stack: Stack, tokenizer: Any) -> None:
     environment = stack.start_environment(ARITHMETIC)
-    stack.processes.wait_for_text(environment, "waiting for inference server", 60)
+    stack.processes.wait_for_text(environment, "waiting for inference server", 120)
     stack.start_inference("--version", "7")
-    stack.processes.wait_for_text(environment, "waiting for rollout service", 60)
+    stack.processes.wait_for_text(environment, "waiting for rollout service", 120)
     stack.start_service()
     stack.register_trainer(num_steps=4)
     batches = stack.take_batches(4)
+    stack.end_run()
     assert finished(environment) == 0
     assert "the trainer reached step 4: done" in log_of(environment)
     for batch in batches:
@@ -83,6 +84,21 @@ def test_started_first_it_waits_for_all_and_ends_with_the_trainer(stack: Stack, 
             assert group["weight_versions"] == [7] * 16
 
 
+def test_a_trainer_that_resumes_after_the_last_batch_finds_the_environment(stack: Stack, shared_inference: str) -> None:
+    """It died in its last step, with every batch handed out, and comes back from a checkpoint."""
+    stack.use_inference(shared_inference)
+    stack.start_service()
+    stack.register_trainer(num_steps=3)
+    environment = stack.start_environment(ARITHMETIC)
+    stack.take_batches(3)
+    stack.processes.wait_for_text(environment, "every batch up to step 3 is handed out: waiting for the trainer", 30)
+    stack.register_trainer(num_steps=3, starting_step=1)
+    stack.take_batches(2)
+    stack.end_run()
+    assert finished(environment) == 0
+    assert log_of(environment).count("registered as arithmetic") == 1
+
+
 def test_what_the_service_drops_is_counted_and_said(stack: Stack, shared_inference: str) -> None:
     stack.use_inference(shared_inference, version=2)
     stack.start_service()
@@ -90,9 +106,10 @@ def test_what_the_service_drops_is_counted_and_said(stack: Stack, shared_inferen
     assert stack.next_batch() is None
     environment = stack.start_environment(ARITHMETIC)
     stale = "the rollout service dropped 1 of 1 group(s): stale: sampled at weight version 2"
-    stack.processes.wait_for_text(environment, stale, 60)
+    stack.processes.wait_for_text(environment, stale, 120)
     stack.control(version=5)
     stack.take_batches(1)
+    stack.end_run()
     assert finished(environment) == 0
     assert "dropped_by_service=" in log_of(environment)
 
@@ -104,10 +121,11 @@ def test_it_survives_a_new_service_that_does_not_know_it(stack: Stack, shared_in
     environment = stack.start_environment(ARITHMETIC)
     stack.take_batches(2)
     stack.processes.kill(service)
-    stack.processes.wait_for_text(environment, "waiting for rollout service", 30)
+    stack.processes.wait_for_text(environment, "waiting for rollout service", 120)
     stack.start_service()
     stack.register_trainer(num_steps=3)
     stack.take_batches(3)
+    stack.end_run()
     assert finished(environment) == 0
     assert log_of(environment).count("registered as arithmetic") == 2
 
@@ -122,6 +140,7 @@ def test_it_goes_on_after_a_killed_service_that_kept_its_store(stack: Stack, sha
     stack.processes.kill(service)
     stack.start_service(store)
     stack.take_batches(6)
+    stack.end_run()
     assert finished(environment) == 0
     assert log_of(environment).count("registered as arithmetic") == 1
 
@@ -135,7 +154,7 @@ def test_it_survives_an_inference_server_that_is_started_again(stack: Stack) -> 
     stack.processes.kill(inference)
     while stack.next_batch():
         pass  # what was sampled before the server died
-    stack.processes.wait_for_text(environment, "cannot be reached", 30)
+    stack.processes.wait_for_text(environment, "cannot be reached", 120)
     stack.start_inference("--version", "2")
     newest = {version for batch in stack.take_batches(2) for group in batch for version in group["weight_versions"]}
     assert 2 in newest
@@ -147,7 +166,7 @@ def test_what_never_comes_ends_it_with_one_clear_line(stack: Stack, shared_infer
         stack.use_inference(shared_inference)
     if missing == "trainer":
         stack.start_service()
-    environment = stack.start_environment(ARITHMETIC, "--env.service_timeout", "1.5")
+    environment = stack.start_environment(ARITHMETIC, "--env.service_timeout", "4")
     assert finished(environment) == 1
     last = log_of(environment).strip().splitlines()[-1]
     assert last.startswith("error: ")
@@ -163,7 +182,7 @@ def test_sigterm_stops_it_cleanly(stack: Stack, shared_inference: str) -> None:
     environment = stack.start_environment(ARITHMETIC)
     stack.take_batches(1)
     os.kill(environment.command_pid(), signal.SIGTERM)
-    assert finished(environment, 20) == 0
+    assert finished(environment) == 0
     assert "SIGTERM: stopping" in log_of(environment)
     assert "Traceback" not in log_of(environment)
     assert "disconnected environment 0" in log_of(environment)
@@ -181,6 +200,7 @@ def test_a_grader_that_fails_now_and_then_costs_retries_and_no_score(
     for batch in stack.take_batches(3):
         for group in batch:
             check_group(group, tokenizer, 16)
+    stack.end_run()
     assert finished(environment) == 0
     log = log_of(environment)
     assert "RuntimeError: the grader broke" in log
@@ -206,9 +226,10 @@ def test_a_stuck_item_is_cut_off_by_its_timeout(stack: Stack, shared_inference: 
     stack.start_service()
     stack.register_trainer(num_steps=2)
     assert stack.next_batch() is None
-    environment = stack.start_environment(ARITHMETIC, "--env.worker_timeout", "1")
-    stack.processes.wait_for_text(environment, "an item was cut off after 1 s", 30)
+    environment = stack.start_environment(ARITHMETIC, "--env.worker_timeout", "3")
+    stack.processes.wait_for_text(environment, "an item was cut off after 3 s", 120)
     stack.control(delay=0.0)
     stack.take_batches(2)
+    stack.end_run()
     assert finished(environment) == 0
     assert "timeout=" in log_of(environment)

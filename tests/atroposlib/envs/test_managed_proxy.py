@@ -23,7 +23,7 @@ def proxy(stack: Stack, shared_inference: str, processes: Any, free_port: Callab
     module = "atroposlib.envs.server_handling.managed_server_proxy"
     flags = ["--base-url", f"{shared_inference}/v1", "--tokenizer", str(tokenizer_dir), "--port", str(port)]
     processes.start("proxy", [sys.executable, "-m", module, *flags], OFFLINE)
-    processes.wait_for_http(f"http://127.0.0.1:{port}/health", 60)
+    processes.wait_for_http(f"http://127.0.0.1:{port}/health", 120)
     return f"http://127.0.0.1:{port}"
 
 
@@ -39,6 +39,7 @@ async def test_what_another_program_asks_for_is_kept_token_for_token(proxy: str,
         assert len(nodes) == 1 + len(ours.choices)
         assert tokenizer.decode([token for token in nodes[0].masked_tokens if token != -100]) == "\\boxed{42}<|im_end|>"
         assert {node.weight_version for node in nodes} == {3}
+        assert [managed.node_of(ours, index) for index in range(2)] == nodes[1:]
         async with httpx.AsyncClient(base_url=proxy) as http:
             empty = await http.post(f"/{managed.session_uuid}/v1/chat/completions", json={"messages": []})
             assert (empty.status_code, empty.json()["error"]["message"]) == (400, "messages must not be empty")

@@ -9,13 +9,18 @@ import httpx
 import pytest
 
 from atroposlib.envs.errors import RolloutFailure, UsageError
-from atroposlib.envs.server_handling.generation import VersionRecord, current_versions
-from atroposlib.envs.server_handling.managed_server import ManagedServerAdapter
+from atroposlib.envs.server_handling.generation import VersionRecord, Weights, current_versions
+from atroposlib.envs.server_handling.managed_server import ManagedServerAdapter, say_that_history_changed
 from atroposlib.envs.server_handling.server_manager import APIServerConfig, ServerManager
 from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
 from atroposlib.envs.server_handling.vllm_server import VLLMServer, parse_generation
 
 TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}]
+STRIPS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n"
+)
+"""A chat template that removes the reasoning of earlier turns, as many do."""
 ASK = [{"role": "user", "content": "What is 40 plus 2?"}]
 
 
@@ -66,6 +71,67 @@ async def test_a_later_turn_sends_the_very_tokens_of_the_earlier_ones(manager: S
     assert node.weight_version == 4, "the oldest version of its tokens"
     trained = tokenizer.decode([token for token in node.masked_tokens if token != -100])
     assert trained == "\\boxed{42}<|im_end|>\\boxed{7}<|im_end|>"
+
+
+async def test_rewards_of_several_turns_land_on_their_own_tokens(manager: ServerManager, tokenizer: Any) -> None:
+    """Four answers to one question; the first and the third are asked again, each on its own, and are rewarded in order."""
+    async with manager.managed_server(tokenizer=tokenizer) as managed:
+        control(manager, cycle=["one", "two", "three", "four", "again", "again"])
+        answer = await managed.chat_completion(messages=ASK, n=4, max_tokens=32)
+        for index in (0, 2):
+            said = {"role": "assistant", "content": answer.choices[index].message.content}
+            await managed.chat_completion(messages=[*ASK, said, {"role": "user", "content": "sure?"}], max_tokens=32)
+        nodes = managed.get_state()["nodes"]
+    texts = [tokenizer.decode([token for token in node.masked_tokens if token != -100]) for node in nodes]
+    end = "<|im_end|>"
+    assert texts == [f"one{end}again{end}", f"two{end}", f"three{end}again{end}", f"four{end}"]
+
+
+async def test_equal_answers_are_told_apart_by_the_answer(manager: ServerManager, tokenizer: Any) -> None:
+    """Text alone does not say which of two equal conversations goes on; the answer does say which sequence is its own."""
+    async with manager.managed_server(tokenizer=tokenizer) as managed:
+        control(manager, cycle=["same", "same", "more"])
+        first = await managed.chat_completion(messages=ASK, n=2, max_tokens=32)
+        said = {"role": "assistant", "content": first.choices[1].message.content}
+        second = await managed.chat_completion(messages=[*ASK, said, {"role": "user", "content": "?"}], max_tokens=32)
+        nodes = managed.get_state()["nodes"]
+        assert managed.node_of(second) in nodes
+        assert tokenizer.decode([t for t in managed.node_of(second).masked_tokens if t != -100]).count("<|im_end|>") == 2
+        managed.reset()
+        with pytest.raises(KeyError, match="was not made here"):
+            managed.node_of(second)
+
+
+async def test_plain_text_begins_with_the_start_token_of_the_tokenizer(manager: ServerManager, tokenizer_dir: Any) -> None:
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    starting = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir, bos_token="<|im_start|>")
+    template = {"single": f"{starting.bos_token} $A", "special_tokens": [(starting.bos_token, starting.bos_token_id)]}
+    starting.backend_tokenizer.post_processor = TemplateProcessing(**template)
+    start = starting.bos_token_id
+    async with manager.managed_server(tokenizer=starting) as managed:
+        for text in ("1 and 2", f"{starting.bos_token}1 and 2"):
+            await managed.completion(prompt=text, max_tokens=16)
+            sent = last_request(manager)["prompt"]["prompt_token_ids"]
+            assert (sent[0], sent.count(start)) == (start, 1), text
+        await managed.chat_completion(messages=ASK, max_tokens=16)
+        sent = last_request(manager)["prompt"]["prompt_token_ids"]
+        assert starting.decode(sent).startswith("<|im_start|>user"), "a chat is sent as its template renders it"
+        assert sent.count(start) == 2
+
+
+async def test_epochs_of_the_weights_come_with_every_completion(manager: ServerManager, tokenizer: Any) -> None:
+    control(manager, version=17, epoch=1000)
+    try:
+        async with manager.managed_server(tokenizer=tokenizer) as managed:
+            manager.max_n_completions = 2
+            await managed.chat_completion(messages=ASK, n=3, max_tokens=32)
+            assert {node.weights for node in managed.get_state()["nodes"]} == {Weights(1000, 17)}
+            joined = await manager.generate(input_ids=[1, 2], n=3, max_tokens=4)
+            assert joined.weight_epochs == [1000] * 3
+    finally:
+        control(manager, epoch=None)
 
 
 async def test_a_tree_keeps_all_sequences_by_their_text(manager: ServerManager, tokenizer: Any) -> None:
@@ -121,14 +187,31 @@ def test_calls_from_elsewhere_are_written_out(tokenizer: Any) -> None:
         ToolCallTranslator(tokenizer, "llama9")
 
 
+async def test_an_answer_that_the_template_changes_is_said_once(
+    manager: ServerManager, tokenizer: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then a conversation is several nodes, and an environment that takes the first one trains the first turn alone."""
+    say_that_history_changed.cache_clear()
+    control(manager, text="<think>hm</think>42")
+
+    async def two_turns() -> int:
+        async with manager.managed_server(tokenizer=tokenizer) as managed:
+            answer = await managed.chat_completion(messages=ASK, max_tokens=64)
+            follow_up = [*ASK, answer.choices[0].message, {"role": "user", "content": "sure?"}]
+            await managed.chat_completion(messages=follow_up, max_tokens=64)
+            return len(managed.get_state()["nodes"])
+
+    assert await two_turns() == 1
+    assert "said once" not in caplog.text
+    monkeypatch.setattr(tokenizer, "chat_template", STRIPS)
+    assert [await two_turns(), await two_turns()] == [2, 2]
+    assert caplog.text.count("This is said once") == 1
+
+
 async def test_reasoning_of_earlier_turns_is_kept_when_asked_for(manager: ServerManager, tokenizer: Any) -> None:
-    strips = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
-        "<|im_start|>assistant\n"
-    )
     history = [*ASK, {"role": "assistant", "content": "<think>hm</think>42"}, {"role": "user", "content": "sure?"}]
     original = tokenizer.chat_template
-    tokenizer.chat_template = strips
+    tokenizer.chat_template = STRIPS
     try:
         async with manager.managed_server(tokenizer=tokenizer) as managed:
             assert "hm" not in managed.render(history)
@@ -222,6 +305,7 @@ async def test_an_openai_endpoint_manages_nothing_unless_placeholders_are_allowe
         answer = await managed.chat_completion(messages=ASK, n=2)
         assert [node.metadata["dummy_tokens"] for node in managed.get_state()["nodes"]] == [True, True]
         assert len(answer.choices) == 2
+        assert managed.node_of(answer, 1).full_text.endswith(f"assistant:{answer.choices[1].message.content}")
     await manager.close()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from env_stack import Stack
 
-from scripts.quickstart.readiness import wait_until
+from example_trainer.child_processes.readiness import wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -27,7 +27,7 @@ def start(stack: Stack, *flags: str) -> Any:
 
 
 def finished(process: Any) -> str:
-    wait_until("the end", lambda: None if process.poll() is not None else "it still runs", 60)
+    wait_until("the end", lambda: None if process.poll() is not None else "it still runs", 120)
     log: str = process.log_path.read_text(errors="replace")
     assert process.poll() == 0, log
     return log
@@ -46,6 +46,7 @@ def test_serve_with_one_response_at_a_time(stack: Stack, shared_inference: str, 
                 trained = tokenizer.decode([token for token in mask if token != -100])
                 assert trained.startswith("\\boxed{")
                 assert tokenizer.decode(tokens).endswith(trained)
+    stack.end_run()
     log = finished(environment)
     assert "train/percent_correct=" in log
     assert "evaluating at step" in log
@@ -66,6 +67,7 @@ def test_serve_with_conversations_of_two_turns(stack: Stack, shared_inference: s
                 trained = tokenizer.decode([token for token in mask if token != -100])
                 assert trained.count("\\boxed{") == 2, "both turns are trained, in one sequence"
                 assert [p == 1.0 for p in logprobs] == [m == -100 for m in mask]
+    stack.end_run()
     finished(environment)
 
 

@@ -6,8 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atroposlib.envs.server_handling.generation import Generation
+from atroposlib.envs.server_handling.generation import Generation, Weights
 from atroposlib.envs.server_handling.sequence_tracker import SequenceTracker
+
+
+def trained(node: Any) -> str:
+    """The text of the tokens that are trained."""
+    return "".join(chr(token) for token in node.masked_tokens if token != -100)
 
 
 class OddTokenizer:
@@ -29,7 +34,7 @@ class OddTokenizer:
 TOKENIZER = OddTokenizer()
 
 
-def sampled(prompt: list[int], *texts: str, version: int = 0) -> Generation:
+def sampled(prompt: list[int], *texts: str, version: int = 0, epoch: int | None = None) -> Generation:
     """Completions one character per token, with logprobs that tell which token they belong to."""
     tokens = [[ord(character) for character in text] for text in texts]
     return Generation(
@@ -38,12 +43,24 @@ def sampled(prompt: list[int], *texts: str, version: int = 0) -> Generation:
         output_logprobs=[[-token / 1000 for token in row] for row in tokens],
         finish_reasons=["stop"] * len(texts),
         weight_versions=[version] * len(texts),
+        weight_epochs=None if epoch is None else [epoch] * len(texts),
     )
 
 
-def turn(tracker: SequenceTracker, prompt_text: str, *texts: str, version: int = 0) -> list[Any]:
-    ids, parent = tracker.prompt(prompt_text)
-    return tracker.add(prompt_text, parent, sampled(ids, *texts, version=version))
+def turn(tracker: SequenceTracker, text: str, *texts: str, version: int = 0, epoch: int | None = None) -> list[Any]:
+    ids, request = tracker.prompt(text)
+    return tracker.add(text, request, sampled(ids, *texts, version=version, epoch=epoch))
+
+
+class UnderWay:
+    """A prompt that is sent now and answered later."""
+
+    def __init__(self, tracker: SequenceTracker, text: str):
+        self.tracker, self.text = tracker, text
+        self.ids, self.request = tracker.prompt(text)
+
+    def answer(self, *texts: str) -> list[Any]:
+        return self.tracker.add(self.text, self.request, sampled(self.ids, *texts))
 
 
 def check(node: Any) -> None:
@@ -81,7 +98,8 @@ def test_branches_share_their_past_and_keep_their_own_tokens(answers: list[str],
     assert len(tracker.nodes) == len(answers), "the continued branch took its parent's place"
     for node in tracker.nodes:
         check(node)
-    assert tracker.nodes[-1].full_text == f"<q>{answers[0]}<more>{follow_up}"
+    texts = [f"<q>{answers[0]}<more>{follow_up}", *(f"<q>{answer}" for answer in answers[1:])]
+    assert [node.full_text for node in tracker.nodes] == texts
 
 
 def test_one_turn_continued_several_ways_keeps_every_branch() -> None:
@@ -118,3 +136,108 @@ def test_logprobs_that_do_not_line_up_are_refused() -> None:
     generation.output_logprobs[0].pop()
     with pytest.raises(ValueError, match="2 tokens but 1 logprobs"):
         tracker.add("x", None, generation)
+
+
+@given(
+    answers=st.lists(words, min_size=1, max_size=5, unique=True),
+    turns=st.integers(1, 4),
+    drawn=st.data(),
+)
+def test_sequences_stand_where_their_first_turn_stood_whatever_is_continued_when(
+    answers: list[str], turns: int, drawn: st.DataObject
+) -> None:
+    """Conversations of one request, each continued on its own; some do not go on, and the answers come in any order."""
+    tracker = SequenceTracker(TOKENIZER)
+    texts = [f"<q>{node_text}" for node_text in answers]
+    turn(tracker, "<q>", *answers)
+    for number in range(turns):
+        goes_on = drawn.draw(st.lists(st.sampled_from(range(len(answers))), unique=True).map(sorted))
+        prompts = {index: UnderWay(tracker, f"{texts[index]}<{number}.{index}>") for index in goes_on}
+        for index in drawn.draw(st.permutations(goes_on)):
+            (node,) = prompts[index].answer("abc")
+            texts[index] = node.full_text
+    assert [node.full_text for node in tracker.nodes] == texts
+    for node in tracker.nodes:
+        check(node)
+
+
+@given(answered=st.permutations(range(4)))
+def test_conversations_that_were_begun_together_stand_in_the_order_in_which_they_were_begun(answered: list[int]) -> None:
+    tracker = SequenceTracker(TOKENIZER)
+    prompts = [UnderWay(tracker, f"<{index}>") for index in range(4)]
+    for index in answered:
+        prompts[index].answer("xy")
+    assert [node.full_text for node in tracker.nodes] == [f"<{index}>xy" for index in range(4)]
+
+
+def test_equal_answers_are_each_continued_once() -> None:
+    tracker = SequenceTracker(TOKENIZER)
+    turn(tracker, "<q>", "same", "same", "same")
+    prompts = [UnderWay(tracker, f"<q>same<{index}>") for index in range(3)]
+    for prompt, text in zip(prompts, "abc", strict=True):
+        prompt.answer(text)
+    assert [trained(node) for node in tracker.nodes] == ["samea", "sameb", "samec"]
+
+
+def test_a_prompt_that_was_not_answered_lets_its_sequence_go() -> None:
+    tracker = SequenceTracker(TOKENIZER)
+    turn(tracker, "<q>", "same", "same")
+    tracker.abandon(UnderWay(tracker, "<q>same<0>").request)
+    turn(tracker, "<q>same<0>", "a")
+    turn(tracker, "<q>same<1>", "b")
+    assert [trained(node) for node in tracker.nodes] == ["samea", "sameb"]
+
+
+def test_a_turn_that_was_continued_already_is_continued_again_with_its_own_tokens() -> None:
+    tracker = SequenceTracker(TOKENIZER)
+    turn(tracker, "<q>", "abc", "zz")
+    turn(tracker, "<q>abc<one>", "x")
+    turn(tracker, "<q>abc<one>x<deep>", "u")
+    turn(tracker, "<q>abc<two>", "y")
+    assert [trained(node) for node in tracker.nodes] == ["abcxu", "abcy", "zz"]
+    for node in tracker.nodes:
+        check(node)
+
+
+def test_a_prompt_that_gave_nothing_takes_nothing_away() -> None:
+    tracker = SequenceTracker(TOKENIZER)
+    turn(tracker, "<q>", "abc")
+    turn(tracker, "<q>abc<more>")
+    assert [trained(node) for node in tracker.nodes] == ["abc"]
+
+
+def test_the_oldest_weights_are_those_that_were_served_first() -> None:
+    """A trainer at version 17 is killed and resumes at 10: 17 was served before 11."""
+    tracker = SequenceTracker(TOKENIZER)
+    turn(tracker, "<q>", "abc", version=17, epoch=1000)
+    (node,) = turn(tracker, "<q>abc<more>", "x", version=11, epoch=2000)
+    assert (node.weight_version, node.weight_epoch) == (17, 1000)
+    assert node.weights == Weights(epoch=1000, version=17)
+    (node,) = turn(tracker, "<other>", "x", version=3)
+    assert (node.weight_version, node.weight_epoch) == (3, None), "a server that tells no epochs"
+
+
+class StartingTokenizer(OddTokenizer):
+    """Puts a start token before text, as Llama's does."""
+
+    bos_token_id = 7
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        starts = [7] if text.startswith(chr(7)) else []
+        return [7] * add_special_tokens + starts + super().encode(text[len(starts) :])
+
+
+@pytest.mark.parametrize(
+    ("text", "rendered", "starts"), [("plain", False, 1), (f"{chr(7)}plain", False, 1), ("<|user|>hi", True, 0)]
+)
+def test_plain_text_begins_with_one_start_token_and_rendered_text_as_it_was_rendered(
+    text: str, rendered: bool, starts: int
+) -> None:
+    tracker = SequenceTracker(StartingTokenizer())
+    ids, request = tracker.prompt(text, rendered)
+    assert ids.count(7) == starts
+    assert tracker.encode(text, rendered) == ids
+    (node,) = tracker.add(text, request, sampled(ids, "abc"))
+    following = tracker.encode(f"{node.full_text}, more", rendered)
+    assert following[: len(node.tokens)] == node.tokens, "a continuation goes on from the very tokens"
+    assert following.count(7) == starts

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from env_stack import OFFLINE, Stack
 
-from scripts.quickstart.readiness import wait_until
+from example_trainer.child_processes.readiness import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ["wandb==0.31.0", "platformdirs"]  # and what the project has anyway
@@ -95,7 +95,8 @@ def test_an_environment_logs_to_wandb(stack: Stack, shared_inference: str, with_
     variables = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true", **with_wandb}
     environment = stack.processes.start("environment", command, OFFLINE | variables, may_finish=True)
     stack.take_batches(2)
-    wait_until("its end", lambda: None if environment.poll() is not None else "it still runs", 60)
+    stack.end_run()
+    wait_until("its end", lambda: None if environment.poll() is not None else "it still runs", 120)
     assert environment.poll() == 0, environment.log_path.read_text()[-2000:]
 
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
@@ -104,7 +105,7 @@ def test_an_environment_logs_to_wandb(stack: Stack, shared_inference: str, with_
         env=os.environ | with_wandb,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     assert done.returncode == 0, done.stderr

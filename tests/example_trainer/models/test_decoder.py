@@ -38,6 +38,17 @@ def test_gradients_equal_those_of_transformers(case: str, make_checkpoint: MakeC
     torch.testing.assert_close(ours[embedding].grad, theirs[embedding].grad, atol=1e-4, rtol=1e-4)
 
 
+def test_heads_repeated_for_attention_give_the_same(make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As float32 does it on a GPU, whose kernels would otherwise keep length × length matrices."""
+    folder, _ = make_checkpoint("qwen3-untied")
+    model = load_model(str(folder), torch.float32)
+    assert model.geometry.num_kv_heads < model.geometry.num_heads
+    tokens = torch.randint(0, model.geometry.vocab_size, (2, 9))
+    shared = model.logits(tokens)
+    monkeypatch.setattr("example_trainer.models.decoder._repeats_heads", lambda q: True)
+    torch.testing.assert_close(model.logits(tokens), shared, atol=1e-5, rtol=1e-5)
+
+
 def test_padding_on_the_right_changes_nothing_before_it(make_checkpoint: MakeCheckpoint) -> None:
     folder, _ = make_checkpoint("qwen3-untied")
     model = load_model(str(folder), torch.float32)

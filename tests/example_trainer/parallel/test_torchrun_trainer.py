@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from safetensors.torch import load_file
 
-from scripts.quickstart.processes import ManagedProcess
+from example_trainer.child_processes.processes import ManagedProcess
 from tests.conftest import ROOT, Processes
-from tests.example_trainer.test_grpo import Run, model  # noqa: F401 - a fixture
+from tests.example_trainer.test_grpo import Run
 
 pytestmark = pytest.mark.e2e
 
@@ -25,16 +26,21 @@ OPTIONS = ["--training-steps", str(STEPS), "--batch-size", "1", "--gradient-accu
 class ParallelRun(Run):
     """One rollout service, and a trainer of one process or of two under torchrun."""
 
-    def two_ranks(self, *options: str) -> ManagedProcess:
+    def two_ranks(self, *options: str, script: Sequence[str] = (str(ROOT / "example_trainer" / "grpo.py"),)) -> ManagedProcess:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command += [str(ROOT / "example_trainer" / "grpo.py"), "--model-name", str(self.model), "--lr", "1e-2"]
+        command += [*script, "--model-name", str(self.model), "--lr", "1e-2"]
         command += ["--atropos-url", self.url, "--seq-len", "64", "--num-threads", "1", "--lr-schedule", "linear"]
         command += ["--save-path", str(self.folder / "checkpoints"), "--log-dir", str(self.folder / "logs")]
         return self.processes.start(
-            "torchrun", [*command, *OPTIONS, *options], directory=self.folder, grace=30, may_finish=True
+            "torchrun",
+            [*command, *OPTIONS, *options],
+            {"PYTHONPATH": str(ROOT)},
+            directory=self.folder,
+            grace=30,
+            may_finish=True,
         )
 
-    def saved(self, step: int, file: str) -> Path:
+    def file(self, step: int, file: str) -> Path:
         return self.folder / "checkpoints" / f"step_{step}" / file
 
 
@@ -48,7 +54,7 @@ def worker(trainer: ManagedProcess, rank: int) -> psutil.Process:
 def make_run(
     processes: Processes,
     free_port: Callable[[], int],
-    model: Path,  # noqa: F811
+    model: Path,
     tmp_path: Path,
 ) -> Callable[[str], ParallelRun]:
     def make(name: str) -> ParallelRun:
@@ -62,7 +68,7 @@ def test_a_killed_rank_ends_the_others_and_one_process_goes_on(make_run: Callabl
     run = make_run("parts")
     run.post(0, 1)
     trainer = run.two_ranks("--checkpoint-interval", "1")
-    run.processes.wait_for_text(trainer, f"Saved checkpoint {run.saved(2, '')}", seconds=120)
+    run.processes.wait_for_text(trainer, f"Saved checkpoint {run.file(2, '')}", seconds=120)
     os.kill(worker(trainer, 1).pid, signal.SIGKILL)
     assert trainer.guard.wait(timeout=60) != 0
     text = trainer.log_path.read_text()
@@ -76,7 +82,7 @@ def test_a_killed_rank_ends_the_others_and_one_process_goes_on(make_run: Callabl
     whole.post(*range(STEPS))
     whole.processes.finish(whole.trainer(*OPTIONS), seconds=120)
     for file in ("model.safetensors", "trainer_state/optimizer.safetensors"):
-        one, two = (load_file(which.saved(STEPS, file)) for which in (whole, run))
+        one, two = (load_file(which.file(STEPS, file)) for which in (whole, run))
         assert one.keys() == two.keys()
         for name, tensor in one.items():
             difference = float((tensor - two[name]).abs().max())
@@ -97,8 +103,8 @@ def test_sigterm_ends_every_rank_at_the_same_step_and_keeps_it(make_run: Callabl
     lines = trainer.log_path.read_text().splitlines()
     assert sum(line.endswith("Stopped by SIGTERM") for line in lines) == 1, "rank 0 says so; the others log no information"
     assert not any(line.startswith("ERROR ") for line in lines)
-    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step_2"]
-    assert run.saved(2, "trainer_state/optimizer.safetensors").is_file()
+    assert run.saved() == ["step_2"]
+    assert run.file(2, "trainer_state/optimizer.safetensors").is_file()
 
 
 def test_what_rank_0_finds_wrong_ends_every_rank_with_one_line(make_run: Callable[[str], ParallelRun]) -> None:
@@ -112,15 +118,51 @@ def test_what_rank_0_finds_wrong_ends_every_rank_with_one_line(make_run: Callabl
     assert len(errors) == 2
     assert all("did not answer GET /batch for 2 s (--service-timeout)" in line for line in errors)
     assert sum("[rank 1] waiting for a batch failed on rank 0: " in line for line in errors) == 1
-    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step_1"]
+    assert run.saved() == ["step_1"]
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_every_rank_with_one_line(make_run: Callable[[str], ParallelRun]) -> None:
     run = make_run("run")
     run.post(0)
-    (run.folder / "file").write_text("in the way")
-    trainer = run.two_ranks("--checkpoint-interval", "1", "--save-path", str(run.folder / "file" / "checkpoints"))
+    (run.folder / "checkpoints").mkdir()
+    run.file(1, "").write_text("in the way")
+    trainer = run.two_ranks("--checkpoint-interval", "1")
     assert trainer.guard.wait(timeout=120) == 1
     errors = [line for line in trainer.log_path.read_text().splitlines() if line.startswith("ERROR ")]
     assert len(errors) == 2
     assert all("could not write checkpoint" in line and "Not a directory" in line for line in errors)
+
+
+FAULTY = str(ROOT / "tests" / "example_trainer" / "parallel" / "faulty_trainer.py")
+
+
+def test_ranks_that_all_run_out_of_memory_keep_what_was_learned_and_go_on_behind_the_batch(
+    make_run: Callable[[str], ParallelRun],
+) -> None:
+    run = make_run("run")
+    run.post(*range(STEPS + 1))
+    # Two micro-batches for each rank in a step: the fifth is of the third step.
+    trainer = run.two_ranks("--checkpoint-interval", "0", script=[FAULTY, "0,1", "5"])
+    assert trainer.guard.wait(timeout=120) == 1
+    text = trainer.log_path.read_text()
+    errors = [line for line in text.splitlines() if line.startswith("ERROR ")]
+    assert len(errors) == 2
+    assert all("out of memory at optimizer step 2, in a batch of 4 sequences" in line for line in errors)
+    assert all("(on rank 0: " in line for line in errors)
+    assert "Skipping a batch (1 of 3 in a row, --max-skipped-batches)" in text
+    assert run.saved() == ["step_2"]
+    run.processes.stop(trainer)
+    text = run.processes.finish(run.trainer(*OPTIONS, "--resume", "auto"), seconds=120)
+    assert f"Step 3/{STEPS} " in text
+    assert httpx.get(f"{run.url}/status", timeout=30).json()["queue_size"] == 0, "five batches for four steps"
+
+
+def test_one_rank_that_runs_out_of_memory_ends_the_others_with_its_reason(make_run: Callable[[str], ParallelRun]) -> None:
+    run = make_run("run")
+    run.post(*range(STEPS))
+    trainer = run.two_ranks("--checkpoint-interval", "1", script=[FAULTY, "1", "5"])
+    assert trainer.guard.wait(timeout=120) == 1
+    errors = [line for line in trainer.log_path.read_text().splitlines() if line.startswith("ERROR ")]
+    assert any("[rank 1] rank 1 ran out of memory in a step (" in line and "--resume auto" in line for line in errors)
+    assert any("[rank 1]" not in line and "rank 1 failed: RankError: rank 1 ran out of memory" in line for line in errors)
+    assert run.saved() == ["step_1", "step_2"]

@@ -2,9 +2,9 @@
 
     python guard.py CONTROL_FD GRACE_SECONDS COMMAND [ARGUMENT...]
 
-The guard stays between the quick start and one of its processes. It ends the command, with all that the command started,
-when the control pipe closes. The quick start closes the pipe to stop a process; the kernel closes it when the quick start
-dies, however it dies, so that `kill -9` takes the very same way as a regular stop.
+The guard stays between whoever starts a process (the quick start, a trainer, a test) and that process. It ends the command,
+with all that the command started, when the control pipe closes. The starter closes the pipe to stop the process; the kernel
+closes it when the starter dies, however it dies, so that `kill -9` takes the very same way as a regular stop.
 
 Linux only: the guard makes itself a child subreaper, so that even a grandchild that left its session (vLLM's engine core
 does) stays below it in the process tree and is found. Standard library only, because it must start fast and stay small.

@@ -9,7 +9,7 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any
 
-from scripts.quickstart.processes import QuickstartError
+from example_trainer.child_processes.processes import ProcessError
 
 Probe = Callable[[], "str | None"]
 """Answers None when ready, else what is still missing, in a few words."""
@@ -35,7 +35,7 @@ def wait_until(
         clock, sleep: the time to go by.
 
     Raises:
-        QuickstartError: not ready at the deadline; the message holds the probe's last answer.
+        ProcessError: not ready at the deadline; the message holds the probe's last answer.
     """
     start = clock()
     while True:
@@ -45,7 +45,7 @@ def wait_until(
         if missing is None:
             return waited
         if waited >= seconds:
-            raise QuickstartError(f"{what} was not ready after {seconds:.0f} s: {missing}")
+            raise ProcessError(f"{what} was not ready after {seconds:.0f} s: {missing}")
         sleep(min(interval, seconds - waited))
 
 
@@ -53,14 +53,20 @@ def wait_until(
 opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def get_json(url: str, seconds: float = 5.0) -> Any:
+def get_json(url: str, seconds: float = 5.0, key: str = "") -> Any:
     """GET a URL on this machine and parse the JSON answer; None for an empty body.
+
+    Args:
+        url: what to ask for.
+        seconds: the deadline.
+        key: bearer token; empty for none.
 
     Raises:
         OSError: no connection, no answer in time, or a status of 400 and above (urllib.error.HTTPError).
         ValueError: the answer is no JSON.
     """
-    with opener.open(url, timeout=seconds) as response:
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
+    with opener.open(request, timeout=seconds) as response:
         body = response.read()
     return json.loads(body) if body.strip() else None
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.quickstart.ports import HIGHEST, LOWEST, PortReservations, is_free
-from scripts.quickstart.processes import ProcessDied, QuickstartError
-from scripts.quickstart.readiness import get_json, http_probe, wait_until
+from example_trainer.child_processes.ports import HIGHEST, LOWEST, PortReservations, is_free
+from example_trainer.child_processes.processes import ProcessDied, ProcessError
+from example_trainer.child_processes.readiness import get_json, http_probe, wait_until
 
 
 class Clock:
@@ -43,7 +43,7 @@ def test_polls_until_ready() -> None:
 
 def test_the_deadline_is_kept_and_the_last_answer_told() -> None:
     clock = Clock()
-    with pytest.raises(QuickstartError, match=r"the server was not ready after 5 s: loading 7"):
+    with pytest.raises(ProcessError, match=r"the server was not ready after 5 s: loading 7"):
         wait_until("the server", lambda: "loading 7", 5, interval=0.7, clock=clock, sleep=clock.sleep)
     assert clock.now == 105
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from scripts.quickstart.guard import descendants, send
+from example_trainer.child_processes.guard import descendants, send
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +23,11 @@ GUARD_MARGIN_SECONDS = 20.0
 """What the guard may need on top of the grace period to sweep up what the command left behind."""
 
 
-class QuickstartError(RuntimeError):
-    """The run cannot go on. The first line names the thing, its value and the remedy; what follows is log."""
+class ProcessError(RuntimeError):
+    """Something that was needed did not work. The first line names the thing, its value and the remedy; what follows is log."""
 
 
-class ProcessDied(QuickstartError):
+class ProcessDied(ProcessError):
     """A process ended while it was still needed, or ended with an error."""
 
 
@@ -125,7 +125,7 @@ class ManagedProcess:
                     env=variables,
                     cwd=directory,
                     pass_fds=(read_end,),
-                    start_new_session=True,  # Ctrl-C in the terminal reaches the quick start alone, which then stops the rest
+                    start_new_session=True,  # Ctrl-C in the terminal is for whoever started it, who stops the rest
                 )
         except OSError:
             self.release()
@@ -198,7 +198,7 @@ class ManagedProcess:
 
         Raises:
             ProcessDied: it ended with an error.
-            QuickstartError: the deadline passed; the command is stopped first.
+            ProcessError: the deadline passed; the command is stopped first.
         """
         deadline = time.monotonic() + seconds
         while (code := self.poll()) is None:
@@ -206,7 +206,7 @@ class ManagedProcess:
             if time.monotonic() > deadline:
                 self.stop()
                 lines = "\n".join(f"    {line}" for line in self.tail())
-                raise QuickstartError(f"{self.name} was not done after {seconds:.0f} s; log: {self.log_path}\n{lines}")
+                raise ProcessError(f"{self.name} was not done after {seconds:.0f} s; log: {self.log_path}\n{lines}")
             time.sleep(0.1)
         self.release()
         if code != 0:

@@ -1,4 +1,4 @@
-"""TCP ports that nobody else uses, not even another quick start that is just starting."""
+"""TCP ports that nobody else uses, not even another starter that is about to use them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from scripts.quickstart.processes import QuickstartError
+from example_trainer.child_processes.processes import ProcessError
 
 LOWEST, HIGHEST = 20_000, 32_000
 """Below Linux's range for outgoing connections (32768 and up), so that none of those takes a port in between."""
@@ -29,7 +29,7 @@ def is_free(port: int) -> bool:
 
 
 class PortReservations:
-    """Picks free ports and keeps other quick starts of this machine off them until closed.
+    """Picks free ports and keeps others of this machine that pick ports off them until closed.
 
     A port is free to bind until its server has started, so asking the kernel is not enough: a lock on a file named after the
     port, which the kernel drops when this process ends, covers the time in between.
@@ -60,15 +60,13 @@ class PortReservations:
         """Reserve some free port.
 
         Raises:
-            QuickstartError: two hundred tries found none.
+            ProcessError: two hundred tries found none.
         """
         for _ in range(200):
             port = random.randrange(LOWEST, HIGHEST)
             if self.take(port):
                 return port
-        raise QuickstartError(
-            f"found no free TCP port between {LOWEST} and {HIGHEST}: see which processes listen there (ss -ltn)"
-        )
+        raise ProcessError(f"found no free TCP port between {LOWEST} and {HIGHEST}: see which processes listen there (ss -ltn)")
 
     def close(self) -> None:
         """Give all reservations back."""

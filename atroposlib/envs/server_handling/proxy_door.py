@@ -1,0 +1,108 @@
+"""What every request to the managed-server proxy passes first: who may call, and how large its body may be."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import orjson
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from atroposlib.api.access import Access, NotAllowedError
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyLimits:
+    """What callers may ask of a proxy.
+
+    Attributes:
+        access: who may call.
+        max_sessions: most sessions at once.
+        session_seconds: how long a session is kept without a request.
+        max_body: most bytes of a request.
+        body_seconds: how long the body of a request may take to arrive.
+    """
+
+    access: Access = field(default_factory=Access)
+    max_sessions: int = 1024
+    session_seconds: float = 3600.0
+    max_body: int = 16 << 20
+    body_seconds: float = 60.0
+
+
+class TooMuch(Exception):
+    """A body that is too large, too slow, or that ended before its end."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+
+
+class Door:
+    """ASGI middleware. The route behind it gets the whole body at once."""
+
+    def __init__(self, app: ASGIApp, limits: ProxyLimits):
+        self.app, self.limits = app, limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through, or say why not."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        try:
+            self.limits.access.check(scope["method"], scope["path"], headers)
+            body = await self._body(headers, receive)
+        except NotAllowedError as error:
+            await refuse(send, error.status, error.detail)
+        except TooMuch as error:
+            await refuse(send, error.status, str(error))
+        else:
+            await self.app(scope, replayed(body, receive), send)
+
+    async def _body(self, headers: Headers, receive: Receive) -> bytes:
+        most = self.limits.max_body
+        too_large = TooMuch(413, f"the body is larger than {most} bytes: shorten the messages, or raise --max-body-bytes")
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length) > most:
+            raise too_large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self.limits.body_seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise TooMuch(400, "the client went away in the middle of its body")
+                    body += message.get("body", b"")
+                    if len(body) > most:
+                        raise too_large
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except TimeoutError:
+            raise TooMuch(408, f"the body did not arrive within {self.limits.body_seconds:g} s") from None
+
+
+def error_body(status: int, message: str, kind: str = "invalid_request_error") -> dict[str, dict[str, object]]:
+    """An error in OpenAI's shape."""
+    return {"error": {"message": message, "type": kind, "code": status}}
+
+
+async def refuse(send: Send, status: int, message: str) -> None:
+    """Answer without asking the proxy; what is left of the body is not read, so the connection ends."""
+    body = orjson.dumps(error_body(status, message))
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), (b"connection", b"close")]
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def replayed(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives the body once, then what the client still says."""
+    pending = [body]
+
+    async def again() -> Message:
+        if pending:
+            return {"type": "http.request", "body": pending.pop(), "more_body": False}
+        return await receive()
+
+    return again

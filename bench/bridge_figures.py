@@ -1,0 +1,335 @@
+"""Tables of docs/weight-bridge.md out of bench/results/: what an update makes a trainer and a client wait for, first of all."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+from bench.results_book import Book, FigureError
+
+SYNC_17B = "weight_sync_qwen3-1.7b"
+SYNC_14B = "weight_sync_qwen2.5-14b_one_rank"
+SYNC_CROSSED = "weight_sync_qwen2.5-14b_crossed"
+THROUGHPUT = "weight_sync_qwen3-1.7b_throughput_"
+MODES = {"direct": "direct", "overlapped": "overlapped", "single_copy": "single copy"}
+CONDITIONS = {"idle": "idle", "load_64": "64 requests in flight", "load_256": "256"}
+OLD_CLOCK = (
+    "vLLM's engine was timed then with a new HTTP client for the longest of its calls, which costs tens of milliseconds, and "
+    "without the write of the weights."
+)
+"""Holds for the rows of vLLM's engine that have no commit of their own."""
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def sources(book: Book, places: Mapping[str, tuple[str, str]]) -> str:
+    """One line on where a table's rows come from.
+
+    Args:
+        places: for each side of the table, a file and a path in it.
+    """
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for side, (file, path) in places.items():
+        row = book.measured(file, path)
+        commit = f"commit {row['commit']}" if "commit" in row else f"recorded in {row['recorded_in']}"
+        found.setdefault((commit, row["date"].split()[0], row["run"]), []).append(side)
+    if len(found) == 1:
+        ((commit, date, _),) = found
+        return f"One run of {date}, {commit}."
+    parts = [f"{', '.join(sides)}: {date}, {commit}" for (commit, date, _), sides in found.items()]
+    return "Not of one run. " + "; ".join(parts) + "."
+
+
+def updates(file: str, title: Callable[[Book], str]) -> Callable[[Book], str]:
+    """The table of a results file of bench/weight_sync.py."""
+
+    def table(book: Book) -> str:
+        page = book.page(file)
+        sides = {name: f"bridge/{name}" for name in page["bridge"]}
+        sides |= {"vLLM's own NCCL engine": "vllm_engine"} if "vllm_engine" in page else {}
+        conditions = [key for key in CONDITIONS if any(book.maybe(file, f"{p}/{key}/updates") for p in sides.values())]
+        rows = []
+        for text, key in (
+            ("**the trainer waits for an update**", "whole_update_ms"),
+            ("**longest gap between two tokens at a client**, at an update", "largest_gap_per_update_ms"),
+            ("the engine stands still, by the answers to pause and resume", "halted_ms"),
+            ("the same, to the worker's next step", "stood_still_ms"),
+        ):
+            for condition in conditions:
+                cells = [_with_most(book, file, f"{place}/{condition}/{key}") for place in sides.values()]
+                if any(cells):
+                    rows.append([f"{text}, {CONDITIONS[condition]}", *cells])
+        for condition in conditions:
+            cells = [_first_byte(book, file, f"{place}/{condition}") for place in sides.values()]
+            rows.append([f"first byte to verified, {CONDITIONS[condition]}", *cells])
+        usual = [book.maybe(file, f"{p}/{c}/usual_gap_ms/median") for p in sides.values() for c in conditions]
+        gaps = [gap for gap in usual if gap is not None]
+        places = {name: (file, f"{place}/{conditions[-1]}") for name, place in sides.items()}
+        text = markdown([title(book), *sides], rows)
+        between = " to ".join(dict.fromkeys(f"{gap:.0f}" for gap in (min(gaps), max(gaps)))) if gaps else "?"
+        count = max(book.maybe(file, f"{place}/{conditions[0]}/updates") or 0 for place in sides.values())
+        told = [
+            f"Medians, in brackets the largest of {count:.0f}; gaps without an update: {between} ms.",
+            sources(book, places),
+        ]
+        if "vllm_engine" in page and "recorded_in" in book.measured(*places["vLLM's own NCCL engine"]):
+            told.append(OLD_CLOCK)
+        return f"{text}\n\n{' '.join(told)}"
+
+    return table
+
+
+def _with_most(book: Book, file: str, path: str) -> str:
+    """`31.3 ms (37.7)`: median and largest; empty if it was not measured."""
+    median, most = book.maybe(file, f"{path}/median"), book.maybe(file, f"{path}/max")
+    return "" if median is None or most is None else f"{_ms(median)} ms ({_ms(most)})"
+
+
+def _ms(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def _first_byte(book: Book, file: str, path: str) -> str:
+    median = book.maybe(file, f"{path}/first_byte_to_verified_ms/median")
+    if median is None:
+        return ""
+    rate = f" ({book.number(file, f'{path}/gb_per_s'):.0f} GB/s)" if path.endswith("idle") else ""
+    return f"{_ms(median)} ms{rate}" + (", not verified" if path.startswith("vllm_engine") else "")
+
+
+def _title(shape: str, file: str, more: str = "") -> Callable[[Book], str]:
+    def title(book: Book) -> str:
+        mapped = book.number(file, "bridge/direct/connect, recompute/params_mapped")
+        total = book.number(file, "bridge/direct/connect, recompute/params_total")
+        return f"{shape} shape, {mapped}/{total} parameters, {book.number(file, 'model_bytes') / 1e9:.2f} GB{more}"
+
+    return title
+
+
+def broadcast_in_short(book: Book) -> str:
+    """What a direct broadcast costs a trainer and a client, for the README."""
+    files = {"Qwen3-1.7B shape": SYNC_17B, "Qwen2.5-14B shape": SYNC_14B}
+
+    def medians(file: str, key: str, *conditions: str) -> str:
+        return " · ".join(_median(book, file, f"bridge/direct/{condition}/{key}") for condition in conditions)
+
+    rows = [
+        [
+            "the trainer waits, idle · 64 requests in flight",
+            *(medians(f, "whole_update_ms", "idle", "load_64") for f in files.values()),
+        ],
+        [
+            "a client's longest gap between two tokens, 64",
+            *(medians(f, "largest_gap_per_update_ms", "load_64") for f in files.values()),
+        ],
+        [
+            "of the wait: first byte to verified, idle",
+            *(medians(f, "first_byte_to_verified_ms", "idle") for f in files.values()),
+        ],
+    ]
+    head = ["update by direct broadcast, H200s, medians", *files]
+    return f"{markdown(head, rows)}\n\n{sources(book, {name: (file, 'bridge/direct/idle') for name, file in files.items()})}"
+
+
+def rates(book: Book) -> str:
+    """The share of NCCL's rate that the bytes of a direct update reach, and what verifying costs."""
+    rows = []
+    for text, file in (("1.7B", SYNC_17B), ("14B", SYNC_14B), ("14B, two ranks to two", SYNC_CROSSED)):
+        alone = book.number(file, "ceiling/broadcast_gb_per_s")
+        patterns = book.get(file, "ceiling/patterns")
+        launch = next(key for key in ("parameters_broadcast_coalesced", "shards_sent_coalesced") if key in patterns)
+        once = book.number(file, f"ceiling/patterns/{launch}/ms/median")
+        row = "bridge/direct/idle"
+        transfer = book.number(file, f"{row}/phases_ms/transfer/median")
+        rate = book.number(file, f"{row}/bytes_moved") / transfer / 1e6
+        verified = book.number(file, f"{row}/first_byte_to_verified_ms/median")
+        through = book.number(file, f"{row}/gb_per_s")
+        rows.append(
+            [
+                text,
+                f"{alone:.0f} GB/s",
+                f"{once:.1f} ms ({book.number(file, f'ceiling/patterns/{launch}/gb_per_s'):.0f} GB/s)",
+                f"{transfer:.1f} ms ({rate:.0f} GB/s, {100 * rate / alone:.0f} %)",
+                f"{verified:.1f} ms ({through:.0f} GB/s, {100 * through / alone:.0f} %)",
+            ]
+        )
+    head = [
+        "shape",
+        "NCCL, one GiB",
+        "NCCL, all parameters in one launch",
+        "a direct update's bytes",
+        "and until they are verified",
+    ]
+    return markdown(head, rows)
+
+
+def throughputs(book: Book) -> list[str]:
+    """The files of runs that compared generation with and without updates, oldest first."""
+    found = sorted(path.stem for path in book.folder.glob(f"{THROUGHPUT}*.json"))
+    if not found:
+        raise FigureError(f"there is no {THROUGHPUT}*.json in bench/results")
+    return found
+
+
+def generation(book: Book) -> str:
+    """Tokens per second with updates by those without, of every run, and their mean and spread."""
+    files = throughputs(book)
+    settings = {key: None for file in files for key in book.get(file, "throughput")}
+    rows = []
+    for setting in settings:
+        found = [book.maybe(file, f"throughput/{setting}/ratio") for file in files]
+        known = [ratio for ratio in found if ratio is not None]
+        gaps = [book.maybe(file, f"throughput/{setting}/largest_gap_per_update_ms/median") for file in files]
+        cells = ["" if ratio is None else f"{ratio:.2f}" for ratio in found]
+        mean = f"**{statistics.fmean(known):.2f}** ({min(known):.2f} to {max(known):.2f})"
+        rows.append([setting, *cells, mean, " · ".join("" if gap is None else f"{gap:.0f}" for gap in gaps) + " ms"])
+    head = ["1.7B shape, 256 requests", *(f"run {number + 1}" for number in range(len(files)))]
+    text = markdown([*head, "mean (least to most)", "longest gap at an update, by run"], rows)
+    every = sources(book, {f"run {n + 1}": (file, "throughput") for n, file in enumerate(files)})
+    methods = "; ".join(
+        f"run {n + 1}: {book.get(file, 'method')}" for n, file in enumerate(files) if "method" in book.page(file)
+    )
+    return f"{text}\n\n{every} {methods[:1].upper()}{methods[1:]}."
+
+
+def generation_in_all(book: Book) -> str:
+    """`0.99 ± 0.02`: mean over all settings and runs, and its standard error."""
+    found = [row["ratio"] for file in throughputs(book) for row in book.get(file, "throughput").values()]
+    return f"{statistics.fmean(found):.2f} ± {statistics.stdev(found) / math.sqrt(len(found)):.2f}"
+
+
+def share_of_five_seconds(book: Book) -> str:
+    """What part of 5 s a stream waits at a direct update of the 14B shape: one rank and two."""
+    gaps = [book.number(file, "bridge/direct/load_64/largest_gap_per_update_ms/median") for file in (SYNC_14B, SYNC_CROSSED)]
+    return " and ".join(f"{gap / 50:.0f}" for gap in gaps) + " %"
+
+
+def single_copy(book: Book) -> str:
+    """The table of bench/single_copy.py, of one rank and of two."""
+    files = {"Qwen3-1.7B shape, one rank": "single_copy", "Qwen2.5-14B shape, two ranks of each": "single_copy_qwen2.5-14b"}
+
+    def row(text: str, cell: Callable[[str], str]) -> list[str]:
+        return [text, *(cell(file) for file in files.values())]
+
+    def freed(file: str) -> str:
+        mb = [book.number(file, f"one_copy/{key}") / 1e6 for key in ("gpu_bytes_freed_by_joining", "model_bytes")]
+        return f"{mb[0]:,.0f} MB, its own copy's {mb[1]:,.0f}"
+
+    def mapped(file: str) -> str:
+        numbers = [
+            book.number(file, f"one_copy/{key}") for key in ("params_mapped", "params_total", "bytes_moved_by_an_update")
+        ]
+        return f"{numbers[0]}/{numbers[1]}; {numbers[2]}"
+
+    rows = [
+        row("**the trainer waits for an update**, idle", lambda f: _with_most(book, f, "idle/whole_update_ms")),
+        row("**the same**, 64 requests in flight", lambda f: _with_most(book, f, "load_64/whole_update_ms")),
+        row("**longest gap at a client**, 64", lambda f: _with_most(book, f, "load_64/largest_gap_per_update_ms")),
+        row("of it the write, idle · 64", lambda f: " · ".join(_median(book, f, f"{c}/write_ms") for c in ("idle", "load_64"))),
+        row("pause beyond the write, idle", lambda f: _with_most(book, f, "idle/pause_beyond_write_ms")),
+        row(
+            "pause beyond it to the worker's next step, 64",
+            lambda f: _with_most(book, f, "load_64/stood_still_beyond_write_ms"),
+        ),
+        row("with a real optimizer's masters, idle", lambda f: _with_most(book, f, "optimizer, idle/pause_beyond_write_ms")),
+        row("the same, 64", lambda f: _with_most(book, f, "optimizer, load_64/stood_still_beyond_write_ms")),
+        row("parameters mapped; bytes moved by an update", mapped),
+        row("GPU memory freed on the first GPU when the trainer joins", freed),
+        row(
+            "next logprob that the server gives once the trainer has zeroed the last norm",
+            lambda f: f"{book.number(f, 'read_on_the_other_side/zeroed'):.3f}",
+        ),
+    ]
+    places = {text: (file, "load_64") for text, file in files.items()}
+    count = book.number("single_copy", "idle/updates")
+    return f"{markdown(['', *files], rows)}\n\nMedians, in brackets the largest of {count:.0f}. {sources(book, places)}"
+
+
+def _median(book: Book, file: str, path: str) -> str:
+    return f"{_ms(book.number(file, f'{path}/median'))} ms"
+
+
+def answer_after_step(book: Book) -> str:
+    """How much later than the worker's step the answer comes that the engine goes on: plain, and with an optimizer."""
+    later = [
+        book.number("single_copy", f"{row}/halted_ms/median") - book.number("single_copy", f"{row}/stood_still_ms/median")
+        for row in ("load_64", "optimizer, load_64")
+    ]
+    return " and ".join(f"{value:.1f}" for value in later) + " ms"
+
+
+def summing(which: int) -> Callable[[Book], str]:
+    """What summing takes on a GPU, out of the line that tests/gpu/check_single_copy_pieces.py prints."""
+
+    def cell(book: Book) -> str:
+        book.measured("single_copy_pieces", "checks/speed")
+        seen = book.get("single_copy_pieces", "checks/speed/seen")
+        return re.findall(r"([\d.]+) ms", seen)[which] + " ms"
+
+    return cell
+
+
+def faults_in_all(book: Book) -> str:
+    """How many faults were done. Raises FigureError unless all of them ended as they should."""
+    rows = book.get("bridge_faults", "faults")
+    bad = [row["fault"] for row in rows if not row["good"]]
+    if bad:
+        raise FigureError(f"bridge_faults.json: not good, so no document may call all of them so: {', '.join(bad)}")
+    return str(len(rows))
+
+
+def kills(file: str) -> Callable[[Book], str]:
+    """Seconds from kill -9 of the trainer, or of vLLM's engine, until the other side had noticed, by mode and phase."""
+
+    def table(book: Book) -> str:
+        found: dict[tuple[str, str], dict[str, str]] = {}
+        recorded: dict[str, tuple[str, str]] = {}
+        for index, row in enumerate(book.get(file, "faults")):
+            match = re.fullmatch(r"(trainer|vLLM worker) killed, (\w+), in (\w+)", row["fault"])
+            if match:
+                seconds = book.number(file, f"faults/{index}/seconds")
+                phase = {"write": "transfer"}.get(match[3], match[3])
+                found.setdefault((match[1], phase), {})[match[2]] = f"{seconds:.1f} s"
+                recorded.setdefault(f"{match[1]} by {MODES[match[2]]}", (file, f"faults/{index}"))
+        rows = [
+            [
+                f"{who} killed, in {'transfer or write' if phase == 'transfer' else phase}",
+                *(row.get(mode, "") for mode in MODES),
+            ]
+            for (who, phase), row in found.items()
+        ]
+        return markdown(["noticed after", *MODES.values()], rows) + "\n\n" + sources(book, recorded)
+
+    return table
+
+
+def largest_kl(book: Book) -> str:
+    """The largest KL of any step of the whole runs."""
+    modes = book.get("training_modes", "modes")
+    return f"{max(abs(value) for row in modes.values() for value in row['kl']):.4f}"
+
+
+NAMED: dict[str, Callable[[Book], str]] = {
+    "updates_1.7b": updates(SYNC_17B, _title("Qwen3-1.7B", SYNC_17B)),
+    "updates_14b": updates(SYNC_14B, _title("Qwen2.5-14B", SYNC_14B)),
+    "updates_14b_two_ranks": updates(SYNC_CROSSED, _title("Qwen2.5-14B", SYNC_CROSSED, ", two ranks of both sides")),
+    "broadcast_in_short": broadcast_in_short,
+    "rates": rates,
+    "generation": generation,
+    "generation_in_all": generation_in_all,
+    "share_of_five_seconds": share_of_five_seconds,
+    "single_copy": single_copy,
+    "answer_after_step": answer_after_step,
+    "summing_bf16": summing(0),
+    "summing_float32": summing(1),
+    "faults_in_all": faults_in_all,
+    "kills": kills("bridge_faults"),
+    "kills_cpu": kills("bridge_faults_cpu"),
+    "largest_kl": largest_kl,
+}

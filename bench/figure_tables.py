@@ -1,0 +1,76 @@
+"""What bench/figures.py cannot format from one value, and what it need not find in the results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bench import bridge_figures, determinism_figures
+from bench.bridge_figures import markdown, sources
+from bench.results_book import Book
+
+
+def quickstart_table(book: Book) -> str:
+    """The closing lines of a quick start, as the README shows them."""
+    run = book.page("quickstart")
+    book.measured("quickstart", "eval_after")
+    before, after = (f"{run[f'eval_{when}']:.1%}" for when in ("before", "after"))
+    lengths = [f"{run[f'response_length_{when}']:.1f}" for when in ("before", "after")]
+    title = f"{run['eval_problems']} held-out problems, greedy"
+    facts = {
+        "optimizer steps": str(run["steps"]),
+        f"weight updates of vLLM ({run['bridge']})": str(run["weight_updates"]),
+        "parameters mapped": f"{run['params_mapped']}/{run['params_total']}",
+    }
+    lines = [
+        f"{title:<34}{'before':>7}{'after':>9}",
+        f"{'solved':<34}{before:>7}{after:>9}",
+        f"{'mean response length (tokens)':<34}{lengths[0]:>7}{lengths[1]:>9}",
+        "",
+        *(f"{name:<34}{value:>7}" for name, value in facts.items()),
+        f"{'train':<31}{span(run['seconds_train']):>10}",
+    ]
+    return "```\n" + "\n".join(lines) + "\n```"
+
+
+def service_rates(book: Book) -> str:
+    """The rollout service beside the public server under the same load."""
+    sides = {"Atropos' public server": "public", "ours": "ours"}
+    rows = [
+        [text, *(f"{book.number('rollout_api_load', f'load/medians/{side}/{key}'):.0f}{unit}" for side in sides.values())]
+        for text, key, unit in (
+            ("groups posted per second", "posted", ""),
+            ("groups drained per second", "drained", ""),
+            ("a post, median", "p50", " ms"),
+            ("a post, p99", "p99", " ms"),
+        )
+    ]
+    rounds = len(book.get("rollout_api_load", "load/runs/ours"))
+    told = f"Medians of {rounds} rounds, {book.number('rollout_api_load', 'load/clients')} clients, two cores."
+    return f"{markdown(['', *sides], rows)}\n\n{told} {sources(book, {'all': ('rollout_api_load', 'load')})}"
+
+
+def span(seconds: float) -> str:
+    """`2 min 41 s`."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s"
+
+
+NAMED: dict[str, Callable[[Book], str]] = {
+    **bridge_figures.NAMED,
+    **determinism_figures.NAMED,
+    "quickstart_table": quickstart_table,
+    "service_rates": service_rates,
+    "quickstart_in_all": lambda book: span(book.number("quickstart", "seconds_in_all")),
+}
+"""By the name that stands in the documents."""
+
+ELSEWHERE: dict[str, dict[str, str]] = {
+    "docs/determinism.md": {
+        "one block walks through 152,000 columns alone": "the vocabulary of Qwen's models",
+        "0 of 16,384 tokens of the starter model differ": "printed by the command beside it, on an H200; no file was kept",
+    },
+    "docs/operations.md": {
+        "within 10 % of what autograd keeps": "asserted by the tests of example_trainer/memory_plan.py",
+    },
+}
+"""Document -> passage that is written there word for word -> where its figure comes from, if not from bench/results/."""

@@ -1,0 +1,250 @@
+"""One configuration of bench/memory_plan.py, in a process of its own: real steps, and the most bytes in each part of them.
+
+python bench/gpu/memory_worker.py CONFIGURATION.json RESULT.json          (or under torchrun, the same on every rank)
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[0] = str(ROOT)
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from bench.gpu.live_bytes import Meter
+from bench.gpu.shapes import SHAPES
+from example_trainer.assembly import make_optimizer
+from example_trainer.config import TrainerConfig
+from example_trainer.data import Batch, TrainedSequence
+from example_trainer.lora.layers import attach_adapters
+from example_trainer.lora.settings import LoraSettings
+from example_trainer.memory_items import ALL_PROJECTIONS, GRADIENTS, SEND_BUFFERS, MemoryRequest
+from example_trainer.memory_plan import plan_memory
+from example_trainer.models.decoder import Decoder
+from example_trainer.models.geometry import Geometry
+from example_trainer.optimizer import MasterAdamW
+from example_trainer.parallel.fsdp import sharded_decoder
+from example_trainer.parallel.gather import full_tensor
+from example_trainer.process import StopSignal
+from example_trainer.step import accumulate_gradients
+from example_trainer.weight_bridge.outgoing import OutgoingWeights, receivers_of
+from vllm_patching.manifest import Manifest, ManifestEntry, dtype_name
+from vllm_patching.sharding import ModelGeometry, plan_shards
+
+WARM_UP_STEPS, MICROBATCHES, PROMPT = 1, 2, 16
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What is trained, and how.
+
+    Attributes:
+        shape: of bench.gpu.shapes.
+        batch: sequences in a micro-batch, each `length` tokens long.
+        lora_rank: of adapters on every projection; 0 trains every parameter.
+        ranks: processes, sharded by FSDP2.
+        vllm_ranks: to whom weights are packed to be sent; 0: to nobody.
+        device: cuda or cpu.
+    """
+
+    name: str
+    shape: str
+    dtype: str = "bfloat16"
+    batch: int = 4
+    length: int = 2048
+    checkpointing: bool = False
+    reference: bool = False
+    lora_rank: int = 0
+    ranks: int = 1
+    vllm_ranks: int = 0
+    device: str = "cuda"
+
+
+class Parts:
+    """The greatest use in each part of a step, told apart where the gradient reaches the last norm, and the embedding."""
+
+    def __init__(self, model: Decoder, meter: Meter) -> None:
+        self.peaks: dict[str, int] = {}
+        self.after_forward = 0
+        self._meter = meter
+        model.model.norm.register_forward_hook(self._forward_ended)
+        model.model.embed_tokens.register_forward_hook(self._embedded)
+
+    def end(self, part: str) -> None:
+        """Say that what was done since the last call belongs to `part`."""
+        self.peaks[part] = max(self.peaks.get(part, 0), self._meter.peak)
+        self._meter.reset()
+
+    def _forward_ended(self, module: object, inputs: object, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            self.after_forward = max(self.after_forward, self._meter.now)
+            output.register_hook(lambda _: self.end("backward of the loss"))
+
+    def _embedded(self, module: object, inputs: object, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda _: self.end("backward of the layers"))
+
+
+def manifests(shape: str, dtype: torch.dtype, tp_size: int) -> list[Manifest]:
+    """What vLLM of that many ranks would say that it holds."""
+    geometry = ModelGeometry.from_hf_config(SHAPES[shape])
+    ranks = [plan_shards(geometry, rank, tp_size) for rank in range(tp_size)]
+    return [
+        Manifest(rank, tp_size, tuple(ManifestEntry(spec, dtype_name(dtype), "cpu") for spec in specs))
+        for rank, specs in enumerate(ranks)
+    ]
+
+
+def random_model(asked: Configuration, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """A decoder with small random weights, of this rank."""
+    model = sharded_decoder(geometry, dtype, device, asked.ranks) if asked.ranks > 1 else Decoder(geometry, dtype, device)
+    for parameter in model.parameters():
+        model.shards.local(parameter).normal_(std=0.02)
+    model.gradient_checkpointing = asked.checkpointing
+    if asked.lora_rank:
+        attach_adapters(model, LoraSettings(asked.lora_rank, 2.0 * asked.lora_rank, 0.0, ALL_PROJECTIONS))
+    return model
+
+
+def random_batch(asked: Configuration, vocab_size: int) -> Batch:
+    """Sequences of the greatest length, every token but the first few trained; two micro-batches for each rank."""
+    draw = np.random.default_rng(0)
+    positions = np.arange(PROMPT, asked.length, dtype=np.int64)
+    sequences = []
+    for number in range(MICROBATCHES * asked.batch * asked.ranks):
+        logprobs = np.full(len(positions), -10.0, dtype=np.float32)
+        advantages = np.full(len(positions), 1.0 if number % 2 else -1.0, dtype=np.float32)
+        tokens = draw.integers(0, vocab_size, asked.length, dtype=np.int64)
+        sequences.append(TrainedSequence(tokens, positions, logprobs, advantages, 0.0, None, (0, number)))
+    return Batch(sequences)
+
+
+def pack(outgoing: list[OutgoingWeights], model: Decoder, spread: bool) -> None:
+    """As BroadcastBridge packs and sums up before it sends."""
+    wanted = {name for one in outgoing for name in one.packed_names}
+    for name, parameter in model.named_parameters():
+        if spread or name in wanted:
+            full = full_tensor(parameter)
+            for one in outgoing:
+                one.pack(name, full)
+    for one in outgoing:
+        one.summary()
+
+
+def measure(asked: Configuration, device: torch.device) -> dict[str, Any]:
+    """Train a few steps. Returns planned and measured bytes by part, and the plan's items."""
+    dtype, geometry = getattr(torch, asked.dtype), Geometry.from_config(SHAPES[asked.shape])
+    config = TrainerConfig(
+        model_name=asked.shape, batch_size=asked.batch, gradient_accumulation_steps=MICROBATCHES * asked.ranks,
+        seq_len=asked.length, kl_coef=0.1 if asked.reference else 0.0,
+    )  # fmt: skip
+    layouts = manifests(asked.shape, dtype, asked.vllm_ranks) if asked.vllm_ranks else []
+    request = MemoryRequest(
+        geometry=geometry, dtype=dtype, batch_size=asked.batch, seq_len=asked.length,
+        gradient_checkpointing=asked.checkpointing, logprob_chunk=config.logprob_chunk, receivers=receivers_of(layouts),
+        reference=asked.reference, lora=(asked.lora_rank, ALL_PROJECTIONS) if asked.lora_rank else None,
+        world_size=asked.ranks,
+    )  # fmt: skip
+    rank = dist.get_rank() if asked.ranks > 1 else 0
+    measured: dict[str, int] = {}
+    with Meter(device) as meter:
+        model = random_model(asked, geometry, dtype, device)
+        reference = random_model(asked, geometry, dtype, device).requires_grad_(False) if asked.reference else None
+        optimizer = make_optimizer(config, model)
+        measured["after loading"] = meter.now
+        spread = asked.ranks > 1
+        parameters = dict(model.named_parameters())
+        mine = [layout for layout in layouts if layout.tp_rank % asked.ranks == rank]
+        outgoing = [OutgoingWeights(layout, parameters, not spread, device) for layout in mine]
+        pack(outgoing, model, spread and bool(layouts))
+        measured["after connecting"] = meter.now
+        batch = random_batch(asked, geometry.vocab_size)
+        for _ in range(WARM_UP_STEPS):
+            take_step(model, optimizer, batch, config, reference, outgoing, bool(layouts))
+        measured["after a step"] = meter.now
+        parts = Parts(model, meter)
+        meter.reset()
+        take_step(model, optimizer, batch, config, reference, outgoing, bool(layouts), parts)
+        measured["end of the forward pass"] = parts.after_forward
+        measured |= parts.peaks
+        measured["greatest"] = max(parts.peaks.values())
+        reserved = meter.reserved
+    answer = {
+        "planned": planned(request),
+        "measured": measured,
+        "items": dict(plan_memory(request).items),
+        "reserved": reserved,
+    }
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        answer["device_used"] = total - free  # others on the GPU included, if there are any
+    return answer
+
+
+def take_step(
+    model: Decoder, optimizer: MasterAdamW, batch: Batch, config: TrainerConfig, reference: Decoder | None,
+    outgoing: list[OutgoingWeights], sends: bool, parts: Parts | None = None,
+) -> None:  # fmt: skip
+    """One step of the training loop, without a server."""
+    accumulate_gradients(model, optimizer, batch, config, StopSignal(), reference)
+    if parts:
+        parts.end("end of the backward pass")
+    optimizer.step()
+    if parts:
+        parts.end("optimizer")
+    optimizer.write_weights()
+    pack(outgoing, model, sends and model.shards.spread)
+    if parts:
+        parts.end("update of the server")
+
+
+def planned(request: MemoryRequest) -> dict[str, int]:
+    """What the plan says of each part."""
+    plan = plan_memory(request)
+    lasting = sum(plan.lasting.values())
+    buffers = plan.lasting[SEND_BUFFERS]
+    moments = {name: lasting + sum(items.values()) for name, items in plan.moments.items()}
+    if request.lora:  # nothing tells these two apart where no gradient reaches the embedding
+        moments["end of the backward pass"] = max(moments.pop("backward of the layers"), moments["end of the backward pass"])
+    return {
+        "after loading": lasting - buffers - plan.lasting["AdamW's two moments"],
+        "after connecting": lasting - plan.lasting["AdamW's two moments"],
+        "after a step": lasting,
+        **moments,
+        "optimizer": lasting + plan.moments["backward of the loss"][GRADIENTS],
+        "greatest": plan.total,
+    }
+
+
+def main(arguments: list[str]) -> None:
+    asked = Configuration(**json.loads(Path(arguments[0]).read_text(encoding="utf-8")))
+    device = torch.device(asked.device)
+    torch.manual_seed(0)
+    if asked.ranks > 1:
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None
+        )
+    answer = measure(asked, device)
+    if asked.ranks > 1:
+        answers: list[Any] = [None] * asked.ranks
+        dist.all_gather_object(answers, answer)
+        answer = max(answers, key=lambda one: one["measured"]["greatest"])
+        dist.destroy_process_group()
+    if int(os.environ.get("RANK", "0")) == 0:
+        Path(arguments[1]).write_text(json.dumps({"configuration": asdict(asked), **answer}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,40 @@
+"""When a row was measured, and by which code: what every row of a results file carries. Needs nothing but Python."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMIT_VARIABLE = "LOCKSTEP_COMMIT"
+"""Names the commit where the repository lies without its .git folder, as on a machine that was lent for a measurement."""
+
+_BEGAN = datetime.now(UTC)
+
+
+def commit() -> str:
+    """The commit of this code, shortened, with `+` if files differ from it; `unknown` if neither git nor the variable says."""
+    told = os.environ.get(COMMIT_VARIABLE, "").strip()
+    if told:
+        return told
+    try:
+        head = _git("rev-parse", "--short=12", "HEAD")
+        return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def measured() -> dict[str, str]:
+    """`commit`, `date` (UTC, of this moment) and `run` (when this process began: rows of one run have it in common)."""
+    return {"commit": commit(), "date": _minutes(datetime.now(UTC)), "run": _minutes(_BEGAN)}
+
+
+def _minutes(moment: datetime) -> str:
+    return moment.strftime("%Y-%m-%d %H:%M")
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()

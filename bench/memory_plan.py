@@ -1,0 +1,138 @@
+"""Does the memory plan say what a training takes? Real steps with random weights of real shapes; no vLLM, no network, no files.
+
+    python bench/memory_plan.py --output DIR                    every configuration that the GPUs at hand suffice for
+    python bench/memory_plan.py --output DIR --only lora_8b     some of them
+    python bench/memory_plan.py --output DIR --device cpu       tiny models on the CPU, to try the script
+
+Each configuration is a process of its own (under torchrun if it has several ranks). Measured is what torch's allocator has
+given out (`torch.cuda.max_memory_allocated`; on a CPU tensors are counted one by one); the plan's workspace, which is
+for what the allocator does not count, is left out. Prints
+for each part of a step planned and measured GB, and writes memory_plan.json. Ends
+with status 1 if the plan of a configuration is more than 10 % off, or one did not run.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[0] = str(ROOT)
+
+import argparse
+import json
+import subprocess
+import tempfile
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from bench.gpu.machine import describe
+from bench.gpu.memory_worker import Configuration
+from bench.gpu.summary import table
+
+WITHIN = 0.10
+SECONDS = 240
+CONFIGURATIONS = [
+    Configuration("full_1.7b", "qwen3-1.7b"),
+    Configuration("checkpointing_1.7b", "qwen3-1.7b", batch=8, checkpointing=True),
+    Configuration("reference_1.7b", "qwen3-1.7b", batch=2, reference=True, vllm_ranks=2),
+    Configuration("float32_1.7b", "qwen3-1.7b", dtype="float32", batch=2),
+    Configuration("full_4b", "qwen3-4b", batch=2),
+    Configuration("lora_8b", "qwen3-8b", batch=2, lora_rank=16),
+    Configuration("fsdp2_8b", "qwen3-8b", batch=2, checkpointing=True, ranks=2, vllm_ranks=2),
+    Configuration("fsdp2_1.7b", "qwen3-1.7b", batch=2, ranks=2, vllm_ranks=1),
+]
+
+
+def on_cpu(asked: Configuration) -> Configuration:
+    """The same, tiny."""
+    return replace(asked, shape="tiny", batch=2, length=128, lora_rank=min(4, asked.lora_rank), device="cpu")
+
+
+def run(asked: Configuration, output: Path) -> dict[str, Any]:
+    """Start the configuration's processes and wait for them. Returns the result, or an `error`."""
+    with tempfile.TemporaryDirectory() as folder:
+        file, result = Path(folder) / "configuration.json", Path(folder) / "result.json"
+        file.write_text(json.dumps(asdict(asked)), encoding="utf-8")
+        worker = [str(ROOT / "bench" / "gpu" / "memory_worker.py"), str(file), str(result)]
+        several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(asked.ranks)]
+        log = output / f"memory_plan-{asked.name}.log"
+        with log.open("w", encoding="utf-8") as lines:
+            try:
+                command = [sys.executable, *(several if asked.ranks > 1 else []), *worker]
+                status = subprocess.run(command, stdout=lines, stderr=lines, timeout=SECONDS, check=False).returncode
+            except subprocess.TimeoutExpired:
+                status = 124
+        if status == 0 and result.exists():
+            found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+            return found
+        tail = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-12:]
+        return {"configuration": asdict(asked), "error": f"status {status}", "log": tail}
+
+
+def ratio(result: dict[str, Any]) -> float:
+    """The plan's greatest moment, over what was measured."""
+    return float(result["planned"]["greatest"] / result["measured"]["greatest"])
+
+
+def report(result: dict[str, Any]) -> str:
+    """A table of one configuration."""
+    name = result["configuration"]["name"]
+    if "error" in result:
+        return "\n".join([f"{name}: {result['error']}", *("    " + line for line in result["log"])])
+    planned, measured = result["planned"], result["measured"]
+    rows = [
+        [part, *(f"{value / 1e9:.3f}" if value else "-" for value in (planned.get(part), seen)),
+         f"{planned[part] / seen:.3f}" if part in planned and seen else "-"]
+        for part, seen in measured.items()
+    ]  # fmt: skip
+    items = ", ".join(f"{item} {size / 1e9:.2f}" for item, size in result["items"].items())
+    head = table([name, "planned GB", "measured GB", "ratio"], rows)
+    more = f"allocator held {result['reserved'] / 1e9:.2f} GB"
+    if "device_used" in result:
+        more += f", the device {result['device_used'] / 1e9:.2f} GB after the step"
+    return f"{head}\n  planned: {items}\n  {more}"
+
+
+def commit() -> str:
+    """Of the working tree; empty where there is none."""
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="folder of memory_plan.json and the logs")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[one.name for one in CONFIGURATIONS])
+    parser.add_argument("--commit", default=None, help="what was measured, where the working tree has no history")
+    args = parser.parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
+    gpus = torch.cuda.device_count() if args.device == "cuda" else 2
+    results = []
+    for asked in CONFIGURATIONS:
+        if (args.only and asked.name not in args.only) or asked.ranks > gpus:
+            continue
+        results.append(run(on_cpu(asked) if args.device == "cpu" else asked, args.output))
+        print(report(results[-1]) + "\n", flush=True)
+    whole = [
+        [r["configuration"]["name"], *(["-", "-", r["error"]] if "error" in r else
+         [f"{r['planned']['greatest'] / 1e9:.2f}", f"{r['measured']['greatest'] / 1e9:.2f}", f"{ratio(r):.3f}"])]
+        for r in results
+    ]  # fmt: skip
+    print(table(["greatest moment", "planned GB", "measured GB", "ratio"], whole))
+    answer = {
+        "machine": describe(),
+        "commit": commit() if args.commit is None else args.commit,
+        "date": datetime.now(UTC).date().isoformat(),
+        "results": results,
+    }
+    (args.output / "memory_plan.json").write_text(json.dumps(answer, indent=1), encoding="utf-8")
+    return 0 if all("error" not in r and abs(ratio(r) - 1) <= WITHIN for r in results) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,47 @@
+"""Keys of the servers that the trainer asks: read from variables, and shown nowhere."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Sequence
+
+from pydantic import SecretStr
+
+SECRETS = {"vllm_api_key": "VLLM_API_KEY", "atropos_api_key": "ROLLOUT_API_KEY"}
+"""Option -> the variable that it is read from. Their values stand in no help, log, dump or message."""
+
+
+def from_variable(option: str) -> Callable[[], SecretStr | None]:
+    """What reads an option's variable; None if that is not set, or empty."""
+
+    def read() -> SecretStr | None:
+        value = os.environ.get(SECRETS[option])
+        return SecretStr(value) if value else None
+
+    return read
+
+
+def revealed(secret: SecretStr | None) -> str | None:
+    """What a secret option holds, for whoever sends it; None if it is not given, or empty."""
+    return secret.get_secret_value() if secret else None
+
+
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """A command line in which the values of secret options are `…`."""
+    flags, shown, hide = {"--" + name.replace("_", "-") for name in SECRETS}, [], False
+    for word in words:
+        flag, equals, _ = word.partition("=")
+        shown.append("…" if hide else f"{flag}=…" if equals and flag in flags else word)
+        hide = word in flags
+    return shown
+
+
+def refuse_key_in_command(command: str) -> None:
+    """Raise ValueError if the command of a server holds its key, which everybody can read in `ps`."""
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        return  # told when the command is put together
+    if any(word.split("=")[0] == "--api-key" for word in words):
+        raise ValueError("everybody can read --api-key in `ps`; leave it out and set VLLM_API_KEY, which that server gets")

@@ -1,0 +1,219 @@
+"""Which run a checkpoint belongs to, and where a trainer begins.
+
+A *run* is one training, from its first step over every resume to its last. Its name is in each of its checkpoints, and in
+`run.json` of the folder that it saves into, from the moment that it serves weights. So several runs may share a folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from example_trainer.errors import CheckpointError
+from example_trainer.weight_age import Life
+
+STATE_FOLDER, TRAINER_FILE = "trainer_state", "trainer.json"
+PREFIX = "step_"
+RUN_FILE = "run.json"
+UNNAMED = "unnamed"
+"""The run of checkpoints that were saved before runs had names."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training.
+
+    Attributes:
+        name: unique, and readable: when it began.
+        model: what --model-name said, a folder's path made absolute; empty if it is not known.
+        lives: its trainer processes, the present one last; those whose every step was lost are left out.
+    """
+
+    name: str
+    model: str
+    lives: tuple[Life, ...] = ()
+
+    @property
+    def epoch(self) -> int:
+        """The weight epoch of its newest life; 0 before weights had epochs."""
+        return self.lives[-1].epoch if self.lives else 0
+
+    @property
+    def begun(self) -> int:
+        """When its first life began, in Unix milliseconds; 0 if that is not known."""
+        return self.lives[0].epoch if self.lives else 0
+
+    def lived_on(self, step: int, now_ms: int) -> Run:
+        """The run with one more life, which starts from the checkpoint of `step`."""
+        return replace(self, lives=(*self.lives, Life(max(now_ms, self.epoch + 1), step)))
+
+    def holds(self, other: Run, step: int) -> bool:
+        """Whether the checkpoint of `step` that `other` saved is in this run's line: not left behind by going back."""
+        if other.name != self.name or other.epoch not in (0, *(life.epoch for life in self.lives)):
+            return False
+        return all(step <= life.start for life in self.lives if life.epoch > other.epoch)
+
+    def record(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"name": self.name, "model": self.model, "lives": [[life.epoch, life.start] for life in self.lives]}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Run:
+        """From JSON. Raises KeyError, TypeError or ValueError for anything else than `record` gave."""
+        lives = tuple(Life(int(epoch), int(start)) for epoch, start in record["lives"])
+        return cls(str(record["name"]), str(record["model"]), lives)
+
+    def __str__(self) -> str:
+        return "the run without a name (of before runs had one)" if self.name == UNNAMED else f"run {self.name}"
+
+
+@dataclass(frozen=True)
+class TrainedBatch:
+    """The last batch that is in a checkpoint's weights.
+
+    Attributes:
+        id: the rollout service's number for it.
+        uuid: of the registration under which it was handed out, which says of which service and which trainer it was.
+    """
+
+    id: int
+    uuid: int | None
+
+
+@dataclass(frozen=True)
+class SavedStep:
+    """What `trainer_state/trainer.json` of a checkpoint says."""
+
+    path: Path
+    step: int
+    run: Run
+    batch: TrainedBatch | None = None
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> SavedStep:
+        """Read it.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        file = checkpoint / STATE_FOLDER / TRAINER_FILE
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+            run, batch = content.get("run"), content.get("batch")
+            return cls(
+                checkpoint,
+                int(content["step"]),
+                Run.from_record(run) if run else Run(UNNAMED, model_identity(content.get("config", {}).get("model_name", ""))),
+                TrainedBatch(int(batch["id"]), batch["uuid"]) if batch else None,
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"cannot read {file} ({type(error).__name__}: {error}): move {checkpoint.name} out of the folder, "
+                "or resume from another checkpoint"
+            ) from error
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Grows with every checkpoint that a run saves, also when it went back to an earlier step."""
+        return self.run.epoch, self.step
+
+
+def new_run(model_name: str, folder: Path, prefix: str, now_ms: int) -> Run:
+    """A run that begins now; by its epoch it is the newest in the folder, whatever the clock did meanwhile."""
+    known = [saved.run.epoch for saved in saved_steps(folder, prefix, skip_damaged=True)]
+    marked = marked_run(folder, prefix, skip_damaged=True)
+    epoch = max([now_ms, *(value + 1 for value in [*known, marked.epoch if marked else 0])])
+    name = time.strftime("%Y%m%d-%H%M%S", time.localtime(now_ms / 1000)) + f"-{secrets.token_hex(3)}"
+    return Run(name, model_identity(model_name), (Life(epoch, 0),))
+
+
+def model_identity(name: str) -> str:
+    """A model's name, of a folder its absolute path."""
+    return str(Path(name).expanduser().resolve()) if name and Path(name).expanduser().is_dir() else name
+
+
+def same_model(one: str, other: str) -> bool:
+    """Whether two identities name the same model: equal, or one is a folder with the other's last name, which is none (now)."""
+    if one == other or not one or not other:
+        return True
+    if Path(one).is_dir() == Path(other).is_dir():
+        return False
+    return Path(one).name == Path(other).name
+
+
+def steps_in(folder: Path, prefix: str = PREFIX) -> dict[int, Path]:
+    """The complete checkpoints in a folder whose names are `prefix` and a step, by step, oldest first."""
+    name = re.compile(re.escape(prefix) + r"(\d+)")
+    matches = ((name.fullmatch(path.name), path) for path in folder.glob(f"{prefix}*") if path.is_dir())
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
+
+
+def has_state(checkpoint: Path) -> bool:
+    """Whether training can go on from a checkpoint: it keeps its optimizer state."""
+    return (checkpoint / STATE_FOLDER / TRAINER_FILE).is_file()
+
+
+def saved_steps(folder: Path, prefix: str = PREFIX, skip_damaged: bool = False) -> list[SavedStep]:
+    """The checkpoints that training can go on from, by step.
+
+    Raises:
+        CheckpointError: what one of them says of itself is damaged, unless such are skipped.
+    """
+    found = []
+    for path in steps_in(folder, prefix).values():
+        try:
+            found += [SavedStep.read(path)] if has_state(path) else []
+        except CheckpointError:
+            if not skip_damaged:
+                raise
+    return found
+
+
+def run_file(folder: Path, prefix: str) -> Path:
+    """Where the folder's newest run is named: `run.json`, of adapters `adapter_run.json`."""
+    return folder / (prefix.removesuffix(PREFIX) + RUN_FILE)
+
+
+def marked_run(folder: Path, prefix: str = PREFIX, skip_damaged: bool = False) -> Run | None:
+    """The run that began or went on in a folder last, if it says so.
+
+    Raises:
+        CheckpointError: the file is damaged, and that shall not count as none.
+    """
+    file = run_file(folder, prefix)
+    try:
+        return Run.from_record(json.loads(file.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if skip_damaged:
+            return None
+        raise CheckpointError(
+            f"cannot read {file} ({type(error).__name__}: {error}): remove it, and the run that began last counts as the newest"
+        ) from error
+
+
+def mark_run(run: Run, folder: Path, prefix: str = PREFIX) -> None:
+    """Say in a folder that `run` is the one that --resume auto continues.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+    """
+    file = run_file(folder, prefix)
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with draft.open("w", encoding="utf-8") as opened:
+            opened.write(json.dumps(run.record()) + "\n")
+            opened.flush()
+            os.fsync(opened.fileno())
+        draft.rename(file)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {file}: {error.strerror or error}; make room or change --save-path") from error

@@ -1,0 +1,229 @@
+"""The workers of an environment that serves: outages, broken items and the end of a run, without any process."""
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from scripted_env import ScriptedEnv, response
+
+from atroposlib.envs.errors import EnvironmentFailure, InferenceUnavailable, RolloutFailure
+
+PAIR = {"tokens": [[1], [1]], "masks": [[1], [1]], "scores": [1.0, -1.0]}
+
+
+class StandInService:
+    """What the serving loop asks for at each round; `statuses` come one after the other, the last one for ever."""
+
+    def __init__(self, *statuses: dict[str, Any]):
+        self.statuses = list(statuses)
+        self.asked = 0
+
+    async def status_env(self, env_id: int) -> dict[str, Any]:
+        self.asked += 1
+        return self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+
+    async def get(self, path: str) -> dict[str, Any]:
+        return {"batch_size": 8, "max_token_len": 64}
+
+
+def serving_env(*statuses: dict[str, Any], kind: type[ScriptedEnv] = ScriptedEnv, **settings: Any) -> Any:
+    env = kind([], **({"max_num_workers": 2, "steps_per_eval": 0} | settings))
+    env.env_id, env._wake, env._trainer_steps = 0, asyncio.Event(), 4
+    env.config.batch_size = 8
+    env._service = StandInService(*({"queue_size": 0, "env_weight": 1.0} | status for status in statuses))
+    return env
+
+
+async def rounds(env: ScriptedEnv, most: int = 200) -> int:
+    """Run the loop until it is over; the number of rounds, or -1 if it goes on."""
+    try:
+        for number in range(most):
+            if await env._one_round():
+                return number
+            await asyncio.sleep(0)
+        return -1
+    finally:
+        await stop_workers(env)
+
+
+async def stop_workers(env: ScriptedEnv) -> None:
+    for task in env.workers:
+        task.cancel()
+    if env.workers:
+        await asyncio.wait(env.workers)
+
+
+def idle(env: ScriptedEnv) -> ScriptedEnv:
+    """One that has no items."""
+
+    async def nothing() -> None:
+        return None
+
+    env.get_next_item = nothing
+    return env
+
+
+# ---- the end -----------------------------------------------------------------------------------------------------------
+
+
+async def test_the_last_batch_handed_out_is_not_the_end_of_the_run() -> None:
+    """The trainer dies in the last step and resumes: the environment is there still, and leaves when the run has ended."""
+    last, back = {"current_step": 4, "run_ended": False}, {"current_step": 2, "run_ended": False}
+    env = idle(serving_env(last, last, last, back, back, last, last | {"run_ended": True}))
+    assert await rounds(env) == 6
+
+
+async def test_a_run_that_ended_early_ends_the_environment() -> None:
+    assert await rounds(idle(serving_env({"current_step": 1, "run_ended": False}, {"current_step": 1, "run_ended": True}))) == 1
+
+
+async def test_a_service_that_does_not_tell_of_the_end_is_left_at_the_last_batch() -> None:
+    assert await rounds(idle(serving_env({"current_step": 3}, {"current_step": 4}))) == 1
+
+
+async def test_the_environments_own_limit_ends_it_whatever_the_run_does() -> None:
+    env = idle(serving_env({"current_step": 2, "run_ended": False}, {"current_step": 3, "run_ended": False}, total_steps=3))
+    assert await rounds(env) == 1
+
+
+async def test_a_trainer_that_does_more_steps_than_it_said_is_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was resumed with more steps: each of them begins the wait anew."""
+    now = [0.0]
+    monkeypatch.setattr("atroposlib.envs.serving.time.monotonic", lambda: now[0])
+    env = idle(serving_env(*({"current_step": step, "run_ended": False} for step in range(3, 9)), service_timeout=10.0))
+    for _ in range(6):
+        assert not await env._one_round()
+        now[0] += 9.0
+    assert not await env._one_round()
+    now[0] += 2.0
+    assert await env._one_round()
+
+
+async def test_the_wait_for_the_end_has_a_deadline(caplog: pytest.LogCaptureFixture) -> None:
+    env = idle(serving_env({"current_step": 4, "run_ended": False}, service_timeout=0.05))
+    started = time.monotonic()
+    while not await env._one_round():
+        assert time.monotonic() < started + 60, "it waits for ever"
+        await asyncio.sleep(0.01)
+    assert "did not end the run within 0.05 s" in caplog.text
+
+
+# ---- outages -----------------------------------------------------------------------------------------------------------
+
+
+async def test_an_item_that_waits_for_the_service_is_never_cut_off() -> None:
+    """The service is away for longer than an item may take, with everything sampled: nothing is lost, nothing is failed."""
+    back = asyncio.Event()
+
+    class Posting(ScriptedEnv):
+        waiting = 0
+
+        async def _send_scored_data_to_api(self, scored_data: Any) -> None:
+            self.waiting += 1
+            await back.wait()
+            await super()._send_scored_data_to_api(scored_data)
+
+    env = serving_env({"current_step": 0}, kind=Posting, worker_timeout=0.05, max_consecutive_failures=1)
+    env.script = [response(1.0), response(-1.0)] * 2
+    await env._one_round()
+    while env.waiting < 2:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.2)  # four times what an item may take
+    await env._one_round()
+    env._start_evaluation()  # which stops the workers that sample
+    back.set()
+    await asyncio.wait(env.workers)
+    assert len(env.posted) == 2
+    assert (env.drops.total, env._failures_in_a_row, env._fatal) == (0, 0, None)
+    assert "item" not in env.backlog, "what is sampled is not sampled again"
+
+
+async def test_an_outage_of_the_inference_server_does_not_count_as_an_items_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = ScriptedEnv([response(1.0), response(-1.0)], worker_timeout=0.1)
+    gate = env.server.servers[0].gate
+    answers: list[str | None] = ["it starts"] * 2 + [None]
+
+    async def probe() -> str | None:
+        return answers.pop(0)
+
+    gate.probe = probe
+    waited: list[float] = []
+
+    async def collect(item: Any) -> tuple[Any, list[Any]]:
+        if not waited:
+            waited.append(0.0)
+            await gate.wait_until_well("cannot be reached")  # pauses of 0.2 s and more
+        return dict(PAIR), []
+
+    monkeypatch.setattr(env, "collect_trajectories", collect)
+    assert (await env.roll_out_in_time("item"))["scores"] == [1.0, -1.0]
+    assert gate.seconds_away > 0.2
+    assert env.drops.total == 0
+
+
+async def test_a_stuck_item_is_cut_off_and_cleans_up() -> None:
+    cleaned = asyncio.Event()
+
+    class Stuck(ScriptedEnv):
+        async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cleaned.set()
+            raise AssertionError
+
+    env = Stuck([], worker_timeout=0.05)
+    with pytest.raises(RolloutFailure, match=r"longer than 0\.05 s \(--env\.worker_timeout\)"):
+        await env.work_on("item")
+    assert cleaned.is_set()
+    assert env.drops.by_reason == {"timeout": 1}
+
+
+# ---- broken items ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["handle_send_to_api", "cleanup"])
+async def test_what_is_wrong_with_one_item_ends_that_item_only(where: str, caplog: pytest.LogCaptureFixture) -> None:
+    env = serving_env({"current_step": 0}, max_consecutive_failures=3)
+    env.script = [response(1.0), response(-1.0)] * 20
+    calls = 0
+    real = getattr(env, where)
+
+    async def breaks_once(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise ValueError("an id that no tokenizer knows")
+        return await real(*args, **kwargs)
+
+    setattr(env, where, breaks_once)
+    while len(env.posted) < 3:
+        assert not await env._one_round()
+        await asyncio.sleep(0)
+    await stop_workers(env)
+    assert env.drops.by_reason == {"errors": 1}
+    assert "ValueError: an id that no tokenizer knows" in caplog.text
+
+
+async def test_items_that_all_break_end_the_environment() -> None:
+    env = serving_env({"current_step": 0}, max_consecutive_failures=3)
+    env.script = [response(1.0), response(-1.0)] * 20
+
+    async def breaks(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError("broken")
+
+    env.handle_send_to_api = breaks
+    with pytest.raises(EnvironmentFailure, match=r"items all failed \(errors="):
+        await rounds(env)
+
+
+async def test_what_only_a_person_can_mend_ends_the_environment() -> None:
+    env = serving_env({"current_step": 0})
+
+    async def fails(item: Any) -> Any:
+        raise InferenceUnavailable("gone")
+
+    env.collect_trajectories = fails
+    with pytest.raises(InferenceUnavailable, match="gone"):
+        await rounds(env)

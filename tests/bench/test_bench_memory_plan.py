@@ -1,0 +1,28 @@
+"""The comparison of plan and use, on the CPU: mechanics alone, the figures come from a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_tiny_configuration_is_planned_measured_and_written_down(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "bench" / "memory_plan.py"), "--output", str(tmp_path), "--device", "cpu",
+         "--only", "reference_1.7b", "--commit", "abc"],
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = json.loads((tmp_path / "memory_plan.json").read_text())
+    assert written["commit"] == "abc"
+    assert written["date"]
+    (row,) = written["results"]
+    assert row["measured"].keys() - {"end of the forward pass"} == row["planned"].keys()
+    parts = ("backward of the loss", "backward of the layers", "end of the backward pass", "optimizer", "update of the server")
+    assert row["measured"]["greatest"] == max(row["measured"][part] for part in parts)
+    assert row["measured"]["after connecting"] > row["measured"]["after loading"]  # columns for vLLM's two ranks
+    assert "backward of the loss" in done.stdout

@@ -1,0 +1,53 @@
+"""What the trainer's tests share: a small model, and trainers in the test's own process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tests.conftest import Processes
+from tests.example_trainer.in_process import Trainers
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small checkpoint with random weights."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+    )
+    folder = tmp_path_factory.mktemp("model")
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rollout_service(session_processes: Processes, free_port: Callable[[], int]) -> str:
+    """A rollout service's address."""
+    port = free_port()
+    command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port), "--store", "memory"]
+    session_processes.start("service", command)
+    session_processes.wait_for_http(f"http://127.0.0.1:{port}", seconds=60)
+    return f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture
+def trainers(rollout_service: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainers]:
+    """Trainers of one run, which has a folder of its own; see in_process."""
+    threads = torch.get_num_threads()
+    yield Trainers(rollout_service, model, tmp_path, monkeypatch)
+    torch.set_num_threads(threads)  # which a trainer sets for the whole process

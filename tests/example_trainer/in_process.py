@@ -1,0 +1,144 @@
+"""Trainers that run in the test's own process, with a real rollout service, and that a test can hurt or kill where it likes.
+
+A death is an exception that no handler of the trainer's sees, so nothing is saved or sent afterwards; what is left is what
+SIGKILL would leave: the folder, and the service's view.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from example_trainer import checkpointing, grpo, step
+from example_trainer.config import parse_config
+from example_trainer.data import Batch
+from example_trainer.process import StopSignal
+from example_trainer.rollout_client import RolloutClient
+from example_trainer.runs import SavedStep, steps_in
+from example_trainer.weight_bridge.base import NoBridge
+from tests.example_trainer.test_grpo import made_up_group
+
+STEPS = 4
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+class Trainers:
+    """One run of several trainer processes, each of which may die at a point; and what their weights have learned from.
+
+    Attributes:
+        line: which group each step of the present weights learned from, the first step's first.
+        acknowledged: groups that the service was told about, in that order.
+        skipped: reasons with which batches were acknowledged that nothing was learned from.
+        faults: by the number of a batch's first group, what happens to its logprobs.
+    """
+
+    def __init__(self, url: str, model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.url, self.model, self.folder = url, model, folder
+        self.line: list[int] = []
+        self.acknowledged: list[int] = []
+        self.skipped: list[str] = []
+        self.point, self.passes = "", 0
+        self.faults: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
+        self._in_hand = -1
+        httpx.get(f"{url}/reset_data", timeout=30).raise_for_status()
+        self._watch(monkeypatch)
+
+    def post(self, *numbers: int) -> None:
+        for number in numbers:
+            httpx.post(f"{self.url}/scored_data", json=made_up_group(number), timeout=30).raise_for_status()
+
+    def stats(self) -> dict[str, Any]:
+        """What the service says of itself."""
+        answer: dict[str, Any] = httpx.get(f"{self.url}/stats", timeout=30).json()
+        return answer
+
+    def train(self, *options: str, point: str = "", passes: int = 1) -> bool:
+        """Run one trainer, to its end or until it has passed a point so many times. Returns whether it came to its end."""
+        self.point, self.passes = point, passes
+        words = ["--model-name", str(self.model), "--atropos-url", self.url, "--training-steps", str(STEPS), "--lr", "1e-2"]
+        words += ["--batch-size", "4", "--gradient-accumulation-steps", "1", "--seq-len", "64", "--num-threads", "1"]
+        words += ["--save-path", str(self.folder / "checkpoints"), "--log-dir", str(self.folder / "logs")]
+        words += ["--batch-timeout", "20", "--service-timeout", "10", "--device", "cpu", *options]
+        try:
+            grpo.train(parse_config(words), StopSignal())
+        except Killed:
+            return False
+        return True
+
+    def saved(self) -> dict[int, SavedStep]:
+        """The checkpoints that a resume can begin from."""
+        steps = steps_in(self.folder / "checkpoints")
+        return {step: SavedStep.read(path) for step, path in steps.items() if (path / "trainer_state").is_dir()}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl."""
+        return [json.loads(line) for line in (self.folder / "logs" / "metrics.jsonl").read_text().splitlines()]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Those of the last step."""
+        return load_file(self.folder / "checkpoints" / f"step_{STEPS}" / "model.safetensors")
+
+    def _passed(self, point: str) -> None:
+        if point and point == self.point:
+            self.passes -= 1
+            if self.passes == 0:
+                raise Killed
+
+    def _watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def around(owner: Any, name: str, before: str = "", after: str = "", note: Callable[..., None] | None = None) -> None:
+            real = getattr(owner, name)
+
+            def watched(*arguments: Any, **options: Any) -> Any:
+                self._passed(before)
+                if note is not None:
+                    note(*arguments, **options)
+                outcome = real(*arguments, **options)
+                self._passed(after)
+                return outcome
+
+            monkeypatch.setattr(owner, name, watched)
+
+        numbers = {tuple(made_up_group(number)["tokens"][0]): number for number in range(50)}
+        take_step, register, logprobs = grpo.guarded_step, RolloutClient.register, step.response_logprobs
+
+        def take(model: Any, optimizer: Any, batch: Batch, *rest: Any) -> Any:
+            self._in_hand = numbers[tuple(batch.sequences[0].tokens.tolist())]
+            taken = take_step(model, optimizer, batch, *rest)
+            self.line.append(self._in_hand)
+            self._passed("stepped")
+            return taken
+
+        def register_and_note(client: RolloutClient, registration: Any) -> None:
+            del self.line[registration.starting_step :]
+            register(client, registration)
+            self._passed("registered")
+
+        def note_acknowledged(client: RolloutClient, version: int, skipped: str | None = None) -> None:
+            if skipped is None:
+                self.acknowledged.append(self._in_hand)
+            else:
+                self.skipped.append(skipped)
+
+        def logprobs_with_faults(*arguments: Any) -> Any:
+            chosen, entropy = logprobs(*arguments)
+            return self.faults.get(self._in_hand, lambda value: value)(chosen), entropy
+
+        monkeypatch.setattr(step, "response_logprobs", logprobs_with_faults)
+        monkeypatch.setattr(grpo, "guarded_step", take)
+        monkeypatch.setattr(RolloutClient, "register", register_and_note)
+        around(NoBridge, "sync", after="synced")
+        around(checkpointing, "_replace", before="writing")
+        around(checkpointing.Checkpoints, "save", after="written")
+        around(RolloutClient, "acknowledge", "acknowledging", "acknowledged", note_acknowledged)
+        around(RolloutClient, "settle", after="settled")
+        around(RolloutClient, "end_run", before="ending")

@@ -1,0 +1,161 @@
+"""Nothing that the stack's parts say to each other goes through a proxy, whatever the environment names as one."""
+
+from __future__ import annotations
+
+import ast
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from example_trainer.deterministic.problems import Problem
+from example_trainer.deterministic.sampling import Sampler
+from example_trainer.http_client import direct_client
+from example_trainer.process import StopSignal
+from example_trainer.rollout_client import RolloutClient
+from example_trainer.weight_bridge.lora import LoraServer
+from example_trainer.weight_bridge.owned_server import OwnedServer
+from example_trainer.weight_bridge.server import BridgeServer
+from scripts.ops.status import queue_size, served_version
+from tests.conftest import ROOT
+from tests.example_trainer.test_rollout_client import REGISTRATION
+
+PROXY_VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+
+
+class Listener(ThreadingHTTPServer):
+    """Answers every request with one that any of the clients is content with, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.asked: list[str] = []
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        return int(self.server_address[1])
+
+
+class Answers(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        listener = self.server
+        assert isinstance(listener, Listener)
+        listener.asked.append(self.path)
+        content = int(self.headers.get("Content-Length", 0))
+        self.rfile.read(content)
+        answer: dict[str, Any] = {
+            "instance": "other",
+            "current": None,
+            "queue_size": 7,
+            "uuid": 1,
+            "token_ids": [],
+            "logprobs": [],
+        }
+        body = json.dumps(answer | {"text": [], "weight_versions": []}).encode()
+        if self.path == "/metrics":
+            body = b"lockstep_weight_version 7\n"
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_POST = do_GET
+
+    def log_message(self, *_: object) -> None:
+        return None
+
+
+@pytest.fixture
+def server() -> Iterator[Listener]:
+    with Listener() as listener:
+        yield listener
+        listener.shutdown()
+
+
+@pytest.fixture
+def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listener]:
+    with Listener() as listener:
+        for name in PROXY_VARIABLES:
+            monkeypatch.setenv(name, f"http://127.0.0.1:{listener.port}")
+            monkeypatch.setenv(name.lower(), f"http://127.0.0.1:{listener.port}")
+        for name in ("NO_PROXY", "no_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        yield listener
+        listener.shutdown()
+
+
+def ask_rollouts(port: int, _: Path) -> object:
+    client = RolloutClient(f"http://127.0.0.1:{port}", StopSignal(), service_timeout=20)
+    client.register(REGISTRATION)
+    return client.close()
+
+
+def ask_owned(port: int, folder: Path) -> object:
+    server = OwnedServer("serve {model}", "", "name", "127.0.0.1", port, folder / "log", None, None, 20.0)
+    assert server._missing() is None
+    return server.close()
+
+
+def ask_sampler(port: int, _: Path) -> object:
+    sampler = Sampler(f"http://127.0.0.1:{port}", str(ROOT / "assets" / "starter_model"), 1, 1, 0)
+    (group,) = sampler.groups([Problem("1 + 1", "2")])
+    assert group["tokens"] == []
+    return sampler.close()
+
+
+CLIENTS: dict[str, Callable[[int, Path], object]] = {
+    "bridge": lambda port, _: BridgeServer("127.0.0.1", port, 5.0).has_restarted(),
+    "lora": lambda port, _: LoraServer("127.0.0.1", port, 5.0, None, 5.0).has_lost_adapter(),
+    "rollouts": ask_rollouts,
+    "legacy server": ask_owned,
+    "samples of the deterministic check": ask_sampler,
+    "status: queue": lambda port, _: queue_size(port),
+    "status: version": lambda port, _: served_version(port),
+}
+
+
+@pytest.mark.parametrize("ask", CLIENTS.values(), ids=CLIENTS)
+def test_no_client_of_ours_asks_a_proxy(
+    ask: Callable[[int, Path], object], server: Listener, proxy: Listener, tmp_path: Path
+) -> None:
+    assert httpx.get(f"http://127.0.0.1:{server.port}/control").status_code == 200
+    assert (proxy.asked.pop(), server.asked) == (f"http://127.0.0.1:{server.port}/control", [])  # the variables do work
+    assert ask(server.port, tmp_path) in (None, True, 7)
+    assert server.asked
+    assert proxy.asked == []
+
+
+def test_certificates_of_ones_own_are_heeded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "authority.pem").write_text("no certificate")
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "authority.pem"))
+    with pytest.raises(OSError, match=r"(?i)no.certificate"):
+        direct_client("https://127.0.0.1:1", 1.0)
+
+
+def opened_without_us(path: Path) -> list[str]:
+    """Calls in a file that make an HTTP connection of their own."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            words = ast.unparse(node.func)
+            if words.startswith("httpx.") and words.rpartition(".")[2] in {
+                "Client", "AsyncClient", "get", "post", "put", "patch", "delete", "request", "stream",
+            }:  # fmt: skip
+                found.append(f"{path}:{node.lineno} {words}")
+            if words.endswith("request.urlopen"):
+                found.append(f"{path}:{node.lineno} {words}")
+    return found
+
+
+def test_every_client_of_the_trainer_and_the_scripts_is_made_in_one_place() -> None:
+    ours = [folder for folder in ROOT.iterdir() if (folder / "__init__.py").exists() or folder.name == "scripts"]
+    others = {"atroposlib", "environments", "tests", "bench"}
+    files = [path for folder in ours if folder.name not in others for path in folder.rglob("*.py")]
+    assert ROOT / "example_trainer" / "rollout_client.py" in files
+    found = [call for path in files for call in opened_without_us(path)]
+    assert [call.partition(":")[0] for call in found] == [str(ROOT / "example_trainer" / "http_client.py")]

@@ -1,0 +1,118 @@
+"""A trainer joins the server whose layout it has asked for, and opens that one's memory alone."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from example_trainer.weight_bridge.base import BridgeError
+from example_trainer.weight_bridge.server import BridgeServer
+from example_trainer.weight_bridge.single_copy import SingleCopyBridge, read_handles
+from vllm_patching.manifest import Manifest, ManifestEntry
+from vllm_patching.sharding import ShardSpec, Slice
+from vllm_patching.shared_memory import export_to_shared_memory
+
+URL = "http://localhost:9001"
+
+
+def info(path: Path, instance: str = "mine") -> dict[str, Any]:
+    return {"config_path": str(path), "instance": instance, "hostname": "here"}
+
+
+def write(path: Path, instance: str) -> Path:
+    path.write_text(json.dumps({"instance": instance, "port": 9002, "ranks": [{"handles": {"kind": "shm", "path": instance}}]}))
+    return path
+
+
+def test_the_servers_own_handles_are_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "config.json", "mine")
+    assert read_handles(info(path), URL, 0) == {"kind": "shm", "path": "mine"}
+
+
+def test_another_servers_handles_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "config.json", "theirs")
+    with pytest.raises(BridgeError, match=rf"{path} is of another server \(instance theirs, port 9002\) than {URL} .*mine"):
+        read_handles(info(path), URL, 0)
+
+
+@pytest.mark.parametrize("content", ["[]", '{"port": 9001}'])
+def test_a_file_that_names_no_instance_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(BridgeError, match="is of another server"):
+        read_handles(info(tmp_path / "config.json"), URL, 0)
+
+
+class Linear(torch.nn.Module):
+    """A model of one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2, 3))
+
+
+MANIFEST = Manifest(
+    0, 1, (ManifestEntry(ShardSpec("weight", (2, 3), (2, 3), (Slice(0, 0, 0, 2),)), "float32", "cpu"),)
+).to_json()
+
+
+class RestartsBeforeItIsJoined(BaseHTTPRequestHandler):
+    """/bridge/info is answered by one instance, and everything after it by the next one."""
+
+    config: Path
+
+    def do_GET(self) -> None:
+        self.answer({**info(self.config), "tp_degree": 1, "ranks": [MANIFEST], "model": "m"})
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer({"instance": "next", "epoch": 1, "follows_writes": False})
+
+    def answer(self, value: dict[str, Any]) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        return None
+
+
+@pytest.fixture
+def restarting(tmp_path: Path) -> Iterator[BridgeServer]:
+    handler = type("Handler", (RestartsBeforeItIsJoined,), {"config": tmp_path / "config.json"})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        client = BridgeServer("127.0.0.1", server.server_address[1], 20.0)
+        yield client
+        client.close()
+        server.shutdown()
+
+
+def test_an_answer_of_another_instance_is_no_joining(restarting: BridgeServer) -> None:
+    restarting.wait_for_info()
+    with pytest.raises(BridgeError, match=r"is instance next, and .* was instance mine .*restarted meanwhile"):
+        restarting.init("broadcast", {})
+
+
+def test_memory_of_a_server_that_was_restarted_meanwhile_never_becomes_the_trainers(
+    restarting: BridgeServer, tmp_path: Path
+) -> None:
+    handles = export_to_shared_memory({"weight": torch.nn.Parameter(torch.zeros(2, 3))}, "test")
+    (tmp_path / "config.json").write_text(json.dumps({"instance": "mine", "port": 9001, "ranks": [{"handles": handles}]}))
+    model = Linear()
+    before = model.weight.data_ptr()
+    try:
+        with pytest.raises(BridgeError, match="is instance next"):
+            SingleCopyBridge(restarting).connect(model)
+    finally:
+        Path(handles["path"]).unlink()
+    assert model.weight.data_ptr() == before
+    assert torch.equal(model.weight.data, torch.ones(2, 3))

@@ -1,0 +1,235 @@
+"""A step that runs out of a GPU's memory leaves nothing behind, alone and with two ranks. A minute, needs no pytest:
+
+python tests/gpu/check_out_of_memory.py [--json FILE]
+
+On a CPU it tries what it can.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from example_trainer import guarded_step as guarded
+from example_trainer.config import TrainerConfig
+from example_trainer.data import Batch, parse_batch
+from example_trainer.errors import OutOfMemoryError, RankError
+from example_trainer.guarded_step import guarded_step
+from example_trainer.models import Decoder, Geometry
+from example_trainer.models.decoder import Layer
+from example_trainer.optimizer import MasterAdamW
+from example_trainer.parallel.fsdp import sharded_decoder
+from example_trainer.parallel.ranks import Ranks, join_ranks
+from example_trainer.process import StopSignal
+
+Result = tuple[bool, str]
+"""Whether a check passed, and what was seen."""
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+GEOMETRY = Geometry(
+    architecture="Qwen3ForCausalLM",
+    vocab_size=4096,
+    hidden_size=512,
+    intermediate_size=1536,
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=64,
+    max_positions=65536,
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+    qk_norm=True,
+    tie_word_embeddings=True,
+)
+CONFIG = TrainerConfig(model_name="-", seq_len=65536, batch_size=8)
+ROOM = 3 << 30
+"""Bytes that this process may take: enough for the short batch, too little for the long one."""
+LONGEST_SECONDS = 90.0
+
+
+def fill(model: Decoder) -> Decoder:
+    """The same weights on every call."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        local = model.shards.local(parameter)
+        local.copy_(0.02 * torch.randn(local.shape, device=local.device) + (parameter.dim() == 1))
+    return model
+
+
+def batch_of(length: int, seed: int) -> Batch:
+    """Eight sequences of about one length."""
+    rng = random.Random(seed)
+    tokens = [[rng.randrange(GEOMETRY.vocab_size) for _ in range(length - rng.randrange(4))] for _ in range(8)]
+    group = {"tokens": tokens, "scores": [float(i % 2) for i in range(8)]}
+    group["masks"] = [[-100, *row[1:]] for row in tokens]
+    group["inference_logprobs"] = [[1.0] + [-8.3] * (len(row) - 1) for row in tokens]
+    return parse_batch([group], CONFIG.seq_len, GEOMETRY.vocab_size)
+
+
+def step(model: Decoder, optimizer: MasterAdamW, batch: Batch, ranks: Ranks | None = None) -> None:
+    """One step, and the weights that it makes."""
+    guarded_step(model, optimizer, batch, CONFIG, StopSignal(), ranks=ranks)
+    optimizer.write_weights()
+
+
+def a_long_batch() -> Result:
+    """It runs out, everything is given back, and the steps behind it are those of a trainer that never saw it."""
+    if DEVICE.type == "cpu":
+        return True, "not tried: no GPU"
+    _, total = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, ROOM / total))
+    try:
+        masters = []
+        seen = ""
+        for hurt in (False, True):
+            model = fill(Decoder(GEOMETRY, torch.bfloat16, DEVICE))
+            optimizer = MasterAdamW(model, lr=1e-3)
+            step(model, optimizer, batch_of(200, 1))
+            if hurt:
+                before = torch.cuda.memory_allocated()
+                try:
+                    step(model, optimizer, batch_of(60000, 2))
+                    return False, "a batch of 480,000 tokens fitted"
+                except OutOfMemoryError as error:
+                    left = torch.cuda.memory_allocated() - before
+                    seen = f"{left} bytes left behind; {error}"
+                if left > 1 << 20 or not optimizer.sound or optimizer.steps != 1:
+                    return False, seen
+            step(model, optimizer, batch_of(200, 3))
+            masters.append({name: master.cpu() for name, master in optimizer.masters.items()})
+            del model, optimizer
+        equal = all(torch.equal(tensor, masters[1][name]) for name, tensor in masters[0].items())
+        return equal, f"masters equal: {equal}; {seen}"
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def no_room_for_the_moments() -> Result:
+    """The first step takes their memory, and changes nothing if there is none."""
+    model = fill(Decoder(GEOMETRY, torch.bfloat16, DEVICE))
+    optimizer = MasterAdamW(model, lr=1e-3)
+    before = {name: master.clone() for name, master in optimizer.masters.items()}
+    real = torch.zeros_like
+    made = 0
+
+    def fail_late(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal made
+        made += 1
+        return real(tensor) if made < 20 else torch.empty(1 << 50, device=DEVICE)
+
+    torch.zeros_like = fail_late  # type: ignore[assignment]
+    try:
+        step(model, optimizer, batch_of(200, 1))
+        return False, "the step was taken"
+    except OutOfMemoryError as error:
+        same = all(torch.equal(master, before[name]) for name, master in optimizer.masters.items())
+        return same and optimizer.sound and made == 20, f"masters as before: {same}; {error}"
+    finally:
+        torch.zeros_like = real
+
+
+def rank(hurt: list[int], call: int) -> None:
+    """What torchrun starts for the checks of two ranks: step 2 runs out of memory in the last layer, on some."""
+    guarded.GRACE_SECONDS = 5.0
+    device = DEVICE
+    if DEVICE.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    with join_ranks(60, device) as ranks:
+        model = fill(sharded_decoder(GEOMETRY, torch.bfloat16, device, ranks.world_size))
+        optimizer = MasterAdamW(model, lr=1e-3, shards=model.shards)
+        forward, calls = Layer.forward, 0
+
+        def fail(layer: Layer, *arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == call and ranks.rank in hurt:
+                torch.empty(1 << 50, device=device)
+            return forward(layer, *arguments)
+
+        Layer.forward = fail  # type: ignore[method-assign]
+        step(model, optimizer, batch_of(200, 1), ranks)
+        began = time.perf_counter()
+        try:
+            step(model, optimizer, batch_of(200, 2), ranks)
+        except OutOfMemoryError:
+            whole = sum(int(torch.isfinite(tensor).all()) for _, tensor in optimizer.whole_masters())
+            print(f"rank {ranks.rank}: agreed, sound {optimizer.sound}, {whole} masters gathered", flush=True)
+        except RankError as error:
+            print(f"rank {ranks.rank}: gave up after {time.perf_counter() - began:.0f} s: {error}", flush=True)
+            raise
+
+
+def two_ranks(hurt: str) -> Result:
+    """FSDP2 over NCCL; both ranks run out of memory in the same place, or one does while the other waits for it."""
+    if torch.cuda.device_count() == 1:
+        return True, "not tried: one GPU"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(Path(__file__))]
+    began = time.perf_counter()
+    # A group of its own, so that a rank which NCCL holds can be ended with the rest.
+    process = subprocess.Popen(
+        [*command, "--rank-hurt", hurt], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=LONGEST_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return False, f"still there after {LONGEST_SECONDS:.0f} s"
+    lines = [line for line in output.splitlines() if line.startswith("rank ")]
+    seen = f"{time.perf_counter() - began:.0f} s; " + " | ".join(lines)
+    if hurt == "0,1":
+        return output.count("agreed, sound True") == 2, seen  # two processes may write into one line
+    return process.returncode != 0 and any("gave up" in line and "out of memory" in line for line in lines), seen
+
+
+def checks() -> dict[str, Callable[[], Result]]:
+    """By name."""
+    return {
+        "a long batch": a_long_batch,
+        "no room for the moments": no_room_for_the_moments,
+        "two ranks, both run out": partial(two_ranks, "0,1"),
+        "two ranks, one runs out": partial(two_ranks, "1"),
+    }
+
+
+def main() -> int:
+    """Returns the process's status."""
+    parser = argparse.ArgumentParser(description="Steps that run out of this GPU's memory.")
+    parser.add_argument("--json", type=Path, help="write the results there")
+    parser.add_argument("--rank-hurt", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank_hurt:
+        rank([int(number) for number in options.rank_hurt.split(",")], 2 * GEOMETRY.num_layers)
+        return 0
+    found: dict[str, Any] = {}
+    for name, check in checks().items():
+        try:
+            good, seen = check()
+        except Exception as error:  # noqa: BLE001 - one that is broken must not hide what the others do
+            good, seen = False, f"{type(error).__name__}: {error} @ {traceback.format_exc().splitlines()[-4:-1]}"[:900]
+        print(f"{'✓' if good else '✗'} {name}: {seen}", flush=True)
+        found[name] = {"passed": good, "seen": seen}
+    if options.json:
+        gpu = torch.cuda.get_device_name() if DEVICE.type == "cuda" else None
+        results = {"gpu": gpu, "torch": torch.__version__, "checks": found}
+        options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    return 0 if all(row["passed"] for row in found.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,267 @@
+"""Who may ask this server for what: the API key, and without one the caller's machine and the names a browser came by.
+
+With a key, everything but the monitoring paths needs it. Without one
+
+* a request that another web page sent is refused (a browser says so by Origin or Sec-Fetch-Site), and so is one that came by a
+  name which anybody may have pointed at this machine (its Host). The rollout service has the same rule, in atroposlib/api;
+* whoever reaches the port may look and sample, as with `vllm serve`. What pauses the engine or changes weights, adapters or
+  caches answers this machine alone. What may be asked for from afar is listed; all that is not listed is of that kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hmac
+import ipaddress
+import socket
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from fastapi.responses import JSONResponse
+
+MONITORING = frozenset({"/health", "/health_generate", "/metrics", "/metrics/", "/ping", "/version"})
+"""Needs no key: neither a prompt nor a weight can be read there."""
+FROM_AFAR = MONITORING | {
+    "/deterministic", "/detokenize", "/generate", "/inference/v1/generate", "/invocations", "/load", "/tokenize",
+    "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/v1/embeddings", "/v1/messages",
+    "/v1/messages/count_tokens", "/v1/models", "/v1/realtime", "/v1/responses",
+}  # fmt: skip
+"""What another machine may ask for when there is no key: looking and sampling."""
+_SHOWN = 80
+"""Characters of a header that a message quotes."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request, as far as it matters here.
+
+    Attributes:
+        path: as the routes see it, without a prefix that a proxy adds.
+        host, origin, fetch_site: the headers Host, Origin and Sec-Fetch-Site; None where there is none.
+        browser: what asks calls itself one.
+        token: of `Authorization: Bearer`; empty if there is none.
+        here: it was sent by a process on this machine.
+    """
+
+    path: str
+    method: str = "GET"
+    host: str | None = None
+    origin: str | None = None
+    fetch_site: str | None = None
+    browser: bool = False
+    token: bytes = b""
+    here: bool = False
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The answer to a request that is not let in."""
+
+    status: int
+    message: str
+
+
+@dataclass(frozen=True)
+class Door:
+    """What a server lets in.
+
+    Attributes:
+        keys: any of them is the right one; with none, see the module.
+        bound_to: the address on which the server listens, or the name of it; empty for every address.
+        names: further names by which it may be called, in lower case.
+        origins: of web pages that may ask, as `scheme://host:port`.
+    """
+
+    keys: tuple[str, ...] = ()
+    bound_to: str = ""
+    names: frozenset[str] = frozenset()
+    origins: frozenset[str] = frozenset()
+
+    def refusal(self, asked: Asked) -> Refusal | None:
+        """Why the request is not let in; None if it is."""
+        return self._without_the_key(asked) if self.keys else self._from_elsewhere(asked)
+
+    def _without_the_key(self, asked: Asked) -> Refusal | None:
+        # A browser asks by OPTIONS, without the key, whether it may send it; no route does anything on OPTIONS.
+        if asked.path in MONITORING or asked.method == "OPTIONS":
+            return None
+        if any([hmac.compare_digest(asked.token, key.encode()) for key in self.keys]):
+            return None
+        return Refusal(
+            401,
+            f"{asked.path[:_SHOWN]} needs the server's API key: send `Authorization: Bearer <key>` (trainer and environments "
+            "take it from VLLM_API_KEY)",
+        )
+
+    def _from_elsewhere(self, asked: Asked) -> Refusal | None:
+        if asked.host and not self.is_ours(asked.host):
+            return Refusal(
+                403,
+                f"the Host {asked.host[:_SHOWN]!r} is none that this server goes by, and it has no key to know its clients by: "
+                "call it by its address, or start it with --allow-host NAME or with VLLM_API_KEY",
+            )
+        page = self._foreign_page(asked)
+        if page:
+            return Refusal(
+                403,
+                f"{page}: a web page may not call a server without a key; use a program, start the server with VLLM_API_KEY, "
+                "or name the page's origin in --allowed-origins",
+            )
+        if not asked.here and asked.path not in FROM_AFAR and not asked.path.startswith("/v1/responses/"):
+            return Refusal(
+                403,
+                f"{asked.path[:_SHOWN]} answers only this machine, since the server was started without an API key: set "
+                "VLLM_API_KEY to the same value for the server and for who asks",
+            )
+        return None
+
+    def is_ours(self, host: str) -> bool:
+        """Whether a Host header can only have come from who meant this server.
+
+        A page that was loaded under a name of the attacker's, which then gets this machine's address, sends that name. An
+        address cannot be made to point elsewhere, so it is as good as the socket that it came in by.
+        """
+        name, bound = host_name(host), self.bound_to.lower()
+        if not name:
+            return False
+        if name in self.names or name in ("localhost", bound):
+            return True
+        everywhere = bound in ("", "0.0.0.0", "::")
+        if is_address(name):
+            return everywhere or is_loopback(name)
+        return everywhere and name == socket.gethostname().lower()
+
+    def _foreign_page(self, asked: Asked) -> str:
+        """What shows that a page of another origin sends this; empty if nothing does."""
+        if asked.origin in self.origins:
+            return ""
+        host = "" if asked.host is None else asked.host.lower()
+        if asked.origin is not None and asked.origin.lower() not in (f"http://{host}", f"https://{host}"):
+            return f"the request comes from the Origin {asked.origin[:_SHOWN]!r}"
+        if asked.fetch_site not in (None, "same-origin", "none"):
+            return f"the request comes from another page (Sec-Fetch-Site: {asked.fetch_site[:_SHOWN]})"
+        if asked.browser and asked.origin is None and asked.fetch_site is None and asked.method not in ("GET", "HEAD"):
+            return "the request comes from a browser that does not say from which page"
+        return ""
+
+
+def make_door(args: argparse.Namespace, environment: MutableMapping[str, str]) -> Door:
+    """The door that a server's flags and variables ask for, with a word on standard output where that deserves one.
+
+    Args:
+        args: vLLM's and --allow-host. Afterwards they hold no key: vLLM writes into its log which flags it was given.
+        environment: its VLLM_API_KEY counts where --api-key is not given, and is removed where it is.
+    """
+    keys = args.api_key or [environment.get("VLLM_API_KEY", "")]
+    if args.api_key:
+        _say("--api-key is shown by `ps` to every user of this machine: set VLLM_API_KEY instead")
+        args.api_key = None
+        environment.pop("VLLM_API_KEY", None)
+    names = frozenset(name.lower().removesuffix(".") for name in args.allow_host)
+    door = Door(tuple(filter(None, keys)), args.host or "", names, frozenset(args.allowed_origins) - {"*"})
+    if not door.keys and not args.uds and not is_loopback(door.bound_to):
+        _say(
+            f"No VLLM_API_KEY: whoever reaches port {args.port} may sample; what changes the server (/bridge, /lora and all "
+            "else that is not sampling) answers this machine alone; --host 127.0.0.1 keeps others out altogether"
+        )
+    return door
+
+
+def _say(text: str) -> None:
+    print(f"[vLLM Patch] {text}", flush=True)
+
+
+def host_name(host: str) -> str:
+    """`Example.com.:9001` → `example.com`, `[::1]:9001` → `::1`; empty if this is no host with or without a port."""
+    try:
+        parts = urlsplit(f"//{host}")
+        _ = parts.port  # raises for what is no port
+    except ValueError:
+        return ""
+    if parts.netloc != host or "@" in host or parts.hostname is None:
+        return ""
+    return parts.hostname.removesuffix(".")
+
+
+def is_address(name: str) -> bool:
+    """Whether it is an IP address as it stands, which needs nobody's answer to be found."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(name: str) -> bool:
+    """Whether it is localhost or an address that means the machine on which it is used."""
+    return name == "localhost" or (is_address(name) and _plain(name).is_loopback)
+
+
+def asked_of(scope: Mapping[str, Any]) -> Asked:
+    """What an ASGI scope says of its request."""
+    headers: dict[bytes, bytes] = {}
+    for name, value in scope["headers"]:
+        # Of a header that comes twice both values count: the result names nothing that is let in.
+        headers[name] = headers[name] + b", " + value if name in headers else value
+    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+
+    def text(name: bytes) -> str | None:
+        return headers[name].decode("latin-1") if name in headers else None
+
+    forwarded = b"forwarded" in headers or b"x-forwarded-for" in headers
+    return Asked(
+        path=_without_prefix(scope["path"], scope.get("root_path", "")),
+        method=scope.get("method", "GET"),
+        host=text(b"host"),
+        origin=text(b"origin"),
+        fetch_site=text(b"sec-fetch-site"),
+        browser=headers.get(b"user-agent", b"").startswith(b"Mozilla/"),
+        token=token.strip() if scheme.lower() == b"bearer" else b"",
+        here=not forwarded and is_from_here(scope.get("client"), scope.get("server")),
+    )
+
+
+def is_from_here(client: tuple[str, int] | None, server: tuple[str, int | None] | None) -> bool:
+    """Whether a connection comes from a process on this machine.
+
+    Args:
+        client: address and port of the other end; None over a Unix socket, and where a connection was reset before it was read.
+        server: our end; a path and None, or nothing, for a Unix socket.
+    """
+    if client is None:
+        return server is None or server[1] is None
+    if not is_address(client[0]):
+        return False
+    # Who asks by the machine's own address comes from it: the kernel drops what arrives from outside under that sender.
+    same = server is not None and is_address(server[0]) and _plain(client[0]) == _plain(server[0])
+    return same or _plain(client[0]).is_loopback
+
+
+def _plain(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """An IPv4 address also where a socket for both kinds shows it as ::ffff:a.b.c.d."""
+    parsed = ipaddress.ip_address(address)
+    return getattr(parsed, "ipv4_mapped", None) or parsed
+
+
+def _without_prefix(path: str, root: str) -> str:
+    """As the routes take it off: only where it is followed by a slash, or by nothing."""
+    rest = path.removeprefix(root)
+    return rest if root and rest != path and (not rest or rest.startswith("/")) else path
+
+
+class AskAtTheDoor:
+    """ASGI middleware in front of all others. A WebSocket that is not let in is closed before it is accepted."""
+
+    def __init__(self, app: Any, door: Door) -> None:
+        self._app, self._door = app, door
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Handle one connection event."""
+        refusal = self._door.refusal(asked_of(scope)) if scope["type"] in ("http", "websocket") else None
+        if refusal is None:
+            return await self._app(scope, receive, send)
+        if scope["type"] == "websocket":
+            return await send({"type": "websocket.close", "code": 1008, "reason": refusal.message[:120]})
+        return await JSONResponse({"error": refusal.message}, refusal.status)(scope, receive, send)
