@@ -38,9 +38,9 @@ MARGIN = 5.0
 """Seconds on top of the bridge's own deadline, for noticing and for telling."""
 
 
-def points(mode: str) -> tuple[str, str, str]:
+def points(mode: str) -> tuple[str, ...]:
     """Where an update of this mode can be stopped."""
-    return ("prepare", "write" if mode == "single_copy" else "transfer", "commit")
+    return ("prepare", "write", "pause", "commit") if mode == "single_copy" else ("prepare", "transfer", "commit")
 
 
 class Faults:
@@ -67,17 +67,19 @@ class Faults:
         """SIGSTOP of the trainer for longer than the deadline; it goes on, is told, and tries again."""
         stage = self.stage
         trainer = stage.joined(mode)
-        before, mark = stage.snapshot(), stage.log_mark()
+        before, mark, heard = stage.snapshot(), stage.log_mark(), trainer.log.stat().st_size
         stage.hold(trainer, point)
         outcome = Outcome(f"trainer stopped for longer than the deadline, {mode}, in {point}", self.limit)
         outcome.seconds = stopped_for(trainer.signal, 0, lambda: stage.settled(self.limit))
         verdict = stage.verdict(before)
         stage.release(trainer)
         message = trainer.message(self.limit + stage.timeout + 15, "the stopped update")
-        if "error" not in message:
+        if "error" not in message and b"anew" not in trainer.log.read_bytes()[heard:]:
             outcome.problems.append(f"the trainer was not told: {message}")
+        if mode == "single_copy" and verdict != "unhealthy":
+            outcome.problems.append(f"the trainer could still write, and the server was {verdict}")
         done = self._told_by_server(outcome, before, mark, partial(stage.attempt, trainer, mode, True), verdict)
-        outcome.error += f"\ntrainer: {message.get('error', '')}"
+        outcome.error += f"\ntrainer: {message.get('error', 'did the update anew')}"
         return done
 
     def not_finite(self, mode: str) -> Outcome:
@@ -311,7 +313,8 @@ def rows(args: argparse.Namespace, faults: Faults) -> list[tuple[str, str, Calla
         for point in points(mode):
             add("trainer", faults.trainer_killed, mode, point)
     for mode in modes:
-        add("stop", faults.trainer_stopped, mode, points(mode)[1])
+        for point in points(mode)[1:-1]:
+            add("stop", faults.trainer_stopped, mode, point)
     for mode in broadcast:
         if args.tp == 1:
             add("stop", faults.worker_stopped, mode, 0)

@@ -286,7 +286,7 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Doo
     spans = AdapterSpans(args.weight_version) if args.enable_lora else VersionSpans(args.weight_version)
 
     def bridge_state() -> dict[str, Any]:
-        return service.bridge.state.to_json() if service.bridge is not None else {"weight_version": spans.version}
+        return service.bridge.status() if service.bridge is not None else {"weight_version": spans.version}
 
     def on_app(app: Any) -> None:
         attach(app, service, door)

@@ -8,21 +8,27 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from vllm_patching import bridge_config, compat
 from vllm_patching.bridge_ranks import BridgeRefusal, RankCalls, compare, require_fitting, require_one_each
-from vllm_patching.bridge_state import BridgeConflict, BridgeState, Phase
+from vllm_patching.bridge_settlement import Settlement
+from vllm_patching.bridge_state import BridgeConflict, BridgeState, Phase, UpdateGivenUp
+from vllm_patching.bridge_watchdog import BridgeWatchdog
+from vllm_patching.engine_switch import EngineState, EngineSwitch
+from vllm_patching.lease import LeaseLost, Leases
 from vllm_patching.manifest import Manifest, flat_layout
 from vllm_patching.update_clock import UpdateClock
-from vllm_patching.version_spans import VersionSpans
+from vllm_patching.version_spans import VersionSpans, Weights
+from vllm_patching.writers import Writer
 
 logger = logging.getLogger("vllm.lockstep.bridge")
 
-_LET_GO_SECONDS = 2.0
-_WATCH_SECONDS = 0.5
+LATE = 410
+"""HTTP status for a trainer that comes too late, which may do the update anew."""
+_EVENT_MARGIN_SECONDS = 2.0
+"""How much earlier than everything else a worker's wait for a trainer's writes ends, so that its answer is in time."""
 
 
 class BridgeController:
@@ -53,9 +59,9 @@ class BridgeController:
         self.timeout = timeout
         self._engine = engine
         self._ranks = RankCalls(engine, timeout)
-        self._outputs = compat.HeldOutputs(engine)
-        self._model = model
-        self._dtype = dtype
+        self._switch = EngineSwitch(engine, timeout, keep_cache)
+        self._leases = Leases()
+        self._model, self._dtype = model, dtype
         self._config = bridge_config.ConfigFile(config_dir, port)
         self._spans = spans
         self._keep_cache = keep_cache
@@ -65,10 +71,10 @@ class BridgeController:
         self._rank_bytes = 0
         self._lock = asyncio.Lock()
         self._clock = UpdateClock(timeout)
-        self._engine_paused = False
-        self._trainer_seen = False
-        self._pauses = 0
-        self._watch: asyncio.Task[None] | None = None
+        self._writers = self._unseen = tuple[Writer, ...]()
+        self._verified: list[str] = []
+        self._settlement = Settlement(self.state, self._ranks, self._leases, self._switch)
+        self._watchdog = BridgeWatchdog(self.state, self._ranks, self._settlement, self._clock, self._lock)
 
     async def start(self) -> None:
         """Open the workers' weights and write the config file. Raises whatever keeps the weights from being shared, or the
@@ -88,22 +94,19 @@ class BridgeController:
         )
         if self._keep_cache:
             # What is accepted before a pause may go on with older keys and values; what is accepted after it never sees them.
-            compat.salt_prefix_cache(self._engine, lambda: f"lockstep-{self._pauses}-")
+            compat.salt_prefix_cache(self._engine, lambda: f"lockstep-{self._switch.pauses}-")
         self._config.claim()
         if self._config.awaited:
             self.state.await_weights(self._config.awaited)
             logger.warning("[Bridge] %s", self._config.awaited)
+            await self._settlement.stand_still()
         self._write_config()
-        self._watch = asyncio.create_task(self._watch_updates(), name="bridge watchdog")
-        self._watch.add_done_callback(self._watchdog_ended)
+        self._watchdog.start()
         logger.info("[vLLM Patch] ✓ Shared memory setup complete! (%s)", self._config.path)
 
     async def stop(self) -> None:
         """End the watchdog and take back what was published."""
-        if self._watch is not None:
-            self._watch.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._watch
+        await self._watchdog.stop()
         for handle in self._handles:
             if handle is not None and handle["kind"] == "shm":
                 _unlink(handle["path"])
@@ -126,8 +129,30 @@ class BridgeController:
         }
 
     def status(self) -> dict[str, Any]:
-        """The state as JSON, with the `instance`, which is another one after each start of the server."""
-        return {"instance": self._instance, "engine_dead": compat.engine_is_dead(self._engine), **self.state.to_json()}
+        """The state as JSON, with the `instance`, which is another one after each start of the server; what the engine does;
+        and who may write the weights.
+        """
+        lease, trouble = self._leases.out, self.trouble()
+        return {
+            **self.state.to_json(),
+            "healthy": not trouble,
+            "trouble": trouble,
+            "instance": self._instance,
+            "engine": str(self._switch.state),
+            "engine_dead": compat.engine_is_dead(self._engine),
+            "lease": None if lease is None else {"holder": lease.holder, "version": lease.version},
+        }
+
+    def trouble(self) -> str:
+        """Why nothing can be sampled rightly, by what the engine does; empty if it can, or will when an update has ended."""
+        if self._watchdog.has_ended:
+            return f"the bridge's watchdog has ended ({self._watchdog.end}), which notices lost updates; restart the server"
+        if not self.state.healthy:
+            waits = f" (or until this is known: {self.state.undecided})" if self.state.undecided else ""
+            return f"the weights are not whole: {self.state.last_error}; a full update from a trainer heals it{waits}"
+        if not self.state.in_update and self._switch.state is not EngineState.RUNNING:
+            return f"the engine is {self._switch.state} outside an update; a full update from a trainer or a restart heals it"
+        return ""
 
     async def init(
         self,
@@ -136,6 +161,7 @@ class BridgeController:
         parameters: dict[str, tuple[tuple[int, ...], str]],
         master_addr: str,
         master_port: int,
+        writers: Sequence[Writer],
         key: str = "",
         transfer: str = "auto",
         events: Sequence[str] = (),
@@ -146,9 +172,11 @@ class BridgeController:
         Args:
             parameters: name -> (full shape, dtype) of the trainer's.
             master_addr, master_port: where the trainer's store is.
+            writers: the trainer's processes, all of which can write a single copy.
             key: prefix for this server in it.
             transfer: auto, direct or overlapped; auto overlaps where there is room for a staging buffer.
             events: handles of CUDA events, one for each rank, that a trainer of a single copy records behind its writes.
+            weight_epoch: of the weights that the trainer sends (see version_spans.Weights).
 
         Returns:
             instance, epoch, key, data_backend, transfer, weight_version, and follows_writes: checks wait for the events.
@@ -157,18 +185,23 @@ class BridgeController:
             require_fitting(self._manifests, parameters, self._model)
             if events:
                 require_one_each("event", len(events), len(self._manifests))
+            if not self.state.in_update:  # else begin_epoch refuses
+                await self._settlement.require_no_writer(self.timeout)
             chosen = await self._ranks.choose_transfer(transfer) if mode == "broadcast" else ""
-            epoch = self._or_conflict(lambda: self.state.begin_epoch(trainer, mode, chosen))
+            epoch = self._or_conflict(lambda: self.state.begin_epoch(trainer, mode, chosen, weight_epoch))
             backend = "nccl" if self._manifests[0].entries[0].device.startswith("cuda") else "gloo"
             key = f"{key}/epoch{epoch}"
-            # A trainer whose process could not be seen at first (in another container, say) has not ended if it cannot be seen.
-            self._trainer_seen = bool(bridge_config.runs_here(trainer))
+            # A process that could not be seen at first (in another container, say) has not ended if it cannot be seen.
+            self._writers, self._unseen = tuple(writers), tuple(writer for writer in writers if not writer.is_here())
+            self._watchdog.follow([writer for writer in writers if writer not in self._unseen])
             if mode == "broadcast":
                 direct = chosen == "direct"
                 await self._ranks.call("lockstep_join", master_addr, master_port, key, epoch, backend, self.timeout, direct)
             else:
                 await self._ranks.call("lockstep_leave")
-            refusals = await self._ranks.call("lockstep_follow", list(events) if mode == "single_copy" else [])
+            followed = list(events) if mode == "single_copy" else []
+            limit = max(self.timeout / 2, self.timeout - _EVENT_MARGIN_SECONDS)
+            refusals = await self._ranks.call("lockstep_follow", followed, trainer, limit)
             try:
                 self._write_config()
             except bridge_config.ConfigFileError as error:
@@ -192,10 +225,13 @@ class BridgeController:
         """
         async with self._lock:
             self._or_conflict(lambda: self.state.check(epoch, version, Phase.PREPARED))
+            if self._watchdog.has_ended:
+                raise BridgeRefusal(503, self.trouble())
             if not_finite:
                 raise BridgeRefusal(
                     422, f"version {version} is refused: {not_finite} holds NaN or infinity; {self.state.weight_version} stays"
                 )
+            await self._settlement.require_no_writer(self.timeout)
             if self.state.mode == "broadcast":
                 await self._until("ready", "prepare", version, also=("received",))
             self._enter(Phase.PREPARED, version)
@@ -204,75 +240,102 @@ class BridgeController:
             return {"state": self.state.phase}
 
     async def pause(self, epoch: int, version: int) -> dict[str, Any]:
-        """Stop the engine between two steps and, for a direct transfer, have the workers receive."""
-        async with self._lock:
-            await self._pause_engine(epoch, version)
-            if self.state.transfer == "direct":
-                await self._ranks.call("lockstep_receive", version)
-            return {"state": self.state.phase}
+        """Stop the engine between two steps. A trainer of a single copy may write then, under the lease that it is answered;
+        for a direct transfer the workers' updater threads may, and begin to receive.
 
-    async def commit(self, epoch: int, version: int, checksums: list[str], resume: bool = False) -> dict[str, Any]:
+        Returns:
+            state; lease: `id` and `deadline` (time.monotonic() of this machine, seconds).
+        """
+        async with self._lock:
+            self._or_conflict(lambda: self.state.check(epoch, version, Phase.PAUSED))
+            try:
+                await self._pause_engine(version)
+                deadline = self._clock.deadline
+                if self.state.transfer == "direct":
+                    lease = self._leases.grant(epoch, version, "the workers' updater threads", deadline)
+                    await self._ranks.call("lockstep_receive", version)
+                else:
+                    lease = self._leases.grant(epoch, version, self.state.trainer, deadline, self._writers, self._unseen)
+            except BridgeRefusal as refusal:
+                await self._settlement.give_up(str(refusal))
+                raise
+            return {"state": self.state.phase, "lease": lease.to_json()}
+
+    async def commit(
+        self, epoch: int, version: int, checksums: list[str], lease: str | None = None, resume: bool = False
+    ) -> dict[str, Any]:
         """Make the transferred weights the live ones on every rank, and prove that they are what the trainer sent.
 
         Args:
             checksums: per rank, what the trainer computed from its own tensors.
+            lease: the id that /bridge/pause answered. It is handed in: its holder has nothing more to write, but for what lies
+                before the events that it shares.
             resume: go on at once to serve the version.
         """
         async with self._lock:
             went_on_at = None
+            self._or_conflict(lambda: self.state.check_epoch(epoch))
+            overlapped = self.state.transfer == "overlapped"
+            if not overlapped:
+                self._or_conflict(lambda: self._leases.require(lease, time.monotonic()))
             self._or_conflict(lambda: self.state.check(epoch, version, Phase.TRANSFERRED))
             require_one_each("checksum", len(checksums), len(self._manifests))
             try:
                 if self.state.mode == "broadcast":
                     arrived = await self._until("received", "transfer", version)
                 else:
-                    arrived, went_on_at = await self._checked("lockstep_check", checksums, version, resume)
+                    arrived, went_on_at = await self._checked("lockstep_check_written", checksums, version, resume)
+                if not any(answer.get("late") for answer in arrived):
+                    self._leases.end()
                 self._enter(Phase.TRANSFERRED, version)
                 compare(arrived, checksums, version, "received")
-                if self.state.transfer == "overlapped":
-                    await self._pause_engine(epoch, version)
+                if overlapped:
+                    self._or_conflict(lambda: self.state.check(epoch, version, Phase.PAUSED))
+                    await self._pause_engine(version)
                     arrived, went_on_at = await self._checked("lockstep_commit", checksums, version, resume)
                 self._enter(Phase.COMMITTED, version)
                 compare(arrived, checksums, version, "holds after the commit")
+                self._enter(Phase.VERIFIED, version)
+                self._verified = list(checksums)
+                if not resume:
+                    return {"state": self.state.phase, "checksums": checksums}
+                return await self._serve(version, went_on_at)
             except BridgeRefusal as refusal:
                 if self.state.in_update:
-                    await self._give_up(str(refusal))
+                    await self._settlement.give_up(str(refusal))
                 raise
-            self._enter(Phase.VERIFIED, version)
-            self.state.checksums = list(checksums)
-            return await self._serve(version, went_on_at) if resume else {"state": self.state.phase, "checksums": checksums}
 
     async def resume(self, epoch: int, version: int) -> dict[str, Any]:
         """Serve the new version."""
         async with self._lock:
             self._or_conflict(lambda: self.state.check(epoch, version, Phase.SERVING))
-            return await self._serve(version)
+            try:
+                return await self._serve(version, None)
+            except BridgeRefusal as refusal:
+                await self._settlement.give_up(str(refusal))
+                raise
 
-    async def abort(self, epoch: int, reason: str) -> dict[str, Any]:
-        """The trainer gives the update up."""
+    async def abort(self, epoch: int, reason: str, lease: str | None = None) -> dict[str, Any]:
+        """The trainer gives the update up, and its lease back.
+
+        Args:
+            lease: the id that it was answered; None if it never was, so that it has written nothing. Either way its word is
+                that nothing of it is on the way to the weights any more.
+        """
         async with self._lock:
-            self._or_conflict(lambda: self.state.check_epoch(epoch))
-            if self.state.in_update:
-                await self._give_up(f"the trainer gave up: {reason}")
+            if not self._leases.give_back(epoch, lease):
+                self._or_conflict(lambda: self.state.check_epoch(epoch))
+            if self.state.in_update and epoch == self.state.epoch:
+                await self._settlement.give_up(f"the trainer gave up: {reason}")
+            else:
+                await self._settlement.look_again()
             return self.status()
 
     # -- what the arrows are made of
 
-    async def _pause_engine(self, epoch: int, version: int) -> None:
-        self._or_conflict(lambda: self.state.check(epoch, version, Phase.PAUSED))
-        # What was sampled so far is handed out afterwards: with hundreds of requests that takes longer than the whole update.
-        self._outputs.hold(self.timeout)
-        try:
-            await asyncio.wait_for(compat.pause_and_keep(self._engine, clear_cache=not self._keep_cache), self.timeout)
-        except TimeoutError:
-            reason = f"the engine did not pause within {self.timeout:g} s for version {version}"
-            await self._give_up(reason)
-            raise BridgeRefusal(504, reason) from None
-        except Exception:
-            self._outputs.release()
-            raise
-        self._engine_paused = True
-        self._pauses += 1
+    async def _pause_engine(self, version: int) -> None:
+        self._switch.hold_outputs(self.timeout)
+        await self._switch.pause()
         self._enter(Phase.PAUSED, version)
 
     async def _checked(self, method: str, checksums: list[str], version: int, resume: bool) -> tuple[list[Any], float | None]:
@@ -281,91 +344,35 @@ class BridgeController:
         """
         if not resume:
             return await self._ranks.call(method), None
-        answers, went_on_at = await self._ranks.check_and_go_on(method, checksums, version)
-        self._engine_paused = went_on_at is None
+        weights = Weights(self.state.next_weight_epoch, version)
+        self._switch.hold_outputs(2 * self.timeout)
+        self._switch.lose_track()
+        answers, went_on_at, runs = await self._ranks.check_and_go_on(
+            method, checksums, version, lambda moment: self._spans.switch_at(moment, weights)
+        )
+        self._switch.note(runs)
         return answers, went_on_at
 
-    async def _serve(self, version: int, went_on_at: float | None = None) -> dict[str, Any]:
+    async def _serve(self, version: int, went_on_at: float | None) -> dict[str, Any]:
+        """
+        Args:
+            went_on_at: when the engine went on by itself; it may stand still again.
+        """
         begun = time.monotonic() if went_on_at is None else went_on_at
-        self._spans.switch_at(begun, self.state.weight_version, version)
-        self._enter(Phase.SERVING, version)
+        self._spans.switch_at(begun, Weights(self.state.next_weight_epoch, version))
         in_flight = compat.has_requests(self._engine)
-        await self._resume_engine()
+        await self._switch.resume()
+        self.state.checksums = self._verified
+        self._enter(Phase.SERVING, version)
         self._clock.resumed(begun, in_flight)
         self.state.last_update = self._clock.seconds
         self.state.last_bytes = self._rank_bytes if self.state.mode == "broadcast" else 0
         logger.info("[Bridge] Serving weight version %d (epoch %d, %s)", version, self.state.epoch, self._clock)
         return {"state": self.state.phase, "weight_version": version, "seconds": dict(self._clock.seconds)}
 
-    async def _give_up(self, reason: str) -> None:
-        """End the update; go on with the old version if its weights are untouched, else become unhealthy."""
-        version, phase = self.state.target_version, self.state.phase
-        let_go = [True]
-        if self.state.mode == "broadcast":
-            let_go = await self._ranks.call("lockstep_discard", _LET_GO_SECONDS)
-        # Whatever the phase, the weights themselves say whether they are still the old ones; unless somebody may yet write.
-        settled = all(let_go) or self.state.transfer != "direct"
-        live = [answer["checksum"] for answer in await self._ranks.call("lockstep_check")]
-        self.state.fail(reason, weights_intact=settled and live == self.state.checksums)
-        if self.state.healthy:
-            await self._resume_engine()
-            outcome = f"serving version {self.state.weight_version}"
-        else:
-            self._outputs.release()
-            outcome = "UNHEALTHY until a full update succeeds (GET /health answers 503)"
-        logger.error("[Bridge] Update to version %s failed in phase %s: %s; now %s", version, phase, reason, outcome)
-
     async def _until(self, wanted: str, phase: str, version: int, also: tuple[str, ...] = ()) -> list[dict[str, Any]]:
         waiting = f"waiting for {self.state.trainer}"
-        return await self._ranks.until(wanted, f"{phase} of version {version}", waiting, also, may_block=self._engine_paused)
-
-    async def _resume_engine(self) -> None:
-        try:
-            if self._engine_paused:
-                await self._engine.resume_generation()
-                self._engine_paused = False
-        finally:
-            self._outputs.release()
-
-    async def _watch_updates(self) -> None:
-        """Give up an update whose trainer has gone silent or whose worker has lost it."""
-        while True:
-            await asyncio.sleep(_WATCH_SECONDS)
-            if self._lock.locked():
-                continue
-            async with self._lock:
-                if not self.state.in_update:
-                    await self._note_first_step()
-                    continue
-                try:
-                    await self._give_up_if_lost()
-                except BridgeRefusal as refusal:
-                    # The workers do not even answer; whether the weights are whole cannot be known.
-                    self.state.fail(str(refusal), weights_intact=False)
-                    self._outputs.release()
-                    logger.error("[Bridge] %s; UNHEALTHY until a full update succeeds", refusal)
-
-    async def _note_first_step(self) -> None:
-        if self._clock.wants_first_step:
-            with suppress(BridgeRefusal):  # that the engine is dead or stuck is told by whatever needs it
-                self._clock.stepped(await self._ranks.first_step())
-
-    async def _give_up_if_lost(self) -> None:
-        if self._clock.is_late:
-            await self._give_up(f"nothing from {self.state.trainer} for {self.timeout:g} s")
-        elif self._trainer_seen and not bridge_config.runs_here(self.state.trainer):
-            await self._give_up(f"{self.state.trainer} has ended")
-        elif self.state.mode == "broadcast":
-            for status in await self._ranks.call("lockstep_status"):
-                if status["phase"] == "failed" or status["trainer_gone"]:
-                    reason = status["error"] or f"{self.state.trainer} has ended"
-                    await self._give_up(f"rank {status['tp_rank']}: {reason}")
-                    return
-
-    def _watchdog_ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("[Bridge] the watchdog has died, updates are refused from now on: %r", task.exception())
-            self.state.fail(f"the bridge's watchdog died: {task.exception()!r}", weights_intact=False)
+        return await self._ranks.until(wanted, f"{phase} of version {version}", waiting, also, may_block=self._switch.paused)
 
     def _enter(self, phase: Phase, version: int) -> None:
         self._clock.enter(phase)
@@ -374,6 +381,8 @@ class BridgeController:
     def _or_conflict(self, step: Callable[[], Any]) -> Any:
         try:
             return step()
+        except (UpdateGivenUp, LeaseLost) as late:
+            raise BridgeRefusal(LATE, str(late)) from late
         except BridgeConflict as conflict:
             raise BridgeRefusal(409, str(conflict)) from conflict
 

@@ -33,6 +33,10 @@ class BridgeMetrics:
 
         self._clock = clock
         self._version = gauge("weight_version", "Weight version that the server serves")
+        self._weight_epoch = gauge(
+            "weight_epoch",
+            "Unix milliseconds of the start of the trainer that made the weights served; 0: the checkpoint's",
+        )
         self._epoch = gauge("bridge_epoch", "Trainers that have joined since the server started")
         self._healthy = gauge("bridge_healthy", "1: the weights are whole; 0: nothing is generated until a full update")
         self._updating = gauge("bridge_updating", "1 while an update is under way")
@@ -50,6 +54,7 @@ class BridgeMetrics:
     def refresh(self, state: State) -> None:
         """Follow the state."""
         self._version.set(state.get("weight_version", 0))
+        self._weight_epoch.set(state.get("weight_epoch", 0))
         self._epoch.set(state.get("epoch", 0))
         self._healthy.set(float(bool(state.get("healthy", True))))
         self._updating.set(float(state.get("target_version") is not None))

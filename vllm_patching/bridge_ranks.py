@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -31,6 +31,41 @@ class BridgeRefusal(RuntimeError):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
+
+
+async def answer_in_time(engine: Any, question: Awaitable[Any], what: str, limit: float, who: str) -> Any:
+    """The answer of vLLM's engine.
+
+    Args:
+        engine: vLLM's AsyncLLM.
+        what, who: for messages: what is asked, and of whom.
+        limit: seconds.
+
+    Raises:
+        BridgeRefusal: there was none in time, or an error, or the engine has died.
+        UnsupportedVllm: this vLLM cannot be asked that.
+    """
+    try:
+        return await asyncio.wait_for(question, limit)
+    except TimeoutError:
+        raise BridgeRefusal(504, f"{who} did not answer {what} within {limit:g} s") from None
+    except (compat.UnsupportedVllm, BridgeRefusal):
+        raise
+    except Exception as error:
+        if compat.engine_is_dead(engine):
+            raise BridgeRefusal(503, "vLLM's engine process has died; restart the server") from error
+        told = str(error).strip().splitlines() or [type(error).__name__]
+        raise BridgeRefusal(502, f"{who} failed in {what}: {told[0][:500]}; the server's log has more") from error
+
+
+def _tell_late(answer: asyncio.Future[Any], went_on: Callable[[float], None]) -> None:
+    if answer.cancelled():
+        return
+    error = answer.exception()
+    if error is not None:
+        logger.warning("[Bridge] a check that was given up has failed: %s", error)
+    elif answer.result()["went_on_at"] is not None:
+        went_on(answer.result()["went_on_at"])
 
 
 class RankCalls:
@@ -62,30 +97,44 @@ class RankCalls:
         limit = self._timeout if seconds is None else seconds
         return list(await self._in_time(self._engine.collective_rpc(method, args=args), method, limit))
 
-    async def check_and_go_on(self, method: str, expected: Sequence[str], version: int) -> tuple[list[Any], float | None]:
+    async def check_and_go_on(
+        self, method: str, expected: Sequence[str], version: int, went_on: Callable[[float], None]
+    ) -> tuple[list[Any], float | None, bool]:
         """Ask all ranks for checksums and, if they are as expected, let the paused engine go on, all in one message.
+
+        An engine that answers late may have gone on at the last moment. It is told to stand still then; since it answers in
+        order, its first answer has come when it has done so.
 
         Args:
             method: of the workers, whose answers are those that `compare` wants.
             expected: the trainer's checksums, by rank.
             version: of the weights.
+            went_on: called with the moment at which the engine went on, if that becomes known after this call has raised.
 
         Returns:
-            one answer of each rank, and when the engine went on (time.monotonic(), seconds); None if it stays paused.
+            one answer of each rank; when the engine went on (time.monotonic(), seconds), None if it did not; and whether it
+            still runs.
 
         Raises:
-            BridgeRefusal: they did not answer in time, or the engine has died.
+            BridgeRefusal: it has not answered, and may run or not; or it failed or has died.
         """
         deadline = time.monotonic() + max(self._timeout / 2, self._timeout - _ANSWER_SECONDS)
-        question = compat.ask_engine_core(self._engine, CHECK_AND_GO_ON, method, list(expected), version, deadline)
-        try:
-            answer = await self._in_time(question, method, self._timeout)
-        except BridgeRefusal:
-            # It may have gone on at the last moment: make sure that it stands still, for the caller believes that it does.
+        asked = compat.ask_engine_core(self._engine, CHECK_AND_GO_ON, method, list(expected), version, deadline)
+        question = asyncio.ensure_future(asked)
+        runs = True
+        await asyncio.wait({question}, timeout=self._timeout)
+        if not question.done():
+            stop = compat.pause_and_keep(self._engine, clear_cache=False)
             with suppress(BridgeRefusal):
-                await self._in_time(compat.pause_and_keep(self._engine, clear_cache=False), "a pause", _STOP_SECONDS)
-            raise
-        return list(answer["answers"]), answer["went_on_at"]
+                await answer_in_time(self._engine, stop, "a pause", _STOP_SECONDS, self._who)
+                runs = False
+                await asyncio.wait({question}, timeout=_STOP_SECONDS)
+        if not question.done():
+            question.add_done_callback(lambda late: _tell_late(late, went_on))
+            raise BridgeRefusal(504, f"{self._who} did not answer {method} within {self._timeout:g} s")
+        answer = await answer_in_time(self._engine, question, method, self._timeout, self._who)
+        went_on_at = answer["went_on_at"]
+        return list(answer["answers"]), went_on_at, runs and went_on_at is not None
 
     async def require_engine_core(self) -> None:
         """Raise UnsupportedVllm unless the engine core has what `check_and_go_on` asks of it."""
@@ -93,14 +142,7 @@ class RankCalls:
         await self._in_time(question, CAN_CHECK_AND_GO_ON, self._timeout)
 
     async def _in_time(self, question: Awaitable[Any], what: str, limit: float) -> Any:
-        try:
-            return await asyncio.wait_for(question, limit)
-        except TimeoutError:
-            raise BridgeRefusal(504, f"{self._who} did not answer {what} within {limit:g} s") from None
-        except Exception as error:
-            if compat.engine_is_dead(self._engine):
-                raise BridgeRefusal(503, "vLLM's engine process has died; restart the server") from error
-            raise
+        return await answer_in_time(self._engine, question, what, limit, self._who)
 
     async def choose_transfer(self, asked: str) -> str:
         """`direct` or `overlapped`: what was asked for, or with `auto` overlapped if every rank has room for it.
@@ -166,7 +208,8 @@ def compare(answers: Sequence[Mapping[str, Any]], expected: Sequence[str], versi
     """Refuse weights that are not what the trainer sent, or that nothing can be computed with.
 
     Args:
-        answers: of each rank: `tp_rank`, `checksum` and `not_finite`.
+        answers: of each rank: `tp_rank`, `checksum` and `not_finite`; `late` where the writes that it had to wait for did not
+            come in time.
         expected: the trainer's checksums, by rank.
         version, what: for messages: which weights, and what the rank does with them.
 
@@ -175,6 +218,8 @@ def compare(answers: Sequence[Mapping[str, Any]], expected: Sequence[str], versi
     """
     for answer in answers:
         rank = answer["tp_rank"]
+        if answer.get("late"):
+            raise BridgeRefusal(504, f"rank {rank} does not have version {version}: {answer['late']}")
         if answer["not_finite"]:
             raise BridgeRefusal(422, f"rank {rank} refuses version {version}: {answer['not_finite']} holds NaN or infinity")
         if answer["checksum"] != expected[rank]:

@@ -5,8 +5,9 @@
                                └── failed before anything was written ──▶ serving v        └── failed after ──▶ unhealthy
 
 With an overlapped transfer the weights arrive beside the old ones while the server goes on, so `transferred` comes before
-`paused`. `unhealthy` means that the live weights may be a mixture, or are not the trainer's; it ends when a later update has
-been verified.
+`paused`. `unhealthy` means that the live weights may be a mixture, or are not the trainer's, or that the engine could not be
+told to go on; the engine stands still then. It ends when a later update has been verified. While it is undecided, because
+somebody may still write or the workers do not answer, it also ends when the weights turn out to be whole.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ class Phase(StrEnum):
 
 class BridgeConflict(RuntimeError):
     """A step was asked for that does not follow from the present state; the message says which would."""
+
+
+class UpdateGivenUp(BridgeConflict):
+    """The step belongs to an update that was given up; it may be done anew."""
 
 
 _FOLLOWS: dict[Phase, tuple[Phase, ...]] = {
@@ -62,7 +67,10 @@ class BridgeState:
         transfer: how a broadcast arrives: `direct` (into the live weights, paused) or `overlapped` (beside them, then copied);
             empty for a single copy.
         checksums: per rank, of the weights that the server serves.
+        weight_epoch: of the weights that the server serves: the life of the trainer that made them (Unix milliseconds of its
+            start); 0 for the checkpoint's.
         last_error: why the last update failed; empty after one that succeeded.
+        undecided: what has to be known before it can be said whether the weights are whole; empty if it is known.
         updates: number of updates that were served.
         failures: number of updates that were given up.
         last_update: seconds by phase of the last update that was served.
@@ -77,12 +85,17 @@ class BridgeState:
     mode: str = ""
     transfer: str = ""
     checksums: list[str] = field(default_factory=list)
+    weight_epoch: int = 0
     last_error: str = ""
+    undecided: str = ""
     updates: int = 0
     failures: int = 0
     last_update: dict[str, float] = field(default_factory=dict)
     last_bytes: int = 0
-    _tainted: bool = False
+    _awaiting: bool = False
+    _mending: bool = False
+    _given_up: tuple[int, int | None] = (0, None)
+    _trainer_weight_epoch: int = 0
 
     @property
     def in_update(self) -> bool:
@@ -90,10 +103,24 @@ class BridgeState:
 
     @property
     def healthy(self) -> bool:
-        return self.phase is not Phase.UNHEALTHY
+        """Whether requests may be accepted. An update that mends unhealthy weights must be served before that."""
+        return self.phase is not Phase.UNHEALTHY and not self._mending
 
-    def begin_epoch(self, trainer: str, mode: str, transfer: str = "") -> int:
+    @property
+    def awaits_weights(self) -> bool:
+        """Whether the weights at hand must not be served though they are whole."""
+        return self._awaiting
+
+    @property
+    def next_weight_epoch(self) -> int:
+        """The weight epoch of what the present trainer sends."""
+        return self._trainer_weight_epoch
+
+    def begin_epoch(self, trainer: str, mode: str, transfer: str = "", weight_epoch: int = 0) -> int:
         """A trainer joins; the one before it, if any, is out.
+
+        Args:
+            weight_epoch: of the weights that it will send.
 
         Raises:
             BridgeConflict: an update is in progress.
@@ -105,6 +132,7 @@ class BridgeState:
             )
         self.epoch += 1
         self.trainer, self.mode, self.transfer = trainer, mode, transfer
+        self._trainer_weight_epoch = weight_epoch
         # A new trainer may start from an older checkpoint than the last one reached, so its first version may be lower.
         self._first_of_epoch = True
         return self.epoch
@@ -124,7 +152,9 @@ class BridgeState:
         if self.phase not in allowed:
             expected = " or ".join(allowed)
             reason = f" (the last update failed: {self.last_error})" if self.last_error else ""
-            raise BridgeConflict(f"cannot go to {before} from {self.phase}, only from {expected}{reason}")
+            late = not self.in_update and self._given_up == (epoch, version)
+            kind = UpdateGivenUp if late else BridgeConflict
+            raise kind(f"cannot go to {before} from {self.phase}, only from {expected}{reason}")
         if before is Phase.PREPARED:
             if not self._first_of_epoch and version <= self.weight_version:
                 raise BridgeConflict(f"version {version} is not newer than version {self.weight_version}, which is served")
@@ -134,30 +164,41 @@ class BridgeState:
     def advance(self, phase: Phase, version: int) -> None:
         """Take a step that `check` allowed."""
         if phase is Phase.PREPARED:
-            self._tainted = self.phase is Phase.UNHEALTHY
-            self.target_version = version
+            self.target_version, self._mending = version, self.phase is Phase.UNHEALTHY
         elif phase is Phase.SERVING:
             self.weight_version, self.target_version = version, None
-            self._tainted, self._first_of_epoch = False, False
-            self.last_error = ""
+            self.weight_epoch = self._trainer_weight_epoch
+            self._awaiting = self._mending = self._first_of_epoch = False
+            self.last_error = self.undecided = ""
             self.updates += 1
         self.phase = phase
 
-    def fail(self, reason: str, weights_intact: bool) -> None:
+    def fail(self, reason: str, weights_intact: bool, undecided: str = "") -> None:
         """End the update without success.
 
         Args:
             reason: one sentence for whoever asks.
-            weights_intact: the live weights are those that were served before the update began.
+            weights_intact: the live weights are proven to be those of `weight_version`, and nobody may write them.
+            undecided: what has to be known before that can be said; it may turn out to be so (`decide`).
         """
         self.last_error = reason
-        self.target_version = None
+        self._given_up = (self.epoch, self.target_version)
+        self.target_version, self._mending = None, False
         self.failures += 1
-        self.phase = Phase.SERVING if weights_intact and not self._tainted else Phase.UNHEALTHY
+        whole = weights_intact and not self._awaiting
+        self.undecided = "" if whole else undecided
+        self.phase = Phase.SERVING if whole else Phase.UNHEALTHY
+
+    def decide(self, weights_intact: bool) -> None:
+        """What was undecided is known now. Arguments: see `fail`."""
+        self.undecided = ""
+        if self.phase is Phase.UNHEALTHY and weights_intact and not self._awaiting:
+            self.phase = Phase.SERVING
 
     def await_weights(self, reason: str) -> None:
         """Serve nothing until a trainer has sent its weights: those at hand are not the ones that it trains."""
         self.last_error = reason
+        self._awaiting = True
         self.phase = Phase.UNHEALTHY
 
     def to_json(self) -> dict[str, Any]:
@@ -165,6 +206,7 @@ class BridgeState:
             "state": str(self.phase),
             "healthy": self.healthy,
             "weight_version": self.weight_version,
+            "weight_epoch": self.weight_epoch,
             "target_version": self.target_version,
             "epoch": self.epoch,
             "trainer": self.trainer,
@@ -176,6 +218,7 @@ class BridgeState:
             "last_update": dict(self.last_update),
             "last_bytes": self.last_bytes,
             "last_error": self.last_error,
+            "undecided": self.undecided,
         }
 
     _first_of_epoch: bool = True

@@ -59,8 +59,9 @@ class GenerateResponse(BaseModel):
 
     `logprobs[completion][position]` maps token ids to float32 logprobs, before temperature unless the server runs with
     `--logprobs-mode processed_logprobs`; it always holds the sampled token.
-    `weight_versions` is the oldest version that a token of the completion was sampled under; `weight_version_spans` has
-    [version, number of tokens] in order.
+    `weight_version_spans` has [version, number of tokens] in the order in which the weights were served, `weight_epoch_spans`
+    the weight epoch of each. `weight_versions` and `weight_epochs` are those of the first span: the oldest weights that a token
+    of the completion was sampled with. Their version need not be the smallest, for a trainer that resumes goes back.
     """
 
     text: list[str]
@@ -70,7 +71,9 @@ class GenerateResponse(BaseModel):
     token_ids: list[list[int]]
     prompt_token_ids: list[int]
     weight_versions: list[int]
-    weight_version_spans: list[list[Span]]
+    weight_epochs: list[int]
+    weight_version_spans: list[list[tuple[int, int]]]
+    weight_epoch_spans: list[list[int]]
 
 
 class Generator:
@@ -112,8 +115,10 @@ class Generator:
             ],
             token_ids=[list(o.token_ids) for o, _ in outputs],
             prompt_token_ids=token_ids,
-            weight_versions=[min(version for version, _ in spans) for _, spans in outputs],
-            weight_version_spans=[spans for _, spans in outputs],
+            weight_versions=[spans[0].weights.version for _, spans in outputs],
+            weight_epochs=[spans[0].weights.epoch for _, spans in outputs],
+            weight_version_spans=[[(span.weights.version, span.tokens) for span in spans] for _, spans in outputs],
+            weight_epoch_spans=[[span.weights.epoch for span in spans] for _, spans in outputs],
         )
 
     async def check(self, timeout: float) -> float:

@@ -26,7 +26,7 @@ from vllm_patching.adapter_file import AdapterError, open_adapter
 from vllm_patching.adapter_removals import AdapterRemovals
 from vllm_patching.bridge_ranks import BridgeRefusal, RankCalls
 from vllm_patching.sharding import ModelGeometry
-from vllm_patching.version_spans import Span, VersionSpans
+from vllm_patching.version_spans import Span, VersionSpans, Weights
 
 logger = logging.getLogger("vllm.lockstep.lora")
 
@@ -53,18 +53,17 @@ class LoraRefusal(RuntimeError):
 
 
 class AdapterSpans(VersionSpans):
-    """Versions of requests that keep the weights they began with."""
+    """Of requests that keep the weights they began with."""
 
     def __init__(self, version: int = 0) -> None:
-        super().__init__()
-        self.version = version
-        self._began: dict[str, int] = {}
+        super().__init__(version)
+        self._began: dict[str, Weights] = {}
 
     def start(self, request_id: str) -> None:
-        self._began[request_id] = self.version
+        self._began[request_id] = self.weights
 
     def finish(self, request_id: str, num_tokens: int) -> list[Span]:
-        return [(self._began.pop(request_id), num_tokens)]
+        return [Span(self._began.pop(request_id), num_tokens)]
 
     def forget(self, request_id: str) -> None:
         self._began.pop(request_id, None)
@@ -75,6 +74,7 @@ class Adapter:
     """One that vLLM holds.
 
     Attributes:
+        weight_epoch: the life of the trainer that made it (see version_spans.Weights).
         request: what vLLM wants with a request that uses it.
         requests: how many run with it now.
     """
@@ -86,11 +86,12 @@ class Adapter:
     rank: int
     checksum: str
     request: Any
+    weight_epoch: int = 0
     requests: int = 0
     loaded_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
 
     def to_json(self) -> dict[str, Any]:
-        fields = ("name", "version", "path", "rank", "checksum", "requests", "loaded_at")
+        fields = ("name", "version", "weight_epoch", "path", "rank", "checksum", "requests", "loaded_at")
         return {name: getattr(self, name) for name in fields}
 
 
@@ -107,7 +108,7 @@ class LoraController:
     def __init__(self, engine: Any, model: str, timeout: float, spans: AdapterSpans) -> None:
         self._engine, self._model, self.timeout, self._spans = engine, model, timeout, spans
         self._workers = RankCalls(engine, timeout)
-        self._base_version = spans.version
+        self._base_weights = spans.weights
         self._generate = engine.generate
         self._current: Adapter | None = None
         self._retiring: dict[int, Adapter] = {}
@@ -157,7 +158,8 @@ class LoraController:
             "model": self._model,
             **self._limits(),
             "current": self._current.to_json() if self._current else None,
-            "weight_version": self._spans.version,
+            "weight_version": self._spans.weights.version,
+            "weight_epoch": self._spans.weights.epoch,
             "retiring": [adapter.to_json() for adapter in self._retiring.values()],
             "removing": self._removals.pending,
             "removal_error": self._removals.trouble,
@@ -176,6 +178,7 @@ class LoraController:
             version: what /generate reports for tokens sampled with it.
             checksum: what the file must have; None accepts any.
             replaces: name of the adapter that the caller believes to be served; None does not care.
+            weight_epoch: of the trainer that made it.
 
         Raises:
             LoraRefusal: it cannot be served, and why; what was served before is served still.
@@ -183,7 +186,7 @@ class LoraController:
         asked = time.perf_counter()
         async with self._lock:
             try:
-                return await self._load(path, version, checksum, replaces, asked)
+                return await self._load(path, Weights(weight_epoch, version), checksum, replaces, asked)
             except LoraRefusal as refusal:
                 self.last_error = str(refusal)
                 raise
@@ -195,7 +198,10 @@ class LoraController:
             logger.info("[LoRA] Serving the base model")
             return self.status()
 
-    async def _load(self, path: str, version: int, checksum: str | None, replaces: str | None, asked: float) -> dict[str, Any]:
+    async def _load(
+        self, path: str, weights: Weights, checksum: str | None, replaces: str | None, asked: float
+    ) -> dict[str, Any]:
+        version = weights.version
         serves = self._current.name if self._current else None
         # A server that was restarted serves no adapter and may be given any.
         if replaces is not None and serves not in (None, replaces):
@@ -218,7 +224,7 @@ class LoraController:
         seconds["call"] = max(0.0, took - sum(seconds[phase] for phase in answers[0]["seconds"]))
         name = f"lora-v{version}-{adapter_id}"
         request = compat.lora_request(name, adapter_id, path)
-        adapter = Adapter(adapter_id, name, version, path, file.rank, answers[0]["checksum"], request)
+        adapter = Adapter(adapter_id, name, version, path, file.rank, answers[0]["checksum"], request, weights.epoch)
         self._replace_by(adapter)
         self.swaps += 1
         self.last_error = ""
@@ -258,7 +264,7 @@ class LoraController:
 
     def _replace_by(self, adapter: Adapter | None) -> None:
         old, self._current = self._current, adapter
-        self._spans.version = adapter.version if adapter else self._base_version
+        self._spans.weights = Weights(adapter.weight_epoch, adapter.version) if adapter else self._base_weights
         if old is not None:
             self._retiring[old.adapter_id] = old
             self._retire_if_idle(old)

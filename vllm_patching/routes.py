@@ -16,7 +16,9 @@ from vllm_patching.access import AskAtTheDoor, Door
 from vllm_patching.bridge_controller import BridgeController
 from vllm_patching.bridge_ranks import BridgeRefusal
 from vllm_patching.generate import GenerateRequest, Generator
+from vllm_patching.guard import RefuseWhileUnavailable
 from vllm_patching.lora import LoraController, add_lora_routes
+from vllm_patching.writers import Writer
 
 logger = logging.getLogger("vllm.lockstep.routes")
 
@@ -31,6 +33,12 @@ class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+class WriterBody(_Body):
+    host: str = Field(min_length=1)
+    pid: int = Field(gt=0)
+    started: int = Field(ge=0, description="clock ticks from the machine's start to the process's")
+
+
 class InitBody(_Body):
     trainer: str = Field(min_length=1, description="who joins, for messages: host and process id")
     mode: str = Field(pattern="^(broadcast|single_copy)$")
@@ -41,6 +49,7 @@ class InitBody(_Body):
     parameters: dict[str, tuple[tuple[int, ...], str]] = Field(description="name -> (full shape, dtype) of the trainer")
     weight_epoch: int = Field(default=0, ge=0, description="life of the trainer: Unix milliseconds of its start")
     events: list[str] = Field(default=[], description="single copy on a GPU: for each rank, the event behind the writes")
+    writers: list[WriterBody] = Field(min_length=1, max_length=4096, description="every process of the trainer")
 
 
 class StepBody(_Body):
@@ -54,12 +63,14 @@ class PrepareBody(StepBody):
 
 class CommitBody(StepBody):
     checksums: list[str]
+    lease: str | None = Field(default=None, description="the lease's id, as /bridge/pause answered it")
     resume: bool = Field(default=False, description="serve the version at once, without a /bridge/resume")
 
 
 class AbortBody(_Body):
     epoch: int
     reason: str
+    lease: str | None = Field(default=None, description="the lease that is given back; none if none was received")
 
 
 class LockstepService:
@@ -79,9 +90,7 @@ class LockstepService:
             return "the engine is still loading"
         if compat.engine_is_dead(self.engine):
             return "vLLM's engine process has died; restart the server"
-        if self.bridge is not None and not self.bridge.state.healthy:
-            return f"the weights are not whole: {self.bridge.state.last_error}; a full update from a trainer heals it"
-        return ""
+        return self.bridge.trouble() if self.bridge is not None else ""
 
 
 def attach(app: Any, service: LockstepService, door: Door) -> None:
@@ -171,33 +180,18 @@ def make_router(service: LockstepService) -> APIRouter:
 
     bridge_route(
         "/bridge/init",
-        lambda b, body: b.init(**body.model_dump()),
+        lambda b, body: b.init(
+            **body.model_dump(exclude={"writers"}), writers=[Writer(**writer.model_dump()) for writer in body.writers]
+        ),
         InitBody,
     )
     bridge_route("/bridge/prepare", lambda b, body: b.prepare(body.epoch, body.version, body.not_finite), PrepareBody)
     bridge_route("/bridge/pause", lambda b, body: b.pause(body.epoch, body.version), StepBody)
     bridge_route("/bridge/commit", lambda b, body: b.commit(**body.model_dump()), CommitBody)
     bridge_route("/bridge/resume", lambda b, body: b.resume(body.epoch, body.version), StepBody)
-    bridge_route("/bridge/abort", lambda b, body: b.abort(body.epoch, body.reason), AbortBody)
+    bridge_route("/bridge/abort", lambda b, body: b.abort(**body.model_dump()), AbortBody)
     add_lora_routes(router, service)
     return router
-
-
-class RefuseWhileUnavailable:
-    """ASGI middleware: whatever would generate gets a 503 with the reason while nothing can be generated rightly."""
-
-    def __init__(self, app: Any, service: LockstepService) -> None:
-        self._app = app
-        self._service = service
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        path = scope.get("path", "")
-        # vLLM's own GET /health answers 200 for as long as its engine lives, whatever its weights are.
-        if scope["type"] == "http" and (path in ("/generate", "/health") or path.startswith("/v1/")):
-            reason = self._service.unavailable()
-            if reason:
-                return await _error(503, reason)(scope, receive, send)
-        return await self._app(scope, receive, send)
 
 
 async def _disconnected(request: Request) -> None:

@@ -10,6 +10,7 @@ import base64
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 SHM_DIR = Path("/dev/shm")
 _PREFIX = "lockstep-"
+_EVENT_POLL_SECONDS = 50e-6
 
 
 class SharedMemoryError(RuntimeError):
@@ -168,6 +170,26 @@ def open_event(handle: str, device: torch.device) -> torch.cuda.Event:
         return torch.cuda.Event.from_ipc_handle(device, _decode(handle))
     except (RuntimeError, ValueError) as error:
         raise SharedMemoryError(f"cannot open the trainer's CUDA event: {str(error).splitlines()[0]}") from error
+
+
+def reached_in_time(event: torch.cuda.Event, seconds: float) -> bool:
+    """Whether the GPU comes to where another process last recorded its event within that time.
+
+    A GPU made to wait for the event itself waits for ever if that process is killed before the GPU comes there, and whoever
+    synchronises with it does too. So the host asks, and can stop asking.
+
+    Raises:
+        SharedMemoryError: the event can no longer be asked, as when its process has ended.
+    """
+    deadline = time.monotonic() + seconds
+    try:
+        while not event.query():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_EVENT_POLL_SECONDS)
+    except RuntimeError as error:
+        raise SharedMemoryError(f"cannot ask the trainer's CUDA event: {str(error).splitlines()[0]}") from error
+    return True
 
 
 def gpu_uuid(device: torch.device) -> str:

@@ -18,7 +18,7 @@ class UpdateClock:
         Args:
             timeout: seconds for each step.
         """
-        self._timeout = timeout
+        self.timeout = timeout
         self._entered = 0.0
         self._paused_at = 0.0
         self._first_step_until = 0.0
@@ -39,9 +39,14 @@ class UpdateClock:
         self._entered = now
 
     @property
+    def deadline(self) -> float:
+        """When the phase must have ended."""
+        return self._entered + self.timeout
+
+    @property
     def is_late(self) -> bool:
         """Whether the phase has lasted longer than it may."""
-        return time.monotonic() > self._entered + self._timeout
+        return time.monotonic() > self.deadline
 
     def resumed(self, asked: float, in_flight: bool) -> None:
         """The engine has answered that it goes on, as it was asked to at the moment `asked`.

@@ -17,7 +17,13 @@ from vllm_patching.distributed_utils import Rendezvous
 from vllm_patching.first_step import FirstStep
 from vllm_patching.manifest import Manifest, ManifestEntry, dtype_name, flat_layout, local_view
 from vllm_patching.sharding import ModelGeometry, plan_shards
-from vllm_patching.shared_memory import SharedMemoryError, export_cuda_ipc, export_to_shared_memory, open_event
+from vllm_patching.shared_memory import (
+    SharedMemoryError,
+    export_cuda_ipc,
+    export_to_shared_memory,
+    open_event,
+    reached_in_time,
+)
 from vllm_patching.weight_updater import WeightUpdater
 
 logger = worker_logger("lockstep.worker")
@@ -70,6 +76,7 @@ class LockstepWorkerExtension:
         self._lockstep_live = [tensor for _, tensor in live]
         self._lockstep_sums = WeightSums(live)
         self._lockstep_written: torch.cuda.Event | None = None
+        self._lockstep_writer = ("", 0.0)
         self._lockstep_updater = WeightUpdater(rank, layout, num_bytes, live, logger)
         self._lockstep_updater.start()
         self._lockstep_first_step = FirstStep(self)
@@ -130,16 +137,18 @@ class LockstepWorkerExtension:
         """Forget what was received; a transfer in flight is called off. Returns whether it has ended by then."""
         return self._lockstep_updater.discard(patience)
 
-    def lockstep_follow(self, events: list[str]) -> str:
-        """Have later checks wait for what the trainer of a single copy has enqueued by the time that it asks for one.
+    def lockstep_follow(self, events: list[str], trainer: str, seconds: float) -> str:
+        """Have checks of what a trainer of a single copy wrote wait for what it has enqueued by the time that it asks for one.
 
         Args:
             events: handle of an event for each rank, which the trainer records behind its writes; none: nothing to wait for.
+            trainer: for messages.
+            seconds: that a check waits at most.
 
         Returns:
             empty, or why this rank cannot; then the trainer must wait itself before it asks.
         """
-        self._lockstep_written = None
+        self._lockstep_written, self._lockstep_writer = None, (trainer, seconds)
         try:
             if events:
                 self._lockstep_written = open_event(events[self._lockstep_rank], self._lockstep_device)
@@ -148,15 +157,31 @@ class LockstepWorkerExtension:
             return str(error)
         return ""
 
+    def lockstep_check_written(self) -> dict[str, Any]:
+        """As lockstep_check, behind the writes of the trainer that is followed.
+
+        Its process may have been killed after it recorded its event and before its GPU came there. So the wait has an end, and
+        `late` says then what did not come; the weights are not looked at.
+        """
+        trainer, seconds = self._lockstep_writer
+        late = ""
+        try:
+            if self._lockstep_written is not None and not reached_in_time(self._lockstep_written, seconds):
+                late = f"{trainer} has not finished its writes on the GPU within {seconds:g} s"
+        except SharedMemoryError as error:
+            late = f"whether {trainer} has finished its writes cannot be known: {error}"
+        if late:
+            # An answer and not an exception: vLLM would leave the other ranks' answers behind, for the next call to find.
+            return {"tp_rank": self._lockstep_rank, "checksum": "", "not_finite": "", "late": late}
+        return self.lockstep_check()
+
     def lockstep_check(self) -> dict[str, Any]:
         """Checksum of the live parameters and the first of them that holds NaN or infinity (or an empty string).
 
-        On a GPU it comes after every step of the engine and, of a trainer that was followed, after its writes.
+        On a GPU it comes after every step of the engine.
         """
         if self._lockstep_device.type == "cuda":
             torch.cuda.synchronize()
-            if self._lockstep_written is not None:
-                self._lockstep_written.wait()
         summary = self._lockstep_sums.all()
         self._lockstep_first_step.watch()
         return {"tp_rank": self._lockstep_rank, "checksum": summary.checksum, "not_finite": summary.not_finite}

@@ -1,7 +1,8 @@
 """A trainer that stops at a chosen point of an update and waits, so that a fault can be done to it, or to the server, there.
 
 Points: `prepare` (announced; this trainer has not stopped the engine yet), `transfer` (some of the weights have been handed
-over), `write` (of a single copy: half of them are written), `commit` (all of them are; nothing has been taken over).
+over), `pause` (of a single copy: the engine stands still, nothing is written), `write` (half of them are written), `commit`
+(all of them are; nothing has been taken over).
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ class FaultTrainer(BenchTrainer):
                 if at == step == "commit":
                     hold()
                 answer = post(step, body)
-                if at == step == "prepare":
+                if at == step != "commit":
                     hold()
                 return answer
 

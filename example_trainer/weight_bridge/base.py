@@ -19,6 +19,10 @@ class BridgeError(TrainerError):
     """The weights could not be delivered. The message names the side, rank, phase and version, and what to do."""
 
 
+class LeaseLost(BridgeError):
+    """The trainer was late: the server has given the update up, or its lease has run out. The update can be done anew."""
+
+
 @dataclass(frozen=True)
 class SyncReport:
     """What one update of the inference server's weights did.

@@ -12,7 +12,7 @@ import torch
 from example_trainer.memory_items import Receiver
 from example_trainer.parallel.gather import full_parameters, full_tensor
 from example_trainer.parallel.ranks import Ranks
-from example_trainer.weight_bridge.base import BridgeError, SyncReport, WeightBridge, Weights
+from example_trainer.weight_bridge.base import BridgeError, LeaseLost, SyncReport, WeightBridge, Weights
 from example_trainer.weight_bridge.link import ServerLink
 from example_trainer.weight_bridge.outgoing import OutgoingWeights, receivers_of
 from example_trainer.weight_bridge.phases import timed
@@ -152,16 +152,20 @@ class BroadcastBridge(WeightBridge):
     def _deliver(
         self, link: ServerLink, version: int, summaries: dict[str, WeightSummary], seconds: dict[str, float]
     ) -> SyncReport:
-        """Update one server; if it turns out to have been restarted, join it anew and update that."""
+        """Update one server; if it turns out to have been restarted, or this trainer to have been late, do so anew."""
         try:
             if not link.joined:
                 self._join(link)
             return self._update(link, version, summaries, seconds)
         except BridgeError as error:
             waiting = f"[Bridge] {error}; looking whether the server was restarted"
-            if not self._ranks.on_main("asking vLLM", lambda: link.server.wait_for_restart(waiting), link.server.longest_wait):
+            if self._ranks.on_main("asking vLLM", lambda: link.server.wait_for_restart(waiting), link.server.longest_wait):
+                why = "was restarted"
+            elif isinstance(error, LeaseLost):
+                why = "did not wait for this trainer"
+            else:
                 raise
-            logger.warning("[Bridge] %s was restarted: joining it again to send version %d", link.server.url, version)
+            logger.warning("[Bridge] %s %s: joining it again to send version %d", link.server.url, why, version)
         self._join(link)
         return self._update(link, version, self._pack(seconds), seconds)
 
@@ -187,9 +191,14 @@ class BroadcastBridge(WeightBridge):
                     raise
                 raise link.server.give_up(link.epoch, error) from error
         with timed(seconds, "commit"):
-            answer = on_main(
-                "committing on vLLM", lambda: link.commit(version, [s.checksum for s in found]), link.server.longest_wait
-            )
+            try:
+                answer = on_main(
+                    "committing on vLLM", lambda: link.commit(version, [s.checksum for s in found]), link.server.longest_wait
+                )
+            except LeaseLost as error:
+                if self._ranks.is_main:
+                    link.server.abort(link.epoch, str(error))
+                raise
         return SyncReport(
             version=version,
             checksum=found[0].checksum,

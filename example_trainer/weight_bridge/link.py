@@ -100,7 +100,7 @@ class ServerLink:
 
     def pause(self, version: int) -> None:
         """Have the server stop generating."""
-        self.server.post("pause", {"epoch": self.epoch, "version": version})
+        self.server.pause(self.epoch, version)
 
     def send(self, version: int, outgoing: Mapping[int, OutgoingWeights]) -> None:
         """Send this process's share of the weights. Returns when they have arrived.
@@ -130,8 +130,7 @@ class ServerLink:
 
     def commit(self, version: int, checksums: Sequence[str]) -> dict[str, Any]:
         """Have the server check and take over what it received, and serve it. Returns its answer."""
-        body = {"epoch": self.epoch, "version": version, "checksums": list(checksums), "resume": True}
-        return self.server.post("commit", body)
+        return self.server.commit(self.epoch, version, checksums)
 
     def check_gpus(self, own: str) -> None:
         """Refuse what NCCL would refuse in the first transfer, with a message that few understand.

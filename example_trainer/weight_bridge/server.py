@@ -13,13 +13,22 @@ import httpx
 import torch
 
 from example_trainer.http_client import direct_client
-from example_trainer.weight_bridge.base import BridgeError
+from example_trainer.weight_bridge.base import BridgeError, LeaseLost
 from vllm_patching.manifest import Manifest, dtype_name, mismatches
+from vllm_patching.writers import Writer, this_process
 
 logger = logging.getLogger(__name__)
 
 _LOG_EVERY_SECONDS = 10.0
 _QUICK_SECONDS = 2.0
+
+LEASE_LOST = 410
+"""The HTTP status of a server that has given the update up, or that refuses a lease."""
+
+
+class ServerSilent(BridgeError):
+    """There was no answer: whether the server has heard is not known."""
+
 
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]
 """Whole shape and dtype name of each of the trainer's parameters, by name."""
@@ -50,8 +59,8 @@ class BridgeServer:
         self.url = f"http://{host}:{port}"
         self.timeout = timeout
         self._startup_timeout = timeout if startup_timeout is None else startup_timeout
-        self._sleep = sleep
-        self._weight_epoch = weight_epoch
+        self._sleep, self._weight_epoch = sleep, weight_epoch
+        self._lease: str | None = None
         self._instance: str | None = None
         self._said_away = False
         # The server answers within its own deadline; the margin lets its explanation arrive before ours.
@@ -107,6 +116,7 @@ class BridgeServer:
         key: str = "",
         transfer: str = "auto",
         events: Sequence[str] = (),
+        writers: Sequence[Writer] = (),
     ) -> dict[str, Any]:
         """Join the server as a new epoch.
 
@@ -125,6 +135,7 @@ class BridgeServer:
             "transfer": transfer,
             "weight_epoch": self._weight_epoch,
             "events": list(events),
+            "writers": [writer.to_json() for writer in writers or [this_process()]],
             "parameters": shapes,
         }
         answer = self.post("init", body)
@@ -139,31 +150,59 @@ class BridgeServer:
                 "it was restarted meanwhile, or another server is mixed up with it; start the trainer again with --resume auto"
             )
 
+    def pause(self, epoch: int, version: int) -> dict[str, Any]:
+        """Have the server stand still. Returns its lease: `deadline` says until when may be written (see `require_in_time`)."""
+        self._lease = None
+        lease: dict[str, Any] = self.post("pause", {"epoch": epoch, "version": version})["lease"]
+        self._lease = lease["id"]
+        return lease
+
+    def commit(self, epoch: int, version: int, checksums: Sequence[str]) -> dict[str, Any]:
+        """Have the server check the new weights and serve them; hands in the lease, if there is one. Returns its answer."""
+        body = {"epoch": epoch, "version": version, "checksums": list(checksums), "lease": self._lease, "resume": True}
+        answer = self.post("commit", body)
+        self._lease = None
+        return answer
+
     def post(self, step: str, body: dict[str, Any]) -> dict[str, Any]:
         """POST /bridge/<step>.
 
         Raises:
+            LeaseLost: the server has given this update up, or the lease shown does not count any more.
             BridgeError: the server refused (with its reason), or did not answer in time.
         """
         what = f"/bridge/{step}" + (f" of version {body['version']}" if "version" in body else "")
         try:
             response = self._client.post(f"/bridge/{step}", json=body)
         except httpx.TransportError as error:
-            raise BridgeError(
+            raise ServerSilent(
                 f"{self.url} did not answer {what} ({str(error) or type(error).__name__}); see the server's log, "
                 "restart it if it has ended, then start the trainer again with --resume auto"
             ) from error
         if response.status_code != 200:
-            raise BridgeError(f"{self.url} refused {what}: {_reason(response)}")
+            kind = LeaseLost if response.status_code == LEASE_LOST else BridgeError
+            raise kind(f"{self.url} refused {what}: {_reason(response)}")
         answer: dict[str, Any] = response.json()
         return answer
 
-    def abort(self, epoch: int, reason: str) -> None:
-        """Tell the server at once that an update will not be finished; without it the server notices at its deadline."""
+    def abort(self, epoch: int, reason: str) -> bool:
+        """Tell the server at once that an update will not be finished, and give the lease back: without it the server gives the
+        update up at its deadline, and serves nothing for as long as this process lives and might still write.
+
+        Call when nothing of this trainer is on the way to the server's memory any more.
+
+        Returns:
+            whether the server has heard it.
+        """
         try:
-            self.post("abort", {"epoch": epoch, "reason": reason})
+            self.post("abort", {"epoch": epoch, "reason": reason, "lease": self._lease})
+        except ServerSilent as error:
+            logger.warning("[Bridge] could not call the update off and give the lease back: %s", error)
+            return False
         except BridgeError as error:
-            logger.warning("[Bridge] could not call the update off, the server gives it up at its deadline: %s", error)
+            logger.warning("[Bridge] there was nothing to call off: %s", error)
+        self._lease = None
+        return True
 
     def give_up(self, epoch: int, error: Exception) -> BridgeError:
         """Call an update off because of `error`. Returns that error with what the server says, and what it serves now."""
@@ -240,6 +279,23 @@ class BridgeServer:
 
     def close(self) -> None:
         self._client.close()
+
+
+def require_in_time(lease: Mapping[str, Any]) -> None:
+    """Look at the clock, which is the server's too, right before a write.
+
+    Args:
+        lease: as BridgeServer.pause returns it.
+
+    Raises:
+        LeaseLost: the server does not expect a write any more.
+    """
+    late = time.monotonic() - lease["deadline"]
+    if late > 0:
+        raise LeaseLost(
+            f"the server's lease ran out {late:.1f} s before the weights were written: this trainer was stopped or held up "
+            "(its --bridge-timeout and the server's are the time it has)"
+        )
 
 
 def manifests_of(info: dict[str, Any]) -> list[Manifest]:

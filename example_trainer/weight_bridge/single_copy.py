@@ -10,20 +10,30 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from example_trainer.errors import TrainerError
 from example_trainer.parallel.gather import full_parameters
 from example_trainer.parallel.ranks import Ranks
-from example_trainer.weight_bridge.base import BridgeError, SyncReport, WeightBridge, Weights
+from example_trainer.weight_bridge.base import BridgeError, LeaseLost, SyncReport, WeightBridge, Weights
 from example_trainer.weight_bridge.phases import timed
-from example_trainer.weight_bridge.server import BridgeServer, Shapes, check_layout, manifests_of, served_dtype, shapes_of
+from example_trainer.weight_bridge.server import (
+    BridgeServer,
+    Shapes,
+    check_layout,
+    manifests_of,
+    require_in_time,
+    served_dtype,
+    shapes_of,
+)
 from vllm_patching.checksum import WeightSums
 from vllm_patching.manifest import FlatSlice, flat_layout, local_view
 from vllm_patching.shared_memory import SharedMemoryError, gpu_uuid, open_handles, share_event
+from vllm_patching.writers import Writer, this_process
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +64,7 @@ class SingleCopyBridge(WeightBridge):
         self._master_sums: dict[tuple[int, ...], WeightSums] = {}
         self._written: torch.cuda.Event | None = None
         self._server_follows = False
+        self._owes_lease = False
         self._device = torch.device("cpu")
         self._epoch = 0
         self._version = 0
@@ -67,18 +78,22 @@ class SingleCopyBridge(WeightBridge):
         self._attach()
 
     def sync(self, version: int, write_weights: Callable[[], None], masters: Weights | None = None) -> SyncReport:
-        """See WeightBridge.sync. `write_weights` runs while the server is paused: nothing samples from half-written weights."""
+        """See WeightBridge.sync. `write_weights` runs while the server is paused: nothing samples from half-written weights.
+
+        A trainer that was held up for longer than the server waits does the update anew, once.
+        """
         self._version = version
         try:
             return self._update(version, write_weights, masters)
         except BridgeError as error:
             waiting = f"[Bridge] {error}; looking whether the server was restarted"
-            if not self._ranks.on_main(
-                "asking vLLM", lambda: self._server.wait_for_restart(waiting), self._server.longest_wait
-            ):
+            if self._ranks.on_main("asking vLLM", lambda: self._server.wait_for_restart(waiting), self._server.longest_wait):
+                logger.warning("[Bridge] %s was restarted: joining it again to give it version %d", self._server.url, version)
+                self._attach()
+            elif isinstance(error, LeaseLost) and not self._owes_lease:
+                logger.warning("[Bridge] %s: doing the update to version %d anew", error, version)
+            else:
                 raise
-            logger.warning("[Bridge] %s was restarted: joining it again to give it version %d", self._server.url, version)
-        self._attach()
         return self._update(version, write_weights, masters)
 
     def server_restarted(self) -> bool:
@@ -123,7 +138,12 @@ class SingleCopyBridge(WeightBridge):
         if device.type == "cuda":
             self._written, handle = share_event(device)
         handles = [text for text in self._ranks.gather(handle, "sharing an event with vLLM") if text]
-        answer = self._post("init", lambda: self._server.init("single_copy", self._shapes, events=handles))
+        # Every rank writes, and the server must know of each whether it has ended.
+        told = self._ranks.gather(this_process().to_json(), "telling vLLM who writes")
+        writers = [Writer.from_json(process) for process in told]
+        if self._owes_lease:
+            self._give_back("the trainer joins anew")
+        answer = self._post("init", lambda: self._server.init("single_copy", self._shapes, events=handles, writers=writers))
         self._epoch, self._server_follows = answer["epoch"], answer["follows_writes"]
 
     def _open(self, info: dict[str, Any], parameters: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
@@ -168,23 +188,23 @@ class SingleCopyBridge(WeightBridge):
         not_finite = next((name for _, name in found if name), "")
         with timed(seconds, "prepare"):
             self._post("prepare", lambda: self._server.post("prepare", {**step, "not_finite": not_finite}))
-        with timed(seconds, "pause"):
-            self._post("pause", lambda: self._server.post("pause", step))
-        first_byte = time.perf_counter()
-        with timed(seconds, "write"):
-            try:
-                self._ranks.together("writing the weights", lambda: self._write(write_weights))
-            except Exception as error:
-                if self._ranks.is_main:
-                    self._server.abort(self._epoch, f"writing version {version} failed: {error}")
-                raise
-        if before is None:
-            with timed(seconds, "checksum"):
-                found = self._summary(self._sums)
-        checksums = [checksum for checksum, _ in found]
-        with timed(seconds, "commit"):
-            body = {**step, "checksums": checksums, "resume": True}
-            answer = self._post("commit", lambda: self._server.post("commit", body))
+        self._owes_lease = True
+        try:
+            with timed(seconds, "pause"):
+                lease = self._post("pause", lambda: self._server.pause(self._epoch, version))
+            first_byte = time.perf_counter()
+            with timed(seconds, "write"):
+                self._ranks.together("writing the weights", lambda: self._write(write_weights, lease))
+            if before is None:
+                with timed(seconds, "checksum"):
+                    found = self._summary(self._sums)
+            checksums = [checksum for checksum, _ in found]
+            with timed(seconds, "commit"):
+                answer = self._post("commit", lambda: self._server.commit(self._epoch, version, checksums))
+        except BaseException as error:
+            self._give_back(f"version {version}: {error or type(error).__name__}")
+            raise
+        self._owes_lease = False
         return SyncReport(
             version=version,
             checksum=checksums[0],
@@ -194,14 +214,26 @@ class SingleCopyBridge(WeightBridge):
             server_seconds=answer["seconds"],
         )
 
-    def _write(self, write_weights: Callable[[], None]) -> None:
+    def _give_back(self, reason: str) -> None:
+        """Promise the server that nothing of any rank is on the way to its memory any more. Collective. If that is not so, or
+        cannot be said, the lease stays out until these processes have ended, and the server serves nothing until then.
+        """
         try:
-            write_weights()
-        except Exception:
-            if self._written is not None:
-                # Nothing may land after the server has looked whether its weights are whole.
-                torch.cuda.synchronize(self._device)
-            raise
+            self._ranks.together("finishing the writes", self._finish_writes)
+            heard = self._ranks.on_main(
+                "giving the lease back", lambda: self._server.abort(self._epoch, reason), self._server.longest_wait
+            )
+            self._owes_lease = not heard
+        except (TrainerError, RuntimeError) as error:
+            logger.warning("[Bridge] the server's lease could not be given back, it waits for this trainer's end: %s", error)
+
+    def _finish_writes(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _write(self, write_weights: Callable[[], None], lease: Mapping[str, Any]) -> None:
+        require_in_time(lease)
+        write_weights()
         if self._written is not None:
             self._written.record(torch.cuda.current_stream(self._device))
             if not self._server_follows:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -18,6 +20,7 @@ from example_trainer.weight_bridge.server import BridgeServer
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
 from tests.e2e.conftest import BRIDGE_TIMEOUT, VllmServer
 from vllm_patching.checksum import weights_checksum
+from vllm_patching.guard import is_open
 from vllm_patching.manifest import Manifest, flat_layout, source_view
 
 PROMPTS = ([72, 101, 108, 108, 111], [1], list(range(30, 130)))
@@ -60,6 +63,22 @@ def new_weights(model: Decoder, seed: int) -> Callable[[], None]:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
 
     return write
+
+
+def new_masters(model: Decoder, seed: int) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
+    """Other weights for the model, and what writes them into it."""
+    generator = torch.Generator().manual_seed(seed)
+    masters = {
+        name: parameter.detach() + 0.05 * torch.randn(parameter.shape, generator=generator)
+        for name, parameter in model.named_parameters()
+    }
+
+    def write() -> None:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(masters[name])
+
+    return masters, write
 
 
 def checksums(server: VllmServer, model: Decoder) -> list[str]:
@@ -108,3 +127,27 @@ def made_up_group(number: int) -> dict[str, object]:
         "inference_logprobs": [[1.0] * 3 + [-5.7 + rng.random() for _ in response] for response in responses],
         "weight_versions": [0] * 4,
     }
+
+
+def wait_for_state(server: VllmServer, wanted: str, seconds: float) -> dict[str, object]:
+    deadline = time.monotonic() + seconds
+    while (state := server.state())["state"] != wanted:
+        assert time.monotonic() < deadline, state
+        time.sleep(0.1)
+    return state
+
+
+def refuses_to_sample(server: VllmServer) -> None:
+    """Every route of vLLM's app, but those that sample nothing, answers 503 and says why."""
+    paths = httpx.get(f"{server.url}/openapi.json", timeout=30).json()["paths"]
+    tried = {
+        (method.upper(), path) for path, methods in paths.items() for method in methods if not is_open(method.upper(), path)
+    }
+    assert {("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/generate")} <= tried
+    unlisted = [("POST", "/inference/v1/generate"), ("POST", "/invocations"), ("GET", "/health_generate"), ("GET", "/ping")]
+    for method, path in [*tried, *unlisted]:
+        answer = httpx.request(method, f"{server.url}{re.sub('{.*?}', 'x', path)}", json={}, timeout=30)
+        assert answer.status_code == 503, (method, path, answer.text)
+        assert "the weights are not whole" in answer.json()["error"]
+    for path in ("/metrics", "/version", "/v1/models", "/bridge/info"):
+        assert httpx.get(f"{server.url}{path}", timeout=30).status_code == 200

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,28 +15,30 @@ import httpx
 import pytest
 import torch
 
+from example_trainer.child_processes.processes import ManagedProcess
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
-from example_trainer.models.decoder import Decoder
 from example_trainer.models.hf_checkpoint import load_model
 from example_trainer.parallel.gather import full_parameters
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.rollout_logprobs import check_logprobs
-from example_trainer.weight_bridge.base import BridgeError
+from example_trainer.weight_bridge.base import BridgeError, LeaseLost
 from example_trainer.weight_bridge.broadcast import BroadcastBridge
 from example_trainer.weight_bridge.server import BridgeServer, shapes_of
-from example_trainer.weight_bridge.single_copy import SingleCopyBridge
-from tests.conftest import Processes
+from tests.conftest import ROOT, Processes
 from tests.e2e.bridge_helpers import (
     TOLERANCE,
     checksums,
     joined,
     largest_difference,
+    new_masters,
     new_weights,
+    refuses_to_sample,
     served_logprobs,
     trainer_logprobs,
+    wait_for_state,
 )
-from tests.e2e.conftest import BRIDGE_TIMEOUT, VllmServer, make_tiny_model, start_vllm
+from tests.e2e.conftest import BRIDGE_TIMEOUT, VllmServer, make_tiny_model
 
 pytestmark = pytest.mark.e2e
 
@@ -197,22 +202,6 @@ def test_not_a_number_is_refused_before_it_is_served(
         assert largest_difference(server, load_model(str(server.model), torch.float32)) < TOLERANCE
 
 
-def new_masters(model: Decoder, seed: int) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
-    """Other weights for the model, and what writes them into it."""
-    generator = torch.Generator().manual_seed(seed)
-    masters = {
-        name: parameter.detach() + 0.05 * torch.randn(parameter.shape, generator=generator)
-        for name, parameter in model.named_parameters()
-    }
-
-    def write() -> None:
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(masters[name])
-
-    return masters, write
-
-
 def test_a_single_copy_knows_its_sums_before_it_is_written(
     server: VllmServer, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,21 +238,81 @@ def test_events_that_cannot_be_waited_for_are_not_relied_upon(server: VllmServer
     client.close()
 
 
-def test_a_trainer_that_falls_silent_while_the_server_is_paused(server: VllmServer, free_port: Callable[[], int]) -> None:
-    client = BridgeServer("localhost", server.port, BRIDGE_TIMEOUT)
-    model = load_model(str(server.model), torch.float32)
-    epoch = client.init("single_copy", shapes_of(full_parameters(model)))["epoch"]
-    served = server.state()["weight_version"]
-    for step in ("prepare", "pause"):
-        client.post(step, {"epoch": epoch, "version": 9})
-    assert server.state()["state"] == "paused"
-    waited = server.generate([1, 2], max_tokens=2)  # comes back when the server has given up waiting
-    assert waited["weight_versions"] == [served]
+def start_late_trainer(processes: Processes, server: VllmServer) -> ManagedProcess:
+    """One that has been told that the server stands still, and has stopped (SIGSTOP) before it writes."""
+    command = [sys.executable, ROOT / "tests/e2e/late_trainer.py", str(server.port), server.model, str(BRIDGE_TIMEOUT)]
+    trainer = processes.start("late trainer", command, may_finish=True)
+    processes.wait_for_text(trainer, "about to write", 60)
+    return trainer
+
+
+def test_a_trainer_that_is_stopped_before_its_first_write(
+    server: VllmServer, processes: Processes, free_port: Callable[[], int]
+) -> None:
+    before = server.state()
+    asking: list[dict[str, list]] = []  # type: ignore[type-arg]
+    trainer = start_late_trainer(processes, server)
+    held = threading.Thread(target=lambda: asking.append(server.generate([1, 2], max_tokens=4, ignore_eos=True)))
+    held.start()
+    # It may write as soon as it goes on, whatever the checksum of the weights is now.
+    state = wait_for_state(server, "unhealthy", 2 * BRIDGE_TIMEOUT)
+    who = f"{os.uname().nodename}:{trainer.command_pid()}"
+    assert (state["engine"], state["checksums"]) == ("paused", before["checksums"])
+    assert f"nothing from trainer {who}" in str(state["last_error"])
+    assert f"let it go on, so that it gives that back, or end its process: {who}" in str(state["undecided"])
+    refuses_to_sample(server)
+    other = BridgeServer("localhost", server.port, BRIDGE_TIMEOUT)
+    with pytest.raises(BridgeError, match=rf"nobody else may write the weights now: trainer {who} may still write"):
+        other.init("single_copy", shapes_of(full_parameters(load_model(str(server.model), torch.float32))))
+    other.close()
+    assert not asking, "a token was sampled from weights that might change under it"
+
+    os.kill(trainer.command_pid(), signal.SIGCONT)
+    said = processes.finish(trainer, BRIDGE_TIMEOUT)
+    held.join(BRIDGE_TIMEOUT)
+    assert "the server's lease ran out" in said
+    assert "doing the update to version 1 anew" in said
     state = server.state()
-    assert state["state"] == "serving"
-    assert "nothing from trainer" in str(state["last_error"])
-    with pytest.raises(BridgeError, match="cannot go to transferred from serving"):
-        client.post("commit", {"epoch": epoch, "version": 9, "checksums": ["0"]})
+    assert (state["state"], state["weight_version"], state["engine"]) == ("serving", 1, "running")
+    assert f"with checksum {state['checksums'][0]}" in said  # type: ignore[index]
+    spans = asking[0]["weight_version_spans"][0]
+    # The old weights are served again between the lease's return and the update that is done anew.
+    assert {version for version, _ in spans} <= {before["weight_version"], 1}
+    assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
+
+
+def test_a_trainer_that_is_killed_before_its_first_write_leaves_the_old_version(
+    server: VllmServer, processes: Processes
+) -> None:
+    before = server.state()
+    trainer = start_late_trainer(processes, server)
+    assert server.state()["state"] == "paused"
+    asking: list[dict[str, list]] = []  # type: ignore[type-arg]
+    held = threading.Thread(target=lambda: asking.append(server.generate([1, 2], max_tokens=4, ignore_eos=True)))
+    held.start()
+    processes.kill(trainer)
+    state = wait_for_state(server, "serving", BRIDGE_TIMEOUT)
+    held.join(BRIDGE_TIMEOUT)
+    assert (state["weight_version"], state["checksums"]) == (before["weight_version"], before["checksums"])
+    assert asking[0]["weight_versions"] == [before["weight_version"]]
+    assert re.search("has ended", str(state["last_error"]))
+
+
+def test_a_step_that_comes_after_the_deadline_is_told_apart(server: VllmServer) -> None:
+    client = BridgeServer("localhost", server.port, BRIDGE_TIMEOUT)
+    epoch = client.init("single_copy", shapes_of(full_parameters(load_model(str(server.model), torch.float32))))["epoch"]
+    client.post("prepare", {"epoch": epoch, "version": 9})
+    lease = client.pause(epoch, 9)
+    assert 0 < lease["deadline"] - time.monotonic() <= BRIDGE_TIMEOUT
+    stale = {"epoch": epoch, "version": 9, "checksums": ["0"], "lease": "another"}
+    with pytest.raises(LeaseLost, match="the lease another does not count"):
+        client.post("commit", stale)
+    assert client.abort(epoch, "no wish to go on")
+    assert server.state()["state"] == "serving"
+    with pytest.raises(LeaseLost, match="no lease is out"):
+        client.commit(epoch, 9, ["0"])
+    with pytest.raises(LeaseLost, match=r"cannot go to paused from serving.*no wish to go on"):
+        client.pause(epoch, 9)
     client.close()
 
 
@@ -337,35 +386,3 @@ def test_the_config_file_is_private_and_complete(server: VllmServer) -> None:
     assert path.name == "vllm_bridge_config.json"
     assert path.stat().st_mode & 0o777 == 0o600
     assert "model.layers.1.mlp.gate_up_proj.weight" in path.read_text()
-
-
-def test_two_ranks_get_their_own_shards(
-    processes: Processes, free_port: Callable[[], int], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = start_vllm(processes, free_port, tiny_model, tmp_path, flags=("--tensor-parallel-size", "2"))
-    for rank in range(2):
-        assert f"Weight updater thread started (name: WeightUpdater_TP{rank})" in server.log
-    with joined(server, "overlapped", free_port, monkeypatch) as (bridge, model):
-        report = bridge.sync(1, new_weights(model, 1))
-        expected = checksums(server, model)
-        assert server.state()["checksums"] == expected
-        assert expected[0] == report.checksum != expected[1]
-        assert largest_difference(server, model) < TOLERANCE
-    single = SingleCopyBridge(BridgeServer("localhost", server.port, BRIDGE_TIMEOUT))
-    with pytest.raises(BridgeError, match=r"vLLM's 2 ranks.*--use-shared-memory"):
-        single.connect(model)
-
-
-def test_a_server_that_does_not_share_says_so(
-    processes: Processes, free_port: Callable[[], int], tiny_model: Path, tmp_path: Path
-) -> None:
-    server = start_vllm(processes, free_port, tiny_model, tmp_path, shared=False)
-    with pytest.raises(BridgeError, match="VLLM_ENABLE_SHARED_WEIGHTS"):
-        BroadcastBridge(BridgeServer("localhost", server.port, BRIDGE_TIMEOUT)).serving_dtype()
-    assert len(server.generate([1, 2, 3], max_tokens=3, ignore_eos=True)["token_ids"][0]) == 3
-
-
-def test_no_server_is_one_line_with_the_remedy(free_port: Callable[[], int]) -> None:
-    port = free_port()
-    with pytest.raises(BridgeError, match=rf"no vLLM server at http://localhost:{port}.*vllm_api_server.py"):
-        BroadcastBridge(BridgeServer("localhost", port, 1.0)).serving_dtype()

@@ -48,6 +48,7 @@ def test_the_figures_follow_the_state(registry: CollectorRegistry) -> None:
     metrics.refresh(state.to_json())
     assert figures(registry) == {
         "lockstep_weight_version": 3,
+        "lockstep_weight_epoch": 0,
         "lockstep_bridge_epoch": 0,
         "lockstep_bridge_healthy": 1,
         "lockstep_bridge_updating": 0,
@@ -67,6 +68,7 @@ def test_the_figures_follow_the_state(registry: CollectorRegistry) -> None:
     now = figures(registry)
     assert (now["lockstep_bridge_healthy"], now["lockstep_weight_update_failures_total"]) == (0, 1)
 
+    state.begin_epoch("trainer", "broadcast", weight_epoch=1_700_000_000_123)
     for version in (4, 5):
         updated(state, version)
     state.last_update = {"to_paused": 0.25, "to_serving": 0.5}
@@ -77,6 +79,7 @@ def test_the_figures_follow_the_state(registry: CollectorRegistry) -> None:
     metrics.refresh(state.to_json())
     now = figures(registry)
     assert now["lockstep_weight_version"] == 5
+    assert now["lockstep_weight_epoch"] == 1_700_000_000_123
     assert now["lockstep_bridge_healthy"] == 1
     assert now["lockstep_weight_updates_total"] == 2
     assert now["lockstep_weight_update_failures_total"] == 1

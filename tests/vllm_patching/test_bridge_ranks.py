@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from vllm_patching.bridge_ranks import CAN_CHECK_AND_GO_ON, CHECK_AND_GO_ON, BridgeRefusal, RankCalls
+from vllm_patching import bridge_ranks
+from vllm_patching.bridge_ranks import CAN_CHECK_AND_GO_ON, CHECK_AND_GO_ON, BridgeRefusal, RankCalls, compare
 from vllm_patching.compat import UnsupportedVllm
 
 TIMEOUT = 0.2
@@ -48,7 +49,7 @@ class EngineCore:
 
     async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
         assert (mode, clear_cache) == ("keep", False)
-        await asyncio.gather(*self.background)  # it does one thing after the other
+        await asyncio.shield(asyncio.gather(*self.background))  # it does one thing after the other
         self.paused = True
 
 
@@ -61,36 +62,51 @@ class Engine:
         return self.engine_core.dead
 
 
-async def ask(core: EngineCore) -> tuple[list[Any], float | None]:
-    return await RankCalls(Engine(core), TIMEOUT).check_and_go_on("lockstep_check", ["a"], 3)
+async def ask(core: EngineCore, late: list[float] | None = None) -> tuple[list[Any], float | None, bool]:
+    told = [] if late is None else late
+    return await RankCalls(Engine(core), TIMEOUT).check_and_go_on("lockstep_check", ["a"], 3, told.append)
 
 
 @pytest.mark.asyncio
 async def test_the_answers_and_the_moment_come_back() -> None:
     core = EngineCore()
-    answers, moment = await ask(core)
+    answers, moment, runs = await ask(core)
     assert answers == [{"tp_rank": 0, "checksum": "a", "not_finite": ""}]
     assert moment is not None
     assert moment <= time.monotonic()
+    assert runs
     assert not core.paused
 
 
 @pytest.mark.asyncio
 async def test_other_weights_leave_it_paused() -> None:
     core = EngineCore(held="b")
-    answers, moment = await ask(core)
-    assert (answers[0]["checksum"], moment, core.paused) == ("b", None, True)
+    answers, moment, runs = await ask(core)
+    assert (answers[0]["checksum"], moment, runs, core.paused) == ("b", None, False, True)
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("obeys_deadline", [True, False], ids=["too late to go on", "went on at the last moment"])
-async def test_after_a_late_answer_it_stands_still(obeys_deadline: bool) -> None:
+async def test_after_a_late_answer_it_stands_still_and_the_answer_is_heard(obeys_deadline: bool) -> None:
     core = EngineCore(late=2 * TIMEOUT, obeys_deadline=obeys_deadline)
+    answers, moment, runs = await ask(core)
+    assert (answers[0]["checksum"], moment is not None, runs, core.paused) == ("a", not obeys_deadline, False, True)
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_does_not_even_stop_says_later_when_it_went_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bridge_ranks, "_STOP_SECONDS", TIMEOUT / 2)
+    core, late = EngineCore(late=3 * TIMEOUT, obeys_deadline=False), []
+    begun = time.monotonic()
     with pytest.raises(BridgeRefusal, match=r"vLLM's workers did not answer lockstep_check within 0\.2 s") as refusal:
-        await ask(core)
+        await ask(core, late)
     assert refusal.value.status == 504
+    assert not late
     await asyncio.gather(*core.background)
-    assert core.paused
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert len(late) == 1
+    assert late[0] > begun + TIMEOUT
 
 
 @pytest.mark.asyncio
@@ -108,6 +124,28 @@ async def test_a_vllm_without_the_plugin_is_refused_at_the_start() -> None:
     core.methods.clear()
     with pytest.raises(UnsupportedVllm, match="has not loaded the plugin of vllm_patching/plugin"):
         await RankCalls(Engine(core), TIMEOUT).require_engine_core()
+
+
+class Broken:
+    """An engine one of whose workers raises; it lives."""
+
+    errored = False
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        raise RuntimeError("Worker failed with error 'no such tensor'\nplease check the stack trace")
+
+
+@pytest.mark.asyncio
+async def test_a_worker_that_raises_is_an_answer_like_any_other() -> None:
+    with pytest.raises(BridgeRefusal, match=r"failed in lockstep_check: Worker failed with error 'no such tensor'; the"):
+        await RankCalls(Broken(), TIMEOUT).call("lockstep_check")
+
+
+def test_writes_that_did_not_come_in_time_are_no_weights() -> None:
+    late = {"tp_rank": 1, "checksum": "", "not_finite": "", "late": "trainer host:1 has not finished its writes"}
+    with pytest.raises(BridgeRefusal, match="rank 1 does not have version 3: trainer host:1 has not finished") as refusal:
+        compare([{"tp_rank": 0, "checksum": "a", "not_finite": ""}, late], ["a", "b"], 3, "holds")
+    assert refusal.value.status == 504
 
 
 class Rooms:

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vllm_patching.bridge_state import IN_UPDATE, BridgeConflict, BridgeState, Phase
+from vllm_patching.bridge_state import IN_UPDATE, BridgeConflict, BridgeState, Phase, UpdateGivenUp
 
 UPDATE = [Phase.PREPARED, Phase.PAUSED, Phase.TRANSFERRED, Phase.COMMITTED, Phase.VERIFIED, Phase.SERVING]
 OVERLAPPED = [Phase.PREPARED, Phase.TRANSFERRED, Phase.PAUSED, Phase.COMMITTED, Phase.VERIFIED, Phase.SERVING]
@@ -78,8 +78,10 @@ def test_weights_that_were_a_mixture_stay_unhealthy_until_an_update_is_verified(
     state.fail("torn", weights_intact=False)
     assert not state.healthy
     state.advance(Phase.PREPARED, 1)
-    state.fail("again, before anything was written", weights_intact=True)
-    assert not state.healthy, "the weights under it are still the mixture"
+    assert not state.healthy, "an update that mends them has begun, and the weights are still the mixture"
+    state.fail("again", weights_intact=False)
+    state.decide(weights_intact=False)
+    assert not state.healthy
     run_update(state, 1)
     assert state.healthy
     assert state.last_error == ""
@@ -95,6 +97,48 @@ def test_a_server_that_awaits_weights_is_healthy_only_after_an_update() -> None:
     assert not state.healthy, "the checkpoint's weights are still not the trainer's"
     run_update(state, 4)
     assert state.healthy
+
+
+def test_what_is_undecided_turns_out_well_or_not() -> None:
+    state = BridgeState(weight_version=3)
+    state.begin_epoch("trainer", "single_copy")
+    for intact in (True, False):
+        state.advance(Phase.PREPARED, 4)
+        state.fail("silent", weights_intact=False, undecided="it may still write")
+        assert (state.healthy, state.to_json()["undecided"]) == (False, "it may still write")
+        state.decide(intact)
+        assert (state.healthy, state.undecided, state.weight_version) == (intact, "", 3)
+
+
+def test_a_checkpoints_weights_are_not_served_where_others_are_awaited_though_they_are_whole() -> None:
+    state = BridgeState()
+    state.await_weights("restarted under a trainer")
+    state.decide(weights_intact=True)
+    assert not state.healthy
+
+
+def test_a_step_of_an_update_that_was_given_up_is_told_apart() -> None:
+    state = BridgeState()
+    state.begin_epoch("trainer", "single_copy")
+    state.advance(Phase.PREPARED, 1)
+    state.fail("silent", weights_intact=True)
+    with pytest.raises(UpdateGivenUp, match=r"only from prepared \(the last update failed: silent"):
+        state.check(1, 1, Phase.PAUSED)
+    with pytest.raises(BridgeConflict) as other:
+        state.check(1, 2, Phase.PAUSED)
+    assert not isinstance(other.value, UpdateGivenUp)
+    state.check(1, 1, Phase.PREPARED)
+
+
+def test_the_weight_epoch_is_that_of_the_trainer_whose_weights_are_served() -> None:
+    state = BridgeState()
+    state.begin_epoch("first", "broadcast", weight_epoch=100)
+    assert state.weight_epoch == 0, "the checkpoint's weights are served until an update"
+    run_update(state, 1)
+    state.begin_epoch("second", "broadcast", weight_epoch=200)
+    assert (state.weight_epoch, state.next_weight_epoch) == (100, 200)
+    run_update(state, 1)
+    assert state.to_json()["weight_epoch"] == 200
 
 
 class Machine(RuleBasedStateMachine):
@@ -125,15 +169,21 @@ class Machine(RuleBasedStateMachine):
             self.live_is_whole = True
 
     @precondition(lambda self: self.state.in_update)
-    @rule(intact=st.booleans())
-    def fail(self, intact: bool) -> None:
-        self.live_is_whole = self.live_is_whole and intact
-        self.state.fail("x", weights_intact=intact)
+    @rule(torn=st.booleans(), known=st.booleans())
+    def fail(self, torn: bool, known: bool) -> None:
+        self.live_is_whole = self.live_is_whole and not torn
+        self.state.fail("x", weights_intact=known and self.live_is_whole, undecided="" if known else "who knows")
+
+    @precondition(lambda self: bool(self.state.undecided))
+    @rule()
+    def decide(self) -> None:
+        self.state.decide(self.live_is_whole)
 
     @invariant()
     def serves_whole_weights_or_is_unhealthy(self) -> None:
         if self.state.phase is Phase.SERVING:
             assert self.live_is_whole
+            assert not self.state.undecided
         assert (self.state.target_version is not None) == (self.state.phase in IN_UPDATE)
 
 

@@ -8,6 +8,7 @@ from fastapi.testclient import TestClient
 
 from vllm_patching.lora import AdapterSpans
 from vllm_patching.routes import LockstepService, make_router
+from vllm_patching.version_spans import Span, Weights
 
 ROUTES = [("GET", "/lora/status"), ("GET", "/lora/info"), ("POST", "/lora/load"), ("POST", "/lora/unload")]
 BODY = {"path": "/adapters/one", "version": 1}
@@ -38,9 +39,9 @@ def test_a_body_that_does_not_fit_is_refused(body: dict[str, object]) -> None:
 def test_a_request_keeps_the_version_that_it_began_with() -> None:
     spans = AdapterSpans(3)
     spans.start("before")
-    spans.version = 4
+    spans.weights = Weights(7, 4)
     spans.start("after")
     spans.start("gone")
     spans.forget("gone")
-    assert spans.finish("before", 10) == [(3, 10)]
-    assert spans.finish("after", 0) == [(4, 0)]
+    assert spans.finish("before", 10) == [Span(Weights(0, 3), 10)]
+    assert spans.finish("after", 0) == [Span(Weights(7, 4), 0)]
