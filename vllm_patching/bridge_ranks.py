@@ -19,6 +19,8 @@ _PATIENCE_SECONDS = 0.05
 _ANSWER_SECONDS = 1.0
 """How long before the end of our own wait the engine must not go on any more: its answer has to arrive in time."""
 _STOP_SECONDS = 2.0
+_LOOK_SECONDS = 0.25
+"""How often it is looked whether the engine that is waited for has died."""
 
 CHECK_AND_GO_ON = "lockstep_check_and_go_on"
 CAN_CHECK_AND_GO_ON = "lockstep_can_check_and_go_on"
@@ -45,10 +47,11 @@ async def answer_in_time(engine: Any, question: Awaitable[Any], what: str, limit
         BridgeRefusal: there was none in time, or an error, or the engine has died.
         UnsupportedVllm: this vLLM cannot be asked that.
     """
+    asked = asyncio.ensure_future(question)
     try:
-        return await asyncio.wait_for(question, limit)
-    except TimeoutError:
-        raise BridgeRefusal(504, f"{who} did not answer {what} within {limit:g} s") from None
+        if not await answered(engine, asked, limit):
+            raise BridgeRefusal(504, f"{who} did not answer {what} within {limit:g} s")
+        return asked.result()
     except (compat.UnsupportedVllm, BridgeRefusal):
         raise
     except Exception as error:
@@ -56,6 +59,26 @@ async def answer_in_time(engine: Any, question: Awaitable[Any], what: str, limit
             raise BridgeRefusal(503, "vLLM's engine process has died; restart the server") from error
         told = str(error).strip().splitlines() or [type(error).__name__]
         raise BridgeRefusal(502, f"{who} failed in {what}: {told[0][:500]}; the server's log has more") from error
+    finally:
+        asked.cancel()
+
+
+async def answered(engine: Any, asked: asyncio.Future[Any], limit: float) -> bool:
+    """Wait for an answer of vLLM's engine, whatever it is. Returns whether it has come within `limit` seconds.
+
+    Raises:
+        BridgeRefusal: the engine's process has died. vLLM leaves what it was asked unanswered then.
+    """
+    deadline = time.monotonic() + limit
+    while True:
+        await asyncio.wait({asked}, timeout=max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic())))
+        if asked.done():
+            return True
+        if compat.engine_is_dead(engine):
+            asked.cancel()
+            raise BridgeRefusal(503, "vLLM's engine process has died; restart the server")
+        if time.monotonic() >= deadline:
+            return False
 
 
 def _tell_late(answer: asyncio.Future[Any], went_on: Callable[[float], None]) -> None:
@@ -122,13 +145,12 @@ class RankCalls:
         asked = compat.ask_engine_core(self._engine, CHECK_AND_GO_ON, method, list(expected), version, deadline)
         question = asyncio.ensure_future(asked)
         runs = True
-        await asyncio.wait({question}, timeout=self._timeout)
-        if not question.done():
+        if not await answered(self._engine, question, self._timeout):
             stop = compat.pause_and_keep(self._engine, clear_cache=False)
             with suppress(BridgeRefusal):
                 await answer_in_time(self._engine, stop, "a pause", _STOP_SECONDS, self._who)
                 runs = False
-                await asyncio.wait({question}, timeout=_STOP_SECONDS)
+                await answered(self._engine, question, _STOP_SECONDS)
         if not question.done():
             question.add_done_callback(lambda late: _tell_late(late, went_on))
             raise BridgeRefusal(504, f"{self._who} did not answer {method} within {self._timeout:g} s")

@@ -55,8 +55,8 @@ class LoraRefusal(RuntimeError):
 class AdapterSpans(VersionSpans):
     """Of requests that keep the weights they began with."""
 
-    def __init__(self, version: int = 0) -> None:
-        super().__init__(version)
+    def __init__(self, version: int = 0, epoch: int = 0) -> None:
+        super().__init__(version, epoch)
         self._began: dict[str, Weights] = {}
 
     def start(self, request_id: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from vllm_patching.bridge_ranks import CAN_CHECK_AND_GO_ON, CHECK_AND_GO_ON, Bri
 from vllm_patching.compat import UnsupportedVllm
 
 TIMEOUT = 0.2
+LONG = 1000.0
+"""For what must not end by a limit, on a busy machine either."""
 
 
 class Renderer:
@@ -61,16 +64,22 @@ class Engine:
     def errored(self) -> bool:
         return self.engine_core.dead
 
+    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        await asyncio.sleep(self.engine_core.late)
+        return [method]
 
-async def ask(core: EngineCore, late: list[float] | None = None) -> tuple[list[Any], float | None, bool]:
+
+async def ask(
+    core: EngineCore, late: list[float] | None = None, timeout: float = TIMEOUT
+) -> tuple[list[Any], float | None, bool]:
     told = [] if late is None else late
-    return await RankCalls(Engine(core), TIMEOUT).check_and_go_on("lockstep_check", ["a"], 3, told.append)
+    return await RankCalls(Engine(core), timeout).check_and_go_on("lockstep_check", ["a"], 3, told.append)
 
 
 @pytest.mark.asyncio
 async def test_the_answers_and_the_moment_come_back() -> None:
     core = EngineCore()
-    answers, moment, runs = await ask(core)
+    answers, moment, runs = await ask(core, timeout=LONG)
     assert answers == [{"tp_rank": 0, "checksum": "a", "not_finite": ""}]
     assert moment is not None
     assert moment <= time.monotonic()
@@ -81,7 +90,7 @@ async def test_the_answers_and_the_moment_come_back() -> None:
 @pytest.mark.asyncio
 async def test_other_weights_leave_it_paused() -> None:
     core = EngineCore(held="b")
-    answers, moment, runs = await ask(core)
+    answers, moment, runs = await ask(core, timeout=LONG)
     assert (answers[0]["checksum"], moment, runs, core.paused) == ("b", None, False, True)
 
 
@@ -118,12 +127,30 @@ async def test_a_dead_engine_is_named() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("question", ["check", "call"])
+async def test_an_engine_that_dies_while_it_is_asked_is_not_waited_for(question: str) -> None:
+    """Its front end answers neither with a result nor with an error; only the test's own limit would end the wait."""
+    core = EngineCore(late=2 * LONG)
+    asyncio.get_running_loop().call_later(0.01, setattr, core, "dead", True)
+    ranks = RankCalls(Engine(core), LONG)
+    questions: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
+        "check": lambda: ranks.check_and_go_on("lockstep_check", ["a"], 3, lambda _: None),
+        "call": lambda: ranks.call("lockstep_check"),
+    }
+    with pytest.raises(BridgeRefusal, match="engine process has died; restart the server") as refusal:
+        await questions[question]()
+    assert refusal.value.status == 503
+    for task in core.background:
+        task.cancel()
+
+
+@pytest.mark.asyncio
 async def test_a_vllm_without_the_plugin_is_refused_at_the_start() -> None:
     core = EngineCore()
-    await RankCalls(Engine(core), TIMEOUT).require_engine_core()
+    await RankCalls(Engine(core), LONG).require_engine_core()
     core.methods.clear()
     with pytest.raises(UnsupportedVllm, match="has not loaded the plugin of vllm_patching/plugin"):
-        await RankCalls(Engine(core), TIMEOUT).require_engine_core()
+        await RankCalls(Engine(core), LONG).require_engine_core()
 
 
 class Broken:
@@ -138,7 +165,7 @@ class Broken:
 @pytest.mark.asyncio
 async def test_a_worker_that_raises_is_an_answer_like_any_other() -> None:
     with pytest.raises(BridgeRefusal, match=r"failed in lockstep_check: Worker failed with error 'no such tensor'; the"):
-        await RankCalls(Broken(), TIMEOUT).call("lockstep_check")
+        await RankCalls(Broken(), LONG).call("lockstep_check")
 
 
 def test_writes_that_did_not_come_in_time_are_no_weights() -> None:
