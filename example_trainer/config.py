@@ -57,7 +57,7 @@ class TrainerConfig(BaseModel):
     vllm_command: str | None = Field(
         None,
         min_length=1,
-        description="what starts that server, with {model}, {name} and {port}, and {version} if wanted; "
+        description="what starts that server, with {model}, {name} and {port}, and {version} and {epoch} if wanted; "
         "not given: this project's own server",
     )
     vllm_args: str = Field("", description='further flags for that server, in quotes: --vllm-args "--max-model-len 4096"')

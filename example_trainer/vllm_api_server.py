@@ -3,7 +3,8 @@
     VLLM_ENABLE_SHARED_WEIGHTS=1 python -u example_trainer/vllm_api_server.py --model Qwen/Qwen2.5-14B-Instruct \\
         --tensor-parallel-size 2 --port 9001 --dtype bfloat16
 
-Takes every flag of `vllm serve`. Our own: --allow-host, --bridge-timeout, --deterministic, --inflight-cache, --weight-version.
+Takes every flag of `vllm serve`. Our own: --allow-host, --bridge-timeout, --deterministic, --inflight-cache, --weight-version,
+--weight-epoch.
 Environment: VLLM_ENABLE_SHARED_WEIGHTS=1 shares the weights with a trainer; LOGDIR is where vllm_bridge_config.json goes
 (default: the working directory); VLLM_API_KEY is the key that callers must have (without one see vllm_patching/access.py).
 """
@@ -82,6 +83,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="the optimizer step that --model was saved at, which /generate reports until an update (default: %(default)s)",
     )
     parser.add_argument(
+        "--weight-epoch",
+        type=int,
+        default=0,
+        help="the life of the trainer that saved --model (Unix milliseconds of its start), which /generate reports beside the "
+        "version; 0: none did (default: %(default)s)",
+    )
+    parser.add_argument(
         "--inflight-cache",
         choices=["recompute", "keep"],
         default="recompute",
@@ -111,6 +119,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         fail(f"--bridge-timeout {args.bridge_timeout:g} must be larger than 0 (seconds)")
     if args.weight_version < 0:
         fail(f"--weight-version {args.weight_version} must be 0 or larger")
+    if args.weight_epoch < 0:
+        fail(f"--weight-epoch {args.weight_epoch} must be 0 or larger")
     return args
 
 
@@ -283,10 +293,13 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Doo
     logger = compat.worker_logger("lockstep.server")
     service = LockstepService()
     background: set[asyncio.Task[None]] = set()
-    spans = AdapterSpans(args.weight_version) if args.enable_lora else VersionSpans(args.weight_version)
+    kind = AdapterSpans if args.enable_lora else VersionSpans
+    spans = kind(args.weight_version, args.weight_epoch)
 
     def bridge_state() -> dict[str, Any]:
-        return service.bridge.status() if service.bridge is not None else {"weight_version": spans.version}
+        if service.bridge is not None:
+            return service.bridge.status()
+        return {"weight_version": spans.weights.version, "weight_epoch": spans.weights.epoch}
 
     def on_app(app: Any) -> None:
         attach(app, service, door)
@@ -299,7 +312,7 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Doo
             directory = Path(os.environ.get("LOGDIR", "."))
             keep = args.inflight_cache == "keep"
             bridge = BridgeController(engine, args.model, args.dtype, args.bridge_timeout, directory, spans, keep, args.port)
-            bridge.state.weight_version = args.weight_version
+            bridge.state.weight_version, bridge.state.weight_epoch = args.weight_version, args.weight_epoch
             try:
                 await bridge.start()
             except ConfigFileError as error:

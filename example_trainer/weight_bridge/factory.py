@@ -41,7 +41,7 @@ def make_bridge(
     """
     if config.weight_bridge_mode == "none":
         if config.vllm_restart_interval is not None:
-            return RestartBridge(config, stop or StopSignal())
+            return RestartBridge(config, stop or StopSignal(), weight_epoch)
         logger.info(
             "[Bridge] --weight-bridge-mode none: vLLM keeps the weights that it was started with, and nothing is sent to it "
             "(--vllm-restart-interval N restarts it on a checkpoint every N steps)"

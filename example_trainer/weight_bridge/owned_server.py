@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parents[2]
 OWN_COMMAND = (
     f"{shlex.quote(sys.executable)} -u {shlex.quote(str(ROOT / 'example_trainer' / 'vllm_api_server.py'))} "
-    "--model {model} --served-model-name {name} --port {port} --weight-version {version}"
+    "--model {model} --served-model-name {name} --port {port} --weight-version {version} --weight-epoch {epoch}"
 )
 STOP_SECONDS = 30.0
 """How long a server has between SIGTERM and SIGKILL."""
@@ -48,17 +48,18 @@ class ServerDied(BridgeError):
 
 @dataclass(frozen=True)
 class Served:
-    """What a server was started on: a checkpoint's folder or a model's name, and the weight version that it holds."""
+    """What a server was started on: a checkpoint's folder or a model's name, and the weight version and epoch that it holds."""
 
     model: str
     version: int
+    epoch: int = 0
 
 
 class OwnedServer:
     """At most one running server.
 
     Args:
-        command: what starts it, with {model}, {name}, {port} and {version} in it.
+        command: what starts it, with {model}, {name}, {port}, {version} and {epoch} in it.
         arguments: further flags.
         name: under which the server offers the model whatever checkpoint it holds, so that clients need not follow.
         host, port: where it will listen.
@@ -107,14 +108,15 @@ class OwnedServer:
         Raises:
             BridgeError: the command names a placeholder that there is not, or is no shell words.
         """
-        values = {"model": served.model, "name": self._name, "version": served.version, "port": self.port}
+        values: dict[str, str | int] = {"model": served.model, "name": self._name, "port": self.port}
+        values |= {"version": served.version, "epoch": served.epoch}
         try:
             words = [word.format(**values) for word in shlex.split(self._template)]
             return words + shlex.split(self._arguments)
         except (KeyError, IndexError, ValueError) as error:
             raise BridgeError(
                 f"--vllm-command {self._template!r} or --vllm-args {self._arguments!r} cannot be used ({error}); "
-                "the placeholders are {model}, {name}, {port} and {version}"
+                "the placeholders are {model}, {name}, {port}, {version} and {epoch}"
             ) from error
 
     def start(self, served: Served) -> None:

@@ -37,18 +37,19 @@ class RestartBridge(WeightBridge):
     Args:
         config: --vllm-restart-interval and what belongs to it.
         stop: heeded while a server loads.
+        weight_epoch: names this trainer's weights; the server is told beside their version.
 
     Raises:
         ConfigError: --vllm-host is another machine.
     """
 
-    def __init__(self, config: TrainerConfig, stop: StopSignal) -> None:
+    def __init__(self, config: TrainerConfig, stop: StopSignal, weight_epoch: int = 0) -> None:
         if not is_this_machine(config.vllm_host):
             raise ConfigError(
                 f"--vllm-host {config.vllm_host} is another machine, and --vllm-restart-interval starts vLLM on this one; "
                 "leave --vllm-host out, or leave out --vllm-restart-interval and restart that server yourself"
             )
-        self._config, self._stop = config, stop
+        self._config, self._stop, self._weight_epoch = config, stop, weight_epoch
         self._server = OwnedServer(
             config.vllm_command or OWN_COMMAND,
             config.vllm_args,
@@ -91,11 +92,12 @@ class RestartBridge(WeightBridge):
         write_weights()
         seconds: dict[str, float] = {}
         if self._server.served is None:
-            self._restart(Served(self._first_model, version), seconds)
+            self._restart(Served(self._first_model, version, self._weight_epoch), seconds)
             self._watch = threading.Thread(target=self._look_after, name="vLLM watch", daemon=True)
             self._watch.start()
         elif self._config.restarts_vllm_at(version):
-            self._restart(Served(str((self._config.save_path / f"step_{version}").resolve()), version), seconds)
+            checkpoint = (self._config.save_path / f"step_{version}").resolve()
+            self._restart(Served(str(checkpoint), version, self._weight_epoch), seconds)
         if self._failure is not None:
             raise self._failure
         served = self._server.served

@@ -15,6 +15,7 @@ import pytest
 
 from example_trainer.child_processes.guard import descendants, parents
 from example_trainer.child_processes.ports import is_free
+from example_trainer.runs import marked_run
 from tests.conftest import ROOT, Processes
 from tests.e2e.bridge_helpers import made_up_group
 
@@ -48,10 +49,10 @@ def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
     def wait_for_step(step: int) -> None:
         processes.wait_until(f"step {step}", lambda: None if len(rows()) >= step else f"{len(rows())} steps", 400)
 
-    def versions_of_an_answer() -> list[int]:
+    def weights_of_an_answer() -> tuple[list[int], list[int]]:
         body = {"prompt": {"prompt_token_ids": [5, 6, 7]}, "max_tokens": 2}
-        answer: list[int] = httpx.post(f"{vllm}/generate", json=body, timeout=60).json()["weight_versions"]
-        return answer
+        answer = httpx.post(f"{vllm}/generate", json=body, timeout=60).json()
+        return answer["weight_versions"], answer["weight_epochs"]
 
     # Rollouts for two steps and no more: the trainer stands still after them, and whatever is looked at stays as it is.
     for number in range(2 * 4):
@@ -59,7 +60,9 @@ def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
     wait_for_step(2)
     assert [row["weight_version"] for row in rows()] == [0, 2]
     assert re.findall(r"==== weight version (\d+): ", log.read_text()) == ["0", "2"]
-    assert versions_of_an_answer() == [2]
+    run = marked_run(tmp_path / "checkpoints")
+    assert run is not None
+    assert weights_of_an_answer() == ([2], [run.epoch])
     assert "lockstep_weight_version 2.0" in httpx.get(f"{vllm}/metrics", timeout=30).text
     shown = httpx.get(f"http://localhost:{metrics_port}/metrics", timeout=60).text
     assert "lockstep_trainer_served_weight_version 2.0" in shown
