@@ -70,7 +70,8 @@ def updates(file: str, title: Callable[[Book], str]) -> Callable[[Book], str]:
             rows.append([f"first byte to verified, {CONDITIONS[condition]}", *cells])
         usual = [book.maybe(file, f"{p}/{c}/usual_gap_ms/median") for p in sides.values() for c in conditions]
         gaps = [gap for gap in usual if gap is not None]
-        places = {name: (file, f"{place}/{conditions[-1]}") for name, place in sides.items()}
+        last = {p: [c for c in conditions if book.maybe(file, f"{p}/{c}/updates")][-1] for p in sides.values()}
+        places = {name: (file, f"{place}/{last[place]}") for name, place in sides.items()}
         text = markdown([title(book), *sides], rows)
         between = " to ".join(dict.fromkeys(f"{gap:.0f}" for gap in (min(gaps), max(gaps)))) if gaps else "?"
         count = max(book.maybe(file, f"{place}/{conditions[0]}/updates") or 0 for place in sides.values())

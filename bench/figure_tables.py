@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from bench import bridge_figures, determinism_figures
 from bench.bridge_figures import markdown, sources
@@ -49,6 +50,34 @@ def service_rates(book: Book) -> str:
     return f"{markdown(['', *sides], rows)}\n\n{told} {sources(book, {'all': ('rollout_api_load', 'load')})}"
 
 
+def memory_plan(book: Book) -> str:
+    """What the memory plan says of each configuration, beside what the allocator gave out at most."""
+    results = book.get("memory_plan", "results")
+    head = ["", "planned", "measured", "plan ÷ measured"]
+    rows = []
+    for index, result in enumerate(results):
+        asked = result["configuration"]
+        planned, allocated = (
+            book.number("memory_plan", f"results/{index}/{side}/greatest") for side in ("planned", "allocated")
+        )
+        rows.append(
+            [_configuration(asked), f"{planned / 1e9:.1f} GB", f"{allocated / 1e9:.1f} GB", f"{planned / allocated:.3f}"]
+        )
+    places = {row[0]: ("memory_plan", f"results/{index}") for index, row in enumerate(rows)}
+    return f"{markdown(head, rows)}\n\n{sources(book, places)}"
+
+
+def _configuration(asked: Mapping[str, Any]) -> str:
+    """`Qwen3-1.7B, bfloat16, 4 × 2048 tokens, LoRA`."""
+    words = [asked["shape"], asked["dtype"], f"{asked['batch']} × {asked['length']} tokens"]
+    words += ["checkpointed layers"] if asked["checkpointing"] else []
+    words += ["reference model"] if asked["reference"] else []
+    words += [f"LoRA of rank {asked['lora_rank']}"] if asked["lora_rank"] else []
+    words += [f"FSDP2 over {asked['ranks']} GPUs"] if asked["ranks"] > 1 else []
+    words += [f"sends to {asked['vllm_ranks']} rank(s) of vLLM"] if asked["vllm_ranks"] else []
+    return ", ".join(words)
+
+
 def span(seconds: float) -> str:
     """`2 min 41 s`."""
     minutes, rest = divmod(round(seconds), 60)
@@ -60,6 +89,7 @@ NAMED: dict[str, Callable[[Book], str]] = {
     **determinism_figures.NAMED,
     "quickstart_table": quickstart_table,
     "service_rates": service_rates,
+    "memory_plan": memory_plan,
     "quickstart_in_all": lambda book: span(book.number("quickstart", "seconds_in_all")),
 }
 """By the name that stands in the documents."""
@@ -69,8 +99,16 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "one block walks through 152,000 columns alone": "the vocabulary of Qwen's models",
         "0 of 16,384 tokens of the starter model differ": "printed by the command beside it, on an H200; no file was kept",
     },
+    "docs/environments.md": {
+        "as many as have 200,000 sampled tokens": "a limit of atroposlib/envs/rollout_page.py",
+        "`--max-body-bytes` (16 MiB)": "the default of that option",
+    },
     "docs/operations.md": {
-        "within 10 % of what autograd keeps": "asserted by the tests of example_trainer/memory_plan.py",
+        "within 5 % of that, and a layer's activations within 1 %": "asserted by tests/example_trainer/test_memory_plan.py",
+    },
+    "docs/rollout-service.md": {
+        "after decompression (1 MiB any other)": "a limit of atroposlib/api/middleware.py",
+        "a head has 64 KiB at most. Bodies from 1 MiB on": "limits of atroposlib/api",
     },
 }
 """Document -> passage that is written there word for word -> where its figure comes from, if not from bench/results/."""

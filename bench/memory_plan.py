@@ -24,7 +24,6 @@ import json
 import subprocess
 import tempfile
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ import torch
 from bench.gpu.machine import describe
 from bench.gpu.memory_worker import Configuration
 from bench.gpu.summary import table
+from bench.measured import measured
 
 WITHIN = 0.10
 SECONDS = 240
@@ -68,14 +68,14 @@ def run(asked: Configuration, output: Path) -> dict[str, Any]:
                 status = 124
         if status == 0 and result.exists():
             found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-            return found
+            return found | {"measured": measured()}
         tail = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-12:]
-        return {"configuration": asdict(asked), "error": f"status {status}", "log": tail}
+        return {"configuration": asdict(asked), "measured": measured(), "error": f"status {status}", "log": tail}
 
 
 def ratio(result: dict[str, Any]) -> float:
     """The plan's greatest moment, over what was measured."""
-    return float(result["planned"]["greatest"] / result["measured"]["greatest"])
+    return float(result["planned"]["greatest"] / result["allocated"]["greatest"])
 
 
 def report(result: dict[str, Any]) -> str:
@@ -83,11 +83,11 @@ def report(result: dict[str, Any]) -> str:
     name = result["configuration"]["name"]
     if "error" in result:
         return "\n".join([f"{name}: {result['error']}", *("    " + line for line in result["log"])])
-    planned, measured = result["planned"], result["measured"]
+    planned, allocated = result["planned"], result["allocated"]
     rows = [
         [part, *(f"{value / 1e9:.3f}" if value else "-" for value in (planned.get(part), seen)),
          f"{planned[part] / seen:.3f}" if part in planned and seen else "-"]
-        for part, seen in measured.items()
+        for part, seen in allocated.items()
     ]  # fmt: skip
     items = ", ".join(f"{item} {size / 1e9:.2f}" for item, size in result["items"].items())
     head = table([name, "planned GB", "measured GB", "ratio"], rows)
@@ -97,18 +97,11 @@ def report(result: dict[str, Any]) -> str:
     return f"{head}\n  planned: {items}\n  {more}"
 
 
-def commit() -> str:
-    """Of the working tree; empty where there is none."""
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder of memory_plan.json and the logs")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=[one.name for one in CONFIGURATIONS])
-    parser.add_argument("--commit", default=None, help="what was measured, where the working tree has no history")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     gpus = torch.cuda.device_count() if args.device == "cuda" else 2
@@ -120,16 +113,11 @@ def main() -> int:
         print(report(results[-1]) + "\n", flush=True)
     whole = [
         [r["configuration"]["name"], *(["-", "-", r["error"]] if "error" in r else
-         [f"{r['planned']['greatest'] / 1e9:.2f}", f"{r['measured']['greatest'] / 1e9:.2f}", f"{ratio(r):.3f}"])]
+         [f"{r['planned']['greatest'] / 1e9:.2f}", f"{r['allocated']['greatest'] / 1e9:.2f}", f"{ratio(r):.3f}"])]
         for r in results
     ]  # fmt: skip
     print(table(["greatest moment", "planned GB", "measured GB", "ratio"], whole))
-    answer = {
-        "machine": describe(),
-        "commit": commit() if args.commit is None else args.commit,
-        "date": datetime.now(UTC).date().isoformat(),
-        "results": results,
-    }
+    answer = {"machine": describe(), "results": results}
     (args.output / "memory_plan.json").write_text(json.dumps(answer, indent=1), encoding="utf-8")
     return 0 if all("error" not in r and abs(ratio(r) - 1) <= WITHIN for r in results) else 1
 

@@ -155,32 +155,32 @@ def measure(asked: Configuration, device: torch.device) -> dict[str, Any]:
         world_size=asked.ranks,
     )  # fmt: skip
     rank = dist.get_rank() if asked.ranks > 1 else 0
-    measured: dict[str, int] = {}
+    allocated: dict[str, int] = {}
     with Meter(device) as meter:
         model = random_model(asked, geometry, dtype, device)
         reference = random_model(asked, geometry, dtype, device).requires_grad_(False) if asked.reference else None
         optimizer = make_optimizer(config, model)
-        measured["after loading"] = meter.now
+        allocated["after loading"] = meter.now
         spread = asked.ranks > 1
         parameters = dict(model.named_parameters())
         mine = [layout for layout in layouts if layout.tp_rank % asked.ranks == rank]
         outgoing = [OutgoingWeights(layout, parameters, not spread, device) for layout in mine]
         pack(outgoing, model, spread and bool(layouts))
-        measured["after connecting"] = meter.now
+        allocated["after connecting"] = meter.now
         batch = random_batch(asked, geometry.vocab_size)
         for _ in range(WARM_UP_STEPS):
             take_step(model, optimizer, batch, config, reference, outgoing, bool(layouts))
-        measured["after a step"] = meter.now
+        allocated["after a step"] = meter.now
         parts = Parts(model, meter)
         meter.reset()
         take_step(model, optimizer, batch, config, reference, outgoing, bool(layouts), parts)
-        measured["end of the forward pass"] = parts.after_forward
-        measured |= parts.peaks
-        measured["greatest"] = max(parts.peaks.values())
+        allocated["end of the forward pass"] = parts.after_forward
+        allocated |= parts.peaks
+        allocated["greatest"] = max(parts.peaks.values())
         reserved = meter.reserved
     answer = {
         "planned": planned(request),
-        "measured": measured,
+        "allocated": allocated,
         "items": dict(plan_memory(request).items),
         "reserved": reserved,
     }
@@ -240,7 +240,7 @@ def main(arguments: list[str]) -> None:
     if asked.ranks > 1:
         answers: list[Any] = [None] * asked.ranks
         dist.all_gather_object(answers, answer)
-        answer = max(answers, key=lambda one: one["measured"]["greatest"])
+        answer = max(answers, key=lambda one: one["allocated"]["greatest"])
         dist.destroy_process_group()
     if int(os.environ.get("RANK", "0")) == 0:
         Path(arguments[1]).write_text(json.dumps({"configuration": asdict(asked), **answer}), encoding="utf-8")

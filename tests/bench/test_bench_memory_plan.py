@@ -21,8 +21,8 @@ def test_a_tiny_configuration_is_planned_measured_and_written_down(tmp_path: Pat
     assert written["commit"] == "abc"
     assert written["date"]
     (row,) = written["results"]
-    assert row["measured"].keys() - {"end of the forward pass"} == row["planned"].keys()
+    assert row["allocated"].keys() - {"end of the forward pass"} == row["planned"].keys()
     parts = ("backward of the loss", "backward of the layers", "end of the backward pass", "optimizer", "update of the server")
-    assert row["measured"]["greatest"] == max(row["measured"][part] for part in parts)
-    assert row["measured"]["after connecting"] > row["measured"]["after loading"]  # columns for vLLM's two ranks
+    assert row["allocated"]["greatest"] == max(row["allocated"][part] for part in parts)
+    assert row["allocated"]["after connecting"] > row["allocated"]["after loading"]  # columns for vLLM's two ranks
     assert "backward of the loss" in done.stdout

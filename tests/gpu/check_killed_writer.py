@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
+from bench.measured import measured
 from vllm_patching.shared_memory import (
     SharedMemoryError,
     export_cuda_ipc,
@@ -255,7 +256,10 @@ def main() -> int:
     target = options.json or (Path(os.environ["OUT"]) / "killed_writer.json" if os.environ.get("OUT") else None)
     if target is not None:
         machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
-        target.write_text(json.dumps({**machine, "rows": [asdict(row) for row in found]}, indent=2) + "\n", encoding="utf-8")
+        rows_of_now = [{"measured": measured(), **asdict(row)} for row in found]
+        target.write_text(
+            json.dumps({**machine, "measured": measured(), "rows": rows_of_now}, indent=2) + "\n", encoding="utf-8"
+        )
     return 0 if all(row.good for row in found) else 1
 
 

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
+from bench.measured import measured
 from example_trainer import guarded_step as guarded
 from example_trainer.config import TrainerConfig
 from example_trainer.data import Batch, parse_batch
@@ -228,7 +229,7 @@ def main() -> int:
         found[name] = {"passed": good, "seen": seen}
     if options.json:
         gpu = torch.cuda.get_device_name() if DEVICE.type == "cuda" else None
-        results = {"gpu": gpu, "torch": torch.__version__, "checks": found}
+        results = {"measured": measured(), "gpu": gpu, "torch": torch.__version__, "checks": found}
         options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     return 0 if all(row["passed"] for row in found.values()) else 1
 
