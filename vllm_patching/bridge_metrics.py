@@ -15,7 +15,8 @@ from typing import Any
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 State = Mapping[str, Any]
-"""What BridgeState.to_json returns; of a server that shares no weights, only weight_version and weight_epoch. Missing keys are left out."""
+"""What BridgeState.to_json returns; of a server that shares no weights, only weight_version and weight_epoch. Missing keys are
+left out."""
 
 
 class BridgeMetrics:
