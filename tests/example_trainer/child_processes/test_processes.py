@@ -14,8 +14,7 @@ import pytest
 
 from example_trainer.child_processes.guard import descendants, parents
 from example_trainer.child_processes.processes import ManagedProcess, ProcessDied, ProcessError, Supervisor, describe_exit, tail
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.conftest import ROOT
 
 # Starts a child in the same group and one in a session of its own, writes the three process ids, then lives on.
 FAMILY = """
@@ -93,7 +92,7 @@ with Supervisor() as supervisor:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_no_orphan_survives_the_starter(tmp_path: Path, number: signal.Signals) -> None:
-    starter = subprocess.Popen([sys.executable, "-c", STARTER, str(tmp_path), FAMILY], cwd=ROOT, stderr=subprocess.DEVNULL)
+    starter = subprocess.Popen([sys.executable, "-c", STARTER, str(tmp_path), FAMILY], cwd=ROOT)
     try:
         pids = family(tmp_path / "0.log") + family(tmp_path / "1.log")
         below = descendants(starter.pid)
