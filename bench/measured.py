@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMIT_VARIABLE = "LOCKSTEP_COMMIT"
-"""Names the commit where the repository lies without its .git folder, as on a machine that was lent for a measurement."""
+"""Names the commit where the files lie without the .git folder."""
 
 _BEGAN = datetime.now(UTC)
 
