@@ -109,7 +109,7 @@ def test_a_trainer_from_the_wheel_starts_and_ends_its_own_server(
         [python, "-c", OWN_A_SERVER, STANDIN, str(free_port())],
         cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
-    assert "owned Served(model='checkpoint', version=3)" in done.stdout, done.stderr
+    assert "owned Served(model='checkpoint', version=3, epoch=0)" in done.stdout, done.stderr
     assert (tmp_path / "starts").read_text() == "checkpoint\n"
 
 
