@@ -123,7 +123,7 @@ class Gate:
             if turn is not None:
                 scope["state"] = {**scope.get("state", {}), "place": Place(self.turnstile, turn)}
             async with asyncio.timeout(self.limits.seconds):
-                await self.app(scope, _replay(body, receive), answer.send)
+                await self.app(scope, replayed(body, receive), answer.send)
         except NotAllowedError as error:
             challenge = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
             await self._refuse(RefusedError(error.status, error.detail, challenge), answer)
@@ -209,7 +209,8 @@ class Place:
         self._turnstile.leave(self._turn)
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
+def replayed(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives the body, read before, once, and then what the client still says."""
     pending = [body]
 
     async def again() -> Message:

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 
 import orjson
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atroposlib.api.access import Access, NotAllowedError
+from atroposlib.api.middleware import replayed
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +95,3 @@ async def refuse(send: Send, status: int, message: str) -> None:
         headers.append((b"www-authenticate", b"Bearer"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
-
-
-def replayed(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the body once, then what the client still says."""
-    pending = [body]
-
-    async def again() -> Message:
-        if pending:
-            return {"type": "http.request", "body": pending.pop(), "more_body": False}
-        return await receive()
-
-    return again
