@@ -5,8 +5,7 @@
 A writer opens the reader's memory, enqueues a long kernel and a write, records its event behind them and is killed by SIGKILL
 while the kernel runs. The reader waits in one of two ways: its stream waits for the event and it synchronises (nothing ends
 that), or it asks the event with a deadline (vllm_patching.shared_memory.reached_in_time). Every reader is a process of its
-own, which is killed when it takes too long. Takes two to five minutes; needs PyTorch, one GPU, no vLLM and no pytest. The JSON
-goes to killed_writer.json in the folder $OUT, if that is set.
+own, which is killed when it takes too long. Takes two to five minutes; needs PyTorch, one GPU, no vLLM and no pytest.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -253,11 +251,10 @@ def main() -> int:
         return 2
     found = rows()
     print("\n".join(["", *map(_line, found)]))
-    target = options.json or (Path(os.environ["OUT"]) / "killed_writer.json" if os.environ.get("OUT") else None)
-    if target is not None:
+    if options.json:
         machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
         rows_of_now = [{"measured": measured(), **asdict(row)} for row in found]
-        target.write_text(
+        options.json.write_text(
             json.dumps({**machine, "measured": measured(), "rows": rows_of_now}, indent=2) + "\n", encoding="utf-8"
         )
     return 0 if all(row.good for row in found) else 1
