@@ -18,8 +18,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from atroposlib.utils.lives import Life
 from example_trainer.loss import Normalisation, group_advantages, token_weights
-from example_trainer.weight_age import Life, age
+from example_trainer.weight_age import age
 
 NOT_TRAINED = -100
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from atroposlib.utils.lives import Life
 from example_trainer.api_keys import without_secrets
 from example_trainer.data import Batch
 from example_trainer.errors import ConfigError
 from example_trainer.metrics_server import MetricsServer
 from example_trainer.optimizer import StepReport
 from example_trainer.step import StepSums
-from example_trainer.weight_age import Life
 from example_trainer.weight_bridge.base import SyncReport, WeightBridge
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from atroposlib.utils.lives import Life
 from example_trainer.errors import CheckpointError
-from example_trainer.weight_age import Life
 
 STATE_FOLDER, TRAINER_FILE = "trainer_state", "trainer.json"
 PREFIX = "step_"

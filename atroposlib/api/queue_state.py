@@ -8,7 +8,6 @@ from dataclasses import asdict
 
 from atroposlib.api.environments import Registry
 from atroposlib.api.lines import Lines
-from atroposlib.api.lives import Life, line_version, oldest
 from atroposlib.api.state import (
     Changes,
     Group,
@@ -19,6 +18,7 @@ from atroposlib.api.state import (
     Snapshot,
     length_bucket,
 )
+from atroposlib.utils.lives import Life, line_version, oldest
 
 
 class QueueState:

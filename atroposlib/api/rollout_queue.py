@@ -16,7 +16,6 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from atroposlib.api import scheduling
-from atroposlib.api.lives import begin_life, oldest
 from atroposlib.api.packing import choose_multiple
 from atroposlib.api.queue_state import QueueState
 from atroposlib.api.state import (
@@ -33,6 +32,7 @@ from atroposlib.api.state import (
     SupersededError,
     UnknownBatchError,
 )
+from atroposlib.utils.lives import begin_life, oldest
 
 
 class RolloutQueue(QueueState):

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from atroposlib.utils.lives import Life
 from example_trainer.checkpointing import Checkpoints, load_state
 from example_trainer.errors import CheckpointError
 from example_trainer.models import Decoder, Geometry, load_model, save_model
 from example_trainer.optimizer import MasterAdamW
 from example_trainer.runs import Run, SavedStep, TrainedBatch, mark_run, steps_in
-from example_trainer.weight_age import Life
 
 RUN = Run("a", "model", (Life(1000, 0),))
 GEOMETRY = Geometry(

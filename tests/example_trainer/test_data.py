@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atroposlib.utils.lives import Life
 from example_trainer.data import NOT_TRAINED, Batch, microbatches, parse_batch
 from example_trainer.loss import group_advantages
-from example_trainer.weight_age import Life
 
 VOCAB = 50
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from atroposlib.utils.lives import Life
 from example_trainer.errors import RolloutServiceError
-from example_trainer.weight_age import Life
 from example_trainer.weight_bridge.base import NoBridge
 from tests.example_trainer.in_process import STEPS, Trainers
 

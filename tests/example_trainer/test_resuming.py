@@ -11,11 +11,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from atroposlib.utils.lives import Life
 from example_trainer.errors import CheckpointError, ConfigError
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.resuming import Start, agreed_start, choose_start
 from example_trainer.runs import Run, mark_run, marked_run, same_model, steps_in
-from example_trainer.weight_age import Life
 
 MODEL = "someone/a-model"
 

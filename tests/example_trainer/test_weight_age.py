@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from example_trainer.weight_age import Life, age
+from atroposlib.utils.lives import Life
+from example_trainer.weight_age import age
 
 # Killed at 17, resumed at 10; killed again, resumed at 12.
 LIVES = [Life(100, 0), Life(200, 10), Life(300, 12)]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.api.lives import MOST_LIVES, Life, begin_life, line_version, oldest
 from atroposlib.api.rollout_queue import RolloutQueue
 from atroposlib.api.state import Draft, Group
+from atroposlib.utils.lives import MOST_LIVES, Life, begin_life, line_version, oldest
 
 from .test_rollout_queue import registration
 
