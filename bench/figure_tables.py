@@ -104,7 +104,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "`--max-body-bytes` (16 MiB)": "the default of that option",
     },
     "docs/operations.md": {
-        "within 5 % of that, and a layer's activations within 1 %": "asserted by tests/example_trainer/test_memory_plan.py",
+        "within 5 % of that, and a layer's activations within 1 %": "asserted by training/test_memory_plan.py",
     },
     "docs/rollout-service.md": {
         "after decompression (1 MiB any other)": "a limit of atroposlib/api/middleware.py",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from example_trainer.deterministic.functions import (
+from example_trainer.models.ops.invariant import (
     attention,
     chosen_logprobs,
     embedding,
@@ -23,7 +23,7 @@ from example_trainer.deterministic.functions import (
     rotary_embedding,
     silu_and_mul,
 )
-from example_trainer.deterministic.packing import Packing
+from example_trainer.models.packing import Packing
 from vllm_patching.batch_invariant.settings import enable_settings
 
 __all__ = [

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, f
 
 from example_trainer.api_keys import SECRETS, from_variable, refuse_key_in_command
 from example_trainer.errors import ConfigError
-from example_trainer.lora.settings import LoraSettings, parse_targets
+from example_trainer.models.lora.settings import LoraSettings, parse_targets
 
 
 class TrainerConfig(BaseModel):

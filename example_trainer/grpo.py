@@ -18,7 +18,23 @@ from collections.abc import Callable
 
 import torch
 
-from example_trainer.assembly import (
+from example_trainer.batch.client import RolloutClient, Upkeep
+from example_trainer.batch.groups import Batch, parse_batch
+from example_trainer.batch.shared_client import SharedRollouts, agreed_stop
+from example_trainer.config import TrainerConfig, parse_config
+from example_trainer.deterministic.pairing import make_parity, pin_settings
+from example_trainer.errors import BatchError, CheckpointError, OutOfMemoryError, RankError, TrainerError
+from example_trainer.observe.exporter import serve_metrics
+from example_trainer.observe.metrics import import_wandb, step_line, step_row
+from example_trainer.parallel.ranks import Ranks, join_ranks
+from example_trainer.process import StopRequested, StopSignal, run
+from example_trainer.training.checkpoints import load_state
+from example_trainer.training.guarded_step import guarded_step
+from example_trainer.training.memory_plan import check_memory
+from example_trainer.training.optimizer import MasterAdamW
+from example_trainer.training.resume import agreed_start
+from example_trainer.training.runs import SavedStep, mark_run
+from example_trainer.training.setup import (
     checkpoint_prefix,
     choose_device,
     choose_dtype,
@@ -32,26 +48,10 @@ from example_trainer.assembly import (
     refuse_ranks,
     registration,
 )
-from example_trainer.checkpointing import load_state
-from example_trainer.config import TrainerConfig, parse_config
-from example_trainer.data import Batch, parse_batch
-from example_trainer.deterministic.pairing import make_parity, pin_settings
-from example_trainer.errors import BatchError, CheckpointError, OutOfMemoryError, RankError, TrainerError
-from example_trainer.guarded_step import guarded_step
-from example_trainer.memory_plan import check_memory
-from example_trainer.metrics import import_wandb, step_line, step_row
-from example_trainer.metrics_server import serve_metrics
-from example_trainer.optimizer import MasterAdamW
-from example_trainer.parallel.ranks import Ranks, join_ranks
-from example_trainer.parallel.shared import SharedRollouts, agreed_stop
-from example_trainer.process import StopRequested, StopSignal, run
-from example_trainer.resuming import agreed_start
-from example_trainer.rollout_client import RolloutClient, Upkeep
-from example_trainer.rollout_logprobs import check_logprobs
-from example_trainer.runs import SavedStep, mark_run
-from example_trainer.skipping import SkippedBatches
+from example_trainer.training.skipping import SkippedBatches
 from example_trainer.weight_bridge.base import BridgeError
 from example_trainer.weight_bridge.factory import make_bridge
+from example_trainer.weight_bridge.logprobs_mode import check_logprobs
 
 logger = logging.getLogger("example_trainer.grpo")
 

@@ -28,23 +28,23 @@ from collections.abc import Iterator
 import torch
 
 from example_trainer.api_keys import revealed
-from example_trainer.assembly import choose_device, choose_dtype, make_metrics, make_model, make_optimizer
+from example_trainer.batch.groups import parse_batch
+from example_trainer.batch.local_sampler import Sampler
+from example_trainer.batch.problems import Problem, from_file, sums
 from example_trainer.child_processes.ports import PortReservations
 from example_trainer.child_processes.processes import ProcessError, Supervisor
 from example_trainer.child_processes.readiness import http_probe, wait_until
 from example_trainer.config import TrainerConfig
-from example_trainer.data import parse_batch
 from example_trainer.deterministic.pairing import deterministic_decoder, make_parity, pin_settings
 from example_trainer.deterministic.parity import ParityCheck
-from example_trainer.deterministic.problems import Problem, from_file, sums
-from example_trainer.deterministic.sampling import Sampler
 from example_trainer.errors import ConfigError, TrainerError
-from example_trainer.metrics import step_line, step_row
 from example_trainer.models import Decoder
 from example_trainer.models.hf_checkpoint import find_checkpoint
+from example_trainer.observe.metrics import step_line, step_row
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal, run
-from example_trainer.step import accumulate_gradients
+from example_trainer.training.setup import choose_device, choose_dtype, make_metrics, make_model, make_optimizer
+from example_trainer.training.step import accumulate_gradients
 from example_trainer.weight_bridge.factory import make_bridge
 
 logger = logging.getLogger("example_trainer.simple_rl")

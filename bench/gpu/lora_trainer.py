@@ -16,11 +16,11 @@ import torch
 from bench.gpu.line_protocol import Answers, serve
 from bench.gpu.shapes import SHAPES, STARTER, TOKENIZER_FILES
 from bench.gpu.trainer import BenchTrainer, parse, set_up
-from example_trainer.lora.layers import adapters_of, attach_adapters
-from example_trainer.lora.settings import TARGETS, LoraSettings
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.geometry import Geometry
 from example_trainer.models.hf_checkpoint import save_model
+from example_trainer.models.lora.layers import adapters_of, attach_adapters
+from example_trainer.models.lora.settings import TARGETS, LoraSettings
 from example_trainer.weight_bridge.lora import LoraBridge, make_lora_bridge
 
 RANK = 16

@@ -22,20 +22,20 @@ import torch.distributed as dist
 
 from bench.gpu.live_bytes import Meter
 from bench.gpu.shapes import SHAPES
-from example_trainer.assembly import make_optimizer
+from example_trainer.batch.groups import Batch, TrainedSequence
 from example_trainer.config import TrainerConfig
-from example_trainer.data import Batch, TrainedSequence
-from example_trainer.lora.layers import attach_adapters
-from example_trainer.lora.settings import LoraSettings
-from example_trainer.memory_items import ALL_PROJECTIONS, GRADIENTS, SEND_BUFFERS, MemoryRequest
-from example_trainer.memory_plan import plan_memory
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.geometry import Geometry
-from example_trainer.optimizer import MasterAdamW
+from example_trainer.models.lora.layers import attach_adapters
+from example_trainer.models.lora.settings import LoraSettings
 from example_trainer.parallel.fsdp import sharded_decoder
 from example_trainer.parallel.gather import full_tensor
 from example_trainer.process import StopSignal
-from example_trainer.step import accumulate_gradients
+from example_trainer.training.memory_items import ALL_PROJECTIONS, GRADIENTS, SEND_BUFFERS, MemoryRequest
+from example_trainer.training.memory_plan import plan_memory
+from example_trainer.training.optimizer import MasterAdamW
+from example_trainer.training.setup import make_optimizer
+from example_trainer.training.step import accumulate_gradients
 from example_trainer.weight_bridge.outgoing import OutgoingWeights, receivers_of
 from vllm_patching.manifest import Manifest, ManifestEntry, dtype_name
 from vllm_patching.sharding import ModelGeometry, plan_shards

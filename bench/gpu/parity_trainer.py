@@ -20,7 +20,7 @@ from bench.gpu.line_protocol import Answers, serve
 from bench.gpu.shapes import SHAPES
 from bench.gpu.trainer import BenchTrainer, parse, set_up
 from example_trainer.deterministic.decoder import DeterministicDecoder
-from example_trainer.deterministic.packing import Packing
+from example_trainer.models.packing import Packing
 from vllm_patching.batch_invariant import ops
 from vllm_patching.batch_invariant.provenance import provenance_difference, table_hash
 from vllm_patching.batch_invariant.settings import enable_settings

@@ -23,7 +23,7 @@ from example_trainer.models.decoder import Decoder
 from example_trainer.models.geometry import Geometry
 from example_trainer.parallel.fsdp import sharded_decoder
 from example_trainer.parallel.ranks import Ranks, join_ranks, place_of
-from example_trainer.parallel.tensor_parallel import TensorParallelShards, split_decoder
+from example_trainer.parallel.tensor import TensorParallelShards, split_decoder
 
 IDLE_SECONDS = 3600.0
 """How long the other ranks wait for the parent's next command."""

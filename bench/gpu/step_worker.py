@@ -11,15 +11,15 @@ import torch
 
 from bench.gpu.line_protocol import Answers, serve
 from bench.gpu.shapes import SHAPES
-from example_trainer.assembly import make_optimizer
+from example_trainer.batch.groups import Batch, TrainedSequence
 from example_trainer.config import TrainerConfig
-from example_trainer.data import Batch, TrainedSequence
 from example_trainer.deterministic.pairing import deterministic_decoder
 from example_trainer.deterministic.parity import weights_sha
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.geometry import Geometry
 from example_trainer.process import StopSignal
-from example_trainer.step import accumulate_gradients
+from example_trainer.training.setup import make_optimizer
+from example_trainer.training.step import accumulate_gradients
 from vllm_patching.batch_invariant.settings import enable_settings
 
 PHASES = ("gradient", "optimizer", "weights")

@@ -93,7 +93,7 @@ class BenchTrainer:
         if spare:
             self.sets[0] = {}
         if optimizer:
-            from example_trainer.optimizer import MasterAdamW
+            from example_trainer.training.optimizer import MasterAdamW
 
             self.optimizer = MasterAdamW(self.model, lr=1e-3)
         weights_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters())

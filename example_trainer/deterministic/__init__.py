@@ -10,7 +10,7 @@ from typing import Any
 
 _WHERE = {
     "DeterministicDecoder": "example_trainer.deterministic.decoder",
-    "Packing": "example_trainer.deterministic.packing",
+    "Packing": "example_trainer.models.packing",
     "Qwen3ModelArgs": "example_trainer.models.qwen3",
     "Qwen3VLLMCompatModel": "example_trainer.models.qwen3",
     "VLLMCompatibleFlashAttention": "example_trainer.models.attention",

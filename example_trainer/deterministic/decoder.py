@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from example_trainer.data import MicroBatch
-from example_trainer.deterministic import functions
-from example_trainer.deterministic.functions import Total
-from example_trainer.deterministic.packing import Packing, pack
+from example_trainer.batch.groups import MicroBatch
 from example_trainer.errors import ModelError
 from example_trainer.models.decoder import Attention, Decoder, Layer, Linear, RMSNorm
 from example_trainer.models.geometry import Geometry
+from example_trainer.models.ops import invariant as functions
+from example_trainer.models.ops.invariant import Total
+from example_trainer.models.packing import Packing, pack
 from vllm_patching.batch_invariant import ops
 
 _HEAD_OF_TIED = ":as output matrix"

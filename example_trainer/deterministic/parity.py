@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from example_trainer.data import Batch, MicroBatch
+from example_trainer.algorithm.losses import k3
+from example_trainer.batch.groups import Batch, MicroBatch
 from example_trainer.errors import TrainerError
-from example_trainer.loss import k3
-from example_trainer.optimizer import MasterAdamW
+from example_trainer.training.optimizer import MasterAdamW
 from vllm_patching.batch_invariant.provenance import provenance_difference
 from vllm_patching.checksum import weights_checksum
 

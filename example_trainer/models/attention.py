@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from example_trainer.deterministic import functions
-from example_trainer.deterministic.packing import Packing
+from example_trainer.models.ops import invariant as functions
+from example_trainer.models.packing import Packing
 from vllm_patching.batch_invariant.ops import attention_scale
 
 

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from example_trainer.errors import ModelError
 from example_trainer.models.geometry import Geometry, RopeScaling
-from example_trainer.parallel.shards import Shards
-from example_trainer.parallel.split import Split
+from example_trainer.models.shards import Shards
+from example_trainer.models.split import Split
 
 
 class RMSNorm(nn.Module):

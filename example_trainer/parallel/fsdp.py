@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from example_trainer.models.decoder import Decoder, rotary_table
 from example_trainer.models.geometry import Geometry
-from example_trainer.parallel.shards import Shards
+from example_trainer.models.shards import Shards
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor
 
-from example_trainer.parallel.shards import Shards
+from example_trainer.models.shards import Shards
 
 
 def full_tensor(parameter: torch.Tensor) -> torch.Tensor:

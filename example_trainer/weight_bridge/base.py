@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from example_trainer.errors import TrainerError
-from example_trainer.memory_items import Receiver
+from example_trainer.training.memory_items import Receiver
 
 Weights = Mapping[str, torch.Tensor]
 """The trainer's parameters by name, in vLLM's layout for tensor-parallel degree 1 (merged qkv_proj and gate_up_proj)."""

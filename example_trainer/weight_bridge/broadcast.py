@@ -9,9 +9,9 @@ from typing import TypeVar
 
 import torch
 
-from example_trainer.memory_items import Receiver
 from example_trainer.parallel.gather import full_parameters, full_tensor
 from example_trainer.parallel.ranks import Ranks
+from example_trainer.training.memory_items import Receiver
 from example_trainer.weight_bridge.base import BridgeError, LeaseLost, SyncReport, WeightBridge, Weights
 from example_trainer.weight_bridge.link import ServerLink
 from example_trainer.weight_bridge.outgoing import OutgoingWeights, receivers_of

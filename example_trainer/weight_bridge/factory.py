@@ -11,7 +11,7 @@ import torch
 
 from example_trainer.api_keys import revealed
 from example_trainer.config import TrainerConfig
-from example_trainer.lora.settings import base_model_name
+from example_trainer.models.lora.settings import base_model_name
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal
 from example_trainer.weight_bridge.base import NoBridge, WeightBridge

@@ -16,9 +16,9 @@ import httpx
 import torch
 
 from example_trainer.http_client import direct_client
-from example_trainer.lora.peft_format import AdapterWriter, WrittenAdapter
-from example_trainer.lora.settings import LoraSettings
 from example_trainer.models import Decoder
+from example_trainer.models.lora.peft_format import AdapterWriter, WrittenAdapter
+from example_trainer.models.lora.settings import LoraSettings
 from example_trainer.weight_bridge.base import BridgeError, SyncReport, WeightBridge, Weights
 from vllm_patching.checksum import weights_checksum
 from vllm_patching.manifest import Manifest, dtype_name, flat_layout, mismatches, source_view

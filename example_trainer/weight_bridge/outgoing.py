@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from example_trainer.memory_items import Receiver
+from example_trainer.training.memory_items import Receiver
 from vllm_patching.checksum import WeightSummary, WeightSums
 from vllm_patching.distributed_utils import PART_BYTES
 from vllm_patching.manifest import FlatSlice, Manifest, flat_layout, parts, source_view

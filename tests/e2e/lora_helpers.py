@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import torch
 
-from example_trainer.lora.layers import adapters_of, attach_adapters, merged_weights
-from example_trainer.lora.settings import TARGETS, LoraSettings
 from example_trainer.models import Decoder, load_model
+from example_trainer.models.lora.layers import adapters_of, attach_adapters, merged_weights
+from example_trainer.models.lora.settings import TARGETS, LoraSettings
 from tests.e2e.bridge_helpers import trainer_logprobs
 from tests.e2e.conftest import VllmServer
 

@@ -15,7 +15,7 @@ import pytest
 
 from example_trainer.child_processes.guard import descendants, parents
 from example_trainer.child_processes.ports import is_free
-from example_trainer.runs import marked_run
+from example_trainer.training.runs import marked_run
 from tests.conftest import ROOT, Processes
 from tests.e2e.bridge_helpers import made_up_group
 

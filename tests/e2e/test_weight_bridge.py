@@ -21,9 +21,9 @@ from example_trainer.errors import ConfigError
 from example_trainer.models.hf_checkpoint import load_model
 from example_trainer.parallel.gather import full_parameters
 from example_trainer.parallel.ranks import Ranks
-from example_trainer.rollout_logprobs import check_logprobs
 from example_trainer.weight_bridge.base import BridgeError, LeaseLost
 from example_trainer.weight_bridge.broadcast import BroadcastBridge
+from example_trainer.weight_bridge.logprobs_mode import check_logprobs
 from example_trainer.weight_bridge.server import BridgeServer, shapes_of
 from tests.conftest import ROOT, Processes
 from tests.e2e.bridge_helpers import (

@@ -16,12 +16,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from example_trainer import checkpointing, grpo, step
+from example_trainer import grpo
+from example_trainer.batch.client import RolloutClient
+from example_trainer.batch.groups import Batch
 from example_trainer.config import parse_config
-from example_trainer.data import Batch
 from example_trainer.process import StopSignal
-from example_trainer.rollout_client import RolloutClient
-from example_trainer.runs import SavedStep, steps_in
+from example_trainer.training import checkpoints as checkpointing
+from example_trainer.training import step
+from example_trainer.training.runs import SavedStep, steps_in
 from example_trainer.weight_bridge.base import NoBridge
 from tests.example_trainer.test_grpo import made_up_group
 

@@ -13,17 +13,17 @@ from typing import Any
 import httpx
 import pytest
 
-from example_trainer.deterministic.problems import Problem
-from example_trainer.deterministic.sampling import Sampler
+from example_trainer.batch.client import RolloutClient
+from example_trainer.batch.local_sampler import Sampler
+from example_trainer.batch.problems import Problem
 from example_trainer.http_client import direct_client
 from example_trainer.process import StopSignal
-from example_trainer.rollout_client import RolloutClient
 from example_trainer.weight_bridge.lora import LoraServer
 from example_trainer.weight_bridge.owned_server import OwnedServer
 from example_trainer.weight_bridge.server import BridgeServer
 from scripts.ops.status import queue_size, served_version
 from tests.conftest import ROOT
-from tests.example_trainer.test_rollout_client import REGISTRATION
+from tests.example_trainer.batch.test_client import REGISTRATION
 
 PROXY_VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 

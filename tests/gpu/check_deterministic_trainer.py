@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from bench.measured import measured
-from example_trainer.deterministic import functions
+from example_trainer.algorithm.losses import chosen_logprobs
 from example_trainer.deterministic.decoder import DeterministicDecoder, GradientSums
-from example_trainer.deterministic.packing import Packing
-from example_trainer.loss import chosen_logprobs
 from example_trainer.models import Decoder
+from example_trainer.models.ops import invariant as functions
+from example_trainer.models.packing import Packing
 from tests.example_trainer.deterministic.cases import CASES, LIMITS, Sizes, attention_formula, errors, relative_error
 from tests.example_trainer.deterministic.determinism_check import packed_bits, run_bits
 from tests.example_trainer.deterministic.training import decoder_for, summed_gradients
@@ -50,7 +50,7 @@ def gradient_errors(name: str, sizes: Sizes, dtype: torch.dtype) -> Result:
 
 def float32_attention() -> Result:
     """The attention kernel in float32, which vLLM's forward kernel does not take: from the formula's output."""
-    from example_trainer.deterministic.triton_gradients import attention_backward
+    from example_trainer.models.ops.triton_gradients import attention_backward
 
     generator, lengths = torch.Generator().manual_seed(0), (1, 65, 130, 300)
     draw = [torch.randn(sum(lengths), heads, 128, generator=generator).cuda() for heads in (4, 2, 2, 4)]
@@ -166,7 +166,7 @@ def pass_time(model: Decoder, tokens: Tensor) -> float:
 
 def times() -> dict[str, float]:
     """Milliseconds: a pass with the mode on and off, and what the slowest kernels take beside torch's."""
-    from example_trainer.deterministic.triton_gradients import add_weight_gradient, attention_backward
+    from example_trainer.models.ops.triton_gradients import add_weight_gradient, attention_backward
 
     model = decoder_for("cuda")
     plain = Decoder(model.geometry, torch.bfloat16, "cuda")

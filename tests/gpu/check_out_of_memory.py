@@ -26,17 +26,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from bench.measured import measured
-from example_trainer import guarded_step as guarded
+from example_trainer.batch.groups import Batch, parse_batch
 from example_trainer.config import TrainerConfig
-from example_trainer.data import Batch, parse_batch
 from example_trainer.errors import OutOfMemoryError, RankError
-from example_trainer.guarded_step import guarded_step
 from example_trainer.models import Decoder, Geometry
 from example_trainer.models.decoder import Layer
-from example_trainer.optimizer import MasterAdamW
 from example_trainer.parallel.fsdp import sharded_decoder
 from example_trainer.parallel.ranks import Ranks, join_ranks
 from example_trainer.process import StopSignal
+from example_trainer.training import guarded_step as guarded
+from example_trainer.training.guarded_step import guarded_step
+from example_trainer.training.optimizer import MasterAdamW
 
 Result = tuple[bool, str]
 """Whether a check passed, and what was seen."""

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from example_trainer.deterministic import functions
-from example_trainer.deterministic.packing import Packing
+from example_trainer.models.ops import invariant as functions
+from example_trainer.models.packing import Packing
 
 LIMITS = {torch.bfloat16: 1e-2, torch.float32: 1e-5, torch.float64: 1e-12}
 """Largest relative error of a gradient, |ours - float64| / |float64| over the whole tensor, by the dtype of the inputs."""

@@ -9,11 +9,11 @@ import httpx
 import torch
 from torch import Tensor
 
-from example_trainer.deterministic import functions
 from example_trainer.deterministic.decoder import DeterministicDecoder
-from example_trainer.deterministic.packing import Packing
 from example_trainer.deterministic.pairing import model_provenance, pair
 from example_trainer.models import load_model
+from example_trainer.models.ops import invariant as functions
+from example_trainer.models.packing import Packing
 from tests.example_trainer.deterministic.cases import CASES, Draws, Sizes, gradients
 from tests.example_trainer.deterministic.training import decoder_for, summed_gradients
 from vllm_patching.batch_invariant.settings import enable_settings

@@ -21,8 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from example_trainer.batch_invariant_backward import patch_batch_invariant_with_gradients
-from example_trainer.deterministic import functions
-from example_trainer.deterministic.packing import Packing
+from example_trainer.models.ops import invariant as functions
+from example_trainer.models.packing import Packing
 from tests.example_trainer.deterministic.cases import CASES, LIMITS, Draws, Sizes, errors, gradients, relative_error
 
 LENGTHS = st.lists(st.sampled_from([1, 2, 3, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129]), min_size=1, max_size=4)

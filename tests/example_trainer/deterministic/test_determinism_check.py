@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from example_trainer.deterministic.decoder import DeterministicDecoder
-from example_trainer.deterministic.packing import Packing
 from example_trainer.deterministic.pairing import model_provenance
 from example_trainer.deterministic.parity import ParityError
 from example_trainer.models import load_model
+from example_trainer.models.packing import Packing
 from tests.example_trainer.deterministic import determinism_check
 from vllm_patching.batch_invariant import ops
 

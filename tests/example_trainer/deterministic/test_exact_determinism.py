@@ -22,8 +22,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from example_trainer.deterministic import functions
-from example_trainer.deterministic.packing import Packing
+from example_trainer.models.ops import invariant as functions
+from example_trainer.models.packing import Packing
 from example_trainer.models.qwen3 import Qwen3ModelArgs, Qwen3VLLMCompatModel
 from tests.example_trainer.deterministic.cases import CASES, Draws, Sizes
 from tests.example_trainer.deterministic.determinism_check import LENGTHS, packed_bits, run_bits

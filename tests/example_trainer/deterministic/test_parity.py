@@ -14,8 +14,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from example_trainer.assembly import decoder_maker, make_optimizer, refuse_ranks, registration
-from example_trainer.data import Batch
+from example_trainer.batch.groups import Batch
 from example_trainer.deterministic.decoder import DeterministicDecoder, GradientSums
 from example_trainer.deterministic.pairing import make_parity, model_provenance, pair
 from example_trainer.deterministic.parity import NoParity, ParityCheck, ParityError, weights_sha
@@ -24,7 +23,8 @@ from example_trainer.models import Decoder
 from example_trainer.models.geometry import RopeScaling
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal
-from example_trainer.step import accumulate_gradients, response_logprobs
+from example_trainer.training.setup import decoder_maker, make_optimizer, refuse_ranks, registration
+from example_trainer.training.step import accumulate_gradients, response_logprobs
 from tests.example_trainer.deterministic.training import (
     SMALL,
     config,

@@ -8,15 +8,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from example_trainer.batch.groups import Batch, TrainedSequence, microbatches
 from example_trainer.config import TrainerConfig
-from example_trainer.data import Batch, TrainedSequence, microbatches
-from example_trainer.deterministic import functions
 from example_trainer.deterministic.decoder import DeterministicDecoder, GradientSums
-from example_trainer.deterministic.packing import Packing
 from example_trainer.deterministic.parity import ParityCheck, weights_sha
 from example_trainer.models import Geometry
+from example_trainer.models.ops import invariant as functions
+from example_trainer.models.packing import Packing
 from example_trainer.process import StopSignal
-from example_trainer.step import accumulate_gradients
+from example_trainer.training.step import accumulate_gradients
 
 SMALL = Geometry(
     architecture="Qwen3ForCausalLM", vocab_size=97, hidden_size=48, intermediate_size=40, num_layers=2, num_heads=4,
@@ -99,7 +99,7 @@ def train(options: TrainerConfig, steps: int, seed: int = 0) -> list[str]:
     Raises:
         ParityError: a recomputed logprob differs from the one of the rollout.
     """
-    from example_trainer.assembly import make_optimizer  # needs TensorBoard, which what else is here does not
+    from example_trainer.training.setup import make_optimizer  # needs TensorBoard, which what else is here does not
 
     model = decoder_for("cpu", seed)
     model.sums = GradientSums()

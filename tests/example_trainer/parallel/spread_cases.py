@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from example_trainer.batch.groups import parse_batch
 from example_trainer.config import TrainerConfig
-from example_trainer.data import parse_batch
 from example_trainer.models import Decoder, Geometry
-from example_trainer.optimizer import MasterAdamW
 from example_trainer.process import StopSignal
-from example_trainer.step import accumulate_gradients
+from example_trainer.training.optimizer import MasterAdamW
+from example_trainer.training.step import accumulate_gradients
 
 STEPS = 3
 SEQ_LEN = 48

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from example_trainer.models import load_model
 from example_trainer.parallel.fsdp import sharded_decoder
 from example_trainer.parallel.ranks import Ranks, join_ranks
-from example_trainer.parallel.tensor_parallel import TensorParallelShards, split_decoder
+from example_trainer.parallel.tensor import TensorParallelShards, split_decoder
 from tests.example_trainer.parallel.spread_cases import make_config, make_optimizer, take_steps
 
 

@@ -1,0 +1,1 @@
+"""The loss and what it is made of: pure functions of tensors."""

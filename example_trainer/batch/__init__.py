@@ -1,0 +1,1 @@
+"""From the rollout service's groups to packed tensors on the device."""

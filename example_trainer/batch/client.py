@@ -1,0 +1,314 @@
+"""The trainer's side of the rollout service's wire: register, fetch batches, acknowledge them.
+
+Every wait ends: the service may be away for `service_timeout` seconds at a time, and a batch may take `batch_timeout`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import httpx
+from httpx import codes
+
+from example_trainer.errors import RolloutServiceError
+from example_trainer.http_client import direct_client
+from example_trainer.process import StopSignal
+from example_trainer.training.runs import TrainedBatch
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_SECONDS = 10.0
+CALL_SECONDS = 2.0
+_REQUEST_SECONDS = 60.0
+_FIRST_DELAY, _LONGEST_DELAY = 0.2, 5.0
+_FIRST_POLL, _LONGEST_POLL = 0.02, 0.25
+_END_SECONDS = 10.0
+"""How long a finished run waits for the service, to tell it so."""
+_LONGEST_REASON = 1000
+
+
+@dataclass(frozen=True)
+class Upkeep:
+    """What has to be looked after while training waits.
+
+    Attributes:
+        due: whether there is work; cheap, asked every few seconds.
+        work: does it.
+    """
+
+    due: Callable[[], bool]
+    work: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What the trainer tells the service, and through it the environments.
+
+    Attributes:
+        batch_size: sequences in each batch.
+        max_token_len: longest sequence in tokens.
+        save_checkpoint_interval: steps between checkpoints, 0 for none but the last.
+        starting_step, num_steps: optimizer steps done and to be done in all.
+        max_staleness: oldest data wanted, in weight versions; None for any.
+        model: what is trained; with checkpoint_dir it keeps one run's rollouts from another's trainer.
+        weight_epoch: of the weights that this trainer makes; see weight_age.
+    """
+
+    wandb_group: str
+    wandb_project: str
+    batch_size: int
+    max_token_len: int
+    checkpoint_dir: str
+    save_checkpoint_interval: int
+    starting_step: int
+    num_steps: int
+    max_staleness: int | None = None
+    model: str | None = None
+    weight_epoch: int = 0
+
+
+class _RefusedError(RolloutServiceError):
+    """The service answered with a 4xx status."""
+
+
+class RolloutClient:
+    """Talks to one rollout service.
+
+    Example:
+        client = RolloutClient("http://localhost:8000", StopSignal())
+        client.register(registration)
+        groups = client.next_batch()
+        ...
+        client.acknowledge(weight_version)
+    """
+
+    def __init__(
+        self,
+        url: str,
+        stop: StopSignal,
+        api_key: str | None = None,
+        service_timeout: float = 300.0,
+        batch_timeout: float = 1800.0,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.stop, self.service_timeout, self.batch_timeout = stop, service_timeout, batch_timeout
+        self.lease: TrainedBatch | None = None
+        """The batch that `next_batch` gave last, until it is acknowledged; None if the service leases none."""
+        self._http = direct_client(self.url, _REQUEST_SECONDS, api_key)
+        self._registration: Registration | None = None
+        self._version = 0
+        self._query: dict[str, int] = {}
+        self._said_no_leases = False
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._http.close()
+
+    def register(self, registration: Registration) -> None:
+        """Wait until the service is there, and register as its trainer.
+
+        Raises:
+            RolloutServiceError: it is not there in time, or refuses.
+        """
+        self._registration, self._version = registration, registration.starting_step
+        self._register()
+        logger.info("Registered with the rollout service at %s", self.url)
+
+    def _register(self) -> None:
+        if self._registration is None:
+            raise RuntimeError("register() comes first")
+        body = asdict(self._registration) | {"starting_step": self._version, "ack_batches": True}
+        uuid = self._request("POST", "/register", body).get("uuid")
+        self._query = {} if uuid is None else {"uuid": uuid}
+        self.lease = None
+
+    def next_batch(self, upkeep: Upkeep | None = None) -> list[dict[str, Any]]:
+        """Poll for a batch.
+
+        A service that has lost the registration is registered with again. One that leases its batches hands the same one out
+        again if the connection broke before it arrived here, or if an earlier trainer died before it acknowledged it.
+
+        Args:
+            upkeep: done in the meantime, when it is due.
+
+        Returns:
+            Its groups.
+
+        Raises:
+            RolloutServiceError: no batch came in time, or the service went away for too long.
+        """
+        begun = last_said = last_looked = time.monotonic()
+        delay = _FIRST_POLL
+        while True:
+            answer = self._request("GET", "/batch", query=self._query)
+            if answer.get("status") == "error":
+                logger.warning("Registering with the rollout service at %s again: %s", self.url, answer.get("message"))
+                self._register()
+            elif groups := answer.get("batch"):
+                if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+                    raise RolloutServiceError(
+                        f"{self.url}/batch answered a batch that is no list of groups: {str(groups)[:200]}"
+                    )
+                self._note_lease(answer.get("batch_id"))
+                return groups
+            now = time.monotonic()
+            if now - begun > self.batch_timeout:
+                raise RolloutServiceError(
+                    f"no batch came from {self.url} within {self.batch_timeout:.0f} s (--batch-timeout): {self._progress()}; "
+                    "is an environment running, and does vLLM answer it?"
+                )
+            if now - last_said > PROGRESS_SECONDS:
+                logger.info("Waiting for a batch for %.0f s: %s", now - begun, self._progress())
+                last_said = now
+            if upkeep is not None and now - last_looked > CALL_SECONDS:
+                if upkeep.due():
+                    upkeep.work()
+                last_looked = time.monotonic()
+            self.stop.wait(delay)
+            delay = min(_LONGEST_POLL, delay * 1.5)
+
+    def _progress(self) -> str:
+        wanted = self._registration.batch_size if self._registration else 0
+        return f"{self.queue_size()} groups are queued, {wanted} sequences make a batch"
+
+    def queue_size(self) -> int:
+        """Groups that the service holds for later batches."""
+        answer = self._request("GET", "/status")
+        return int(answer.get("queue_size") or 0)
+
+    def _note_lease(self, batch_id: int | None) -> None:
+        self.lease = None if batch_id is None else TrainedBatch(batch_id, self._query.get("uuid"))
+        if batch_id is not None:
+            self._query["received"] = batch_id
+        elif not self._said_no_leases:
+            self._said_no_leases = True
+            logger.info("The rollout service at %s leases no batches: one is lost if the trainer dies with it", self.url)
+
+    def acknowledge(self, weight_version: int, skipped: str | None = None) -> None:
+        """Say that the service need not hand the last batch out again.
+
+        Nothing is sent to a service that leases no batches (the original wire).
+
+        Args:
+            weight_version: optimizer steps behind the weights now.
+            skipped: why the batch is not in them; None if it is.
+        """
+        self._version = weight_version
+        lease, self.lease = self.lease, None
+        if lease is not None:
+            self._acknowledge(lease, weight_version, skipped)
+
+    def settle(self, batch: TrainedBatch, weight_version: int) -> None:
+        """Acknowledge a batch that an earlier trainer learned from, under that trainer's registration: before `register`, by
+        which what was leased is handed out again.
+
+        It may have been acknowledged before, which does no harm. A service that has another registration, or none, has no such
+        batch, or has given it to another trainer.
+        """
+        if batch.uuid is not None:  # else its number might be another service's
+            self._acknowledge(batch, weight_version)
+
+    def _acknowledge(self, batch: TrainedBatch, weight_version: int, skipped: str | None = None) -> None:
+        body: dict[str, Any] = {"batch_id": batch.id, "weight_version": weight_version}
+        if batch.uuid is not None:
+            body["uuid"] = batch.uuid
+        if skipped is not None:
+            body["skipped"] = skipped[:_LONGEST_REASON]
+        try:
+            self._request("POST", "/batch/ack", body)
+        except _RefusedError as error:
+            # Restarted without its store, or taken over by another trainer: the next poll finds out which.
+            logger.warning("Batch %d could not be acknowledged: %s", batch.id, error)
+
+    def end_run(self, uuid: int | None = None) -> None:
+        """Say that the run has ended: what the service holds is for no trainer that comes later.
+
+        The run is over and saved, so a service that is away is a warning alone.
+
+        Args:
+            uuid: of the registration that ends; by default this client's.
+        """
+        uuid = self._query.get("uuid") if uuid is None else uuid
+        try:
+            self._request("POST", "/run/end", {} if uuid is None else {"uuid": uuid}, patience=_END_SECONDS)
+        except _RefusedError as error:
+            logger.info("The rollout service takes no end of the run: %s", error)
+        except RolloutServiceError as error:
+            logger.warning("The rollout service was not told that the run has ended: %s", error)
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        query: dict[str, int] | None = None,
+        patience: float = math.inf,
+    ) -> dict[str, Any]:
+        """One call, tried again while the service is away. Each of them may be repeated without harm.
+
+        Args:
+            patience: seconds that it may be away, if less than `service_timeout`.
+
+        Raises:
+            RolloutServiceError: it is away for too long, or answers something else than a JSON object.
+            _RefusedError: it answers that the request is wrong.
+        """
+        lost_at: float | None = None
+        patience = min(patience, self.service_timeout)
+        last_said, delay = -math.inf, _FIRST_DELAY
+        while True:
+            self.stop.check()
+            try:
+                response = self._http.request(method, path, json=body, params=query)
+            except (httpx.TransportError, httpx.DecodingError) as error:
+                reason = f"{type(error).__name__}: {error}"
+            else:
+                if not response.is_server_error and response.status_code != codes.TOO_MANY_REQUESTS:
+                    if lost_at is not None:
+                        logger.info("The rollout service at %s is there", self.url)
+                    return self._answer(response, method, path)
+                reason = f"HTTP {response.status_code} {response.text[:200]}"
+            now = time.monotonic()
+            lost_at = now if lost_at is None else lost_at
+            if now - lost_at > patience:
+                raise RolloutServiceError(
+                    f"the rollout service at {self.url} did not answer {method} {path} for {patience:.0f} s "
+                    f"(--service-timeout); last: {reason}; start it with: python -m atroposlib.cli.run_api"
+                )
+            if now - last_said > PROGRESS_SECONDS:
+                logger.warning(
+                    "Waiting for the rollout service at %s for %.0f of %.0f s (%s)",
+                    self.url,
+                    now - lost_at,
+                    patience,
+                    reason,
+                )
+                last_said = now
+            self.stop.wait(min(delay, patience))
+            delay = min(_LONGEST_DELAY, delay * 2)
+
+    def _answer(self, response: httpx.Response, method: str, path: str) -> dict[str, Any]:
+        if response.status_code in (codes.UNAUTHORIZED, codes.FORBIDDEN):
+            raise RolloutServiceError(
+                f"the rollout service at {self.url} refuses this trainer ({response.status_code}); give --atropos-api-key, "
+                "or set ROLLOUT_API_KEY"
+            )
+        if not response.is_success:
+            raise _RefusedError(
+                response.status_code, f"{method} {self.url}{path}: {response.status_code} {response.text[:300]}"
+            )
+        try:
+            answer = response.json()
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            start = response.text[:80]
+            raise RolloutServiceError(
+                f"{method} {self.url}{path} answered no JSON object ({start!r}); is --atropos-url a rollout service?"
+            )
+        return answer

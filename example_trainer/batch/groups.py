@@ -1,0 +1,301 @@
+"""From the rollout service's groups to tensors that the loss can be computed on. Pure: no I/O, no state.
+
+Conventions of the wire: `tokens`, `masks` and `inference_logprobs` of a sequence have the same length; `masks` holds -100
+where a token is not trained (the prompt) and the token's id where it is; `inference_logprobs[t]` is the logprob of
+`tokens[t]` given those before it, 1.0 at prompt positions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from atroposlib.utils.lives import Life
+from example_trainer.algorithm.losses import Normalisation, group_advantages, token_weights
+from example_trainer.batch.ages import age
+
+NOT_TRAINED = -100
+
+
+class GroupError(ValueError):
+    """A group does not hold what the wire promises. The message names the field."""
+
+
+@dataclass(frozen=True)
+class TrainedSequence:
+    """One rollout.
+
+    Attributes:
+        tokens: [length] int64, prompt and response.
+        positions: [trained] int64, ascending: which tokens are trained. Position 0 never is, since nothing predicts it.
+        rollout_logprobs: [trained] float32, NaN where the environment sent none.
+        advantages: [trained] float32.
+        score: the reward.
+        weight_version: of the oldest weights that any of its tokens was sampled under; None if it was not said.
+        order: place in the batch (group, sequence within the group), which settles ties.
+        weight_epoch: of the trainer that made those weights; None if it was not said. See weight_age.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    rollout_logprobs: npt.NDArray[np.float32]
+    advantages: npt.NDArray[np.float32]
+    score: float
+    weight_version: int | None
+    order: tuple[int, int]
+    weight_epoch: int | None = None
+
+
+@dataclass
+class Batch:
+    """What one optimizer step is computed from.
+
+    Attributes:
+        sequences: all rollouts of all valid groups, in the order in which they came.
+        invalid: what was wrong with each group that was left out.
+        truncated: how many sequences were cut to the length limit.
+        ignored_overrides: names of overrides that this trainer does not know.
+    """
+
+    sequences: list[TrainedSequence] = field(default_factory=list)
+    invalid: list[str] = field(default_factory=list)
+    truncated: int = 0
+    ignored_overrides: set[str] = field(default_factory=set)
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens with a loss."""
+        return sum(len(sequence.positions) for sequence in self.sequences)
+
+    def ages(self, version: int, lives: Sequence[Life] = ()) -> list[int]:
+        """How many weight versions ago each sequence was begun, for those that say so, in a run of these lives."""
+        return [age(s.weight_version, s.weight_epoch, version, lives) for s in self.sequences if s.weight_version is not None]
+
+
+def parse_batch(groups: Sequence[Mapping[str, Any]], max_tokens: int, vocab_size: int, divide_by_std: bool = True) -> Batch:
+    """Check the groups of a batch and work out advantages, group by group.
+
+    A group's own `advantages` (for each sequence one number, bare or in a list, or one per token) replace the
+    group-relative ones. The override `set_advantage_to_zero`, for a sequence or the whole group, is obeyed. A group that is
+    not valid is left out whole.
+
+    Args:
+        groups: as `/batch` returns them; groups arrive whole.
+        max_tokens: longer sequences are cut there.
+        vocab_size: token ids lie below it.
+        divide_by_std: see group_advantages.
+    """
+    batch = Batch()
+    for number, group in enumerate(groups):
+        try:
+            sequences = _parse_group(group, number, vocab_size, divide_by_std, batch.ignored_overrides)
+        except GroupError as error:
+            batch.invalid.append(f"group {number}: {error}")
+            continue
+        batch.truncated += sum(len(sequence.tokens) > max_tokens for sequence in sequences)
+        batch.sequences += [_cut(sequence, max_tokens) for sequence in sequences]
+    return batch
+
+
+def _parse_group(
+    group: Mapping[str, Any], number: int, vocab_size: int, divide_by_std: bool, ignored: set[str]
+) -> list[TrainedSequence]:
+    tokens, masks = _rows(group, "tokens", np.int64), _rows(group, "masks", np.int64)
+    scores = _scores(group, len(tokens))
+    if len(masks) != len(tokens):
+        raise GroupError(f"masks has {len(masks)} sequences, tokens has {len(tokens)}")
+    logprobs = _rows(group, "inference_logprobs", np.float32) if group.get("inference_logprobs") else None
+    if logprobs is not None and len(logprobs) != len(tokens):
+        raise GroupError(f"inference_logprobs has {len(logprobs)} sequences, tokens has {len(tokens)}")
+    versions, epochs = (_optional_ints(group, name, len(tokens)) for name in ("weight_versions", "weight_epochs"))
+    advantages = _advantages(group, scores, [len(row) for row in tokens], divide_by_std)
+    zeroed = _zeroed(group, len(tokens), ignored)
+    sequences = []
+    for i, row in enumerate(tokens):
+        if len(masks[i]) != len(row):
+            raise GroupError(f"masks[{i}] has {len(masks[i])} entries, tokens[{i}] has {len(row)}")
+        strange = row[(row < 0) | (row >= vocab_size)]
+        if len(strange):
+            raise GroupError(
+                f"tokens[{i}] holds {strange[0]}, and the model's ids go from 0 to {vocab_size - 1}; is its tokenizer in use?"
+            )
+        positions = np.flatnonzero(masks[i] != NOT_TRAINED).astype(np.int64)
+        positions = positions[positions > 0]
+        taken = np.full(len(positions), np.nan, dtype=np.float32)
+        if logprobs is not None:
+            if len(logprobs[i]) != len(row):
+                raise GroupError(f"inference_logprobs[{i}] has {len(logprobs[i])} entries, tokens[{i}] has {len(row)}")
+            taken = logprobs[i][positions]
+            if not np.isfinite(taken).all():
+                raise GroupError(f"inference_logprobs[{i}] holds NaN or infinity at a trained position")
+        weight = np.zeros_like(advantages[i]) if zeroed[i] else advantages[i]
+        sequences.append(
+            TrainedSequence(row, positions, taken, weight[positions], scores[i], versions[i], (number, i), epochs[i])
+        )
+    return sequences
+
+
+def _rows(group: Mapping[str, Any], name: str, kind: type[np.int64] | type[np.float32]) -> list[npt.NDArray[Any]]:
+    value = group.get(name)
+    if not isinstance(value, list) or not value:
+        raise GroupError(f"{name} is missing or empty")
+    try:
+        rows = [np.asarray(row, dtype=kind) for row in value]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise GroupError(f"{name} is no list of lists of numbers ({error})") from error
+    if any(row.ndim != 1 for row in rows):
+        raise GroupError(f"{name} is no list of lists of numbers")
+    return rows
+
+
+def _optional_ints(group: Mapping[str, Any], name: str, count: int) -> list[int | None]:
+    """One number for each sequence, None where there is none."""
+    values = group.get(name) or [None] * count
+    if len(values) != count:
+        raise GroupError(f"{name} has {len(values)} entries, tokens has {count} sequences")
+    return [None if value is None else int(value) for value in values]
+
+
+def _scores(group: Mapping[str, Any], count: int) -> list[float]:
+    scores = group.get("scores")
+    if not isinstance(scores, list) or len(scores) != count:
+        raise GroupError(
+            f"scores has {len(scores) if isinstance(scores, list) else 'no'} entries, tokens has {count} sequences"
+        )
+    if any(isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score) for score in scores):
+        raise GroupError(f"scores holds something that is no finite number: {scores}")
+    return [float(score) for score in scores]
+
+
+def _advantages(
+    group: Mapping[str, Any], scores: list[float], lengths: list[int], divide_by_std: bool
+) -> list[npt.NDArray[np.float32]]:
+    """One advantage per token of each sequence."""
+    given = group.get("advantages")
+    per_sequence = group_advantages(scores, divide_by_std) if given is None else given
+    if not isinstance(per_sequence, list) or len(per_sequence) != len(lengths):
+        raise GroupError(f"advantages does not have one entry for each of {len(lengths)} sequences")
+    rows = []
+    for i, (value, length) in enumerate(zip(per_sequence, lengths, strict=True)):
+        try:
+            row = np.asarray(value, dtype=np.float32)
+        except (TypeError, ValueError) as error:
+            raise GroupError(f"advantages[{i}] is neither a number nor a list of numbers") from error
+        row = np.full(length, row.item(), dtype=np.float32) if row.shape in ((), (1,)) else row
+        if row.shape != (length,) or not np.isfinite(row).all():
+            raise GroupError(f"advantages[{i}] is neither a finite number nor {length} of them, one per token")
+        rows.append(row)
+    return rows
+
+
+def _zeroed(group: Mapping[str, Any], count: int, ignored: set[str]) -> list[bool]:
+    """Which sequences an override sets to advantage 0."""
+    overrides = group.get("overrides") or [{}] * count
+    if len(overrides) != count:
+        raise GroupError(f"overrides has {len(overrides)} entries, tokens has {count} sequences")
+    whole = group.get("group_overrides") or {}
+    for one in [whole, *overrides]:
+        ignored.update(set(one or {}) - {"set_advantage_to_zero"})
+    return [bool(whole.get("set_advantage_to_zero") or (one or {}).get("set_advantage_to_zero")) for one in overrides]
+
+
+def _cut(sequence: TrainedSequence, max_tokens: int) -> TrainedSequence:
+    if len(sequence.tokens) <= max_tokens:
+        return sequence
+    kept = int(np.searchsorted(sequence.positions, max_tokens))
+    return TrainedSequence(
+        tokens=sequence.tokens[:max_tokens],
+        positions=sequence.positions[:kept],
+        rollout_logprobs=sequence.rollout_logprobs[:kept],
+        advantages=sequence.advantages[:kept],
+        score=sequence.score,
+        weight_version=sequence.weight_version,
+        order=sequence.order,
+        weight_epoch=sequence.weight_epoch,
+    )
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Sequences of one forward pass, padded on the right. `n` counts the trained tokens of all of them.
+
+    Attributes:
+        tokens: [sequences, length] int64.
+        sources: [n] int64, where in the flattened [sequences × length] outputs the state lies that predicts each of them.
+        targets: [n] int64, the trained tokens.
+        rollout_logprobs, advantages, weights: [n] float32.
+        lengths: [sequences] int64, without the padding.
+        orders: [sequences, 2] int64, each sequence's place in the batch: group, and number within the group.
+    """
+
+    tokens: Tensor
+    sources: Tensor
+    targets: Tensor
+    rollout_logprobs: Tensor
+    advantages: Tensor
+    weights: Tensor
+    lengths: Tensor
+    orders: Tensor
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on another device."""
+        return MicroBatch(**{name: value.to(device) for name, value in vars(self).items()})
+
+
+def microbatches(batch: Batch, size: int, normalisation: Normalisation, max_tokens: int) -> Iterator[MicroBatch]:
+    """Split a batch into microbatches of similar lengths, the longest first (so that memory runs out early, if it does).
+
+    Sequences without a trained token are left out. The same rollouts always give the same microbatches, in whatever order they
+    came: among sequences of one length the content decides.
+
+    Args:
+        size: sequences in each (fewer in the last).
+        normalisation, max_tokens: see token_weights; the weights are those of the whole batch.
+    """
+    weights = token_weights([len(s.positions) for s in batch.sequences], normalisation, max_tokens)
+    pairs = [(s, w) for s, w in zip(batch.sequences, weights, strict=True) if len(s.positions)]
+    pairs.sort(key=lambda pair: _rank(pair[0]))
+    for start in range(0, len(pairs), size):
+        yield _collate(pairs[start : start + size])
+
+
+def _rank(sequence: TrainedSequence) -> tuple[int, bytes, tuple[int, int]]:
+    # A digest, because the keys of a whole batch exist at once.
+    content = hashlib.sha256()
+    for part in (sequence.tokens, sequence.positions, sequence.advantages, sequence.rollout_logprobs):
+        content.update(np.ascontiguousarray(part).data)
+    return -len(sequence.tokens), content.digest(), sequence.order
+
+
+def empty_microbatch() -> MicroBatch:
+    """One token and nothing to train on: for a rank that must take part in a pass without work of its own."""
+    none = torch.zeros(0)
+    ids = torch.zeros(0, dtype=torch.int64)
+    one = torch.ones(1, dtype=torch.int64)
+    return MicroBatch(torch.zeros((1, 1), dtype=torch.int64), ids, ids, none, none, none, one, one.new_zeros(1, 2))
+
+
+def _collate(pairs: Sequence[tuple[TrainedSequence, float]]) -> MicroBatch:
+    length = max(len(sequence.tokens) for sequence, _ in pairs)
+    tokens = np.zeros((len(pairs), length), dtype=np.int64)
+    for row, (sequence, _) in enumerate(pairs):
+        tokens[row, : len(sequence.tokens)] = sequence.tokens
+    sources = [row * length + sequence.positions - 1 for row, (sequence, _) in enumerate(pairs)]
+    return MicroBatch(
+        tokens=torch.from_numpy(tokens),
+        sources=torch.from_numpy(np.concatenate(sources)),
+        targets=torch.from_numpy(np.concatenate([s.tokens[s.positions] for s, _ in pairs])),
+        rollout_logprobs=torch.from_numpy(np.concatenate([s.rollout_logprobs for s, _ in pairs])),
+        advantages=torch.from_numpy(np.concatenate([s.advantages for s, _ in pairs])),
+        weights=torch.from_numpy(np.concatenate([np.full(len(s.positions), w, dtype=np.float32) for s, w in pairs])),
+        lengths=torch.tensor([len(s.tokens) for s, _ in pairs]),
+        orders=torch.tensor([s.order for s, _ in pairs]),
+    )

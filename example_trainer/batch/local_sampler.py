@@ -1,0 +1,92 @@
+"""Groups of rollouts straight from a vLLM server, in an order that time has no part in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+
+from example_trainer.batch.groups import NOT_TRAINED
+from example_trainer.batch.problems import Problem
+from example_trainer.errors import ModelError, RolloutServiceError
+from example_trainer.http_client import direct_client
+
+_SECONDS = 600.0
+"""One group may take this long."""
+
+
+class Sampler:
+    """Asks a server of this project for completions and scores them.
+
+    Args:
+        url: of the server.
+        folder: holds the tokenizer.
+        group_size: completions of each question.
+        max_tokens: of each completion.
+        seed: of the first request; every sample of a run has another one.
+        api_key: bearer token, if the server asks for one.
+
+    Raises:
+        ModelError: there is no tokenizer, or it has no chat template.
+    """
+
+    def __init__(self, url: str, folder: str, group_size: int, max_tokens: int, seed: int, api_key: str | None = None) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"no tokenizer in {folder}: {str(error).splitlines()[0]}") from error
+        if not self._tokenizer.chat_template:
+            raise ModelError(f"the tokenizer in {folder} has no chat template; give an instruction-tuned model")
+        self._group_size, self._max_tokens, self._next_seed = group_size, max_tokens, seed << 32
+        self._client = direct_client(url, _SECONDS, api_key)
+
+    def groups(self, problems: Sequence[Problem]) -> list[dict[str, Any]]:
+        """One scored group for each problem, in their order, as the rollout service would hand them over.
+
+        Raises:
+            RolloutServiceError: the server refused, or did not answer.
+        """
+        seeds = [self._next_seed + number * self._group_size for number in range(len(problems))]
+        self._next_seed += len(problems) * self._group_size
+        with ThreadPoolExecutor(max_workers=len(problems)) as pool:
+            return list(pool.map(self._group, problems, seeds))
+
+    def _group(self, problem: Problem, seed: int) -> dict[str, Any]:
+        text = self._tokenizer.apply_chat_template(
+            [{"role": "user", "content": problem.question}], add_generation_prompt=True, tokenize=False
+        )
+        prompt = self._tokenizer.encode(text, add_special_tokens=False)
+        body = {
+            "prompt": {"prompt_token_ids": prompt},
+            "n": self._group_size,
+            "max_tokens": self._max_tokens,
+            "temperature": 1.0,
+            "seed": seed,
+        }
+        try:
+            response = self._client.post("/generate", json=body)
+            response.raise_for_status()
+        except httpx.HTTPStatusError as error:
+            raise RolloutServiceError(f"vLLM refused to sample: {error.response.text[:300]}") from error
+        except httpx.TransportError as error:
+            raise RolloutServiceError(f"vLLM did not answer /generate: {error or type(error).__name__}") from error
+        answer = response.json()
+        rows = list(zip(answer["token_ids"], answer["logprobs"], strict=True))
+        return {
+            "tokens": [prompt + tokens for tokens, _ in rows],
+            "masks": [[NOT_TRAINED] * len(prompt) + tokens for tokens, _ in rows],
+            "inference_logprobs": [
+                [1.0] * len(prompt) + [entry[str(token)] for entry, token in zip(logprobs, tokens, strict=True)]
+                for tokens, logprobs in rows
+            ],
+            "scores": [problem.score(text) for text in answer["text"]],
+            "weight_versions": answer["weight_versions"],
+        }
+
+    def close(self) -> None:
+        """Hang up."""
+        self._client.close()

@@ -1,1 +1,0 @@
-"""Low-rank adapters: trained beside frozen weights, saved and loaded in PEFT's format."""

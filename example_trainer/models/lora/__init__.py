@@ -1,0 +1,1 @@
+"""LoRA adapters on the decoder's merged projections."""

@@ -1,0 +1,1 @@
+"""The decoder's operations, one table for each kind of arithmetic."""

@@ -1,0 +1,135 @@
+"""The backward passes in plain torch: for CPUs, and what the Triton kernels are held against. Any floating dtype.
+
+Sums over tokens are taken sequence by sequence, in order, each into what the accumulator held before: what a sequence is
+packed with changes no bit. Slices are copied first, because libraries also look at how memory is aligned.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from example_trainer.models.packing import Packing
+
+_BLOCK = 128
+"""Queries whose attention weights exist at the same time."""
+
+
+def wide(x: Tensor) -> Tensor:
+    """float32, or float64 for float64."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _copy(x: Tensor) -> Tensor:
+    return wide(x).clone(memory_format=torch.contiguous_format)
+
+
+def add_weight_gradient(dy: Tensor, x: Tensor, total: Tensor, packing: Packing) -> None:
+    """total [outputs, inputs] += dyᵀ x of dy [tokens, outputs] and x [tokens, inputs], in place."""
+    for start, end in packing.spans():
+        total += _copy(dy[start:end].t()) @ _copy(x[start:end])
+
+
+def add_row_sums(dy: Tensor, total: Tensor, packing: Packing, x: Tensor | None = None, inverse: Tensor | None = None) -> None:
+    """total [width] += Σ over rows of dy, or of dy · x · inverse[row], in place.
+
+    Args:
+        dy, x: [tokens · r, width] with r rows for each token.
+        inverse: [tokens · r].
+    """
+    rows = dy.shape[0] // packing.tokens
+    for start, end in packing.spans():
+        part = slice(start * rows, end * rows)
+        term = _copy(dy[part])
+        if x is not None and inverse is not None:
+            term *= wide(x[part]) * inverse[part, None]
+        total += term.sum(0)
+
+
+def norm_gradient(dy: Tensor, x: Tensor, weight: Tensor, eps: float, extra: Tensor | None) -> tuple[Tensor, Tensor]:
+    """dx [rows, width] of RMSNorm (plus `extra`), and 1 / rms of each row."""
+    value, slope = wide(x.contiguous()), wide(dy) * wide(weight)
+    inverse = (value.square().mean(-1) + eps).rsqrt()
+    mean = (slope * value).mean(-1)
+    result = inverse[:, None] * (slope - value * (inverse * inverse * mean)[:, None])
+    if extra is not None:
+        result = result + wide(extra)
+    return result.to(x.dtype), inverse
+
+
+def silu_and_mul_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """Gradient for x [rows, 2 · width] of silu_and_mul, from dy [rows, width]."""
+    gate, up = wide(x).chunk(2, dim=-1)
+    slope, chance = wide(dy), torch.sigmoid(gate)
+    return torch.cat((slope * up * chance * (1 + gate * (1 - chance)), slope * gate * chance), dim=-1).to(x.dtype)
+
+
+def add_embedding_gradient(dy: Tensor, ids: Tensor, total: Tensor) -> None:
+    """total [vocab, width] gets dy [tokens, width] added at ids [tokens], in the tokens' order, in place."""
+    sorted_ids, order = torch.sort(ids, stable=True)
+    place = torch.arange(len(ids), device=ids.device)
+    first = torch.searchsorted(sorted_ids, sorted_ids)  # where the run of equal ids begins
+    round_of = place - first
+    for turn in range(int(round_of.max()) + 1 if len(ids) else 0):
+        chosen = round_of == turn  # no id twice in a turn
+        total[sorted_ids[chosen]] += wide(dy[order[chosen]])
+
+
+def logit_gradient(logits: Tensor, targets: Tensor, lse: Tensor, upstream: Tensor) -> Tensor:
+    """upstream · (onehot(target) - softmax(logits)), [rows, vocab] in the logits' dtype."""
+    slope = torch.exp(wide(logits) - lse[:, None]).neg_()
+    rows = torch.arange(len(targets), device=targets.device)
+    slope[rows, targets] += 1
+    return (slope * upstream[:, None]).to(logits.dtype)
+
+
+def entropy(logits: Tensor, lse: Tensor) -> Tensor:
+    """Entropy [rows] of softmax(logits [rows, vocab]), in nats."""
+    logprobs = wide(logits) - lse[:, None]
+    return -(logprobs.exp() * logprobs).sum(-1)
+
+
+def attention_backward(
+    upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, packing: Packing, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of causal attention over packed sequences; the weights of a block of queries are made again from `lse`.
+
+    Args:
+        upstream, out: [tokens, heads, width] gradient of the output, and the output.
+        q: [tokens, heads, width]; k, v: [tokens, kv_heads, width].
+        lse: [heads, tokens] natural logarithm of each query's softmax denominator.
+        packing: the sequences.
+        scale: factor of the scores.
+
+    Returns:
+        dq, dk, dv in the inputs' dtypes.
+    """
+    heads, kv_heads, width = q.shape[1], k.shape[1], q.shape[2]
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    for start, end in packing.spans():
+        length = end - start
+        # [kv_heads, queries of the group's heads or keys, width]
+        grouped = (kv_heads, heads // kv_heads, length, width)
+        queries, slopes, outputs = (_copy(part[start:end].transpose(0, 1)).view(grouped) for part in (q, upstream, out))
+        keys, values = (_copy(part[start:end].transpose(0, 1)) for part in (k, v))
+        denominators = _copy(lse[:, start:end]).view(grouped[:3])
+        delta = (slopes * outputs).sum(-1)
+        query_total = torch.empty_like(queries)
+        key_total, value_total = torch.zeros_like(keys), torch.zeros_like(values)
+        for head in range(heads // kv_heads):
+            for first in range(0, length, _BLOCK):
+                rows, seen = slice(first, min(first + _BLOCK, length)), slice(0, min(first + _BLOCK, length))
+                block, slope = queries[:, head, rows].contiguous(), slopes[:, head, rows].contiguous()
+                scores = torch.einsum("hqd,hkd->hqk", block, keys[:, seen]) * scale
+                chance = torch.exp(scores - denominators[:, head, rows, None])
+                query, key = torch.arange(length)[rows], torch.arange(length)[seen]
+                chance = chance.masked_fill((key[None, :] > query[:, None]).to(chance.device), 0)
+                value_total[:, seen] += torch.einsum("hqk,hqd->hkd", chance, slope)
+                step = torch.einsum("hqd,hkd->hqk", slope, values[:, seen])
+                step = chance * (step - delta[:, head, rows, None]) * scale
+                query_total[:, head, rows] = torch.einsum("hqk,hkd->hqd", step, keys[:, seen])
+                key_total[:, seen] += torch.einsum("hqk,hqd->hkd", step, block)
+        dq[start:end] = query_total.view(heads, length, width).transpose(0, 1).to(q.dtype)
+        dk[start:end] = key_total.transpose(0, 1).to(k.dtype)
+        dv[start:end] = value_total.transpose(0, 1).to(v.dtype)
+    return dq, dk, dv

@@ -1,0 +1,158 @@
+"""A trainer of one rank per vLLM rank, each holding exactly what vLLM's rank of the same number holds (arXiv:1909.08053).
+
+All ranks work on the same batch. Parameters, masters and moments have vLLM's local shapes, so that a parameter can be a view
+on vLLM's own memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from example_trainer.errors import ModelError
+from example_trainer.models.decoder import Decoder
+from example_trainer.models.geometry import Geometry
+from example_trainer.models.shards import Shards
+from example_trainer.models.split import Split
+from vllm_patching.sharding import ModelGeometry, ShardSpec, Slice, UnsupportedModel, plan_shards
+
+Kind = Literal["split", "equal", "partial", "shared heads"]
+
+
+class TensorParallelShards(Shards):
+    """vLLM's shards. By what a rank's gradient is, a parameter is one of four kinds:
+
+    split          no other rank holds these elements; the gradient is right as it is
+    equal          held whole by every rank, where the gradient comes out the same: norms, biases after a sum
+    partial        held whole by every rank, each of which sees some of its uses: the norms of query and key heads
+    shared heads   qkv_proj with fewer key/value heads than ranks: several ranks hold the same head and see some of its uses
+    """
+
+    spread = True
+
+    def __init__(self, geometry: Geometry, split: Split) -> None:
+        try:
+            plans = [plan_shards(model_geometry(geometry), rank, split.size) for rank in range(split.size)]
+        except UnsupportedModel as error:
+            raise ModelError(
+                f"{error}; start another number of trainer ranks, the same as vLLM's tensor-parallel degree"
+            ) from error
+        self.split = split
+        self._specs: list[dict[str, ShardSpec]] = [{spec.name: spec for spec in plan} for plan in plans]
+        self._owned = {name: self._owned_slices(name) for name in self._specs[0]}
+        self.kinds: dict[str, Kind] = {name: self._kind(name) for name in self._specs[0]}
+
+    def spec(self, name: str) -> ShardSpec:
+        """This rank's share of a parameter."""
+        return self._specs[self.split.rank][name]
+
+    def whole_shape(self, name: str, parameter: Tensor) -> tuple[int, ...]:
+        return self.spec(name).full_shape
+
+    def take(self, name: str, whole: Tensor) -> Tensor:
+        spec = self.spec(name)
+        local = whole.new_zeros(spec.shape)
+        for piece in spec.slices:
+            _local(local, piece).copy_(_source(whole, piece))
+        return local
+
+    def whole(self, name: str, local: Tensor) -> Tensor:
+        if self.kinds[name] in ("equal", "partial"):
+            return local
+        whole = local.new_empty(self.spec(name).full_shape)
+        for rank, part in enumerate(self.split.gather(local.contiguous())):
+            for piece in self._specs[rank][name].slices:
+                _source(whole, piece).copy_(_local(part, piece))
+        return whole
+
+    def owned(self, name: str, local: Tensor) -> Sequence[Tensor]:
+        return [_local(local, piece) for piece in self._owned[name]]
+
+    def total(self, values: Tensor) -> Tensor:
+        return self.split.total(values)
+
+    def complete(self, gradients: Mapping[str, Tensor]) -> None:
+        """See Shards.complete. Afterwards, what several ranks hold has the same gradient on all of them, bit for bit."""
+        small = [name for name in gradients if self.kinds[name] in ("equal", "partial")]
+        if small:
+            mine = [gradients[n] if self.kinds[n] == "partial" or self.split.rank == 0 else gradients[n] * 0 for n in small]
+            total = self.split.total(torch.cat([gradient.reshape(-1) for gradient in mine]))
+            for name, part in zip(small, total.split([gradients[n].numel() for n in small]), strict=True):
+                gradients[name].copy_(part.view_as(gradients[name]))
+        for name, gradient in gradients.items():
+            if self.kinds[name] == "shared heads":
+                spec = self.spec(name)
+                heads = spec.slices[1:]  # the first are the rank's own query heads
+                whole = gradient.new_zeros(spec.full_shape)
+                for piece in heads:
+                    _source(whole, piece).copy_(_local(gradient, piece))
+                first = self._specs[0][name].slices[1].source_start
+                self.split.total(whole[first:])
+                for piece in heads:
+                    _local(gradient, piece).copy_(_source(whole, piece))
+
+    def _owned_slices(self, name: str) -> list[Slice]:
+        """The slices of this rank that no lower rank holds as well."""
+        lower = {(piece.dim, piece.source_start) for specs in self._specs[: self.split.rank] for piece in specs[name].slices}
+        return [piece for piece in self.spec(name).slices if (piece.dim, piece.source_start) not in lower]
+
+    def _kind(self, name: str) -> Kind:
+        starts = [tuple((piece.dim, piece.source_start) for piece in specs[name].slices) for specs in self._specs]
+        if self.split.size == 1:
+            return "split"
+        if len(set(starts)) == 1:
+            return "partial" if name.endswith(("q_norm.weight", "k_norm.weight")) else "equal"
+        pieces = [piece for row in starts for piece in row]
+        return "split" if len(set(pieces)) == len(pieces) else "shared heads"
+
+
+def split_decoder(
+    geometry: Geometry, dtype: torch.dtype, device: torch.device, rank: int, size: int, group: dist.ProcessGroup | None
+) -> Decoder:
+    """A decoder with this rank's part of every layer, uninitialised.
+
+    Raises:
+        ModelError: its heads or widths cannot be split over `size` ranks.
+    """
+    split = Split(rank, size, group)
+    shards = TensorParallelShards(geometry, split)
+    model = Decoder(geometry, dtype, device, split)
+    model.shards = shards
+    found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    planned = {name: shards.spec(name).shape for name in shards.kinds}
+    if found != planned:
+        name = next(name for name in found.keys() | planned.keys() if found.get(name) != planned.get(name))
+        raise AssertionError(f"{name}: the decoder has shape {found.get(name)}, the plan of the shards {planned.get(name)}")
+    return model
+
+
+def model_geometry(geometry: Geometry) -> ModelGeometry:
+    """The sizes as the plan of the shards wants them."""
+    g = geometry
+    return ModelGeometry(
+        model_type=g.architecture.removesuffix("ForCausalLM").lower(),
+        num_layers=g.num_layers,
+        hidden_size=g.hidden_size,
+        intermediate_size=g.intermediate_size,
+        num_heads=g.num_heads,
+        num_kv_heads=g.num_kv_heads,
+        head_dim=g.head_dim,
+        vocab_size=g.vocab_size,
+        tied=g.tie_word_embeddings,
+        qkv_bias=g.qkv_bias,
+        o_bias=g.o_bias,
+        mlp_bias=g.mlp_bias,
+        qk_norm=g.qk_norm,
+    )
+
+
+def _source(whole: Tensor, piece: Slice) -> Tensor:
+    return whole.narrow(piece.dim, piece.source_start, piece.length)
+
+
+def _local(local: Tensor, piece: Slice) -> Tensor:
+    return local.narrow(piece.dim, piece.local_start, piece.length)

@@ -1,0 +1,1 @@
+"""One optimizer step, and what lasts beyond it: masters, checkpoints, runs, memory."""

@@ -1,0 +1,32 @@
+"""Checkpoints of a run that trains adapters: `adapter_step_N/` in PEFT's format, the optimizer's state beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from example_trainer.models import Decoder
+from example_trainer.models.lora.peft_format import AdapterWriter
+from example_trainer.training.checkpoints import Checkpoints
+from example_trainer.training.runs import Run
+
+ADAPTER_PREFIX = "adapter_step_"
+
+
+class AdapterCheckpoints(Checkpoints):
+    """As Checkpoints, of the adapters alone: the base model is named in adapter_config.json, not copied.
+
+    Args:
+        writer: writes the model's adapters.
+    """
+
+    prefix = ADAPTER_PREFIX
+
+    def __init__(self, folder: Path, run: Run, keep_states: int, last: int | None, writer: AdapterWriter) -> None:
+        super().__init__(folder, run, keep_states, last)
+        self._writer = writer
+
+    def _write_weights(self, model: Decoder, masters: Mapping[str, Tensor], draft: Path) -> None:
+        self._writer.write(draft, masters)

@@ -1,0 +1,129 @@
+"""One optimizer step on one batch, after which the trainer can go on whatever the batch did to its memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from example_trainer.batch.groups import Batch
+from example_trainer.config import TrainerConfig
+from example_trainer.deterministic.decoder import DeterministicDecoder
+from example_trainer.deterministic.parity import ParityCheck
+from example_trainer.errors import NonFiniteError, OutOfMemoryError, RankError
+from example_trainer.models import Decoder
+from example_trainer.parallel.ranks import Ranks, first_line
+from example_trainer.process import StopSignal
+from example_trainer.training.optimizer import MasterAdamW, StepReport
+from example_trainer.training.step import StepSums, accumulate_gradients
+
+GRACE_SECONDS = 20.0
+"""How long a rank that ran out of memory waits for the others to say the same, and a GPU has to finish what it was given."""
+_SIGNS = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+
+
+def guarded_step(
+    model: Decoder,
+    optimizer: MasterAdamW,
+    batch: Batch,
+    config: TrainerConfig,
+    stop: StopSignal,
+    reference: Decoder | None = None,
+    parity: ParityCheck | None = None,
+    ranks: Ranks | None = None,
+) -> tuple[StepSums, StepReport]:
+    """The batch's gradient and the step along it. Collective.
+
+    After the first two errors the gradients are gone, and `optimizer.sound` says, alike on every rank, whether the weights are
+    still those of before.
+
+    Raises:
+        OutOfMemoryError: memory ran out, and every rank knows; what the batch took is free again.
+        NonFiniteError: see MasterAdamW.step.
+        RankError: a rank ran out of memory where others wait for it, and nothing collective is possible any more.
+        StopRequested, ParityError: see accumulate_gradients.
+    """
+    ranks = ranks or Ranks()
+    steps = optimizer.steps
+
+    def work() -> tuple[StepSums, StepReport]:
+        sums = accumulate_gradients(model, optimizer, batch, config, stop, reference, parity)
+        return sums, optimizer.step()
+
+    try:
+        done, told = _attempt(work)
+    except NonFiniteError:
+        _discard(model, optimizer)
+        raise
+    if ranks.world_size > 1:
+        told = _agree(ranks, optimizer, told)
+    if told is None:
+        assert done is not None
+        return done
+    _discard(model, optimizer)
+    longest = max(len(sequence.tokens) for sequence in batch.sequences)
+    raise OutOfMemoryError(
+        f"out of memory at optimizer step {steps}, in a batch of {len(batch.sequences)} sequences of up to {longest} tokens "
+        f"({told}); lower --batch-size (and raise --gradient-accumulation-steps) or --seq-len, or add --gradient-checkpointing"
+    )
+
+
+def _attempt(
+    work: Callable[[], tuple[StepSums, StepReport]],
+) -> tuple[tuple[StepSums, StepReport] | None, str | None]:
+    """What the work gave, or how it ran out of memory. The error is let go of here: its frames hold the batch's tensors."""
+    try:
+        return work(), None
+    except (MemoryError, RuntimeError) as error:
+        if not ran_out_of_memory(error):
+            raise
+        return None, first_line(error)
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether an error is one of the many ways in which PyTorch and its libraries say that there is no memory left."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(sign in str(error) for sign in _SIGNS)
+
+
+def _agree(ranks: Ranks, optimizer: MasterAdamW, told: str | None) -> str | None:
+    """What the first rank that ran out of memory says, on all of them; None if none did. Collective."""
+    where = f"rank {ranks.rank} ran out of memory in a step ({told})"
+    try:
+        # Whoever fails comes at once. Ranks that wait for it in a transfer cannot come, and are told by its end.
+        mine = [told, optimizer.steps, optimizer.sound]
+        outcomes = ranks.gather(mine, "taking a step", None if told is None else GRACE_SECONDS)
+    except RankError as error:
+        if told is None:
+            raise
+        raise RankError(
+            f"{where} while others wait for it in a transfer, so this trainer cannot go on, nor save what is newer than its "
+            "last checkpoint; lower --batch-size or --seq-len, or add --gradient-checkpointing, and start again with "
+            "--resume auto"
+        ) from error
+    failed = [(rank, text) for rank, (text, _, _) in enumerate(outcomes) if text is not None]
+    if not failed:
+        return None
+    if len({steps for _, steps, _ in outcomes}) > 1 or not all(sound for _, _, sound in outcomes):
+        optimizer.sound = False  # some have taken the step, others have not
+    ranks.together("finishing the ranks' transfers", _finish_transfers, 2 * GRACE_SECONDS)
+    return f"on rank {failed[0][0]}: {failed[0][1]}"
+
+
+def _finish_transfers() -> None:
+    """Raise RankError if a GPU still waits for a rank that gave up: what that rank sent next would be taken for the rest."""
+    if not torch.cuda.is_available():
+        return
+    waiting = threading.Thread(target=torch.cuda.synchronize, args=(torch.cuda.current_device(),), daemon=True)
+    waiting.start()
+    waiting.join(GRACE_SECONDS)
+    if waiting.is_alive():
+        raise RankError("a rank ran out of memory in the middle of a transfer; start again with --resume auto")
+
+
+def _discard(model: Decoder, optimizer: MasterAdamW) -> None:
+    optimizer.zero_grad()
+    if isinstance(model, DeterministicDecoder) and model.sums is not None:
+        model.sums.take()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

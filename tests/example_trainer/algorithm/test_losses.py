@@ -1,0 +1,293 @@
+"""The loss against closed forms, and against the same formula written naively over full logits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from bench.gpu.live_bytes import Meter
+from example_trainer.algorithm.losses import MAX_LOG_RATIO, chosen_logprobs, group_advantages, grpo_loss, k3, token_weights
+
+scores = st.lists(st.floats(-100, 100).map(lambda value: round(value, 3)), min_size=1, max_size=12)
+
+
+def tensor(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32)
+
+
+class TestAdvantages:
+    def test_closed_form(self) -> None:
+        assert group_advantages([1.0, 0.0, 0.0, 0.0]) == pytest.approx([math.sqrt(3), *[-1 / math.sqrt(3)] * 3])
+        assert group_advantages([1.0, 0.0, 0.0, 0.0], divide_by_std=False) == [0.75, -0.25, -0.25, -0.25]
+
+    @given(scores)
+    def test_mean_is_zero_and_population_variance_is_one(self, rewards: list[float]) -> None:
+        advantages = group_advantages(rewards)
+        assert len(advantages) == len(rewards)
+        assert math.fsum(advantages) == pytest.approx(0, abs=1e-6)
+        if max(rewards) - min(rewards) > 1e-3:
+            assert math.fsum(a * a for a in advantages) / len(advantages) == pytest.approx(1)
+            assert sorted(range(len(rewards)), key=lambda i: rewards[i]) == sorted(
+                range(len(rewards)), key=lambda i: (round(advantages[i], 9), rewards[i])
+            )
+
+    @given(scores, st.floats(0.5, 20), st.floats(-50, 50))
+    def test_scale_and_offset_of_the_reward_do_not_matter(self, rewards: list[float], scale: float, offset: float) -> None:
+        assume(max(rewards) - min(rewards) > 0.01)
+        moved = [scale * reward + offset for reward in rewards]
+        assert group_advantages(moved) == pytest.approx(group_advantages(rewards), abs=1e-6)
+
+    @given(st.floats(-1e6, 1e6), st.integers(1, 30))
+    def test_equal_scores_teach_nothing(self, value: float, size: int) -> None:
+        assert group_advantages([value] * size) == [0.0] * size
+        assert group_advantages([value] * size, divide_by_std=False) == [0.0] * size
+
+
+class TestTokenWeights:
+    lengths = st.lists(st.integers(0, 30), min_size=1, max_size=10).filter(any)
+
+    @given(lengths)
+    def test_token_and_sequence_weights_sum_to_one(self, lengths: list[int]) -> None:
+        for normalisation in ("token", "sequence"):
+            weights = token_weights(lengths, normalisation, max_tokens=100)  # type: ignore[arg-type]
+            assert math.fsum(w * n for w, n in zip(weights, lengths, strict=True)) == pytest.approx(1)
+
+    def test_closed_forms(self) -> None:
+        assert token_weights([1, 3, 0], "token", 10) == [0.25, 0.25, 0.0]
+        assert token_weights([1, 4, 0], "sequence", 10) == [0.5, 0.125, 0.0]
+        assert token_weights([1, 4, 0], "constant", 10) == [0.05, 0.05, 0.0]
+
+    def test_a_batch_without_trained_tokens_has_no_weights(self) -> None:
+        for normalisation in ("token", "sequence", "constant"):
+            assert token_weights([0, 0], normalisation, 10) == [0.0, 0.0]  # type: ignore[arg-type]
+
+
+class TestK3:
+    @given(st.lists(st.floats(0.01, 1), min_size=2, max_size=6), st.randoms())
+    def test_its_mean_under_q_is_the_divergence(self, raw: list[float], random: object) -> None:
+        q = torch.tensor(raw, dtype=torch.float64) / sum(raw)
+        p = torch.flip(q, dims=(0,))
+        expected = (q * (q / p).log()).sum()
+        assert torch.allclose((q * k3(p.log() - q.log())).sum(), expected, atol=1e-12)
+
+    def test_never_negative_and_exact_near_zero(self) -> None:
+        x = torch.linspace(-5, 5, 1001)
+        assert (k3(x) >= 0).all()
+        assert k3(torch.zeros(1)).item() == 0
+        small = torch.tensor([1e-3], dtype=torch.float64)
+        assert k3(small).item() == pytest.approx(1e-6 / 2 + 1e-9 / 6, rel=1e-6)
+
+
+class TestGrpoLoss:
+    def loss(self, logprobs: torch.Tensor, rollout: torch.Tensor, advantages: torch.Tensor, **options: float) -> torch.Tensor:
+        weights = torch.full_like(logprobs, 1 / logprobs.numel())
+        settings = {"clip_low": 0.2, "clip_high": 0.2} | options
+        return grpo_loss(logprobs, rollout, advantages, weights, **settings)[0]  # type: ignore[arg-type]
+
+    def test_on_policy_it_is_minus_the_mean_advantage_and_its_gradient_the_policy_gradient(self) -> None:
+        logprobs = tensor(-1.0, -2.0, -0.5).requires_grad_()
+        advantages = tensor(1.0, -2.0, 4.0)
+        loss = self.loss(logprobs, logprobs.detach().clone(), advantages)
+        loss.backward()
+        assert loss.item() == pytest.approx(-1.0)
+        torch.testing.assert_close(logprobs.grad, -advantages / 3)
+
+    @pytest.mark.parametrize(
+        ("ratio", "advantage", "loss", "slope"),
+        [
+            (1.5, 1.0, -1.2, 0.0),  # beyond the upper bound, and better than average: stopped
+            (0.5, 1.0, -0.5, -0.5),  # below the lower bound, and better: still pulled up
+            (1.5, -1.0, 1.5, 1.5),  # beyond the upper bound, and worse: still pushed down
+            (0.5, -1.0, 0.8, 0.0),  # below the lower bound, and worse: stopped
+            (1.1, 2.0, -2.2, -2.2),  # within the bounds
+        ],
+    )
+    def test_clipping(self, ratio: float, advantage: float, loss: float, slope: float) -> None:
+        logprobs = tensor(math.log(ratio) - 1.0).requires_grad_()
+        weights = torch.ones(1)
+        value, sums = grpo_loss(logprobs, tensor(-1.0), tensor(advantage), weights, clip_low=0.2, clip_high=0.2)
+        value.backward()
+        assert value.item() == pytest.approx(loss, rel=1e-6)
+        assert logprobs.grad is not None
+        assert logprobs.grad.item() == pytest.approx(slope, rel=1e-6)
+        assert sums.clipped.item() == (slope == 0.0)
+
+    def test_the_two_bounds_are_apart(self) -> None:
+        logprobs, rollout = tensor(math.log(1.25), math.log(0.75)), tensor(0.0, 0.0)
+        loss = self.loss(logprobs, rollout, tensor(1.0, -1.0), clip_low=0.2, clip_high=0.28)
+        assert loss.item() == pytest.approx((-1.25 + 0.8) / 2)
+
+    def test_divergence_from_the_reference(self) -> None:
+        logprobs = tensor(-1.0, -2.0).requires_grad_()
+        reference = tensor(-1.5, -1.0)
+        weights = tensor(0.5, 0.5)
+        loss, sums = grpo_loss(
+            logprobs,
+            logprobs.detach().clone(),
+            torch.zeros(2),
+            weights,
+            clip_low=0.2,
+            clip_high=0.2,
+            kl_coef=0.1,
+            reference_logprobs=reference,
+        )
+        loss.backward()
+        expected = [math.exp(-0.5) + 0.5 - 1, math.exp(1.0) - 1.0 - 1]
+        assert loss.item() == pytest.approx(0.1 * sum(expected) / 2, rel=1e-5)
+        assert sums.reference_kl.item() == pytest.approx(sum(expected), rel=1e-5)
+        # d k3 / d logprob = 1 - π_ref/π
+        slopes = [0.05 * (1 - math.exp(-0.5)), 0.05 * (1 - math.exp(1.0))]
+        torch.testing.assert_close(logprobs.grad, tensor(*slopes))
+
+    def test_the_reported_divergence_is_from_the_rollout_policy_to_the_current_one(self) -> None:
+        ratio = math.log(1.3)
+        _, sums = grpo_loss(tensor(ratio - 1), tensor(-1.0), tensor(1.0), torch.ones(1), clip_low=0.2, clip_high=0.2)
+        assert sums.kl.item() == pytest.approx(1.3 - 1 - ratio, rel=1e-5)
+
+    def test_unknown_rollout_logprobs_give_the_plain_policy_gradient(self) -> None:
+        logprobs = tensor(-1.0, -3.0).requires_grad_()
+        rollout = tensor(math.nan, -3.0)
+        value, sums = grpo_loss(logprobs, rollout, tensor(2.0, 1.0), tensor(0.5, 0.5), clip_low=0.2, clip_high=0.2)
+        value.backward()
+        torch.testing.assert_close(logprobs.grad, tensor(-1.0, -0.5))
+        assert sums.missing_rollout_logprobs.item() == 1
+        assert sums.kl.item() == 0
+
+    @pytest.mark.parametrize("advantage", [-1.0, 1.0])
+    def test_an_absurd_ratio_stays_finite(self, advantage: float) -> None:
+        logprobs = tensor(-0.0).requires_grad_()
+        value, sums = grpo_loss(logprobs, tensor(-500.0), tensor(advantage), torch.ones(1), clip_low=0.2, clip_high=0.2)
+        value.backward()
+        assert logprobs.grad is not None
+        assert torch.isfinite(logprobs.grad).all()
+        assert 0 < sums.kl.item() <= math.exp(MAX_LOG_RATIO)
+
+    def test_a_reference_that_is_needed_must_be_there(self) -> None:
+        with pytest.raises(ValueError, match="no reference logprobs"):
+            self.loss(tensor(-1.0), tensor(-1.0), tensor(1.0), kl_coef=0.1)
+
+    @settings(deadline=None)
+    @given(st.integers(0, 2**31), st.integers(1, 40), st.floats(0.05, 0.5), st.floats(0.05, 0.9))
+    def test_loss_and_gradient_equal_the_formula_in_float64(self, seed: int, n: int, low: float, high: float) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        current = (-3 * torch.rand(n, generator=generator, dtype=torch.float64)).requires_grad_()
+        old = current.detach() + 0.5 * torch.randn(n, generator=generator, dtype=torch.float64)
+        reference = current.detach() + 0.5 * torch.randn(n, generator=generator, dtype=torch.float64)
+        advantages = torch.randn(n, generator=generator, dtype=torch.float64)
+        weights = torch.rand(n, generator=generator, dtype=torch.float64) / n
+        expected = torch.zeros((), dtype=torch.float64)
+        for i in range(n):  # equations 3 and 4 as they are printed
+            ratio = (current[i] - old[i]).exp()
+            clipped = ratio.clamp(1 - low, 1 + high)
+            inverse = (reference[i] - current[i]).exp()
+            penalty = inverse - inverse.log() - 1
+            expected = expected - weights[i] * (torch.minimum(ratio * advantages[i], clipped * advantages[i]) - 0.04 * penalty)
+        expected.backward()
+        logprobs = current.detach().float().requires_grad_()
+        loss, _ = grpo_loss(
+            logprobs,
+            old.float(),
+            advantages.float(),
+            weights.float(),
+            clip_low=low,
+            clip_high=high,
+            kl_coef=0.04,
+            reference_logprobs=reference.float(),
+        )
+        loss.backward()
+        assert current.grad is not None
+        assert logprobs.grad is not None
+        distance = ((current.detach() - old).exp() - torch.tensor([[1 - low], [1 + high]], dtype=torch.float64)).abs()
+        assume(bool((distance > 1e-5).all()))  # at a kink, rounding decides which side the gradient is taken on
+        torch.testing.assert_close(loss.double(), expected.detach(), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(logprobs.grad.double(), current.grad, atol=1e-5, rtol=1e-5)
+
+
+class TestChosenLogprobs:
+    def naive(self, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+        logits = (hidden @ weight.t()).float() / temperature
+        return logits.log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
+
+    @settings(deadline=None)
+    @given(
+        st.integers(0, 2**31), st.integers(1, 30), st.integers(1, 9), st.integers(2, 50), st.integers(1, 40), st.floats(0.3, 2)
+    )
+    def test_values_and_gradients_equal_those_over_full_logits(
+        self, seed: int, n: int, size: int, vocab: int, chunk: int, temperature: float
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        hidden = torch.randn(n, size, generator=generator).requires_grad_()
+        weight = torch.randn(vocab, size, generator=generator).requires_grad_()
+        targets = torch.randint(0, vocab, (n,), generator=generator)
+        upstream = torch.randn(n, generator=generator)
+        expected = self.naive(hidden, weight, targets, temperature)
+        gradients = torch.autograd.grad(expected, (hidden, weight), upstream)
+        logprobs, entropy = chosen_logprobs(hidden, weight, targets, chunk, temperature)
+        ours = torch.autograd.grad(logprobs, (hidden, weight), upstream)
+        torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
+        for mine, theirs in zip(ours, gradients, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+        logits = (hidden @ weight.t()).detach() / temperature
+        torch.testing.assert_close(entropy, torch.distributions.Categorical(logits=logits).entropy(), atol=1e-4, rtol=1e-4)
+
+    def test_in_double_precision_the_gradient_passes_a_finite_difference_check(self) -> None:
+        torch.manual_seed(0)
+        hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+        weight = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
+        targets = torch.tensor([0, 6, 3, 3, 1])
+        # Its arithmetic is float32 on purpose, so the steps and the tolerance are those of float32.
+        torch.autograd.gradcheck(
+            lambda h, w: chosen_logprobs(h, w, targets, 2, 0.7)[0].double(), (hidden, weight), eps=1e-2, atol=1e-2, rtol=1e-2
+        )
+
+    def test_bfloat16_weights_get_bfloat16_gradients_and_float32_logprobs(self) -> None:
+        torch.manual_seed(1)
+        hidden = torch.randn(20, 16, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.randn(33, 16, dtype=torch.bfloat16, requires_grad=True)
+        targets = torch.randint(0, 33, (20,))
+        logprobs, entropy = chosen_logprobs(hidden, weight, targets, chunk=6)
+        logprobs.sum().backward()
+        assert logprobs.dtype == entropy.dtype == torch.float32
+        assert hidden.grad is not None
+        assert weight.grad is not None
+        assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+        exact_hidden = hidden.detach().float().requires_grad_()
+        self.naive(exact_hidden, weight.detach().float(), targets, 1.0).sum().backward()
+        assert exact_hidden.grad is not None
+        assert (hidden.grad.float() - exact_hidden.grad).norm() < 0.02 * exact_hidden.grad.norm()
+
+    def test_a_frozen_output_matrix_costs_no_gradient(self) -> None:
+        hidden, weight = torch.randn(20, 4, requires_grad=True), torch.randn(3000, 4)
+        targets = torch.arange(20)
+
+        def gradient() -> tuple[torch.Tensor, int]:
+            with Meter(torch.device("cpu")) as meter:
+                logprobs, _ = chosen_logprobs(hidden, weight, targets, chunk=2)
+                meter.reset()
+                logprobs.sum().backward()
+            found, hidden.grad = hidden.grad, None
+            assert found is not None
+            return found, meter.peak
+
+        frozen, little = gradient()
+        weight.requires_grad_()
+        trained, much = gradient()
+        assert torch.equal(frozen, trained)
+        assert much >= little + weight.nbytes
+
+    def test_no_logits_are_kept_for_the_backward_pass(self) -> None:
+        n, vocab, chunk = 512, 1000, 16
+        hidden, weight = torch.randn(n, 4, requires_grad=True), torch.randn(vocab, 4, requires_grad=True)
+        kept: list[int] = []
+
+        def count(saved: torch.Tensor) -> torch.Tensor:
+            kept.append(saved.numel())
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda saved: saved):
+            chosen_logprobs(hidden, weight, torch.zeros(n, dtype=torch.long), chunk)
+        assert sorted(kept) == [n, n * 4, vocab * 4]

@@ -1,0 +1,363 @@
+"""The client against the real rollout service, and against servers that misbehave."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+import pytest
+
+from example_trainer.batch import client as rollout_client
+from example_trainer.batch.client import Registration, RolloutClient
+from example_trainer.errors import RolloutServiceError
+from example_trainer.process import StopRequested, StopSignal
+from example_trainer.training.runs import TrainedBatch
+from tests.conftest import Processes
+
+REGISTRATION = Registration(
+    wandb_group="g",
+    wandb_project="p",
+    batch_size=2,
+    max_token_len=64,
+    checkpoint_dir="checkpoints",
+    save_checkpoint_interval=0,
+    starting_step=3,
+    num_steps=10,
+)
+
+
+def group(number: int) -> dict[str, Any]:
+    return {
+        "tokens": [[1, number], [1, number]],
+        "masks": [[-100, number], [-100, number]],
+        "scores": [1.0, 0.0],
+        "inference_logprobs": [[1.0, -0.5], [1.0, -0.5]],
+        "weight_versions": [0, 0],
+    }
+
+
+@pytest.fixture
+def client_of() -> Iterator[Callable[..., RolloutClient]]:
+    clients: list[RolloutClient] = []
+
+    def make(url: str, **options: Any) -> RolloutClient:
+        clients.append(
+            RolloutClient(url, options.pop("stop", StopSignal()), **{"service_timeout": 60, "batch_timeout": 60} | options)
+        )
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+class TestRealService:
+    def start(self, processes: Processes, port: int, *options: str) -> Any:
+        command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port), *(options or ["--new-run"])]
+        service = processes.start("service", command)
+        processes.wait_for_http(f"http://127.0.0.1:{port}/", seconds=60)
+        return service
+
+    def test_batches_arrive_are_acknowledged_and_survive_a_trainer(
+        self, processes: Processes, free_port: Callable[[], int], client_of: Callable[..., RolloutClient]
+    ) -> None:
+        port = free_port()
+        url = f"http://127.0.0.1:{port}"
+        self.start(processes, port)
+        client = client_of(url)
+        client.register(REGISTRATION)
+        for number in (5, 6, 7):
+            httpx.post(f"{url}/scored_data", json=group(number), timeout=60).raise_for_status()
+        first = client.next_batch()
+        assert [one["tokens"][0][1] for one in first] == [5]
+        assert client.queue_size() == 2
+        client.acknowledge(4)
+        assert client.next_batch()[0]["tokens"][0][1] == 6
+        client.close()  # dies with the second batch in its hands
+        again = client_of(url)
+        again.register(REGISTRATION)
+        assert again.next_batch()[0]["tokens"][0][1] == 6
+        again.acknowledge(5)
+        assert again.next_batch()[0]["tokens"][0][1] == 7
+
+    def test_a_service_that_is_restarted_empty_is_registered_with_again(
+        self,
+        processes: Processes,
+        free_port: Callable[[], int],
+        client_of: Callable[..., RolloutClient],
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        port = free_port()
+        url = f"http://127.0.0.1:{port}"
+        service = self.start(processes, port)
+        client = client_of(url, batch_timeout=60, service_timeout=60)
+        client.register(REGISTRATION)
+        httpx.post(f"{url}/scored_data", json=group(5), timeout=60).raise_for_status()
+        client.next_batch()
+        processes.kill(service)
+        found: list[Any] = []
+
+        def train() -> None:
+            client.acknowledge(4)
+            found.append(client.next_batch())
+
+        waiting = threading.Thread(target=train, daemon=True)
+        waiting.start()
+        self.start(processes, port)
+
+        def registered() -> str | None:
+            size = httpx.get(f"{url}/info", timeout=60).json()["batch_size"]
+            return None if size == REGISTRATION.batch_size else f"batch_size is {size}"
+
+        processes.wait_until("the trainer to register again", registered, seconds=60)
+        httpx.post(f"{url}/scored_data", json=group(9), timeout=60).raise_for_status()
+        waiting.join(timeout=120)
+        assert not waiting.is_alive()
+        assert found[0][0]["tokens"][0][1] == 9
+        assert "Registering with the rollout service" in caplog.text
+        assert "Waiting for the rollout service" in caplog.text
+
+    def test_two_trainers_do_not_share_batches(
+        self, processes: Processes, free_port: Callable[[], int], client_of: Callable[..., RolloutClient]
+    ) -> None:
+        port = free_port()
+        self.start(processes, port)
+        old, new = client_of(f"http://127.0.0.1:{port}"), client_of(f"http://127.0.0.1:{port}")
+        old.register(REGISTRATION)
+        new.register(REGISTRATION)
+        with pytest.raises(RolloutServiceError, match=r"409 .*another trainer has registered since"):
+            old.next_batch()
+
+    def test_a_key_that_is_needed_is_asked_for(
+        self, processes: Processes, free_port: Callable[[], int], client_of: Callable[..., RolloutClient]
+    ) -> None:
+        port = free_port()
+        self.start(processes, port, "--api-key", "sesame", "--host", "127.0.0.1")
+        with pytest.raises(RolloutServiceError, match=r"refuses this trainer \(401\); give --atropos-api-key"):
+            client_of(f"http://127.0.0.1:{port}").register(REGISTRATION)
+        client_of(f"http://127.0.0.1:{port}", api_key="sesame").register(REGISTRATION)
+
+
+class Scripted:
+    """An HTTP server that answers each path from a list, the last entry for ever: an int is a status, None a cut connection."""
+
+    def __init__(self, answers: dict[str, list[Any]]) -> None:
+        self.seen: list[tuple[str, Any]] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, format: str, *args: Any) -> None:
+                """Stay silent."""
+
+            def serve(self) -> None:
+                path = self.path.split("?")[0]
+                length = int(self.headers.get("content-length") or 0)
+                outer.seen.append((self.path, json.loads(self.rfile.read(length)) if length else None))
+                script = answers[path]
+                answer = script.pop(0) if len(script) > 1 else script[0]
+                if answer is None:
+                    self.connection.close()
+                    return
+                status = answer if isinstance(answer, int) else 200
+                body = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            do_GET = do_POST = serve
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def paths(self) -> list[str]:
+        return [path for path, _ in self.seen]
+
+
+@pytest.fixture
+def scripted() -> Iterator[Callable[[dict[str, list[Any]]], Scripted]]:
+    servers: list[Scripted] = []
+
+    def make(answers: dict[str, list[Any]]) -> Scripted:
+        servers.append(Scripted({"/register": [{"uuid": 1}], "/status": [{"queue_size": 0}]} | answers))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.server.shutdown()
+        server.server.server_close()
+
+
+MakeServer = Callable[[dict[str, list[Any]]], Scripted]
+MakeClient = Callable[..., RolloutClient]
+
+
+def test_the_original_wire_without_leases_works(scripted: MakeServer, client_of: MakeClient) -> None:
+    server = scripted({"/batch": [{"batch": None}, {"batch": [group(5)]}]})
+    client = client_of(server.url)
+    client.register(REGISTRATION)
+    assert client.next_batch() == [group(5)]
+    client.acknowledge(4)
+    assert not any(path.startswith("/batch/ack") for path in server.paths())
+    body = server.seen[0][1]
+    assert body == {
+        "wandb_group": "g",
+        "wandb_project": "p",
+        "batch_size": 2,
+        "max_token_len": 64,
+        "checkpoint_dir": "checkpoints",
+        "save_checkpoint_interval": 0,
+        "starting_step": 3,
+        "num_steps": 10,
+        "max_staleness": None,
+        "model": None,
+        "weight_epoch": 0,
+        "ack_batches": True,
+    }
+
+
+def test_a_broken_connection_and_a_failing_server_are_tried_again(scripted: MakeServer, client_of: MakeClient) -> None:
+    server = scripted(
+        {
+            "/batch": [None, 500, 429, {"batch": [group(5)], "batch_id": 8}, {"batch": [group(6)], "batch_id": 9}],
+            "/batch/ack": [None, {}],
+        }
+    )
+    client = client_of(server.url)
+    client.register(REGISTRATION)
+    assert client.next_batch() == [group(5)]
+    client.acknowledge(4)
+    assert client.next_batch() == [group(6)]
+    polls = [path for path in server.paths() if path.startswith("/batch?")]
+    assert polls == ["/batch?uuid=1"] * 4 + ["/batch?uuid=1&received=8"]
+    acks = [body for path, body in server.seen if path == "/batch/ack"]
+    assert acks == [{"batch_id": 8, "weight_version": 4, "uuid": 1}] * 2
+
+
+def test_a_batch_that_nothing_was_learned_from_is_acknowledged_with_the_reason(
+    scripted: MakeServer, client_of: MakeClient
+) -> None:
+    server = scripted({"/batch": [{"batch": [group(5)], "batch_id": 8}], "/batch/ack": [{}]})
+    client = client_of(server.url)
+    client.register(REGISTRATION)
+    client.next_batch()
+    assert client.lease == TrainedBatch(8, 1)
+    client.acknowledge(4, skipped="x" * 5000)
+    assert client.lease is None
+    assert server.seen[-1] == ("/batch/ack", {"batch_id": 8, "weight_version": 4, "uuid": 1, "skipped": "x" * 1000})
+
+
+def test_an_earlier_trainers_batch_is_acknowledged_in_its_name_and_before_registering(
+    scripted: MakeServer, client_of: MakeClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = scripted({"/batch/ack": [None, 500, {}, 409]})
+    client = client_of(server.url)
+    client.settle(TrainedBatch(8, 77), 4)
+    assert server.seen == [("/batch/ack", {"batch_id": 8, "weight_version": 4, "uuid": 77})] * 3
+    client.settle(TrainedBatch(8, 77), 4)
+    assert "Batch 8 could not be acknowledged" in caplog.text
+    client.settle(TrainedBatch(9, None), 4)
+    assert len(server.seen) == 4, "a number alone may be another service's"
+
+
+def test_the_end_of_a_run_is_told_under_its_registration(scripted: MakeServer, client_of: MakeClient) -> None:
+    server = scripted({"/run/end": [None, {}]})
+    client = client_of(server.url)
+    client.register(REGISTRATION)
+    client.end_run()
+    assert server.seen[1:] == [("/run/end", {"uuid": 1})] * 2
+    client.end_run(77)
+    assert server.seen[-1] == ("/run/end", {"uuid": 77})
+
+
+def test_a_finished_run_does_not_fail_for_the_services_sake(
+    scripted: MakeServer,
+    client_of: MakeClient,
+    free_port: Callable[[], int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    client_of(scripted({"/run/end": [404]}).url).end_run()
+    assert "takes no end of the run: " in caplog.text
+    monkeypatch.setattr(rollout_client, "_END_SECONDS", 0.2)
+    client_of(f"http://127.0.0.1:{free_port()}").end_run()
+    assert "was not told that the run has ended: the rollout service at" in caplog.text
+    assert "did not answer POST /run/end for 0 s" in caplog.text
+
+
+def test_registering_again_says_how_far_training_is(scripted: MakeServer, client_of: MakeClient) -> None:
+    lost = {"status": "error", "message": "Trainer not registered", "batch": []}
+    server = scripted({"/batch": [{"batch": [group(5)], "batch_id": 8}, lost, {"batch": [group(6)]}], "/batch/ack": [409]})
+    client = client_of(server.url)
+    client.register(REGISTRATION)
+    client.next_batch()
+    client.acknowledge(7)
+    assert client.next_batch() == [group(6)]
+    assert [body["starting_step"] for path, body in server.seen if path == "/register"] == [3, 7]
+    assert server.paths()[-1] == "/batch?uuid=1", "the old lease is not spoken of any more"
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (
+            "<html>hello</html>",
+            r"GET .*/batch answered no JSON object \('<html>hello</html>'\); is --atropos-url a rollout service",
+        ),
+        ([1], "answered no JSON object"),
+        ({"batch": "x"}, "answered a batch that is no list of groups: x"),
+        (403, r"refuses this trainer \(403\)"),
+        (418, r"GET .*/batch: 418"),
+    ],
+)
+def test_what_is_no_batch_is_one_line(answer: Any, message: str, scripted: MakeServer, client_of: MakeClient) -> None:
+    client = client_of(scripted({"/batch": [answer]}).url)
+    client.register(REGISTRATION)
+    with pytest.raises(RolloutServiceError, match=message) as caught:
+        client.next_batch()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_batch_that_does_not_come_is_an_error_that_says_what_was_waited_for(
+    scripted: MakeServer, client_of: MakeClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rollout_client, "PROGRESS_SECONDS", 0.1)
+    caplog.set_level(logging.INFO)
+    server = scripted({"/batch": [{"batch": None}], "/status": [{"current_step": 1, "queue_size": 3}]})
+    client = client_of(server.url, batch_timeout=3.0)
+    client.register(REGISTRATION)
+    with pytest.raises(
+        RolloutServiceError, match=r"no batch came .* within 3 s \(--batch-timeout\): 3 groups are queued, 2 seq"
+    ):
+        client.next_batch()
+    assert re.search(r"Waiting for a batch for [0-3] s: 3 groups are queued, 2 sequences make a batch", caplog.text)
+
+
+def test_a_service_that_is_not_there_is_an_error_after_the_deadline(
+    free_port: Callable[[], int], client_of: MakeClient
+) -> None:
+    client = client_of(f"http://127.0.0.1:{free_port()}", service_timeout=0.3)
+    with pytest.raises(RolloutServiceError) as caught:
+        client.register(REGISTRATION)
+    assert "did not answer POST /register for 0 s (--service-timeout); last: ConnectError" in str(caught.value)
+    assert str(caught.value).endswith("start it with: python -m atroposlib.cli.run_api")
+
+
+def test_a_signal_ends_any_wait(scripted: MakeServer, client_of: MakeClient, free_port: Callable[[], int]) -> None:
+    stop = StopSignal()
+    client = client_of(scripted({"/batch": [{"batch": None}]}).url, stop=stop)
+    client.register(REGISTRATION)
+    stop.request(15)
+    with pytest.raises(StopRequested, match="SIGTERM"):
+        client.next_batch()
+    with pytest.raises(StopRequested, match="SIGTERM"):
+        client_of(f"http://127.0.0.1:{free_port()}", stop=stop).register(REGISTRATION)

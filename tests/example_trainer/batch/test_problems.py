@@ -1,0 +1,72 @@
+"""What simple_rl.py asks, and how it scores the answers."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from example_trainer.batch.problems import INSTRUCTION, Problem, from_file, sums
+from example_trainer.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        (r"so \boxed{1,200}", 1.0),
+        (r"\boxed{7} no, \boxed{1200.0}", 1.0),
+        (r"\boxed{1200} no, \boxed{7}", -1.0),
+        ("1200", -1.0),
+        (r"\boxed{twelve hundred}", -1.0),
+        (r"\boxed{1200", -1.0),
+        ("", -1.0),
+    ],
+)
+def test_the_last_box_counts(text: str, score: float) -> None:
+    assert Problem("q", "1200").score(text) == score
+
+
+def test_sums_repeat_with_their_seed_and_are_right() -> None:
+    problems = list(islice(sums(3, 2), 200))
+    assert problems == list(islice(sums(3, 2), 200))
+    assert problems != list(islice(sums(4, 2), 200))
+    words = {"plus": lambda a, b: a + b, "minus": lambda a, b: a - b}
+    seen = set()
+    for problem in problems:
+        _, _, left, operation, right = problem.question.removesuffix("?").split()
+        seen.add(operation)
+        assert int(problem.answer) == words[operation](int(left), int(right)) >= 0
+    assert seen == words.keys()
+
+
+def test_a_file_in_gsm8ks_form_is_shuffled_anew_each_time_round(tmp_path: Path) -> None:
+    path = tmp_path / "problems.jsonl"
+    rows = [{"question": f"q{i}", "answer": f"since {i} it is\n#### 1,{i:03d}"} for i in range(20)]
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n" + json.dumps({"question": "q20", "answer": 5}) + "\n")
+    drawn = list(islice(from_file(path, 0), 42))
+    expected = {f"q{i}{INSTRUCTION}": f"1,{i:03d}" for i in range(20)} | {f"q20{INSTRUCTION}": "5"}
+    assert {problem.question: problem.answer for problem in drawn[:21]} == expected
+    assert {problem.question for problem in drawn[21:]} == expected.keys()
+    assert drawn[:21] != drawn[21:]
+    assert drawn == list(islice(from_file(path, 0), 42))
+    assert drawn[0].score(rf"\boxed{{{drawn[0].answer}}}") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no problem"),
+        ('{"question": "q", "answer": "1"}\n{"question": "q"}', "line 2 is no JSON object with question and answer"),
+        ('{"question": "q", "answer": "#### many"}', "line 1: the answer 'many' is no number"),
+        ("nonsense", "line 1 is no JSON object"),
+        (None, "cannot read"),
+    ],
+)
+def test_a_file_that_is_none_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
+    path = tmp_path / "problems.jsonl"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        from_file(path, 0)

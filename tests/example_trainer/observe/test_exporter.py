@@ -1,0 +1,78 @@
+"""The trainer's figures for Prometheus, over HTTP."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from example_trainer.errors import ConfigError
+from example_trainer.observe.exporter import MetricsServer, serve_metrics
+from example_trainer.observe.metrics import MetricsLog
+
+
+@pytest.fixture
+def server(free_port: Callable[[], int]) -> Iterator[MetricsServer]:
+    made = MetricsServer(free_port())
+    yield made
+    made.close()
+
+
+def scrape(server: MetricsServer) -> dict[str, str]:
+    text = httpx.get(f"http://localhost:{server.port}/metrics", timeout=10, trust_env=False).text
+    rows = [line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#")]
+    return {name: value for name, _, value in rows}
+
+
+def test_a_scrape_shows_the_last_row(server: MetricsServer) -> None:
+    row = {"loss": 0.5, "tokens": 100, "sequences": 4, "bytes_moved": 1000, "weight_version": 1, "age_mean": 2.0, "age_max": 3}
+    server.update(1, {**row, "sync/pause": 0.25, "sync/write": 0.5})
+    server.update(2, {**row, "loss": -0.5, "weight_version": 2, "age_mean": None, "sync/pause": 0.125, "checksum": "ab"})
+    found = scrape(server)
+    assert found["lockstep_trainer_step"] == "2.0"
+    assert found["lockstep_trainer_loss"] == "-0.5"
+    assert found["lockstep_trainer_served_weight_version"] == "2.0"
+    assert found["lockstep_trainer_staleness_mean_versions"] == "NaN"  # not known, which is not what the step before had
+    assert found["lockstep_trainer_staleness_max_versions"] == "3.0"
+    assert found["lockstep_trainer_tokens_total"] == "200.0"
+    assert found["lockstep_trainer_weight_bytes_sent_total"] == "2000.0"
+    phases = {name: value for name, value in found.items() if name.startswith("lockstep_trainer_sync_phase_seconds")}
+    assert phases == {'lockstep_trainer_sync_phase_seconds{phase="pause"}': "0.125"}
+
+
+def test_what_metrics_jsonl_gets_is_what_is_shown(server: MetricsServer, tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, {}, exporter=server)
+    log.write(7, {"loss": 1.5, "age_mean": None})
+    assert scrape(server)["lockstep_trainer_loss"] == "1.5"
+    assert scrape(server)["lockstep_trainer_step"] == "7.0"
+    log.close()
+    with pytest.raises(httpx.ConnectError):
+        scrape(server)
+
+
+def test_a_port_that_is_taken_is_one_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--metrics-port {port} on --metrics-host 0.0.0.0: Address already in use; give"):
+            serve_metrics(port)
+
+
+def test_it_listens_where_it_is_told() -> None:
+    server = MetricsServer(0, "127.0.0.2")
+    try:
+        assert httpx.get(f"http://127.0.0.2:{server.port}/metrics", trust_env=False).status_code == 200
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"http://127.0.0.1:{server.port}/metrics", trust_env=False)
+    finally:
+        server.close()
+    with pytest.raises(ConfigError, match=r"--metrics-host 192\.0\.2\.1: Cannot assign requested address"):
+        serve_metrics(server.port, "192.0.2.1")
+
+
+def test_port_0_serves_nothing() -> None:
+    assert serve_metrics(0) is None

@@ -1,0 +1,64 @@
+"""The dtype to train in: the server's, else what was asked for, else the checkpoint's; never float16."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from example_trainer.algorithm.losses import chosen_logprobs
+from example_trainer.config import TrainerConfig
+from example_trainer.errors import ConfigError
+from example_trainer.training.setup import choose_dtype
+
+ROOT = Path(__file__).resolve().parents[3]
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def options(dtype: str = "auto", model: str = "any") -> TrainerConfig:
+    return TrainerConfig.model_validate({"model_name": model, "dtype": dtype})
+
+
+def test_the_servers_comes_first() -> None:
+    assert choose_dtype(options(), torch.bfloat16, CPU) is torch.bfloat16
+    assert choose_dtype(options("float32"), torch.float32, CPU) is torch.float32
+    assert choose_dtype(options("bfloat16"), None, CPU) is torch.bfloat16
+    assert choose_dtype(options(), None, CPU) is torch.float32
+    with pytest.raises(ConfigError, match="--dtype float32, but the vLLM server holds bfloat16"):
+        choose_dtype(options("float32"), torch.bfloat16, CPU)
+
+
+def test_float16_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the vLLM server holds float16 .* start server and trainer with --dtype bfloat16"):
+        choose_dtype(options(), torch.float16, GPU)
+    with pytest.raises(ConfigError, match=r"--dtype asks for float16 .* give --dtype bfloat16"):
+        choose_dtype(options("float16"), None, CPU)
+    config = json.loads((ROOT / "assets" / "starter_model" / "config.json").read_text()) | {"dtype": "float16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"--model-name .* has float16 .* give --dtype bfloat16"):
+        choose_dtype(options(model=str(tmp_path)), None, GPU)
+    assert choose_dtype(options("bfloat16", str(tmp_path)), None, GPU) is torch.bfloat16
+
+
+def cosine_to_float32(dtype: torch.dtype, tokens: int) -> float:
+    """Of the output matrix's gradient, with weights as in a batch of so many tokens."""
+    torch.manual_seed(0)
+    hidden, weight, targets = torch.randn(256, 32), 0.1 * torch.randn(5000, 32), torch.randint(0, 5000, (256,))
+
+    def gradient(kind: torch.dtype) -> torch.Tensor:
+        matrix = weight.to(kind).requires_grad_()
+        logprobs, _ = chosen_logprobs(hidden.to(kind), matrix, targets)
+        (logprobs / tokens).sum().backward()
+        assert matrix.grad is not None
+        return matrix.grad.double().flatten()
+
+    return float(torch.cosine_similarity(gradient(dtype), gradient(torch.float32), dim=0))
+
+
+def test_why_float16_is_refused() -> None:
+    """A token's share of the gradient falls below the least float16; bfloat16 has float32's range."""
+    assert cosine_to_float32(torch.float16, 1) > 0.999
+    assert cosine_to_float32(torch.float16, 100_000_000) < 0.9
+    assert cosine_to_float32(torch.bfloat16, 100_000_000) > 0.999

@@ -1,0 +1,212 @@
+"""AdamW on masters does what torch.optim.AdamW does, writes weights only when told, and refuses what is not finite."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from example_trainer.errors import CheckpointError, NonFiniteError
+from example_trainer.training.optimizer import MasterAdamW, learning_rate_factor
+
+
+class Net(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(4, 8, dtype=dtype)
+        self.last = nn.Linear(8, 3, bias=False, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+def loss_of(net: nn.Module, seed: int) -> torch.Tensor:
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(seed)).to(next(net.parameters()).dtype)
+    return net(x).float().square().mean()
+
+
+def take_step(net: nn.Module, optimizer: MasterAdamW, seed: int) -> float:
+    loss_of(net, seed).backward()
+    norm = optimizer.step().grad_norm
+    optimizer.write_weights()
+    return norm
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.floats(1e-4, 1e-1), st.sampled_from([0.0, 0.1]), st.sampled_from([0.0, 0.05, 10.0]))
+def test_equals_torch_adamw(lr: float, weight_decay: float, max_grad_norm: float) -> None:
+    ours, theirs = Net(), Net()
+    optimizer = MasterAdamW(ours, lr=lr, weight_decay=weight_decay, max_grad_norm=max_grad_norm, betas=(0.9, 0.99), eps=1e-7)
+    groups = [
+        {"params": [theirs.first.weight, theirs.last.weight], "weight_decay": weight_decay},
+        {"params": [theirs.first.bias], "weight_decay": 0.0},
+    ]
+    reference = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.99), eps=1e-7)
+    for step in range(5):
+        norm = take_step(ours, optimizer, step)
+        reference.zero_grad()
+        loss_of(theirs, step).backward()
+        expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_grad_norm or math.inf)
+        reference.step()
+        assert norm == pytest.approx(float(expected), rel=1e-5)
+    for (name, one), two in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5, msg=name)
+
+
+def test_the_model_changes_only_when_weights_are_written() -> None:
+    net = Net(torch.bfloat16)
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    optimizer = MasterAdamW(net, lr=0.1)
+    loss_of(net, 0).backward()
+    assert all(p.grad is None for p in net.parameters()), "gradients move to the masters"
+    optimizer.step()
+    assert all(torch.equal(p, before[name]) for name, p in net.named_parameters())
+    optimizer.write_weights()
+    for name, parameter in net.named_parameters():
+        assert not torch.equal(parameter, before[name])
+        assert torch.equal(parameter, optimizer.masters[name].bfloat16())
+
+
+def test_masters_keep_what_bfloat16_would_round_away() -> None:
+    net = Net(torch.bfloat16)
+    optimizer = MasterAdamW(net, lr=1e-5)
+    start = {name: m.clone() for name, m in optimizer.masters.items()}
+    weights = net.last.weight.detach().clone()
+    for step in range(10):
+        take_step(net, optimizer, step)
+    moved = (optimizer.masters["last.weight"] - start["last.weight"]).abs().max()
+    assert 2e-5 < float(moved) < 2e-4
+    share = (net.last.weight != weights).float().mean()
+    assert share < 0.5, "most bfloat16 weights are too coarse to show it yet"
+
+
+def test_weights_follow_parameters_onto_other_memory() -> None:
+    """As with a single copy: the parameters become views on the server's memory, which holds something else."""
+    net = Net()
+    optimizer = MasterAdamW(net, lr=0.1)
+    expected = {name: p.detach().clone() for name, p in net.named_parameters()}
+    memory = torch.full((sum(p.numel() for p in net.parameters()),), 99.0)
+    start = 0
+    for parameter in net.parameters():
+        parameter.data = memory[start : start + parameter.numel()].view_as(parameter)
+        start += parameter.numel()
+    optimizer.write_weights()
+    assert torch.equal(memory, torch.cat([value.flatten() for value in expected.values()]))
+    take_step(net, optimizer, 0)
+    assert torch.equal(memory, torch.cat([m.flatten() for m in optimizer.masters.values()]))
+    assert not torch.equal(memory[:32], expected["first.weight"].flatten())
+
+
+def test_gradients_of_bfloat16_parameters_are_summed_in_float32() -> None:
+    net = Net(torch.bfloat16)
+    optimizer = MasterAdamW(net, lr=0.1)
+    (net.last.weight.sum() * 256).backward()
+    (net.last.weight.sum() * 1).backward()
+    gradient = optimizer.gradients()["last.weight"]
+    assert gradient is not None
+    assert gradient.dtype == torch.float32
+    assert (gradient == 257).all(), "bfloat16 has no 257"
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_names_its_parameter_and_step(bad: float) -> None:
+    net = Net()
+    optimizer = MasterAdamW(net, lr=0.1)
+    take_step(net, optimizer, 0)
+    masters = {name: m.clone() for name, m in optimizer.masters.items()}
+    loss_of(net, 1).backward()
+    gradient = optimizer.gradients()["first.bias"]
+    assert gradient is not None
+    gradient[2] = bad
+    with pytest.raises(NonFiniteError, match=r"the gradient of first\.bias .* at optimizer step 1"):
+        optimizer.step()
+    assert all(torch.equal(m, masters[name]) for name, m in optimizer.masters.items())
+
+
+def test_a_weight_that_is_not_finite_is_refused() -> None:
+    net = Net()
+    optimizer = MasterAdamW(net, lr=math.inf)
+    loss_of(net, 0).backward()
+    with pytest.raises(NonFiniteError, match=r"the weight first\.weight"):
+        optimizer.step()
+
+
+def test_a_parameter_without_a_gradient_is_an_error() -> None:
+    net = Net()
+    optimizer = MasterAdamW(net, lr=0.1)
+    net.last.weight.sum().backward()
+    with pytest.raises(RuntimeError, match=r"no gradient reached 2 of 3 parameters, first first\.weight"):
+        optimizer.step()
+
+
+def test_frozen_parameters_stay() -> None:
+    net = Net()
+    net.first.requires_grad_(False)
+    optimizer = MasterAdamW(net, lr=0.1)
+    assert set(optimizer.masters) == {"last.weight"}
+    before = net.first.weight.clone()
+    take_step(net, optimizer, 0)
+    assert torch.equal(net.first.weight, before)
+
+
+def test_continuing_from_saved_state_is_exact() -> None:
+    options = {"lr": 0.05, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 2, "total_steps": 8}
+    one, two = Net(torch.bfloat16), Net(torch.bfloat16)
+    through = MasterAdamW(one, **options)  # type: ignore[arg-type]
+    for step in range(3):
+        take_step(one, through, step)
+    state = {key: tensor.clone() for key, tensor in through.state_dict().items()}
+    continued = MasterAdamW(two, **options)  # type: ignore[arg-type]
+    continued.load_state_dict(state, steps=3)
+    continued.write_weights()
+    for step in range(3, 7):
+        assert take_step(one, through, step) == take_step(two, continued, step)
+    for name, master in through.masters.items():
+        assert torch.equal(master, continued.masters[name]), name
+    assert continued.steps == through.steps == 7
+
+
+def test_state_of_another_model_is_refused() -> None:
+    optimizer = MasterAdamW(Net(), lr=0.1)
+    state = dict(optimizer.state_dict())
+    state["master.last.weight"] = torch.zeros(3, 9)
+    with pytest.raises(CheckpointError, match=r"1 tensors differ, first master\.last\.weight"):
+        optimizer.load_state_dict(state, steps=1)
+
+
+def test_a_learning_rate_of_zero_leaves_the_weights_as_they_are() -> None:
+    net = Net()
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    optimizer = MasterAdamW(net, lr=0.0, weight_decay=0.1)
+    take_step(net, optimizer, 0)
+    assert all(torch.equal(p, before[name]) for name, p in net.named_parameters())
+
+
+class TestSchedule:
+    def test_closed_forms(self) -> None:
+        factors = [learning_rate_factor(step, "constant", 3, 10) for step in range(6)]
+        assert factors == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+        assert [learning_rate_factor(step, "linear", 0, 4) for step in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
+        assert [learning_rate_factor(step, "cosine", 0, 4) for step in (0, 2, 4)] == pytest.approx([1.0, 0.5, 0.0])
+
+    @given(st.sampled_from(["constant", "linear", "cosine"]), st.integers(0, 20), st.integers(1, 50))
+    def test_rises_then_never_rises_again(self, schedule: str, warmup: int, total: int) -> None:
+        factors = [learning_rate_factor(step, schedule, warmup, total) for step in range(total + 5)]  # type: ignore[arg-type]
+        assert all(0 <= factor <= 1 for factor in factors)
+        assert all(a < b for a, b in pairwise(factors[:warmup]))
+        assert all(a >= b for a, b in pairwise(factors[warmup:]))
+
+    def test_the_step_uses_it(self) -> None:
+        net = Net()
+        optimizer = MasterAdamW(net, lr=0.1, schedule="linear", warmup_steps=1, total_steps=3)
+        rates = []
+        for step in range(3):
+            loss_of(net, step).backward()
+            rates.append(optimizer.step().lr)
+        assert rates == pytest.approx([0.05, 0.1, 0.05])

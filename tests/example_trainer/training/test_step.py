@@ -1,0 +1,180 @@
+"""However a batch is split, its gradient is that of one large batch, and equals the naive computation over full logits."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from example_trainer.algorithm.losses import group_advantages
+from example_trainer.batch.groups import Batch, parse_batch
+from example_trainer.config import TrainerConfig
+from example_trainer.models import Decoder, Geometry
+from example_trainer.process import StopRequested, StopSignal
+from example_trainer.training.optimizer import MasterAdamW
+from example_trainer.training.step import StepSums, accumulate_gradients
+
+GEOMETRY = Geometry(
+    architecture="Qwen3ForCausalLM",
+    vocab_size=31,
+    hidden_size=24,
+    intermediate_size=40,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_positions=64,
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+    qk_norm=True,
+    tie_word_embeddings=True,
+)
+
+
+def make_model(seed: int = 0) -> Decoder:
+    torch.manual_seed(seed)
+    model = Decoder(GEOMETRY, torch.float32)
+    for parameter in model.parameters():
+        parameter.data.copy_(0.3 * torch.randn(parameter.shape) + (parameter.dim() == 1))
+    return model
+
+
+def make_groups(seed: int, count: int = 3, size: int = 4) -> list[dict[str, Any]]:
+    rng = random.Random(seed)
+    groups = []
+    for _ in range(count):
+        group: dict[str, Any] = {"tokens": [], "masks": [], "scores": [], "inference_logprobs": []}
+        prompt = [rng.randrange(31) for _ in range(rng.randint(2, 6))]
+        for _ in range(size):
+            response = [rng.randrange(31) for _ in range(rng.randint(1, 15))]
+            group["tokens"].append(prompt + response)
+            group["masks"].append([-100] * len(prompt) + response)
+            group["scores"].append(rng.choice([0.0, 0.5, 1.0]))
+            group["inference_logprobs"].append([1.0] * len(prompt) + [-3.4 + rng.gauss(0, 0.3) for _ in response])
+        groups.append(group)
+    return groups
+
+
+def config(**options: Any) -> TrainerConfig:
+    return TrainerConfig(model_name="-", seq_len=64, **options)
+
+
+def gradients(batch: Batch, reference: Decoder | None = None, **options: Any) -> tuple[dict[str, torch.Tensor], StepSums]:
+    model = make_model()
+    optimizer = MasterAdamW(model, lr=0.1)
+    sums = accumulate_gradients(model, optimizer, batch, config(**options), StopSignal(), reference)
+    return {name: value for name, value in optimizer.gradients().items() if value is not None}, sums
+
+
+@pytest.mark.parametrize("normalisation", ["token", "sequence", "constant"])
+def test_accumulating_equals_one_large_batch(normalisation: str) -> None:
+    batch = parse_batch(make_groups(1), 64, 31)
+    whole, whole_sums = gradients(batch, batch_size=100, loss_normalisation=normalisation)
+    assert len(whole) == len(list(make_model().parameters()))
+    for size in (1, 2, 5):
+        parts, sums = gradients(batch, batch_size=size, loss_normalisation=normalisation, logprob_chunk=7)
+        for name, value in whole.items():
+            torch.testing.assert_close(parts[name], value, atol=1e-6, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
+        assert vars(sums) == pytest.approx(vars(whole_sums), rel=1e-4)
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.05])
+def test_loss_gradient_and_figures_equal_the_naive_computation(kl_coef: float) -> None:
+    groups = make_groups(2)
+    batch = parse_batch(groups, 64, 31)
+    reference = make_model(seed=9)
+    ours, sums = gradients(
+        batch,
+        reference=reference if kl_coef else None,
+        batch_size=3,
+        kl_coef=kl_coef,
+        clip_eps=0.2,
+        clip_eps_high=0.3,
+        temperature=0.8,
+    )
+    model = make_model()
+    loss = torch.zeros(())
+    kl = entropy = clipped = 0.0
+    count = sum(token != -100 for group in groups for masks in group["masks"] for token in masks)
+    for group in groups:
+        for i, advantage in enumerate(group_advantages(group["scores"])):
+            tokens = torch.tensor(group["tokens"][i])
+            logprobs = (model.logits(tokens[None])[0] / 0.8).log_softmax(-1)
+            frozen = (reference.logits(tokens[None])[0].detach() / 0.8).log_softmax(-1)
+            for t in range(1, len(tokens)):
+                if group["masks"][i][t] == -100:
+                    continue
+                now, then, base = logprobs[t - 1, tokens[t]], group["inference_logprobs"][i][t], frozen[t - 1, tokens[t]]
+                ratio = (now - then).exp()
+                loss = loss - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.3) * advantage) / count
+                loss = loss + kl_coef * ((base - now).exp() - (base - now) - 1) / count
+                kl += (ratio - 1 - (now - then)).item() / count
+                entropy -= (logprobs[t - 1].exp() * logprobs[t - 1]).sum().item() / count
+                stopped = (advantage > 0 and ratio.item() > 1.3) or (advantage < 0 and ratio.item() < 0.8)
+                clipped += stopped / count
+    loss.backward()
+    assert sums.loss == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
+    assert (sums.kl, sums.entropy, sums.clip_fraction) == pytest.approx((kl, entropy, clipped), rel=1e-4)
+    assert 0 < sums.clip_fraction < 1
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(ours[name], parameter.grad, atol=2e-6, rtol=2e-3, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_on_policy_rollouts_have_ratio_one() -> None:
+    """Logprobs taken from the model itself: nothing clipped, no divergence, and the loss is minus the mean advantage."""
+    groups = make_groups(3)
+    model = make_model()
+    for group in groups:
+        for i, tokens in enumerate(group["tokens"]):
+            with torch.no_grad():
+                logprobs = model.logits(torch.tensor([tokens]))[0].log_softmax(-1)
+            chosen = [1.0] + [logprobs[t - 1, tokens[t]].item() for t in range(1, len(tokens))]
+            group["inference_logprobs"][i] = chosen
+    batch = parse_batch(groups, 64, 31)
+    _, sums = gradients(batch, batch_size=4)
+    advantages = [a for sequence in batch.sequences for a in sequence.advantages.tolist()]
+    assert sums.clip_fraction == 0
+    assert sums.kl == pytest.approx(0, abs=1e-9)
+    assert sums.loss == pytest.approx(-sum(advantages) / len(advantages), abs=1e-5)
+
+
+def test_rewarded_tokens_become_more_likely() -> None:
+    """The whole of GRPO on a task that is easy to read: answers of even token ids are rewarded, and become the rule."""
+    model = make_model()
+    optimizer = MasterAdamW(model, lr=5e-3)
+    generator = torch.Generator().manual_seed(0)
+    rewards = []
+    for _ in range(25):
+        groups = []
+        for prompt in ([3, 5], [8, 1]):
+            tokens = torch.tensor([prompt] * 16)
+            logprobs = torch.full(tokens.shape, 1.0)
+            for _ in range(4):
+                with torch.no_grad():
+                    table = model.logits(tokens)[:, -1].log_softmax(-1)
+                chosen = torch.multinomial(table.exp(), 1, generator=generator)
+                tokens, logprobs = torch.cat([tokens, chosen], 1), torch.cat([logprobs, table.gather(1, chosen)], 1)
+            scores = (tokens[:, 2:] % 2 == 0).float().mean(1)
+            masks = torch.cat([torch.full((16, 2), -100), tokens[:, 2:]], 1)
+            wire = {"tokens": tokens, "masks": masks, "scores": scores, "inference_logprobs": logprobs}
+            groups.append({name: value.tolist() for name, value in wire.items()})
+        rewards.append(sum(sum(group["scores"]) for group in groups) / 32)
+        sums = accumulate_gradients(model, optimizer, parse_batch(groups, 64, 31), config(batch_size=8), StopSignal())
+        assert sums.kl < 1e-6, "rollouts were sampled from the very policy that is trained"
+        optimizer.step()
+        optimizer.write_weights()
+    assert sum(rewards[:3]) / 3 < 0.65
+    assert sum(rewards[-3:]) / 3 > 0.9
+
+
+def test_stop_is_obeyed_between_microbatches() -> None:
+    class Stopped(StopSignal):
+        def check(self) -> None:
+            raise StopRequested(15)
+
+    model = make_model()
+    with pytest.raises(StopRequested, match="SIGTERM"):
+        accumulate_gradients(model, MasterAdamW(model, lr=0.1), parse_batch(make_groups(1), 64, 31), config(), Stopped())

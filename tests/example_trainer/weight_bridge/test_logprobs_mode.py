@@ -1,0 +1,121 @@
+"""Which logprobs a server hands out, and whether --temperature goes with them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from example_trainer.algorithm.losses import chosen_logprobs, grpo_loss
+from example_trainer.config import TrainerConfig
+from example_trainer.errors import ConfigError
+from example_trainer.parallel.ranks import Ranks
+from example_trainer.weight_bridge.logprobs_mode import check_logprobs
+from vllm_patching.routes import LockstepService, make_router
+
+Serve = Callable[[int, object], int]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Start a server that answers GET /sampling so; returns its port."""
+    servers: list[ThreadingHTTPServer] = []
+
+    def start(status: int, answer: object) -> int:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                body = json.dumps(answer).encode()
+                self.send_response(status if self.path == "/sampling" else 404)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                return None
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return int(server.server_address[1])
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def options(*ports: int, temperature: float = 1.0) -> TrainerConfig:
+    servers = [f"127.0.0.1:{port}" for port in ports]
+    return TrainerConfig(model_name="any", vllm_servers=servers, temperature=temperature, weight_bridge_mode="shared_vllm")
+
+
+@pytest.mark.parametrize(
+    ("mode", "temperature", "problem"),
+    [
+        ("raw_logprobs", 1.0, None),
+        ("raw_logprobs", 0.6, r"--temperature 0\.6.*--logprobs-mode processed_logprobs.*--temperature 1"),
+        ("processed_logprobs", 1.0, None),
+        ("processed_logprobs", 0.6, None),
+        ("raw_logits", 1.0, "raw_logits, which are no logprobs"),
+        ("processed_logits", 0.6, "processed_logits, which are no logprobs"),
+    ],
+)
+def test_every_server_is_asked(serve: Serve, mode: str, temperature: float, problem: str | None) -> None:
+    good, asked = serve(200, {"logprobs_mode": "processed_logprobs"}), serve(200, {"logprobs_mode": mode})
+    config = options(good, asked, temperature=temperature)
+    if problem is None:
+        check_logprobs(config, Ranks())
+        return
+    with pytest.raises(ConfigError, match=problem) as caught:
+        check_logprobs(config, Ranks())
+    assert f":{asked}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("answer", [(404, {"detail": "Not Found"}), (200, ["something else"]), (401, {"error": "key"}), None])
+def test_of_a_server_that_does_not_say_it_is_told_what_is_assumed(
+    serve: Serve, free_port: Callable[[], int], caplog: pytest.LogCaptureFixture, answer: tuple[int, object] | None
+) -> None:
+    port = free_port() if answer is None else serve(*answer)
+    check_logprobs(options(port), Ranks())
+    assert not caplog.records
+    check_logprobs(options(port, temperature=0.6), Ranks())
+    assert f":{port} cannot be asked" in caplog.text
+    assert "taken to be of temperature 0.6" in caplog.text
+
+
+def test_the_route_answers_once_the_engine_is_there() -> None:
+    service = LockstepService()
+    app = FastAPI()
+    app.include_router(make_router(service))
+    client = TestClient(app)
+    assert client.get("/sampling").status_code == 503
+    service.engine = SimpleNamespace(model_config=SimpleNamespace(logprobs_mode="processed_logprobs"))
+    assert client.get("/sampling").json() == {"logprobs_mode": "processed_logprobs"}
+
+
+def test_what_a_mode_that_does_not_fit_would_do() -> None:
+    """Raw logprobs beside a temperature of 0.6: ratios are far from 1 though nothing has changed, and the gradient turns."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(400, 16), torch.randn(50, 16)
+    targets = torch.multinomial((hidden @ weight.t() / 0.6).softmax(-1), 1).squeeze(1)
+    advantages, weights = torch.randn(400), torch.full((400,), 1 / 400)
+
+    def gradient(rollout_temperature: float) -> torch.Tensor:
+        matrix = weight.clone().requires_grad_()
+        logprobs, _ = chosen_logprobs(hidden, matrix, targets, temperature=0.6)
+        rollout, _ = chosen_logprobs(hidden, weight, targets, temperature=rollout_temperature)
+        loss, _ = grpo_loss(logprobs, rollout, advantages, weights, clip_low=0.2, clip_high=0.2)
+        (found,) = torch.autograd.grad(loss, matrix)
+        return found.flatten()
+
+    right = gradient(0.6)
+    assert torch.cosine_similarity(gradient(1.0), right, dim=0) < 0.9
+    assert torch.cosine_similarity(gradient(0.6), right, dim=0) > 0.9999
