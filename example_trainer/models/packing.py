@@ -1,4 +1,9 @@
-"""Sequences laid one behind the other without padding, and the tiles in which sums over their tokens are taken."""
+"""Spans of tokens laid one behind the other without padding: what the decoder computes on.
+
+A *span* is a run of tokens that the decoder sees once. Usually it is a whole sequence. Where sequences begin alike, what they
+have in common is a span of its own, their *parent*, and each continues it: its queries attend to the keys of its parent, of
+its parent's parent and so on, and then to its own. So a prompt is forwarded once for all its responses.
+"""
 
 from __future__ import annotations
 
@@ -9,44 +14,91 @@ import torch
 from torch import Tensor
 
 TILE = 64
-"""Tokens that are summed at once. A tile never holds tokens of two sequences: what a sum's order is cannot depend on what a
-sequence is packed with."""
+"""Tokens that are summed at once. A tile never holds tokens of two spans: what a sum's order is cannot depend on what a span
+is packed with."""
+NO_PARENT = -1
 
 TileTable = tuple[Tensor, Tensor, Tensor, Tensor]
-"""For each tile, [tiles] int32: its first token, its length, its sequence's first token, one past its sequence's last."""
+"""For each tile, [tiles] int32: its first token, its length, its span's first token, one past its span's last."""
 
 
 class Packing:
-    """Where each of several packed sequences begins and ends.
+    """Where each of several packed spans begins and ends, and which keys it sees.
 
     Args:
         lengths: tokens of each, in order; all of at least 1.
         device: of the tensors.
+        parents: for each span the number of an earlier one that it continues, or NO_PARENT; not given: none continues any.
 
     Attributes:
-        lengths: as given.
-        tokens: their sum.
-        max_length: the longest.
-        positions: [tokens] int64, each token's place in its own sequence.
-        cu_seqlens: [sequences + 1] int32, the first token of each, then `tokens`.
+        lengths, parents: as given.
+        tokens: the sum of the lengths.
+        max_length: the longest span, in queries.
+        longest: the longest sequence, in tokens: a span with all that it continues.
+        begins: the first token of each span, then `tokens`.
+        cu_seqlens: [spans + 1] int32, the same on the device.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, lengths: Sequence[int], device: torch.device | str = "cpu", parents: Sequence[int] | None = None
+    ) -> None:
         if not lengths or min(lengths) < 1:
-            raise ValueError(f"sequences of lengths {list(lengths)} cannot be packed; give at least one, and each a token")
+            raise ValueError(f"spans of lengths {list(lengths)} cannot be packed; give at least one, and each a token")
         self.lengths = tuple(int(length) for length in lengths)
+        self.parents = (NO_PARENT,) * len(self.lengths) if parents is None else tuple(int(parent) for parent in parents)
+        if len(self.parents) != len(self.lengths):
+            raise ValueError(f"{len(self.parents)} parents do not fit {len(self.lengths)} spans")
+        if any(not NO_PARENT <= parent < number for number, parent in enumerate(self.parents)):
+            raise ValueError(f"parents {list(self.parents)}: a span continues an earlier one, or none ({NO_PARENT})")
         self.device = torch.device(device)
         self.tokens, self.max_length = sum(self.lengths), max(self.lengths)
         begins = [0]
         for length in self.lengths:
             begins.append(begins[-1] + length)
         self.begins = tuple(begins)
+        before: list[int] = []  # tokens in front of each span, in its own sequence
+        for parent in self.parents:
+            before.append(0 if parent == NO_PARENT else before[parent] + self.lengths[parent])
+        self._before = tuple(before)
+        self._seen = tuple(first + length for first, length in zip(before, self.lengths, strict=True))
+        self.longest = max(self._seen)
         self.cu_seqlens = torch.tensor(begins, dtype=torch.int32).to(self.device)
+
+    @property
+    def shared(self) -> bool:
+        """Whether any span continues another."""
+        return any(parent != NO_PARENT for parent in self.parents)
 
     @cached_property
     def positions(self) -> Tensor:
-        """[tokens] int64."""
-        return torch.cat([torch.arange(length) for length in self.lengths]).to(self.device)
+        """[tokens] int64, each token's place in its own sequence."""
+        spans = zip(self._before, self._seen, strict=True)
+        return torch.cat([torch.arange(first, end) for first, end in spans]).to(self.device)
+
+    @cached_property
+    def key_rows(self) -> Tensor | None:
+        """[keys] int64: the tokens whose keys each span sees, span after span, in the order of their positions; the last ones
+        are its own. None if no span continues another: each then sees its own, as they lie."""
+        if not self.shared:
+            return None
+        own = [torch.arange(first, end) for first, end in self.spans()]
+        rows: list[Tensor] = []
+        for number, parent in enumerate(self.parents):
+            rows.append(own[number] if parent == NO_PARENT else torch.cat((rows[parent], own[number])))
+        return torch.cat(rows).to(self.device)
+
+    @cached_property
+    def cu_keys(self) -> Tensor:
+        """[spans + 1] int32: where the keys of each span begin in what `key_rows` chooses."""
+        if not self.shared:
+            return self.cu_seqlens
+        return torch.tensor([0, *self._seen]).cumsum(0).to(torch.int32).to(self.device)
+
+    @cached_property
+    def attended_pairs(self) -> int:
+        """Pairs of a query and a key that it sees: what attention's arithmetic is proportional to."""
+        pairs = zip(self._before, self.lengths, strict=True)
+        return sum(length * before + length * (length + 1) // 2 for before, length in pairs)
 
     @cached_property
     def _tiles(self) -> TileTable:
@@ -57,7 +109,7 @@ class Packing:
         return self._table(TILE // 2)
 
     def tiles(self) -> TileTable:
-        """Tiles of TILE tokens; the last one of a sequence may be shorter."""
+        """Tiles of TILE tokens; the last one of a span may be shorter."""
         return self._tiles
 
     def halves(self) -> TileTable:
@@ -65,7 +117,7 @@ class Packing:
         return self._halves
 
     def spans(self) -> list[tuple[int, int]]:
-        """First token of each sequence, and one past its last."""
+        """First token of each span, and one past its last."""
         return list(zip(self.begins[:-1], self.begins[1:], strict=True))
 
     def _table(self, size: int) -> TileTable:

@@ -1,0 +1,67 @@
+"""A batch as bins: packed tokens with everything that the loss needs, each of one forward and backward pass on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from example_trainer.models.packing import Packing
+
+UNKNOWN_VERSION = -1
+
+
+@dataclass(frozen=True)
+class PackedBin:
+    """Spans of one forward pass. n counts the trained tokens of all its sequences, in the order of the sequences and, in each,
+    of the tokens.
+
+    Attributes:
+        tokens: [tokens] int64, span after span.
+        lengths, parents: [spans] int64, see Packing.
+        sources: [n] int64, which row of the decoder's output predicts each trained token.
+        targets: [n] int64, the trained tokens.
+        rollout_logprobs: [n] float32, NaN where the environment sent none.
+        advantages, weights: [n] float32.
+        versions: [n] int64, the weight version that each was sampled under, UNKNOWN_VERSION where nobody said.
+        positions: [n] int64, each one's place among the tokens of its rollout.
+        counts: [sequences] int64, how many of the n belong to each sequence; none has 0.
+        orders: [sequences, 2] int64, each sequence's place in the batch: group, and number within the group.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    parents: Tensor
+    sources: Tensor
+    targets: Tensor
+    rollout_logprobs: Tensor
+    advantages: Tensor
+    weights: Tensor
+    versions: Tensor
+    positions: Tensor
+    counts: Tensor
+    orders: Tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every field by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> PackedBin:
+        """The same on another device, but for lengths, parents, counts and orders, which are read on the host."""
+        host = {"lengths", "parents", "counts", "orders"}
+        moved = {name: t if name in host else t.to(device, non_blocking=non_blocking) for name, t in self.tensors().items()}
+        return PackedBin(**moved)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to train on: a bin for a rank that must take part in a pass without work of its own."""
+        return len(self.targets) == 0
+
+    def packing(self) -> Packing:
+        """Where its spans are, on the device of its tokens."""
+        return Packing(self.lengths.tolist(), self.tokens.device, self.parents.tolist())
+
+    def sequences(self) -> Packing | None:
+        """The trained tokens as spans, one for each sequence; None for an empty bin."""
+        return Packing(self.counts.tolist(), self.tokens.device) if len(self.counts) else None

@@ -1,0 +1,61 @@
+"""float32 sums of gradients, to which the backward pass itself adds.
+
+A parameter's gradient over a step is the sum over many passes. If each pass left a gradient in the parameter's dtype, adding it
+up would cost a pass over all of them, and a rounding, every time. Instead the matrix product that makes it adds to the float32
+sum (cuBLAS and our kernels do so without another pass), and autograd sees no gradient of the parameter at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+Total = Callable[[], Tensor]
+"""Returns the float32 sum that a parameter's gradient is added to, in the parameter's shape; zeros at first."""
+
+_HEAD_OF_TIED = ":as output matrix"
+
+
+class GradientSums:
+    """The sums of one optimizer step, each made when it is first added to.
+
+    Example:
+        model.arithmetic.sums = sums = GradientSums(model)
+        loss(model(tokens, packing)).backward()      # as often as there are microbatches
+        for name, gradient in sums.take().items(): ...
+
+    Args:
+        model: whose trainable parameters are summed for.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._sums: dict[str, Tensor] = {}
+
+    def total(self, parameter: Tensor, as_head_of_tied: bool = False) -> Total | None:
+        """Where the gradient of a parameter is summed; None if it is frozen.
+
+        Args:
+            as_head_of_tied: the parameter is the embedding, used as output matrix. The two uses are summed apart, for the order
+                in which they are added must not depend on how a batch is packed.
+        """
+        if not parameter.requires_grad:
+            return None
+        return partial(self._of, self._names[id(parameter)] + _HEAD_OF_TIED * as_head_of_tied, parameter)
+
+    def take(self) -> dict[str, Tensor]:
+        """Everything summed so far, by the parameter's name; the next addition begins anew."""
+        sums, self._sums = self._sums, {}
+        for key in [key for key in sums if key.endswith(_HEAD_OF_TIED)]:
+            head, name = sums.pop(key), key.removesuffix(_HEAD_OF_TIED)
+            sums[name] = sums[name].add_(head) if name in sums else head
+        return sums
+
+    def _of(self, key: str, parameter: Tensor) -> Tensor:
+        if key not in self._sums:
+            dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+            self._sums[key] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+        return self._sums[key]

@@ -1,0 +1,115 @@
+"""The operations that a decoder is made of. There is one decoder, and a table of these for each kind of arithmetic.
+
+    reference   plain torch, any device and floating dtype: CPUs, tests, and what the others are held against
+    fast        kernels of our own and of libraries, for bf16 on GPUs
+    invariant   vLLM's own kernels forward, sums in a fixed order backward: the bits of the sampler
+
+Each table is a module with the functions of `Operations`. What they have in common: tokens of all spans are packed into the
+first dimension; `packing` says where the spans are; heads come before the head's dimension. With a `total` the gradient of a
+weight is added to that float32 sum and autograd gets none; without one it goes autograd's way, in the weight's dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from example_trainer.models.gradients import Total
+from example_trainer.models.packing import Packing
+
+
+class Operations(Protocol):
+    """What a table has. NAME is what logs and errors call it."""
+
+    NAME: str
+
+    def embedding(self, ids: Tensor, weight: Tensor, total: Total | None = None) -> Tensor:
+        """Rows of weight [vocab, width] for ids [tokens]: [tokens, width]."""
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        packing: Packing | None = None,
+        total: Total | None = None,
+        bias_total: Total | None = None,
+    ) -> Tensor:
+        """x Wᵀ + b for x [tokens, inputs], weight [outputs, inputs], bias [outputs]."""
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, packing: Packing | None = None, total: Total | None = None
+    ) -> Tensor:
+        """w · x / sqrt(mean(x²) + eps) over the last dimension of x [tokens, width] (arXiv:1910.07467), float32 inside."""
+
+    def add_rms_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        packing: Packing | None = None,
+        total: Total | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(rms_norm(r), r) of r = x + residual, all [tokens, width]."""
+
+    def heads(
+        self,
+        qkv: Tensor,
+        kv_heads: int,
+        head_dim: int,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        packing: Packing,
+        rotary: Tensor,
+        totals: tuple[Total | None, Total | None] = (None, None),
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim] of qkv [tokens, all three].
+
+        Queries and keys are normalised head by head if there are `norms` (the two weights [head_dim]), then pairs
+        (i, i + head_dim/2) are rotated by their positions (RoFormer, arXiv:2104.09864).
+
+        Args:
+            rotary: [positions, head_dim], cosines then sines, in the model's dtype.
+            totals: of the two norms.
+        """
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
+        """Causal attention of each span to what it sees: [tokens, heads, head_dim], of the shapes that `heads` gives.
+
+        Query heads share key and value heads in equal groups.
+
+        Raises:
+            ValueError: spans continue others, and this table has no such attention.
+        """
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        """silu(gate) · up of x [tokens, 2 · width] (arXiv:2002.05202), the gate in its first half."""
+
+    def rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        """x[rows] of x [tokens, width]; a row may be chosen several times only where spans continue others."""
+
+    def chosen_logprobs(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        counts: Packing,
+        chunk: int,
+        temperature: float = 1.0,
+        total: Total | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Logprobs of given tokens and the entropy of what they were chosen from; logits are never kept.
+
+        Args:
+            hidden: [targets, width] states that predict the targets.
+            weight: [vocab, width], the output matrix.
+            targets: [targets] int64 ids.
+            counts: how many of the targets belong to each sequence.
+            chunk: targets whose logits exist at the same time, about.
+            temperature: divides the logits.
+
+        Returns:
+            logprobs [targets] float32, differentiable; entropy [targets] float32 in nats, not differentiable.
+        """
