@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from atroposlib.utils.lives import Life, line_version
 
 
-def age(version: int, epoch: int | None, present: int, lives: Sequence[Life]) -> int:
-    """How many weight versions lie between the weights that something was sampled under and the trainer's.
-
-    Never negative.
+def version_on_line(version: int, epoch: int | None, present: int, lives: Sequence[Life]) -> int:
+    """What weights count as on the line of weights that is trained on now. At most `present`.
 
     Args:
-        version, epoch: of the sampling weights; an epoch of None or 0: nobody said, or they are from before any trainer.
+        version, epoch: of the weights; an epoch of None or 0: nobody said, or they are from before any trainer.
         present: the trainer's version.
         lives: of the trainer's run, oldest first, the present one last.
     """
@@ -21,4 +19,13 @@ def age(version: int, epoch: int | None, present: int, lives: Sequence[Life]) ->
         version = line_version(epoch, version, lives)
     if version > present:  # of an earlier life that did not say so, or of a trainer that this one has replaced
         version = lives[-1].start - 1 if lives else present
-    return present - version
+    return min(version, present)
+
+
+def age(version: int, epoch: int | None, present: int, lives: Sequence[Life]) -> int:
+    """How many weight versions lie between the weights that something was sampled under and the trainer's. Never negative.
+
+    Args:
+        version, epoch, present, lives: see version_on_line.
+    """
+    return present - version_on_line(version, epoch, present, lives)

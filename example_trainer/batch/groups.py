@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,8 @@ import torch
 from torch import Tensor
 
 from atroposlib.utils.lives import Life
-from example_trainer.algorithm.losses import Normalisation, group_advantages, token_weights
-from example_trainer.batch.ages import age
+from example_trainer.algorithm.advantages import Normalisation, group_advantages, token_weights
+from example_trainer.batch.ages import age, version_on_line
 
 NOT_TRAINED = -100
 
@@ -41,7 +42,9 @@ class TrainedSequence:
         score: the reward.
         weight_version: of the oldest weights that any of its tokens was sampled under; None if it was not said.
         order: place in the batch (group, sequence within the group), which settles ties.
-        weight_epoch: of the trainer that made those weights; None if it was not said. See weight_age.
+        weight_epoch: of the trainer that made those weights; None if it was not said. See ages.
+        versions: [trained] int64, the weight version that each was sampled under, on the trainer's line of weights (see ages);
+            that of the oldest for all where no more was said, None where nothing was.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -52,6 +55,7 @@ class TrainedSequence:
     weight_version: int | None
     order: tuple[int, int]
     weight_epoch: int | None = None
+    versions: npt.NDArray[np.int64] | None = None
 
 
 @dataclass
@@ -63,12 +67,14 @@ class Batch:
         invalid: what was wrong with each group that was left out.
         truncated: how many sequences were cut to the length limit.
         ignored_overrides: names of overrides that this trainer does not know.
+        unusable_spans: what was wrong with each statement of versions by span that was passed over.
     """
 
     sequences: list[TrainedSequence] = field(default_factory=list)
     invalid: list[str] = field(default_factory=list)
     truncated: int = 0
     ignored_overrides: set[str] = field(default_factory=set)
+    unusable_spans: list[str] = field(default_factory=list)
 
     @property
     def trained_tokens(self) -> int:
@@ -80,7 +86,14 @@ class Batch:
         return [age(s.weight_version, s.weight_epoch, version, lives) for s in self.sequences if s.weight_version is not None]
 
 
-def parse_batch(groups: Sequence[Mapping[str, Any]], max_tokens: int, vocab_size: int, divide_by_std: bool = True) -> Batch:
+def parse_batch(
+    groups: Sequence[Mapping[str, Any]],
+    max_tokens: int,
+    vocab_size: int,
+    divide_by_std: bool = True,
+    version: int | None = None,
+    lives: Sequence[Life] = (),
+) -> Batch:
     """Check the groups of a batch and work out advantages, group by group.
 
     A group's own `advantages` (for each sequence one number, bare or in a list, or one per token) replace the
@@ -92,11 +105,16 @@ def parse_batch(groups: Sequence[Mapping[str, Any]], max_tokens: int, vocab_size
         max_tokens: longer sequences are cut there.
         vocab_size: token ids lie below it.
         divide_by_std: see group_advantages.
+        version: the highest that the trainer can have when it trains on the batch; not given: what was sampled is taken at
+            its word.
+        lives: of the trainer's run; see ages.
     """
     batch = Batch()
+    present = sys.maxsize if version is None else version
     for number, group in enumerate(groups):
         try:
             sequences = _parse_group(group, number, vocab_size, divide_by_std, batch.ignored_overrides)
+            sequences = _with_versions(group, sequences, present, lives, batch.unusable_spans)
         except GroupError as error:
             batch.invalid.append(f"group {number}: {error}")
             continue
@@ -164,6 +182,45 @@ def _optional_ints(group: Mapping[str, Any], name: str, count: int) -> list[int 
     return [None if value is None else int(value) for value in values]
 
 
+def _with_versions(
+    group: Mapping[str, Any],
+    sequences: Sequence[TrainedSequence],
+    present: int,
+    lives: Sequence[Life],
+    unusable: list[str],
+) -> list[TrainedSequence]:
+    """Say of each trained token which weights it was sampled under. Spans that do not fit are passed over, and named."""
+    count = len(sequences)
+    spans, epochs = group.get("weight_version_spans") or [None] * count, group.get("weight_epoch_spans") or [None] * count
+    done = []
+    for i, sequence in enumerate(sequences):
+        versions = None
+        if sequence.weight_version is not None:
+            oldest = version_on_line(sequence.weight_version, sequence.weight_epoch, present, lives)
+            versions = np.full(len(sequence.positions), oldest, dtype=np.int64)
+        try:
+            if i < len(spans) and spans[i] is not None:
+                sampled = int(np.count_nonzero(np.asarray(group["masks"][i]) != NOT_TRAINED))
+                said = _expand(spans[i], epochs[i] if i < len(epochs) else None, sampled, present, lives)
+                versions = said[sampled - len(sequence.positions) :]  # nothing predicts a first token, so it is not trained
+        except (TypeError, ValueError, OverflowError) as error:
+            unusable.append(f"sequence {i} of group {sequence.order[0]}: {error}")
+        done.append(replace(sequence, versions=versions))
+    return done
+
+
+def _expand(spans: Any, epochs: Any, sampled: int, present: int, lives: Sequence[Life]) -> npt.NDArray[np.int64]:
+    """One version for each sampled token, from `[[version, tokens], …]` and, if it is there, `[epoch, …]`."""
+    versions, counts = zip(*((int(version), int(tokens)) for version, tokens in spans), strict=True) if spans else ((), ())
+    known = [None] * len(counts) if epochs is None else [int(epoch) for epoch in epochs]
+    if len(known) != len(counts):
+        raise ValueError(f"weight_epoch_spans has {len(known)} entries, weight_version_spans has {len(counts)}")
+    if min(counts, default=0) < 0 or sum(counts) != sampled:
+        raise ValueError(f"weight_version_spans {list(counts)} do not add up to its {sampled} trained tokens")
+    line = [version_on_line(version, epoch, present, lives) for version, epoch in zip(versions, known, strict=True)]
+    return np.repeat(np.array(line, dtype=np.int64), counts)
+
+
 def _scores(group: Mapping[str, Any], count: int) -> list[float]:
     scores = group.get("scores")
     if not isinstance(scores, list) or len(scores) != count:
@@ -211,15 +268,13 @@ def _cut(sequence: TrainedSequence, max_tokens: int) -> TrainedSequence:
     if len(sequence.tokens) <= max_tokens:
         return sequence
     kept = int(np.searchsorted(sequence.positions, max_tokens))
-    return TrainedSequence(
+    return replace(
+        sequence,
         tokens=sequence.tokens[:max_tokens],
         positions=sequence.positions[:kept],
         rollout_logprobs=sequence.rollout_logprobs[:kept],
         advantages=sequence.advantages[:kept],
-        score=sequence.score,
-        weight_version=sequence.weight_version,
-        order=sequence.order,
-        weight_epoch=sequence.weight_epoch,
+        versions=None if sequence.versions is None else sequence.versions[:kept],
     )
 
 

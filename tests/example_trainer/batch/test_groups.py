@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atroposlib.utils.lives import Life
-from example_trainer.algorithm.losses import group_advantages
+from example_trainer.algorithm.advantages import group_advantages
 from example_trainer.batch.groups import NOT_TRAINED, Batch, microbatches, parse_batch
 
 VOCAB = 50

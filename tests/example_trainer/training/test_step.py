@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from example_trainer.algorithm.losses import group_advantages
+from example_trainer.algorithm.advantages import group_advantages
 from example_trainer.batch.groups import Batch, parse_batch
 from example_trainer.config import TrainerConfig
 from example_trainer.models import Decoder, Geometry

@@ -1,0 +1,355 @@
+"""A batch of rollouts as bins of packed tokens, each of one forward and backward pass. Pure: no I/O, no state.
+
+Which rollouts share a bin does not change what is learned, since each token's weight is its weight in the whole batch. It
+decides how long the ranks wait for each other, and how often a prompt is forwarded:
+
+    batch ── groups ──► units: rollouts that share what they begin with, whole groups if they fit
+                        units ──► bins of at most tokens_per_bin tokens, the costliest first
+                                  bins ──► ranks, as many to each, in each pass of about the same cost
+
+The same rollouts always come into the same bins, in whatever order they arrived: where length does not decide, content does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from atroposlib.utils.lives import Life
+from example_trainer.algorithm.advantages import Normalisation, token_weights
+from example_trainer.batch.bins import UNKNOWN_VERSION, PackedBin
+from example_trainer.batch.groups import Batch, TrainedSequence
+from example_trainer.batch.prefixes import PrefixTree, prefix_tree, reading_order, separate
+from example_trainer.models.packing import NO_PARENT
+
+PAIRS_PER_TOKEN = 1 << 14
+"""Pairs of attention that cost as much as all the rest that is done for a token. A layer spends 2 operations a parameter on a
+token, 4 times its attention's width on a pair; with about 12 width² parameters that is 6 times the width: 12,000 to 30,000 for
+models of 1.7B to 14B parameters."""
+
+
+@dataclass(frozen=True)
+class _Rollout:
+    """A sequence with the weight of each of its trained tokens, and a digest that stands for its content."""
+
+    sequence: TrainedSequence
+    weight: float
+    digest: bytes
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int64]:
+        return self.sequence.tokens
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Rollouts that go into one bin together."""
+
+    rollouts: tuple[_Rollout, ...]
+    tree: PrefixTree
+
+    @cached_property
+    def tokens(self) -> int:
+        return self.tree.tokens
+
+    @cached_property
+    def cost(self) -> int:
+        return self.tokens * PAIRS_PER_TOKEN + self.tree.pairs
+
+    @property
+    def rank(self) -> tuple[int, bytes, tuple[int, int]]:
+        """The costliest first, so that memory runs out early, if it does."""
+        digest = hashlib.sha256(b"".join(rollout.digest for rollout in self.rollouts)).digest()
+        return -self.cost, digest, min(rollout.sequence.order for rollout in self.rollouts)
+
+
+@dataclass
+class _Bin:
+    units: list[_Unit] = field(default_factory=list)
+
+    @property
+    def cost(self) -> int:
+        return sum(unit.cost for unit in self.units)
+
+
+def pack_batch(
+    batch: Batch,
+    *,
+    tokens_per_bin: int,
+    ranks: int,
+    normalisation: Normalisation,
+    max_tokens: int,
+    share_prefixes: bool,
+) -> list[list[PackedBin]]:
+    """Lay a batch out in bins. Sequences without a trained token are left out; every other trained token is there once.
+
+    With one rank and nothing shared the sequences follow each other in the same order whatever `tokens_per_bin` is, so that
+    sums which are taken in that order come out the same to the bit.
+
+    Args:
+        tokens_per_bin: at most so many are forwarded in one pass, but for a sequence that is longer itself.
+        ranks: data-parallel ones; each works on its own bins, pass by pass with the others.
+        normalisation, max_tokens: see token_weights; the weights are those of the whole batch.
+        share_prefixes: forward what rollouts of a group have in common once.
+
+    Returns:
+        The bins of each rank, as many for each; those without work are empty.
+    """
+    rollouts = _rollouts(batch, normalisation, max_tokens)
+    if not rollouts:
+        return [[] for _ in range(ranks)]
+    if share_prefixes:
+        bins = _bins_of_groups(rollouts, tokens_per_bin, ranks)
+    else:
+        bins = _fill([_Unit((rollout,), separate([rollout.tokens])) for rollout in rollouts], tokens_per_bin, ranks)
+    return [[_packed(one.units) if one.units else empty_bin() for one in share] for share in _deal(bins, ranks)]
+
+
+def empty_bin() -> PackedBin:
+    """One token and nothing to train on: for a rank that must take part in a pass without work of its own."""
+    ids, none = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
+    one = torch.ones(1, dtype=torch.int64)
+    return PackedBin(
+        tokens=torch.zeros_like(one),
+        lengths=one,
+        parents=torch.full_like(one, NO_PARENT),
+        sources=ids,
+        targets=ids,
+        rollout_logprobs=none,
+        advantages=none,
+        weights=none,
+        versions=ids,
+        positions=ids,
+        counts=ids,
+        orders=torch.zeros((0, 2), dtype=torch.int64),
+    )
+
+
+def _rollouts(batch: Batch, normalisation: Normalisation, max_tokens: int) -> list[_Rollout]:
+    weights = token_weights([len(s.positions) for s in batch.sequences], normalisation, max_tokens)
+    pairs = zip(batch.sequences, weights, strict=True)
+    return [_Rollout(sequence, weight, _digest(sequence)) for sequence, weight in pairs if len(sequence.positions)]
+
+
+def _digest(sequence: TrainedSequence) -> bytes:
+    # A digest, because the keys of a whole batch exist at once.
+    content = hashlib.sha256()
+    for part in (sequence.tokens, sequence.positions, sequence.advantages, sequence.rollout_logprobs, _versions(sequence)):
+        content.update(np.ascontiguousarray(part).data)
+    return content.digest()
+
+
+def _versions(sequence: TrainedSequence) -> npt.NDArray[np.int64]:
+    if sequence.versions is not None:
+        return sequence.versions
+    return np.full(len(sequence.positions), UNKNOWN_VERSION, dtype=np.int64)
+
+
+def _bins_of_groups(rollouts: Sequence[_Rollout], tokens_per_bin: int, ranks: int) -> list[_Bin]:
+    """Bins in which rollouts of a group share their beginnings. With several ranks, groups are halved as long as less waiting
+    for each other saves the ranks more than further copies of what the halves shared cost them."""
+    groups: dict[int, list[_Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.sequence.order[0], []).append(rollout)
+    by_beginning = [sorted(g, key=lambda r: (reading_order(r.tokens), r.digest, r.sequence.order)) for g in groups.values()]
+    whole = [_unit(group) for group in by_beginning]
+
+    def divided(parts: int) -> list[_Bin]:
+        units = [unit for one in whole for unit in _split(one, tokens_per_bin, -(-len(one.rollouts) // parts))]
+        return _fill(units, tokens_per_bin, ranks)
+
+    best, parts = divided(1), 2
+    while ranks > 1 and parts < 2 * max(map(len, groups.values())):
+        finer = divided(parts)
+        if _duration(finer, ranks) >= _duration(best, ranks):
+            break
+        best, parts = finer, parts * 2
+    return best
+
+
+def _unit(rollouts: Sequence[_Rollout]) -> _Unit:
+    return _Unit(tuple(rollouts), prefix_tree([rollout.tokens for rollout in rollouts]))
+
+
+def _split(unit: _Unit, most_tokens: int, most_rollouts: int) -> list[_Unit]:
+    """Halve a unit until its parts are small enough, each with its own copy of what the halves shared. Those that share most
+    stand together, and so stay together."""
+    done, todo = [], [unit]
+    while todo:
+        unit = todo.pop()
+        if len(unit.rollouts) == 1 or (unit.tokens <= most_tokens and len(unit.rollouts) <= most_rollouts):
+            done.append(unit)
+            continue
+        seen = np.cumsum([len(rollout.tokens) for rollout in unit.rollouts])
+        middle = min(int(np.searchsorted(seen, seen[-1] / 2)) + 1, len(unit.rollouts) - 1)
+        todo += [_unit(unit.rollouts[middle:]), _unit(unit.rollouts[:middle])]
+    return done
+
+
+def _fill(units: Sequence[_Unit], tokens_per_bin: int, ranks: int) -> list[_Bin]:
+    """Bins for all ranks, some perhaps empty, the costliest first."""
+    ordered = sorted(units, key=lambda unit: unit.rank)
+    if ranks == 1:
+        return _fill_in_order(ordered, tokens_per_bin)
+    return sorted(_fill_evenly(ordered, tokens_per_bin, ranks), key=lambda one: -one.cost)
+
+
+def _fill_in_order(units: Sequence[_Unit], tokens_per_bin: int) -> list[_Bin]:
+    """Each unit behind the one before, in a new bin where the last one has no room."""
+    bins, room = [_Bin()], tokens_per_bin
+    for unit in units:
+        if unit.tokens > room and bins[-1].units:
+            bins.append(_Bin())
+            room = tokens_per_bin
+        bins[-1].units.append(unit)
+        room -= unit.tokens
+    return bins
+
+
+def _fill_evenly(units: Sequence[_Unit], tokens_per_bin: int, ranks: int) -> list[_Bin]:
+    """Each unit, the costliest first, into the bin of the least cost that has room for it (Graham, 1969: longest processing
+    time first), in as few passes as that is possible in, or a few more."""
+    passes = -(-sum(min(unit.tokens, tokens_per_bin) for unit in units) // (tokens_per_bin * ranks))
+    while (bins := _fill_so_many(units, tokens_per_bin, passes * ranks)) is None:
+        passes += 1 + passes // 8  # each try costs a look at every unit
+    return bins
+
+
+def _fill_so_many(units: Sequence[_Unit], tokens_per_bin: int, count: int) -> list[_Bin] | None:
+    bins = [_Bin() for _ in range(count)]
+    costs, room = np.zeros(count, dtype=np.int64), np.full(count, tokens_per_bin, dtype=np.int64)
+    for unit in units:
+        fits = (room >= unit.tokens) | (costs == 0)
+        if not fits.any():
+            return None
+        chosen = int(np.argmin(np.where(fits, costs, np.iinfo(np.int64).max)))
+        bins[chosen].units.append(unit)
+        costs[chosen] += unit.cost
+        room[chosen] -= unit.tokens
+    return bins
+
+
+def _duration(bins: Sequence[_Bin], ranks: int) -> int:
+    """What the ranks spend together, as a cost: in each pass all wait for the one with the costliest bin."""
+    return sum(one.cost for one in bins[::ranks])
+
+
+def _deal(bins: Sequence[_Bin], ranks: int) -> list[list[_Bin]]:
+    """Bins of about the same cost to all ranks in each pass, the costliest of them to the rank that has the least so far."""
+    dealt: list[list[_Bin]] = [[] for _ in range(ranks)]
+    totals = [0] * ranks
+    for start in range(0, len(bins), ranks):
+        for rank, one in zip(sorted(range(ranks), key=lambda r: totals[r]), bins[start : start + ranks], strict=True):
+            dealt[rank].append(one)
+            totals[rank] += one.cost
+    return dealt
+
+
+def _packed(units: Iterable[_Unit]) -> PackedBin:
+    tokens: list[npt.NDArray[np.int64]] = []
+    parents: list[int] = []
+    sources: list[npt.NDArray[np.int64]] = []
+    rollouts: list[_Rollout] = []
+    row = 0
+    for unit in units:
+        before = len(parents)
+        rows: list[npt.NDArray[np.int64]] = []  # for each span, where all tokens up to its end are
+        for span in unit.tree.spans:
+            tokens.append(unit.rollouts[span.sequence].tokens[span.begin : span.end])
+            own = np.arange(row, row + span.end - span.begin)
+            first = span.parent == NO_PARENT
+            parents.append(NO_PARENT if first else before + span.parent)
+            rows.append(own if first else np.concatenate((rows[span.parent], own)))
+            row += len(own)
+        for rollout, end in zip(unit.rollouts, unit.tree.ends, strict=True):
+            sources.append(rows[end][rollout.sequence.positions - 1])
+        rollouts += unit.rollouts
+    sequences = [rollout.sequence for rollout in rollouts]
+    counts = [len(sequence.positions) for sequence in sequences]
+    weights = np.array([rollout.weight for rollout in rollouts], dtype=np.float32)
+    return PackedBin(
+        tokens=_joined(tokens),
+        lengths=torch.tensor([len(part) for part in tokens]),
+        parents=torch.tensor(parents),
+        sources=_joined(sources),
+        targets=_joined([s.tokens[s.positions] for s in sequences]),
+        rollout_logprobs=_joined([s.rollout_logprobs for s in sequences]),
+        advantages=_joined([s.advantages for s in sequences]),
+        weights=torch.from_numpy(np.repeat(weights, counts)),
+        versions=_joined([_versions(s) for s in sequences]),
+        positions=_joined([s.positions for s in sequences]),
+        counts=torch.tensor(counts),
+        orders=torch.tensor([s.order for s in sequences]),
+    )
+
+
+def _joined(parts: Sequence[npt.NDArray[np.int64] | npt.NDArray[np.float32]]) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts))
+
+
+@dataclass(frozen=True)
+class BatchFigures:
+    """A batch in numbers, as they stand in the trainer's log. Of several ranks, those of the whole batch.
+
+    Attributes:
+        reward_mean, reward_std: of the rollouts' scores.
+        tokens: trained ones.
+        sequences: rollouts.
+        response_length_mean: trained tokens of a rollout.
+        groups_invalid: groups that were left out.
+        sequences_truncated: how many were cut to the length limit.
+        age_mean, age_max: weight versions since the rollouts were begun; None if no environment says.
+        forwarded_tokens: those of all bins.
+        sequence_tokens: those of all rollouts that are trained on, what they share counted for each.
+        attended_pairs: pairs of a forwarded token and one that it attends to.
+        bins: forward and backward passes with work in them, over all ranks.
+    """
+
+    reward_mean: float
+    reward_std: float
+    tokens: int
+    sequences: int
+    response_length_mean: float
+    groups_invalid: int
+    sequences_truncated: int
+    age_mean: float | None
+    age_max: int | None
+    forwarded_tokens: int
+    sequence_tokens: int
+    attended_pairs: int
+    bins: int
+
+
+def figures_of(batch: Batch, packed: Sequence[Sequence[PackedBin]], version: int, lives: Sequence[Life] = ()) -> BatchFigures:
+    """The figures of a batch.
+
+    Args:
+        packed: its bins, by rank.
+        version: the trainer's when it trains on the batch.
+        lives: of its run; see ages.
+    """
+    bins = [one for share in packed for one in share if not one.empty]
+    scores = np.array([sequence.score for sequence in batch.sequences])
+    ages = batch.ages(version, lives)
+    return BatchFigures(
+        reward_mean=float(scores.mean()),
+        reward_std=float(scores.std()),
+        tokens=batch.trained_tokens,
+        sequences=len(batch.sequences),
+        response_length_mean=batch.trained_tokens / len(batch.sequences),
+        groups_invalid=len(batch.invalid),
+        sequences_truncated=batch.truncated,
+        age_mean=float(np.mean(ages)) if ages else None,
+        age_max=max(ages) if ages else None,
+        forwarded_tokens=sum(len(one.tokens) for one in bins),
+        sequence_tokens=sum(len(s.tokens) for s in batch.sequences if len(s.positions)),
+        attended_pairs=sum(one.packing().attended_pairs for one in bins),
+        bins=len(bins),
+    )

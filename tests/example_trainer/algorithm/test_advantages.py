@@ -1,0 +1,60 @@
+"""What a rollout and its tokens count in the loss, against closed forms."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from example_trainer.algorithm.advantages import group_advantages, token_weights
+
+scores = st.lists(st.floats(-100, 100).map(lambda value: round(value, 3)), min_size=1, max_size=12)
+
+
+class TestAdvantages:
+    def test_closed_form(self) -> None:
+        assert group_advantages([1.0, 0.0, 0.0, 0.0]) == pytest.approx([math.sqrt(3), *[-1 / math.sqrt(3)] * 3])
+        assert group_advantages([1.0, 0.0, 0.0, 0.0], divide_by_std=False) == [0.75, -0.25, -0.25, -0.25]
+
+    @given(scores)
+    def test_mean_is_zero_and_population_variance_is_one(self, rewards: list[float]) -> None:
+        advantages = group_advantages(rewards)
+        assert len(advantages) == len(rewards)
+        assert math.fsum(advantages) == pytest.approx(0, abs=1e-6)
+        if max(rewards) - min(rewards) > 1e-3:
+            assert math.fsum(a * a for a in advantages) / len(advantages) == pytest.approx(1)
+            assert sorted(range(len(rewards)), key=lambda i: rewards[i]) == sorted(
+                range(len(rewards)), key=lambda i: (round(advantages[i], 9), rewards[i])
+            )
+
+    @given(scores, st.floats(0.5, 20), st.floats(-50, 50))
+    def test_scale_and_offset_of_the_reward_do_not_matter(self, rewards: list[float], scale: float, offset: float) -> None:
+        assume(max(rewards) - min(rewards) > 0.01)
+        moved = [scale * reward + offset for reward in rewards]
+        assert group_advantages(moved) == pytest.approx(group_advantages(rewards), abs=1e-6)
+
+    @given(st.floats(-1e6, 1e6), st.integers(1, 30))
+    def test_equal_scores_teach_nothing(self, value: float, size: int) -> None:
+        assert group_advantages([value] * size) == [0.0] * size
+        assert group_advantages([value] * size, divide_by_std=False) == [0.0] * size
+
+
+class TestTokenWeights:
+    lengths = st.lists(st.integers(0, 30), min_size=1, max_size=10).filter(any)
+
+    @given(lengths)
+    def test_token_and_sequence_weights_sum_to_one(self, lengths: list[int]) -> None:
+        for normalisation in ("token", "sequence"):
+            weights = token_weights(lengths, normalisation, max_tokens=100)  # type: ignore[arg-type]
+            assert math.fsum(w * n for w, n in zip(weights, lengths, strict=True)) == pytest.approx(1)
+
+    def test_closed_forms(self) -> None:
+        assert token_weights([1, 3, 0], "token", 10) == [0.25, 0.25, 0.0]
+        assert token_weights([1, 4, 0], "sequence", 10) == [0.5, 0.125, 0.0]
+        assert token_weights([1, 4, 0], "constant", 10) == [0.05, 0.05, 0.0]
+
+    def test_a_batch_without_trained_tokens_has_no_weights(self) -> None:
+        for normalisation in ("token", "sequence", "constant"):
+            assert token_weights([0, 0], normalisation, 10) == [0.0, 0.0]  # type: ignore[arg-type]
