@@ -1,29 +1,31 @@
 """The trainer's side of the rollout service's wire: register, fetch batches, acknowledge them.
 
-Every wait ends: the service may be away for `service_timeout` seconds at a time, and a batch may take `batch_timeout`.
+Every wait ends: the service may be away for `service_timeout` seconds at a time, and a batch may take `batch_timeout`. One
+thread may fetch batches while another acknowledges those that were fetched before.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import httpx
+import orjson
 from httpx import codes
 
 from example_trainer.errors import RolloutServiceError
 from example_trainer.http_client import direct_client
 from example_trainer.process import StopSignal
-from example_trainer.training.runs import TrainedBatch
 
 logger = logging.getLogger(__name__)
 
 PROGRESS_SECONDS = 10.0
-CALL_SECONDS = 2.0
 _REQUEST_SECONDS = 60.0
 _FIRST_DELAY, _LONGEST_DELAY = 0.2, 5.0
 _FIRST_POLL, _LONGEST_POLL = 0.02, 0.25
@@ -34,7 +36,7 @@ _LONGEST_REASON = 1000
 
 @dataclass(frozen=True)
 class Upkeep:
-    """What has to be looked after while training waits.
+    """What has to be looked after while training waits for a batch.
 
     Attributes:
         due: whether there is work; cheap, asked every few seconds.
@@ -56,7 +58,7 @@ class Registration:
         starting_step, num_steps: optimizer steps done and to be done in all.
         max_staleness: oldest data wanted, in weight versions; None for any.
         model: what is trained; with checkpoint_dir it keeps one run's rollouts from another's trainer.
-        weight_epoch: of the weights that this trainer makes; see weight_age.
+        weight_epoch: of the weights that this trainer makes; see ages.
     """
 
     wandb_group: str
@@ -72,6 +74,38 @@ class Registration:
     weight_epoch: int = 0
 
 
+@dataclass(frozen=True)
+class TrainedBatch:
+    """A batch's name: of one that is trained on, and of the last one in a checkpoint's weights.
+
+    Attributes:
+        id: the rollout service's number for it.
+        uuid: of the registration under which it was handed out, which says of which service and which trainer it was.
+    """
+
+    id: int
+    uuid: int | None
+
+
+@dataclass(frozen=True)
+class FetchedBatch:
+    """A batch as the service handed it out.
+
+    Attributes:
+        groups: as they were posted.
+        lease: names it; None if the service leases none.
+        queue_size: groups that the service then held for later batches.
+    """
+
+    groups: list[dict[str, Any]]
+    lease: TrainedBatch | None
+    queue_size: int
+
+
+class Interrupted(Exception):
+    """`interrupt` was called while a batch was waited for."""
+
+
 class _RefusedError(RolloutServiceError):
     """The service answered with a 4xx status."""
 
@@ -79,12 +113,15 @@ class _RefusedError(RolloutServiceError):
 class RolloutClient:
     """Talks to one rollout service.
 
+    A batch is *held* from when it is fetched until it is acknowledged. Several may be: each is learned from one version later
+    than the one before, and so they are acknowledged in that order.
+
     Example:
         client = RolloutClient("http://localhost:8000", StopSignal())
         client.register(registration)
-        groups = client.next_batch()
+        batch = client.next_batch()
         ...
-        client.acknowledge(weight_version)
+        client.acknowledge(batch.lease, weight_version)
     """
 
     def __init__(
@@ -97,17 +134,23 @@ class RolloutClient:
     ) -> None:
         self.url = url.rstrip("/")
         self.stop, self.service_timeout, self.batch_timeout = stop, service_timeout, batch_timeout
-        self.lease: TrainedBatch | None = None
-        """The batch that `next_batch` gave last, until it is acknowledged; None if the service leases none."""
         self._http = direct_client(self.url, _REQUEST_SECONDS, api_key)
         self._registration: Registration | None = None
         self._version = 0
         self._query: dict[str, int] = {}
         self._said_no_leases = False
+        self._interrupted = threading.Event()
+        self._changed = threading.Condition()
+        """Guards `_held` and `_version`."""
+        self._held: deque[TrainedBatch | None] = deque()
 
     def close(self) -> None:
         """Close the connection."""
         self._http.close()
+
+    def interrupt(self) -> None:
+        """From now on, end `next_batch` with Interrupted, in whatever thread it waits."""
+        self._interrupted.set()
 
     def register(self, registration: Registration) -> None:
         """Wait until the service is there, and register as its trainer.
@@ -125,52 +168,68 @@ class RolloutClient:
         body = asdict(self._registration) | {"starting_step": self._version, "ack_batches": True}
         uuid = self._request("POST", "/register", body).get("uuid")
         self._query = {} if uuid is None else {"uuid": uuid}
-        self.lease = None
 
-    def next_batch(self, upkeep: Upkeep | None = None) -> list[dict[str, Any]]:
+    def next_batch(self, waited: Callable[[], float] | None = None) -> FetchedBatch:
         """Poll for a batch.
 
         A service that has lost the registration is registered with again. One that leases its batches hands the same one out
         again if the connection broke before it arrived here, or if an earlier trainer died before it acknowledged it.
 
         Args:
-            upkeep: done in the meantime, when it is due.
-
-        Returns:
-            Its groups.
+            waited: for how many seconds somebody has been waiting for this batch; by default since this call. Fetching ahead
+                may take as long as training does.
 
         Raises:
             RolloutServiceError: no batch came in time, or the service went away for too long.
+            Interrupted: `interrupt` was called.
         """
-        begun = last_said = last_looked = time.monotonic()
-        delay = _FIRST_POLL
+        begun = time.monotonic()
+        waited = waited or (lambda: time.monotonic() - begun)
+        last_said, delay = 0.0, _FIRST_POLL
         while True:
-            answer = self._request("GET", "/batch", query=self._query)
+            answer = self._request("GET", "/batch", query=self._query, interruptible=True)
             if answer.get("status") == "error":
                 logger.warning("Registering with the rollout service at %s again: %s", self.url, answer.get("message"))
+                self._wait_until_nothing_is_held()
                 self._register()
             elif groups := answer.get("batch"):
                 if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
                     raise RolloutServiceError(
                         f"{self.url}/batch answered a batch that is no list of groups: {str(groups)[:200]}"
                     )
-                self._note_lease(answer.get("batch_id"))
-                return groups
-            now = time.monotonic()
-            if now - begun > self.batch_timeout:
+                lease = self._leased(answer.get("batch_id"))
+                with self._changed:
+                    self._held.append(lease)
+                return FetchedBatch(groups, lease, self.queue_size())
+            seconds = waited()
+            if seconds > self.batch_timeout:
                 raise RolloutServiceError(
                     f"no batch came from {self.url} within {self.batch_timeout:.0f} s (--batch-timeout): {self._progress()}; "
                     "is an environment running, and does vLLM answer it?"
                 )
-            if now - last_said > PROGRESS_SECONDS:
-                logger.info("Waiting for a batch for %.0f s: %s", now - begun, self._progress())
-                last_said = now
-            if upkeep is not None and now - last_looked > CALL_SECONDS:
-                if upkeep.due():
-                    upkeep.work()
-                last_looked = time.monotonic()
-            self.stop.wait(delay)
+            last_said = min(last_said, seconds)  # somebody else may have begun to wait
+            if seconds - last_said > PROGRESS_SECONDS:
+                logger.info("Waiting for a batch for %.0f s: %s", seconds, self._progress())
+                last_said = seconds
+            self._pause(delay, interruptible=True)
             delay = min(_LONGEST_POLL, delay * 1.5)
+
+    def _wait_until_nothing_is_held(self) -> None:
+        """A service that has forgotten this trainer does not know of the batches that it holds, and would count what it hands
+        out next as trained on too early by as many versions."""
+        while True:
+            with self._changed:
+                if not self._held:
+                    return
+            self._pause(_LONGEST_POLL, interruptible=True)
+
+    def _pause(self, seconds: float, interruptible: bool) -> None:
+        """Wait, but no longer than until a signal comes, or an interruption if it may end this wait."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            if interruptible and self._interrupted.is_set():
+                raise Interrupted
+            self.stop.wait(min(left, _LONGEST_POLL))
 
     def _progress(self) -> str:
         wanted = self._registration.batch_size if self._registration else 0
@@ -181,27 +240,33 @@ class RolloutClient:
         answer = self._request("GET", "/status")
         return int(answer.get("queue_size") or 0)
 
-    def _note_lease(self, batch_id: int | None) -> None:
-        self.lease = None if batch_id is None else TrainedBatch(batch_id, self._query.get("uuid"))
+    def _leased(self, batch_id: int | None) -> TrainedBatch | None:
         if batch_id is not None:
             self._query["received"] = batch_id
-        elif not self._said_no_leases:
+            return TrainedBatch(batch_id, self._query.get("uuid"))
+        if not self._said_no_leases:
             self._said_no_leases = True
             logger.info("The rollout service at %s leases no batches: one is lost if the trainer dies with it", self.url)
+        return None
 
-    def acknowledge(self, weight_version: int, skipped: str | None = None) -> None:
-        """Say that the service need not hand the last batch out again.
+    def acknowledge(self, lease: TrainedBatch | None, weight_version: int, skipped: str | None = None) -> None:
+        """Say that the service need not hand a batch out again.
 
         Nothing is sent to a service that leases no batches (the original wire).
 
         Args:
+            lease: the batch that was fetched first of those that are held.
             weight_version: optimizer steps behind the weights now.
             skipped: why the batch is not in them; None if it is.
         """
-        self._version = weight_version
-        lease, self.lease = self.lease, None
+        with self._changed:
+            if not self._held or self._held[0] != lease:
+                raise RuntimeError(f"{lease} is acknowledged, but what is held is {list(self._held)}: the first comes first")
         if lease is not None:
             self._acknowledge(lease, weight_version, skipped)
+        with self._changed:  # only now: who waits for this registers at the new version
+            self._version = weight_version
+            self._held.popleft()
 
     def settle(self, batch: TrainedBatch, weight_version: int) -> None:
         """Acknowledge a batch that an earlier trainer learned from, under that trainer's registration: before `register`, by
@@ -248,11 +313,13 @@ class RolloutClient:
         body: dict[str, Any] | None = None,
         query: dict[str, int] | None = None,
         patience: float = math.inf,
+        interruptible: bool = False,
     ) -> dict[str, Any]:
         """One call, tried again while the service is away. Each of them may be repeated without harm.
 
         Args:
             patience: seconds that it may be away, if less than `service_timeout`.
+            interruptible: `interrupt` ends the wait for the service.
 
         Raises:
             RolloutServiceError: it is away for too long, or answers something else than a JSON object.
@@ -289,7 +356,7 @@ class RolloutClient:
                     reason,
                 )
                 last_said = now
-            self.stop.wait(min(delay, patience))
+            self._pause(min(delay, patience), interruptible)
             delay = min(_LONGEST_DELAY, delay * 2)
 
     def _answer(self, response: httpx.Response, method: str, path: str) -> dict[str, Any]:
@@ -303,8 +370,8 @@ class RolloutClient:
                 response.status_code, f"{method} {self.url}{path}: {response.status_code} {response.text[:300]}"
             )
         try:
-            answer = response.json()
-        except ValueError:
+            answer = orjson.loads(response.content)
+        except orjson.JSONDecodeError:
             answer = None
         if not isinstance(answer, dict):
             start = response.text[:80]

@@ -12,9 +12,10 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -95,6 +96,23 @@ class Ranks:
         options.timeout = self._seconds(None)
         self._exchange(what, lambda group: group.allgather([rows], [padded], options))
         return [_decode(row[: int(size)]) for row, size in zip(rows, sizes, strict=True)]
+
+    def scatter(self, parts: Sequence[torch.Tensor], size: int, what: str) -> torch.Tensor:
+        """Rank 0's parts[rank] on each rank.
+
+        Args:
+            parts: on rank 0, for each rank bytes on the host; the other ranks' own are ignored.
+            size: of this rank's part.
+        """
+        if self.world_size == 1:
+            return parts[0]
+        if self.is_main:
+            for rank in range(1, self.world_size):
+                self._exchange(what, partial(_send, parts[rank], rank))
+            return parts[0]
+        received = torch.empty(size, dtype=torch.uint8)
+        self._exchange(what, lambda group: group.recv([received], 0, 0))
+        return received
 
     def barrier(self, what: str, timeout: float | None = None) -> None:
         """Return when every rank is here."""
@@ -289,6 +307,10 @@ def first_line(error: BaseException) -> str:
 def _is_lost_connection(error: BaseException) -> bool:
     signs = ("Connection closed by peer", "Connection reset", "Timed out waiting", "Broken pipe", "NCCL", "Gloo", "gloo")
     return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)
+
+
+def _send(part: torch.Tensor, rank: int, group: Any) -> Any:
+    return group.send([part], rank, 0)
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:

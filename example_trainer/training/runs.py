@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.utils.lives import Life
+from example_trainer.batch.client import TrainedBatch
 from example_trainer.errors import CheckpointError
 
 STATE_FOLDER, TRAINER_FILE = "trainer_state", "trainer.json"
@@ -72,19 +73,6 @@ class Run:
 
     def __str__(self) -> str:
         return "the run without a name (of before runs had one)" if self.name == UNNAMED else f"run {self.name}"
-
-
-@dataclass(frozen=True)
-class TrainedBatch:
-    """The last batch that is in a checkpoint's weights.
-
-    Attributes:
-        id: the rollout service's number for it.
-        uuid: of the registration under which it was handed out, which says of which service and which trainer it was.
-    """
-
-    id: int
-    uuid: int | None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,315 @@
+"""The batches of a run, each fetched, parsed, packed and on its way to the device while the one before is trained on.
+
+    main thread     next ─────► train on 1 ──────────► next ► train on 2 ──────────► next ► …
+    fetching thread ► wait, read, pack, copy 2 ► (holds 2)   ► wait, read, pack, copy 3 ►
+
+One batch ahead and no more: what is fetched earlier is trained on later, and so older. A batch that is fetched stays leased
+until it is acknowledged, so one that nobody came to train on goes to the trainer that registers next.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from example_trainer.batch.bins import PackedBin
+from example_trainer.batch.client import FetchedBatch, Registration, RolloutClient, TrainedBatch, Upkeep
+from example_trainer.batch.packing import BatchFigures
+from example_trainer.batch.reader import BatchReader, PackedBatch
+from example_trainer.batch.scatter import scatter_bins, sizes_of
+from example_trainer.errors import BatchError, OutOfMemoryError
+from example_trainer.parallel.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+CALL_SECONDS = 2.0
+"""How often upkeep is looked after while a batch is waited for."""
+CLOSE_SECONDS = 10.0
+_LOOK_SECONDS = 0.25
+"""How soon a signal is noticed while a batch is waited for."""
+
+
+@dataclass(frozen=True)
+class ReadyBatch:
+    """A batch that can be trained on at once.
+
+    Attributes:
+        bins: this rank's, on its device.
+        figures: of the whole batch.
+        lease: what the service calls it; None on other ranks than 0, and for a service that leases none.
+        queue_size: groups that the service held for later batches when it handed this one out.
+        seconds_waited: how long the trainer had nothing else to do.
+        seconds_prepared: what reading, packing and copying took, behind the step's back but for the first batch.
+    """
+
+    bins: Sequence[PackedBin]
+    figures: BatchFigures
+    lease: TrainedBatch | None
+    queue_size: int
+    seconds_waited: float
+    seconds_prepared: float
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What the thread made of a batch: bins, or the reason why there are none."""
+
+    fetched: FetchedBatch
+    packed: PackedBatch | None = None
+    bins: Sequence[PackedBin] = ()
+    copied: torch.cuda.Event | None = None
+    error: BatchError | None = None
+    seconds: float = 0.0
+
+
+class Batches:
+    """The batches of a run, for one rank. Every method but `close` is collective; rank 0 alone speaks with the service.
+
+    Args:
+        client: on rank 0.
+        reader: parses and packs.
+        device: this rank's.
+        last_version: the version at which the run ends; nothing is fetched ahead for later ones.
+        ahead: fetch a batch while another is trained on. Without it, none is ever older than it need be.
+
+    Example:
+        batches = Batches(client, ranks, reader, device, last_version=100, ahead=True)
+        batches.register(registration)
+        batch = batches.next(version)
+        ...
+        batches.acknowledge(version + 1)
+    """
+
+    def __init__(
+        self,
+        client: RolloutClient | None,
+        ranks: Ranks,
+        reader: BatchReader,
+        device: torch.device,
+        *,
+        last_version: int,
+        ahead: bool,
+    ) -> None:
+        self._client, self._ranks, self._reader, self._device = client, ranks, reader, device
+        self._last_version, self._ahead = last_version, ahead
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and ranks.world_size == 1 else None
+        config = reader.config
+        self._longest_call = config.service_timeout + ranks.timeout
+        self._longest_batch = config.service_timeout + config.batch_timeout + ranks.timeout
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+        """Guards what follows."""
+        self._wanted: int | None = None  # the highest version at which the batch that is asked for may be trained on
+        self._prepared: _Prepared | None = None
+        self._ended: BaseException | None = None  # what ended the thread
+        self._closed = False
+        self._waiting_since: float | None = None
+        self._taken: _Prepared | None = None  # trained on now, until it is acknowledged
+
+    # ---- the service, in the name of all ranks ----
+
+    @property
+    def _main(self) -> RolloutClient:
+        if self._client is None:
+            raise RuntimeError(f"rank {self._ranks.rank} has no client of the rollout service, only rank 0 has")
+        return self._client
+
+    def register(self, registration: Registration) -> None:
+        """See RolloutClient.register."""
+        self._ranks.on_main("registering with the service", lambda: self._main.register(registration), self._longest_call)
+
+    def settle(self, batch: TrainedBatch, weight_version: int) -> None:
+        """See RolloutClient.settle."""
+        self._ranks.on_main(
+            "acknowledging an earlier batch", lambda: self._main.settle(batch, weight_version), self._longest_call
+        )
+
+    def acknowledge(self, weight_version: int, skipped: str | None = None) -> None:
+        """Say that the batch which `next` gave last, or failed with, need not be handed out again; see RolloutClient."""
+
+        def tell() -> None:
+            if self._taken is None:
+                raise RuntimeError("no batch has been taken since the last one was acknowledged")
+            self._main.acknowledge(self._taken.fetched.lease, weight_version, skipped)
+            self._taken = None
+
+        self._ranks.on_main("acknowledging a batch", tell, self._longest_call)
+
+    def end_run(self, uuid: int | None = None) -> None:
+        """See RolloutClient.end_run."""
+        self._ranks.on_main("telling the service that the run has ended", lambda: self._main.end_run(uuid), self._longest_call)
+
+    # ---- the next batch ----
+
+    def next(self, version: int, upkeep: Upkeep | None = None) -> ReadyBatch:
+        """The next batch, when it is there. The one before has been acknowledged.
+
+        Args:
+            version: of the weights that it is trained on with.
+            upkeep: done in the meantime by every rank, when rank 0 finds it due.
+
+        Raises:
+            BatchError: nothing in it can be trained on. It is taken nevertheless: acknowledge it, and go on.
+            RolloutServiceError: none came in time, or the service went away for too long.
+            StopRequested: a signal came.
+        """
+        begun = time.perf_counter()
+        while (
+            told := self._ranks.on_main("waiting for a batch", lambda: self._wait(version, upkeep), self._longest_batch)
+        ) is None:
+            assert upkeep is not None
+            upkeep.work()
+        bins = self._receive(told["sizes"])
+        return ReadyBatch(
+            bins,
+            BatchFigures(**told["figures"]),
+            self._taken.fetched.lease if self._taken else None,
+            told["queue_size"],
+            time.perf_counter() - begun,
+            told["seconds"],
+        )
+
+    def _wait(self, version: int, upkeep: Upkeep | None) -> dict[str, Any] | None:
+        """On rank 0: wait for the batch and take it. What to tell all ranks of it; None when there is work for them first."""
+        if self._taken is not None:
+            raise RuntimeError(f"batch {self._taken.fetched.lease} has not been acknowledged")
+        prepared = self._wait_for_thread(version, upkeep)
+        if prepared is None:
+            return None
+        self._taken = prepared
+        if prepared.error is not None:
+            raise prepared.error
+        assert prepared.packed is not None
+        return {
+            "figures": asdict(prepared.packed.figures(version)),
+            "sizes": [sizes_of(share) for share in prepared.packed.bins],
+            "queue_size": prepared.fetched.queue_size,
+            "seconds": prepared.seconds,
+        }
+
+    def _wait_for_thread(self, version: int, upkeep: Upkeep | None) -> _Prepared | None:
+        looked = time.monotonic()
+        with self._changed:
+            if self._waiting_since is None:
+                self._waiting_since = looked
+            if self._prepared is None and self._wanted is None:
+                self._want(version)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._prepared or self._ended, _LOOK_SECONDS)
+                if self._prepared is not None:
+                    prepared, self._prepared, self._waiting_since = self._prepared, None, None
+                    if self._ahead and version + 1 < self._last_version:
+                        self._want(version + 1)
+                    return prepared
+                if self._ended is not None:
+                    raise self._ended
+            self._main.stop.check()
+            if upkeep is not None and time.monotonic() - looked > CALL_SECONDS:
+                if upkeep.due():
+                    return None
+                looked = time.monotonic()
+
+    def _want(self, version: int) -> None:
+        """Ask the thread for a batch. `_changed` is held."""
+        self._wanted = version
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
+
+    def _receive(self, sizes: list[list[list[int]]]) -> Sequence[PackedBin]:
+        """This rank's bins on its device."""
+        if self._ranks.world_size > 1:
+            shares = self._taken.packed.bins if self._taken and self._taken.packed else []
+            return [_on_device(one, self._device) for one in scatter_bins(self._ranks, shares, sizes)]
+        assert self._taken is not None
+        if self._taken.copied is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(self._taken.copied)
+            for one in self._taken.bins:
+                for tensor in one.tensors().values():
+                    if tensor.is_cuda:  # its memory was taken by the copying stream, and is used by this one
+                        tensor.record_stream(stream)
+        return self._taken.bins
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        try:
+            while (version := self._next_wanted()) is not None:
+                prepared = self._prepare(version)
+                with self._changed:
+                    self._prepared, self._wanted = prepared, None
+                    self._changed.notify_all()
+        except BaseException as error:  # noqa: BLE001 - raised by whoever waits in `next`
+            with self._changed:
+                self._ended = error
+                self._changed.notify_all()
+
+    def _next_wanted(self) -> int | None:
+        """Wait until a batch is asked for; None when it is over. Ends with `close`, without which the process does not end."""
+        with self._changed:
+            while not self._closed and self._wanted is None:
+                self._changed.wait(_LOOK_SECONDS)
+            return None if self._closed else self._wanted
+
+    def _prepare(self, version: int) -> _Prepared:
+        fetched = self._main.next_batch(self._waited)
+        begun = time.perf_counter()
+        try:
+            packed = self._reader.read(fetched.groups, version)
+            made = self._copy(_Prepared(fetched, packed))
+        except BatchError as error:
+            made = _Prepared(fetched, error=error)
+        except torch.OutOfMemoryError as error:
+            told = str(error).splitlines()[0]
+            made = _Prepared(fetched, error=OutOfMemoryError(f"no room on {self._device} for a batch's tokens: {told}"))
+        return replace(made, seconds=time.perf_counter() - begun)
+
+    def _waited(self) -> float:
+        """How long the trainer has been waiting, not how long the thread has: that may be as long as a step takes."""
+        with self._changed:
+            return 0.0 if self._waiting_since is None else time.monotonic() - self._waiting_since
+
+    def _copy(self, prepared: _Prepared) -> _Prepared:
+        """Begin the copy to the device of a trainer of one process; several get their bins in `next`, together."""
+        assert prepared.packed is not None
+        if self._ranks.world_size > 1:
+            return prepared
+        (bins,) = prepared.packed.bins
+        if self._stream is None:
+            return replace(prepared, bins=[_on_device(one, self._device) for one in bins])
+        with torch.cuda.stream(self._stream):
+            bins = [_on_device(one, self._device) for one in bins]
+            return replace(prepared, bins=bins, copied=self._stream.record_event())
+
+    def close(self) -> None:
+        """End the thread and the connection. What it fetched stays leased. Not collective."""
+        if self._client is None:
+            return
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._client.interrupt()
+        if self._thread is not None:
+            self._thread.join(CLOSE_SECONDS)
+            if self._thread.is_alive():
+                logger.warning(
+                    "The rollout service answers so slowly that a request to it is given up after %.0f s", CLOSE_SECONDS
+                )
+        self._client.close()
+
+
+def _on_device(one: PackedBin, device: torch.device) -> PackedBin:
+    """From pinned memory, so that the copy is not waited for; the allocator keeps that memory until it is done."""
+    if device.type != "cuda":
+        return one.to(device)
+    pinned = PackedBin(**{name: tensor.pin_memory() for name, tensor in one.tensors().items()})
+    return pinned.to(device, non_blocking=True)

@@ -1,0 +1,73 @@
+"""Bins on their way from rank 0 to all ranks: as bytes, in one message to each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from example_trainer.batch.bins import PackedBin
+from example_trainer.parallel.ranks import Ranks
+
+Sizes = list[int]
+"""Of one bin: its tokens, spans, trained tokens and sequences."""
+
+_SPANS, _SEQUENCES = ("lengths", "parents"), ("counts", "orders")
+_FLOATS = ("rollout_logprobs", "advantages", "weights")
+_INTS = ("tokens", *_SPANS, "sources", "targets", "versions", "positions", *_SEQUENCES)
+
+
+def sizes_of(bins: Sequence[PackedBin]) -> list[Sizes]:
+    """What `scatter_bins` must be told about a rank's bins."""
+    return [[len(one.tokens), len(one.lengths), len(one.targets), len(one.counts)] for one in bins]
+
+
+def scatter_bins(ranks: Ranks, shares: Sequence[Sequence[PackedBin]], sizes: Sequence[Sequence[Sizes]]) -> list[PackedBin]:
+    """Each rank's bins, on the host. Collective.
+
+    Args:
+        shares: on rank 0, the bins of each data-parallel rank; one share is for all ranks. Ignored on the others.
+        sizes: of the bins of each share, on every rank.
+
+    Raises:
+        RankError: a rank is gone, or silent for longer than --rank-timeout.
+    """
+    mine = sizes[ranks.rank % len(sizes)]
+    parts = [encode(share) for share in shares] if ranks.is_main else []
+    parts = [parts[rank % len(parts)] for rank in range(ranks.world_size)] if parts else []
+    return decode(ranks.scatter(parts, sum(map(_bytes, mine)), "handing out a batch"), mine)
+
+
+def encode(bins: Sequence[PackedBin]) -> Tensor:
+    """All tensors of some bins as bytes; those of 8 bytes a number come first, so that every one is aligned."""
+    tensors = [one.tensors() for one in bins]
+    rows = [fields[name] for names in (_INTS, _FLOATS) for fields in tensors for name in names]
+    return torch.cat([row.contiguous().flatten().view(torch.uint8) for row in rows])
+
+
+def decode(data: Tensor, sizes: Sequence[Sizes]) -> list[PackedBin]:
+    """The bins that were encoded, as views of the bytes."""
+    fields: list[dict[str, Tensor]] = [{} for _ in sizes]
+    begin = 0
+    for names, dtype in ((_INTS, torch.int64), (_FLOATS, torch.float32)):
+        for found, size in zip(fields, sizes, strict=True):
+            for name in names:
+                shape = _shape(name, size)
+                end = begin + shape.numel() * dtype.itemsize
+                found[name] = data[begin:end].view(dtype).view(shape)
+                begin = end
+    return [PackedBin(**found) for found in fields]
+
+
+def _shape(name: str, size: Sizes) -> torch.Size:
+    tokens, spans, trained, sequences = size
+    if name == "orders":
+        return torch.Size((sequences, 2))
+    return torch.Size(
+        (tokens if name == "tokens" else spans if name in _SPANS else sequences if name in _SEQUENCES else trained,)
+    )
+
+
+def _bytes(size: Sizes) -> int:
+    return sum(8 * _shape(name, size).numel() for name in _INTS) + sum(4 * _shape(name, size).numel() for name in _FLOATS)
