@@ -1,38 +1,149 @@
-"""Every option of the trainer: one pydantic model, from which the command line and the YAML file are both read."""
+"""Every option of the trainer, section by section: one pydantic model. See command_line for how it is read."""
 
 from __future__ import annotations
 
-import argparse
-import difflib
-from collections.abc import Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin
+from typing import Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from example_trainer.api_keys import SECRETS, from_variable, refuse_key_in_command
-from example_trainer.errors import ConfigError
 from example_trainer.models.lora.settings import LoraSettings, parse_targets
 
 
-class TrainerConfig(BaseModel):
-    """Options of `grpo.py`. Each field is a flag (`--batch-size`) and a YAML key (`batch_size`); flags win over the file."""
-
+class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), frozen=True)
 
-    # Model
+
+class ModelOptions(_Section):
+    """Model"""
+
     model_name: str = Field(min_length=1, description="Hugging Face model id, or a folder that holds a checkpoint")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="dtype of the weights, not float16; auto: the server's, else the checkpoint's (float32 on a CPU)",
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
+    num_threads: int | None = Field(None, ge=1, description="torch's CPU threads; not given: torch decides")
+    seed: int = Field(0, ge=0, description="seed of torch's random numbers")
+    deterministic: bool = Field(
+        False, description="run vLLM's own kernels, and stop at the first token whose logprob differs from vLLM's in a bit"
+    )
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
+    skip_memory_check: bool = Field(False, description="load the model even if the estimate says that memory will not do")
+
+
+class LoraOptions(_Section):
+    """Adapters"""
+
+    lora_r: int = Field(16, ge=1, description="lora_only: rank of the adapters")
+    lora_alpha: float = Field(32.0, gt=0, description="lora_only: scale of the adapters, divided by the rank")
+    lora_dropout: float = Field(0.0, ge=0, lt=1, description="lora_only: share of the adapters' inputs that are dropped")
+    lora_target_modules: list[str] = Field(
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        min_length=1,
+        description="lora_only: projections that get an adapter; all-linear: every one",
+    )
+
+    @field_validator("lora_target_modules", mode="before")
+    @classmethod
+    def _split_targets(cls, value: Any) -> Any:
+        return _split_commas(value)
+
+    @field_validator("lora_target_modules")
+    @classmethod
+    def _known_projections(cls, value: list[str]) -> list[str]:
+        return list(parse_targets(value))
+
+
+class ParallelOptions(_Section):
+    """Several ranks"""
+
+    rank_timeout: float = Field(600.0, gt=0, description="under torchrun: seconds that the ranks wait for each other")
+
+
+class RolloutOptions(_Section):
+    """Rollouts"""
+
+    atropos_url: str = Field("http://localhost:8000", pattern=r"^https?://\S+$", description="rollout service")
+    atropos_api_key: SecretStr | None = Field(
+        default_factory=from_variable("atropos_api_key"),
+        description="bearer token of the rollout service; better as a variable, which other users cannot see",
+    )
+    service_timeout: float = Field(
+        300.0, gt=0, description="seconds to wait for the rollout service to be there, or to come back"
+    )
+    batch_timeout: float = Field(1800.0, gt=0, description="seconds to wait for one batch of rollouts")
+    max_staleness: int | None = Field(
+        None,
+        ge=0,
+        description="oldest rollouts to train on, in weight versions; not given: any, with --deterministic 0",
+    )
+    max_skipped_batches: int = Field(
+        3, ge=0, description="batches in a row that may hold nothing to train on or run out of memory; one more ends the run"
+    )
+    skip_nonfinite: int = Field(
+        0, ge=0, description="batches in a row whose gradient may be NaN or infinite and is left out; one more ends the run"
+    )
+
+
+class BatchOptions(_Section):
+    """Batches"""
+
+    training_steps: int = Field(10, ge=1, description="optimizer steps in all, those before a resume included")
+    batch_size: int = Field(2, ge=1, description="sequences of an optimizer step, divided by --gradient-accumulation-steps")
+    gradient_accumulation_steps: int = Field(
+        32,
+        ge=1,
+        description="sequences of an optimizer step, divided by --batch-size",
+    )
     seq_len: int = Field(2048, ge=2, description="longest sequence in tokens, prompt included; told to the environments")
 
-    # Weight bridge
+
+class AlgorithmOptions(_Section):
+    """Algorithm"""
+
+    clip_eps: float = Field(0.2, gt=0, lt=1, description="how far the ratio to the rollout policy may fall (and rise)")
+    clip_eps_high: float | None = Field(None, gt=0, description="how far it may rise, if not as far as it may fall")
+    kl_coef: float = Field(
+        0.0, ge=0, description="weight of the divergence from the reference model; 0: no reference is loaded"
+    )
+    reference_model: str | None = Field(
+        None, description="model of that divergence; not given: --model-name as it was at first"
+    )
+    advantage_std: bool = Field(True, description="divide advantages by the group's standard deviation; off: Dr. GRPO")
+    loss_normalisation: Literal["token", "sequence", "constant"] = Field(
+        "token", description="average over all tokens, over sequences, or by the constant seq-len (Dr. GRPO)"
+    )
+    temperature: float = Field(
+        1.0,
+        gt=0,
+        description="divides the logits; what environments sample at if vLLM has --logprobs-mode processed_logprobs, else 1",
+    )
+    logprob_chunk: int = Field(1024, ge=1, description="tokens whose logits exist at the same time")
+
+    @property
+    def clip_high(self) -> float:
+        """How far the ratio may rise."""
+        return self.clip_eps if self.clip_eps_high is None else self.clip_eps_high
+
+
+class OptimizerOptions(_Section):
+    """Optimizer"""
+
+    lr: float = Field(1e-5, ge=0, allow_inf_nan=False, description="learning rate")
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="course of the learning rate")
+    warmup_steps: int = Field(0, ge=0, description="steps over which the learning rate rises")
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW: decay of the first moment")
+    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW: decay of the second moment")
+    adam_eps: float = Field(1e-8, gt=0, description="AdamW: added to the root of the second moment")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW: decay of matrices")
+    max_grad_norm: float = Field(1.0, ge=0, description="gradients are scaled down to this global norm; 0: never")
+
+
+class BridgeOptions(_Section):
+    """Weight bridge"""
+
     weight_bridge_mode: Literal["none", "shared_vllm", "lora_only"] = Field(
         "none", description="how vLLM gets the new weights: from checkpoints, directly, or as LoRA adapters"
     )
@@ -67,99 +178,10 @@ class TrainerConfig(BaseModel):
     vllm_start_timeout: float = Field(600.0, gt=0, description="seconds that server may take to load and answer")
     bridge_timeout: float = Field(120.0, gt=0, description="seconds that each phase of a weight update may take")
 
-    # LoRA
-    lora_r: int = Field(16, ge=1, description="lora_only: rank of the adapters")
-    lora_alpha: float = Field(32.0, gt=0, description="lora_only: scale of the adapters, divided by the rank")
-    lora_dropout: float = Field(0.0, ge=0, lt=1, description="lora_only: share of the adapters' inputs that are dropped")
-    lora_target_modules: list[str] = Field(
-        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-        min_length=1,
-        description="lora_only: projections that get an adapter; all-linear: every one",
-    )
-
-    # Rollouts
-    atropos_url: str = Field("http://localhost:8000", pattern=r"^https?://\S+$", description="rollout service")
-    atropos_api_key: SecretStr | None = Field(
-        default_factory=from_variable("atropos_api_key"),
-        description="bearer token of the rollout service; better as a variable, which other users cannot see",
-    )
-    service_timeout: float = Field(
-        300.0, gt=0, description="seconds to wait for the rollout service to be there, or to come back"
-    )
-    batch_timeout: float = Field(1800.0, gt=0, description="seconds to wait for one batch of rollouts")
-    max_staleness: int | None = Field(None, ge=0, description="oldest rollouts to train on, in weight versions; not given: any")
-
-    max_skipped_batches: int = Field(
-        3, ge=0, description="batches in a row that may hold nothing to train on or run out of memory; one more ends the run"
-    )
-    skip_nonfinite: int = Field(
-        0, ge=0, description="batches in a row whose gradient may be NaN or infinite and is left out; one more ends the run"
-    )
-
-    # Training
-    training_steps: int = Field(10, ge=1, description="optimizer steps in all, those before a resume included")
-    batch_size: int = Field(2, ge=1, description="micro-batch: sequences in one forward and backward pass")
-    gradient_accumulation_steps: int = Field(32, ge=1, description="micro-batches per optimizer step")
-    lr: float = Field(1e-5, ge=0, allow_inf_nan=False, description="learning rate")
-    lr_schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="course of the learning rate")
-    warmup_steps: int = Field(0, ge=0, description="steps over which the learning rate rises")
-    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW: decay of the first moment")
-    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW: decay of the second moment")
-    adam_eps: float = Field(1e-8, gt=0, description="AdamW: added to the root of the second moment")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW: decay of matrices")
-    max_grad_norm: float = Field(1.0, ge=0, description="gradients are scaled down to this global norm; 0: never")
-    seed: int = Field(0, ge=0, description="seed of torch's random numbers")
-    deterministic: bool = Field(
-        False, description="run vLLM's own kernels, and stop at the first token whose logprob differs from vLLM's in a bit"
-    )
-    rank_timeout: float = Field(600.0, gt=0, description="under torchrun: seconds that the ranks wait for each other")
-    num_threads: int | None = Field(None, ge=1, description="torch's CPU threads; not given: torch decides")
-    skip_memory_check: bool = Field(False, description="load the model even if the estimate says that memory will not do")
-
-    # Loss
-    clip_eps: float = Field(0.2, gt=0, lt=1, description="how far the ratio to the rollout policy may fall (and rise)")
-    clip_eps_high: float | None = Field(None, gt=0, description="how far it may rise, if not as far as it may fall")
-    kl_coef: float = Field(
-        0.0, ge=0, description="weight of the divergence from the reference model; 0: no reference is loaded"
-    )
-    reference_model: str | None = Field(
-        None, description="model of that divergence; not given: --model-name as it was at first"
-    )
-    advantage_std: bool = Field(True, description="divide advantages by the group's standard deviation; off: Dr. GRPO")
-    loss_normalisation: Literal["token", "sequence", "constant"] = Field(
-        "token", description="average over all tokens, over sequences, or by the constant seq-len (Dr. GRPO)"
-    )
-    temperature: float = Field(
-        1.0,
-        gt=0,
-        description="divides the logits; what environments sample at if vLLM has --logprobs-mode processed_logprobs, else 1",
-    )
-    logprob_chunk: int = Field(1024, ge=1, description="tokens whose logits exist at the same time")
-
-    # Output
-    save_path: Path = Field(Path("trained_model_checkpoints"), description="folder of the checkpoints")
-    checkpoint_interval: int = Field(10, ge=0, description="steps between checkpoints; 0: only after the last one")
-    keep_optimizer_states: int = Field(1, ge=0, description="newest checkpoints that keep their optimizer state; 0: all do")
-    resume: str | None = Field(
-        None, description="auto (the newest run in save-path, from its newest checkpoint; else anew) or a step_N folder"
-    )
-    log_dir: Path = Field(Path("runs/grpo"), description="folder of metrics.jsonl and the TensorBoard logs")
-    metrics_port: int = Field(0, ge=0, le=65535, description="serve the figures of the last step to Prometheus; 0: do not")
-    metrics_host: str = Field("0.0.0.0", min_length=1, description="address on which they are served, without a key")
-    use_wandb: bool = Field(False, description="log to Weights & Biases as well")
-    wandb_project: str = Field("lockstep", description="W&B project, also told to the environments")
-    wandb_group: str | None = Field(None, description="W&B group, also told to the environments; not given: grpo-<model>")
-
-    @field_validator("lora_target_modules", "vllm_servers", mode="before")
+    @field_validator("vllm_servers", mode="before")
     @classmethod
-    def _split_commas(cls, value: Any) -> Any:
-        parts = value.split(",") if isinstance(value, str) else value
-        return [name for part in parts for name in str(part).split(",") if name] if isinstance(parts, list) else parts
-
-    @field_validator("lora_target_modules")
-    @classmethod
-    def _known_projections(cls, value: list[str]) -> list[str]:
-        return list(parse_targets(value))
+    def _split_servers(cls, value: Any) -> Any:
+        return _split_commas(value)
 
     @field_validator("vllm_servers")
     @classmethod
@@ -183,6 +205,54 @@ class TrainerConfig(BaseModel):
         """Host and port of each vLLM server."""
         pairs = [server.rpartition(":") for server in self.vllm_servers]
         return [(host, int(port)) for host, _, port in pairs] or [(self.vllm_host, self.vllm_port)]
+
+
+class CheckpointOptions(_Section):
+    """Checkpoints"""
+
+    save_path: Path = Field(Path("trained_model_checkpoints"), description="folder of the checkpoints")
+    checkpoint_interval: int = Field(10, ge=0, description="steps between checkpoints; 0: only after the last one")
+    keep_optimizer_states: int = Field(1, ge=0, description="newest checkpoints that keep their optimizer state; 0: all do")
+    resume: str | None = Field(
+        None, description="auto (the newest run in save-path, from its newest checkpoint; else anew) or a step_N folder"
+    )
+
+
+class OutputOptions(_Section):
+    """Output"""
+
+    log_dir: Path = Field(Path("runs/grpo"), description="folder of metrics.jsonl and the TensorBoard logs")
+    metrics_port: int = Field(0, ge=0, le=65535, description="serve the figures of the last step to Prometheus; 0: do not")
+    metrics_host: str = Field("0.0.0.0", min_length=1, description="address on which they are served, without a key")
+    profile: str | None = Field(
+        None, pattern=r"^\d+(-\d+)?$", description="steps (3, or 3-5) whose trace torch's profiler writes into log-dir/profile"
+    )
+    memory_snapshot: bool = Field(
+        False, description="write the history of GPU memory into log-dir/profile at the end, and when memory runs out"
+    )
+    use_wandb: bool = Field(False, description="log to Weights & Biases as well")
+    wandb_project: str = Field("lockstep", description="W&B project, also told to the environments")
+    wandb_group: str | None = Field(None, description="W&B group, also told to the environments; not given: grpo-<model>")
+
+    @field_validator("profile")
+    @classmethod
+    def _ascending_steps(cls, value: str | None) -> str | None:
+        steps = _step_range(value)
+        if value is not None and not steps:
+            raise ValueError("no step lies in it; steps are counted from 1, as in 3 or 3-5")
+        return value
+
+    @property
+    def profiled_steps(self) -> range:
+        """The steps to profile, counted from 1 as in the log; empty for none."""
+        return _step_range(self.profile)
+
+
+class TrainerConfig(
+    ModelOptions, LoraOptions, ParallelOptions, RolloutOptions, BatchOptions, AlgorithmOptions, OptimizerOptions,
+    BridgeOptions, CheckpointOptions, OutputOptions,
+):  # fmt: skip
+    """Options of `grpo.py`. Each field is a flag (`--batch-size`) and a YAML key (`batch_size`); flags win over the file."""
 
     @model_validator(mode="after")
     def _options_agree(self) -> TrainerConfig:
@@ -216,25 +286,19 @@ class TrainerConfig(BaseModel):
 
     @model_validator(mode="after")
     def _determinism_agrees(self) -> TrainerConfig:
-        if not self.deterministic:
-            return self
-        if self.weight_bridge_mode != "shared_vllm":
+        if self.deterministic and self.weight_bridge_mode != "shared_vllm":
             raise ValueError(
                 f"--deterministic needs --weight-bridge-mode shared_vllm, which is {self.weight_bridge_mode!r}: in the other "
                 "modes vLLM does not hold the trainer's weights, bit for bit, at every step"
             )
-        if self.temperature != 1.0:
+        if self.deterministic and self.temperature != 1.0:
             raise ValueError(f"--deterministic needs --temperature 1, which is {self.temperature:g}")
-        if self.max_staleness:
-            raise ValueError(
-                f"--deterministic needs --max-staleness 0, which is {self.max_staleness}: the bits of older weights differ"
-            )
         return self
 
     @property
     def oldest_rollouts(self) -> int | None:
-        """Most weight versions that rollouts may be behind; None for any. Without equal weights there are no equal bits."""
-        return 0 if self.deterministic else self.max_staleness
+        """Most weight versions that rollouts may be behind; None for any. Exact runs take fresh ones alone unless told."""
+        return 0 if self.deterministic and self.max_staleness is None else self.max_staleness
 
     def restarts_vllm_at(self, step: int) -> bool:
         """Whether vLLM is restarted on the weights of optimizer step `step`; not after the last one, when it is stopped."""
@@ -268,10 +332,9 @@ class TrainerConfig(BaseModel):
         """W&B project and group."""
         return self.wandb_project, self.wandb_group or f"grpo-{Path(self.model_name).name}"
 
-    @property
-    def clip_high(self) -> float:
-        """How far the ratio may rise."""
-        return self.clip_eps if self.clip_eps_high is None else self.clip_eps_high
+
+SECTIONS: tuple[type[BaseModel], ...] = TrainerConfig.__bases__
+"""In the order of --help."""
 
 
 def flag_of(field: str) -> str:
@@ -279,96 +342,15 @@ def flag_of(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see --help")
+def _split_commas(value: Any) -> Any:
+    """`"a,b"` and `["a,b", "c"]` as lists of names; anything else as it is."""
+    parts = value.split(",") if isinstance(value, str) else value
+    return [name for part in parts for name in str(part).split(",") if name] if isinstance(parts, list) else parts
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="grpo.py", description="Train a language model with GRPO on rollouts.", allow_abbrev=False)
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="YAML file with any of the options below; flags win over it"
-    )
-    for name, field in TrainerConfig.model_fields.items():
-        options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS}
-        default = f"${SECRETS[name]}" if name in SECRETS else field.get_default()
-        shown = "required" if field.is_required() else f"default: {default}"
-        options["help"] = f"{field.description} ({shown})".replace("%", "%%")
-        if field.annotation is bool:
-            options["action"] = argparse.BooleanOptionalAction
-        elif get_origin(field.annotation) is list:
-            options |= {"nargs": "+", "metavar": "NAME"}
-        else:
-            options["metavar"] = _metavar(field.annotation)
-        parser.add_argument(flag_of(name), **options)
-    return parser
-
-
-def _metavar(annotation: Any) -> str:
-    if get_origin(annotation) is Literal:
-        return "{" + ",".join(map(str, get_args(annotation))) + "}"
-    if get_origin(annotation) in (Union, UnionType):
-        return _metavar(next(kind for kind in get_args(annotation) if kind is not type(None)))
-    return {int: "N", float: "X", Path: "PATH"}.get(annotation, "TEXT")
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    match = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {match[0]}?" if match else "; see --help"
-
-
-def parse_config(arguments: Sequence[str]) -> TrainerConfig:
-    """Read the options from the command line and from the YAML file that it names.
-
-    Raises:
-        ConfigError: an unknown flag or key (the nearest valid name is given), or a value that does not fit.
-        SystemExit: --help was given.
-    """
-    given, unknown = _parser().parse_known_args(arguments)
-    if unknown:
-        flag = unknown[0].split("=")[0]
-        kind = "unknown flag" if flag.startswith("-") else "unexpected argument"
-        known = [flag_of(name) for name in TrainerConfig.model_fields] + ["--config"]
-        raise ConfigError(f"{kind} {flag}{_nearest(flag, known)}")
-    flags = vars(given)
-    file = flags.pop("config")
-    values = (_read_yaml(file) if file else {}) | flags
-    try:
-        return TrainerConfig.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(_one_line(error, from_flags=set(flags), file=file)) from error
-
-
-def _read_yaml(file: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read --config {file}: {error.strerror or error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {file} is not YAML: {' '.join(str(error).split())}") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"--config {file} must hold options as 'name: value' lines, not {type(content).__name__}")
-    values = {str(key).replace("-", "_"): value for key, value in content.items()}
-    for key in values:
-        if key not in TrainerConfig.model_fields:
-            raise ConfigError(f"unknown key {key!r} in {file}{_nearest(key, list(TrainerConfig.model_fields))}")
-    return values
-
-
-def _one_line(error: ValidationError, from_flags: set[str], file: Path | None) -> str:
-    problems = []
-    for item in error.errors():
-        message = item["msg"].removeprefix("Value error, ")
-        if not item["loc"]:
-            problems.append(message)
-            continue
-        name = str(item["loc"][0])
-        source = flag_of(name) if name in from_flags or file is None else f"{name} in {file}"
-        if item["type"] == "missing":
-            problems.append(f"{flag_of(name)} is required")
-        else:
-            shown = "" if name in SECRETS or "--api-key" in message else f" {item['input']!r}"
-            problems.append(f"{source}{shown}: {message[0].lower()}{message[1:]}")
-    return "; ".join(problems)
+def _step_range(value: str | None) -> range:
+    if value is None:
+        return range(0)
+    first, _, last = value.partition("-")
+    begin = int(first)
+    return range(begin, int(last or first) + 1) if begin else range(0)

@@ -21,7 +21,8 @@ import torch
 from example_trainer.batch.client import RolloutClient, Upkeep
 from example_trainer.batch.groups import Batch, parse_batch
 from example_trainer.batch.shared_client import SharedRollouts, agreed_stop
-from example_trainer.config import TrainerConfig, parse_config
+from example_trainer.command_line import parse_config
+from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.pairing import make_parity, pin_settings
 from example_trainer.errors import BatchError, CheckpointError, OutOfMemoryError, RankError, TrainerError
 from example_trainer.observe.exporter import serve_metrics

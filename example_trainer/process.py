@@ -11,7 +11,6 @@ from collections.abc import Callable
 from types import FrameType
 
 from example_trainer.errors import ConfigError, TrainerError
-from example_trainer.weight_bridge.base import BridgeError
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +123,7 @@ def run(main: Callable[[StopSignal], None]) -> int:
     except ConfigError as error:
         logger.error("%s", error)
         return 2
-    except (TrainerError, BridgeError) as error:
+    except TrainerError as error:
         logger.error("%s", " ".join(str(error).split()))
         return 1
     except Exception as error:

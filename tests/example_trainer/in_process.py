@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from example_trainer import grpo
 from example_trainer.batch.client import RolloutClient
 from example_trainer.batch.groups import Batch
-from example_trainer.config import parse_config
+from example_trainer.command_line import parse_config
 from example_trainer.process import StopSignal
 from example_trainer.training import checkpoints as checkpointing
 from example_trainer.training import step

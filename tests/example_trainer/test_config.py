@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from example_trainer.api_keys import SECRETS, revealed, without_secrets
-from example_trainer.config import TrainerConfig, flag_of, parse_config
+from example_trainer.command_line import parse_config
+from example_trainer.config import SECTIONS, TrainerConfig, flag_of
 from example_trainer.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +56,7 @@ def test_every_field_is_a_flag_and_a_key(tmp_path: Path) -> None:
         "lora_target_modules": ["q_proj", "up_proj"], "atropos_url": "http://x:1",
         "atropos_api_key": "s", "max_staleness": 3, "lr_schedule": "cosine", "num_threads": 2, "clip_eps_high": 0.3,
         "reference_model": "r", "loss_normalisation": "constant", "save_path": "p", "resume": "auto", "log_dir": "l",
-        "wandb_project": "w", "wandb_group": "g", "metrics_host": "h",
+        "wandb_project": "w", "wandb_group": "g", "metrics_host": "h", "profile": "3-5",
     }  # fmt: skip
     for name, field in TrainerConfig.model_fields.items():
         if name not in values:
@@ -81,6 +82,18 @@ def test_every_field_is_a_flag_and_a_key(tmp_path: Path) -> None:
     assert parse_config(words) == from_file
     secrets = {name: revealed(getattr(from_file, name)) for name in SECRETS}
     assert from_file.model_dump(mode="json") | secrets == values
+
+
+def test_help_has_each_option_in_one_section() -> None:
+    names = [name for section in SECTIONS for name in section.model_fields]
+    assert sorted(names) == sorted(TrainerConfig.model_fields)
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(("profile", "steps"), [(None, []), ("3", [3]), ("3-5", [3, 4, 5])])
+def test_steps_to_profile(profile: str | None, steps: list[int]) -> None:
+    words = ["--profile", profile] if profile else []
+    assert list(parse_config(["--model-name", "m", *words]).profiled_steps) == steps
 
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
@@ -117,6 +130,9 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
             "--model-name m --weight-bridge-mode shared_vllm --single-copy --use-shared-memory",
             "--use-shared-memory and --single-copy exclude each other",
         ),
+        ("--model-name m --profile 5-3", "--profile '5-3': no step lies in it; steps are counted from 1, as in 3 or 3-5"),
+        ("--model-name m --profile 0-3", "--profile '0-3': no step lies in it"),
+        ("--model-name m --profile all", "--profile 'all': string should match"),
         ("--config /nowhere/c.yaml", "cannot read --config /nowhere/c.yaml: No such file or directory"),
     ],
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.config import parse_config
+from example_trainer.command_line import parse_config
 from scripts.ops.options import choose_gpus, parse, save
 from scripts.ops.stack import Stack
 from scripts.quickstart.errors import QuickstartError

@@ -12,7 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from example_trainer.batch.groups import parse_batch
-from example_trainer.config import parse_config
+from example_trainer.command_line import parse_config
 from example_trainer.errors import ConfigError
 from example_trainer.observe.metrics import MetricsLog, step_line, step_row
 from example_trainer.training.optimizer import StepReport

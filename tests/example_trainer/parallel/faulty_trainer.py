@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from example_trainer import grpo
-from example_trainer.config import parse_config
+from example_trainer.command_line import parse_config
 from example_trainer.models.decoder import Layer
 from example_trainer.process import run
 from example_trainer.training import guarded_step

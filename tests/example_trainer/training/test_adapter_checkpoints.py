@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from example_trainer.config import TrainerConfig, parse_config
+from example_trainer.command_line import parse_config
+from example_trainer.config import TrainerConfig
 from example_trainer.errors import CheckpointError, ConfigError
 from example_trainer.models import Decoder
 from example_trainer.parallel.ranks import Ranks

@@ -166,7 +166,7 @@ TRAINER = """
 import sys, time
 sys.path[0] = {root!r}
 import torch
-from example_trainer.config import parse_config
+from example_trainer.command_line import parse_config
 from example_trainer.process import StopSignal
 from example_trainer.weight_bridge.factory import make_bridge
 bridge = make_bridge(parse_config(sys.argv[1:]), StopSignal())

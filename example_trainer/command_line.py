@@ -1,0 +1,120 @@
+"""The trainer's command line and YAML file: every field of TrainerConfig is a flag and a key, and what is wrong is one line."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin
+
+import yaml
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from example_trainer.api_keys import SECRETS
+from example_trainer.config import SECTIONS, TrainerConfig, flag_of
+from example_trainer.errors import ConfigError
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="grpo.py", description="Train a language model with GRPO on rollouts.", allow_abbrev=False)
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="YAML file with any of the options below; flags win over it"
+    )
+    for section in SECTIONS:
+        group = parser.add_argument_group(section.__doc__)
+        for name, field in section.model_fields.items():
+            group.add_argument(flag_of(name), **_argument(name, field))
+    return parser
+
+
+def _argument(name: str, field: FieldInfo) -> dict[str, Any]:
+    """How argparse reads and explains a field."""
+    default = f"${SECRETS[name]}" if name in SECRETS else field.get_default()
+    shown = "required" if field.is_required() else f"default: {default}"
+    options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS}
+    options["help"] = f"{field.description} ({shown})".replace("%", "%%")
+    if field.annotation is bool:
+        options["action"] = argparse.BooleanOptionalAction
+    elif get_origin(field.annotation) is list:
+        options |= {"nargs": "+", "metavar": "NAME"}
+    else:
+        options["metavar"] = _metavar(field.annotation)
+    return options
+
+
+def _metavar(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return "{" + ",".join(map(str, get_args(annotation))) + "}"
+    if get_origin(annotation) in (Union, UnionType):
+        return _metavar(next(kind for kind in get_args(annotation) if kind is not type(None)))
+    return {int: "N", float: "X", Path: "PATH"}.get(annotation, "TEXT")
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    match = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {match[0]}?" if match else "; see --help"
+
+
+def parse_config(arguments: Sequence[str]) -> TrainerConfig:
+    """Read the options from the command line and from the YAML file that it names.
+
+    Raises:
+        ConfigError: an unknown flag or key (the nearest valid name is given), or a value that does not fit.
+        SystemExit: --help was given.
+    """
+    given, unknown = _parser().parse_known_args(arguments)
+    if unknown:
+        flag = unknown[0].split("=")[0]
+        kind = "unknown flag" if flag.startswith("-") else "unexpected argument"
+        known = [flag_of(name) for name in TrainerConfig.model_fields] + ["--config"]
+        raise ConfigError(f"{kind} {flag}{_nearest(flag, known)}")
+    flags = vars(given)
+    file = flags.pop("config")
+    values = (_read_yaml(file) if file else {}) | flags
+    try:
+        return TrainerConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(_one_line(error, from_flags=set(flags), file=file)) from error
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read --config {file}: {error.strerror or error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {file} is not YAML: {' '.join(str(error).split())}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {file} must hold options as 'name: value' lines, not {type(content).__name__}")
+    values = {str(key).replace("-", "_"): value for key, value in content.items()}
+    for key in values:
+        if key not in TrainerConfig.model_fields:
+            raise ConfigError(f"unknown key {key!r} in {file}{_nearest(key, list(TrainerConfig.model_fields))}")
+    return values
+
+
+def _one_line(error: ValidationError, from_flags: set[str], file: Path | None) -> str:
+    problems = []
+    for item in error.errors():
+        message = item["msg"].removeprefix("Value error, ")
+        if not item["loc"]:
+            problems.append(message)
+            continue
+        name = str(item["loc"][0])
+        source = flag_of(name) if name in from_flags or file is None else f"{name} in {file}"
+        if item["type"] == "missing":
+            problems.append(f"{flag_of(name)} is required")
+        else:
+            shown = "" if name in SECRETS or "--api-key" in message else f" {item['input']!r}"
+            problems.append(f"{source}{shown}: {message[0].lower()}{message[1:]}")
+    return "; ".join(problems)
