@@ -64,7 +64,7 @@ def make_parity(config: TrainerConfig, model: Decoder, stop: StopSignal | None =
             theirs = pair(ours, server.wait_for_info(), server.url)
         finally:
             server.close()
-    return ParityCheck(ours, theirs)
+    return ParityCheck(ours, theirs, older=config.oldest_rollouts != 0)
 
 
 def pair(ours: Provenance, info: dict[str, Any], url: str) -> dict[str, str]:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from example_trainer.algorithm.losses import k3
-from example_trainer.batch.groups import Batch, MicroBatch
+from example_trainer.batch.bins import UNKNOWN_VERSION, PackedBin
 from example_trainer.errors import TrainerError
-from example_trainer.training.optimizer import MasterAdamW
 from vllm_patching.batch_invariant.provenance import provenance_difference
 from vllm_patching.checksum import weights_checksum
 
@@ -61,80 +60,114 @@ def weights_sha(masters: Mapping[str, Tensor]) -> str:
 class ParityCheck:
     """Compares the logprobs of a step's tokens, and keeps the figures of the last step.
 
+    Only what was sampled under the present weights can have their bits. What is older is trained on, where that is allowed, and
+    counted apart, so that its divergence is that of older weights alone.
+
     Example:
-        parity.begin(batch, optimizer.steps)
-        parity.compare(micro, logprobs)     # of every microbatch, before its gradient is taken
-        row |= parity.row(optimizer)
+        parity.begin(optimizer.steps)
+        parity.compare(packed, logprobs)    # of every bin, before its gradient is taken
+        row |= parity.row(optimizer.masters)
 
     Args:
         ours, theirs: which kernels the trainer and vLLM run, for the error.
         stop: raise at the first mismatch; False only counts, as a comparison with the mode off needs it.
+        older: whether tokens of older weights, or of weights that nobody named, may be trained on.
+
+    Attributes:
+        first: the first token that differed in the whole run.
+        compared_in_all, mismatched_in_all: tokens of the whole run.
     """
 
-    def __init__(self, ours: Provenance, theirs: Provenance, stop: bool = True) -> None:
-        self._ours, self._theirs, self._stop = ours, theirs, stop
+    def __init__(self, ours: Provenance, theirs: Provenance, stop: bool = True, older: bool = False) -> None:
+        self._ours, self._theirs, self._stop, self._older_allowed = ours, theirs, stop, older
         self.first: Mismatch | None = None
+        self.compared_in_all, self.mismatched_in_all = 0, 0
+        self._version = 0
         self._reset()
 
     def _reset(self) -> None:
-        self._compared, self._mismatched = 0, 0
-        self._largest, self._kl = 0.0, 0.0
+        self._compared, self._mismatched, self._older, self._older_known = 0, 0, 0, 0
+        self._largest, self._kl, self._older_kl = 0.0, 0.0, 0.0
 
-    def begin(self, batch: Batch, version: int) -> None:
-        """Begin a step; what is trained on must have been sampled under the weights that are trained.
-
-        Raises:
-            ParityError: a sequence was begun under other weights, or its version is not known.
-        """
+    def begin(self, version: int) -> None:
+        """Begin a step with the weights of `version`."""
         self._reset()
-        for sequence in batch.sequences:
-            if self._stop and sequence.weight_version != version:
-                raise ParityError(
-                    f"group {sequence.order[0]}, sequence {sequence.order[1]} was sampled under weight version "
-                    f"{sequence.weight_version}, the trainer holds {version}: its bits cannot be equal; let the environment "
-                    "wait for each step (--env.max_batches_offpolicy 0)"
-                )
+        self._version = version
 
-    def compare(self, micro: MicroBatch, logprobs: Tensor) -> None:
-        """Compare the trained tokens of a microbatch.
+    def compare(self, packed: PackedBin, logprobs: Tensor) -> None:
+        """Compare the trained tokens of a bin.
 
         Args:
             logprobs: [n] float32, recomputed by the trainer.
 
         Raises:
-            ParityError: a token differs, or came without a logprob.
+            ParityError: a token of the present weights differs, or came without a logprob; or one is of other weights, or nobody
+                said of which, and that is not allowed.
         """
-        recomputed, sampled = logprobs.detach(), micro.rollout_logprobs
+        recomputed, sampled = logprobs.detach(), packed.rollout_logprobs
         if recomputed.dtype != torch.float32 or sampled.dtype != torch.float32:
             raise TypeError(f"logprobs are compared as float32, not {recomputed.dtype} and {sampled.dtype}")
-        different = recomputed.contiguous().view(torch.int32) != sampled.contiguous().view(torch.int32)
-        unknown = sampled.isnan()
+        if not len(recomputed):
+            return
+        fresh, unknown = packed.versions == self._version, sampled.isnan()
+        if self._stop and not self._older_allowed:
+            self._refuse_other_weights(packed, ~fresh)
+        different = fresh & (recomputed.contiguous().view(torch.int32) != sampled.contiguous().view(torch.int32))
         log_ratio = (recomputed - sampled).masked_fill(unknown, 0.0).double()
-        figures = (different.sum(), unknown.sum(), log_ratio.abs().max(), k3(log_ratio).sum())
-        mismatched, missing, largest, kl = torch.stack([figure.double() for figure in figures]).tolist()
-        self._compared += len(recomputed)
-        self._mismatched += int(mismatched)
-        self._largest, self._kl = max(self._largest, largest), self._kl + kl
+        divergence = k3(log_ratio)
+        figures = (
+            fresh.sum(),
+            different.sum(),
+            (fresh & unknown).sum(),
+            (~fresh & ~unknown).sum(),
+            log_ratio.abs().masked_fill(~fresh, 0.0).max(),
+            divergence.masked_fill(~fresh, 0.0).sum(),
+            divergence.masked_fill(fresh, 0.0).sum(),
+        )
+        counted = torch.stack([figure.double() for figure in figures]).tolist()  # one synchronisation
+        compared, mismatched, missing, older_known = (int(count) for count in counted[:4])
+        largest, kl, older_kl = counted[4:]
+        self._compared += compared
+        self.compared_in_all += compared
+        self._mismatched += mismatched
+        self.mismatched_in_all += mismatched
+        self._older += len(recomputed) - compared
+        self._older_known += older_known
+        self._largest, self._kl, self._older_kl = max(self._largest, largest), self._kl + kl, self._older_kl + older_kl
         if not mismatched:
             return
-        self.first = self.first or _describe(micro, sampled, recomputed, int(different.int().argmax()))
+        self.first = self.first or _describe(packed, recomputed, int(different.int().argmax()))
         if self._stop:
             self._log_kernels()
-            lost = f" ({int(missing)} came without a logprob)" if missing else ""
+            lost = f" ({missing} came without a logprob)" if missing else ""
             raise ParityError(
-                f"{int(mismatched)} of {len(recomputed)} tokens of a microbatch differ between vLLM and the trainer{lost}, "
+                f"{mismatched} of {compared} tokens of a microbatch differ between vLLM and the trainer{lost}, "
                 f"by up to {largest:.3g}; first {self.first}; {self._kernels()}; the log has both sides' kernels"
             )
 
-    def row(self, optimizer: MasterAdamW) -> dict[str, int | float | str | None]:
-        """The figures of the step, for the metrics: tokens compared, tokens that differ, the largest difference, KL by k3
-        in nats per token, and the hash of the masters after the step."""
+    def _refuse_other_weights(self, packed: PackedBin, other: Tensor) -> None:
+        if not bool(other.any()):
+            return
+        index = int(other.int().argmax())
+        (group, sequence), sampled = _sequence_of(packed, index), int(packed.versions[index])
+        raise ParityError(
+            f"group {group}, sequence {sequence} was sampled under weight version "
+            f"{None if sampled == UNKNOWN_VERSION else sampled}, the trainer holds {self._version}: its bits cannot be equal; let "
+            "the environment wait for each step (--env.max_batches_offpolicy 0)"
+        )
+
+    def row(self, masters: Mapping[str, Tensor]) -> dict[str, int | float | str]:
+        """The figures of the step, for the metrics: of the tokens sampled under its weights how many were compared, how many
+        differ, the largest difference and their KL by k3 in nats per token; how many others there were, and their KL; and the
+        hash of the masters after the step."""
         return {
             "compared_tokens": self._compared,
             "mismatched_tokens": self._mismatched,
+            "older_tokens": self._older,
             "max_logprob_difference": self._largest,
             "parity_kl": self._kl / max(1, self._compared),
-            "weights_sha": weights_sha(optimizer.masters),
+            "older_kl": self._older_kl / max(1, self._older_known),
+            "weights_sha": weights_sha(masters),
         }
 
     def _kernels(self) -> str:
@@ -154,22 +187,32 @@ class NoParity(ParityCheck):
     def __init__(self) -> None:
         super().__init__({}, {}, stop=False)
 
-    def begin(self, batch: Batch, version: int) -> None:
+    def begin(self, version: int) -> None:
         return None
 
-    def compare(self, micro: MicroBatch, logprobs: Tensor) -> None:
+    def compare(self, packed: PackedBin, logprobs: Tensor) -> None:
         return None
 
-    def row(self, optimizer: MasterAdamW) -> dict[str, int | float | str | None]:
+    def row(self, masters: Mapping[str, Tensor]) -> dict[str, int | float | str]:
         return {}
 
 
-def _describe(micro: MicroBatch, sampled: Tensor, recomputed: Tensor, index: int) -> Mismatch:
-    length = micro.tokens.shape[1]
-    source = int(micro.sources[index])
-    group, sequence = micro.orders[source // length].tolist()
+def _sequence_of(packed: PackedBin, index: int) -> tuple[int, int]:
+    """Group and number of the sequence that a trained token belongs to."""
+    number = int(torch.searchsorted(packed.counts.cumsum(0), index, right=True))
+    group, sequence = packed.orders[number].tolist()
+    return group, sequence
+
+
+def _describe(packed: PackedBin, recomputed: Tensor, index: int) -> Mismatch:
+    group, sequence = _sequence_of(packed, index)
     return Mismatch(
-        group, sequence, source % length + 1, int(micro.targets[index]), float(sampled[index]), float(recomputed[index])
+        group,
+        sequence,
+        int(packed.positions[index]),
+        int(packed.targets[index]),
+        float(packed.rollout_logprobs[index]),
+        float(recomputed[index]),
     )
 
 

@@ -1,0 +1,143 @@
+"""How fast a step was, and how near to what its device can do. Pure arithmetic on sizes, times and names.
+
+What is counted is the arithmetic that the model asks for, as in appendix B of PaLM (Chowdhery et al., arXiv:2204.02311): a
+product with a matrix of P elements takes 2·P operations for each token forward, and twice as many backward, for the gradients
+of its input and of itself, hence 6·P. Attention takes 2·d operations for a query and a key that it sees, and 2·d for the value,
+in each head of width d, hence 12·d forward and backward. Of that the pairs count that causal attention really has, and the
+prompt that several responses share counts once, since it is forwarded once. The embedding is a lookup and counts nothing; the
+output matrix counts for the trained tokens, whose logits alone are made. What is computed again (gradient checkpointing, the
+logits of the head) is not asked for by the model, and not counted. Model FLOPs utilisation, MFU, is that by the time of
+forward, backward and optimizer, divided by the device's rate.
+"""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass
+
+import torch
+
+from example_trainer.models.geometry import Geometry
+
+_DENSE_BF16 = {
+    "A100": 312e12,
+    "A10": 125e12,
+    "A40": 149.7e12,
+    "RTX A6000": 154.8e12,
+    "L4": 121e12,
+    "L40S": 362e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "GH200": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+}
+"""Operations a second of bf16 matrix products without sparsity, as NVIDIA's data sheets have them, by words of the name that
+CUDA gives."""
+
+
+def peak_rate(device_name: str, dtype: torch.dtype) -> float | None:
+    """Operations a second that a device is sold with for matrix products of a dtype; None where that is not known.
+
+    Args:
+        device_name: as `torch.cuda.get_device_name` gives it, such as "NVIDIA H100 80GB HBM3".
+        dtype: of the model's weights; float32 has no rate here.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return None
+    words = device_name.replace("-", " ").split()
+    fitting = [name for name in _DENSE_BF16 if set(name.split()) <= set(words)]
+    return _DENSE_BF16[max(fitting, key=len)] if fitting else None
+
+
+def matrix_elements(geometry: Geometry) -> int:
+    """Elements of the matrices that every forwarded token is multiplied with: those of the layers."""
+    g = geometry
+    layer = g.hidden_size * (g.q_size + 2 * g.kv_size) + g.q_size * g.hidden_size + 3 * g.hidden_size * g.intermediate_size
+    return g.num_layers * layer
+
+
+def step_flops(
+    geometry: Geometry,
+    forwarded_tokens: int,
+    trained_tokens: int,
+    attended_pairs: int,
+    adapter_elements: int | None = None,
+    reference: bool = False,
+) -> float:
+    """Operations of a step's forward and backward passes; see above.
+
+        6 · (M·forwarded + H·V·trained) + 12 · layers · heads · d · pairs        M: matrix_elements, H·V: the output matrix
+
+    Frozen matrices have no gradient: under adapters they take 4 for each element and token, and the adapters 6.
+
+    Args:
+        forwarded_tokens: what the layers compute on.
+        trained_tokens: whose logits are made.
+        attended_pairs: of a query and a key that it sees, of all spans.
+        adapter_elements: of LoRA's matrices; None where the whole model is trained.
+        reference: a second model of this geometry is run forward.
+    """
+    matrices = matrix_elements(geometry) * forwarded_tokens + geometry.hidden_size * geometry.vocab_size * trained_tokens
+    attention = 4.0 * geometry.num_layers * geometry.q_size * attended_pairs
+    passes = 6.0 if adapter_elements is None else 4.0
+    total = passes * matrices + 3.0 * attention + 6.0 * (adapter_elements or 0) * forwarded_tokens
+    return total + (2.0 * matrices + attention if reference else 0.0)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a trainer's steps are measured against.
+
+    Attributes:
+        geometry: of the model.
+        peak: operations a second of all its ranks' devices together; None where that is not known.
+        adapter_elements, reference: see step_flops.
+    """
+
+    geometry: Geometry
+    peak: float | None = None
+    adapter_elements: int | None = None
+    reference: bool = False
+
+    def row(
+        self,
+        forwarded_tokens: int,
+        sequence_tokens: int,
+        trained_tokens: int,
+        attended_pairs: int,
+        seconds: tuple[float, float, float],
+        peak_memory: int,
+    ) -> dict[str, int | float | None]:
+        """The figures of a step.
+
+        Args:
+            forwarded_tokens, trained_tokens, attended_pairs: see step_flops; of all ranks.
+            sequence_tokens: of all sequences, before what they have in common is forwarded once.
+            seconds: waiting for the batch, computing the step, handing over the weights.
+            peak_memory: bytes, see peak_memory.
+        """
+        flops = step_flops(
+            self.geometry, forwarded_tokens, trained_tokens, attended_pairs, self.adapter_elements, self.reference
+        )
+        waited, computed, _ = seconds
+        return {
+            "forwarded_tokens": forwarded_tokens,
+            "forwarded_tokens_per_second": forwarded_tokens / computed,
+            "packing_ratio": forwarded_tokens / sequence_tokens,
+            "flops": flops,
+            "mfu": flops / computed / self.peak if self.peak else None,
+            "peak_memory_bytes": peak_memory,
+            "waiting_share": waited / sum(seconds),
+        }
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes that torch's tensors took on a GPU at most since this was asked last; on a CPU, that the process ever had."""
+    if device.type == "cuda":
+        largest = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return int(largest)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

@@ -1,0 +1,65 @@
+"""A trace holds what its steps did and nothing else, and memory has a history on a GPU alone."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from example_trainer.errors import ConfigError
+from example_trainer.observe.profiling import StepProfiler, memory_history
+
+
+def run(profiler: StepProfiler, *steps: int) -> None:
+    """Multiply matrices of as many rows as the step's number says."""
+    for step in steps:
+        profiler.begin(step)
+        with torch.profiler.record_function(f"work of step {step}"):
+            torch.ones(step, 2) @ torch.ones(2, 2)
+    profiler.close()
+
+
+def traced(path: Path) -> set[str]:
+    with gzip.open(path, "rt") as file:
+        return {event["name"] for event in json.load(file)["traceEvents"] if event["name"].startswith("work of")}
+
+
+@pytest.mark.parametrize("steps", [(1, 2, 3, 4, 5), (1, 2, 3, 3, 4), (3, 4)], ids=["more follow", "one again", "ends there"])
+def test_the_steps_that_are_named_are_traced(tmp_path: Path, steps: tuple[int, ...]) -> None:
+    run(StepProfiler(range(3, 5), tmp_path, rank=1), *steps)
+    assert traced(tmp_path / "steps_3-4.rank1.json.gz") == {"work of step 3", "work of step 4"}
+
+
+def test_without_steps_nothing_is_made(tmp_path: Path) -> None:
+    run(StepProfiler(range(0), tmp_path / "profile"), 1, 2)
+    run(StepProfiler(range(7, 8), tmp_path / "behind the end"), 1, 2)
+    assert [path.name for path in tmp_path.rglob("*")] == ["behind the end"]
+
+
+def test_a_trace_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    profiler = StepProfiler(range(1, 2), tmp_path)
+    (tmp_path / "steps_1-1.rank0.json.gz").mkdir()
+    run(profiler, 1, 2)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert f"--profile: cannot write {tmp_path}/steps_1-1.rank0.json.gz" in caplog.text
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--profile cannot write to .*file/profile: Not a directory; give another --log-dir"):
+        StepProfiler(range(1, 2), tmp_path / "file" / "profile")
+
+
+def test_the_history_of_a_cpus_memory_is_refused_with_the_reason(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match="--memory-snapshot records the memory of a GPU, and --device is cpu: "),
+        memory_history(True, torch.device("cpu"), tmp_path),
+    ):
+        pytest.fail("nothing is recorded")
+    with memory_history(False, torch.device("cpu"), tmp_path / "none"):
+        assert torch.device("cpu").type == "cpu"
+    assert not list(tmp_path.iterdir())
