@@ -101,8 +101,8 @@ class ParityCheck:
             logprobs: [n] float32, recomputed by the trainer.
 
         Raises:
-            ParityError: a token of the present weights differs, or came without a logprob; or one is of other weights, or nobody
-                said of which, and that is not allowed.
+            ParityError: a token of the present weights differs, or came without a logprob; or one is of other weights, or of
+                unknown ones, and that is not allowed.
         """
         recomputed, sampled = logprobs.detach(), packed.rollout_logprobs
         if recomputed.dtype != torch.float32 or sampled.dtype != torch.float32:
@@ -152,8 +152,8 @@ class ParityCheck:
         (group, sequence), sampled = _sequence_of(packed, index), int(packed.versions[index])
         raise ParityError(
             f"group {group}, sequence {sequence} was sampled under weight version "
-            f"{None if sampled == UNKNOWN_VERSION else sampled}, the trainer holds {self._version}: its bits cannot be equal; let "
-            "the environment wait for each step (--env.max_batches_offpolicy 0)"
+            f"{None if sampled == UNKNOWN_VERSION else sampled}, the trainer holds {self._version}: its bits cannot be equal; "
+            "let the environment wait for each step (--env.max_batches_offpolicy 0)"
         )
 
     def row(self, masters: Mapping[str, Tensor]) -> dict[str, int | float | str]:

@@ -22,6 +22,11 @@ GAUGES = {
     "grad_norm": ("grad_norm", "Global norm of the gradient before clipping"),
     "lr": ("learning_rate", "Learning rate of the step"),
     "tokens_per_second": ("tokens_per_second", "Trained tokens by the step's whole duration"),
+    "forwarded_tokens_per_second": ("forwarded_tokens_per_second", "Forwarded tokens by the time of computing the step"),
+    "packing_ratio": ("packing_ratio", "Forwarded tokens by the tokens of all sequences, which share what they begin with"),
+    "mfu": ("model_flops_utilisation", "The model's arithmetic by the time of computing the step and the device's rate"),
+    "peak_memory_bytes": ("peak_memory_bytes", "Most bytes of tensors on the GPU in the step; of the process on a CPU"),
+    "waiting_share": ("waiting_share", "Share of the step in which it waited for its batch"),
     "response_length_mean": ("response_length_mean_tokens", "Mean length of the trained responses"),
     "queue_size": ("queue_groups", "Groups that waited in the rollout service after the step"),
     "age_mean": ("staleness_mean_versions", "Mean age of what was trained on, in weight versions"),
@@ -34,6 +39,8 @@ GAUGES = {
 """Key of a row of metrics.jsonl -> (name after `lockstep_trainer_`, help)."""
 COUNTERS = {
     "tokens": ("tokens", "Tokens trained on since this process began"),
+    "forwarded_tokens": ("forwarded_tokens", "Tokens forwarded since this process began"),
+    "flops": ("flops", "Operations of forward and backward passes since this process began"),
     "sequences": ("sequences", "Sequences trained on since this process began"),
     "batches_skipped": ("batches_skipped", "Batches that could not be trained on since this process began"),
     "bytes_moved": ("weight_bytes_sent", "Bytes of weights sent to the inference server since this process began"),

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import queue
 import sys
-from collections.abc import Sequence
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from atroposlib.utils.lives import Life
 from example_trainer.api_keys import without_secrets
-from example_trainer.batch.groups import Batch
+from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
 from example_trainer.observe.exporter import MetricsServer
-from example_trainer.training.optimizer import StepReport
-from example_trainer.training.step import StepSums
-from example_trainer.weight_bridge.base import SyncReport, WeightBridge
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -28,68 +23,25 @@ logger = logging.getLogger(__name__)
 Row = dict[str, Any]
 """Numbers, text, or None where a figure is not known."""
 
-
-def step_row(
-    batch: Batch,
-    sums: StepSums,
-    step: StepReport,
-    sync: SyncReport,
-    bridge: WeightBridge,
-    queue_size: int,
-    seconds: tuple[float, float, float],
-    version: int,
-    lives: Sequence[Life] = (),
-) -> Row:
-    """The figures of one optimizer step.
-
-    Args:
-        queue_size: groups waiting in the rollout service.
-        seconds: waiting for the batch, computing the step, handing over the weights.
-        version: the weight version that the step made.
-        lives: of the run; see weight_age.
-    """
-    scores = np.array([sequence.score for sequence in batch.sequences])
-    lengths = [len(sequence.positions) for sequence in batch.sequences]
-    ages = batch.ages(version - 1, lives)
-    return {
-        "reward_mean": float(scores.mean()),
-        "reward_std": float(scores.std()),
-        **vars(sums),
-        **vars(step),
-        "tokens": batch.trained_tokens,
-        "tokens_per_second": batch.trained_tokens / sum(seconds),
-        "response_length_mean": float(np.mean(lengths)),
-        "sequences": len(batch.sequences),
-        "groups_invalid": len(batch.invalid),
-        "sequences_truncated": batch.truncated,
-        "queue_size": queue_size,
-        "age_mean": float(np.mean(ages)) if ages else None,
-        "age_max": max(ages) if ages else None,
-        "weight_version": sync.version,
-        "params_mapped": bridge.params_mapped,
-        "params_total": bridge.params_total,
-        "bytes_moved": sync.bytes_moved,
-        "checksum": sync.checksum,
-        "seconds_wait": seconds[0],
-        "seconds_train": seconds[1],
-        "seconds_sync": seconds[2],
-        "first_byte_to_verified": sync.first_byte_to_verified,
-        **{f"sync/{phase}": value for phase, value in sync.seconds.items()},
-        **{f"server/{phase.removeprefix('to_')}": value for phase, value in sync.server_seconds.items()},
-    }
+_WAITING_ROWS = 1000
+_CLOSE_SECONDS = 30.0
 
 
 def step_line(step: int, steps: int, row: Row) -> str:
     """One line for people: `Step 1/100  reward 0.500 …`."""
     age = "age ?" if row["age_mean"] is None else f"age {row['age_mean']:.1f} (max {row['age_max']})"
-    parity = ""
+    parity = older = ""
     if "mismatched_tokens" in row:
         parity = f"  mismatched {row['mismatched_tokens']}/{row['compared_tokens']}  weights {row['weights_sha']}"
+        older = f"  older {row['older_tokens']}  kl of equal versions {row['parity_kl']:.5f}  of older ones {row['older_kl']:.5f}"
+    mfu = "?" if row["mfu"] is None else f"{row['mfu']:.3f}"
     return (
         f"Step {step}/{steps}  reward {row['reward_mean']:.3f}  loss {row['loss']:.4f}  kl {row['kl']:.5f}  "
         f"entropy {row['entropy']:.3f}  clipped {row['clip_fraction']:.3f}  grad norm {row['grad_norm']:.3f}  "
         f"length {row['response_length_mean']:.1f}  {row['tokens_per_second']:.0f} tok/s  queue {row['queue_size']}  {age}  "
-        f"wait {row['seconds_wait']:.2f} s  train {row['seconds_train']:.2f} s  sync {row['seconds_sync']:.2f} s{parity}"
+        f"wait {row['seconds_wait']:.2f} s  train {row['seconds_train']:.2f} s  sync {row['seconds_sync']:.2f} s{parity}  "
+        f"forwarded {row['forwarded_tokens_per_second']:.0f} tok/s  packed {row['packing_ratio']:.2f}  mfu {mfu}  "
+        f"waiting {100 * row['waiting_share']:.0f} %  peak {row['peak_memory_bytes'] / 2**30:.2f} GiB{older}"
     )
 
 
@@ -119,37 +71,110 @@ class MetricsLog:
         exporter: MetricsServer | None = None,
     ) -> None:
         self._exporter = exporter
-        self._wandb = _start_wandb(wandb, config, folder) if wandb else None
+        wandb_run = _start_wandb(wandb, config, folder) if wandb else None
         path = folder / "metrics.jsonl"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _prepare(path, first_step)
             self._file = path.open("a", encoding="utf-8")
-            self._tensorboard = _tensorboard(folder / "tensorboard", first_step + 1)
+            self._others = _Background(_tensorboard(folder / "tensorboard", first_step + 1), wandb_run)
         except OSError as error:
             raise ConfigError(f"cannot write metrics to --log-dir {folder}: {error.strerror or error}") from error
 
     def write(self, step: int, row: Row) -> None:
-        """Write one row. Figures that are not known are None."""
+        """Write one row. Figures that are not known are None. Waits for no network, and for no disk but metrics.jsonl's."""
         self._file.write(json.dumps({"step": step} | row) + "\n")
         self._file.flush()
-        numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
-        if self._tensorboard is not None:
-            for name, value in numbers.items():
-                self._tensorboard.add_scalar(f"train/{name}", value, step)
-            self._tensorboard.flush()
         if self._exporter is not None:
             self._exporter.update(step, row)
-        if self._wandb is not None:
-            self._wandb.log({f"train/{name}": value for name, value in numbers.items()}, step=step)
+        self._others.write(step, {name: value for name, value in row.items() if isinstance(value, int | float)})
 
     def close(self) -> None:
         """Finish all logs."""
         self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        self._others.close()
         if self._exporter is not None:
             self._exporter.close()
+
+
+class NoMetrics(MetricsLog):
+    """Rank 0 writes the figures; the others have the same ones and write none."""
+
+    def __init__(self) -> None:
+        return
+
+    def write(self, step: int, row: Row) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+def make_metrics(config: TrainerConfig, first_step: int, exporter: MetricsServer | None = None, main: bool = True) -> MetricsLog:
+    """Where the figures go; they are the same on every rank, and the main one writes them."""
+    if not main:
+        return NoMetrics()
+    wandb = config.wandb_names if config.use_wandb else None
+    return MetricsLog(config.log_dir, config.shareable, first_step, wandb, exporter)
+
+
+class _Background:
+    """Hands numbers to TensorBoard and Weights & Biases in a thread of its own, so that no step waits for them.
+
+    metrics.jsonl has all that they show. So rows that they take too slowly, or not at all, are left out with a warning.
+    """
+
+    def __init__(self, tensorboard: SummaryWriter | None, wandb: Any) -> None:
+        self._tensorboard, self._wandb = tensorboard, wandb
+        self._rows: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(_WAITING_ROWS)
+        self._failure: Exception | None = None
+        self._thread: threading.Thread | None = None
+        if tensorboard is not None or wandb is not None:
+            self._thread = threading.Thread(target=self._work, name="metrics", daemon=True)
+            self._thread.start()
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        if self._thread is None or self._failure is not None:
+            return
+        try:
+            self._rows.put_nowait((step, numbers))
+        except queue.Full:
+            logger.warning("TensorBoard or W&B is %d rows behind: step %d is in metrics.jsonl alone", _WAITING_ROWS, step)
+
+    def _work(self) -> None:
+        while (row := self._rows.get()) is not None:
+            try:
+                self._hand_over(*row)
+            except Exception as error:  # noqa: BLE001 - whatever another library raises; the run goes on without its view
+                self._failure = error
+                told = " ".join(str(error).split())
+                logger.error("No more rows for TensorBoard and W&B, metrics.jsonl only: %s: %s", type(error).__name__, told)
+                return
+
+    def _hand_over(self, step: int, numbers: dict[str, float]) -> None:
+        named = {f"train/{name}": value for name, value in numbers.items()}
+        if self._tensorboard is not None:
+            for name, value in named.items():
+                self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.flush()
+        if self._wandb is not None:
+            self._wandb.log(named, step=step)
+
+    def close(self) -> None:
+        """Wait until every row is handed over, within a deadline, and finish both."""
+        if self._thread is None:
+            return
+        if self._failure is None:
+            try:
+                self._rows.put(None, timeout=_CLOSE_SECONDS)
+                self._thread.join(_CLOSE_SECONDS)
+            except queue.Full:
+                logger.debug("there is no room for the end either")
+            if self._thread.is_alive():
+                logger.warning("TensorBoard or W&B did not take the last rows in %.0f s; metrics.jsonl has them", _CLOSE_SECONDS)
+                return
+        if self._tensorboard is not None:
+            self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
 

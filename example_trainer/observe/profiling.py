@@ -90,8 +90,8 @@ def memory_history(wanted: bool, device: torch.device, folder: Path, rank: int =
         shortages += 1
         _write_snapshot(folder / f"out_of_memory_{shortages}.rank{rank}.pickle")
 
-    torch.cuda.memory._record_memory_history(max_entries=_EVENTS)
-    torch._C._cuda_attach_out_of_memory_observer(ran_out)
+    torch.cuda.memory._record_memory_history(max_entries=_EVENTS, stacks="python")
+    torch._C._cuda_attach_out_of_memory_observer(ran_out)  # type: ignore[attr-defined]  # in builds for GPUs alone
     try:
         yield
     finally:

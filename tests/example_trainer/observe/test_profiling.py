@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -55,11 +56,24 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 
 def test_the_history_of_a_cpus_memory_is_refused_with_the_reason(tmp_path: Path) -> None:
-    with (
-        pytest.raises(ConfigError, match="--memory-snapshot records the memory of a GPU, and --device is cpu: "),
-        memory_history(True, torch.device("cpu"), tmp_path),
-    ):
+    history = memory_history(True, torch.device("cpu"), tmp_path)
+    with pytest.raises(ConfigError, match="--memory-snapshot records the memory of a GPU, and --device is cpu: "), history:
         pytest.fail("nothing is recorded")
     with memory_history(False, torch.device("cpu"), tmp_path / "none"):
-        assert torch.device("cpu").type == "cpu"
-    assert not list(tmp_path.iterdir())
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_gpus_memory_is_written_at_the_end_and_whenever_it_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own functions are stood in for: this machine may have no GPU."""
+    recording: list[object] = []
+    observers: list[Callable[..., None]] = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda enabled="all", **_: recording.append(enabled))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda name: Path(name).write_text("blocks"))
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
+    with pytest.raises(ValueError, match="the run"), memory_history(True, torch.device("cuda"), tmp_path, rank=2):
+        for _ in range(2):
+            observers[0](0, 1 << 40, 1 << 36, 0)
+        raise ValueError("the run")
+    names = ["memory.rank2.pickle", "out_of_memory_1.rank2.pickle", "out_of_memory_2.rank2.pickle"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert recording == ["all", None]
