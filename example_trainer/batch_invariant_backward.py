@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from example_trainer.models.ops.invariant import add_rms_norm as fused_add_rms_norm
 from example_trainer.models.ops.invariant import (
     attention,
     chosen_logprobs,
     embedding,
-    fused_add_rms_norm,
     linear,
     matmul,
     rms_norm,

@@ -9,11 +9,11 @@ import importlib
 from typing import Any
 
 _WHERE = {
-    "DeterministicDecoder": "example_trainer.deterministic.decoder",
     "Packing": "example_trainer.models.packing",
     "Qwen3ModelArgs": "example_trainer.models.qwen3",
     "Qwen3VLLMCompatModel": "example_trainer.models.qwen3",
     "VLLMCompatibleFlashAttention": "example_trainer.models.attention",
+    "deterministic_decoder": "example_trainer.deterministic.pairing",
     "patch_batch_invariant_with_gradients": "example_trainer.batch_invariant_backward",
 }
 

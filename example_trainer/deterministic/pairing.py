@@ -9,11 +9,11 @@ import torch
 
 from example_trainer.api_keys import revealed
 from example_trainer.config import TrainerConfig
-from example_trainer.deterministic.decoder import DeterministicDecoder, GradientSums
 from example_trainer.deterministic.parity import NoParity, ParityCheck, ParityError, Provenance, require_same_kernels
 from example_trainer.errors import ConfigError
 from example_trainer.models import Decoder
 from example_trainer.models.geometry import Geometry
+from example_trainer.models.ops import invariant
 from example_trainer.process import StopSignal
 from example_trainer.weight_bridge.server import BridgeServer
 from vllm_patching.batch_invariant.provenance import provenance, table_hash
@@ -34,11 +34,13 @@ def pin_settings(config: TrainerConfig) -> None:
         raise ConfigError(f"--deterministic: {error}") from error
 
 
-def deterministic_decoder(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """A decoder for training: its gradients are summed in float32, in an order that microbatches do not change."""
-    model = DeterministicDecoder(geometry, dtype, device)
-    model.sums = GradientSums()
-    return model
+def deterministic_decoder(geometry: Geometry, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
+    """A decoder whose forward pass is vLLM's and whose backward pass adds in a fixed order.
+
+    Raises:
+        ModelError: the invariant operations do not know its rope scaling.
+    """
+    return Decoder(geometry, dtype, device, ops=invariant)
 
 
 def make_parity(config: TrainerConfig, model: Decoder, stop: StopSignal | None = None) -> ParityCheck:
@@ -85,6 +87,9 @@ def model_provenance(model: Decoder) -> dict[str, str]:
     Raises:
         ParityError: the model is not a deterministic one.
     """
-    if not isinstance(model, DeterministicDecoder):
-        raise ParityError(f"a {type(model).__name__} does not run vLLM's kernels; make it by deterministic_decoder")
+    if model.arithmetic.ops.NAME != invariant.NAME:
+        raise ParityError(
+            f"a model with the {model.arithmetic.ops.NAME} operations does not run vLLM's kernels; "
+            "make it by deterministic_decoder"
+        )
     return {**provenance(), "rotary_table": table_hash(model.rotary)}

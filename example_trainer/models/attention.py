@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from example_trainer.models.ops import invariant as functions
+from example_trainer.models.ops import invariant
 from example_trainer.models.packing import Packing
-from vllm_patching.batch_invariant.ops import attention_scale
 
 
 class VLLMCompatibleFlashAttention(nn.Module):
@@ -44,4 +43,4 @@ class VLLMCompatibleFlashAttention(nn.Module):
         if packing is None:
             packing = Packing([shape[1]] * shape[0], q.device)
             q, k, v = (part.flatten(0, 1) for part in (q, k, v))
-        return functions.attention(q, k, v, packing, scale or attention_scale(shape[-1])).view(shape)
+        return invariant.attention(q, k, v, packing, scale or float(shape[-1] ** -0.5)).view(shape)

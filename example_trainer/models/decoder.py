@@ -1,125 +1,135 @@
-"""A decoder-only transformer whose parameters have vLLM's names, shapes and order of rows.
+"""A decoder-only transformer whose parameters have vLLM's names, shapes and order of rows, on packed tokens.
 
 The query, key and value projections are one matrix (`qkv_proj`, rows [q; k; v]), and so are the gate and up projections
-(`gate_up_proj`, rows [gate; up]): a weight can then go to the inference server without being renamed or fused again.
-The arithmetic follows vLLM: everything in the parameters' dtype, RMSNorm in float32 up to and including the
-multiplication by its weight, rotary tables rounded to the parameters' dtype.
+(`gate_up_proj`, rows [gate; up]): a weight can then go to the inference server without being renamed or fused again. As in
+vLLM, what a layer adds to the residual leaves it apart from that, and the next norm adds them.
+
+What the layers compute is written here once; with which functions, the table of operations says (`models/ops`).
 """
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from example_trainer.errors import ModelError
-from example_trainer.models.geometry import Geometry, RopeScaling
+from example_trainer.models.geometry import Geometry
+from example_trainer.models.gradients import GradientSums, Total, summed
+from example_trainer.models.head import chosen_logprobs_of
+from example_trainer.models.ops import Operations, choose_operations
+from example_trainer.models.packing import Packing
 from example_trainer.models.shards import Shards
 from example_trainer.models.split import Split
 
 
-class RMSNorm(nn.Module):
-    """Root mean square normalisation: w · x / sqrt(mean(x²) + eps), in float32, rounded once at the end (arXiv:1910.07467)."""
+class Arithmetic:
+    """How a model computes; all its modules share one.
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+    Attributes:
+        ops: the operations.
+        sums: where the backward pass adds the gradients; None: autograd leaves them at the parameters.
+    """
+
+    def __init__(self, ops: Operations) -> None:
+        self.ops = ops
+        self.sums: GradientSums | None = None
+
+    def total(self, parameter: Tensor | None, as_head_of_tied: bool = False) -> Total | None:
+        """Where a parameter's gradient is summed; None: autograd's own way."""
+        return None if self.sums is None or parameter is None else self.sums.total(parameter, as_head_of_tied)
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation over the last dimension, behind the addition of the residual."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device, arithmetic: Arithmetic) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
-        self.eps = eps
+        self.eps, self.arithmetic = eps, arithmetic
 
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        scaled = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + self.eps)
-        return (scaled * self.weight.float()).to(x.dtype)
+    def forward(self, x: Tensor, residual: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor]:
+        """(the norm of x + residual, x + residual), [tokens, size] each. Before the first layer there is nothing to add."""
+        ops, total = self.arithmetic.ops, self.arithmetic.total(self.weight)
+        if residual is None:
+            return ops.rms_norm(x, self.weight, self.eps, packing, total), x
+        return ops.add_rms_norm(x, residual, self.weight, self.eps, packing, total)
 
 
 class Linear(nn.Module):
     """y = x Wᵀ + b, with parameters left uninitialised: they are always read from a checkpoint."""
 
-    def __init__(self, inputs: int, outputs: int, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, bias: bool, dtype: torch.dtype, device: torch.device, arithmetic: Arithmetic
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype, device=device)) if bias else None
+        self.arithmetic = arithmetic
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+    def forward(self, x: Tensor, packing: Packing) -> Tensor:
+        total = self.arithmetic.total
+        return self.arithmetic.ops.linear(x, self.weight, self.bias, packing, total(self.weight), total(self.bias))
 
 
 class RowLinear(Linear):
     """A linear layer whose inputs, and the columns of whose weight, are split over ranks. The bias is added to the sum."""
 
-    def __init__(self, inputs: int, outputs: int, bias: bool, dtype: torch.dtype, device: torch.device, split: Split) -> None:
-        super().__init__(inputs, outputs, bias, dtype, device)
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        arithmetic: Arithmetic,
+        split: Split,
+    ) -> None:
+        super().__init__(inputs // split.size, outputs, bias, dtype, device, arithmetic)
         self.split = split
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.split.leave(F.linear(x, self.weight))
-        return y if self.bias is None else y + self.bias
+    def forward(self, x: Tensor, packing: Packing) -> Tensor:
+        total = self.arithmetic.total
+        y = self.split.leave(self.arithmetic.ops.linear(x, self.weight, None, packing, total(self.weight)))
+        return y if self.bias is None else y + summed(self.bias, total(self.bias))
 
 
-def row_linear(inputs: int, outputs: int, bias: bool, dtype: torch.dtype, device: torch.device, split: Split) -> Linear:
+def row_linear(
+    inputs: int,
+    outputs: int,
+    bias: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    arithmetic: Arithmetic,
+    split: Split,
+) -> Linear:
     """The layer that ends a split one: this rank's columns of it."""
     if split.size == 1:
-        return Linear(inputs, outputs, bias, dtype, device)
-    return RowLinear(inputs // split.size, outputs, bias, dtype, device, split)
+        return Linear(inputs, outputs, bias, dtype, device, arithmetic)
+    return RowLinear(inputs, outputs, bias, dtype, device, arithmetic, split)
 
 
 class Embedding(nn.Module):
     """Rows of a table by token id; split over ranks, a rank looks up the ids that it has and the sum has them all."""
 
-    def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device, split: Split) -> None:
+    def __init__(
+        self, geometry: Geometry, dtype: torch.dtype, device: torch.device, arithmetic: Arithmetic, split: Split
+    ) -> None:
         super().__init__()
-        self.split = split
+        self.split, self.arithmetic = split, arithmetic
         self.first, self.end = split.vocabulary_range(geometry.vocab_size)
         rows = split.vocabulary_rows(geometry.vocab_size)
         self.weight = nn.Parameter(torch.empty(rows, geometry.hidden_size, dtype=dtype, device=device))
 
     def forward(self, ids: Tensor) -> Tensor:
+        ops, total = self.arithmetic.ops, self.arithmetic.total(self.weight)
         if self.split.size == 1:
-            return F.embedding(ids, self.weight)
+            return ops.embedding(ids, self.weight, total)
         absent = (ids < self.first) | (ids >= self.end)
-        rows = F.embedding((ids - self.first).masked_fill(absent, 0), self.weight)
-        return self.split.leave(rows.masked_fill(absent[..., None], 0))
-
-
-def rotary_table(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Cosines and sines of every position.
-
-    Returns:
-        [max_positions, head_dim]: the first half of each row holds cosines, the second half sines, computed in float32
-        and then rounded to `dtype`, as vLLM's table is.
-    """
-    exponents = torch.arange(0, geometry.head_dim, 2, dtype=torch.float32) / geometry.head_dim
-    frequencies = _stretch(1.0 / (geometry.rope_theta**exponents), geometry.rope_scaling)
-    angles = torch.outer(torch.arange(geometry.max_positions, dtype=torch.float32), frequencies)
-    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(dtype=dtype, device=device)
-
-
-def _stretch(frequencies: Tensor, scaling: RopeScaling | None) -> Tensor:
-    """Scale rotary frequencies (radians per position). Llama 3 leaves short wavelengths as they are (arXiv:2407.21783)."""
-    if scaling is None:
-        return frequencies
-    if scaling.kind == "linear":
-        return frequencies / scaling.factor
-    turns = scaling.original_max_positions * frequencies / (2 * math.pi)  # how often it turns over the original context
-    spread = scaling.high_freq_factor - scaling.low_freq_factor
-    keep = ((turns - scaling.low_freq_factor) / spread).clamp(0, 1) if spread else (turns > scaling.low_freq_factor).float()
-    return (1 - keep) * frequencies / scaling.factor + keep * frequencies
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + head_dim/2). x: [batch, heads, length, head_dim]; cos, sin: [length, head_dim/2] (RoFormer)."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-def _repeats_heads(q: Tensor) -> bool:
-    """Whether shared key/value heads must be repeated for attention: in float32 no GPU kernel of torch knows shared heads, and
-    what it falls back on keeps length × length matrices."""
-    return q.is_cuda and q.dtype is torch.float32
+        rows = ops.embedding((ids - self.first).masked_fill(absent, 0), self.weight, total)
+        return self.split.leave(rows.masked_fill(absent[:, None], 0))
 
 
 class Attention(nn.Module):
@@ -127,77 +137,92 @@ class Attention(nn.Module):
     are fewer key/value heads than ranks, several ranks hold the same one.
     """
 
-    def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device, split: Split) -> None:
+    def __init__(
+        self, geometry: Geometry, dtype: torch.dtype, device: torch.device, arithmetic: Arithmetic, split: Split
+    ) -> None:
         super().__init__()
-        self.geometry, self.split = geometry, split
+        self.geometry, self.split, self.arithmetic = geometry, split, arithmetic
         g = geometry
         self.q_size, self.kv_size = g.q_size // split.size, max(g.kv_size // split.size, g.head_dim)
-        self.qkv_proj = Linear(g.hidden_size, self.q_size + 2 * self.kv_size, g.qkv_bias, dtype, device)
-        self.o_proj = row_linear(g.q_size, g.hidden_size, g.o_bias, dtype, device, split)
-        self.q_norm = RMSNorm(g.head_dim, g.rms_norm_eps, dtype, device) if g.qk_norm else None
-        self.k_norm = RMSNorm(g.head_dim, g.rms_norm_eps, dtype, device) if g.qk_norm else None
+        self.qkv_proj = Linear(g.hidden_size, self.q_size + 2 * self.kv_size, g.qkv_bias, dtype, device, arithmetic)
+        self.o_proj = row_linear(g.q_size, g.hidden_size, g.o_bias, dtype, device, arithmetic, split)
+        self.q_norm = RMSNorm(g.head_dim, g.rms_norm_eps, dtype, device, arithmetic) if g.qk_norm else None
+        self.k_norm = RMSNorm(g.head_dim, g.rms_norm_eps, dtype, device, arithmetic) if g.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        g = self.geometry
-        batch, length, _ = x.shape
-        q, k, v = self.qkv_proj(self.split.enter(x)).split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-        q, k, v = (part.view(batch, length, -1, g.head_dim) for part in (q, k, v))
+    def forward(self, x: Tensor, packing: Packing, rotary: Tensor) -> Tensor:
+        g, ops, total = self.geometry, self.arithmetic.ops, self.arithmetic.total
+        norms: tuple[Tensor, Tensor] | None = None
+        totals: tuple[Total | None, Total | None] = (None, None)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        shared = self.q_size != self.kv_size
-        if shared and _repeats_heads(q):
-            k, v = (part.repeat_interleave(self.q_size // self.kv_size, dim=1) for part in (k, v))
-            shared = False
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=g.head_dim**-0.5, enable_gqa=shared)
-        return self.o_proj(out.transpose(1, 2).reshape(batch, length, self.q_size))
+            norms = self.q_norm.weight, self.k_norm.weight
+            totals = total(norms[0]), total(norms[1])
+        qkv = self.qkv_proj(self.split.enter(x), packing)
+        q, k, v = ops.heads(qkv, self.kv_size // g.head_dim, g.head_dim, norms, g.rms_norm_eps, packing, rotary, totals)
+        out = ops.attention(q, k, v, packing, float(g.head_dim**-0.5))
+        y: Tensor = self.o_proj(out.reshape(len(x), self.q_size), packing)
+        return y
 
 
 class MLP(nn.Module):
     """down(silu(gate(x)) · up(x)) (arXiv:2002.05202). Its inner width is split over ranks."""
 
-    def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device, split: Split) -> None:
+    def __init__(
+        self, geometry: Geometry, dtype: torch.dtype, device: torch.device, arithmetic: Arithmetic, split: Split
+    ) -> None:
         super().__init__()
         g = geometry
-        self.split = split
-        self.gate_up_proj = Linear(g.hidden_size, 2 * g.intermediate_size // split.size, g.mlp_bias, dtype, device)
-        self.down_proj = row_linear(g.intermediate_size, g.hidden_size, g.mlp_bias, dtype, device, split)
+        self.split, self.arithmetic = split, arithmetic
+        width = 2 * g.intermediate_size // split.size
+        self.gate_up_proj = Linear(g.hidden_size, width, g.mlp_bias, dtype, device, arithmetic)
+        self.down_proj = row_linear(g.intermediate_size, g.hidden_size, g.mlp_bias, dtype, device, arithmetic, split)
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(self.split.enter(x)).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+    def forward(self, x: Tensor, packing: Packing) -> Tensor:
+        inner = self.arithmetic.ops.silu_and_mul(self.gate_up_proj(self.split.enter(x), packing))
+        y: Tensor = self.down_proj(inner, packing)
+        return y
 
 
 class Layer(nn.Module):
     """Attention and MLP, each behind a norm and beside a residual path."""
 
-    def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device, split: Split) -> None:
+    def __init__(
+        self, geometry: Geometry, dtype: torch.dtype, device: torch.device, arithmetic: Arithmetic, split: Split
+    ) -> None:
         super().__init__()
-        self.self_attn = Attention(geometry, dtype, device, split)
-        self.mlp = MLP(geometry, dtype, device, split)
-        self.input_layernorm = RMSNorm(geometry.hidden_size, geometry.rms_norm_eps, dtype, device)
-        self.post_attention_layernorm = RMSNorm(geometry.hidden_size, geometry.rms_norm_eps, dtype, device)
+        g = geometry
+        self.self_attn = Attention(g, dtype, device, arithmetic, split)
+        self.mlp = MLP(g, dtype, device, arithmetic, split)
+        self.input_layernorm = RMSNorm(g.hidden_size, g.rms_norm_eps, dtype, device, arithmetic)
+        self.post_attention_layernorm = RMSNorm(g.hidden_size, g.rms_norm_eps, dtype, device, arithmetic)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(self, x: Tensor, residual: Tensor | None, packing: Packing, rotary: Tensor) -> tuple[Tensor, Tensor]:
+        normed, residual = self.input_layernorm(x, residual, packing)
+        attended = self.self_attn(normed, packing, rotary)
+        normed, residual = self.post_attention_layernorm(attended, residual, packing)
+        return self.mlp(normed, packing), residual
 
 
 class Stack(nn.Module):
     """Embedding, layers, last norm: everything under the name `model.`."""
 
-    def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device, split: Split) -> None:
+    def __init__(
+        self, geometry: Geometry, dtype: torch.dtype, device: torch.device, arithmetic: Arithmetic, split: Split
+    ) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(geometry, dtype, device, split)
-        self.layers = nn.ModuleList(Layer(geometry, dtype, device, split) for _ in range(geometry.num_layers))
-        self.norm = RMSNorm(geometry.hidden_size, geometry.rms_norm_eps, dtype, device)
+        g = geometry
+        self.embed_tokens = Embedding(g, dtype, device, arithmetic, split)
+        self.layers = nn.ModuleList(Layer(g, dtype, device, arithmetic, split) for _ in range(g.num_layers))
+        self.norm = RMSNorm(g.hidden_size, g.rms_norm_eps, dtype, device, arithmetic)
 
 
 class Decoder(nn.Module):
     """The whole model. Its parameters are uninitialised until a checkpoint is read into them.
 
+    Args:
+        ops: the table that it computes with; not given: see choose_operations.
+
     Attributes:
+        arithmetic: that table, and where gradients are summed.
         geometry: its sizes.
         source: the folder whose config and tokenizer files are copied beside saved weights; None if made from scratch.
         gradient_checkpointing: recompute each layer in the backward pass instead of keeping its activations.
@@ -206,7 +231,12 @@ class Decoder(nn.Module):
     """
 
     def __init__(
-        self, geometry: Geometry, dtype: torch.dtype, device: torch.device | str = "cpu", split: Split | None = None
+        self,
+        geometry: Geometry,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        split: Split | None = None,
+        ops: Operations | None = None,
     ) -> None:
         super().__init__()
         device = torch.device(device)
@@ -215,12 +245,14 @@ class Decoder(nn.Module):
         self.shards = Shards()
         self.source: Path | None = None
         self.gradient_checkpointing = False
-        self.model = Stack(geometry, dtype, device, split)
-        rows = split.vocabulary_rows(geometry.vocab_size)
-        tied = geometry.tie_word_embeddings
-        self.lm_head = None if tied else Linear(geometry.hidden_size, rows, bias=False, dtype=dtype, device=device)
+        self.arithmetic = Arithmetic(ops or choose_operations(device, dtype))
+        self.model = Stack(geometry, dtype, device, self.arithmetic, split)
+        self.lm_head: Linear | None = None
+        if not geometry.tie_word_embeddings:
+            rows = split.vocabulary_rows(geometry.vocab_size)
+            self.lm_head = Linear(geometry.hidden_size, rows, False, dtype, device, self.arithmetic)
         self.rotary: Tensor
-        self.register_buffer("rotary", rotary_table(geometry, dtype, device), persistent=False)
+        self.register_buffer("rotary", self.arithmetic.ops.rotary_table(geometry, dtype, device), persistent=False)
 
     @property
     def output_weight(self) -> Tensor:
@@ -228,33 +260,61 @@ class Decoder(nn.Module):
         model has this rank's rows of it."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, packing: Packing) -> Tensor:
         """Hidden states after the last norm.
 
         Args:
-            tokens: [batch, length] int64, each row starting at position 0 and padded on the right with any valid id.
-                What lies after a position never reaches it, so padding needs no mask; its own outputs mean nothing.
+            tokens: [tokens] int64, span after span.
+            packing: where each span lies, and what it continues.
 
         Returns:
-            [batch, length, hidden] in the parameters' dtype. Position t predicts token t + 1.
+            [tokens, hidden] in the parameters' dtype. Each predicts the token that comes after it in its sequence.
 
         Raises:
-            ModelError: the rows are longer than the model has positions.
+            ModelError: a sequence is longer than the model has positions.
+            ValueError: the table has no operation for such a packing.
         """
-        length = tokens.shape[1]
-        if length > self.geometry.max_positions:
+        if packing.longest > self.geometry.max_positions:
             raise ModelError(
-                f"a sequence of {length} tokens exceeds the model's {self.geometry.max_positions} positions; lower --seq-len"
+                f"a sequence of {packing.longest} tokens exceeds the model's {self.geometry.max_positions} positions; "
+                "lower --seq-len"
             )
-        cos, sin = self.rotary[:length].chunk(2, dim=-1)
-        x = self.model.embed_tokens(tokens)
+        x, residual = self.model.embed_tokens(tokens), None
         for layer in self.model.layers:
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(layer, x, cos, sin, use_reentrant=False)
+                x, residual = checkpoint(layer, x, residual, packing, self.rotary, use_reentrant=False)
             else:
-                x = layer(x, cos, sin)
-        return self.model.norm(x)
+                x, residual = layer(x, residual, packing, self.rotary)
+        hidden, _ = self.model.norm(x, residual, packing)
+        return hidden
+
+    def chosen_logprobs(
+        self, hidden: Tensor, targets: Tensor, counts: Packing | None, chunk: int = 1024, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Logprobs of given tokens and the entropy of what they were chosen from. Collective if the model is split.
+
+        Args:
+            hidden: [targets, hidden] states that predict the targets.
+            targets: [targets] int64 ids.
+            counts: how many of the targets belong to each sequence; None if there are no targets at all.
+            chunk: targets whose logits exist at the same time, about.
+            temperature: divides the logits.
+
+        Returns:
+            logprobs [targets] float32, differentiable; entropy [targets] float32 in nats, not differentiable.
+        """
+        weight, total = self.output_weight, self._head_total()
+        if self.split.size > 1 or counts is None:  # a rank without targets still has a gradient, of zeros, to hand on
+            return chosen_logprobs_of(hidden, weight, targets, chunk, temperature, total, self.split, self.geometry.vocab_size)
+        return self.arithmetic.ops.chosen_logprobs(hidden, weight, targets, counts, chunk, temperature, total)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """[batch, length, vocab] logits in the parameters' dtype. For tests and small inputs; training never makes them."""
-        return F.linear(self(tokens), self.output_weight)
+        """[batch, length, vocab] logits of [batch, length] ids, each row a sequence, in the parameters' dtype. For small inputs;
+        training never makes them."""
+        packing = Packing([tokens.shape[1]] * tokens.shape[0], tokens.device)
+        hidden = self(tokens.flatten(), packing)
+        logits = self.arithmetic.ops.linear(hidden, self.output_weight, None, packing, self._head_total())
+        return logits.view(*tokens.shape, -1)
+
+    def _head_total(self) -> Total | None:
+        return self.arithmetic.total(self.output_weight, as_head_of_tied=self.geometry.tie_word_embeddings)

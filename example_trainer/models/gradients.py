@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 Total = Callable[[], Tensor]
 """Returns the float32 sum that a parameter's gradient is added to, in the parameter's shape; zeros at first."""
@@ -56,6 +58,51 @@ class GradientSums:
 
     def _of(self, key: str, parameter: Tensor) -> Tensor:
         if key not in self._sums:
-            dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-            self._sums[key] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+            self._sums[key] = _zeros(parameter)
         return self._sums[key]
+
+
+def deliver(parameter: Tensor, total: Total | None, add: Callable[[Tensor], object]) -> Tensor | None:
+    """Have a gradient added to where it belongs.
+
+    Args:
+        add: adds it in place to a tensor of the parameter's shape, in float32 (float64 for a float64 parameter).
+
+    Returns:
+        what autograd is to get: nothing if there is a `total`, else the gradient in the parameter's dtype.
+    """
+    if total is not None:
+        add(total())
+        return None
+    fresh = _zeros(parameter)
+    add(fresh)
+    return fresh.to(parameter.dtype)
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, total: Total) -> Tensor:
+        ctx.total = total
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        ctx.total().add_(gradient)
+        return None, None
+
+
+def summed(parameter: Tensor, total: Total | None) -> Tensor:
+    """The parameter, whose gradient goes to the total if there is one."""
+    tied: Tensor = parameter if total is None else _Summed.apply(parameter, total)
+    return tied
+
+
+def wide(x: Tensor) -> Tensor:
+    """float32, or float64 for float64: what sums are taken in."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _zeros(parameter: Tensor) -> Tensor:
+    dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+    return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)

@@ -34,6 +34,7 @@ class Packing:
         lengths, parents: as given.
         tokens: the sum of the lengths.
         max_length: the longest span, in queries.
+        seen: keys that the last query of each span sees: the span's own tokens and all that it continues.
         longest: the longest sequence, in tokens: a span with all that it continues.
         begins: the first token of each span, then `tokens`.
         cu_seqlens: [spans + 1] int32, the same on the device.
@@ -60,8 +61,8 @@ class Packing:
         for parent in self.parents:
             before.append(0 if parent == NO_PARENT else before[parent] + self.lengths[parent])
         self._before = tuple(before)
-        self._seen = tuple(first + length for first, length in zip(before, self.lengths, strict=True))
-        self.longest = max(self._seen)
+        self.seen = tuple(first + length for first, length in zip(before, self.lengths, strict=True))
+        self.longest = max(self.seen)
         self.cu_seqlens = torch.tensor(begins, dtype=torch.int32).to(self.device)
 
     @property
@@ -72,7 +73,7 @@ class Packing:
     @cached_property
     def positions(self) -> Tensor:
         """[tokens] int64, each token's place in its own sequence."""
-        spans = zip(self._before, self._seen, strict=True)
+        spans = zip(self._before, self.seen, strict=True)
         return torch.cat([torch.arange(first, end) for first, end in spans]).to(self.device)
 
     @cached_property
@@ -92,7 +93,7 @@ class Packing:
         """[spans + 1] int32: where the keys of each span begin in what `key_rows` chooses."""
         if not self.shared:
             return self.cu_seqlens
-        return torch.tensor([0, *self._seen]).cumsum(0).to(torch.int32).to(self.device)
+        return torch.tensor([0, *self.seen]).cumsum(0).to(torch.int32).to(self.device)
 
     @cached_property
     def attended_pairs(self) -> int:
@@ -124,17 +125,3 @@ class Packing:
         rows = [(start, min(size, end - start), begin, end) for begin, end in self.spans() for start in range(begin, end, size)]
         starts, lengths, begins, ends = torch.tensor(rows, dtype=torch.int32).t().contiguous().to(self.device)
         return starts, lengths, begins, ends
-
-
-def pack(rows: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Packing]:
-    """Take the padding out of rows that are padded on the right.
-
-    Args:
-        rows: [sequences, length] token ids.
-        lengths: of each, without its padding.
-
-    Returns:
-        [tokens] ids, and where each sequence lies in them.
-    """
-    flat = torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)])
-    return flat, Packing(lengths, rows.device)

@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from example_trainer.models.decoder import Decoder, rotary_table
+from example_trainer.models.decoder import Decoder
 from example_trainer.models.geometry import Geometry
+from example_trainer.models.ops import choose_operations
 from example_trainer.models.shards import Shards
 
 T = TypeVar("T")
@@ -78,7 +79,8 @@ class FsdpShards(Shards):
 def sharded_decoder(geometry: Geometry, dtype: torch.dtype, device: torch.device, world_size: int) -> Decoder:
     """A decoder of which this rank allocates its shards alone, uninitialised. Collective."""
     mesh = init_device_mesh(device.type, (world_size,))
-    model = Decoder(geometry, dtype, "meta")
+    ops = choose_operations(device, dtype)
+    model = Decoder(geometry, dtype, "meta", ops=ops)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -88,7 +90,7 @@ def sharded_decoder(geometry: Geometry, dtype: torch.dtype, device: torch.device
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     model.to_empty(device=device)
-    model.rotary = rotary_table(geometry, dtype, device)
+    model.rotary = ops.rotary_table(geometry, dtype, device)
     model.shards = shards = FsdpShards(mesh)
     for name, parameter in model.named_parameters():
         shards.whole_shape(name, parameter)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from example_trainer.batch.groups import Batch
+from example_trainer.batch.bins import PackedBin
 from example_trainer.config import TrainerConfig
-from example_trainer.deterministic.decoder import DeterministicDecoder
 from example_trainer.deterministic.parity import ParityCheck
 from example_trainer.errors import NonFiniteError, OutOfMemoryError, RankError
 from example_trainer.models import Decoder
@@ -26,14 +25,14 @@ _SIGNS = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALL
 def guarded_step(
     model: Decoder,
     optimizer: MasterAdamW,
-    batch: Batch,
+    bins: Sequence[PackedBin],
     config: TrainerConfig,
     stop: StopSignal,
     reference: Decoder | None = None,
     parity: ParityCheck | None = None,
     ranks: Ranks | None = None,
 ) -> tuple[StepSums, StepReport]:
-    """The batch's gradient and the step along it. Collective.
+    """The gradient of a batch, of which `bins` are this rank's part, and the step along it. Collective.
 
     After the first two errors the gradients are gone, and `optimizer.sound` says, alike on every rank, whether the weights are
     still those of before.
@@ -48,24 +47,24 @@ def guarded_step(
     steps = optimizer.steps
 
     def work() -> tuple[StepSums, StepReport]:
-        sums = accumulate_gradients(model, optimizer, batch, config, stop, reference, parity)
+        sums = accumulate_gradients(model, optimizer, bins, config, stop, reference, parity)
         return sums, optimizer.step()
 
     try:
         done, told = _attempt(work)
     except NonFiniteError:
-        _discard(model, optimizer)
+        _discard(optimizer)
         raise
     if ranks.world_size > 1:
         told = _agree(ranks, optimizer, told)
     if told is None:
         assert done is not None
         return done
-    _discard(model, optimizer)
-    longest = max(len(sequence.tokens) for sequence in batch.sequences)
+    _discard(optimizer)
+    tokens, sequences = max((len(bin.tokens), len(bin.counts)) for bin in bins)
     raise OutOfMemoryError(
-        f"out of memory at optimizer step {steps}, in a batch of {len(batch.sequences)} sequences of up to {longest} tokens "
-        f"({told}); lower --batch-size (and raise --gradient-accumulation-steps) or --seq-len, or add --gradient-checkpointing"
+        f"out of memory at optimizer step {steps}, in a pass over up to {tokens} tokens of {sequences} sequences ({told}); "
+        "lower --tokens-per-microbatch or --seq-len, or add --gradient-checkpointing"
     )
 
 
@@ -98,8 +97,8 @@ def _agree(ranks: Ranks, optimizer: MasterAdamW, told: str | None) -> str | None
             raise
         raise RankError(
             f"{where} while others wait for it in a transfer, so this trainer cannot go on, nor save what is newer than its "
-            "last checkpoint; lower --batch-size or --seq-len, or add --gradient-checkpointing, and start again with "
-            "--resume auto"
+            "last checkpoint; lower --tokens-per-microbatch or --seq-len, or add --gradient-checkpointing, and start again "
+            "with --resume auto"
         ) from error
     failed = [(rank, text) for rank, (text, _, _) in enumerate(outcomes) if text is not None]
     if not failed:
@@ -121,9 +120,7 @@ def _finish_transfers() -> None:
         raise RankError("a rank ran out of memory in the middle of a transfer; start again with --resume auto")
 
 
-def _discard(model: Decoder, optimizer: MasterAdamW) -> None:
+def _discard(optimizer: MasterAdamW) -> None:
     optimizer.zero_grad()
-    if isinstance(model, DeterministicDecoder) and model.sums is not None:
-        model.sums.take()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from example_trainer.errors import CheckpointError, NonFiniteError
+from example_trainer.models.gradients import GradientSums
 from example_trainer.models.shards import Shards
 
 _REMEDIES = {
@@ -72,6 +73,8 @@ class MasterAdamW:
     Attributes:
         steps: optimizer steps taken, which is the weight version of the masters.
         masters: float32 weights by parameter, this rank's part.
+        sums: where a backward pass can add the gradients itself (`Decoder.arithmetic.sums`); None where they are taken from the
+            parameters: under FSDP2, which has them whole only behind its hooks, and where only adapters are trained.
         sound: whether masters and moments are those of `steps` whole steps, and finite. False while a step changes them, and
             for good if it does not come to its end.
     """
@@ -92,6 +95,8 @@ class MasterAdamW:
     ) -> None:
         self.shards = shards = shards or Shards()
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        whole_model = len(self._parameters) == len(list(model.parameters()))
+        self.sums = GradientSums(model) if shards.hooks and whole_model else None
         self.masters = {name: shards.local(p).to(torch.float32, copy=True) for name, p in self._parameters.items()}
         self.whole_shapes = {name: shards.whole_shape(name, p) for name, p in self._parameters.items()}
         self.lr, self.max_grad_norm = lr, max_grad_norm
@@ -127,12 +132,19 @@ class MasterAdamW:
         for name in self._parameters:
             self._collect(name)
 
+    def _take_sums(self) -> None:
+        for name, gradient in (self.sums.take() if self.sums is not None else {}).items():
+            master = self.masters[name]
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+
     def gradients(self) -> dict[str, Tensor | None]:
         """The float32 gradient summed so far for each parameter, None where there is none."""
+        self._take_sums()
         return {name: master.grad for name, master in self.masters.items()}
 
     def zero_grad(self) -> None:
         """Forget the gradients summed so far, and what a backward pass that was broken off left on the parameters."""
+        self._take_sums()
         for name, master in self.masters.items():
             master.grad = self._parameters[name].grad = None
 

@@ -14,7 +14,6 @@ from example_trainer.api_keys import revealed
 from example_trainer.batch.client import Registration, RolloutClient
 from example_trainer.batch.shared_client import NoMetrics, SharedRollouts
 from example_trainer.config import TrainerConfig
-from example_trainer.deterministic.pairing import deterministic_decoder
 from example_trainer.errors import ConfigError
 from example_trainer.models import Decoder, load_model
 from example_trainer.models.geometry import Geometry
@@ -22,6 +21,7 @@ from example_trainer.models.hf_checkpoint import checkpoint_dtype, find_checkpoi
 from example_trainer.models.lora.layers import BaseModel, attach_adapters
 from example_trainer.models.lora.peft_format import AdapterWriter, check_same_adapter
 from example_trainer.models.lora.settings import base_model_name
+from example_trainer.models.ops import choose_operations
 from example_trainer.observe.exporter import MetricsServer
 from example_trainer.observe.metrics import MetricsLog
 from example_trainer.parallel.fsdp import sharded_decoder
@@ -128,10 +128,15 @@ def refuse_ranks(config: TrainerConfig, ranks: Ranks) -> None:
         )
 
 
+def whole_decoder(geometry: Geometry, dtype: torch.dtype, device: torch.device, deterministic: bool) -> Decoder:
+    """All of a decoder, with the operations for its device and mode."""
+    return Decoder(geometry, dtype, device, ops=choose_operations(device, dtype, deterministic))
+
+
 def decoder_maker(config: TrainerConfig, ranks: Ranks) -> DecoderMaker:
     """How this rank makes its part of a model: vLLM's shards for a single copy, else FSDP2's; all of it without other ranks."""
     if ranks.world_size == 1:
-        return deterministic_decoder if config.deterministic else Decoder
+        return partial(whole_decoder, deterministic=config.deterministic)
     if config.single_copy:
         return partial(split_decoder, rank=ranks.rank, size=ranks.world_size, group=dist.group.WORLD)
     return partial(sharded_decoder, world_size=ranks.world_size)
@@ -198,8 +203,8 @@ def make_checkpoints(config: TrainerConfig, model: Decoder, start: Start, ranks:
 
 
 def make_optimizer(config: TrainerConfig, model: Decoder) -> MasterAdamW:
-    """The optimizer that the options describe, with masters of the model's present weights."""
-    return MasterAdamW(
+    """The optimizer that the options describe, with masters of the model's present weights; gradients are added to its sums."""
+    optimizer = MasterAdamW(
         model,
         lr=config.lr,
         betas=(config.beta1, config.beta2),
@@ -211,6 +216,8 @@ def make_optimizer(config: TrainerConfig, model: Decoder) -> MasterAdamW:
         total_steps=config.training_steps,
         shards=model.shards,
     )
+    model.arithmetic.sums = optimizer.sums
+    return optimizer
 
 
 def registration(config: TrainerConfig, starting_step: int, weight_epoch: int = 0) -> Registration:

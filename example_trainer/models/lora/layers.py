@@ -19,6 +19,7 @@ from example_trainer.errors import ModelError
 from example_trainer.models.decoder import Decoder, Linear
 from example_trainer.models.geometry import Geometry
 from example_trainer.models.lora.settings import LoraSettings
+from example_trainer.models.packing import Packing
 
 
 class Adapter(nn.Module):
@@ -56,7 +57,7 @@ class AdaptedLinear(nn.Module):
 
     def __init__(self, base: Linear, sizes: dict[str, int], settings: LoraSettings) -> None:
         super().__init__()
-        self.weight, self.bias = base.weight, base.bias
+        self.weight, self.bias, self.arithmetic = base.weight, base.bias, base.arithmetic
         self.sizes = sizes
         self.enabled = True
         outputs, inputs = self.weight.shape
@@ -70,8 +71,8 @@ class AdaptedLinear(nn.Module):
             }
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.weight, self.bias)
+    def forward(self, x: Tensor, packing: Packing) -> Tensor:
+        y = self.arithmetic.ops.linear(x, self.weight, self.bias, packing)
         if not self.enabled:
             return y
         parts = [
@@ -162,17 +163,17 @@ class BaseModel(Decoder):
     def __init__(self, adapted: Decoder) -> None:
         nn.Module.__init__(self)
         self.geometry, self.split, self.shards, self.source = adapted.geometry, adapted.split, adapted.shards, adapted.source
-        self.adapted = adapted
+        self.adapted, self.arithmetic = adapted, adapted.arithmetic
 
     @property
     def output_weight(self) -> Tensor:
         """See Decoder.output_weight."""
         return self.adapted.output_weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, packing: Packing) -> Tensor:
         """See Decoder.forward. Not for training: a recomputed layer would have its adapters again."""
         with torch.no_grad(), without_adapters(self.adapted):
-            hidden: Tensor = self.adapted(tokens)
+            hidden: Tensor = self.adapted(tokens, packing)
             return hidden
 
 

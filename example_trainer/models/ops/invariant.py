@@ -1,8 +1,8 @@
-"""A decoder's operations with gradients. Forward: the kernels that vLLM runs. Backward: ours, every sum in a fixed order.
+"""The operations whose bits are vLLM's. Forward: the kernels that vLLM runs. Backward: ours, every sum in a fixed order.
 
-Weight gradients go one of two ways. Without a `total` they come out as autograd's gradients, in the weight's dtype. With one,
-a function that returns a float32 accumulator, they are added to that, and autograd sees none: the sum over a step's tokens is
-then taken in the order of the tokens, with one rounding at the end, however the tokens were spread over microbatches.
+With totals, the sum over a step's tokens is taken in the order of the tokens, with one rounding at the end, however the tokens
+were spread over passes. Spans that continue others are refused: in which order a prompt's gradients were added would depend on
+which of its responses share a bin.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from example_trainer.errors import ModelError
+from example_trainer.models.geometry import Geometry
+from example_trainer.models.gradients import Total, deliver
 from example_trainer.models.ops import torch_gradients
 from example_trainer.models.packing import TILE, Packing
 from vllm_patching.batch_invariant import ops
 
-Total = Callable[[], Tensor]
-"""Returns the float32 accumulator, in the shape of the weight."""
+NAME = "invariant"
 
 
 def gradients_for(x: Tensor) -> ModuleType:
@@ -34,19 +36,16 @@ def gradients_for(x: Tensor) -> ModuleType:
     return torch_gradients
 
 
-def _zeros(weight: Tensor) -> Tensor:
-    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    return torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+def rotary_table(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """vLLM's table [max_positions, head_dim]. It computes it on the device, and a GPU's cosine is not a CPU's in the last bit.
 
-
-def _summed(weight: Tensor, total: Total | None, add: Callable[[Tensor], None]) -> Tensor | None:
-    """Let `add` put a gradient where it belongs; returns what autograd is to get."""
-    if total is not None:
-        add(total())
-        return None
-    fresh = _zeros(weight)
-    add(fresh)
-    return fresh.to(weight.dtype)
+    Raises:
+        ModelError: the frequencies are to be stretched.
+    """
+    g = geometry
+    if g.rope_scaling is not None:
+        raise ModelError(f"rope scaling {g.rope_scaling.kind!r} has no deterministic mode yet; train without --deterministic")
+    return ops.rotary_table(g.head_dim, g.max_positions, g.rope_theta, dtype, device)
 
 
 class _Linear(torch.autograd.Function):
@@ -67,9 +66,9 @@ class _Linear(torch.autograd.Function):
         dx = ops.linear(dy, weight.t()) if ctx.needs_input_grad[0] else None
         dw = db = None
         if ctx.needs_input_grad[1]:
-            dw = _summed(weight, ctx.totals[0], lambda total: gradients.add_weight_gradient(dy, x, total, ctx.packing))
+            dw = deliver(weight, ctx.totals[0], lambda total: gradients.add_weight_gradient(dy, x, total, ctx.packing))
         if bias is not None and ctx.needs_input_grad[2]:
-            db = _summed(bias, ctx.totals[1], lambda total: gradients.add_row_sums(dy, total, ctx.packing))
+            db = deliver(bias, ctx.totals[1], lambda total: gradients.add_row_sums(dy, total, ctx.packing))
         return dx, dw, db, None, None
 
 
@@ -81,15 +80,7 @@ def linear(
     total: Total | None = None,
     bias_total: Total | None = None,
 ) -> Tensor:
-    """x Wᵀ + b.
-
-    Args:
-        x: [..., inputs].
-        weight: [outputs, inputs].
-        bias: [outputs].
-        packing: the sequences in x [tokens, inputs]; not given: all rows are one.
-        total, bias_total: see the module.
-    """
+    """See Operations.linear; x may be [..., inputs]. Without a packing all rows are one sequence."""
     flat = x.reshape(-1, x.shape[-1])
     y: Tensor = _Linear.apply(flat, weight, bias, packing or Packing([len(flat)], x.device), (total, bias_total))
     return y.view(*x.shape[:-1], weight.shape[0])
@@ -130,25 +121,20 @@ class _RMSNorm(torch.autograd.Function):
             )
             dx = dx.view(x.shape)
             if ctx.needs_input_grad[2]:
-                dw = _summed(weight, ctx.total, lambda total: gradients.add_row_sums(rows, total, ctx.packing, flat, inverse))
+                dw = deliver(weight, ctx.total, lambda total: gradients.add_row_sums(rows, total, ctx.packing, flat, inverse))
         return dx, dx if ctx.fused else None, dw, None, None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, packing: Packing | None = None, total: Total | None = None) -> Tensor:
-    """w · x / sqrt(mean(x²) + eps) over the last dimension (arXiv:1910.07467), float32 inside.
-
-    Args:
-        x: [tokens, width] or [tokens, heads, width].
-        packing, total: see linear.
-    """
+    """See Operations.rms_norm; x may be [tokens, heads, width]."""
     y: Tensor = _RMSNorm.apply(x, None, weight, eps, packing or Packing([len(x)], x.device), total)
     return y
 
 
-def fused_add_rms_norm(
+def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, packing: Packing | None = None, total: Total | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(r), r) of r = x + residual, all [tokens, width]."""
+    """See Operations.add_rms_norm."""
     y, summed = _RMSNorm.apply(x, residual, weight, eps, packing or Packing([len(x)], x.device), total)
     return y, summed
 
@@ -169,17 +155,15 @@ class _SiluAndMul(torch.autograd.Function):
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """silu(gate) · up of x [..., 2 · width] (arXiv:2002.05202), the gate in its first half."""
+    """See Operations.silu_and_mul."""
     y: Tensor = _SiluAndMul.apply(x)
     return y
 
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, positions: Tensor, head_dim: int, table: Tensor, mirrored: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(positions, mirrored)
+    def forward(ctx: Any, q: Tensor, k: Tensor, positions: Tensor, head_dim: int, table: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(positions, table)
         ctx.head_dim = head_dim
         return ops.rotary_embedding(positions, q, k, head_dim, table)
 
@@ -187,32 +171,44 @@ class _Rotary(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
         # A rotation's transpose is the rotation back.
-        positions, mirrored = ctx.saved_tensors
+        positions, table = ctx.saved_tensors
+        cos, sin = table.chunk(2, dim=-1)
+        mirrored = torch.cat((cos, -sin), dim=-1)
         dq, dk = ops.rotary_embedding(positions, dq.contiguous(), dk.contiguous(), ctx.head_dim, mirrored)
-        return dq, dk, None, None, None, None
+        return dq, dk, None, None, None
 
 
-def mirrored_table(table: Tensor) -> Tensor:
-    """The rotary table [positions, head_dim] that turns the other way."""
-    cos, sin = table.chunk(2, dim=-1)
-    return torch.cat((cos, -sin), dim=-1)
-
-
-def rotary_embedding(
-    positions: Tensor, q: Tensor, k: Tensor, head_dim: int, table: Tensor, mirrored: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def rotary_embedding(positions: Tensor, q: Tensor, k: Tensor, head_dim: int, table: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate pairs (i, i + head_dim/2) of each head by its position (RoFormer).
 
     Args:
         positions: [tokens] int64.
         q, k: [tokens, heads, head_dim], each with its own number of heads.
         table: [positions, head_dim], cosines then sines.
-        mirrored: mirrored_table(table), if there is one already.
     """
-    rotated, rotated_k = _Rotary.apply(
-        q, k, positions, head_dim, table, mirrored_table(table) if mirrored is None else mirrored
-    )
+    rotated, rotated_k = _Rotary.apply(q, k, positions, head_dim, table)
     return rotated, rotated_k
+
+
+def heads(
+    qkv: Tensor,
+    kv_heads: int,
+    head_dim: int,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    packing: Packing,
+    rotary: Tensor,
+    totals: tuple[Total | None, Total | None] = (None, None),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See Operations.heads."""
+    kv_size = kv_heads * head_dim
+    parts = qkv.split([qkv.shape[1] - 2 * kv_size, kv_size, kv_size], dim=-1)
+    q, k, v = (part.view(len(qkv), -1, head_dim) for part in parts)
+    if norms is not None:
+        q = rms_norm(q, norms[0], eps, packing, totals[0])
+        k = rms_norm(k, norms[1], eps, packing, totals[1])
+    q, k = rotary_embedding(packing.positions, q, k, head_dim, rotary)
+    return q, k, v
 
 
 class _Attention(torch.autograd.Function):
@@ -232,15 +228,12 @@ class _Attention(torch.autograd.Function):
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
-    """Causal attention within each packed sequence; query heads share key and value heads in equal groups.
-
-    Args:
-        q: [tokens, heads, width]; k, v: [tokens, kv_heads, width].
-        scale: factor of the scores.
-
-    Returns:
-        [tokens, heads, width].
-    """
+    """See Operations.attention."""
+    if packing.shared:
+        raise ValueError(
+            "the invariant operations take no spans that continue others: the order in which a prompt's gradients are added "
+            "would depend on which responses share a bin; pack without shared prefixes (--no-share-prefixes)"
+        )
     out: Tensor = _Attention.apply(q, k, v, packing, scale)
     return out
 
@@ -257,11 +250,11 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ids, weight = ctx.saved_tensors
         add = gradients_for(dy).add_embedding_gradient
-        return None, _summed(weight, ctx.total, lambda total: add(dy, ids, total)), None
+        return None, deliver(weight, ctx.total, lambda total: add(dy, ids, total)), None
 
 
 def embedding(ids: Tensor, weight: Tensor, total: Total | None = None) -> Tensor:
-    """Rows of weight [vocab, width] for ids [tokens]. The gradients of a repeated id are added in the tokens' order."""
+    """See Operations.embedding. The gradients of a repeated id are added in the tokens' order."""
     rows: Tensor = _Embedding.apply(ids, weight, total)
     return rows
 
@@ -280,8 +273,8 @@ class _Rows(torch.autograd.Function):
         return dy.new_zeros(ctx.shape).index_copy_(0, rows, dy), None
 
 
-def distinct_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """x[rows], no row twice. The gradient is copied back; torch's own would add it atomically."""
+def rows(x: Tensor, rows: Tensor) -> Tensor:
+    """See Operations.rows. No row twice: the gradient is copied back; torch's own would add it atomically."""
     chosen: Tensor = _Rows.apply(x, rows)
     return chosen
 
@@ -314,15 +307,22 @@ class _ChosenLogprobs(torch.autograd.Function):
         gradients = gradients_for(hidden)
         padded, back = _padded_head(weight), weight.t()
         hidden_gradient = torch.empty_like(hidden)
-        fresh = None if ctx.total is not None else _zeros(weight)
-        for start, part in _chunks(ctx.packing, ctx.chunk):
-            rows = slice(start, start + part.tokens)
-            logits = ops.linear(hidden[rows], padded)[:, : len(weight)].contiguous()
-            slope = gradients.logit_gradient(logits, targets[rows], lse[rows], upstream[rows].contiguous())
-            hidden_gradient[rows] = ops.linear(slope, back)
-            if ctx.needs_input_grad[1]:
-                gradients.add_weight_gradient(slope, hidden[rows], ctx.total() if fresh is None else fresh, part)
-        dw = fresh.to(weight.dtype) if fresh is not None and ctx.needs_input_grad[1] else None
+
+        def walk(add: Callable[[Tensor, Tensor, Packing], object]) -> None:
+            for start, part in _chunks(ctx.packing, ctx.chunk):
+                rows = slice(start, start + part.tokens)
+                logits = ops.linear(hidden[rows], padded)[:, : len(weight)].contiguous()
+                slope = gradients.logit_gradient(logits, targets[rows], lse[rows], upstream[rows].contiguous())
+                hidden_gradient[rows] = ops.linear(slope, back)
+                add(slope, hidden[rows], part)
+
+        dw = None
+        if ctx.needs_input_grad[1]:
+            dw = deliver(
+                weight, ctx.total, lambda total: walk(lambda dy, x, part: gradients.add_weight_gradient(dy, x, total, part))
+            )
+        else:
+            walk(lambda dy, x, part: None)
         return hidden_gradient, dw, None, None, None, None
 
 
@@ -348,24 +348,19 @@ def chosen_logprobs(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    packing: Packing | None = None,
+    counts: Packing | None = None,
     chunk: int = 1024,
+    temperature: float = 1.0,
     total: Total | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs of given tokens and the entropy of what they were chosen from; logits in the model's dtype, then float32.
+    """See Operations.chosen_logprobs; logits in the model's dtype, then float32. Not given counts: one sequence.
 
-    Args:
-        hidden: [tokens, width] states that predict the targets.
-        weight: [vocab, width] output matrix.
-        targets: [tokens] int64 ids.
-        packing: how many of them belong to each sequence.
-        chunk: tokens whose logits exist at the same time, about.
-        total: see the module.
-
-    Returns:
-        logprobs [tokens] float32, differentiable; entropy [tokens] float32 in nats, not differentiable.
+    Raises:
+        ValueError: a temperature other than 1, whose logprobs vLLM computes in another way.
     """
+    if temperature != 1.0:
+        raise ValueError(f"the invariant operations take temperature 1, not {temperature}")
     logprobs, entropy = _ChosenLogprobs.apply(
-        hidden, weight, targets, packing or Packing([len(targets)], hidden.device), chunk, total
+        hidden, weight, targets, counts or Packing([len(targets)], hidden.device), chunk, total
     )
     return logprobs, entropy

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from example_trainer.models.geometry import Geometry
 from example_trainer.models.gradients import Total
 from example_trainer.models.packing import Packing
 
@@ -23,6 +25,9 @@ class Operations(Protocol):
     """What a table has. NAME is what logs and errors call it."""
 
     NAME: str
+
+    def rotary_table(self, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Cosines, then sines, of every position: [max_positions, head_dim], rounded to the dtype."""
 
     def embedding(self, ids: Tensor, weight: Tensor, total: Total | None = None) -> Tensor:
         """Rows of weight [vocab, width] for ids [tokens]: [tokens, width]."""

@@ -9,15 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from example_trainer.models.gradients import wide
 from example_trainer.models.packing import Packing
 
 _BLOCK = 128
 """Queries whose attention weights exist at the same time."""
-
-
-def wide(x: Tensor) -> Tensor:
-    """float32, or float64 for float64."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def _copy(x: Tensor) -> Tensor:

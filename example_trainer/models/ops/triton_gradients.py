@@ -1,5 +1,11 @@
-"""The backward passes on a GPU, under the names of `torch_gradients`, each on its tensors' GPU. Imports Triton."""
+"""The backward passes on a GPU, under the names of `torch_gradients`, each on its tensors' GPU. Imports Triton.
 
+Weight gradients over tiles of tokens, norms, SwiGLU, embedding, log-softmax; attention's lies in `triton_attention`. Every
+program walks over its tiles, or its tokens, in the order in which they are packed, adding to what the accumulator held before.
+To go on in a second call gives the bits that one call over both would have given.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 from __future__ import annotations
 
 import functools
@@ -7,14 +13,18 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
+import triton
+import triton.language as tl
+from torch import Tensor
 
-from example_trainer.models.ops import attention_kernels, row_kernels
+from example_trainer.models.ops import triton_attention
+from example_trainer.models.packing import TILE, Packing
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 
-def _on_its_device(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+def on_its_device(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
     """Triton launches on the current GPU, whichever the tensors are on."""
 
     @functools.wraps(function)
@@ -25,11 +35,251 @@ def _on_its_device(function: Callable[_Parameters, _Result]) -> Callable[_Parame
     return launched
 
 
-attention_backward = _on_its_device(attention_kernels.attention_backward)
-add_embedding_gradient = _on_its_device(row_kernels.add_embedding_gradient)
-add_row_sums = _on_its_device(row_kernels.add_row_sums)
-add_weight_gradient = _on_its_device(row_kernels.add_weight_gradient)
-entropy = _on_its_device(row_kernels.entropy)
-logit_gradient = _on_its_device(row_kernels.logit_gradient)
-norm_gradient = _on_its_device(row_kernels.norm_gradient)
-silu_and_mul_gradient = _on_its_device(row_kernels.silu_and_mul_gradient)
+attention_backward = on_its_device(triton_attention.attention_backward)
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def _weight_gradient(
+    dy, x, out, tile_starts, tile_lengths, tiles, outputs, inputs, stride_dy, stride_x,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """out += dyᵀ x, tile after tile of tokens, into the same accumulator."""
+    program = tl.program_id(0)
+    # Neighbouring programs share columns of dy, so that these are read from the cache.
+    blocks_out = tl.cdiv(outputs, OUTPUTS)
+    blocks_in = tl.cdiv(inputs, INPUTS)
+    in_group = GROUP * blocks_in
+    first_out = (program // in_group) * GROUP
+    height = tl.minimum(blocks_out - first_out, GROUP)
+    block_out = first_out + (program % in_group) % height
+    block_in = (program % in_group) // height
+    output = block_out * OUTPUTS + tl.arange(0, OUTPUTS)
+    inp = block_in * INPUTS + tl.arange(0, INPUTS)
+    output_live = output < outputs
+    input_live = inp < inputs
+    at = output.to(tl.int64)[:, None] * inputs + inp[None, :]
+    live = output_live[:, None] & input_live[None, :]
+    total = tl.load(out + at, mask=live, other=0.0)
+    rows = tl.arange(0, ROWS)
+    for tile in range(0, tiles):
+        start = tl.load(tile_starts + tile).to(tl.int64)
+        row_live = rows < tl.load(tile_lengths + tile)
+        row = start + rows
+        gradient = tl.load(
+            dy + row[:, None] * stride_dy + output[None, :], mask=row_live[:, None] & output_live[None, :], other=0.0
+        )
+        value = tl.load(x + row[:, None] * stride_x + inp[None, :], mask=row_live[:, None] & input_live[None, :], other=0.0)
+        total = tl.dot(tl.trans(gradient), value, total, input_precision="ieee")
+    tl.store(out + at, total, mask=live)
+
+
+@triton.jit
+def _tile_sums(
+    dy, x, inverse, partial, tile_starts, tile_lengths, per_token, width,
+    SCALED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """partial[tile] = Σ over the tile's rows of dy, or of dy · x · inverse[row]; a token has `per_token` rows."""
+    tile = tl.program_id(0)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    column_live = column < width
+    first = tl.load(tile_starts + tile).to(tl.int64) * per_token
+    count = tl.load(tile_lengths + tile) * per_token
+    rows = tl.arange(0, ROWS)
+    total = tl.zeros((WIDTH,), dtype=tl.float32)
+    for offset in range(0, count, ROWS):
+        live = rows + offset < count
+        row = first + offset + rows
+        mask = live[:, None] & column_live[None, :]
+        at = row[:, None] * width + column[None, :]
+        term = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
+        if SCALED:
+            value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+            term = term * (value * tl.load(inverse + row, mask=live, other=0.0)[:, None])
+        total += tl.sum(term, axis=0)
+    tl.store(partial + tile.to(tl.int64) * width + column, total, mask=column_live)
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def _add_tiles(partial, out, tiles, width, WIDTH: tl.constexpr):
+    """out += partial[0] + partial[1] + …, one after the other."""
+    column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    live = column < width
+    total = tl.load(out + column, mask=live, other=0.0)
+    for tile in range(0, tiles):
+        total += tl.load(partial + tile * width + column, mask=live, other=0.0)
+    tl.store(out + column, total, mask=live)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _norm_gradient(
+    dy, x, weight, extra, dx, inverse, rows, width, eps, HAS_EXTRA: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """dx of RMSNorm, plus a gradient that reaches x by another way; keeps 1 / sqrt(mean(x²) + eps) of each row."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, WIDTH)
+    row_live = row < rows
+    column_live = column < width
+    mask = row_live[:, None] & column_live[None, :]
+    at = row[:, None] * width + column[None, :]
+    value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    slope = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
+    slope = slope * tl.load(weight + column, mask=column_live, other=0.0).to(tl.float32)[None, :]
+    scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=1) / width + eps)
+    mean = tl.sum(slope * value, axis=1) / width
+    result = scale[:, None] * (slope - value * (scale * scale * mean)[:, None])
+    if HAS_EXTRA:
+        result += tl.load(extra + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(dx + at, result.to(dx.dtype.element_ty), mask=mask)
+    tl.store(inverse + row, scale, mask=row_live)
+
+
+@triton.jit(do_not_specialize=["elements"])
+def _silu_gradient(dy, x, dx, elements, width, SIZE: tl.constexpr):
+    """Gradient of silu(x[:, :width]) · x[:, width:]."""
+    index = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    live = index < elements
+    at = (index // width) * (2 * width) + index % width
+    gate = tl.load(x + at, mask=live, other=0.0).to(tl.float32)
+    up = tl.load(x + at + width, mask=live, other=0.0).to(tl.float32)
+    slope = tl.load(dy + index, mask=live, other=0.0).to(tl.float32)
+    chance = 1.0 / (1.0 + tl.exp(-gate))
+    gate_slope = slope * up * chance * (1.0 + gate * (1.0 - chance))
+    tl.store(dx + at, gate_slope.to(dx.dtype.element_ty), mask=live)
+    tl.store(dx + at + width, (slope * gate * chance).to(dx.dtype.element_ty), mask=live)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _embedding_gradient(dy, sorted_ids, order, out, tokens, width, WIDTH: tl.constexpr):
+    """out[id] += dy of each token with that id, in the tokens' order; the program of an id's first token does them all."""
+    place = tl.program_id(0)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    live = column < width
+    mine = tl.load(sorted_ids + place)
+    before = tl.load(sorted_ids + place - 1, mask=place > 0, other=-1)
+    if mine != before:
+        total = tl.load(out + mine.to(tl.int64) * width + column, mask=live, other=0.0)
+        at = place
+        same = mine
+        while same == mine:
+            token = tl.load(order + at).to(tl.int64)
+            total += tl.load(dy + token * width + column, mask=live, other=0.0).to(tl.float32)
+            at += 1
+            same = tl.load(sorted_ids + at, mask=at < tokens, other=-1)
+        tl.store(out + mine.to(tl.int64) * width + column, total, mask=live)
+
+
+@triton.jit
+def _logit_gradient(logits, targets, lse, upstream, out, width, SIZE: tl.constexpr):
+    """out = upstream · (onehot(target) - softmax(logits)); may be written over the logits."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    live = column < width
+    value = tl.load(logits + row * width + column, mask=live, other=0.0).to(tl.float32)
+    hit = (column == tl.load(targets + row)).to(tl.float32)
+    slope = (hit - tl.exp(value - tl.load(lse + row))) * tl.load(upstream + row)
+    tl.store(out + row * width + column, slope.to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _entropy(logits, lse, out, width, SIZE: tl.constexpr):
+    """out[row] = -Σ softmax · log(softmax), in nats."""
+    row = tl.program_id(0).to(tl.int64)
+    row_lse = tl.load(lse + row)
+    total = 0.0
+    for first in range(0, width, SIZE):
+        column = first + tl.arange(0, SIZE)
+        live = column < width
+        value = tl.load(logits + row * width + column, mask=live, other=0.0).to(tl.float32)
+        value -= row_lse
+        total += tl.sum(tl.where(live, tl.exp(value) * value, 0.0), axis=0)
+    tl.store(out + row, -total)
+
+
+@on_its_device
+def add_weight_gradient(dy: Tensor, x: Tensor, total: Tensor, packing: Packing) -> None:
+    """total [outputs, inputs] float32 += dyᵀ x of dy [tokens, outputs] and x [tokens, inputs], in place."""
+    dy, x = _columns_contiguous(dy), _columns_contiguous(x)
+    outputs, inputs = total.shape
+    wide = dy.dtype == torch.float32
+    rows = TILE // 2 if wide else TILE
+    size = 64 if wide else 128
+    starts, lengths, _, _ = packing.halves() if wide else packing.tiles()
+    grid = (triton.cdiv(outputs, size) * triton.cdiv(inputs, size),)
+    _weight_gradient[grid](
+        dy, x, total, starts, lengths, len(starts), outputs, inputs, dy.stride(0), x.stride(0),
+        ROWS=rows, OUTPUTS=size, INPUTS=size, GROUP=8, num_warps=4 if wide else 8, num_stages=2 if wide else 3,
+    )  # fmt: skip
+
+
+@on_its_device
+def add_row_sums(dy: Tensor, total: Tensor, packing: Packing, x: Tensor | None = None, inverse: Tensor | None = None) -> None:
+    """total [width] float32 += Σ over rows of dy, or of dy · x · inverse[row], in place.
+
+    Args:
+        dy, x: [tokens · r, width] with r rows for each token.
+        inverse: [tokens · r] float32.
+    """
+    dy = dy.contiguous()
+    width = dy.shape[1]
+    starts, lengths, _, _ = packing.tiles()
+    partial = torch.empty((len(starts), width), dtype=torch.float32, device=dy.device)
+    scaled = x is not None and inverse is not None
+    _tile_sums[(len(starts), triton.cdiv(width, 128))](
+        dy, x.contiguous() if x is not None else dy, inverse if inverse is not None else dy, partial, starts, lengths,
+        dy.shape[0] // packing.tokens, width, SCALED=scaled, ROWS=32, WIDTH=128, num_warps=4,
+    )  # fmt: skip
+    _add_tiles[(triton.cdiv(width, 32),)](partial, total, len(starts), width, WIDTH=32, num_warps=1)
+
+
+@on_its_device
+def norm_gradient(dy: Tensor, x: Tensor, weight: Tensor, eps: float, extra: Tensor | None) -> tuple[Tensor, Tensor]:
+    """dx [rows, width] of RMSNorm (plus `extra`), and 1 / rms of each row, float32."""
+    dy, x = dy.contiguous(), x.contiguous()
+    rows, width = x.shape
+    padded = triton.next_power_of_2(width)
+    block = max(1, 1024 // padded)
+    dx = torch.empty_like(x)
+    inverse = torch.empty(rows, dtype=torch.float32, device=x.device)
+    _norm_gradient[(triton.cdiv(rows, block),)](
+        dy, x, weight.contiguous(), extra.contiguous() if extra is not None else dy, dx, inverse, rows, width, eps,
+        HAS_EXTRA=extra is not None, ROWS=block, WIDTH=padded, num_warps=8 if padded >= 4096 else 4,
+    )  # fmt: skip
+    return dx, inverse
+
+
+@on_its_device
+def silu_and_mul_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """Gradient for x [rows, 2 · width] of silu_and_mul, from dy [rows, width]."""
+    dy, x = dy.contiguous(), x.contiguous()
+    dx = torch.empty_like(x)
+    _silu_gradient[(triton.cdiv(dy.numel(), 1024),)](dy, x, dx, dy.numel(), dy.shape[1], SIZE=1024, num_warps=4)
+    return dx
+
+
+@on_its_device
+def add_embedding_gradient(dy: Tensor, ids: Tensor, total: Tensor) -> None:
+    """total [vocab, width] float32 gets dy [tokens, width] added at ids [tokens], in the tokens' order, in place."""
+    dy = dy.contiguous()
+    sorted_ids, order = torch.sort(ids, stable=True)
+    grid = (len(ids), triton.cdiv(dy.shape[1], 256))
+    _embedding_gradient[grid](dy, sorted_ids, order, total, len(ids), dy.shape[1], WIDTH=256, num_warps=4)
+
+
+@on_its_device
+def logit_gradient(logits: Tensor, targets: Tensor, lse: Tensor, upstream: Tensor) -> Tensor:
+    """upstream · (onehot(target) - softmax(logits)), [rows, vocab] in the logits' dtype, written over the logits."""
+    grid = (logits.shape[0], triton.cdiv(logits.shape[1], 4096))
+    _logit_gradient[grid](logits, targets, lse, upstream, logits, logits.shape[1], SIZE=4096, num_warps=8)
+    return logits
+
+
+@on_its_device
+def entropy(logits: Tensor, lse: Tensor) -> Tensor:
+    """Entropy [rows] float32 of softmax(logits [rows, vocab]), in nats."""
+    out = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    _entropy[(len(logits),)](logits, lse, out, logits.shape[1], SIZE=4096, num_warps=8)
+    return out
+
+
+def _columns_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()

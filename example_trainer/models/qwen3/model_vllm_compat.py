@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from example_trainer.deterministic.decoder import DeterministicDecoder
 from example_trainer.errors import ModelError
+from example_trainer.models.decoder import Decoder
 from example_trainer.models.geometry import Geometry
+from example_trainer.models.ops import invariant
+from example_trainer.models.packing import Packing
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Qwen3ModelArgs:
     enable_weight_tying: bool = False
 
 
-class Qwen3VLLMCompatModel(DeterministicDecoder):
+class Qwen3VLLMCompatModel(Decoder):
     """A Qwen3 with random weights whose forward pass is vLLM's. Its parameters have vLLM's names, merged projections included.
 
     Args:
@@ -64,7 +66,8 @@ class Qwen3VLLMCompatModel(DeterministicDecoder):
 
     def __init__(self, model_args: Any, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> None:
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        super().__init__(geometry_of(model_args), dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32), place)
+        dtype = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
+        super().__init__(geometry_of(model_args), dtype, place, ops=invariant)
         self.init_weights()
 
     def init_weights(self) -> None:
@@ -76,10 +79,10 @@ class Qwen3VLLMCompatModel(DeterministicDecoder):
                 else:
                     parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[batch, length, vocab] logits of [batch, length] ids, each row a sequence of its own."""
-        hidden = self.packed_hidden(tokens)
-        return self.project(hidden, tokens.shape[0])
+    def forward(self, tokens: Tensor, packing: Packing | None = None) -> Tensor:
+        """[batch, length, vocab] logits of [batch, length] ids, each row a sequence of its own. With a packing, hidden states
+        of packed tokens, as Decoder.forward gives them."""
+        return self.logits(tokens) if packing is None else super().forward(tokens, packing)
 
 
 def geometry_of(model_args: Any) -> Geometry:

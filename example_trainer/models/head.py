@@ -1,0 +1,124 @@
+"""The output head in plain torch: logprobs of chosen tokens without keeping logits, whole or split over ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from example_trainer.models.gradients import Total, deliver, wide
+from example_trainer.models.split import Split
+
+
+class _ChosenLogprobs(torch.autograd.Function):
+    """Logits are made for `chunk` tokens at a time, in both directions, and never kept. Ranks exchange a maximum and three
+    numbers per token, never logits.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        span: tuple[int, int],
+        split: Split,
+        chunk: int,
+        temperature: float,
+        total: Total | None,
+    ) -> tuple[Tensor, Tensor]:
+        logprobs = wide(hidden.new_empty(len(targets)))
+        entropy, log_sum = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        ctx.span, ctx.split, ctx.chunk, ctx.temperature, ctx.total = span, split, chunk, temperature, total
+        held = weight[: span[1] - span[0]]
+        inside, local = _place(targets, *span)
+        for start in range(0, len(targets), chunk):
+            rows = slice(start, start + chunk)
+            logits = wide(hidden[rows] @ held.t()).div_(temperature)
+            top = logits.amax(dim=-1) if len(held) else logits.new_full((len(logits),), -torch.inf)
+            split.maximum(top)
+            logits -= top[:, None]
+            chosen = logits.new_zeros(len(logits))
+            if len(held):
+                chosen = torch.where(inside[rows], logits.gather(1, local[rows, None]).squeeze(1), chosen)
+            exponentials = logits.exp()
+            sums = torch.stack((exponentials.sum(dim=-1), chosen, exponentials.mul_(logits).sum(dim=-1)))
+            partition, chosen, weighted = split.total(sums)
+            logprobs[rows] = chosen - partition.log()
+            entropy[rows] = partition.log() - weighted / partition
+            log_sum[rows] = top + partition.log()
+            del logits, exponentials  # their memory is needed for the next chunk's
+        ctx.save_for_backward(hidden, weight, targets, log_sum)
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor, _entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, _, _ = ctx.saved_tensors
+        hidden_grad = torch.zeros_like(hidden)
+        # A frozen output matrix (under adapters) gets none: it would be the largest tensor of the step.
+        weight_grad = None
+        if ctx.needs_input_grad[1]:
+            weight_grad = deliver(weight, ctx.total, lambda total: _gradients(ctx, upstream, hidden_grad, total))
+        else:
+            _gradients(ctx, upstream, hidden_grad, None)
+        return ctx.split.total(hidden_grad), weight_grad, None, None, None, None, None, None
+
+
+def _gradients(ctx: Any, upstream: Tensor, hidden_grad: Tensor, weight_total: Tensor | None) -> None:
+    """Fill the gradient of the hidden states, and add the weight's to its total."""
+    hidden, weight, targets, log_sum = ctx.saved_tensors
+    held = weight[: ctx.span[1] - ctx.span[0]]
+    inside, local = _place(targets, *ctx.span)
+    for start in range(0, len(targets) if len(held) else 0, ctx.chunk):
+        rows = slice(start, start + ctx.chunk)
+        # d logprob / d logits = onehot(target) - softmax(logits)
+        slope = wide(hidden[rows] @ held.t()).div_(ctx.temperature).sub_(log_sum[rows, None]).exp_().neg_()
+        slope.scatter_add_(1, local[rows, None], inside[rows, None].to(slope.dtype))
+        slope = slope.mul_(upstream[rows, None] / ctx.temperature).to(weight.dtype)
+        hidden_grad[rows] = slope @ held
+        if weight_total is not None:
+            weight_total[: len(held)].addmm_(wide(slope).t(), wide(hidden[rows]))
+        del slope  # its memory is needed for the next chunk's logits
+
+
+def _place(targets: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
+    """Which targets this rank has a row for, and the row (0 for the others)."""
+    inside = (targets >= first) & (targets < end)
+    return inside, torch.where(inside, targets - first, 0)
+
+
+def chosen_logprobs_of(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int = 1024,
+    temperature: float = 1.0,
+    total: Total | None = None,
+    split: Split | None = None,
+    vocab_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Logprobs of given tokens, and the entropy of the distributions they were chosen from. Collective if split.
+
+    Two float32 tables of `chunk` × vocab exist at a time, at most; the backward pass makes the logits again.
+
+    Args:
+        hidden: [targets, hidden] states that predict the targets; the same on every rank, and so is their gradient.
+        weight: [vocab, hidden], the output matrix, or this rank's rows of it, padding included; its gradient is computed only
+            if it requires one.
+        targets: [targets] int64 ids.
+        chunk: targets at a time.
+        temperature: divides the logits.
+        total: see `Operations`.
+        split, vocab_size: over which ranks the rows are split, and the size of the whole vocabulary.
+
+    Returns:
+        logprobs [targets] float32, differentiable; entropy [targets] float32 in nats, not differentiable. float64 for float64.
+    """
+    split = split or Split()
+    held = split.vocabulary_range(len(weight) if vocab_size is None else vocab_size)
+    logprobs, entropy = _ChosenLogprobs.apply(hidden, weight, targets, held, split, chunk, temperature, total)
+    return logprobs, entropy

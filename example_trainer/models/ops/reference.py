@@ -1,0 +1,203 @@
+"""The operations in plain torch, on any device and in any floating dtype, float64 included.
+
+Without totals everything is left to autograd. With them, a matrix's gradient is added to its total by the function that makes
+it, and a vector's by `summed`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from example_trainer.models.geometry import Geometry, RopeScaling
+from example_trainer.models.gradients import Total, summed, wide
+from example_trainer.models.head import chosen_logprobs_of
+from example_trainer.models.packing import Packing
+
+NAME = "reference"
+
+
+def rotary_table(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """See Operations.rotary_table. Computed in float32 on the CPU; every kind of rope scaling."""
+    exponents = torch.arange(0, geometry.head_dim, 2, dtype=torch.float32) / geometry.head_dim
+    frequencies = _stretch(1.0 / (geometry.rope_theta**exponents), geometry.rope_scaling)
+    angles = torch.outer(torch.arange(geometry.max_positions, dtype=torch.float32), frequencies)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(dtype=dtype, device=device)
+
+
+def _stretch(frequencies: Tensor, scaling: RopeScaling | None) -> Tensor:
+    """Scale rotary frequencies (radians per position). Llama 3 leaves short wavelengths as they are (arXiv:2407.21783)."""
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    turns = scaling.original_max_positions * frequencies / (2 * math.pi)  # how often it turns over the original context
+    spread = scaling.high_freq_factor - scaling.low_freq_factor
+    keep = ((turns - scaling.low_freq_factor) / spread).clamp(0, 1) if spread else (turns > scaling.low_freq_factor).float()
+    return (1 - keep) * frequencies / scaling.factor + keep * frequencies
+
+
+class _Linear(torch.autograd.Function):
+    """x Wᵀ whose weight gradient is added to a total by the product that makes it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, total: Total) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.total = total
+        return F.linear(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        if ctx.needs_input_grad[1]:
+            ctx.total().addmm_(wide(dy).t(), wide(x))
+        return dy @ weight if ctx.needs_input_grad[0] else None, None, None
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    packing: Packing | None = None,
+    total: Total | None = None,
+    bias_total: Total | None = None,
+) -> Tensor:
+    """See Operations.linear."""
+    if total is None:
+        return F.linear(x, weight, None if bias is None else summed(bias, bias_total))
+    y: Tensor = _Linear.apply(x, weight, total)
+    return y if bias is None else y + summed(bias, bias_total)
+
+
+class _Embedding(torch.autograd.Function):
+    """Rows of a matrix, whose gradients are added to a total without a matrix of their own."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, total: Total) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.total = total
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, None, None]:
+        (ids,) = ctx.saved_tensors
+        ctx.total().index_add_(0, ids, wide(dy))
+        return None, None, None
+
+
+def embedding(ids: Tensor, weight: Tensor, total: Total | None = None) -> Tensor:
+    """See Operations.embedding."""
+    if total is None:
+        return F.embedding(ids, weight)
+    found: Tensor = _Embedding.apply(ids, weight, total)
+    return found
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, packing: Packing | None = None, total: Total | None = None) -> Tensor:
+    """See Operations.rms_norm; x may be [tokens, heads, width]. Rounded once, at the end."""
+    value = wide(x)
+    scaled = value * torch.rsqrt(value.pow(2).mean(dim=-1, keepdim=True) + eps)
+    return (scaled * wide(summed(weight, total))).to(x.dtype)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, packing: Packing | None = None, total: Total | None = None
+) -> tuple[Tensor, Tensor]:
+    """See Operations.add_rms_norm."""
+    added = x + residual
+    return rms_norm(added, weight, eps, packing, total), added
+
+
+def heads(
+    qkv: Tensor,
+    kv_heads: int,
+    head_dim: int,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    packing: Packing,
+    rotary: Tensor,
+    totals: tuple[Total | None, Total | None] = (None, None),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See Operations.heads."""
+    kv_size = kv_heads * head_dim
+    parts = qkv.split([qkv.shape[1] - 2 * kv_size, kv_size, kv_size], dim=-1)
+    q, k, v = (part.view(len(qkv), -1, head_dim) for part in parts)
+    if norms is not None:
+        q, k = rms_norm(q, norms[0], eps, packing, totals[0]), rms_norm(k, norms[1], eps, packing, totals[1])
+    cos, sin = rotary[packing.positions].unsqueeze(1).chunk(2, dim=-1)
+    return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs (i, i + head_dim/2). x: [tokens, heads, head_dim]; cos, sin: [tokens, 1, head_dim/2] (RoFormer)."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
+    """See Operations.attention. One call if all spans are alike, else one for each."""
+    group = q.shape[1] // k.shape[1]
+    if group > 1 and _repeats_heads(q):
+        k, v = (part.repeat_interleave(group, dim=1) for part in (k, v))
+    count, shape = len(packing.lengths), q.shape
+    if not packing.shared and packing.max_length * count == packing.tokens:
+        q, k, v = (part.unflatten(0, (count, -1)) for part in (q, k, v))
+        return _attend(q, k, v, None, scale).reshape(shape)
+    if packing.key_rows is not None:
+        k, v = k[packing.key_rows], v[packing.key_rows]
+    # split, and not slices: the backward pass of each slice would fill a tensor of all tokens.
+    spans = zip(q.split(packing.lengths), k.split(packing.seen), v.split(packing.seen), strict=True)
+    return torch.cat([_attend(a[None], b[None], c[None], _mask(a, b), scale)[0] for a, b, c in spans])
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """[spans, queries, heads, head_dim] of queries and of keys and values [spans, keys, kv_heads, head_dim]; causal."""
+    queries, keys, values = (part.transpose(1, 2) for part in (q, k, v))
+    out = F.scaled_dot_product_attention(
+        queries, keys, values, mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[2] != k.shape[2]
+    )
+    return out.transpose(1, 2)
+
+
+def _mask(q: Tensor, k: Tensor) -> Tensor | None:
+    """[queries, keys] where the last query sees every key, the one before it all but one, and so on; None if they are as many,
+    where causal attention says so itself."""
+    before = len(k) - len(q)
+    return torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(before) if before else None
+
+
+def _repeats_heads(q: Tensor) -> bool:
+    """Whether shared key/value heads must be repeated for attention: in float32 no GPU kernel of torch knows shared heads, and
+    what it falls back on keeps length × length matrices."""
+    return q.is_cuda and q.dtype is torch.float32
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """See Operations.silu_and_mul."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def rows(x: Tensor, rows: Tensor) -> Tensor:
+    """See Operations.rows."""
+    return x.index_select(0, rows)
+
+
+def chosen_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    counts: Packing | None,
+    chunk: int,
+    temperature: float = 1.0,
+    total: Total | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See Operations.chosen_logprobs; chunks of exactly `chunk` targets, whichever sequences they are of."""
+    return chosen_logprobs_of(hidden, weight, targets, chunk, temperature, total)
