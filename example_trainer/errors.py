@@ -35,5 +35,11 @@ class NonFiniteError(BatchError):
     """A gradient or a weight is NaN or infinite."""
 
 
+class BridgeError(TrainerError):
+    """The vLLM server is not there, refused or fell silent, or the weights could not be delivered to it. The message names the
+    side, rank, phase and version, and what to do.
+    """
+
+
 class RankError(TrainerError):
     """Another rank of this trainer failed, ended or fell silent. Nothing collective is possible any more."""

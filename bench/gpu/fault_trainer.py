@@ -19,11 +19,11 @@ from bench.gpu.line_protocol import Answers, serve
 from bench.gpu.processes import free_port
 from bench.gpu.shapes import SHAPES
 from bench.gpu.trainer import BenchTrainer, parse, set_up
+from example_trainer.errors import BridgeError
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.geometry import Geometry
-from example_trainer.weight_bridge.base import BridgeError
 from example_trainer.weight_bridge.broadcast import BroadcastBridge
-from example_trainer.weight_bridge.link import ServerLink
+from example_trainer.weight_bridge.handshake import ServerSession
 from example_trainer.weight_bridge.server import BridgeServer, shapes_of
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
 from vllm_patching.distributed_utils import BridgeGroups
@@ -93,7 +93,7 @@ class FaultTrainer(BenchTrainer):
             bridge.close()
         careless = BridgeServer("localhost", self.port, self.timeout)
         try:
-            careless.init("broadcast", shapes_of({n: (tuple(p.shape), p.dtype) for n, p in model.named_parameters()}))
+            careless.init("broadcast", shapes_of(model))
         except BridgeError as error:
             told["server"] = str(error)
         finally:
@@ -146,24 +146,24 @@ class FaultTrainer(BenchTrainer):
 
             return [(server, "post", post_and_hold)]
         assert isinstance(self.bridge, BroadcastBridge)
-        link = self.bridge._links[0]
+        session = self.bridge._sessions[0]
         if at == "prepare":
-            prepare = link.prepare
+            prepare = session.prepare
 
             def prepare_and_hold(version: int, not_finite: str) -> None:
                 prepare(version, not_finite)
                 hold()
 
-            return [(link, "prepare", prepare_and_hold)]
+            return [(session, "prepare", prepare_and_hold)]
         if at == "commit":
-            commit = link.commit
+            commit = session.commit
 
             def hold_and_commit(version: int, checksums: Any) -> dict[str, Any]:
                 hold()
                 return commit(version, checksums)
 
-            return [(link, "commit", hold_and_commit)]
-        return broken_transfer(link, hold)
+            return [(session, "commit", hold_and_commit)]
+        return broken_transfer(session, hold)
 
 
 Replacement = tuple[Any, str, Callable[..., Any]]
@@ -194,7 +194,7 @@ def told_to_go_on(answers: Answers, at: str) -> bool:
     return bool(sys.stdin.readline())
 
 
-def broken_transfer(link: ServerLink, hold: Callable[[], None]) -> list[Replacement]:
+def broken_transfer(session: ServerSession, hold: Callable[[], None]) -> list[Replacement]:
     """What has `hold` called in the middle of what is sent to each of a server's ranks."""
 
     def broken(groups: BridgeGroups) -> Callable[[Any], None]:
@@ -211,7 +211,7 @@ def broken_transfer(link: ServerLink, hold: Callable[[], None]) -> list[Replacem
 
         return broadcast
 
-    return [(group, "broadcast", broken(group)) for group in link._groups.values()]
+    return [(group, "broadcast", broken(group)) for group in session._groups.values()]
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from example_trainer.models.geometry import Geometry
 from example_trainer.models.hf_checkpoint import save_model
 from example_trainer.models.lora.layers import adapters_of, attach_adapters
 from example_trainer.models.lora.settings import TARGETS, LoraSettings
-from example_trainer.weight_bridge.lora import LoraBridge, make_lora_bridge
+from example_trainer.weight_bridge.lora import LoraBridge, LoraServer
 
 RANK = 16
 
@@ -74,16 +74,9 @@ class LoraTrainer(BenchTrainer):
         """Join the server, which compares every bit of the base model, and hand it the first adapter."""
         assert self.model is not None
         self.url = f"http://localhost:{port}"
-        bridge = self.bridge = make_lora_bridge(
-            [("localhost", port)],
-            self.settings,
-            folder=Path(folder),
-            base_model=base_model,
-            timeout=self.timeout,
-            api_key=None,
-            startup_timeout=self.timeout,
+        bridge = self.bridge = LoraBridge(
+            [LoraServer("localhost", port, self.timeout)], self.settings, Path(folder), base_model
         )
-        assert isinstance(bridge, LoraBridge)
         bridge.serving_dtype()
         bridge.connect(self.model)
         return {"params_mapped": bridge.params_mapped, "first_swap": self._update(lambda: self.write(0))}

@@ -29,14 +29,13 @@ from example_trainer.models.geometry import Geometry
 from example_trainer.models.lora.layers import attach_adapters
 from example_trainer.models.lora.settings import LoraSettings
 from example_trainer.parallel.fsdp import sharded_decoder
-from example_trainer.parallel.gather import full_tensor
 from example_trainer.process import StopSignal
 from example_trainer.training.memory_items import ALL_PROJECTIONS, GRADIENTS, SEND_BUFFERS, MemoryRequest
 from example_trainer.training.memory_plan import plan_memory
 from example_trainer.training.optimizer import MasterAdamW
 from example_trainer.training.setup import make_optimizer
 from example_trainer.training.step import accumulate_gradients
-from example_trainer.weight_bridge.outgoing import OutgoingWeights, receivers_of
+from example_trainer.weight_bridge.slices import WeightSlices, receivers_of
 from vllm_patching.manifest import Manifest, ManifestEntry, dtype_name
 from vllm_patching.sharding import ModelGeometry, plan_shards
 
@@ -128,12 +127,12 @@ def random_batch(asked: Configuration, vocab_size: int) -> Batch:
     return Batch(sequences)
 
 
-def pack(outgoing: list[OutgoingWeights], model: Decoder, spread: bool) -> None:
+def pack(outgoing: list[WeightSlices], model: Decoder, spread: bool) -> None:
     """As BroadcastBridge packs and sums up before it sends."""
     wanted = {name for one in outgoing for name in one.packed_names}
     for name, parameter in model.named_parameters():
         if spread or name in wanted:
-            full = full_tensor(parameter)
+            full = model.shards.whole(name, model.shards.local(parameter))
             for one in outgoing:
                 one.pack(name, full)
     for one in outgoing:
@@ -164,7 +163,7 @@ def measure(asked: Configuration, device: torch.device) -> dict[str, Any]:
         spread = asked.ranks > 1
         parameters = dict(model.named_parameters())
         mine = [layout for layout in layouts if layout.tp_rank % asked.ranks == rank]
-        outgoing = [OutgoingWeights(layout, parameters, not spread, device) for layout in mine]
+        outgoing = [WeightSlices(layout, parameters, not spread, device) for layout in mine]
         pack(outgoing, model, spread and bool(layouts))
         allocated["after connecting"] = meter.now
         batch = random_batch(asked, geometry.vocab_size)
@@ -192,7 +191,7 @@ def measure(asked: Configuration, device: torch.device) -> dict[str, Any]:
 
 def take_step(
     model: Decoder, optimizer: MasterAdamW, batch: Batch, config: TrainerConfig, reference: Decoder | None,
-    outgoing: list[OutgoingWeights], sends: bool, parts: Parts | None = None,
+    outgoing: list[WeightSlices], sends: bool, parts: Parts | None = None,
 ) -> None:  # fmt: skip
     """One step of the training loop, without a server."""
     accumulate_gradients(model, optimizer, batch, config, StopSignal(), reference)

@@ -29,7 +29,7 @@ class SpreadFaultTrainer(SpreadTrainer):
                 os._exit(1)  # the parent has gone
 
         assert isinstance(self.bridge, BroadcastBridge)
-        with replaced(broken_transfer(self.bridge._links[0], once(wait))):
+        with replaced(broken_transfer(self.bridge._sessions[0], once(wait))):
             return self._update(lambda: self.write(1 - self.served_set))
 
     def commands(self) -> dict[str, Callable[..., Any]]:

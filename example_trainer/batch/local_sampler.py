@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
-
 from example_trainer.batch.groups import NOT_TRAINED
 from example_trainer.batch.problems import Problem
-from example_trainer.errors import ModelError, RolloutServiceError
-from example_trainer.http_client import direct_client
+from example_trainer.errors import ModelError
+from example_trainer.vllm_client import VLLMClient
 
 _SECONDS = 600.0
 """One group may take this long."""
@@ -42,13 +40,13 @@ class Sampler:
         if not self._tokenizer.chat_template:
             raise ModelError(f"the tokenizer in {folder} has no chat template; give an instruction-tuned model")
         self._group_size, self._max_tokens, self._next_seed = group_size, max_tokens, seed << 32
-        self._client = direct_client(url, _SECONDS, api_key)
+        self._client = VLLMClient(url, _SECONDS, api_key)
 
     def groups(self, problems: Sequence[Problem]) -> list[dict[str, Any]]:
         """One scored group for each problem, in their order, as the rollout service would hand them over.
 
         Raises:
-            RolloutServiceError: the server refused, or did not answer.
+            BridgeError: the server refused, or did not answer.
         """
         seeds = [self._next_seed + number * self._group_size for number in range(len(problems))]
         self._next_seed += len(problems) * self._group_size
@@ -67,14 +65,7 @@ class Sampler:
             "temperature": 1.0,
             "seed": seed,
         }
-        try:
-            response = self._client.post("/generate", json=body)
-            response.raise_for_status()
-        except httpx.HTTPStatusError as error:
-            raise RolloutServiceError(f"vLLM refused to sample: {error.response.text[:300]}") from error
-        except httpx.TransportError as error:
-            raise RolloutServiceError(f"vLLM did not answer /generate: {error or type(error).__name__}") from error
-        answer = response.json()
+        answer = self._client.call("/generate", body)
         rows = list(zip(answer["token_ids"], answer["logprobs"], strict=True))
         return {
             "tokens": [prompt + tokens for tokens, _ in rows],

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
 
-from example_trainer.api_keys import revealed
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.parity import NoParity, ParityCheck, ParityError, Provenance, require_same_kernels
 from example_trainer.errors import ConfigError
@@ -15,7 +13,7 @@ from example_trainer.models import Decoder
 from example_trainer.models.geometry import Geometry
 from example_trainer.models.ops import invariant
 from example_trainer.process import StopSignal
-from example_trainer.weight_bridge.server import BridgeServer
+from example_trainer.weight_bridge.server import BridgeServer, configured_servers
 from vllm_patching.batch_invariant.provenance import provenance, table_hash
 from vllm_patching.batch_invariant.settings import SettingsError, enable_settings
 
@@ -53,15 +51,7 @@ def make_parity(config: TrainerConfig, model: Decoder, stop: StopSignal | None =
     if not config.deterministic:
         return NoParity()
     ours, theirs = model_provenance(model), {}
-    for host, port in config.vllm_addresses:
-        server = BridgeServer(
-            host,
-            port,
-            config.bridge_timeout,
-            revealed(config.vllm_api_key),
-            config.service_timeout,
-            stop.wait if stop else time.sleep,
-        )
+    for server in configured_servers(BridgeServer, config, stop):
         try:
             theirs = pair(ours, server.wait_for_info(), server.url)
         finally:

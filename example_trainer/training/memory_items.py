@@ -20,6 +20,7 @@ import torch
 
 from example_trainer.models.geometry import Geometry
 from example_trainer.models.layout import Part, layout
+from example_trainer.weight_bridge.base import Receiver
 
 FLOAT32 = 4
 ACTIVATIONS = "activations of the longest micro-batch"
@@ -38,21 +39,6 @@ _LORA_SIZES = {
 }
 """Inputs plus outputs of each projection: an adapter of rank r has r times as many parameters (arXiv:2106.09685)."""
 ALL_PROJECTIONS = tuple(_LORA_SIZES)
-
-
-@dataclass(frozen=True)
-class Receiver:
-    """One layout of vLLM's weights that is sent.
-
-    Attributes:
-        tp_rank: which of vLLM's ranks holds it.
-        shard_bytes: all of it.
-        column_bytes: of slices that a process with whole parameters cannot send from where they are.
-    """
-
-    tp_rank: int
-    shard_bytes: int
-    column_bytes: int
 
 
 @dataclass(frozen=True)

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
-from example_trainer.errors import TrainerError
-from example_trainer.training.memory_items import Receiver
+from example_trainer.errors import BridgeError
 
 Weights = Mapping[str, torch.Tensor]
 """The trainer's parameters by name, in vLLM's layout for tensor-parallel degree 1 (merged qkv_proj and gate_up_proj)."""
 
 
-class BridgeError(TrainerError):
-    """The weights could not be delivered. The message names the side, rank, phase and version, and what to do."""
-
-
 class LeaseLost(BridgeError):
     """The trainer was late: the server has given the update up, or its lease has run out. The update can be done anew."""
+
+
+@dataclass(frozen=True)
+class Receiver:
+    """One layout of vLLM's weights that is sent, as the memory plan counts it.
+
+    Attributes:
+        tp_rank: which of vLLM's ranks holds it.
+        shard_bytes: all of it.
+        column_bytes: of slices that a process with whole parameters cannot send from where they are.
+    """
+
+    tp_rank: int
+    shard_bytes: int
+    column_bytes: int
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,16 @@ class SyncReport:
     def total_seconds(self) -> float:
         """Seconds from the first phase's start to the last one's end."""
         return sum(self.seconds.values())
+
+
+@contextmanager
+def timed(table: dict[str, float], phase: str) -> Iterator[None]:
+    """Add to `table[phase]` the seconds that the with block took, whether it succeeded or not."""
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        table[phase] = table.get(phase, 0.0) + time.perf_counter() - started
 
 
 class WeightBridge(ABC):
@@ -99,7 +121,8 @@ class WeightBridge(ABC):
             write_weights: writes the new values into the parameters of the model given to `connect`. The bridge calls it
                 when nothing samples from the memory it writes to; again if the update has to be repeated.
             masters: what `write_weights` copies, by parameter (this rank's part, float32 or the parameters' dtype), if it
-                is there before it is written: a single copy sums it up then, while the server still generates.
+                is there before it is written: a single copy sums it up then, while the server still generates. It may lie on
+                another device than the parameters, as an optimizer in host memory does: then nothing is summed before.
 
         Raises:
             BridgeError: the update failed; the server serves the old version or reports itself unhealthy.

@@ -9,14 +9,13 @@ from typing import TypeVar
 
 import torch
 
-from example_trainer.parallel.gather import full_parameters, full_tensor
+from example_trainer.errors import BridgeError
+from example_trainer.models.shards import Shards
 from example_trainer.parallel.ranks import Ranks
-from example_trainer.training.memory_items import Receiver
-from example_trainer.weight_bridge.base import BridgeError, LeaseLost, SyncReport, WeightBridge, Weights
-from example_trainer.weight_bridge.link import ServerLink
-from example_trainer.weight_bridge.outgoing import OutgoingWeights, receivers_of
-from example_trainer.weight_bridge.phases import timed
+from example_trainer.weight_bridge.base import LeaseLost, Receiver, SyncReport, WeightBridge, Weights, timed
+from example_trainer.weight_bridge.handshake import ServerSession
 from example_trainer.weight_bridge.server import BridgeServer, Shapes, served_dtype, shapes_of
+from example_trainer.weight_bridge.slices import WeightSlices, receivers_of
 from vllm_patching.checksum import WeightSummary
 from vllm_patching.distributed_utils import RendezvousError, host_store, rendezvous_address
 from vllm_patching.shared_memory import gpu_uuid
@@ -44,38 +43,38 @@ class BroadcastBridge(WeightBridge):
         """
         self._ranks = ranks or Ranks()
         given = [servers] if isinstance(servers, BridgeServer) else list(servers)
-        self._links = [ServerLink(server, number, self._ranks) for number, server in enumerate(given)]
+        self._sessions = [ServerSession(server, number, self._ranks) for number, server in enumerate(given)]
         self._transfer = transfer
         self._model: torch.nn.Module | None = None
         self._shapes: Shapes = {}
         self._device = torch.device("cpu")
         self._address = ("", 0)
         self._store: torch.distributed.TCPStore | None = None
-        self._outgoing: dict[str, OutgoingWeights] = {}
+        self._slices: dict[str, WeightSlices] = {}
         self._version = 0
 
     def serving_dtype(self) -> torch.dtype | None:
-        for link in self._links:
-            link.ask()
-        return served_dtype(self._links[0].info)
+        for session in self._sessions:
+            session.ask()
+        return served_dtype(self._sessions[0].info)
 
     def receivers(self) -> tuple[Receiver, ...]:
-        return receivers_of(manifest for link in self._links for manifest in link.manifests)
+        return receivers_of(manifest for session in self._sessions for manifest in session.manifests)
 
     def connect(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._shapes = shapes_of(full_parameters(model))
+        self._shapes = shapes_of(model)
         self._device = next(model.parameters()).device
         self._address = _translate(rendezvous_address)
-        timeout = self._links[0].server.timeout
+        timeout = self._sessions[0].server.timeout
         # Rank 0 hosts the store: the others come after it.
         if self._ranks.is_main:
             self._store = _translate(lambda: host_store(*self._address, timeout))
         self._ranks.barrier("opening the rendezvous with vLLM")
         if not self._ranks.is_main:
             self._store = _translate(lambda: host_store(*self._address, timeout, is_host=False))
-        for link in self._links:
-            self._join(link)
+        for session in self._sessions:
+            self._join(session)
 
     def sync(self, version: int, write_weights: Callable[[], None], masters: Weights | None = None) -> SyncReport:
         """See WeightBridge.sync. The model's weights are this process's own, so they are written before any server pauses."""
@@ -84,7 +83,7 @@ class BroadcastBridge(WeightBridge):
             write_weights()
         self._version = version
         summaries = self._pack(seconds)
-        reports = [self._deliver(link, version, summaries, seconds) for link in self._links]
+        reports = [self._deliver(session, version, summaries, seconds) for session in self._sessions]
         return SyncReport(
             version=version,
             checksum=reports[0].checksum,
@@ -95,114 +94,120 @@ class BroadcastBridge(WeightBridge):
         )
 
     def server_restarted(self) -> bool:
-        return any([link.server.has_restarted() for link in self._links])  # a list: each says that it is away
+        return any([session.server.has_restarted() for session in self._sessions])  # a list: each says that it is away
 
     def keep_serving(self, write_weights: Callable[[], None]) -> None:
         """See WeightBridge.keep_serving. The model's weights are the present ones already."""
-        for link in self._links:
-            if not self._ranks.on_main("looking for restarted servers", link.server.has_restarted):
+        for session in self._sessions:
+            if not self._ranks.on_main("looking for restarted servers", session.server.has_restarted):
                 continue
-            logger.warning("[Bridge] %s was restarted: sending it version %d", link.server.url, self._version)
+            logger.warning("[Bridge] %s was restarted: sending it version %d", session.server.url, self._version)
             seconds: dict[str, float] = {}
-            self._join(link)
-            self._update(link, self._version, self._pack(seconds), seconds)
+            self._join(session)
+            self._update(session, self._version, self._pack(seconds), seconds)
 
     def close(self) -> None:
-        for link in self._links:
-            link.leave()
-            link.server.close()
+        for session in self._sessions:
+            session.leave()
+            session.server.close()
 
-    def _join(self, link: ServerLink) -> None:
+    def _join(self, session: ServerSession) -> None:
         assert self._store is not None
         assert self._model is not None
-        self.params_mapped, self.params_total = link.look(self._shapes), len(self._shapes)
-        if self._device.type != link.info["device"]:
+        self.params_mapped, self.params_total = session.compare(self._shapes), len(self._shapes)
+        if self._device.type != session.info["device"]:
             raise BridgeError(
-                f"vLLM's weights are on {link.info['device']}, the trainer's on {self._device.type}; "
-                f"start the trainer with --device {link.info['device']}"
+                f"vLLM's weights are on {session.info['device']}, the trainer's on {self._device.type}; "
+                f"start the trainer with --device {session.info['device']}"
             )
         if self._device.type == "cuda":
             own = gpu_uuid(self._device)
-            self._ranks.together("comparing the GPUs with vLLM's", lambda: link.check_gpus(own))
+            self._ranks.together("comparing the GPUs with vLLM's", lambda: session.check_gpus(own))
         parameters = dict(self._model.named_parameters())
         whole = self._ranks.world_size == 1
-        for rank in link.mine:
-            manifest = link.manifests[rank]
-            if manifest.digest() not in self._outgoing:
-                self._outgoing[manifest.digest()] = OutgoingWeights(manifest, parameters, whole, self._device)
-        link.join(self._shapes, *self._address, self._store, self._device, self._transfer)
+        for rank in session.mine:
+            manifest = session.manifests[rank]
+            if manifest.digest() not in self._slices:
+                self._slices[manifest.digest()] = WeightSlices(manifest, parameters, whole, self._device)
+        session.join(self._shapes, *self._address, self._store, self._device, self._transfer)
 
     def _pack(self, seconds: dict[str, float]) -> dict[str, WeightSummary]:
         """Put together what will be sent, and sum it up. Returns the summaries by layout, of every rank's share."""
         assert self._model is not None
+        shards = getattr(self._model, "shards", None) or Shards()
         with timed(seconds, "pack"):
-            wanted = {name for outgoing in self._outgoing.values() for name in outgoing.packed_names}
+            wanted = {name for slices in self._slices.values() for name in slices.packed_names}
             for name, parameter in self._model.named_parameters():
                 if self._ranks.world_size == 1 and name not in wanted:
                     continue
-                full = full_tensor(parameter)  # collective: every rank takes part, also if it sends nothing
-                for outgoing in self._outgoing.values():
-                    outgoing.pack(name, full)
+                full = shards.whole(name, shards.local(parameter))  # collective: also a rank that sends nothing takes part
+                for slices in self._slices.values():
+                    slices.pack(name, full)
         with timed(seconds, "checksum"):
-            mine = [(digest, outgoing.summary()) for digest, outgoing in self._outgoing.items()]
-            told = [[digest, summary.checksum, summary.not_finite] for digest, summary in mine]
-            rows = self._ranks.gather(told, "summing up the weights")
-            return {digest: WeightSummary(checksum, bad) for rank in rows for digest, checksum, bad in rank}
+            mine = [(digest, slices.summary()) for digest, slices in self._slices.items()]
+            rows = [[digest, summary.checksum, summary.not_finite] for digest, summary in mine]
+            of_all = self._ranks.gather(rows, "summing up the weights")
+            return {digest: WeightSummary(checksum, bad) for rows in of_all for digest, checksum, bad in rows}
 
     def _deliver(
-        self, link: ServerLink, version: int, summaries: dict[str, WeightSummary], seconds: dict[str, float]
+        self, session: ServerSession, version: int, summaries: dict[str, WeightSummary], seconds: dict[str, float]
     ) -> SyncReport:
         """Update one server; if it turns out to have been restarted, or this trainer to have been late, do so anew."""
+        server = session.server
         try:
-            if not link.joined:
-                self._join(link)
-            return self._update(link, version, summaries, seconds)
+            if not session.joined:
+                self._join(session)
+            return self._update(session, version, summaries, seconds)
         except BridgeError as error:
             waiting = f"[Bridge] {error}; looking whether the server was restarted"
-            if self._ranks.on_main("asking vLLM", lambda: link.server.wait_for_restart(waiting), link.server.longest_wait):
+            if self._ranks.on_main(
+                "asking vLLM", lambda: session.server.wait_for_restart(waiting), session.server.longest_wait
+            ):
                 why = "was restarted"
             elif isinstance(error, LeaseLost):
                 why = "did not wait for this trainer"
             else:
                 raise
-            logger.warning("[Bridge] %s %s: joining it again to send version %d", link.server.url, why, version)
-        self._join(link)
-        return self._update(link, version, self._pack(seconds), seconds)
+            logger.warning("[Bridge] %s %s: joining it again to send version %d", server.url, why, version)
+        self._join(session)
+        return self._update(session, version, self._pack(seconds), seconds)
 
     def _update(
-        self, link: ServerLink, version: int, summaries: dict[str, WeightSummary], seconds: dict[str, float]
+        self, session: ServerSession, version: int, summaries: dict[str, WeightSummary], seconds: dict[str, float]
     ) -> SyncReport:
-        found = [summaries[manifest.digest()] for manifest in link.manifests]
-        outgoing = {rank: self._outgoing[link.manifests[rank].digest()] for rank in link.mine}
+        found = [summaries[manifest.digest()] for manifest in session.manifests]
+        slices = {rank: self._slices[session.manifests[rank].digest()] for rank in session.mine}
         spoilt = next((summary.not_finite for summary in found if summary.not_finite), "")
-        on_main = self._ranks.on_main
+        on_main, longest = self._ranks.on_main, session.server.longest_wait
         with timed(seconds, "prepare"):
-            on_main("preparing vLLM", lambda: link.prepare(version, spoilt), link.server.longest_wait)
-        if link.transfer == "direct":
+            on_main("preparing vLLM", lambda: session.prepare(version, spoilt), longest)
+        if session.transfer == "direct":
             with timed(seconds, "pause"):
-                on_main("pausing vLLM", lambda: link.pause(version), link.server.longest_wait)
+                on_main("pausing vLLM", lambda: session.pause(version), longest)
         first_byte = time.perf_counter()
         with timed(seconds, "transfer"):
             try:
-                self._ranks.together("sending the weights", lambda: link.send(version, outgoing), link.server.longest_wait)
+                self._ranks.together("sending the weights", lambda: session.send(version, slices), longest)
             except BridgeError as error:
-                link.joined = False
+                session.joined = False
                 if not self._ranks.is_main:
                     raise
-                raise link.server.give_up(link.epoch, error) from error
+                raise session.server.give_up(session.epoch, error) from error
         with timed(seconds, "commit"):
             try:
                 answer = on_main(
-                    "committing on vLLM", lambda: link.commit(version, [s.checksum for s in found]), link.server.longest_wait
+                    "committing on vLLM",
+                    lambda: session.commit(version, [s.checksum for s in found]),
+                    session.server.longest_wait,
                 )
             except LeaseLost as error:
                 if self._ranks.is_main:
-                    link.server.abort(link.epoch, str(error))
+                    session.server.abort(session.epoch, str(error))
                 raise
         return SyncReport(
             version=version,
             checksum=found[0].checksum,
-            bytes_moved=link.num_bytes,
+            bytes_moved=session.num_bytes,
             first_byte_to_verified=time.perf_counter() - first_byte - answer["seconds"]["resume"],
             server_seconds=answer["seconds"],
         )

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from typing import Any
 
 import torch
 
-from example_trainer.api_keys import revealed
 from example_trainer.config import TrainerConfig
 from example_trainer.models.lora.settings import base_model_name
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal
 from example_trainer.weight_bridge.base import NoBridge, WeightBridge
 from example_trainer.weight_bridge.broadcast import BroadcastBridge
-from example_trainer.weight_bridge.lora import make_lora_bridge
+from example_trainer.weight_bridge.lora import LoraBridge, LoraServer
 from example_trainer.weight_bridge.restart import RestartBridge
-from example_trainer.weight_bridge.server import BridgeServer
+from example_trainer.weight_bridge.server import BridgeServer, configured_servers
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
 from vllm_patching.shared_memory import gpu_uuid
 
@@ -48,23 +46,11 @@ def make_bridge(
         )
         return NoBridge()
     if config.lora:
-        return make_lora_bridge(
-            config.vllm_addresses,
-            config.lora,
-            folder=config.save_path,
-            base_model=base_model_name(config.model_name),
-            timeout=config.bridge_timeout,
-            api_key=revealed(config.vllm_api_key),
-            startup_timeout=config.service_timeout,
-            weight_epoch=weight_epoch,
-        )
-    sleep = time.sleep if stop is None else stop.wait
-    servers = [
-        BridgeServer(
-            host, port, config.bridge_timeout, revealed(config.vllm_api_key), config.service_timeout, sleep, weight_epoch
-        )
-        for host, port in config.vllm_addresses
-    ]
+        return LoraBridge(
+            configured_servers(LoraServer, config, stop, weight_epoch), config.lora, config.save_path,
+            base_model_name(config.model_name),
+        )  # fmt: skip
+    servers = configured_servers(BridgeServer, config, stop, weight_epoch)
     single = config.single_copy
     several = ranks is not None and ranks.world_size > 1
     if several and not single and not config.use_shared_memory:

@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import logging
 
-import httpx
-
-from example_trainer.api_keys import revealed
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
-from example_trainer.http_client import direct_client
 from example_trainer.parallel.ranks import Ranks
+from example_trainer.vllm_client import QUICK_SECONDS
+from example_trainer.weight_bridge.server import BridgeServer, configured_servers
 
 logger = logging.getLogger(__name__)
 
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
-_SECONDS = 5.0
 
 
 def check_logprobs(config: TrainerConfig, ranks: Ranks) -> None:
@@ -33,14 +30,16 @@ def check_logprobs(config: TrainerConfig, ranks: Ranks) -> None:
     Raises:
         ConfigError: a server's logprobs are not of the distribution that the trainer computes; says what to change.
     """
-    ranks.on_main("asking vLLM for its logprobs", lambda: _check(config), len(config.vllm_addresses) * _SECONDS + ranks.timeout)
+    longest = len(config.vllm_addresses) * QUICK_SECONDS + ranks.timeout
+    ranks.on_main("asking vLLM for its logprobs", lambda: _check(config), longest)
 
 
 def _check(config: TrainerConfig) -> None:
-    for host, port in config.vllm_addresses:
-        url = f"http://{host}:{port}"
-        mode = _mode_of(url, revealed(config.vllm_api_key))
-        if mode is not None:
+    for server in configured_servers(BridgeServer, config):
+        answer = server.look("/sampling") or {}
+        server.close()
+        url, mode = server.url, answer.get("logprobs_mode")
+        if isinstance(mode, str):
             require_fitting(url, mode, config.temperature)
         elif config.temperature != 1.0:
             logger.warning(
@@ -64,16 +63,3 @@ def require_fitting(url: str, mode: str, temperature: float) -> None:
             "training would go in a wrong direction; start the server with --logprobs-mode "
             f"{PROCESSED}, or the trainer with --temperature 1"
         )
-
-
-def _mode_of(url: str, api_key: str | None) -> str | None:
-    """The server's mode; None if it does not say."""
-    try:
-        with direct_client(url, _SECONDS, api_key) as client:
-            response = client.get("/sampling")
-        answer = response.json() if response.status_code == 200 else None
-    except (httpx.HTTPError, ValueError) as error:
-        logger.debug("%s/sampling: %s", url, error)
-        return None
-    mode = answer.get("logprobs_mode") if isinstance(answer, dict) else None
-    return mode if isinstance(mode, str) else None

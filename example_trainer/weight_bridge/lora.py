@@ -12,50 +12,52 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 
-from example_trainer.http_client import direct_client
+from example_trainer.errors import BridgeError
 from example_trainer.models import Decoder
 from example_trainer.models.lora.peft_format import AdapterWriter, WrittenAdapter
 from example_trainer.models.lora.settings import LoraSettings
-from example_trainer.weight_bridge.base import BridgeError, SyncReport, WeightBridge, Weights
+from example_trainer.vllm_client import ServerRefused, ServerSilent, VLLMClient
+from example_trainer.weight_bridge.base import SyncReport, WeightBridge, Weights
+from example_trainer.weight_bridge.server import manifests_of, served_dtype
 from vllm_patching.checksum import weights_checksum
-from vllm_patching.manifest import Manifest, dtype_name, flat_layout, mismatches, source_view
+from vllm_patching.manifest import dtype_name, flat_layout, mismatches, source_view
 
 logger = logging.getLogger(__name__)
 
 SERVING_FOLDER = "serving"
 _HOST = socket.gethostname()
 _OWNER = f"{_HOST}.{os.getpid()}"
-_LOG_EVERY_SECONDS = 10.0
-_QUICK_SECONDS = 5.0
-_HOW_TO_START = "`python -u example_trainer/vllm_api_server.py --model … --enable-lora`"
 
 
-class LoraServer:
-    """Speaks HTTP to the LoRA routes of one server.
-
-    Args:
-        host, port: where vllm_api_server.py listens.
-        timeout: seconds that a load may take.
-        api_key: bearer token, if the server asks for one.
-        startup_timeout: seconds for the server to be there.
+class LoraServer(VLLMClient):
+    """The /lora routes of one server.
 
     Attributes:
         serves: name of the adapter that this trainer has loaded last; None before the first.
     """
 
     def __init__(
-        self, host: str, port: int, timeout: float, api_key: str | None, startup_timeout: float, weight_epoch: int = 0
+        self,
+        host: str,
+        port: int,
+        timeout: float,
+        api_key: str | None = None,
+        startup_timeout: float | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+        weight_epoch: int = 0,
     ) -> None:
-        self.url = f"http://{host}:{port}"
+        """
+        Args:
+            host, port: where vllm_api_server.py listens.
+            timeout: seconds that a load may take.
+            api_key, startup_timeout, sleep: see VLLMClient.
+            weight_epoch: see BridgeServer.
+        """
+        super().__init__(f"http://{host}:{port}", timeout, api_key, startup_timeout, sleep)
         self._weight_epoch = weight_epoch
         self.serves: str | None = None
-        self._startup_timeout = startup_timeout
-        self._said_away = False
-        # The server answers within its own deadline; the margin lets its explanation arrive before ours.
-        self._client = direct_client(self.url, timeout + 10, api_key)
 
     def wait_for_info(self) -> dict[str, Any]:
         """GET /lora/info, waiting for a server that is still loading.
@@ -63,30 +65,8 @@ class LoraServer:
         Raises:
             BridgeError: it is not there after the deadline, or it is there and takes no adapters.
         """
-        deadline = time.monotonic() + self._startup_timeout
-        next_log = time.monotonic() + 1
-        while True:
-            try:
-                response = self._client.get("/lora/info", timeout=_QUICK_SECONDS)
-                if response.status_code == 200:
-                    info: dict[str, Any] = response.json()
-                    return info
-                if response.status_code == 404:
-                    raise BridgeError(f"{self.url} is a server without /lora routes; start it with {_HOW_TO_START}")
-                reason = _reason(response)
-                if response.status_code != 503:
-                    raise BridgeError(f"{self.url} refuses LoRA: {reason}")
-            except httpx.TransportError as error:
-                reason = str(error) or type(error).__name__
-            if time.monotonic() > deadline:
-                raise BridgeError(
-                    f"no vLLM server at {self.url} after {self._startup_timeout:g} s ({reason}); start it ({_HOW_TO_START}), "
-                    "or correct --vllm-host and --vllm-port, or wait longer with --service-timeout"
-                )
-            if time.monotonic() >= next_log:
-                logger.info("[Bridge] Waiting for the vLLM server at %s (%s)", self.url, reason)
-                next_log = time.monotonic() + _LOG_EVERY_SECONDS
-            time.sleep(0.5)
+        start = "`python -u example_trainer/vllm_api_server.py --model … --enable-lora`"
+        return self.wait_for("/lora/info", "LoRA", start)
 
     def load(self, folder: Path, version: int, checksum: str) -> dict[str, Any]:
         """Have the adapter in `folder` served. Waits for a server that is away.
@@ -97,21 +77,22 @@ class LoraServer:
         Raises:
             BridgeError: the server refused, with its reason, or did not answer.
         """
-        body = {"path": str(folder), "version": version, "checksum": checksum, "replaces": self.serves}
-        body["weight_epoch"] = self._weight_epoch
+        body = {"path": str(folder), "version": version, "checksum": checksum, "weight_epoch": self._weight_epoch}
+        what = f"the adapter of version {version}"
         try:
-            response = self._client.post("/lora/load", json=body)
-        except httpx.TransportError as error:
-            logger.warning("[Bridge] %s did not answer (%s): waiting for it to be there again", self.url, error)
-            self.wait_for_info()
-            self.serves = None
-            response = self._client.post("/lora/load", json={**body, "replaces": None})
-        if response.status_code != 200:
-            hint = ""
-            if response.status_code == 400 and "cannot read" in response.text:
-                hint = "; trainer and server must see the same --save-path: the same machine, or a file system that both mount"
-            raise BridgeError(f"{self.url} refused the adapter of version {version}: {_reason(response)}{hint}")
-        answer: dict[str, Any] = response.json()
+            try:
+                answer = self.call("/lora/load", body | {"replaces": self.serves}, what)
+            except ServerSilent as error:
+                logger.warning("[Bridge] %s did not answer (%s): waiting for it to be there again", self.url, error.__cause__)
+                self.wait_for_info()
+                self.serves = None
+                answer = self.call("/lora/load", body | {"replaces": None}, what)
+        except ServerRefused as error:
+            if error.status != 400 or "cannot read" not in str(error):
+                raise
+            raise BridgeError(
+                f"{error}; trainer and server must see the same --save-path: the same machine, or a file system that both mount"
+            ) from error
         self.serves = answer["name"]
         return answer
 
@@ -121,23 +102,13 @@ class LoraServer:
         Raises:
             BridgeError: it serves the adapter of somebody else.
         """
-        try:
-            response = self._client.get("/lora/status", timeout=_QUICK_SECONDS)
-            current = response.json()["current"] if response.status_code == 200 else self.serves
-        except httpx.TransportError:
-            if not self._said_away:
-                logger.warning(
-                    "[Bridge] the vLLM server at %s does not answer; start it again, it will get the adapter", self.url
-                )
-            self._said_away = True
+        status = self.watch("/lora/status", "the adapter")
+        if status is None:
             return False
-        self._said_away = False
+        current = status["current"]
         if isinstance(current, dict) and current["name"] != self.serves:
             raise BridgeError(f"{self.url} serves {current['name']}, which is not of this trainer; two trainers share a server")
         return current is None
-
-    def close(self) -> None:
-        self._client.close()
 
 
 class LoraBridge(WeightBridge):
@@ -160,7 +131,7 @@ class LoraBridge(WeightBridge):
 
     def serving_dtype(self) -> torch.dtype:
         self._infos = [server.wait_for_info() for server in self._servers]
-        dtypes = {_manifests(info)[0].entries[0].torch_dtype for info in self._infos}
+        dtypes = {served_dtype(info) for info in self._infos}
         if len(dtypes) != 1:
             raise BridgeError(f"the vLLM servers hold {' and '.join(sorted(map(str, dtypes)))}; give all the same --dtype")
         return dtypes.pop()
@@ -250,26 +221,6 @@ def _abandoned(serving: Path) -> list[Path]:
     return found
 
 
-def make_lora_bridge(
-    addresses: Sequence[tuple[str, int]],
-    settings: LoraSettings,
-    *,
-    folder: Path,
-    base_model: str,
-    timeout: float,
-    api_key: str | None,
-    startup_timeout: float,
-    weight_epoch: int = 0,
-) -> LoraBridge:
-    """A bridge to the servers at these addresses; see LoraServer and LoraBridge."""
-    servers = [LoraServer(host, port, timeout, api_key, startup_timeout, weight_epoch) for host, port in addresses]
-    return LoraBridge(servers, settings, folder, base_model)
-
-
-def _manifests(info: dict[str, Any]) -> list[Manifest]:
-    return [Manifest.from_json(rank) for rank in info["ranks"]]
-
-
 def _check_base(url: str, info: dict[str, Any], model: Decoder, name: str) -> None:
     """Compare the server's base model with the trainer's: names, shapes, dtypes, and every bit of every weight.
 
@@ -278,7 +229,7 @@ def _check_base(url: str, info: dict[str, Any], model: Decoder, name: str) -> No
     """
     parameters = {name: p.detach() for name, p in model.named_parameters() if ".adapters." not in name}
     shapes = {name: (tuple(p.shape), dtype_name(p.dtype)) for name, p in parameters.items()}
-    for rank, (manifest, theirs) in enumerate(zip(_manifests(info), info["base_checksums"], strict=True)):
+    for rank, (manifest, theirs) in enumerate(zip(manifests_of(info), info["base_checksums"], strict=True)):
         problems = mismatches(manifest, shapes)
         if problems:
             raise BridgeError(
@@ -293,11 +244,3 @@ def _check_base(url: str, info: dict[str, Any], model: Decoder, name: str) -> No
                 f"(rank {rank}: {theirs}): the adapter would be trained on another model than it is served on. Start both "
                 "with the same model."
             )
-
-
-def _reason(response: httpx.Response) -> str:
-    try:
-        body = response.json()
-    except ValueError:
-        return f"{response.status_code} {response.text[:200]}"
-    return str(body.get("error") or body.get("detail") or body) if isinstance(body, dict) else str(body)

@@ -15,12 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
-
 from example_trainer.child_processes.ports import is_free
 from example_trainer.child_processes.processes import ManagedProcess
-from example_trainer.http_client import direct_client
-from example_trainer.weight_bridge.base import BridgeError
+from example_trainer.errors import BridgeError
+from example_trainer.vllm_client import VLLMClient
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +87,7 @@ class OwnedServer:
             self._environment["CUDA_VISIBLE_DEVICES"] = gpus
         if api_key:
             self._environment["VLLM_API_KEY"] = api_key
-        self._client = direct_client(self.url, 5.0, api_key)
+        self._client = VLLMClient(self.url, start_timeout, api_key)
         self._process: ManagedProcess | None = None
         self.served: Served | None = None
 
@@ -167,14 +165,7 @@ class OwnedServer:
         return time.monotonic() - started
 
     def _missing(self) -> str | None:
-        for path in ("/health", "/v1/models"):
-            try:
-                status = self._client.get(path).status_code
-            except httpx.TransportError as error:
-                return f"{path}: {str(error) or type(error).__name__}"
-            if status != 200:
-                return f"{path} answers {status}"
-        return None
+        return self._client.missing("/health") or self._client.missing("/v1/models")
 
     def _tail(self) -> list[str]:
         return self._process.tail(3) if self._process else []

@@ -14,11 +14,10 @@ import torch
 
 from example_trainer.api_keys import revealed
 from example_trainer.config import TrainerConfig
-from example_trainer.errors import ConfigError
+from example_trainer.errors import BridgeError, ConfigError
 from example_trainer.process import StopSignal
-from example_trainer.weight_bridge.base import BridgeError, SyncReport, WeightBridge, Weights
+from example_trainer.weight_bridge.base import SyncReport, WeightBridge, Weights, timed
 from example_trainer.weight_bridge.owned_server import OWN_COMMAND, OwnedServer, Served, ServerDied, is_this_machine
-from example_trainer.weight_bridge.phases import timed
 
 logger = logging.getLogger(__name__)
 

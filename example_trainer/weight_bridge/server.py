@@ -1,4 +1,4 @@
-"""The trainer's view of a vLLM server: its routes for the bridge, with deadlines and errors that say what to do."""
+"""A vLLM server's routes for the bridge, and the layout of its weights, which must be that of the trainer's."""
 
 from __future__ import annotations
 
@@ -7,35 +7,36 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-import httpx
 import torch
 
-from example_trainer.http_client import direct_client
-from example_trainer.weight_bridge.base import BridgeError, LeaseLost
+from example_trainer.api_keys import revealed
+from example_trainer.config import TrainerConfig
+from example_trainer.errors import BridgeError
+from example_trainer.models.shards import Shards
+from example_trainer.process import StopSignal
+from example_trainer.vllm_client import ServerRefused, ServerSilent, VLLMClient
+from example_trainer.weight_bridge.base import LeaseLost
 from vllm_patching.manifest import Manifest, dtype_name, mismatches
 from vllm_patching.writers import Writer, this_process
 
 logger = logging.getLogger(__name__)
 
-_LOG_EVERY_SECONDS = 10.0
-_QUICK_SECONDS = 2.0
+_STATE_SECONDS = 2.0
+"""For /bridge/state, which is asked in the middle of a transfer."""
 
 LEASE_LOST = 410
 """The HTTP status of a server that has given the update up, or that refuses a lease."""
 
-
-class ServerSilent(BridgeError):
-    """There was no answer: whether the server has heard is not known."""
-
-
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]
 """Whole shape and dtype name of each of the trainer's parameters, by name."""
 
+Server = TypeVar("Server", bound=VLLMClient)
 
-class BridgeServer:
-    """Speaks HTTP to one server."""
+
+class BridgeServer(VLLMClient):
+    """The /bridge routes of one server: who has joined, what it serves, and the steps of an update."""
 
     def __init__(
         self,
@@ -51,25 +52,13 @@ class BridgeServer:
         Args:
             host, port: where vllm_api_server.py listens.
             timeout: seconds for each phase of an update.
-            api_key: bearer token, if the server asks for one.
-            startup_timeout: seconds for the server to be there at first, and to come back; by default the same as `timeout`.
-            sleep: how to wait between two questions; may raise to end the wait.
+            api_key, startup_timeout, sleep: see VLLMClient.
             weight_epoch: this trainer's life: Unix milliseconds of its start, and more than any before it of the same run.
         """
-        self.url = f"http://{host}:{port}"
-        self.timeout = timeout
-        self._startup_timeout = timeout if startup_timeout is None else startup_timeout
-        self._sleep, self._weight_epoch = sleep, weight_epoch
+        super().__init__(f"http://{host}:{port}", timeout, api_key, startup_timeout, sleep)
+        self._weight_epoch = weight_epoch
         self._lease: str | None = None
         self._instance: str | None = None
-        self._said_away = False
-        # The server answers within its own deadline; the margin lets its explanation arrive before ours.
-        self._client = direct_client(self.url, timeout + 10, api_key)
-
-    @property
-    def longest_wait(self) -> float:
-        """Seconds after which any of the methods has returned or raised."""
-        return self._startup_timeout + self.timeout + 15
 
     def wait_for_info(self) -> dict[str, Any]:
         """GET /bridge/info, waiting for a server that is still loading.
@@ -77,35 +66,10 @@ class BridgeServer:
         Raises:
             BridgeError: it is not there after the deadline, or it is there and does not share its weights.
         """
-        deadline = time.monotonic() + self._startup_timeout
-        next_log = time.monotonic() + 1
-        while True:
-            try:
-                response = self._client.get("/bridge/info", timeout=5)
-                if response.status_code == 200:
-                    info: dict[str, Any] = response.json()
-                    self._instance, self._said_away = info["instance"], False
-                    return info
-                if response.status_code == 404:
-                    raise BridgeError(
-                        f"{self.url} is a server without /bridge routes; start it with "
-                        "`python example_trainer/vllm_api_server.py`, or train with --weight-bridge-mode none"
-                    )
-                if response.status_code != 503:
-                    raise BridgeError(f"{self.url} refuses the bridge: {_reason(response)}")
-                reason = _reason(response)
-            except httpx.TransportError as error:
-                reason = str(error) or type(error).__name__
-            if time.monotonic() > deadline:
-                raise BridgeError(
-                    f"no vLLM server at {self.url} after {self._startup_timeout:g} s ({reason}); start it "
-                    "(`VLLM_ENABLE_SHARED_WEIGHTS=1 python -u example_trainer/vllm_api_server.py --model …`), or correct "
-                    "--vllm-host and --vllm-port, or wait longer with --service-timeout"
-                )
-            if time.monotonic() >= next_log:
-                logger.info("[Bridge] Waiting for the vLLM server at %s (%s)", self.url, reason)
-                next_log = time.monotonic() + _LOG_EVERY_SECONDS
-            self._sleep(0.5)
+        start = "`VLLM_ENABLE_SHARED_WEIGHTS=1 python -u example_trainer/vllm_api_server.py --model …`"
+        info = self.wait_for("/bridge/info", "the bridge", start, ", or train with --weight-bridge-mode none")
+        self._instance = info["instance"]
+        return info
 
     def init(
         self,
@@ -173,17 +137,11 @@ class BridgeServer:
         """
         what = f"/bridge/{step}" + (f" of version {body['version']}" if "version" in body else "")
         try:
-            response = self._client.post(f"/bridge/{step}", json=body)
-        except httpx.TransportError as error:
-            raise ServerSilent(
-                f"{self.url} did not answer {what} ({str(error) or type(error).__name__}); see the server's log, "
-                "restart it if it has ended, then start the trainer again with --resume auto"
-            ) from error
-        if response.status_code != 200:
-            kind = LeaseLost if response.status_code == LEASE_LOST else BridgeError
-            raise kind(f"{self.url} refused {what}: {_reason(response)}")
-        answer: dict[str, Any] = response.json()
-        return answer
+            return self.call(f"/bridge/{step}", body, what)
+        except ServerRefused as error:
+            if error.status == LEASE_LOST:
+                raise LeaseLost(str(error)) from error
+            raise
 
     def abort(self, epoch: int, reason: str) -> bool:
         """Tell the server at once that an update will not be finished, and give the lease back: without it the server gives the
@@ -237,10 +195,7 @@ class BridgeServer:
 
     def has_restarted(self) -> bool:
         """Whether another process than the one joined answers here, ready to be joined. Does not wait."""
-        state = self._state()
-        if state is None and not self._said_away:
-            logger.warning("[Bridge] the vLLM server at %s does not answer; start it again, it will get the weights", self.url)
-            self._said_away = True
+        state = self.watch("/bridge/state", "the weights", _STATE_SECONDS)
         return state is not None and state["instance"] != self._instance
 
     def wait_for_restart(self, message: str) -> bool:
@@ -257,7 +212,7 @@ class BridgeServer:
             return bool(state["instance"] != self._instance)
         logger.warning("%s", message)
         before = self._instance
-        deadline = time.monotonic() + self._startup_timeout
+        deadline = time.monotonic() + self.startup_timeout
         while True:
             self.wait_for_info()
             if self._instance != before:
@@ -265,20 +220,28 @@ class BridgeServer:
             # The old process still answers though its engine is dead: it is about to end.
             if time.monotonic() > deadline:
                 raise BridgeError(f"vLLM's engine behind {self.url} has died, and the server was not restarted; restart it")
-            self._sleep(0.5)
+            self.sleep(0.5)
 
     def _state(self) -> dict[str, Any] | None:
         """GET /bridge/state; None if there is no such answer now."""
-        try:
-            response = self._client.get("/bridge/state", timeout=_QUICK_SECONDS)
-            state = response.json() if response.status_code == 200 else None
-        except (httpx.HTTPError, ValueError) as error:
-            logger.debug("no answer to /bridge/state: %s", error)
-            return None
-        return state if isinstance(state, dict) else None
+        return self.look("/bridge/state", _STATE_SECONDS)
 
-    def close(self) -> None:
-        self._client.close()
+
+def configured_servers(
+    kind: Callable[..., Server], config: TrainerConfig, stop: StopSignal | None = None, weight_epoch: int = 0
+) -> list[Server]:
+    """The vLLM servers that the options name; nothing is asked of them.
+
+    Args:
+        kind: BridgeServer or LoraServer, which take the same arguments.
+        stop: ends the waits for a server.
+        weight_epoch: see BridgeServer.
+    """
+    key, sleep = revealed(config.vllm_api_key), stop.wait if stop else time.sleep
+    return [
+        kind(host, port, config.bridge_timeout, key, config.service_timeout, sleep, weight_epoch)
+        for host, port in config.vllm_addresses
+    ]
 
 
 def require_in_time(lease: Mapping[str, Any]) -> None:
@@ -308,9 +271,10 @@ def served_dtype(info: dict[str, Any]) -> torch.dtype:
     return manifests_of(info)[0].entries[0].torch_dtype
 
 
-def shapes_of(parameters: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Shapes:
-    """Shapes with the dtypes' names, as they are told to the server."""
-    return {name: (shape, dtype_name(dtype)) for name, (shape, dtype) in parameters.items()}
+def shapes_of(model: torch.nn.Module) -> Shapes:
+    """Of every parameter, in the model's order, as the server is told; the same on every rank, nothing is sent."""
+    shards = getattr(model, "shards", None) or Shards()
+    return {name: (shards.whole_shape(name, p), dtype_name(p.dtype)) for name, p in model.named_parameters()}
 
 
 def check_layout(info: dict[str, Any], shapes: Shapes) -> int:
@@ -333,13 +297,3 @@ def check_layout(info: dict[str, Any], shapes: Shapes) -> int:
     mapped = len({entry.shard.name for manifest in manifests_of(info) for entry in manifest.entries} & shapes.keys())
     logger.info("[Bridge] Mapped %d/%d params from vLLM to trainer", mapped, len(shapes))
     return mapped
-
-
-def _reason(response: httpx.Response) -> str:
-    try:
-        body = response.json()
-    except ValueError:
-        return f"{response.status_code} {response.text[:200]}"
-    if isinstance(body, dict):
-        return str(body.get("error") or body.get("detail") or body)
-    return str(body)

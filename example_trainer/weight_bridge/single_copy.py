@@ -16,11 +16,9 @@ from typing import Any
 
 import torch
 
-from example_trainer.errors import TrainerError
-from example_trainer.parallel.gather import full_parameters
+from example_trainer.errors import BridgeError, TrainerError
 from example_trainer.parallel.ranks import Ranks
-from example_trainer.weight_bridge.base import BridgeError, LeaseLost, SyncReport, WeightBridge, Weights
-from example_trainer.weight_bridge.phases import timed
+from example_trainer.weight_bridge.base import LeaseLost, SyncReport, WeightBridge, Weights, timed
 from example_trainer.weight_bridge.server import (
     BridgeServer,
     Shapes,
@@ -74,7 +72,7 @@ class SingleCopyBridge(WeightBridge):
 
     def connect(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._shapes = shapes_of(full_parameters(model))
+        self._shapes = shapes_of(model)
         self._attach()
 
     def sync(self, version: int, write_weights: Callable[[], None], masters: Weights | None = None) -> SyncReport:
@@ -246,9 +244,11 @@ class SingleCopyBridge(WeightBridge):
 
     def _sums_of(self, masters: Weights) -> WeightSums | None:
         """Over what will be written, as it will be: in the order, the parts and the dtype of the server's. None if the masters
-        are not all there.
+        are not all there, on the weights' device: a CPU would take longer to sum up what an optimizer keeps in host memory than
+        the server stands still for the sums of what was written.
         """
-        if any(item.name not in masters for item in self._layout):
+        here = {item.name for item in self._layout if item.name in masters and masters[item.name].device == self._device}
+        if any(item.name not in here for item in self._layout):
             return None
         named = [(item.name, local_view(item, masters[item.name])) for item in self._layout]
         place = tuple(tensor.data_ptr() for _, tensor in named)

@@ -21,12 +21,12 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from example_trainer.config import TrainerConfig
+from example_trainer.errors import BridgeError
 from example_trainer.models import Decoder, load_model
 from example_trainer.models.lora.layers import adapters_of
 from example_trainer.models.lora.peft_format import AdapterWriter
 from example_trainer.models.lora.settings import TARGETS, LoraSettings
 from example_trainer.parallel.ranks import Ranks
-from example_trainer.weight_bridge.base import BridgeError
 from example_trainer.weight_bridge.logprobs_mode import check_logprobs
 from example_trainer.weight_bridge.lora import LoraBridge, LoraServer
 from tests.conftest import ROOT, Processes

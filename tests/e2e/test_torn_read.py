@@ -13,9 +13,10 @@ import httpx
 import pytest
 import torch
 
+from example_trainer.errors import BridgeError
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.hf_checkpoint import load_model
-from example_trainer.weight_bridge.base import BridgeError, SyncReport, Weights
+from example_trainer.weight_bridge.base import SyncReport, Weights
 from example_trainer.weight_bridge.server import BridgeServer
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
 from tests.e2e.bridge_helpers import joined, new_weights, served_logprobs, trainer_logprobs

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.weight_bridge.base import BridgeError
+from example_trainer.errors import BridgeError
 from example_trainer.weight_bridge.broadcast import BroadcastBridge
 from example_trainer.weight_bridge.server import BridgeServer
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge

@@ -17,11 +17,10 @@ import torch
 
 from example_trainer.child_processes.processes import ManagedProcess
 from example_trainer.config import TrainerConfig
-from example_trainer.errors import ConfigError
+from example_trainer.errors import BridgeError, ConfigError
 from example_trainer.models.hf_checkpoint import load_model
-from example_trainer.parallel.gather import full_parameters
 from example_trainer.parallel.ranks import Ranks
-from example_trainer.weight_bridge.base import BridgeError, LeaseLost
+from example_trainer.weight_bridge.base import LeaseLost
 from example_trainer.weight_bridge.broadcast import BroadcastBridge
 from example_trainer.weight_bridge.logprobs_mode import check_logprobs
 from example_trainer.weight_bridge.server import BridgeServer, shapes_of
@@ -230,7 +229,7 @@ def test_a_single_copy_knows_its_sums_before_it_is_written(
 
 def test_events_that_cannot_be_waited_for_are_not_relied_upon(server: VllmServer) -> None:
     client = BridgeServer("localhost", server.port, BRIDGE_TIMEOUT)
-    shapes = shapes_of(full_parameters(load_model(str(server.model), torch.float32)))
+    shapes = shapes_of(load_model(str(server.model), torch.float32))
     assert client.init("single_copy", shapes)["follows_writes"] is False
     assert client.init("single_copy", shapes, events=["no handle"])["follows_writes"] is False
     with pytest.raises(BridgeError, match=r"2 event\(s\) for 1 rank\(s\)"):
@@ -263,7 +262,7 @@ def test_a_trainer_that_is_stopped_before_its_first_write(
     refuses_to_sample(server)
     other = BridgeServer("localhost", server.port, BRIDGE_TIMEOUT)
     with pytest.raises(BridgeError, match=rf"nobody else may write the weights now: trainer {who} may still write"):
-        other.init("single_copy", shapes_of(full_parameters(load_model(str(server.model), torch.float32))))
+        other.init("single_copy", shapes_of(load_model(str(server.model), torch.float32)))
     other.close()
     assert not asking, "a token was sampled from weights that might change under it"
 
@@ -300,7 +299,7 @@ def test_a_trainer_that_is_killed_before_its_first_write_leaves_the_old_version(
 
 def test_a_step_that_comes_after_the_deadline_is_told_apart(server: VllmServer) -> None:
     client = BridgeServer("localhost", server.port, BRIDGE_TIMEOUT)
-    epoch = client.init("single_copy", shapes_of(full_parameters(load_model(str(server.model), torch.float32))))["epoch"]
+    epoch = client.init("single_copy", shapes_of(load_model(str(server.model), torch.float32)))["epoch"]
     client.post("prepare", {"epoch": epoch, "version": 9})
     lease = client.pause(epoch, 9)
     assert 0 < lease["deadline"] - time.monotonic() <= BRIDGE_TIMEOUT
@@ -326,7 +325,7 @@ def test_another_model_is_refused_with_both_shapes(
         bridge.connect(other)
     half = load_model(str(server.model), torch.bfloat16)
     with pytest.raises(BridgeError, match="dtype bfloat16 in the trainer, float32 in vLLM"):
-        BridgeServer("localhost", server.port, BRIDGE_TIMEOUT).init("broadcast", shapes_of(full_parameters(half)))
+        BridgeServer("localhost", server.port, BRIDGE_TIMEOUT).init("broadcast", shapes_of(half))
 
 
 def test_a_second_trainer_takes_over_and_the_first_is_told(

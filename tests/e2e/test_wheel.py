@@ -22,7 +22,7 @@ from tests.conftest import ROOT, Processes
 pytestmark = pytest.mark.timeout(540)
 
 PACKAGES = ("atroposlib", "environments", "example_trainer", "vllm_patching")
-STANDIN = ROOT / "tests" / "example_trainer" / "standin_vllm.py"
+STANDIN = ROOT / "tests" / "example_trainer" / "weight_bridge" / "standin_vllm.py"
 
 OWN_A_SERVER = """
 import shlex, sys, time

@@ -110,7 +110,7 @@ def ask_sampler(port: int, _: Path) -> object:
 
 CLIENTS: dict[str, Callable[[int, Path], object]] = {
     "bridge": lambda port, _: BridgeServer("127.0.0.1", port, 5.0).has_restarted(),
-    "lora": lambda port, _: LoraServer("127.0.0.1", port, 5.0, None, 5.0).has_lost_adapter(),
+    "lora": lambda port, _: LoraServer("127.0.0.1", port, 5.0).has_lost_adapter(),
     "rollouts": ask_rollouts,
     "legacy server": ask_owned,
     "samples of the deterministic check": ask_sampler,
@@ -156,6 +156,6 @@ def test_every_client_of_the_trainer_and_the_scripts_is_made_in_one_place() -> N
     ours = [folder for folder in ROOT.iterdir() if (folder / "__init__.py").exists() or folder.name == "scripts"]
     others = {"atroposlib", "environments", "tests", "bench"}
     files = [path for folder in ours if folder.name not in others for path in folder.rglob("*.py")]
-    assert ROOT / "example_trainer" / "rollout_client.py" in files
+    assert ROOT / "example_trainer" / "batch" / "client.py" in files
     found = [call for path in files for call in opened_without_us(path)]
     assert [call.partition(":")[0] for call in found] == [str(ROOT / "example_trainer" / "http_client.py")]

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from example_trainer.errors import ConfigError, ModelError
+from example_trainer.errors import BridgeError, ConfigError, ModelError
 from example_trainer.process import StopRequested, StopSignal, log_to_stdout, run
-from example_trainer.weight_bridge.base import BridgeError
 
 
 @pytest.fixture(autouse=True)

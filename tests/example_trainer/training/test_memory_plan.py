@@ -41,7 +41,7 @@ from example_trainer.training.memory_plan import (
 )
 from example_trainer.training.optimizer import MasterAdamW
 from example_trainer.weight_bridge.base import NoBridge
-from example_trainer.weight_bridge.outgoing import OutgoingWeights, receivers_of
+from example_trainer.weight_bridge.slices import WeightSlices, receivers_of
 from vllm_patching.manifest import Manifest, ManifestEntry
 from vllm_patching.sharding import ModelGeometry, plan_shards
 
@@ -237,8 +237,8 @@ def test_planned_buffers_are_those_that_are_made(vllm_ranks: int) -> None:
         specs = plan_shards(served, rank, vllm_ranks)
         manifest = Manifest(rank, vllm_ranks, tuple(ManifestEntry(spec, "float32", "cpu") for spec in specs))
         (receiver,) = receivers_of([manifest, manifest])
-        assert OutgoingWeights(manifest, parameters, True, CPU).packed_bytes == receiver.column_bytes
-        assert OutgoingWeights(manifest, parameters, False, CPU).packed_bytes == receiver.shard_bytes
+        assert WeightSlices(manifest, parameters, True, CPU).packed_bytes == receiver.column_bytes
+        assert WeightSlices(manifest, parameters, False, CPU).packed_bytes == receiver.shard_bytes
     assert (receiver.column_bytes == 0) == (vllm_ranks == 1)
 
 

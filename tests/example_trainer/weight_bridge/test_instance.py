@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from example_trainer.weight_bridge.base import BridgeError
+from example_trainer.errors import BridgeError
 from example_trainer.weight_bridge.server import BridgeServer
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge, read_handles
 from vllm_patching.manifest import Manifest, ManifestEntry

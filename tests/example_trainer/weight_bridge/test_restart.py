@@ -17,9 +17,8 @@ import torch
 from example_trainer.child_processes.guard import descendants, parents
 from example_trainer.child_processes.ports import is_free
 from example_trainer.config import TrainerConfig
-from example_trainer.errors import ConfigError
+from example_trainer.errors import BridgeError, ConfigError
 from example_trainer.process import StopRequested, StopSignal
-from example_trainer.weight_bridge.base import BridgeError
 from example_trainer.weight_bridge.factory import make_bridge
 from example_trainer.weight_bridge.restart import REVIVALS, RestartBridge
 

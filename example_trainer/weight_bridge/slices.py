@@ -1,4 +1,4 @@
-"""The weights that one of vLLM's ranks gets, cut out of the trainer's."""
+"""The slices of the trainer's parameters that one of vLLM's ranks gets: where they lie, how they are packed and summed up."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from example_trainer.training.memory_items import Receiver
+from example_trainer.weight_bridge.base import Receiver
 from vllm_patching.checksum import WeightSummary, WeightSums
 from vllm_patching.distributed_utils import PART_BYTES
 from vllm_patching.manifest import FlatSlice, Manifest, flat_layout, parts, source_view
@@ -24,7 +24,7 @@ def _receiver(manifest: Manifest) -> Receiver:
     return Receiver(manifest.tp_rank, sum(item.num_bytes for item in layout), columns)
 
 
-class OutgoingWeights:
+class WeightSlices:
     """Contiguous tensors, one for each slice of a rank's layout, in its order.
 
     A slice that is contiguous in the trainer's parameter (rows) is sent from where it is. The others (columns, for
@@ -50,15 +50,15 @@ class OutgoingWeights:
         self.parts = parts(layout, PART_BYTES)
         self.num_bytes = sum(item.num_bytes for item in layout)
         self._by_name: dict[str, list[tuple[FlatSlice, torch.Tensor]]] = {}
-        pieces = []
+        named: list[tuple[str, torch.Tensor]] = []
         for item in layout:
-            piece = source_view(item, parameters[item.name].data) if whole else None
-            if piece is None or not piece.is_contiguous():
-                piece = torch.empty(item.shape, dtype=item.dtype, device=device)
-                self._by_name.setdefault(item.name, []).append((item, piece))
-            pieces.append((item.name, piece))
-        self._pieces = pieces
-        self._sums = WeightSums(pieces)
+            tensor = source_view(item, parameters[item.name].data) if whole else None
+            if tensor is None or not tensor.is_contiguous():
+                tensor = torch.empty(item.shape, dtype=item.dtype, device=device)
+                self._by_name.setdefault(item.name, []).append((item, tensor))
+            named.append((item.name, tensor))
+        self._named = named
+        self._sums = WeightSums(named)
 
     @property
     def packed_bytes(self) -> int:
@@ -77,8 +77,8 @@ class OutgoingWeights:
             full: the whole parameter, of the shape that the manifest calls full_shape.
         """
         with torch.no_grad():
-            for item, piece in self._by_name.get(name, ()):
-                piece.copy_(source_view(item, full))
+            for item, buffer in self._by_name.get(name, ()):
+                buffer.copy_(source_view(item, full))
 
     def summary(self) -> WeightSummary:
         """Checksum of what is to be sent, and the first parameter that is not finite."""
@@ -86,4 +86,4 @@ class OutgoingWeights:
 
     def tensors(self, first: int, last: int) -> list[torch.Tensor]:
         """The tensors of a range of slices."""
-        return [tensor for _, tensor in self._pieces[first:last]]
+        return [tensor for _, tensor in self._named[first:last]]

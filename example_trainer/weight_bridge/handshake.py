@@ -1,4 +1,4 @@
-"""The connection of a trainer to one vLLM server, over which its weights are broadcast."""
+"""How a trainer meets one vLLM server: layouts are compared, an epoch begins, and groups are formed to send weights over."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
+from example_trainer.errors import BridgeError
 from example_trainer.parallel.ranks import Ranks
-from example_trainer.weight_bridge.base import BridgeError
-from example_trainer.weight_bridge.outgoing import OutgoingWeights
 from example_trainer.weight_bridge.server import BridgeServer, Shapes, check_layout, manifests_of
+from example_trainer.weight_bridge.slices import WeightSlices
 from vllm_patching.distributed_utils import SENDER, BridgeGroups, Rendezvous
 from vllm_patching.manifest import Manifest, flat_layout
 
 logger = logging.getLogger(__name__)
 
 
-class ServerLink:
+class ServerSession:
     """One server: its layout, and a pair of groups with each of its ranks that this trainer process sends to.
 
     vLLM's rank r is sent to by the trainer's rank r modulo their number; the others only help to put the weights together.
@@ -54,7 +54,7 @@ class ServerLink:
         self.info = self._ranks.on_main("asking the vLLM server", self.server.wait_for_info, self.server.longest_wait)
         self.manifests = manifests_of(self.info)
 
-    def look(self, shapes: Shapes) -> int:
+    def compare(self, shapes: Shapes) -> int:
         """Ask the server what it holds and compare. Returns the number of parameters mapped, which is all of them."""
         self.ask()
         self.num_bytes = sum(item.num_bytes for manifest in self.manifests for item in flat_layout(manifest)[0])
@@ -102,7 +102,7 @@ class ServerLink:
         """Have the server stop generating."""
         self.server.pause(self.epoch, version)
 
-    def send(self, version: int, outgoing: Mapping[int, OutgoingWeights]) -> None:
+    def send(self, version: int, slices: Mapping[int, WeightSlices]) -> None:
         """Send this process's share of the weights. Returns when they have arrived.
 
         Raises:
@@ -111,10 +111,10 @@ class ServerLink:
         rank = -1
         try:
             # Part by part in turns, so that several ranks receive at the same time.
-            longest = max((len(outgoing[rank].parts) for rank in self.mine), default=0)
+            longest = max((len(slices[rank].parts) for rank in self.mine), default=0)
             for index in range(longest):
                 for rank in self.mine:
-                    weights = outgoing[rank]
+                    weights = slices[rank]
                     if index < len(weights.parts):
                         with self._stream(rank):
                             self._groups[rank].broadcast(weights.tensors(*weights.parts[index]))
