@@ -66,12 +66,12 @@ def accumulate_gradients(
     for bin in bins:
         stop.check()
         packing = bin.packing()
-        logprobs, entropy = bin_logprobs(model, bin, packing, config)
+        logprobs, entropy = response_logprobs(model, bin, packing, config)
         parity.compare(bin, logprobs)
         reference_logprobs = None
         if reference is not None:
             with torch.no_grad():
-                reference_logprobs, _ = bin_logprobs(reference, bin, packing, config)
+                reference_logprobs, _ = response_logprobs(reference, bin, packing, config)
                 reference.shards.release(reference)
         loss, sums = grpo_loss(
             logprobs,
@@ -92,7 +92,7 @@ def accumulate_gradients(
     return StepSums(loss_sum, *(value / tokens for value in others))
 
 
-def bin_logprobs(model: Decoder, bin: PackedBin, packing: Packing, config: TrainerConfig) -> tuple[Tensor, Tensor]:
+def response_logprobs(model: Decoder, bin: PackedBin, packing: Packing, config: TrainerConfig) -> tuple[Tensor, Tensor]:
     """Logprob and entropy ([n] float32 each) at the trained tokens; only these are projected to the vocabulary."""
     hidden = model.arithmetic.ops.rows(model(bin.tokens, packing), bin.sources)
     return model.chosen_logprobs(hidden, bin.targets, bin.sequences(), config.logprob_chunk, config.temperature)

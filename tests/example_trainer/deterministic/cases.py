@@ -1,21 +1,26 @@
-"""Each operation with gradients beside a float64 autograd of the textbook formula, for any packing, dtype and device."""
+"""Each operation of a table beside a float64 autograd of the textbook formula, for any packing, dtype and device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from example_trainer.models.ops import invariant as functions
+from example_trainer.models.ops import Operations, invariant
 from example_trainer.models.packing import Packing
 
 LIMITS = {torch.bfloat16: 1e-2, torch.float32: 1e-5, torch.float64: 1e-12}
 """Largest relative error of a gradient, |ours - float64| / |float64| over the whole tensor, by the dtype of the inputs."""
 
+PARAMETERS = ("weight", "bias", "q_norm", "k_norm")
+"""Inputs that are a model's parameters, whose gradients may go to totals."""
+
 Outputs = Tensor | tuple[Tensor, ...]
+Total = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -57,41 +62,53 @@ class Draws:
 
 @dataclass(frozen=True)
 class Case:
-    """What to differentiate: `ours` and the formula take the same tensors, of which the formula gets float64 copies."""
+    """What to differentiate: `ours` and the formula take the same tensors, of which the formula gets float64 copies.
+
+    Attributes:
+        inputs: by name.
+        ours: takes also the totals of some of PARAMETERS, as `weight_total` and so on.
+    """
 
     inputs: dict[str, Tensor]
     ours: Callable[..., Outputs]
     formula: Callable[..., Outputs]
 
 
-def linear_case(d: Draws) -> Case:
+def linear_case(d: Draws, ops: Operations) -> Case:
     s = d.sizes
     inputs = {"x": d.normal(s.tokens, s.hidden), "weight": d.normal(s.inner, s.hidden, scale=s.hidden**-0.5)}
-    return Case(inputs, lambda x, weight: functions.linear(x, weight, packing=d.packing), lambda x, weight: x @ weight.T)
+
+    def ours(x: Tensor, weight: Tensor, **totals: Total) -> Tensor:
+        return ops.linear(x, weight, None, d.packing, totals.get("weight_total"))
+
+    return Case(inputs, ours, lambda x, weight: x @ weight.T)
 
 
-def biased_linear_case(d: Draws) -> Case:
-    plain = linear_case(d)
-    inputs = plain.inputs | {"bias": d.normal(d.sizes.inner)}
-    return Case(inputs, lambda x, w, b: functions.linear(x, w, b, d.packing), lambda x, w, b: x @ w.T + b)
+def biased_linear_case(d: Draws, ops: Operations) -> Case:
+    inputs = linear_case(d, ops).inputs | {"bias": d.normal(d.sizes.inner)}
+
+    def ours(x: Tensor, weight: Tensor, bias: Tensor, **totals: Total) -> Tensor:
+        return ops.linear(x, weight, bias, d.packing, totals.get("weight_total"), totals.get("bias_total"))
+
+    return Case(inputs, ours, lambda x, w, b: x @ w.T + b)
 
 
-def matmul_case(d: Draws) -> Case:
+def matmul_case(d: Draws, ops: Operations) -> Case:
     s = d.sizes
     inputs = {"a": d.normal(s.tokens, s.hidden), "b": d.normal(s.hidden, s.inner, scale=s.hidden**-0.5)}
-    return Case(inputs, functions.matmul, lambda a, b: a @ b)
+    return Case(inputs, invariant.matmul, lambda a, b: a @ b)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     return weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
 
 
-def rms_norm_case(d: Draws) -> Case:
+def rms_norm_case(d: Draws, ops: Operations) -> Case:
     inputs = {"x": d.normal(d.sizes.tokens, d.sizes.hidden), "weight": 1 + d.normal(d.sizes.hidden, scale=0.3)}
-    return Case(inputs, lambda x, w: functions.rms_norm(x, w, 1e-6, d.packing), _norm)
+    return Case(inputs, lambda x, w, **totals: ops.rms_norm(x, w, 1e-6, d.packing, totals.get("weight_total")), _norm)
 
 
-def head_norm_case(d: Draws) -> Case:
+def head_norm_case(d: Draws, ops: Operations) -> Case:
     """The heads of a slice of wider rows, as the norm of queries gets them."""
     s = d.sizes
     inputs = {"x": d.normal(s.tokens, (s.heads + 2) * s.head_dim), "weight": 1 + d.normal(s.head_dim, scale=0.3)}
@@ -99,45 +116,70 @@ def head_norm_case(d: Draws) -> Case:
     def heads(x: Tensor) -> Tensor:
         return x[:, : s.heads * s.head_dim].view(len(x), s.heads, s.head_dim)
 
-    return Case(inputs, lambda x, w: functions.rms_norm(heads(x), w, 1e-6, d.packing), lambda x, w: _norm(heads(x), w))
+    return Case(inputs, lambda x, w: invariant.rms_norm(heads(x), w, 1e-6, d.packing), lambda x, w: _norm(heads(x), w))
 
 
-def fused_norm_case(d: Draws) -> Case:
+def fused_norm_case(d: Draws, ops: Operations) -> Case:
     s = d.sizes
     inputs = {"x": d.normal(s.tokens, s.hidden), "residual": d.normal(s.tokens, s.hidden), "weight": 1 + d.normal(s.hidden)}
     return Case(
         inputs,
-        lambda x, r, w: functions.fused_add_rms_norm(x, r, w, 1e-6, d.packing),
+        lambda x, r, w, **totals: ops.add_rms_norm(x, r, w, 1e-6, d.packing, totals.get("weight_total")),
         lambda x, r, w: (_norm(x + r, w), x + r),
     )
 
 
-def silu_case(d: Draws) -> Case:
+def silu_case(d: Draws, ops: Operations) -> Case:
     inputs = {"x": d.normal(d.sizes.tokens, 2 * d.sizes.inner, scale=2.0)}
 
     def formula(x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    return Case(inputs, functions.silu_and_mul, formula)
+    return Case(inputs, ops.silu_and_mul, formula)
 
 
-def rotary_case(d: Draws) -> Case:
+def _rotated(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+    cos, sin = table.to(torch.float64)[positions][:, None].chunk(2, dim=-1)
+    turned = torch.complex(*x.chunk(2, dim=-1)) * torch.complex(cos, sin)
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+def rotary_case(d: Draws, ops: Operations) -> Case:
     s = d.sizes
     inputs = {"q": d.normal(s.tokens, s.heads, s.head_dim), "k": d.normal(s.tokens, s.kv_heads, s.head_dim)}
     table, positions = d.table(), d.packing.positions
+    return Case(
+        inputs,
+        lambda q, k: invariant.rotary_embedding(positions, q, k, s.head_dim, table),
+        lambda q, k: (_rotated(q, table, positions), _rotated(k, table, positions)),
+    )
 
-    def formula(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = table.to(torch.float64)[positions][:, None].chunk(2, dim=-1)
-        turn = torch.complex(cos, sin)
 
-        def rotate(x: Tensor) -> Tensor:
-            turned = torch.complex(*x.chunk(2, dim=-1)) * turn
-            return torch.cat((turned.real, turned.imag), dim=-1)
+def _split_heads(qkv: Tensor, s: Sizes) -> list[Tensor]:
+    parts = qkv.split([s.heads * s.head_dim, s.kv_heads * s.head_dim, s.kv_heads * s.head_dim], dim=-1)
+    return [part.view(len(qkv), -1, s.head_dim) for part in parts]
 
-        return rotate(q), rotate(k)
 
-    return Case(inputs, lambda q, k: functions.rotary_embedding(positions, q, k, s.head_dim, table), formula)
+def heads_case(d: Draws, ops: Operations) -> Case:
+    """Queries, keys and values of the merged projection: split, normalised, rotated."""
+    s, table = d.sizes, d.table()
+    inputs = {
+        "qkv": d.normal(s.tokens, (s.heads + 2 * s.kv_heads) * s.head_dim),
+        "q_norm": 1 + d.normal(s.head_dim, scale=0.3),
+        "k_norm": 1 + d.normal(s.head_dim, scale=0.3),
+    }
+
+    def ours(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, **totals: Total) -> Outputs:
+        given = totals.get("q_norm_total"), totals.get("k_norm_total")
+        return ops.heads(qkv, s.kv_heads, s.head_dim, (q_norm, k_norm), 1e-6, d.packing, table, given)
+
+    def formula(qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> Outputs:
+        q, k, v = _split_heads(qkv, s)
+        positions = d.packing.positions
+        return _rotated(_norm(q, q_norm), table, positions), _rotated(_norm(k, k_norm), table, positions), v
+
+    return Case(inputs, ours, formula)
 
 
 def attention_formula(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float) -> tuple[Tensor, Tensor]:
@@ -154,68 +196,81 @@ def attention_formula(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], s
     return torch.cat(outs), torch.cat(denominators, dim=1)
 
 
-def attention_case(d: Draws) -> Case:
+def attention_case(d: Draws, ops: Operations) -> Case:
     """Queries, keys and values as views on wider rows, as the merged projection gives them."""
     s, scale = d.sizes, d.sizes.head_dim**-0.5
     inputs = {"qkv": d.normal(s.tokens, (s.heads + 2 * s.kv_heads) * s.head_dim)}
 
-    def split(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        parts = qkv.split([s.heads * s.head_dim, s.kv_heads * s.head_dim, s.kv_heads * s.head_dim], dim=-1)
-        q, k, v = (part.view(len(qkv), -1, s.head_dim) for part in parts)
-        return q, k, v
+    def formula(qkv: Tensor) -> Tensor:
+        q, k, v = _split_heads(qkv, s)
+        return attention_formula(q, k, v, s.lengths, scale)[0]
 
+    def ours(qkv: Tensor) -> Tensor:
+        q, k, v = _split_heads(qkv, s)
+        return ops.attention(q, k, v, d.packing, scale)
+
+    return Case(inputs, ours, formula)
+
+
+def embedding_case(d: Draws, ops: Operations) -> Case:
+    ids = d.ids(d.sizes.tokens, bound=max(2, d.sizes.vocab // 8))  # few ids: many repetitions
+    inputs = {"weight": d.normal(d.sizes.vocab, d.sizes.hidden)}
     return Case(
         inputs,
-        lambda qkv: functions.attention(*split(qkv), d.packing, scale),
-        lambda qkv: attention_formula(*split(qkv), s.lengths, scale)[0],
+        lambda weight, **totals: ops.embedding(ids, weight, totals.get("weight_total")),
+        lambda weight: F.embedding(ids, weight),
     )
 
 
-def embedding_case(d: Draws) -> Case:
-    ids = d.ids(d.sizes.tokens, bound=max(2, d.sizes.vocab // 8))  # few ids: many repetitions
-    inputs = {"weight": d.normal(d.sizes.vocab, d.sizes.hidden)}
-    return Case(inputs, lambda weight: functions.embedding(ids, weight), lambda weight: F.embedding(ids, weight))
-
-
-def chosen_logprobs_case(d: Draws) -> Case:
+def chosen_logprobs_case(d: Draws, ops: Operations) -> Case:
     s = d.sizes
     targets = d.ids(s.tokens)
     inputs = {"hidden": d.normal(s.tokens, s.hidden), "weight": d.normal(s.vocab, s.hidden, scale=2 * s.hidden**-0.5)}
 
+    def ours(hidden: Tensor, weight: Tensor, **totals: Total) -> Tensor:
+        return ops.chosen_logprobs(hidden, weight, targets, d.packing, 100, 1.0, totals.get("weight_total"))[0]
+
     def formula(hidden: Tensor, weight: Tensor) -> Tensor:
         return F.log_softmax(hidden @ weight.T, dim=-1).gather(1, targets[:, None]).squeeze(1)
 
-    return Case(inputs, lambda h, w: functions.chosen_logprobs(h, w, targets, d.packing, chunk=100)[0], formula)
+    return Case(inputs, ours, formula)
 
 
-CASES: dict[str, Callable[[Draws], Case]] = {
+CASES: dict[str, Callable[[Draws, Operations], Case]] = {
     "linear": linear_case,
     "linear with bias": biased_linear_case,
-    "matmul": matmul_case,
     "rms_norm": rms_norm_case,
-    "rms_norm of heads": head_norm_case,
-    "fused_add_rms_norm": fused_norm_case,
+    "add_rms_norm": fused_norm_case,
+    "heads": heads_case,
     "silu_and_mul": silu_case,
-    "rotary_embedding": rotary_case,
-    "attention_varlen": attention_case,
+    "attention": attention_case,
     "embedding": embedding_case,
     "chosen_logprobs": chosen_logprobs_case,
 }
+"""What every table has."""
+INVARIANT_CASES = CASES | {"matmul": matmul_case, "rms_norm of heads": head_norm_case, "rotary_embedding": rotary_case}
+"""And what the invariant one offers to models that are put together elsewhere."""
 
 
-def gradients(case: Case, seed: int, *, exact: bool = False) -> tuple[list[Tensor], dict[str, Tensor]]:
+def gradients(case: Case, seed: int, *, exact: bool = False, totals: bool = False) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Outputs, and the gradient of each input for the same random gradients of the outputs.
 
     Args:
         exact: of the formula in float64, instead of ours.
+        totals: let those of weights be added to totals, into which 1 was put before.
     """
-    leaves = [(t.double() if exact else t.clone()).requires_grad_() for t in case.inputs.values()]
-    result = (case.formula if exact else case.ours)(*leaves)
+    leaves = {name: (t.double() if exact else t.clone()).requires_grad_() for name, t in case.inputs.items()}
+    wide = torch.float64 if next(iter(case.inputs.values())).dtype == torch.float64 else torch.float32
+    sums = {name: torch.ones_like(t, dtype=wide) for name, t in case.inputs.items() if totals and name in PARAMETERS}
+    result = (case.formula if exact else case.ours)(
+        *leaves.values(), **{f"{name}_total": partial(sums.get, name) for name in sums}
+    )
     outputs = [result] if isinstance(result, Tensor) else list(result)
     dtype, generator = next(iter(case.inputs.values())).dtype, torch.Generator().manual_seed(seed)
     upstream = [torch.randn(out.shape, generator=generator).to(dtype).to(out.device).to(out.dtype) for out in outputs]
     torch.autograd.backward(outputs, upstream)
-    found = {name: leaf.grad for name, leaf in zip(case.inputs, leaves, strict=True)}
+    assert all(leaves[name].grad is None for name in sums), "a gradient with a total went to autograd"
+    found = {name: sums[name] - 1 if name in sums else leaf.grad for name, leaf in leaves.items()}
     missing = [name for name, gradient in found.items() if gradient is None]
     assert not missing, f"no gradient reached {missing}"
     return [out.detach() for out in outputs], {name: g for name, g in found.items() if g is not None}
@@ -227,9 +282,18 @@ def relative_error(ours: Tensor, exact: Tensor) -> float:
     return float((ours.double() - exact).norm()) / (norm or 1.0)
 
 
-def errors(name: str, sizes: Sizes, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> dict[str, float]:
-    """Relative error of each gradient of one operation."""
-    case = CASES[name](Draws(sizes, dtype, device, seed))
-    _, ours = gradients(case, seed + 1)
-    _, exact = gradients(case, seed + 1, exact=True)
-    return {f"d {key}": relative_error(ours[key], exact[key]) for key in ours}
+def errors(
+    name: str,
+    sizes: Sizes,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    seed: int = 0,
+    ops: Operations = invariant,
+    totals: bool = False,
+) -> dict[str, float]:
+    """Relative error of each output and each gradient of one operation of a table."""
+    case = INVARIANT_CASES[name](Draws(sizes, dtype, device, seed), ops)
+    outputs, ours = gradients(case, seed + 1, totals=totals)
+    formula, exact = gradients(case, seed + 1, exact=True)
+    found = {f"output {i}": relative_error(a, b) for i, (a, b) in enumerate(zip(outputs, formula, strict=True))}
+    return found | {f"d {key}": relative_error(ours[key], exact[key]) for key in ours}

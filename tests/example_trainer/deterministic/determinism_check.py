@@ -9,12 +9,11 @@ import httpx
 import torch
 from torch import Tensor
 
-from example_trainer.deterministic.decoder import DeterministicDecoder
-from example_trainer.deterministic.pairing import model_provenance, pair
-from example_trainer.models import load_model
-from example_trainer.models.ops import invariant as functions
+from example_trainer.deterministic.pairing import deterministic_decoder, model_provenance, pair
+from example_trainer.models import Decoder, load_model
+from example_trainer.models.ops import invariant
 from example_trainer.models.packing import Packing
-from tests.example_trainer.deterministic.cases import CASES, Draws, Sizes, gradients
+from tests.example_trainer.deterministic.cases import INVARIANT_CASES, Draws, Sizes, gradients
 from tests.example_trainer.deterministic.training import decoder_for, summed_gradients
 from vllm_patching.batch_invariant.settings import enable_settings
 
@@ -27,14 +26,14 @@ def bits(tensors: list[Tensor]) -> list[bytes]:
 
 def run_bits(name: str, sizes: Sizes, dtype: torch.dtype, device: str) -> list[bytes]:
     """Of the outputs and the gradients of one operation."""
-    outputs, found = gradients(CASES[name](Draws(sizes, dtype, device, 0)), 1)
+    outputs, found = gradients(INVARIANT_CASES[name](Draws(sizes, dtype, device, 0), invariant), 1)
     return bits([*outputs, *found.values()])
 
 
-def packed_bits(model: DeterministicDecoder, sequences: list[Tensor]) -> tuple[list[bytes], list[Tensor]]:
+def packed_bits(model: Decoder, sequences: list[Tensor]) -> tuple[list[bytes], list[Tensor]]:
     """Hidden states of each sequence, packed together, and the gradient of each sequence's input embedding."""
     packing = Packing([len(sequence) for sequence in sequences], sequences[0].device)
-    hidden = model.packed(torch.cat(sequences), packing).split(list(packing.lengths))
+    hidden = model(torch.cat(sequences), packing).split(list(packing.lengths))
     return bits(list(hidden)), list(hidden)
 
 
@@ -50,8 +49,7 @@ def check_with_vllm(url: str, folder: str, device: str = "cuda", samples: int = 
         ParityError: the server is not in deterministic mode, or runs other kernels.
     """
     enable_settings()
-    model = load_model(folder, torch.bfloat16 if device == "cuda" else torch.float32, device, DeterministicDecoder)
-    assert isinstance(model, DeterministicDecoder)
+    model = load_model(folder, torch.bfloat16 if device == "cuda" else torch.float32, device, deterministic_decoder)
     answer = httpx.get(f"{url}/deterministic", timeout=30)
     if answer.status_code != 404:
         answer.raise_for_status()
@@ -92,13 +90,13 @@ def check_with_vllm(url: str, folder: str, device: str = "cuda", samples: int = 
     return 0 if wrong else compared
 
 
-def logprobs_after(model: DeterministicDecoder, rows: list[Tensor], prompt: int) -> list[Tensor]:
+def logprobs_after(model: Decoder, rows: list[Tensor], prompt: int) -> list[Tensor]:
     """Of the tokens behind the first `prompt` ones of each row, the rows packed into one pass."""
     packing = Packing([len(row) - 1 for row in rows], rows[0].device)
     with torch.no_grad():
-        hidden = model.packed(torch.cat([row[:-1] for row in rows]), packing).split(list(packing.lengths))
+        hidden = model(torch.cat([row[:-1] for row in rows]), packing).split(list(packing.lengths))
         states = torch.cat([part[prompt - 1 :] for part in hidden])
-        found, _ = functions.chosen_logprobs(states, model.output_weight, torch.cat([row[prompt:] for row in rows]))
+        found, _ = invariant.chosen_logprobs(states, model.output_weight, torch.cat([row[prompt:] for row in rows]))
     return list(found.split([len(row) - prompt for row in rows]))
 
 
@@ -109,7 +107,7 @@ def check_operations(device: str) -> int:
     if device != "cpu":
         lengths = (1, 127, 128, 129, 255, 256, 257, 777, 64)
         sizes = Sizes(lengths, hidden=1024, inner=3072, heads=16, kv_heads=8, head_dim=128, vocab=32000)
-    for name in CASES:
+    for name in INVARIANT_CASES:
         first, *others = (run_bits(name, sizes, torch.bfloat16, device) for _ in range(3))
         good = all(other == first for other in others)
         failed += not good

@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from example_trainer.deterministic.decoder import DeterministicDecoder
-from example_trainer.deterministic.pairing import model_provenance
+from example_trainer.deterministic.pairing import deterministic_decoder, model_provenance
 from example_trainer.deterministic.parity import ParityError
 from example_trainer.models import load_model
 from example_trainer.models.packing import Packing
@@ -40,8 +39,7 @@ class Sampler:
             kernels: entries of the provenance that are other ones; None: not in deterministic mode.
             spoilt: number of the token, over all answers, whose logprob has another last bit.
         """
-        model = load_model(str(STARTER), torch.float32, "cpu", DeterministicDecoder)
-        assert isinstance(model, DeterministicDecoder)
+        model = load_model(str(STARTER), torch.float32, "cpu", deterministic_decoder)
         self.model, self.spoilt, self.count = model, spoilt, 0
         named = model_provenance(model)
         table = named.pop("rotary_table")
@@ -54,7 +52,7 @@ class Sampler:
         for _ in range(body["n"]):
             tokens, rows = list(body["prompt"]["prompt_token_ids"]), []
             for _ in range(body["max_tokens"]):
-                hidden = self.model.packed(torch.tensor(tokens), Packing([len(tokens)]))[-1:]
+                hidden = self.model(torch.tensor(tokens), Packing([len(tokens)]))[-1:]
                 logits = ops.linear(hidden, self.model.output_weight)
                 token = int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
                 logprob = ops.chosen_logprobs(hidden, self.model.output_weight, torch.tensor([token])).numpy()

@@ -8,12 +8,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from example_trainer.batch.groups import Batch, TrainedSequence, microbatches
+from example_trainer.batch.bins import PackedBin
+from example_trainer.batch.groups import Batch, TrainedSequence
+from example_trainer.batch.packing import pack_batch
 from example_trainer.config import TrainerConfig
-from example_trainer.deterministic.decoder import DeterministicDecoder, GradientSums
+from example_trainer.deterministic.pairing import deterministic_decoder
 from example_trainer.deterministic.parity import ParityCheck, weights_sha
-from example_trainer.models import Geometry
-from example_trainer.models.ops import invariant as functions
+from example_trainer.models import Decoder, Geometry
+from example_trainer.models.gradients import GradientSums
 from example_trainer.models.packing import Packing
 from example_trainer.process import StopSignal
 from example_trainer.training.step import accumulate_gradients
@@ -31,10 +33,10 @@ QWEN3_LAYERS = Geometry(
 """Four layers of Qwen3-0.6B."""
 
 
-def decoder_for(device: str, seed: int = 0, geometry: Geometry | None = None) -> DeterministicDecoder:
+def decoder_for(device: str, seed: int = 0, geometry: Geometry | None = None) -> Decoder:
     """A model with random weights whose logits are not all alike; on a GPU in bfloat16, with layers of a real size."""
     chosen = geometry or (SMALL if device == "cpu" else QWEN3_LAYERS)
-    model = DeterministicDecoder(chosen, torch.float32 if device == "cpu" else torch.bfloat16, device)
+    model = deterministic_decoder(chosen, torch.float32 if device == "cpu" else torch.bfloat16, device)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -44,21 +46,20 @@ def decoder_for(device: str, seed: int = 0, geometry: Geometry | None = None) ->
     return model
 
 
-def summed_gradients(model: DeterministicDecoder, sequences: Sequence[Tensor], size: int) -> dict[str, Tensor]:
+def summed_gradients(model: Decoder, sequences: Sequence[Tensor], size: int) -> dict[str, Tensor]:
     """float32 gradient of each parameter for the sum of next-token logprobs, `size` sequences in each pass."""
-    model.sums = GradientSums()
+    model.arithmetic.sums = sums = GradientSums(model)
     for first in range(0, len(sequences), size):
         part = sequences[first : first + size]
         packing = Packing([len(sequence) for sequence in part], part[0].device)
-        hidden = model.packed(torch.cat(list(part)), packing)
+        hidden = model(torch.cat(list(part)), packing)
         targets = torch.cat([sequence.roll(-1) for sequence in part])
-        total = model._total(model.output_weight, ":as output matrix")
-        logprobs, _ = functions.chosen_logprobs(hidden, model.output_weight, targets, packing, 128, total)
+        logprobs, _ = model.chosen_logprobs(hidden, targets, packing, 128)
         logprobs.sum().backward()
-    return model.sums.take()
+    return sums.take()
 
 
-def rollouts(model: DeterministicDecoder, seed: int, version: int, count: int = 6) -> Batch:
+def rollouts(model: Decoder, seed: int, version: int, count: int = 6) -> Batch:
     """Sequences of made-up tokens with the logprobs that `model` gives them: what an exact sampler would have sent."""
     generator = torch.Generator().manual_seed(seed)
     sequences = []
@@ -67,8 +68,8 @@ def rollouts(model: DeterministicDecoder, seed: int, version: int, count: int = 
         length, prompt = int(torch.randint(longest - 15, longest, (1,), generator=generator)), 2
         tokens = torch.randint(0, model.geometry.vocab_size, (length,), generator=generator)
         with torch.no_grad():
-            hidden = model.packed(tokens[:-1], Packing([length - 1]))[prompt - 1 :]
-            logprobs, _ = functions.chosen_logprobs(hidden, model.output_weight, tokens[prompt:])
+            hidden = model(tokens[:-1], Packing([length - 1]))[prompt - 1 :]
+            logprobs, _ = model.chosen_logprobs(hidden, tokens[prompt:], Packing([length - prompt]))
         trained = length - prompt
         sequences.append(
             TrainedSequence(
@@ -93,7 +94,12 @@ def config(folder: Path, **changes: object) -> TrainerConfig:
     return TrainerConfig.model_validate(values | changes)
 
 
-def train(options: TrainerConfig, steps: int, seed: int = 0) -> list[str]:
+def bins(batch: Batch, tokens: int = 200) -> list[PackedBin]:
+    """A batch packed for one rank, nothing shared."""
+    return pack_batch(batch, tokens_per_bin=tokens, ranks=1, normalisation="token", max_tokens=128, share_prefixes=False)[0]
+
+
+def train(options: TrainerConfig, steps: int, seed: int = 0, tokens: int = 200) -> list[str]:
     """Train a new small model on what it would sample itself; returns the hash of its weights after each step.
 
     Raises:
@@ -102,21 +108,15 @@ def train(options: TrainerConfig, steps: int, seed: int = 0) -> list[str]:
     from example_trainer.training.setup import make_optimizer  # needs TensorBoard, which what else is here does not
 
     model = decoder_for("cpu", seed)
-    model.sums = GradientSums()
     model.gradient_checkpointing = options.gradient_checkpointing
     optimizer = make_optimizer(options, model)
     parity = ParityCheck({"linear": "reference"}, {"linear": "reference"})
     hashes = []
     for step in range(steps):
         batch = rollouts(model, 100 * seed + step, step)
-        accumulate_gradients(model, optimizer, batch, options, StopSignal(), parity=parity)
+        accumulate_gradients(model, optimizer, bins(batch, tokens), options, StopSignal(), parity=parity)
         optimizer.step()
         optimizer.write_weights()
         assert parity.row(optimizer)["compared_tokens"] == batch.trained_tokens
         hashes.append(weights_sha(optimizer.masters))
     return hashes
-
-
-def first_microbatch(batch: Batch, size: int = 2):  # type: ignore[no-untyped-def]
-    """The first microbatch of a batch."""
-    return next(iter(microbatches(batch, size, "token", 128)))
