@@ -41,7 +41,7 @@ def _argument(name: str, field: FieldInfo) -> dict[str, Any]:
     shown = "required" if field.is_required() else f"default: {default}"
     options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS}
     options["help"] = f"{field.description} ({shown})".replace("%", "%%")
-    if field.annotation is bool:
+    if field.annotation is bool or bool in get_args(field.annotation):
         options["action"] = argparse.BooleanOptionalAction
     elif get_origin(field.annotation) is list:
         options |= {"nargs": "+", "metavar": "NAME"}

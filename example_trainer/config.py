@@ -98,6 +98,20 @@ class BatchOptions(_Section):
         description="sequences of an optimizer step, divided by --batch-size",
     )
     seq_len: int = Field(2048, ge=2, description="longest sequence in tokens, prompt included; told to the environments")
+    tokens_per_microbatch: int | None = Field(
+        None,
+        ge=1,
+        description="tokens of one forward and backward pass, a longer sequence alone excepted; not given: what memory allows",
+    )
+    share_prefixes: bool | None = Field(
+        None,
+        description="forward what rollouts of a group begin with once for all of them; not given: unless --deterministic",
+    )
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences in the batch that one optimizer step trains on."""
+        return self.batch_size * self.gradient_accumulation_steps
 
 
 class AlgorithmOptions(_Section):
@@ -293,6 +307,11 @@ class TrainerConfig(
             )
         if self.deterministic and self.temperature != 1.0:
             raise ValueError(f"--deterministic needs --temperature 1, which is {self.temperature:g}")
+        if self.deterministic and self.share_prefixes:
+            raise ValueError(
+                "--deterministic and --share-prefixes exclude each other: in which order the gradients of what is shared are "
+                "summed would depend on which rollouts share a pass; leave one of them out"
+            )
         return self
 
     @property
@@ -311,9 +330,14 @@ class TrainerConfig(
         return step == self.training_steps or bool(interval and step % interval == 0)
 
     @property
-    def sequences_per_step(self) -> int:
-        """Sequences in the batch that one optimizer step trains on."""
-        return self.batch_size * self.gradient_accumulation_steps
+    def shares_prefixes(self) -> bool:
+        """Whether what rollouts of a group begin with is forwarded once."""
+        return not self.deterministic if self.share_prefixes is None else self.share_prefixes
+
+    @property
+    def fetches_ahead(self) -> bool:
+        """Whether a batch is fetched while another is trained on: it is then one version older than it need be."""
+        return self.oldest_rollouts != 0
 
     @property
     def lora(self) -> LoraSettings | None:

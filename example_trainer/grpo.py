@@ -1,6 +1,8 @@
 """Train a language model with GRPO: fetch scored rollouts, take a step, hand the new weights to the inference server.
 
 python -u example_trainer/grpo.py --model-name Qwen/Qwen2.5-3B-Instruct --training-steps 100
+
+This file makes what a training needs, in the order in which one thing needs another. The loop is `training/loop.py`.
 """
 
 from __future__ import annotations
@@ -14,43 +16,33 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import contextlib
 import logging
 import time
-from collections.abc import Callable
 
 import torch
 
-from example_trainer.batch.client import RolloutClient, Upkeep
-from example_trainer.batch.groups import Batch, parse_batch
-from example_trainer.batch.shared_client import SharedRollouts, agreed_stop
+from example_trainer.api_keys import revealed
+from example_trainer.batch.client import RolloutClient, registration
+from example_trainer.batch.prefetch import make_batches
+from example_trainer.batch.reader import CPU_TOKENS_PER_MICROBATCH
 from example_trainer.command_line import parse_config
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.pairing import make_parity, pin_settings
-from example_trainer.errors import BatchError, CheckpointError, OutOfMemoryError, RankError, TrainerError
 from example_trainer.observe.exporter import serve_metrics
-from example_trainer.observe.metrics import import_wandb, step_line, step_row
+from example_trainer.observe.metrics import import_wandb, make_metrics
+from example_trainer.observe.perf import make_speed
+from example_trainer.observe.profiling import StepProfiler, memory_history
+from example_trainer.parallel.agreed_stop import agreed_stop
 from example_trainer.parallel.ranks import Ranks, join_ranks
-from example_trainer.process import StopRequested, StopSignal, run
+from example_trainer.process import StopSignal, run
+from example_trainer.training.adapter_checkpoints import checkpoint_prefix, make_checkpoints
 from example_trainer.training.checkpoints import load_state
-from example_trainer.training.guarded_step import guarded_step
+from example_trainer.training.device_and_dtype import choose_device, choose_dtype
+from example_trainer.training.loop import Parts
+from example_trainer.training.loop import train as take_steps
 from example_trainer.training.memory_plan import check_memory
-from example_trainer.training.optimizer import MasterAdamW
+from example_trainer.training.model import decoder_maker, make_model, make_reference, refuse_ranks
+from example_trainer.training.optimizer import make_optimizer
 from example_trainer.training.resume import agreed_start
 from example_trainer.training.runs import SavedStep, mark_run
-from example_trainer.training.setup import (
-    checkpoint_prefix,
-    choose_device,
-    choose_dtype,
-    decoder_maker,
-    make_checkpoints,
-    make_client,
-    make_metrics,
-    make_model,
-    make_optimizer,
-    make_reference,
-    refuse_ranks,
-    registration,
-)
-from example_trainer.training.skipping import SkippedBatches
-from example_trainer.weight_bridge.base import BridgeError
 from example_trainer.weight_bridge.factory import make_bridge
 from example_trainer.weight_bridge.logprobs_mode import check_logprobs
 
@@ -67,16 +59,21 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
     with contextlib.ExitStack() as stack:
         ranks = stack.enter_context(join_ranks(config.rank_timeout, device))
         refuse_ranks(config, ranks)
+        traces = config.log_dir / "profile"
+        stack.enter_context(memory_history(config.memory_snapshot, device, traces, ranks.rank))
+        profiler = StepProfiler(config.profiled_steps, traces, ranks.rank)
+        stack.callback(profiler.close)
         exporter = serve_metrics(config.metrics_port, config.metrics_host) if ranks.is_main else None
         prefix = checkpoint_prefix(config)
         start = agreed_start(ranks, config.resume, config.save_path, config.model_name, time.time_ns() // 10**6, prefix)
         if start.saved and start.saved.step >= config.training_steps:
-            finish_earlier_run(config, start.saved, make_client(config, stop, ranks))
+            finish_earlier_run(config, start.saved, stop, ranks)
             return
         bridge = make_bridge(config, stop, ranks, weight_epoch=start.run.epoch)
         stack.callback(bridge.close)
         dtype = choose_dtype(config, bridge.serving_dtype(), device)
         check_memory(config, bridge, dtype, device)
+        tokens_per_bin = config.tokens_per_microbatch or CPU_TOKENS_PER_MICROBATCH
         make = decoder_maker(config, ranks)
         model = make_model(config, start.checkpoint, dtype, device, make)
         parity = make_parity(config, model, stop)
@@ -87,10 +84,10 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
             load_state(start.saved, optimizer)
             logger.info("Resuming from %s at step %d (%s)", start.saved.path, optimizer.steps, start.run)
         checkpoints = make_checkpoints(config, model, start, ranks)
-        metrics = make_metrics(config, optimizer.steps, exporter, ranks)
+        metrics = make_metrics(config, optimizer.steps, exporter, ranks.is_main)
         stack.callback(metrics.close)
-        client = make_client(config, stop, ranks)
-        stack.callback(client.close)
+        batches = make_batches(config, stop, ranks, device, model, tokens_per_bin, start.run.lives)
+        stack.callback(batches.close)
 
         stop = agreed_stop(stop, ranks)
         bridge.connect(model)
@@ -98,113 +95,43 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
         bridge.sync(optimizer.steps, optimizer.write_weights, optimizer.masters)  # nothing may be generated with older weights
         ranks.on_main("naming the run", lambda: mark_run(start.run, config.save_path, prefix))
         if start.saved and start.saved.batch:
-            client.settle(start.saved.batch, optimizer.steps)
+            batches.settle(start.saved.batch, optimizer.steps)
         check_logprobs(config, ranks)  # before there is anything to train on
-        client.register(registration(config, optimizer.steps, start.run.epoch))
-        upkeep = Upkeep(bridge.server_restarted, lambda: bridge.keep_serving(optimizer.write_weights))
-        trained = start.saved.batch if start.saved else None
-        skipped = SkippedBatches(config)
-
-        def save() -> None:
-            if checkpoints.last != optimizer.steps:
-                checkpoints.save(model, optimizer, config.shareable, trained)
-
-        try:
-            while optimizer.steps < config.training_steps:
-                begun = time.perf_counter()
-                try:
-                    batch = read_batch(client, config, model.geometry.vocab_size, upkeep)
-                    waited = time.perf_counter()
-                    sums, step = guarded_step(model, optimizer, batch, config, stop, reference, parity, ranks)
-                except BatchError as error:
-                    if not optimizer.sound:
-                        raise
-                    skipped.skip(error)
-                    client.acknowledge(optimizer.steps, skipped=str(error))
-                    if ranks.world_size > 1 and isinstance(error, OutOfMemoryError):  # FSDP2 stands in the middle of a layer
-                        raise OutOfMemoryError(
-                            f"{error}; several ranks cannot go on from here: start again with --resume auto, which goes on "
-                            "behind this batch"
-                        ) from error
-                    continue
-                trained = client.lease
-                computed = time.perf_counter()
-                if config.restarts_vllm_at(optimizer.steps):
-                    save()  # what the bridge starts vLLM on
-                report = bridge.sync(optimizer.steps, optimizer.write_weights, optimizer.masters)
-                synced = time.perf_counter()
-                seconds = (waited - begun, computed - waited, synced - computed)
-                row = step_row(
-                    batch, sums, step, report, bridge, client.queue_size(), seconds, optimizer.steps, start.run.lives
-                )
-                row |= parity.row(optimizer) | {"batches_skipped": skipped.stepped()}
-                metrics.write(optimizer.steps, row)
-                logger.info("%s", step_line(optimizer.steps, config.training_steps, row))
-                if config.saves_at(optimizer.steps):
-                    save()
-                # Last, so that no batch is gone from the service before the checkpoint that is due holds what was learned.
-                client.acknowledge(optimizer.steps)
-                stop.check()
-        except Exception as error:
-            keep_what_was_learned(error, save, optimizer, ranks)
-            raise
-        except StopRequested:
-            if optimizer.sound and optimizer.steps:
-                save()
-            raise
-        client.end_run()
+        batches.register(registration(config, optimizer.steps, start.run.epoch))
+        take_steps(
+            Parts(
+                config=config,
+                stop=stop,
+                ranks=ranks,
+                model=model,
+                optimizer=optimizer,
+                batches=batches,
+                bridge=bridge,
+                parity=parity,
+                checkpoints=checkpoints,
+                metrics=metrics,
+                speed=make_speed(model, device, dtype, ranks.world_size, config.lora is not None, reference is not None),
+                profiler=profiler,
+                reference=reference,
+                trained=start.saved.batch if start.saved else None,
+            )
+        )
+        batches.end_run()
         logger.info("Training complete: %d steps, checkpoint %s", optimizer.steps, checkpoints.path(optimizer.steps))
 
 
-def keep_what_was_learned(error: Exception, save: Callable[[], None], optimizer: MasterAdamW, ranks: Ranks) -> None:
-    """Save the last sound step before an error ends the trainer, if that is possible.
-
-    With several ranks it takes all of them, so only an error that is known to have come to all of them will do.
-    """
-    agreed = ranks.world_size == 1 or isinstance(error, TrainerError | BridgeError)
-    if not optimizer.sound or not optimizer.steps or not agreed or isinstance(error, CheckpointError | RankError):
-        return
-    try:
-        save()
-    except Exception as failure:  # noqa: BLE001 - logged, and the error that led here is raised
-        told = " ".join(str(failure).split())
-        logger.error("What was learned since the last checkpoint could not be saved: %s", told)
-
-
-def finish_earlier_run(config: TrainerConfig, saved: SavedStep, client: RolloutClient | SharedRollouts) -> None:
+def finish_earlier_run(config: TrainerConfig, saved: SavedStep, stop: StopSignal, ranks: Ranks) -> None:
     """Say that there is nothing to do, and do what the trainer that ended the run may have been killed before."""
     logger.info(
         "Nothing to do: %s of %s has done %d of %d steps (%s); for more give a larger --training-steps, and for a new run "
         "leave --resume out or give another --save-path",
         saved.run, saved.run.model or "an unnamed model", saved.step, config.training_steps, saved.path,
     )  # fmt: skip
-    with contextlib.closing(client):
-        if saved.batch and saved.batch.uuid is not None:
+    if ranks.is_main and saved.batch and saved.batch.uuid is not None:
+        with contextlib.closing(
+            RolloutClient(config.atropos_url, stop, revealed(config.atropos_api_key), config.service_timeout)
+        ) as client:
             client.end_run(saved.batch.uuid)
-
-
-def read_batch(
-    client: RolloutClient | SharedRollouts,
-    config: TrainerConfig,
-    vocab_size: int,
-    upkeep: Upkeep | None = None,
-) -> Batch:
-    """Wait for a batch and check it. Says what it had to leave out or cut.
-
-    Raises:
-        BatchError: nothing in the batch can be trained on.
-    """
-    batch = parse_batch(client.next_batch(upkeep), config.seq_len, vocab_size, config.advantage_std)
-    for problem in batch.invalid:
-        logger.warning("Left out of the batch: %s", problem)
-    if batch.truncated:
-        logger.warning("%d sequences were longer than --seq-len %d and were cut", batch.truncated, config.seq_len)
-    if batch.ignored_overrides:
-        logger.warning("Overrides that this trainer does not know: %s", ", ".join(sorted(batch.ignored_overrides)))
-    if not batch.trained_tokens:
-        reason = batch.invalid[0] if batch.invalid else "every token is masked with -100"
-        raise BatchError(f"the batch from {config.atropos_url} holds nothing to train on: {reason}; look at the environment")
-    return batch
 
 
 if __name__ == "__main__":

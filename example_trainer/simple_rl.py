@@ -19,32 +19,34 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
 import contextlib
-import itertools
 import logging
 import os
-import time
 from collections.abc import Iterator
 
 import torch
 
 from example_trainer.api_keys import revealed
-from example_trainer.batch.groups import parse_batch
-from example_trainer.batch.local_sampler import Sampler
+from example_trainer.batch.local_sampler import SampledBatches, Sampler
 from example_trainer.batch.problems import Problem, from_file, sums
+from example_trainer.batch.reader import BatchReader
 from example_trainer.child_processes.ports import PortReservations
 from example_trainer.child_processes.processes import ProcessError, Supervisor
 from example_trainer.child_processes.readiness import http_probe, wait_until
 from example_trainer.config import TrainerConfig
-from example_trainer.deterministic.pairing import deterministic_decoder, make_parity, pin_settings
+from example_trainer.deterministic.pairing import make_parity, pin_settings
 from example_trainer.deterministic.parity import ParityCheck
 from example_trainer.errors import ConfigError, TrainerError
-from example_trainer.models import Decoder
 from example_trainer.models.hf_checkpoint import find_checkpoint
-from example_trainer.observe.metrics import step_line, step_row
+from example_trainer.observe.metrics import make_metrics
+from example_trainer.observe.perf import make_speed
+from example_trainer.observe.profiling import StepProfiler
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal, run
-from example_trainer.training.setup import choose_device, choose_dtype, make_metrics, make_model, make_optimizer
-from example_trainer.training.step import accumulate_gradients
+from example_trainer.training.device_and_dtype import choose_device, choose_dtype
+from example_trainer.training.loop import NoCheckpoints, Parts
+from example_trainer.training.loop import train as take_steps
+from example_trainer.training.model import decoder_maker, make_model
+from example_trainer.training.optimizer import make_optimizer
 from example_trainer.weight_bridge.factory import make_bridge
 
 logger = logging.getLogger("example_trainer.simple_rl")
@@ -66,7 +68,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--group-size", type=int, default=16, help="answers to each (default: %(default)s)")
     add("--max-tokens", type=int, default=96, help="of an answer (default: %(default)s)")
     add("--max-model-len", type=int, default=1024, help="prompt and answer (default: %(default)s)")
-    add("--micro-batch", type=int, default=32, help="sequences in a forward pass (default: %(default)s)")
+    passes = "sequences of --max-model-len tokens that fit into a forward pass (default: %(default)s)"
+    add("--micro-batch", type=int, default=32, help=passes)
     add("--lr", type=float, default=3e-4, help="learning rate (default: %(default)s)")
     add("--seed", type=int, default=0, help="of problems and samples (default: %(default)s)")
     add("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
@@ -86,7 +89,9 @@ def trainer_config(options: argparse.Namespace, port: int) -> TrainerConfig:
             "single_copy": True,
             "vllm_port": port,
             "training_steps": options.steps,
-            "batch_size": options.micro_batch,
+            "batch_size": options.group_size,
+            "gradient_accumulation_steps": options.groups,
+            "tokens_per_microbatch": options.micro_batch * options.max_model_len,
             "lr": options.lr,
             "seq_len": options.max_model_len,
             "seed": options.seed,
@@ -155,36 +160,36 @@ def train(options: argparse.Namespace, stop: StopSignal) -> None:
         bridge = make_bridge(config, stop, ranks)
         stack.callback(bridge.close)
         dtype = choose_dtype(config, bridge.serving_dtype(), device)
-        model = make_model(config, None, dtype, device, deterministic_decoder if options.batch_invariant else Decoder)
+        model = make_model(config, None, dtype, device, decoder_maker(config, ranks))
         parity = make_parity(config, model, stop) if options.batch_invariant else ParityCheck({}, {}, stop=False)
         optimizer = make_optimizer(config, model)
-        metrics = make_metrics(config, 0, None, ranks)
+        metrics = make_metrics(config, 0)
         stack.callback(metrics.close)
         folder = str(find_checkpoint(options.model))
         key = revealed(config.vllm_api_key)
         sampler = Sampler(f"http://127.0.0.1:{port}", folder, options.group_size, options.max_tokens, options.seed, key)
         stack.callback(sampler.close)
+        reader = BatchReader(config, model.geometry.vocab_size, options.micro_batch * options.max_model_len)
         bridge.connect(model)
         stop.defer()  # an update of the server's weights must not be torn apart
         bridge.sync(0, optimizer.write_weights, optimizer.masters)
-        compared = mismatched = 0
-        while optimizer.steps < options.steps:
-            begun = time.perf_counter()
-            groups = sampler.groups(list(itertools.islice(problems, options.groups)))
-            batch = parse_batch(groups, config.seq_len, model.geometry.vocab_size)
-            sampled = time.perf_counter()
-            sums_of_step = accumulate_gradients(model, optimizer, batch, config, stop, parity=parity)
-            step = optimizer.step()
-            trained = time.perf_counter()
-            report = bridge.sync(optimizer.steps, optimizer.write_weights, optimizer.masters)
-            seconds = (sampled - begun, trained - sampled, time.perf_counter() - trained)
-            row = step_row(batch, sums_of_step, step, report, bridge, 0, seconds, optimizer.steps)
-            row |= (figures := parity.row(optimizer))
-            compared += int(figures["compared_tokens"] or 0)
-            mismatched += int(figures["mismatched_tokens"] or 0)
-            metrics.write(optimizer.steps, row)
-            logger.info("%s", step_line(optimizer.steps, options.steps, row))
-            stop.check()
+        take_steps(
+            Parts(
+                config=config,
+                stop=stop,
+                ranks=ranks,
+                model=model,
+                optimizer=optimizer,
+                batches=SampledBatches(sampler, problems, options.groups, reader, device),
+                bridge=bridge,
+                parity=parity,
+                checkpoints=NoCheckpoints(),
+                metrics=metrics,
+                speed=make_speed(model, device, dtype),
+                profiler=StepProfiler(config.profiled_steps, config.log_dir),
+            )
+        )
+        compared, mismatched = parity.compared_in_all, parity.mismatched_in_all
         if options.batch_invariant:
             logger.info("✓ vLLM-TorchTitan bitwise determinism verified: %d tokens match exactly", compared)
         else:

@@ -19,6 +19,7 @@ import httpx
 import orjson
 from httpx import codes
 
+from example_trainer.config import TrainerConfig
 from example_trainer.errors import RolloutServiceError
 from example_trainer.http_client import direct_client
 from example_trainer.process import StopSignal
@@ -379,3 +380,21 @@ class RolloutClient:
                 f"{method} {self.url}{path} answered no JSON object ({start!r}); is --atropos-url a rollout service?"
             )
         return answer
+
+
+def registration(config: TrainerConfig, starting_step: int, weight_epoch: int = 0) -> Registration:
+    """What the rollout service is told. `weight_epoch` names this trainer's weights; see weight_age."""
+    project, group = config.wandb_names
+    return Registration(
+        wandb_group=group,
+        wandb_project=project,
+        batch_size=config.sequences_per_step,
+        max_token_len=config.seq_len,
+        checkpoint_dir=str(config.save_path.resolve()),
+        save_checkpoint_interval=config.checkpoint_interval,
+        starting_step=starting_step,
+        num_steps=config.training_steps,
+        max_staleness=config.oldest_rollouts,
+        model=config.model_name,
+        weight_epoch=weight_epoch,
+    )

@@ -1,13 +1,20 @@
-"""Groups of rollouts straight from a vLLM server, in an order that time has no part in."""
+"""Batches straight from a vLLM server, sampled when they are asked for, in an order that time has no part in."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
+
+from example_trainer.batch.client import Upkeep
 from example_trainer.batch.groups import NOT_TRAINED
+from example_trainer.batch.prefetch import ReadyBatch
 from example_trainer.batch.problems import Problem
+from example_trainer.batch.reader import BatchReader
 from example_trainer.errors import ModelError
 from example_trainer.vllm_client import VLLMClient
 
@@ -81,3 +88,38 @@ class Sampler:
     def close(self) -> None:
         """Hang up."""
         self._client.close()
+
+
+class SampledBatches:
+    """What a training takes its batches from where sampler and trainer take turns; see prefetch.Batches.
+
+    Every batch is sampled under the weights that it is trained on with, and nobody needs to be told what became of it.
+
+    Args:
+        groups: problems in a batch.
+        device: the trainer's.
+    """
+
+    def __init__(
+        self, sampler: Sampler, problems: Iterator[Problem], groups: int, reader: BatchReader, device: torch.device
+    ) -> None:
+        self._sampler, self._problems, self._groups = sampler, problems, groups
+        self._reader, self._device = reader, device
+
+    def next(self, version: int, upkeep: Upkeep | None = None) -> ReadyBatch:
+        """Sample a batch.
+
+        Raises:
+            BatchError: nothing in it can be trained on.
+            BridgeError: the server refused, or did not answer.
+        """
+        begun = time.perf_counter()
+        groups = self._sampler.groups(list(itertools.islice(self._problems, self._groups)))
+        sampled = time.perf_counter()
+        packed = self._reader.read(groups, version)
+        (bins,) = packed.bins
+        on_device = [one.to(self._device) for one in bins]
+        return ReadyBatch(on_device, packed.figures(version), None, 0, sampled - begun, time.perf_counter() - sampled)
+
+    def acknowledge(self, version: int, skipped: str | None = None) -> None:
+        """Nobody waits to hear of it."""

@@ -18,13 +18,18 @@ from typing import Any
 
 import torch
 
+from atroposlib.utils.lives import Life
+from example_trainer.api_keys import revealed
 from example_trainer.batch.bins import PackedBin
 from example_trainer.batch.client import FetchedBatch, Registration, RolloutClient, TrainedBatch, Upkeep
 from example_trainer.batch.packing import BatchFigures
 from example_trainer.batch.reader import BatchReader, PackedBatch
 from example_trainer.batch.scatter import scatter_bins, sizes_of
+from example_trainer.config import TrainerConfig
 from example_trainer.errors import BatchError, OutOfMemoryError
+from example_trainer.models import Decoder
 from example_trainer.parallel.ranks import Ranks
+from example_trainer.process import StopSignal
 
 logger = logging.getLogger(__name__)
 
@@ -305,6 +310,32 @@ class Batches:
                     "The rollout service answers so slowly that a request to it is given up after %.0f s", CLOSE_SECONDS
                 )
         self._client.close()
+
+
+def make_batches(
+    config: TrainerConfig,
+    stop: StopSignal,
+    ranks: Ranks,
+    device: torch.device,
+    model: Decoder,
+    tokens_per_bin: int,
+    lives: Sequence[Life] = (),
+) -> Batches:
+    """The batches of the rollout service that the options name.
+
+    Args:
+        stop: of this process alone; heeded while rank 0 waits.
+        model: that is trained; ranks that split its layers all work on the same bins.
+        tokens_per_bin: see pack_batch.
+        lives: of the run; see ages.
+    """
+    client = None
+    if ranks.is_main:
+        key = revealed(config.atropos_api_key)
+        client = RolloutClient(config.atropos_url, stop, key, config.service_timeout, config.batch_timeout)
+    data_ranks = 1 if model.split.size > 1 else ranks.world_size
+    reader = BatchReader(config, model.geometry.vocab_size, tokens_per_bin, data_ranks, lives)
+    return Batches(client, ranks, reader, device, last_version=config.training_steps, ahead=config.fetches_ahead)
 
 
 def _on_device(one: PackedBin, device: torch.device) -> PackedBin:

@@ -33,7 +33,9 @@ def step_line(step: int, steps: int, row: Row) -> str:
     parity = older = ""
     if "mismatched_tokens" in row:
         parity = f"  mismatched {row['mismatched_tokens']}/{row['compared_tokens']}  weights {row['weights_sha']}"
-        older = f"  older {row['older_tokens']}  kl of equal versions {row['parity_kl']:.5f}  of older ones {row['older_kl']:.5f}"
+        older = (
+            f"  kl of present weights {row['parity_kl']:.5f}  older {row['older_tokens']}  kl of older {row['older_kl']:.5f}"
+        )
     mfu = "?" if row["mfu"] is None else f"{row['mfu']:.3f}"
     return (
         f"Step {step}/{steps}  reward {row['reward_mean']:.3f}  loss {row['loss']:.4f}  kl {row['kl']:.5f}  "
@@ -110,7 +112,9 @@ class NoMetrics(MetricsLog):
         return
 
 
-def make_metrics(config: TrainerConfig, first_step: int, exporter: MetricsServer | None = None, main: bool = True) -> MetricsLog:
+def make_metrics(
+    config: TrainerConfig, first_step: int, exporter: MetricsServer | None = None, main: bool = True
+) -> MetricsLog:
     """Where the figures go; they are the same on every rank, and the main one writes them."""
     if not main:
         return NoMetrics()
@@ -171,7 +175,7 @@ class _Background:
             except queue.Full:
                 logger.debug("there is no room for the end either")
             if self._thread.is_alive():
-                logger.warning("TensorBoard or W&B did not take the last rows in %.0f s; metrics.jsonl has them", _CLOSE_SECONDS)
+                logger.warning("TensorBoard or W&B did not take the last rows in %.0f s, metrics.jsonl has", _CLOSE_SECONDS)
                 return
         if self._tensorboard is not None:
             self._tensorboard.close()

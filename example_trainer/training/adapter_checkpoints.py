@@ -7,10 +7,14 @@ from pathlib import Path
 
 from torch import Tensor
 
+from example_trainer.config import TrainerConfig
 from example_trainer.models import Decoder
 from example_trainer.models.lora.peft_format import AdapterWriter
+from example_trainer.models.lora.settings import base_model_name
+from example_trainer.parallel.ranks import Ranks
 from example_trainer.training.checkpoints import Checkpoints
-from example_trainer.training.runs import Run
+from example_trainer.training.resume import Start
+from example_trainer.training.runs import PREFIX, Run
 
 ADAPTER_PREFIX = "adapter_step_"
 
@@ -30,3 +34,17 @@ class AdapterCheckpoints(Checkpoints):
 
     def _write_weights(self, model: Decoder, masters: Mapping[str, Tensor], draft: Path) -> None:
         self._writer.write(draft, masters)
+
+
+def checkpoint_prefix(config: TrainerConfig) -> str:
+    """What the names of this run's checkpoints begin with."""
+    return ADAPTER_PREFIX if config.lora else PREFIX
+
+
+def make_checkpoints(config: TrainerConfig, model: Decoder, start: Start, ranks: Ranks) -> Checkpoints:
+    """Where the run saves: `step_N/`, or `adapter_step_N/` in PEFT's format."""
+    last = start.saved.step if start.saved else None
+    if not config.lora:
+        return Checkpoints(config.save_path, start.run, config.keep_optimizer_states, last, ranks)
+    writer = AdapterWriter(model, config.lora, base_model_name(config.model_name))
+    return AdapterCheckpoints(config.save_path, start.run, config.keep_optimizer_states, last, writer)

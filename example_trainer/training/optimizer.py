@@ -15,7 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from example_trainer.config import TrainerConfig
 from example_trainer.errors import CheckpointError, NonFiniteError
+from example_trainer.models import Decoder
 from example_trainer.models.gradients import GradientSums
 from example_trainer.models.shards import Shards
 
@@ -258,3 +260,21 @@ class MasterAdamW:
                 **parts,
             }
         self.steps = steps
+
+
+def make_optimizer(config: TrainerConfig, model: Decoder) -> MasterAdamW:
+    """The optimizer that the options describe, with masters of the model's present weights; gradients are added to its sums."""
+    optimizer = MasterAdamW(
+        model,
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.adam_eps,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
+        schedule=config.lr_schedule,
+        warmup_steps=config.warmup_steps,
+        total_steps=config.training_steps,
+        shards=model.shards,
+    )
+    model.arithmetic.sums = optimizer.sums
+    return optimizer

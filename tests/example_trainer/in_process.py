@@ -7,7 +7,7 @@ SIGKILL would leave: the folder, and the service's view.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,12 @@ import torch
 from safetensors.torch import load_file
 
 from example_trainer import grpo
+from example_trainer.batch.bins import PackedBin
 from example_trainer.batch.client import RolloutClient
-from example_trainer.batch.groups import Batch
 from example_trainer.command_line import parse_config
 from example_trainer.process import StopSignal
 from example_trainer.training import checkpoints as checkpointing
-from example_trainer.training import step
+from example_trainer.training import loop, step
 from example_trainer.training.runs import SavedStep, steps_in
 from example_trainer.weight_bridge.base import NoBridge
 from tests.example_trainer.test_grpo import made_up_group
@@ -32,6 +32,11 @@ STEPS = 4
 
 class Killed(BaseException):
     """Stands for SIGKILL."""
+
+
+def responses(one: PackedBin) -> list[list[int]]:
+    """The trained tokens of each of a bin's sequences."""
+    return [part.tolist() for part in one.targets.split(one.counts.tolist())]
 
 
 class Trainers:
@@ -110,12 +115,12 @@ class Trainers:
 
             monkeypatch.setattr(owner, name, watched)
 
-        numbers = {tuple(made_up_group(number)["tokens"][0]): number for number in range(50)}
-        take_step, register, logprobs = grpo.guarded_step, RolloutClient.register, step.response_logprobs
+        numbers = {tuple(row[3:]): number for number in range(50) for row in made_up_group(number)["tokens"]}
+        take_step, register, logprobs = loop.guarded_step, RolloutClient.register, step.response_logprobs
 
-        def take(model: Any, optimizer: Any, batch: Batch, *rest: Any) -> Any:
-            self._in_hand = numbers[tuple(batch.sequences[0].tokens.tolist())]
-            taken = take_step(model, optimizer, batch, *rest)
+        def take(model: Any, optimizer: Any, bins: Sequence[PackedBin], *rest: Any) -> Any:
+            self._in_hand = min(numbers[tuple(row)] for one in bins for row in responses(one))
+            taken = take_step(model, optimizer, bins, *rest)
             self.line.append(self._in_hand)
             self._passed("stepped")
             return taken
@@ -125,7 +130,7 @@ class Trainers:
             register(client, registration)
             self._passed("registered")
 
-        def note_acknowledged(client: RolloutClient, version: int, skipped: str | None = None) -> None:
+        def note_acknowledged(client: RolloutClient, lease: object, version: int, skipped: str | None = None) -> None:
             if skipped is None:
                 self.acknowledged.append(self._in_hand)
             else:
@@ -136,7 +141,7 @@ class Trainers:
             return self.faults.get(self._in_hand, lambda value: value)(chosen), entropy
 
         monkeypatch.setattr(step, "response_logprobs", logprobs_with_faults)
-        monkeypatch.setattr(grpo, "guarded_step", take)
+        monkeypatch.setattr(loop, "guarded_step", take)
         monkeypatch.setattr(RolloutClient, "register", register_and_note)
         around(NoBridge, "sync", after="synced")
         around(checkpointing, "_replace", before="writing")

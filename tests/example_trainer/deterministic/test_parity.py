@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from example_trainer.deterministic.decoder import DeterministicDecoder, GradientSums
 from pydantic import ValidationError
 
+from example_trainer.batch.client import registration
 from example_trainer.batch.groups import Batch
-from example_trainer.deterministic.decoder import DeterministicDecoder, GradientSums
 from example_trainer.deterministic.pairing import make_parity, model_provenance, pair
 from example_trainer.deterministic.parity import NoParity, ParityCheck, ParityError, weights_sha
 from example_trainer.errors import ConfigError, ModelError
@@ -23,7 +24,8 @@ from example_trainer.models import Decoder
 from example_trainer.models.geometry import RopeScaling
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal
-from example_trainer.training.setup import decoder_maker, make_optimizer, refuse_ranks, registration
+from example_trainer.training.model import decoder_maker, refuse_ranks
+from example_trainer.training.optimizer import make_optimizer
 from example_trainer.training.step import accumulate_gradients, response_logprobs
 from tests.example_trainer.deterministic.training import (
     SMALL,

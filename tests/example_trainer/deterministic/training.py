@@ -18,6 +18,7 @@ from example_trainer.models import Decoder, Geometry
 from example_trainer.models.gradients import GradientSums
 from example_trainer.models.packing import Packing
 from example_trainer.process import StopSignal
+from example_trainer.training.optimizer import make_optimizer
 from example_trainer.training.step import accumulate_gradients
 
 SMALL = Geometry(
@@ -105,8 +106,6 @@ def train(options: TrainerConfig, steps: int, seed: int = 0, tokens: int = 200) 
     Raises:
         ParityError: a recomputed logprob differs from the one of the rollout.
     """
-    from example_trainer.training.setup import make_optimizer  # needs TensorBoard, which what else is here does not
-
     model = decoder_for("cpu", seed)
     model.gradient_checkpointing = options.gradient_checkpointing
     optimizer = make_optimizer(options, model)

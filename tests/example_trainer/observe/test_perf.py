@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from example_trainer.batch.packing import BatchFigures
 from example_trainer.models.geometry import Geometry
 from example_trainer.observe.perf import Speed, matrix_elements, peak_memory, peak_rate, step_flops
 
@@ -72,14 +73,20 @@ def test_rates_by_name(name: str, rate: float | None) -> None:
     assert peak_rate(name, torch.float32) is None
 
 
+FIGURES = BatchFigures(
+    reward_mean=0.5, reward_std=0.5, tokens=300, sequences=4, response_length_mean=75.0, groups_invalid=0,
+    sequences_truncated=0, age_mean=1.0, age_max=2, forwarded_tokens=600, sequence_tokens=1000, attended_pairs=90_000, bins=1,
+)  # fmt: skip
+
+
 def test_the_figures_of_a_step() -> None:
-    row = Speed(QWEN3_1_7B, peak=1e15).row(600, 1000, 300, 90_000, (1.0, 2.0, 1.0), 5)
+    row = Speed(QWEN3_1_7B, peak=1e15).row(FIGURES, (1.0, 2.0, 1.0), 5)
     flops = step_flops(QWEN3_1_7B, 600, 300, 90_000)
     assert row == {
-        "forwarded_tokens": 600, "forwarded_tokens_per_second": 300.0, "packing_ratio": 0.6, "flops": flops,
-        "mfu": flops / 2.0 / 1e15, "peak_memory_bytes": 5, "waiting_share": 0.25,
+        "forwarded_tokens_per_second": 300.0, "packing_ratio": 0.6, "flops": flops, "mfu": flops / 2.0 / 1e15,
+        "peak_memory_bytes": 5, "waiting_share": 0.25,
     }  # fmt: skip
-    assert Speed(QWEN3_1_7B).row(600, 1000, 300, 90_000, (1.0, 2.0, 1.0), 5)["mfu"] is None
+    assert Speed(QWEN3_1_7B).row(FIGURES, (1.0, 2.0, 1.0), 5)["mfu"] is None
 
 
 def test_a_cpu_process_has_as_much_memory_as_it_ever_took() -> None:

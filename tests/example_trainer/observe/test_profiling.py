@@ -63,6 +63,12 @@ def test_the_history_of_a_cpus_memory_is_refused_with_the_reason(tmp_path: Path)
         assert not list(tmp_path.iterdir())
 
 
+def run_out_twice(observer: Callable[..., None]) -> None:
+    for _ in range(2):
+        observer(0, 1 << 40, 1 << 36, 0)
+    raise RuntimeError("out of memory")
+
+
 def test_a_gpus_memory_is_written_at_the_end_and_whenever_it_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own functions are stood in for: this machine may have no GPU."""
     recording: list[object] = []
@@ -70,10 +76,9 @@ def test_a_gpus_memory_is_written_at_the_end_and_whenever_it_runs_out(tmp_path: 
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda enabled="all", **_: recording.append(enabled))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda name: Path(name).write_text("blocks"))
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
-    with pytest.raises(ValueError, match="the run"), memory_history(True, torch.device("cuda"), tmp_path, rank=2):
-        for _ in range(2):
-            observers[0](0, 1 << 40, 1 << 36, 0)
-        raise ValueError("the run")
+    history = memory_history(True, torch.device("cuda"), tmp_path, rank=2)
+    with pytest.raises(RuntimeError, match="out of memory"), history:
+        run_out_twice(observers[0])
     names = ["memory.rank2.pickle", "out_of_memory_1.rank2.pickle", "out_of_memory_2.rank2.pickle"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert recording == ["all", None]

@@ -14,10 +14,11 @@ from example_trainer.config import TrainerConfig
 from example_trainer.errors import CheckpointError, ConfigError
 from example_trainer.models import Decoder
 from example_trainer.parallel.ranks import Ranks
+from example_trainer.training.adapter_checkpoints import checkpoint_prefix, make_checkpoints
 from example_trainer.training.checkpoints import load_state
-from example_trainer.training.optimizer import MasterAdamW
+from example_trainer.training.model import make_model
+from example_trainer.training.optimizer import MasterAdamW, make_optimizer
 from example_trainer.training.resume import Start, choose_start
-from example_trainer.training.setup import checkpoint_prefix, make_checkpoints, make_model, make_optimizer
 
 CPU = torch.device("cpu")
 

@@ -65,16 +65,16 @@ def test_a_batch_that_is_too_large_for_the_memory_is_left_out(
 ) -> None:
     trainers.post(*range(STEPS + 1))
     trainers.faults[1] = nothing_left
-    assert trainers.train("--batch-size", "1", "--gradient-accumulation-steps", "4")
+    assert trainers.train()
     assert trainers.line == [0, 2, 3, 4]
     (reason,) = trainers.skipped
-    assert reason.startswith("out of memory at optimizer step 1, in a batch of 4 sequences of up to ")
+    assert reason.startswith("out of memory at optimizer step 1, in a pass over up to ")
     assert "allocate" in reason
-    assert "lower --batch-size" in reason
+    assert "lower --tokens-per-microbatch" in reason
 
 
 def test_what_a_left_out_batch_left_behind_is_in_no_gradient(trainers: Trainers) -> None:
-    """The third microbatch runs out of memory, when the gradients of two are summed already."""
+    """The third of four passes runs out of memory, when the gradients of two are summed already."""
     calls = 0
 
     def third(logprobs: torch.Tensor) -> torch.Tensor:
@@ -82,7 +82,7 @@ def test_what_a_left_out_batch_left_behind_is_in_no_gradient(trainers: Trainers)
         calls += 1
         return nothing_left(logprobs) if calls == 3 else logprobs
 
-    parts = ["--batch-size", "1", "--gradient-accumulation-steps", "4"]
+    parts = ["--tokens-per-microbatch", "1"]
     trainers.post(*range(STEPS))
     assert trainers.train(*parts)
     whole = trainers.weights()

@@ -1,0 +1,239 @@
+"""The training loop: next batch → gradients → step → publish weights → record.
+
+There is no mode in it. Where batches come from, what compares logprobs, who gets the weights and where checkpoints go are
+objects that `grpo.py` and `simple_rl.py` make beforehand.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from example_trainer.batch.client import TrainedBatch, Upkeep
+from example_trainer.batch.prefetch import ReadyBatch
+from example_trainer.config import TrainerConfig
+from example_trainer.deterministic.parity import ParityCheck
+from example_trainer.errors import BatchError, CheckpointError, NonFiniteError, OutOfMemoryError, RankError, TrainerError
+from example_trainer.models import Decoder
+from example_trainer.observe.metrics import MetricsLog, Row, step_line
+from example_trainer.observe.perf import Speed, peak_memory
+from example_trainer.observe.profiling import StepProfiler
+from example_trainer.parallel.ranks import Ranks
+from example_trainer.process import StopRequested, StopSignal
+from example_trainer.training.guarded_step import guarded_step
+from example_trainer.training.optimizer import MasterAdamW, StepReport
+from example_trainer.training.step import StepSums
+from example_trainer.weight_bridge.base import SyncReport, WeightBridge
+
+logger = logging.getLogger(__name__)
+
+
+class BatchSource(Protocol):
+    """Where batches come from: prefetch.Batches, or local_sampler.SampledBatches."""
+
+    def next(self, version: int, upkeep: Upkeep | None = None) -> ReadyBatch:
+        """The next batch, to be trained on with the weights of `version`. Raises BatchError for one that cannot be."""
+
+    def acknowledge(self, version: int, skipped: str | None = None) -> None:
+        """The batch of the last `next` is in the weights of `version`, or for the reason given in none."""
+
+
+class CheckpointStore(Protocol):
+    """Where what was learned is kept: checkpoints.Checkpoints, or nowhere."""
+
+    last: int | None
+    """The step of the newest one."""
+
+    def save(self, model: Decoder, optimizer: MasterAdamW, config: dict[str, Any], batch: TrainedBatch | None = None) -> Any:
+        """Write the checkpoint of the present step."""
+
+
+class NoCheckpoints:
+    """Keeps nothing: for a run that is over when it ends."""
+
+    last: int | None = None
+
+    def save(self, model: Decoder, optimizer: MasterAdamW, config: dict[str, Any], batch: TrainedBatch | None = None) -> None:
+        return None
+
+
+@dataclass
+class Parts:
+    """What a training is made of.
+
+    Attributes:
+        batches: where the next batch comes from, and who is told what became of it.
+        bridge: hands the weights to the inference server; connected, and the server serves those of the present step.
+        parity: compares logprobs bit for bit, or not at all.
+        checkpoints: where what was learned is kept.
+        speed: what a step's time is measured against.
+        reference: the model that the loss keeps the policy near.
+        trained: the last batch that the weights learned from, as the rollout service calls it.
+    """
+
+    config: TrainerConfig
+    stop: StopSignal
+    ranks: Ranks
+    model: Decoder
+    optimizer: MasterAdamW
+    batches: BatchSource
+    bridge: WeightBridge
+    parity: ParityCheck
+    checkpoints: CheckpointStore
+    metrics: MetricsLog
+    speed: Speed
+    profiler: StepProfiler
+    reference: Decoder | None = None
+    trained: TrainedBatch | None = None
+
+    def save(self) -> None:
+        """Write the checkpoint of the present step, unless it is there."""
+        if self.checkpoints.last != self.optimizer.steps:
+            self.checkpoints.save(self.model, self.optimizer, self.config.shareable, self.trained)
+
+
+def train(parts: Parts) -> None:
+    """Take optimizer steps until --training-steps. Collective.
+
+    However it ends, by an error, a signal or the last step, what was learned is saved if that is possible.
+
+    Raises:
+        BatchError: more batches in a row than the options allow could not be trained on.
+        StopRequested: a signal came.
+        TrainerError: as its message says.
+    """
+    config, stop, ranks, model, optimizer = parts.config, parts.stop, parts.ranks, parts.model, parts.optimizer
+    batches, bridge = parts.batches, parts.bridge
+    upkeep = Upkeep(bridge.server_restarted, lambda: bridge.keep_serving(optimizer.write_weights))
+    skipped = SkippedBatches(config)
+    try:
+        while optimizer.steps < config.training_steps:
+            parts.profiler.begin(optimizer.steps + 1)
+            begun = time.perf_counter()
+            try:
+                batch = batches.next(optimizer.steps, upkeep)
+                waited = time.perf_counter()
+                sums, step = guarded_step(model, optimizer, batch.bins, config, stop, parts.reference, parts.parity, ranks)
+            except BatchError as error:
+                skip(parts, skipped, error)
+                continue
+            parts.trained = batch.lease
+            computed = time.perf_counter()
+            if config.restarts_vllm_at(optimizer.steps):
+                parts.save()  # what the bridge starts vLLM on
+            report = bridge.sync(optimizer.steps, optimizer.write_weights, optimizer.masters)
+            seconds = (waited - begun, computed - waited, time.perf_counter() - computed)
+            record(parts, batch, sums, step, report, seconds, skipped.stepped())
+            if config.saves_at(optimizer.steps):
+                parts.save()
+            # Last, so that no batch is gone from the service before the checkpoint that is due holds what was learned.
+            batches.acknowledge(optimizer.steps)
+            stop.check()
+    except Exception as error:
+        keep_what_was_learned(parts, error)
+        raise
+    except StopRequested:
+        if optimizer.sound and optimizer.steps:
+            parts.save()
+        raise
+
+
+def skip(parts: Parts, skipped: SkippedBatches, error: BatchError) -> None:
+    """Leave a batch out, and say so to whoever gave it.
+
+    Raises:
+        BatchError: `error`, if it cannot be left out: the weights are not sound, or there have been too many in a row.
+        OutOfMemoryError: the ranks of this trainer cannot go on behind it.
+    """
+    if not parts.optimizer.sound:
+        raise error
+    skipped.skip(error)
+    parts.batches.acknowledge(parts.optimizer.steps, skipped=str(error))
+    if parts.ranks.world_size > 1 and isinstance(error, OutOfMemoryError):  # FSDP2 stands in the middle of a layer
+        raise OutOfMemoryError(
+            f"{error}; several ranks cannot go on from here: start again with --resume auto, which goes on behind this batch"
+        ) from error
+
+
+def record(
+    parts: Parts,
+    batch: ReadyBatch,
+    sums: StepSums,
+    step: StepReport,
+    report: SyncReport,
+    seconds: tuple[float, float, float],
+    batches_skipped: int,
+) -> None:
+    """Write the figures of a step: its row, and its line in the log."""
+    bridge, optimizer, figures = parts.bridge, parts.optimizer, batch.figures
+    row: Row = {
+        **vars(figures),
+        **vars(sums),
+        **vars(step),
+        "tokens_per_second": figures.tokens / sum(seconds),
+        "queue_size": batch.queue_size,
+        "weight_version": report.version,
+        "params_mapped": bridge.params_mapped,
+        "params_total": bridge.params_total,
+        "bytes_moved": report.bytes_moved,
+        "checksum": report.checksum,
+        "seconds_wait": seconds[0],
+        "seconds_train": seconds[1],
+        "seconds_sync": seconds[2],
+        "first_byte_to_verified": report.first_byte_to_verified,
+        **{f"sync/{phase}": value for phase, value in report.seconds.items()},
+        **{f"server/{phase.removeprefix('to_')}": value for phase, value in report.server_seconds.items()},
+        "batches_skipped": batches_skipped,
+        **parts.parity.row(optimizer.masters),
+        **parts.speed.row(figures, seconds, peak_memory(parts.model.output_weight.device)),
+    }
+    parts.metrics.write(optimizer.steps, row)
+    logger.info("%s", step_line(optimizer.steps, parts.config.training_steps, row))
+
+
+def keep_what_was_learned(parts: Parts, error: Exception) -> None:
+    """Save the last sound step before an error ends the trainer, if that is possible.
+
+    With several ranks it takes all of them, so only an error that is known to have come to all of them will do.
+    """
+    optimizer = parts.optimizer
+    agreed = parts.ranks.world_size == 1 or isinstance(error, TrainerError)
+    if not optimizer.sound or not optimizer.steps or not agreed or isinstance(error, CheckpointError | RankError):
+        return
+    try:
+        parts.save()
+    except Exception as failure:  # noqa: BLE001 - logged, and the error that led here is raised
+        told = " ".join(str(failure).split())
+        logger.error("What was learned since the last checkpoint could not be saved: %s", told)
+
+
+class SkippedBatches:
+    """Counts the batches since the last step that were left out, by reason: a gradient that is not finite, or anything else."""
+
+    def __init__(self, config: TrainerConfig) -> None:
+        self._limits = {True: config.skip_nonfinite, False: config.max_skipped_batches}
+        self._counts: Counter[bool] = Counter()
+
+    def skip(self, error: BatchError) -> None:
+        """Leave a batch out.
+
+        Raises:
+            BatchError: `error`, if there have been too many in a row; the batch is then not to be acknowledged.
+        """
+        kind = isinstance(error, NonFiniteError)
+        flag, limit = ("--skip-nonfinite" if kind else "--max-skipped-batches"), self._limits[kind]
+        if self._counts[kind] >= limit:
+            if not limit:
+                raise error
+            raise type(error)(f"{limit + 1} batches in a row could not be trained on ({flag} {limit}); the last: {error}")
+        self._counts[kind] += 1
+        logger.warning("Skipping a batch (%d of %d in a row, %s): %s", self._counts[kind], limit, flag, error)
+
+    def stepped(self) -> int:
+        """A step was taken: how many batches were left out before it. Counting begins anew."""
+        skipped = self._counts.total()
+        self._counts.clear()
+        return skipped

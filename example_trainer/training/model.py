@@ -1,0 +1,86 @@
+"""The model to train and the one that it is kept near, as the options and the ranks want them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from example_trainer.config import TrainerConfig
+from example_trainer.errors import ConfigError
+from example_trainer.models import Decoder, load_model
+from example_trainer.models.geometry import Geometry
+from example_trainer.models.lora.layers import BaseModel, attach_adapters
+from example_trainer.models.lora.peft_format import check_same_adapter
+from example_trainer.models.ops import choose_operations
+from example_trainer.parallel.fsdp import sharded_decoder
+from example_trainer.parallel.ranks import Ranks
+from example_trainer.parallel.tensor import split_decoder
+
+DecoderMaker = Callable[[Geometry, torch.dtype, torch.device], Decoder]
+
+
+def refuse_ranks(config: TrainerConfig, ranks: Ranks) -> None:
+    """Say so if the options ask for something that a trainer of several ranks does not do.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    if ranks.world_size > 1 and config.deterministic:
+        raise ConfigError(
+            "--deterministic trains in one process, for ranks sum in an order of their own; start it without torchrun"
+        )
+    if ranks.world_size > 1 and config.lora:
+        raise ConfigError("--weight-bridge-mode lora_only trains in one process; start it without torchrun")
+    if ranks.world_size > 1 and config.vllm_restart_interval is not None:
+        raise ConfigError(
+            "--vllm-restart-interval needs a trainer of one process; start it without torchrun, or use shared_vllm"
+        )
+
+
+def whole_decoder(geometry: Geometry, dtype: torch.dtype, device: torch.device, deterministic: bool) -> Decoder:
+    """All of a decoder, with the operations for its device and mode."""
+    return Decoder(geometry, dtype, device, ops=choose_operations(device, dtype, deterministic))
+
+
+def decoder_maker(config: TrainerConfig, ranks: Ranks) -> DecoderMaker:
+    """How this rank makes its part of a model: vLLM's shards for a single copy, else FSDP2's; all of it without other ranks."""
+    if ranks.world_size == 1:
+        return partial(whole_decoder, deterministic=config.deterministic)
+    if config.single_copy:
+        return partial(split_decoder, rank=ranks.rank, size=ranks.world_size, group=dist.group.WORLD)
+    return partial(sharded_decoder, world_size=ranks.world_size)
+
+
+def make_model(
+    config: TrainerConfig, start: Path | None, dtype: torch.dtype, device: torch.device, make: DecoderMaker = Decoder
+) -> Decoder:
+    """The model to train: whole, from the checkpoint `start` or as it was at first, or the frozen one with adapters.
+
+    Adapters are new here even on a resume: their values are in the optimizer's state.
+
+    Raises:
+        ModelError: the model cannot be read.
+        CheckpointError: `start` holds adapters of another shape.
+    """
+    if config.lora and start:
+        check_same_adapter(start, config.lora, dtype)
+    model = load_model(config.model_name if config.lora else str(start or config.model_name), dtype, device, make)
+    model.gradient_checkpointing = config.gradient_checkpointing
+    if config.lora:
+        attach_adapters(model, config.lora)
+    return model
+
+
+def make_reference(
+    config: TrainerConfig, model: Decoder, dtype: torch.dtype, device: torch.device, make: DecoderMaker = Decoder
+) -> Decoder | None:
+    """The model that --kl-coef keeps the policy near: under adapters that is the base model, which is in memory already."""
+    if not config.kl_coef:
+        return None
+    if config.lora and config.reference_model is None:
+        return BaseModel(model)
+    return load_model(config.reference_model or config.model_name, dtype, device, make).requires_grad_(False)
