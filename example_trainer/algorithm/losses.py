@@ -8,7 +8,6 @@ http://joschu.net/blog/kl-approx.html).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,65 +99,3 @@ def grpo_loss(
         missing_rollout_logprobs=unknown.sum(),
     )
     return (per_token * weights).sum(), sums
-
-
-class _ChosenLogprobs(torch.autograd.Function):
-    """Logits are made for `chunk` tokens at a time, in both directions, and never kept."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
-        entropy = torch.empty_like(logprobs)
-        for start in range(0, len(targets), chunk):
-            rows = slice(start, start + chunk)
-            table = (hidden[rows] @ weight.t()).float().div_(temperature)
-            table -= table.logsumexp(dim=-1, keepdim=True)
-            logprobs[rows] = table.gather(1, targets[rows, None]).squeeze(1)
-            entropy[rows] = table.exp().mul_(table).sum(dim=-1).neg_()
-            del table  # its memory is needed for the next chunk's logits
-        ctx.save_for_backward(hidden, weight, targets)
-        ctx.chunk, ctx.temperature = chunk, temperature
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets = ctx.saved_tensors
-        upstream = gradients[0] / ctx.temperature
-        hidden_grad = torch.empty_like(hidden)
-        # A frozen output matrix (under adapters) gets none: it would be the largest tensor of the step.
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for start in range(0, len(targets), ctx.chunk):
-            rows = slice(start, start + ctx.chunk)
-            # d logprob / d logits = onehot(target) - softmax(logits)
-            slope = (hidden[rows] @ weight.t()).float().div_(ctx.temperature).softmax(dim=-1).neg_()
-            slope.scatter_add_(1, targets[rows, None], torch.ones_like(targets[rows, None], dtype=slope.dtype))
-            slope = slope.mul_(upstream[rows, None]).to(weight.dtype)
-            hidden_grad[rows] = slope @ weight
-            if weight_grad is not None:
-                weight_grad += slope.t() @ hidden[rows]
-            del slope  # its memory is needed for the next chunk's logits
-        return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None, None
-
-
-def chosen_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = 1024, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Logprobs of given tokens, and the entropy of the distributions they were chosen from, without keeping any logits.
-
-    Two float32 tables of `chunk` × vocab exist at a time, at most; the backward pass makes the logits again.
-
-    Args:
-        hidden: [tokens, hidden] states that predict the targets, with gradient.
-        weight: [vocab, hidden], the output matrix; its gradient is computed only if it requires one.
-        targets: [tokens] int64 ids.
-        chunk: tokens at a time.
-        temperature: divides the logits.
-
-    Returns:
-        logprobs [tokens] float32, differentiable; entropy [tokens] float32 in nats, not differentiable.
-    """
-    logprobs, entropy = _ChosenLogprobs.apply(hidden, weight, targets, chunk, temperature)
-    return logprobs, entropy

@@ -1,4 +1,4 @@
-"""From the rollout service's groups to tensors that the loss can be computed on. Pure: no I/O, no state.
+"""From the rollout service's groups to checked sequences with an advantage for each token. Pure: no I/O, no state.
 
 Conventions of the wire: `tokens`, `masks` and `inference_logprobs` of a sequence have the same length; `masks` holds -100
 where a token is not trained (the prompt) and the token's id where it is; `inference_logprobs[t]` is the logprob of
@@ -7,20 +7,17 @@ where a token is not trained (the prompt) and the token's id where it is; `infer
 
 from __future__ import annotations
 
-import hashlib
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from atroposlib.utils.lives import Life
-from example_trainer.algorithm.advantages import Normalisation, group_advantages, token_weights
+from example_trainer.algorithm.advantages import group_advantages
 from example_trainer.batch.ages import age, version_on_line
 
 NOT_TRAINED = -100
@@ -275,82 +272,4 @@ def _cut(sequence: TrainedSequence, max_tokens: int) -> TrainedSequence:
         rollout_logprobs=sequence.rollout_logprobs[:kept],
         advantages=sequence.advantages[:kept],
         versions=None if sequence.versions is None else sequence.versions[:kept],
-    )
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Sequences of one forward pass, padded on the right. `n` counts the trained tokens of all of them.
-
-    Attributes:
-        tokens: [sequences, length] int64.
-        sources: [n] int64, where in the flattened [sequences × length] outputs the state lies that predicts each of them.
-        targets: [n] int64, the trained tokens.
-        rollout_logprobs, advantages, weights: [n] float32.
-        lengths: [sequences] int64, without the padding.
-        orders: [sequences, 2] int64, each sequence's place in the batch: group, and number within the group.
-    """
-
-    tokens: Tensor
-    sources: Tensor
-    targets: Tensor
-    rollout_logprobs: Tensor
-    advantages: Tensor
-    weights: Tensor
-    lengths: Tensor
-    orders: Tensor
-
-    def to(self, device: torch.device) -> MicroBatch:
-        """The same on another device."""
-        return MicroBatch(**{name: value.to(device) for name, value in vars(self).items()})
-
-
-def microbatches(batch: Batch, size: int, normalisation: Normalisation, max_tokens: int) -> Iterator[MicroBatch]:
-    """Split a batch into microbatches of similar lengths, the longest first (so that memory runs out early, if it does).
-
-    Sequences without a trained token are left out. The same rollouts always give the same microbatches, in whatever order they
-    came: among sequences of one length the content decides.
-
-    Args:
-        size: sequences in each (fewer in the last).
-        normalisation, max_tokens: see token_weights; the weights are those of the whole batch.
-    """
-    weights = token_weights([len(s.positions) for s in batch.sequences], normalisation, max_tokens)
-    pairs = [(s, w) for s, w in zip(batch.sequences, weights, strict=True) if len(s.positions)]
-    pairs.sort(key=lambda pair: _rank(pair[0]))
-    for start in range(0, len(pairs), size):
-        yield _collate(pairs[start : start + size])
-
-
-def _rank(sequence: TrainedSequence) -> tuple[int, bytes, tuple[int, int]]:
-    # A digest, because the keys of a whole batch exist at once.
-    content = hashlib.sha256()
-    for part in (sequence.tokens, sequence.positions, sequence.advantages, sequence.rollout_logprobs):
-        content.update(np.ascontiguousarray(part).data)
-    return -len(sequence.tokens), content.digest(), sequence.order
-
-
-def empty_microbatch() -> MicroBatch:
-    """One token and nothing to train on: for a rank that must take part in a pass without work of its own."""
-    none = torch.zeros(0)
-    ids = torch.zeros(0, dtype=torch.int64)
-    one = torch.ones(1, dtype=torch.int64)
-    return MicroBatch(torch.zeros((1, 1), dtype=torch.int64), ids, ids, none, none, none, one, one.new_zeros(1, 2))
-
-
-def _collate(pairs: Sequence[tuple[TrainedSequence, float]]) -> MicroBatch:
-    length = max(len(sequence.tokens) for sequence, _ in pairs)
-    tokens = np.zeros((len(pairs), length), dtype=np.int64)
-    for row, (sequence, _) in enumerate(pairs):
-        tokens[row, : len(sequence.tokens)] = sequence.tokens
-    sources = [row * length + sequence.positions - 1 for row, (sequence, _) in enumerate(pairs)]
-    return MicroBatch(
-        tokens=torch.from_numpy(tokens),
-        sources=torch.from_numpy(np.concatenate(sources)),
-        targets=torch.from_numpy(np.concatenate([s.tokens[s.positions] for s, _ in pairs])),
-        rollout_logprobs=torch.from_numpy(np.concatenate([s.rollout_logprobs for s, _ in pairs])),
-        advantages=torch.from_numpy(np.concatenate([s.advantages for s, _ in pairs])),
-        weights=torch.from_numpy(np.concatenate([np.full(len(s.positions), w, dtype=np.float32) for s, w in pairs])),
-        lengths=torch.tensor([len(s.tokens) for s, _ in pairs]),
-        orders=torch.tensor([s.order for s, _ in pairs]),
     )

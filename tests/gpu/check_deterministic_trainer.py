@@ -21,12 +21,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+from example_trainer.deterministic.decoder import DeterministicDecoder, GradientSums
 from torch import Tensor
 
 from bench.measured import measured
-from example_trainer.algorithm.losses import chosen_logprobs
-from example_trainer.deterministic.decoder import DeterministicDecoder, GradientSums
 from example_trainer.models import Decoder
+from example_trainer.models.head import chosen_logprobs_of
 from example_trainer.models.ops import invariant as functions
 from example_trainer.models.packing import Packing
 from tests.example_trainer.deterministic.cases import CASES, LIMITS, Sizes, attention_formula, errors, relative_error
@@ -158,7 +158,7 @@ def pass_time(model: Decoder, tokens: Tensor) -> float:
             logprobs, _ = functions.chosen_logprobs(hidden, model.output_weight, targets, trained, 1024, total)
         else:
             hidden = model(tokens).flatten(0, 1).index_select(0, sources)
-            logprobs, _ = chosen_logprobs(hidden, model.output_weight, targets, 1024)
+            logprobs, _ = chosen_logprobs_of(hidden, model.output_weight, targets, 1024)
         logprobs.sum().backward()
 
     return milliseconds(work, 5)

@@ -1,21 +1,17 @@
-"""Groups become tensors: nothing is lost, nothing depends on how the batch is split, and what is wrong is named."""
+"""Groups become sequences: advantages, overrides and the weights behind each token, and what is wrong is named."""
 
 from __future__ import annotations
 
-import copy
 import math
-from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from atroposlib.utils.lives import Life
-from example_trainer.algorithm.advantages import group_advantages
-from example_trainer.batch.groups import NOT_TRAINED, Batch, microbatches, parse_batch
+from example_trainer.batch.groups import NOT_TRAINED, Batch, parse_batch
 
 VOCAB = 50
 
@@ -45,68 +41,6 @@ def groups(draw: st.DrawFn) -> list[dict[str, Any]]:
             group["weight_versions"].append(draw(st.integers(0, 9)))
         made.append(group)
     return made
-
-
-def trained_values(group_list: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
-    """(token, rollout logprob, advantage) of every trained token, straight from the wire."""
-    values = []
-    for group in group_list:
-        advantages = group_advantages(group["scores"])
-        for tokens, masks, logprobs, advantage in zip(
-            group["tokens"], group["masks"], group["inference_logprobs"], advantages, strict=True
-        ):
-            values += [
-                (token, float(np.float32(logprob)), float(np.float32(advantage)))
-                for token, mask, logprob in zip(tokens, masks, logprobs, strict=True)
-                if mask != NOT_TRAINED
-            ]
-    return sorted(values)
-
-
-@settings(deadline=None)
-@given(groups(), st.integers(1, 8), st.sampled_from(["token", "sequence", "constant"]))
-def test_microbatches_hold_every_trained_token_once_whatever_their_size(
-    group_list: list[dict[str, Any]], size: int, normalisation: Any
-) -> None:
-    batch = parse_batch(group_list, max_tokens=100, vocab_size=VOCAB)
-    found: list[tuple[int, float, float]] = []
-    weight = 0.0
-    lengths = []
-    for micro in microbatches(batch, size, normalisation, max_tokens=100):
-        assert 1 <= len(micro.tokens) <= size
-        lengths.append(micro.tokens.shape[1])
-        flat = micro.tokens.flatten()
-        rows = micro.sources // micro.tokens.shape[1]
-        assert torch.equal(rows, (micro.sources + 1) // micro.tokens.shape[1]), "a target lies in the row of its source"
-        assert torch.equal(flat[micro.sources + 1], micro.targets)
-        weight += float(micro.weights.double().sum())
-        found += [
-            (int(token), float(logprob), float(advantage))
-            for token, logprob, advantage in zip(micro.targets, micro.rollout_logprobs, micro.advantages, strict=True)
-        ]
-    assert sorted(found) == trained_values(group_list)
-    assert lengths == sorted(lengths, reverse=True)
-    if found and normalisation != "constant":
-        assert weight == pytest.approx(1)
-
-
-@given(groups(), st.integers(1, 4))
-def test_the_same_batch_gives_the_same_microbatches(group_list: list[dict[str, Any]], size: int) -> None:
-    one, two = (list(microbatches(parse_batch(copy.deepcopy(group_list), 100, VOCAB), size, "token", 100)) for _ in range(2))
-    assert len(one) == len(two)
-    for a, b in zip(one, two, strict=True):
-        assert all(torch.equal(value, vars(b)[name]) for name, value in vars(a).items())
-
-
-@given(groups(), st.integers(1, 4), st.randoms(use_true_random=False))
-def test_the_order_in_which_groups_came_does_not_matter(group_list: list[dict[str, Any]], size: int, random: Random) -> None:
-    shuffled = random.sample(group_list, len(group_list))
-    one, two = (
-        list(microbatches(parse_batch(copy.deepcopy(made), 100, VOCAB), size, "token", 100)) for made in (group_list, shuffled)
-    )
-    assert len(one) == len(two)
-    for a, b in zip(one, two, strict=True):
-        assert all(torch.equal(value, vars(b)[name]) for name, value in vars(a).items() if name != "orders")
 
 
 @given(groups(), st.integers(2, 10))
@@ -208,3 +142,62 @@ def test_an_invalid_group_is_left_out_and_named(changes: dict[str, Any], message
 def test_nan_at_a_prompt_position_does_not_matter() -> None:
     batch = parse_batch([make_group(inference_logprobs=[[math.nan, 1, -1, -1], [1, 1, -1, -1, -1]])], 100, VOCAB)
     assert not batch.invalid
+
+
+LIVES = [Life(100, 0), Life(200, 10)]
+
+
+def versions(batch: Batch) -> list[list[int] | None]:
+    return [None if sequence.versions is None else sequence.versions.tolist() for sequence in batch.sequences]
+
+
+def test_each_token_knows_the_weights_that_it_was_sampled_under() -> None:
+    """A rollout that a weight update came in the middle of. What an earlier life made and lost is of no present weights."""
+    group = make_group(
+        weight_versions=[11, 12],
+        weight_epochs=[200, 200],
+        weight_version_spans=[[[11, 1], [12, 1]], [[17, 2], [12, 1]]],
+        weight_epoch_spans=[[200, 200], [100, 200]],
+    )
+    batch = parse_batch([group], 100, VOCAB, version=12, lives=LIVES)
+    assert versions(batch) == [[11, 12], [9, 9, 12]]
+    assert versions(parse_batch([group], 4, VOCAB, version=12, lives=LIVES)) == [[11, 12], [9, 9]]
+    assert not batch.unusable_spans
+
+
+def test_without_spans_every_token_counts_as_sampled_by_the_oldest_weights() -> None:
+    said = make_group(weight_versions=[3, 4])
+    assert versions(parse_batch([said, make_group()], 100, VOCAB, version=4)) == [[3, 3], [4, 4, 4], None, None]
+
+
+def test_a_version_that_the_trainer_has_not_reached_is_an_earlier_trainers() -> None:
+    group = make_group(weight_versions=[13, 11], weight_version_spans=[[[13, 1], [11, 1]], [[11, 3]]])
+    assert versions(parse_batch([group], 100, VOCAB, version=12, lives=LIVES)) == [[9, 11], [11, 11, 11]]
+
+
+def test_a_first_token_has_a_span_and_is_not_trained() -> None:
+    group = make_group(
+        masks=[[1, 2, 3, 4], [-100, -100, 5, 6, 7]],
+        weight_versions=[1, 1],
+        weight_version_spans=[[[1, 2], [2, 2]], [[1, 3]]],
+    )
+    assert versions(parse_batch([group], 100, VOCAB, version=2)) == [[1, 2, 2], [1, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weight_version_spans": [[[5, 3]], None]}, "weight_version_spans [3] do not add up to its 2 trained tokens"),
+        ({"weight_version_spans": [[[5, 3], [6, -1]], None]}, "do not add up"),
+        ({"weight_version_spans": [[], None]}, "weight_version_spans [] do not add up to its 2 trained tokens"),
+        ({"weight_version_spans": [[5, 2], None]}, "sequence 0 of group 0: "),
+        ({"weight_version_spans": [[[5, "x"]], None]}, "sequence 0 of group 0: "),
+        ({"weight_version_spans": [[[5, 2]], None], "weight_epoch_spans": [[1, 2], None]}, "weight_epoch_spans has 2 entries"),
+    ],
+)
+def test_spans_that_do_not_fit_are_named_and_the_oldest_version_stands(changes: dict[str, Any], message: str) -> None:
+    batch = parse_batch([make_group(weight_versions=[4, 5], **changes)], 100, VOCAB, version=6)
+    assert versions(batch) == [[4, 4], [5, 5, 5]]
+    assert not batch.invalid, "the group is trained on all the same"
+    assert len(batch.unusable_spans) == 1
+    assert message in batch.unusable_spans[0]

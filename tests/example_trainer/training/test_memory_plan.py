@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.gpu.live_bytes import Meter
-from example_trainer.algorithm.losses import chosen_logprobs
 from example_trainer.config import TrainerConfig
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.geometry import Geometry
+from example_trainer.models.head import chosen_logprobs_of
 from example_trainer.models.lora.layers import attach_adapters
 from example_trainer.models.lora.settings import LoraSettings
 from example_trainer.training.memory_items import (
@@ -159,7 +159,7 @@ def test_the_plan_is_what_is_alive_at_the_worst_moment(
         optimizer = MasterAdamW(model, lr=1e-4)
         for microbatch in range(4):  # a step of two; in the second one the moments and the gradients are there
             hidden = model(ids).flatten(0, 1).index_select(0, torch.arange(ids.numel()))
-            logprobs, _ = chosen_logprobs(hidden, model.output_weight, ids.flatten(), 256)
+            logprobs, _ = chosen_logprobs_of(hidden, model.output_weight, ids.flatten(), 256)
             loss = -logprobs.mean()
             del hidden, logprobs
             loss.backward()
@@ -346,7 +346,7 @@ import json, resource, sys
 sys.path[0] = {root!r}
 import torch
 torch.set_num_threads(2)
-from example_trainer.algorithm.losses import chosen_logprobs
+from example_trainer.models.head import chosen_logprobs_of
 from example_trainer.training.memory_plan import MemoryRequest, plan_memory
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.geometry import Geometry
@@ -372,7 +372,7 @@ model.gradient_checkpointing = checkpointing
 optimizer = MasterAdamW(model, lr=1e-4)
 for _ in range(2):
     hidden = model(torch.randint(0, 4096, (4, 192))).flatten(0, 1)
-    logprobs, _ = chosen_logprobs(hidden, model.output_weight, torch.randint(0, 4096, (768,)), 512)
+    logprobs, _ = chosen_logprobs_of(hidden, model.output_weight, torch.randint(0, 4096, (768,)), 512)
     (-logprobs.mean()).backward()
     optimizer.step()
     optimizer.write_weights()

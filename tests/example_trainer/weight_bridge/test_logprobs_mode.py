@@ -13,9 +13,10 @@ import torch
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from example_trainer.algorithm.losses import chosen_logprobs, grpo_loss
+from example_trainer.algorithm.losses import grpo_loss
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
+from example_trainer.models.head import chosen_logprobs_of
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.weight_bridge.logprobs_mode import check_logprobs
 from vllm_patching.routes import LockstepService, make_router
@@ -110,8 +111,8 @@ def test_what_a_mode_that_does_not_fit_would_do() -> None:
 
     def gradient(rollout_temperature: float) -> torch.Tensor:
         matrix = weight.clone().requires_grad_()
-        logprobs, _ = chosen_logprobs(hidden, matrix, targets, temperature=0.6)
-        rollout, _ = chosen_logprobs(hidden, weight, targets, temperature=rollout_temperature)
+        logprobs, _ = chosen_logprobs_of(hidden, matrix, targets, temperature=0.6)
+        rollout, _ = chosen_logprobs_of(hidden, weight, targets, temperature=rollout_temperature)
         loss, _ = grpo_loss(logprobs, rollout, advantages, weights, clip_low=0.2, clip_high=0.2)
         (found,) = torch.autograd.grad(loss, matrix)
         return found.flatten()
