@@ -22,6 +22,11 @@ from tests.conftest import ROOT, Processes
 pytestmark = pytest.mark.e2e
 
 STEPS = 5
+TIMED = (
+    "tokens_per_second", "forwarded_tokens_per_second", "seconds_wait", "seconds_train", "seconds_sync", "waiting_share", "mfu",
+    "peak_memory_bytes",
+)  # fmt: skip
+"""Figures that differ from run to run."""
 SEQUENCES = 4
 
 
@@ -114,7 +119,7 @@ def test_stopping_and_resuming_gives_the_weights_of_one_run(make_run: Callable[[
     assert not torch.equal(start["model.norm.weight"], load_file(whole.folder / "checkpoints" / f"step_{STEPS}" / "model.safetensors")["model.norm.weight"])  # fmt: skip # noqa: E501
 
     for row, other in zip(whole.rows(), parts.rows(), strict=True):
-        same = set(row) - {"tokens_per_second", "seconds_wait", "seconds_train", "seconds_sync", "queue_size"}
+        same = set(row) - {*TIMED, "queue_size"}
         assert {name: row[name] for name in same} == {name: other[name] for name in same}
     assert [row["weight_version"] for row in whole.rows()] == list(range(1, STEPS + 1))
     assert [row["age_max"] for row in whole.rows()] == list(range(STEPS))

@@ -12,12 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from example_trainer.deterministic.decoder import DeterministicDecoder, GradientSums
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
+from torch import Tensor
 
+from example_trainer.batch.bins import UNKNOWN_VERSION, PackedBin
 from example_trainer.batch.client import registration
 from example_trainer.batch.groups import Batch
-from example_trainer.deterministic.pairing import make_parity, model_provenance, pair
+from example_trainer.deterministic.pairing import deterministic_decoder, make_parity, model_provenance, pair
 from example_trainer.deterministic.parity import NoParity, ParityCheck, ParityError, weights_sha
 from example_trainer.errors import ConfigError, ModelError
 from example_trainer.models import Decoder
@@ -29,9 +32,9 @@ from example_trainer.training.optimizer import make_optimizer
 from example_trainer.training.step import accumulate_gradients, response_logprobs
 from tests.example_trainer.deterministic.training import (
     SMALL,
+    bins,
     config,
     decoder_for,
-    first_microbatch,
     rollouts,
     summed_gradients,
     train,
@@ -50,13 +53,13 @@ def with_one_bit_changed(batch: Batch, sequence: int, token: int) -> Batch:
 
 def test_one_bit_of_one_token_stops_the_run_before_the_step(tmp_path: Path) -> None:
     model = decoder_for("cpu")
-    model.sums = GradientSums()
-    options = config(tmp_path, batch_size=6)
+    options = config(tmp_path)
     optimizer = make_optimizer(options, model)
     before = weights_sha(optimizer.masters)
     batch = with_one_bit_changed(rollouts(model, 1, 0), sequence=3, token=1)
+    (packed,) = bins(batch, tokens=1000)
     with pytest.raises(ParityError) as error:
-        accumulate_gradients(model, optimizer, batch, options, StopSignal(), parity=ParityCheck(KERNELS, KERNELS))
+        accumulate_gradients(model, optimizer, [packed], options, StopSignal(), parity=ParityCheck(KERNELS, KERNELS))
     sequence = batch.sequences[3]
     theirs, ours = float(sequence.rollout_logprobs[1]), float(rollouts(model, 1, 0).sequences[3].rollout_logprobs[1])
     message = str(error.value)
@@ -67,12 +70,12 @@ def test_one_bit_of_one_token_stops_the_run_before_the_step(tmp_path: Path) -> N
     assert "both sides name the same kernels" in message
     assert "\n" not in message
     assert weights_sha(optimizer.masters) == before
-    assert all(gradient is None for gradient in optimizer.gradients().values())
+    assert optimizer.sums is not None
+    assert optimizer.sums.take() == {}
 
 
 def test_without_stopping_differences_are_counted_and_measured(tmp_path: Path) -> None:
     model = decoder_for("cpu")
-    model.sums = GradientSums()
     options = config(tmp_path)
     optimizer = make_optimizer(options, model)
     batch = rollouts(model, 1, 0)
@@ -81,47 +84,91 @@ def test_without_stopping_differences_are_counted_and_measured(tmp_path: Path) -
     wrong[:2] -= np.float32(0.5)
     parity = ParityCheck(KERNELS, KERNELS, stop=False)
     sequences = [*batch.sequences[:2], replace(sequence, rollout_logprobs=wrong), *batch.sequences[3:]]
-    accumulate_gradients(model, optimizer, Batch(sequences), options, StopSignal(), parity=parity)
+    accumulate_gradients(model, optimizer, bins(Batch(sequences)), options, StopSignal(), parity=parity)
     optimizer.step()
-    row = parity.row(optimizer)
+    row = parity.row(optimizer.masters)
     assert (row["mismatched_tokens"], row["compared_tokens"]) == (2, batch.trained_tokens)
     assert row["max_logprob_difference"] == pytest.approx(0.5, abs=1e-5)
     assert row["parity_kl"] == pytest.approx(2 * (math.exp(0.5) - 1.5) / batch.trained_tokens, rel=1e-4)
-    accumulate_gradients(model, optimizer, rollouts(model, 1, 1), options, StopSignal(), parity=parity)
-    assert parity.row(optimizer)["mismatched_tokens"] == 0, "a step's figures are its own"
-    assert parity.row(optimizer)["parity_kl"] == 0.0
+    accumulate_gradients(model, optimizer, bins(rollouts(model, 1, 1)), options, StopSignal(), parity=parity)
+    row = parity.row(optimizer.masters)
+    assert (row["mismatched_tokens"], row["parity_kl"]) == (0, 0.0), "a step's figures are its own"
+    assert (parity.mismatched_in_all, parity.compared_in_all) == (2, 2 * batch.trained_tokens)
 
 
 @pytest.mark.parametrize("version", [None, 2, 4])
-def test_rollouts_of_other_weights_are_refused(tmp_path: Path, version: int | None) -> None:
-    model = decoder_for("cpu")
-    batch = rollouts(model, 1, 0)
-    batch.sequences[4] = replace(batch.sequences[4], weight_version=version)
-    for number in (0, 1, 2, 3, 5):
-        batch.sequences[number] = replace(batch.sequences[number], weight_version=3)
+def test_rollouts_of_other_weights_are_refused(version: int | None) -> None:
+    batch = rollouts(decoder_for("cpu"), 1, 3)
+    other = None if version is None else np.full(len(batch.sequences[4].positions), version)
+    batch.sequences[4] = replace(batch.sequences[4], versions=other)
+    parity = ParityCheck(KERNELS, KERNELS)
+    parity.begin(3)
+    (packed,) = bins(batch, tokens=1000)
     with pytest.raises(
         ParityError, match=f"group 2, sequence 0 was sampled under weight version {version}, the trainer holds 3"
     ):
-        ParityCheck(KERNELS, KERNELS).begin(batch, 3)
+        parity.compare(packed, packed.rollout_logprobs)
+
+
+@given(st.lists(st.tuples(st.sampled_from([UNKNOWN_VERSION, 1, 2, 3]), st.sampled_from([0.0, 0.25, math.nan])), min_size=1))
+def test_where_older_tokens_are_allowed_those_of_the_present_weights_alone_are_compared(drawn: list[tuple[int, float]]) -> None:
+    versions = torch.tensor([version for version, _ in drawn])
+    shifts = torch.tensor([0.0 if version == 3 else shift for version, shift in drawn])
+    parity = ParityCheck(KERNELS, KERNELS, older=True)
+    parity.begin(3)
+    recomputed = torch.full((len(drawn),), -2.0)
+    parity.compare(bin_of(versions, recomputed + shifts), recomputed)
+    row = parity.row({"weight": torch.zeros(2)})
+    fresh = sum(version == 3 for version, _ in drawn)
+    assert (row["compared_tokens"], row["mismatched_tokens"], row["older_tokens"]) == (fresh, 0, len(drawn) - fresh)
+    assert (row["parity_kl"], row["max_logprob_difference"]) == (0.0, 0.0)
+    known = [shift for version, shift in drawn if version != 3 and not math.isnan(shift)]
+    expected = sum(math.expm1(-shift) + shift for shift in known) / max(1, len(known))
+    assert row["older_kl"] == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_token_of_the_present_weights_is_compared_among_older_ones() -> None:
+    parity = ParityCheck(KERNELS, KERNELS, older=True)
+    parity.begin(3)
+    recomputed = torch.full((4,), -2.0)
+    sampled = torch.tensor([-2.0, -2.5, -2.5, -2.0])
+    with pytest.raises(ParityError, match=r"^1 of 3 tokens of a microbatch differ .* by up to 0.5; first group 7, seq"):
+        parity.compare(bin_of(torch.tensor([3, 2, 3, 3]), sampled), recomputed)
+
+
+def bin_of(versions: Tensor, logprobs: Tensor) -> PackedBin:
+    """Trained tokens with these versions and logprobs, the first of group 7's first sequence, the others of its second."""
+    count = len(versions)
+    counts = torch.tensor([1, count - 1]) if count > 1 else torch.tensor([1])
+    rows, ones = torch.arange(count), torch.ones(count)
+    return PackedBin(
+        tokens=torch.zeros(count + 1, dtype=torch.int64),
+        lengths=torch.tensor([count + 1]),
+        parents=torch.tensor([-1]),
+        sources=rows,
+        targets=rows,
+        rollout_logprobs=logprobs,
+        advantages=ones,
+        weights=ones,
+        versions=versions,
+        positions=rows + 1,
+        counts=counts,
+        orders=torch.tensor([[7, number] for number in range(len(counts))]),
+    )
 
 
 def test_a_token_without_a_logprob_is_a_mismatch() -> None:
-    model = decoder_for("cpu")
-    batch = rollouts(model, 1, 0)
-    unknown = np.full_like(batch.sequences[0].rollout_logprobs, np.nan)
-    micro = first_microbatch(Batch([replace(batch.sequences[0], rollout_logprobs=unknown)]))
-    with torch.no_grad(), pytest.raises(ParityError, match=rf"\({len(unknown)} came without a logprob\)"):
-        ParityCheck(KERNELS, KERNELS).compare(micro, model.response_logprobs(micro, 64)[0])
+    lost = torch.full((3,), math.nan)
+    with pytest.raises(ParityError, match=r"\(3 came without a logprob\)"):
+        ParityCheck(KERNELS, KERNELS).compare(bin_of(torch.zeros(3, dtype=torch.int64), lost), torch.zeros(3))
 
 
 def test_a_negative_zero_is_not_zero() -> None:
     """Compared are bits, not values."""
-    model = decoder_for("cpu")
-    micro = first_microbatch(rollouts(model, 1, 0))
-    zeros = torch.zeros_like(micro.rollout_logprobs)
+    zeros, versions = torch.zeros(3), torch.zeros(3, dtype=torch.int64)
     with pytest.raises(ParityError):
-        ParityCheck(KERNELS, KERNELS).compare(replace(micro, rollout_logprobs=-zeros), zeros)
-    ParityCheck(KERNELS, KERNELS).compare(replace(micro, rollout_logprobs=zeros), zeros)
+        ParityCheck(KERNELS, KERNELS).compare(bin_of(versions, -zeros), zeros)
+    ParityCheck(KERNELS, KERNELS).compare(bin_of(versions, zeros), zeros)
 
 
 def test_a_server_with_other_kernels_is_refused() -> None:
@@ -170,7 +217,7 @@ def test_the_trainer_asks_the_server_which_kernels_it_runs(tmp_path: Path) -> No
 
 
 def test_an_ordinary_model_is_not_passed_off_as_a_deterministic_one() -> None:
-    with pytest.raises(ParityError, match="a Decoder does not run vLLM's kernels"):
+    with pytest.raises(ParityError, match="a model with the reference operations does not run vLLM's kernels"):
         model_provenance(Decoder(SMALL, torch.float32))
 
 
@@ -180,7 +227,7 @@ def test_an_ordinary_model_is_not_passed_off_as_a_deterministic_one() -> None:
         ({"weight_bridge_mode": "none"}, "--deterministic needs --weight-bridge-mode shared_vllm, which is 'none'"),
         ({"weight_bridge_mode": "lora_only"}, "--deterministic needs --weight-bridge-mode shared_vllm"),
         ({"temperature": 0.7}, "--deterministic needs --temperature 1, which is 0.7"),
-        ({"max_staleness": 2}, "--deterministic needs --max-staleness 0, which is 2"),
+        ({"share_prefixes": True}, "--deterministic and --share-prefixes exclude each other"),
     ],
 )
 def test_options_that_cannot_be_exact_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
@@ -191,21 +238,23 @@ def test_options_that_cannot_be_exact_are_refused(tmp_path: Path, changes: dict[
 def test_what_deterministic_mode_sets(tmp_path: Path) -> None:
     options = config(tmp_path)
     assert registration(options, 0).max_staleness == 0
+    assert registration(config(tmp_path, max_staleness=2), 0).max_staleness == 2
     model = decoder_maker(options, Ranks(0, 1))(SMALL, torch.float32, torch.device("cpu"))
-    assert isinstance(model, DeterministicDecoder)
-    assert model.sums is not None
+    assert model.arithmetic.ops.NAME == "invariant"
+    assert make_optimizer(options, model).sums is model.arithmetic.sums is not None
     with pytest.raises(ConfigError, match="--deterministic trains in one process"):
         refuse_ranks(options, Ranks(0, 2))
     with pytest.raises(ModelError, match="rope scaling 'linear' has no deterministic mode yet"):
-        DeterministicDecoder(replace(SMALL, rope_scaling=RopeScaling("linear", 2.0)), torch.float32)
+        deterministic_decoder(replace(SMALL, rope_scaling=RopeScaling("linear", 2.0)), torch.float32)
 
 
 def test_equal_runs_have_equal_hashes_and_packing_does_not_matter(tmp_path: Path) -> None:
     reference = train(config(tmp_path), steps=3)
     assert len(set(reference)) == 3, "every step changes the weights, and with them the hash"
     assert train(config(tmp_path), steps=3) == reference
-    for changes in ({"batch_size": 1}, {"batch_size": 6, "logprob_chunk": 70}, {"gradient_checkpointing": True}):
-        assert train(config(tmp_path, **changes), steps=3) == reference, changes
+    assert train(config(tmp_path, gradient_checkpointing=True), steps=3) == reference
+    for tokens, chunk in ((1, 1024), (1000, 70)):
+        assert train(config(tmp_path, logprob_chunk=chunk), steps=3, tokens=tokens) == reference, tokens
     assert train(config(tmp_path, lr=1.1e-2), steps=1) != reference[:1]
     assert train(config(tmp_path), steps=1, seed=1) != reference[:1]
 
@@ -228,14 +277,14 @@ def test_summed_gradients_are_those_of_autograd() -> None:
         assert float((summed[name] - gradient).norm() / gradient.norm()) < 1e-5, name
 
 
-def test_padding_is_not_computed_and_logprobs_are_those_of_the_plain_decoder(tmp_path: Path) -> None:
+def test_logprobs_are_those_of_the_plain_operations(tmp_path: Path) -> None:
     model = decoder_for("cpu")
-    micro = first_microbatch(rollouts(model, 5, 0), size=6)
+    (packed,) = bins(rollouts(model, 5, 0), tokens=1000)
     plain = Decoder(SMALL, torch.float32)
     plain.load_state_dict(model.state_dict())
     with torch.no_grad():
-        ours, entropy = response_logprobs(model, micro, config(tmp_path))
-        theirs, other = response_logprobs(plain, micro, config(tmp_path))
-    assert torch.equal(ours, micro.rollout_logprobs)
+        ours, entropy = response_logprobs(model, packed, packed.packing(), config(tmp_path))
+        theirs, other = response_logprobs(plain, packed, packed.packing(), config(tmp_path))
+    assert torch.equal(ours, packed.rollout_logprobs)
     torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(entropy, other, atol=2e-5, rtol=1e-5)

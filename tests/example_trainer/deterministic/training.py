@@ -81,6 +81,7 @@ def rollouts(model: Decoder, seed: int, version: int, count: int = 6) -> Batch:
                 score=float(number % 2),
                 weight_version=version,
                 order=(number // 2, number % 2),
+                versions=torch.full((trained,), version).numpy(),
             )
         )
     return Batch(sequences)
@@ -116,6 +117,6 @@ def train(options: TrainerConfig, steps: int, seed: int = 0, tokens: int = 200) 
         accumulate_gradients(model, optimizer, bins(batch, tokens), options, StopSignal(), parity=parity)
         optimizer.step()
         optimizer.write_weights()
-        assert parity.row(optimizer)["compared_tokens"] == batch.trained_tokens
+        assert parity.row(optimizer.masters)["compared_tokens"] == batch.trained_tokens
         hashes.append(weights_sha(optimizer.masters))
     return hashes

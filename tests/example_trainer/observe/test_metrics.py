@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,10 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from example_trainer.batch.groups import parse_batch
 from example_trainer.command_line import parse_config
 from example_trainer.errors import ConfigError
-from example_trainer.observe.metrics import MetricsLog, step_line, step_row
-from example_trainer.training.optimizer import StepReport
-from example_trainer.training.step import StepSums
-from example_trainer.weight_bridge.base import NoBridge, SyncReport
+from example_trainer.observe import metrics
+from example_trainer.observe.metrics import MetricsLog, step_line
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -83,34 +81,95 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         MetricsLog(tmp_path / "file" / "logs", {})
 
 
-def test_the_row_and_the_line_of_a_step() -> None:
-    group = {
-        "tokens": [[1, 2, 3], [1, 2, 3, 4]],
-        "masks": [[-100, 2, 3], [-100, 2, 3, 4]],
-        "scores": [0.0, 1.0],
-        "inference_logprobs": [[1.0, -1.0, -1.0], [1.0, -1.0, -1.0, -1.0]],
-        "weight_versions": [4, 6],
-    }
-    batch = parse_batch([group], 10, 10)
-    sync = SyncReport(version=7, checksum="abc", bytes_moved=12, seconds={"pause": 0.5})
-    bridge = NoBridge()
-    bridge.params_mapped = bridge.params_total = 3
-    row = step_row(batch, StepSums(loss=-0.5, kl=0.01), StepReport(2.0, 1e-4), sync, bridge, 9, (1.0, 0.5, 1.0), 7)
-    expected = {
-        "reward_mean": 0.5, "reward_std": 0.5, "loss": -0.5, "kl": 0.01, "entropy": 0.0, "clip_fraction": 0.0, "grad_norm": 2.0,
-        "lr": 1e-4, "tokens": 5, "tokens_per_second": 2.0, "response_length_mean": 2.5, "queue_size": 9, "age_mean": 1.0,
-        "age_max": 2, "weight_version": 7, "params_mapped": 3, "params_total": 3, "bytes_moved": 12, "checksum": "abc",
-        "seconds_wait": 1.0, "seconds_train": 0.5, "seconds_sync": 1.0, "sync/pause": 0.5,
+def row_of_a_step(**changes: object) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "reward_mean": 0.5, "loss": -0.5, "kl": 0.01, "entropy": 0.1, "clip_fraction": 0.0, "grad_norm": 2.0,
+        "response_length_mean": 2.5, "tokens_per_second": 2.0, "queue_size": 9, "age_mean": 1.0, "age_max": 2,
+        "seconds_wait": 1.0, "seconds_train": 0.5, "seconds_sync": 1.0, "forwarded_tokens_per_second": 20.0,
+        "packing_ratio": 0.83, "mfu": 0.4123, "waiting_share": 0.4, "peak_memory_bytes": 3 << 29,
     }  # fmt: skip
-    assert {name: row[name] for name in expected} == expected
-    json.dumps(row, allow_nan=False)
-    line = step_line(7, 100, row)
-    assert line.startswith("Step 7/100 ")
-    assert "reward 0.500" in line
-    assert "age 1.0 (max 2)" in line
-    unknown = step_row(parse_batch([group | {"weight_versions": None}], 10, 10), StepSums(), StepReport(2.0, 1e-4), sync, bridge, 9, (1.0, 0.5, 1.0), 7)  # fmt: skip # noqa: E501
-    assert (unknown["age_mean"], unknown["age_max"]) == (None, None)
-    assert "age ?" in step_line(7, 100, unknown)
+    return row | changes
+
+
+def test_the_line_of_a_step() -> None:
+    assert step_line(7, 100, row_of_a_step()) == (
+        "Step 7/100  reward 0.500  loss -0.5000  kl 0.01000  entropy 0.100  clipped 0.000  grad norm 2.000  length 2.5  "
+        "2 tok/s  queue 9  age 1.0 (max 2)  wait 1.00 s  train 0.50 s  sync 1.00 s  forwarded 20 tok/s  packed 0.83  mfu 0.412  "
+        "waiting 40 %  peak 1.50 GiB"
+    )
+    unknown = step_line(7, 100, row_of_a_step(age_mean=None, age_max=None, mfu=None))
+    assert "  age ?  wait" in unknown
+    assert "  mfu ?  waiting" in unknown
+    parity = {"mismatched_tokens": 0, "compared_tokens": 12, "older_tokens": 3, "parity_kl": 0.0, "older_kl": 0.25}
+    exact = step_line(7, 100, row_of_a_step(**parity, weights_sha="ab"))
+    assert "  sync 1.00 s  mismatched 0/12  weights ab  forwarded" in exact
+    assert exact.endswith("  kl of present weights 0.00000  older 3  kl of older 0.25000")
+
+
+class SlowWandb:
+    """Takes a row when it is let, or breaks."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.let = threading.Event()
+        self.error, self.finished = error, False
+
+    def init(self, **options: object) -> SlowWandb:
+        return self
+
+    def log(self, row: dict[str, float], step: int) -> None:
+        assert self.let.wait(30)
+        if self.error is not None:
+            raise self.error
+        self.rows.append((step, row))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def test_a_step_does_not_wait_for_wandb_and_closing_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = SlowWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    log = MetricsLog(tmp_path, {}, wandb=("project", "group"))
+    for step in range(1, 4):
+        log.write(step, {"loss": 0.5 * step, "checksum": "ab", "age_mean": None})
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
+    assert wandb.rows == []
+    wandb.let.set()
+    log.close()
+    assert wandb.rows == [(step, {"train/loss": 0.5 * step}) for step in range(1, 4)]
+    assert wandb.finished
+
+
+def test_wandb_that_breaks_is_told_once_and_the_rows_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wandb = SlowWandb(ValueError("no room"))
+    wandb.let.set()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    log = MetricsLog(tmp_path, {}, wandb=("project", "group"))
+    for step in range(1, 4):
+        log.write(step, {"loss": 0.5})
+    log.close()
+    assert len(rows(tmp_path)) == 3
+    told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert told == ["No more rows for TensorBoard and W&B, metrics.jsonl only: ValueError: no room"]
+
+
+def test_wandb_that_falls_too_far_behind_loses_rows_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wandb = SlowWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(metrics, "_WAITING_ROWS", 2)
+    log = MetricsLog(tmp_path, {}, wandb=("project", "group"))
+    for step in range(1, 9):
+        log.write(step, {"loss": 0.5})
+    assert "TensorBoard or W&B is 2 rows behind: step 8 is in metrics.jsonl alone" in caplog.text
+    assert len(rows(tmp_path)) == 8
+    wandb.let.set()
+    log.close()
+    assert 2 <= len(wandb.rows) <= 3
 
 
 def test_without_tensorboard_the_rows_are_written_all_the_same(
