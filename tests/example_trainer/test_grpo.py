@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -149,7 +150,7 @@ def test_a_service_that_stays_away_ends_the_trainer_with_one_line(make_run: Call
     run.processes.kill(run.service)
     lines = run.failed(trainer)
     assert lines[-1].startswith("ERROR ")
-    assert "did not answer GET /batch for 2 s (--service-timeout)" in lines[-1]
+    assert re.search(r"did not answer (GET /batch|POST /batch/ack) for 2 s \(--service-timeout\)", lines[-1])
     assert run.saved() == ["step_1"]
 
 
