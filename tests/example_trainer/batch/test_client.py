@@ -15,10 +15,9 @@ import httpx
 import pytest
 
 from example_trainer.batch import client as rollout_client
-from example_trainer.batch.client import Registration, RolloutClient
+from example_trainer.batch.client import FetchedBatch, Interrupted, Registration, RolloutClient, TrainedBatch
 from example_trainer.errors import RolloutServiceError
 from example_trainer.process import StopRequested, StopSignal
-from example_trainer.training.runs import TrainedBatch
 from tests.conftest import Processes
 
 REGISTRATION = Registration(
@@ -76,16 +75,17 @@ class TestRealService:
         for number in (5, 6, 7):
             httpx.post(f"{url}/scored_data", json=group(number), timeout=60).raise_for_status()
         first = client.next_batch()
-        assert [one["tokens"][0][1] for one in first] == [5]
-        assert client.queue_size() == 2
-        client.acknowledge(4)
-        assert client.next_batch()[0]["tokens"][0][1] == 6
+        assert [one["tokens"][0][1] for one in first.groups] == [5]
+        assert first.queue_size == client.queue_size() == 2
+        client.acknowledge(first.lease, 4)
+        assert client.next_batch().groups[0]["tokens"][0][1] == 6
         client.close()  # dies with the second batch in its hands
         again = client_of(url)
         again.register(REGISTRATION)
-        assert again.next_batch()[0]["tokens"][0][1] == 6
-        again.acknowledge(5)
-        assert again.next_batch()[0]["tokens"][0][1] == 7
+        second = again.next_batch()
+        assert second.groups[0]["tokens"][0][1] == 6
+        again.acknowledge(second.lease, 5)
+        assert again.next_batch().groups[0]["tokens"][0][1] == 7
 
     def test_a_service_that_is_restarted_empty_is_registered_with_again(
         self,
@@ -100,15 +100,10 @@ class TestRealService:
         client = client_of(url, batch_timeout=60, service_timeout=60)
         client.register(REGISTRATION)
         httpx.post(f"{url}/scored_data", json=group(5), timeout=60).raise_for_status()
-        client.next_batch()
+        held = client.next_batch()
         processes.kill(service)
-        found: list[Any] = []
-
-        def train() -> None:
-            client.acknowledge(4)
-            found.append(client.next_batch())
-
-        waiting = threading.Thread(target=train, daemon=True)
+        found: list[FetchedBatch] = []
+        waiting = threading.Thread(target=lambda: found.append(client.next_batch()), daemon=True)  # ahead of the training
         waiting.start()
         self.start(processes, port)
 
@@ -116,12 +111,19 @@ class TestRealService:
             size = httpx.get(f"{url}/info", timeout=60).json()["batch_size"]
             return None if size == REGISTRATION.batch_size else f"batch_size is {size}"
 
+        def asked() -> str | None:
+            return None if "Registering with the rollout service" in caplog.text else "it has not asked"
+
+        processes.wait_until("the trainer to find out", asked, seconds=60)
+        assert httpx.get(f"{url}/info", timeout=60).json()["batch_size"] == -1, "it would be counted one version too young"
+        client.acknowledge(held.lease, 4)
         processes.wait_until("the trainer to register again", registered, seconds=60)
+        assert httpx.get(f"{url}/stats", timeout=60).json()["trainer_version"] == 4
         httpx.post(f"{url}/scored_data", json=group(9), timeout=60).raise_for_status()
         waiting.join(timeout=120)
         assert not waiting.is_alive()
-        assert found[0][0]["tokens"][0][1] == 9
-        assert "Registering with the rollout service" in caplog.text
+        assert found[0].groups[0]["tokens"][0][1] == 9
+        assert "could not be acknowledged" in caplog.text
         assert "Waiting for the rollout service" in caplog.text
 
     def test_two_trainers_do_not_share_batches(
@@ -204,8 +206,9 @@ def test_the_original_wire_without_leases_works(scripted: MakeServer, client_of:
     server = scripted({"/batch": [{"batch": None}, {"batch": [group(5)]}]})
     client = client_of(server.url)
     client.register(REGISTRATION)
-    assert client.next_batch() == [group(5)]
-    client.acknowledge(4)
+    batch = client.next_batch()
+    assert batch == FetchedBatch([group(5)], None, 0)
+    client.acknowledge(batch.lease, 4)
     assert not any(path.startswith("/batch/ack") for path in server.paths())
     body = server.seen[0][1]
     assert body == {
@@ -233,9 +236,10 @@ def test_a_broken_connection_and_a_failing_server_are_tried_again(scripted: Make
     )
     client = client_of(server.url)
     client.register(REGISTRATION)
-    assert client.next_batch() == [group(5)]
-    client.acknowledge(4)
-    assert client.next_batch() == [group(6)]
+    batch = client.next_batch()
+    assert batch.groups == [group(5)]
+    client.acknowledge(batch.lease, 4)
+    assert client.next_batch().groups == [group(6)]
     polls = [path for path in server.paths() if path.startswith("/batch?")]
     assert polls == ["/batch?uuid=1"] * 4 + ["/batch?uuid=1&received=8"]
     acks = [body for path, body in server.seen if path == "/batch/ack"]
@@ -248,10 +252,9 @@ def test_a_batch_that_nothing_was_learned_from_is_acknowledged_with_the_reason(
     server = scripted({"/batch": [{"batch": [group(5)], "batch_id": 8}], "/batch/ack": [{}]})
     client = client_of(server.url)
     client.register(REGISTRATION)
-    client.next_batch()
-    assert client.lease == TrainedBatch(8, 1)
-    client.acknowledge(4, skipped="x" * 5000)
-    assert client.lease is None
+    batch = client.next_batch()
+    assert batch.lease == TrainedBatch(8, 1)
+    client.acknowledge(batch.lease, 4, skipped="x" * 5000)
     assert server.seen[-1] == ("/batch/ack", {"batch_id": 8, "weight_version": 4, "uuid": 1, "skipped": "x" * 1000})
 
 
@@ -299,11 +302,10 @@ def test_registering_again_says_how_far_training_is(scripted: MakeServer, client
     server = scripted({"/batch": [{"batch": [group(5)], "batch_id": 8}, lost, {"batch": [group(6)]}], "/batch/ack": [409]})
     client = client_of(server.url)
     client.register(REGISTRATION)
-    client.next_batch()
-    client.acknowledge(7)
-    assert client.next_batch() == [group(6)]
+    client.acknowledge(client.next_batch().lease, 7)
+    assert client.next_batch().groups == [group(6)]
     assert [body["starting_step"] for path, body in server.seen if path == "/register"] == [3, 7]
-    assert server.paths()[-1] == "/batch?uuid=1", "the old lease is not spoken of any more"
+    assert server.paths()[-2:] == ["/batch?uuid=1", "/status"], "the old lease is not spoken of any more"
 
 
 @pytest.mark.parametrize(
@@ -361,3 +363,55 @@ def test_a_signal_ends_any_wait(scripted: MakeServer, client_of: MakeClient, fre
         client.next_batch()
     with pytest.raises(StopRequested, match="SIGTERM"):
         client_of(f"http://127.0.0.1:{free_port()}", stop=stop).register(REGISTRATION)
+
+
+def test_batches_are_acknowledged_in_the_order_in_which_they_came(scripted: MakeServer, client_of: MakeClient) -> None:
+    server = scripted(
+        {"/batch": [{"batch": [group(n)], "batch_id": n} for n in (5, 6)], "/batch/ack": [{}]},
+    )
+    client = client_of(server.url)
+    client.register(REGISTRATION)
+    first, second = client.next_batch(), client.next_batch()
+    with pytest.raises(RuntimeError, match="the first comes first"):
+        client.acknowledge(second.lease, 4)
+    client.acknowledge(first.lease, 4)
+    client.acknowledge(second.lease, 5)
+    with pytest.raises(RuntimeError, match=r"what is held is \[\]"):
+        client.acknowledge(second.lease, 6)
+    acks = [(body["batch_id"], body["weight_version"]) for path, body in server.seen if path == "/batch/ack"]
+    assert acks == [(5, 4), (6, 5)]
+
+
+def test_only_the_trainers_own_waiting_counts_against_the_deadline(scripted: MakeServer, client_of: MakeClient) -> None:
+    """A batch that is fetched ahead may take as long as the step does."""
+    server = scripted({"/batch": [{"batch": None}]})
+    client = client_of(server.url, batch_timeout=30.0)
+    client.register(REGISTRATION)
+    waited = iter([0.0] * 5 + [29.0, 31.0])
+    with pytest.raises(RolloutServiceError, match="within 30 s"):
+        client.next_batch(lambda: next(waited))
+    assert next(waited, None) is None
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_wait_for_a_batch_can_be_interrupted(
+    there: bool, scripted: MakeServer, client_of: MakeClient, free_port: Callable[[], int]
+) -> None:
+    client = client_of(scripted({"/batch": [{"batch": None}]}).url)
+    client.register(REGISTRATION)
+    if not there:
+        client.close()
+        client._http = httpx.Client(base_url=f"http://127.0.0.1:{free_port()}")
+    ended: list[type[BaseException]] = []
+
+    def wait() -> None:
+        try:
+            client.next_batch()
+        except Exception as error:  # noqa: BLE001 - looked at below
+            ended.append(type(error))
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    client.interrupt()
+    waiting.join(timeout=60)
+    assert ended == [Interrupted]

@@ -8,7 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from example_trainer.batch.shared_client import agreed_stop
+from example_trainer.parallel.agreed_stop import agreed_stop
 from example_trainer.errors import CheckpointError, NonFiniteError
 from example_trainer.parallel.ranks import Ranks, join_ranks
 from example_trainer.process import StopRequested, StopSignal, run

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.batch.shared_client import agreed_stop
+from example_trainer.parallel.agreed_stop import agreed_stop
 from example_trainer.errors import ConfigError
 from example_trainer.parallel.ranks import Ranks, place_of
 from example_trainer.process import StopSignal
