@@ -51,11 +51,17 @@ class Shards:
 
     def norms(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """L2 norm of each whole tensor (float64, in the mapping's order) from this rank's local ones. Collective."""
-        squares = []
-        for name, local in tensors.items():
-            parts = [torch.linalg.vector_norm(part).double().square() for part in self.owned(name, local)]
-            squares.append(torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=local.device))
-        return self.total(torch.stack(squares)).sqrt()
+        owned = [(row, part) for row, name in enumerate(tensors) for part in self.owned(name, tensors[name])]
+        device = next(iter(tensors.values())).device
+        squares = torch.zeros(len(tensors), dtype=torch.float64, device=device)
+        if owned:
+            rows, parts = zip(*owned, strict=True)
+            columns = [number - rows.index(row) for number, row in enumerate(rows)]
+            norms = torch.stack(torch._foreach_norm(list(parts))).double()
+            table = squares.new_zeros(len(tensors), max(columns) + 1)  # summed by rows: adding by index has no fixed order
+            table[list(rows), columns] = norms.square()
+            squares = table.sum(dim=1)
+        return self.total(squares).sqrt()
 
     def complete(self, gradients: Mapping[str, Tensor]) -> None:
         """Make local gradients, in place, what they are in the whole gradient. Collective."""

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from example_trainer.errors import CheckpointError
@@ -48,11 +47,13 @@ def load_state(saved: SavedStep, optimizer: MasterAdamW) -> None:
     Raises:
         CheckpointError: the state is unreadable, or of another model.
     """
+    file = saved.path / STATE_FOLDER / OPTIMIZER_FILE
     try:
-        state = load_file(saved.path / STATE_FOLDER / OPTIMIZER_FILE)
+        with safe_open(file, framework="pt") as opened:
+            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118 - no mapping
+            optimizer.load_state(shapes, opened.get_tensor, saved.step)  # one at a time: the whole may not fit into RAM
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot read the optimizer state in {saved.path / STATE_FOLDER}: {error}") from error
-    optimizer.load_state_dict(state, saved.step)
+        raise CheckpointError(f"cannot read the optimizer state in {file.parent}: {error}") from error
 
 
 class Checkpoints:
@@ -91,7 +92,8 @@ class Checkpoints:
         """
         final = self.path(optimizer.steps)
         trainer = {"step": optimizer.steps, "run": self.run.record(), "batch": vars(batch) if batch else None, "config": config}
-        masters, state = optimizer.whole_masters(), optimizer.whole_state()
+        masters = ((name, optimizer.shards.whole(name, master)) for name, master in optimizer.masters.items())
+        state = ((key, optimizer.shards.whole(key.partition(".")[2], t)) for key, t in optimizer.state_dict().items())
 
         def write() -> None:
             try:

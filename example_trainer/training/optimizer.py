@@ -8,18 +8,21 @@ parameters as soon as they are complete and are summed in float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import CheckpointError, NonFiniteError
-from example_trainer.models import Decoder
 from example_trainer.models.gradients import GradientSums
 from example_trainer.models.shards import Shards
+from example_trainer.training.host_memory import BUCKET_ELEMENTS, HostTensors, Piece
+
+_KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 _REMEDIES = {
     True: "lower --lr or --max-grad-norm, and look at the last lines of metrics.jsonl; --skip-nonfinite N leaves out up to N "
@@ -70,15 +73,19 @@ class MasterAdamW:
         max_grad_norm: gradients are scaled down to this global norm; 0 leaves them as they are.
         schedule, warmup_steps, total_steps: see learning_rate_factor.
         shards: what this rank holds of the parameters; masters, gradients and moments are of the same part. With several
-            ranks `step` and everything named `whole` is collective.
+            ranks `step` is collective.
+        offload: masters and moments are in the host's memory, and pass through the parameters' device in each step. The bits
+            are those of a step without it.
+        bucket_elements: how much of them is on the device at once.
 
     Attributes:
         steps: optimizer steps taken, which is the weight version of the masters.
-        masters: float32 weights by parameter, this rank's part.
-        sums: where a backward pass can add the gradients itself (`Decoder.arithmetic.sums`); None where they are taken from the
-            parameters: under FSDP2, which has them whole only behind its hooks, and where only adapters are trained.
+        masters: float32 weights by parameter, this rank's part; on the host if they are offloaded.
+        sums: where the backward pass may add the gradients itself: set `model.arithmetic.sums` to it. None where gradients
+            come through autograd: FSDP2 reduces them, and of adapters they are few.
         sound: whether masters and moments are those of `steps` whole steps, and finite. False while a step changes them, and
             for good if it does not come to its end.
+        wait_for_readers: called before masters and moments change; whoever reads them meanwhile makes it wait.
     """
 
     def __init__(
@@ -94,61 +101,71 @@ class MasterAdamW:
         warmup_steps: int = 0,
         total_steps: int = 1,
         shards: Shards | None = None,
+        offload: bool = False,
+        bucket_elements: int = BUCKET_ELEMENTS,
     ) -> None:
         self.shards = shards = shards or Shards()
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        whole_model = len(self._parameters) == len(list(model.parameters()))
-        self.sums = GradientSums(model) if shards.hooks and whole_model else None
-        self.masters = {name: shards.local(p).to(torch.float32, copy=True) for name, p in self._parameters.items()}
         self.whole_shapes = {name: shards.whole_shape(name, p) for name, p in self._parameters.items()}
         self.lr, self.max_grad_norm = lr, max_grad_norm
         self.schedule, self.warmup_steps, self.total_steps = schedule, warmup_steps, total_steps
+        self._betas, self._eps, self._weight_decay = betas, eps, weight_decay
         self.steps = 0
         self.sound = True
-        groups = [
-            {"params": [m for m in self.masters.values() if m.dim() >= 2], "weight_decay": weight_decay},
-            {"params": [m for m in self.masters.values() if m.dim() < 2], "weight_decay": 0.0},
-        ]
-        # fused: one pass over each tensor, elementwise, so its result depends neither on threads nor on grouping.
-        self._adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True)
+        self.wait_for_readers: Callable[[], None] = lambda: None
+        local = {name: shards.local(p) for name, p in self._parameters.items()}
+        self._device = next(iter(local.values())).device
+        self._host: HostTensors | None = None
+        if offload:
+            shapes = {name: tuple(tensor.shape) for name, tensor in local.items()}
+            self._host = HostTensors(shapes, len(_KINDS), self._device, bucket_elements)
+            self._state = {kind: arena.tensors for kind, arena in zip(_KINDS, self._host.arenas, strict=True)}
+            for name, tensor in local.items():
+                self._state["master"][name].copy_(tensor)
+        else:
+            self._state = {"master": {name: tensor.to(torch.float32, copy=True) for name, tensor in local.items()}}
+            for kind in _KINDS[1:]:
+                self._state[kind] = {name: torch.zeros_like(m) for name, m in self._state["master"].items()}
+        self.masters: dict[str, Tensor] = self._state["master"]
+        self._gradients: dict[str, Tensor] = {}
+        whole_model = len(self._parameters) == sum(1 for _ in model.parameters())
+        self.sums = GradientSums(model) if shards.hooks and whole_model else None
         if shards.hooks:
             for name, parameter in self._parameters.items():
                 parameter.register_post_accumulate_grad_hook(self._collector(name))
 
-    def _collector(self, name: str) -> Any:
+    def _collector(self, name: str) -> Callable[[Tensor], None]:
         return lambda _: self._collect(name)
 
     def _collect(self, name: str) -> None:
-        master, parameter = self.masters[name], self._parameters[name]
+        parameter = self._parameters[name]
         if parameter.grad is None:
             return
-        gradient = self.shards.local(parameter.grad)
-        if master.grad is None:
-            master.grad = gradient.to(torch.float32, copy=True)
+        self._add(name, self.shards.local(parameter.grad), is_ours=False)
+        parameter.grad = None
+
+    def _add(self, name: str, gradient: Tensor, is_ours: bool) -> None:
+        if name in self._gradients:
+            self._gradients[name] += gradient
         else:
-            master.grad += gradient
-        parameter.grad = None  # its float32 sum lives with the master
+            self._gradients[name] = gradient.to(torch.float32, copy=not is_ours)
 
     def collect(self) -> None:
-        """Add what a backward pass left on the parameters. Call it after each; where hooks do so, it finds nothing."""
+        """Add what a backward pass left on the parameters. Call it after each; behind hooks and `sums` it finds nothing."""
         for name in self._parameters:
             self._collect(name)
 
-    def _take_sums(self) -> None:
+    def gradients(self) -> dict[str, Tensor]:
+        """The float32 gradient summed so far for each parameter that one reached: the sums themselves, not a copy."""
         for name, gradient in (self.sums.take() if self.sums is not None else {}).items():
-            master = self.masters[name]
-            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-
-    def gradients(self) -> dict[str, Tensor | None]:
-        """The float32 gradient summed so far for each parameter, None where there is none."""
-        self._take_sums()
-        return {name: master.grad for name, master in self.masters.items()}
+            self._add(name, gradient, is_ours=True)
+        return self._gradients
 
     def zero_grad(self) -> None:
         """Forget the gradients summed so far, and what a backward pass that was broken off left on the parameters."""
-        self._take_sums()
-        for name, master in self.masters.items():
-            master.grad = self._parameters[name].grad = None
+        self.gradients().clear()
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
     @torch.no_grad()
     def step(self) -> StepReport:
@@ -161,104 +178,124 @@ class MasterAdamW:
             RuntimeError: a parameter received no gradient, so it would silently stay what it is.
         """
         self.collect()
-        gradients = {name: gradient for name, gradient in self.gradients().items() if gradient is not None}
-        without = [name for name in self.masters if name not in gradients]
+        found = self.gradients()
+        without = [name for name in self.masters if name not in found]
         if without:
             raise RuntimeError(f"no gradient reached {len(without)} of {len(self.masters)} parameters, first {without[0]}")
+        gradients = {name: found[name] for name in self.masters}
         self.shards.complete(gradients)
-        norms = self.shards.norms(gradients)
-        self._refuse_non_finite(norms, "the gradient of")
-        total = torch.linalg.vector_norm(norms)
-        grad_norm = float(total)
-        if self.max_grad_norm > 0 and grad_norm > self.max_grad_norm:
-            for gradient in gradients.values():
-                gradient *= self.max_grad_norm / (total + 1e-6)
+        norms = self._finite(self.shards.norms(gradients), "the gradient of")
+        grad_norm = math.hypot(*norms)
+        divisor: Tensor | None = None
+        if 0 < self.max_grad_norm < grad_norm:
+            # AdamW's kernel divides as it reads: clipping costs no pass of its own.
+            divisor = torch.tensor((grad_norm + 1e-6) / self.max_grad_norm, dtype=torch.float32, device=self._device)
         lr = self.lr * learning_rate_factor(self.steps, self.schedule, self.warmup_steps, self.total_steps)
-        for group in self._adamw.param_groups:
-            group["lr"] = lr
-        self._make_moments()
+        self.wait_for_readers()
         self.sound = False
-        self._adamw.step()
+        norms_after = self._update(gradients, lr, divisor)
         self.zero_grad()
         self.steps += 1
-        self._refuse_non_finite(self.shards.norms(self.masters), "the weight")
+        self._finite(norms_after, "the weight")
         self.sound = True
         return StepReport(grad_norm=grad_norm, lr=lr)
 
-    def _make_moments(self) -> None:
-        """Take the memory of the moments before the first step changes a master: AdamW would do so group by group."""
-        for master in self.masters.values():
-            if not self._adamw.state[master]:
-                self._adamw.state[master] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=master.device),
-                    "exp_avg": torch.zeros_like(master),
-                    "exp_avg_sq": torch.zeros_like(master),
-                }
+    def _update(self, gradients: Mapping[str, Tensor], lr: float, divisor: Tensor | None) -> Tensor:
+        """Change masters and moments. Returns the norm of each whole master (float64); collective."""
+        if self._host is None:
+            state = [[self._state[kind][name] for name in self.masters] for kind in _KINDS]
+            self._adamw(list(gradients.values()), state, lr, divisor)
+            return self.shards.norms(self.masters)
+        places = {name: number for number, name in enumerate(self.masters)}
+        squares = torch.zeros(len(places), dtype=torch.float64, device=self._device)
 
-    def _refuse_non_finite(self, norms: Tensor, what: str) -> None:
-        if not bool(torch.isfinite(norms).all()):
-            bad = [name for name, ok in zip(self.masters, torch.isfinite(norms).tolist(), strict=True) if not ok]
+        def work(pieces: Sequence[Piece], state: Sequence[Sequence[Tensor]]) -> None:
+            self._adamw([piece.of(gradients[piece.name]) for piece in pieces], state, lr, divisor)
+            norms = torch.stack(torch._foreach_norm(list(state[0]))).double()
+            where = torch.tensor([places[piece.name] for piece in pieces])
+            squares.index_add_(0, where.to(self._device, non_blocking=True), norms.square())
+
+        self._host.work(self._host.arenas, work, write_back=True)
+        return self.shards.total(squares).sqrt()
+
+    def _adamw(self, gradients: Sequence[Tensor], state: Sequence[Sequence[Tensor]], lr: float, divisor: Tensor | None) -> None:
+        """One pass over tensors on the device: elementwise, so its result depends neither on threads nor on grouping."""
+        for matrices in (True, False):
+            chosen = [number for number, gradient in enumerate(gradients) if (gradient.dim() >= 2) == matrices]
+            if not chosen:
+                continue
+            masters, first, second = ([kind[number] for number in chosen] for kind in state)
+            adamw(
+                masters,
+                [gradients[number] for number in chosen],
+                first,
+                second,
+                [],
+                list(torch.full((len(chosen),), float(self.steps), device=self._device).unbind()),
+                fused=True,
+                grad_scale=divisor,
+                amsgrad=False,
+                beta1=self._betas[0],
+                beta2=self._betas[1],
+                lr=lr,
+                weight_decay=self._weight_decay if matrices else 0.0,
+                eps=self._eps,
+                maximize=False,
+            )
+
+    def _finite(self, norms: Tensor, what: str) -> list[float]:
+        """The norms of all parameters as numbers, for which the device is waited for; NonFiniteError if one is none."""
+        values: list[float] = norms.tolist()
+        bad = [name for name, value in zip(self.masters, values, strict=True) if not math.isfinite(value)]
+        if bad:
             raise NonFiniteError(
                 f"{what} {bad[0]} (and {len(bad) - 1} more) is NaN or infinite at optimizer step {self.steps}; "
                 + _REMEDIES[self.sound]
             )
+        return values
 
     @torch.no_grad()
     def write_weights(self) -> None:
         """Round the masters into the model's parameters, wherever their memory is now."""
-        # One launch for many tensors: an inference server may be standing still meanwhile.
-        torch._foreach_copy_(
-            [self.shards.local(parameter) for parameter in self._parameters.values()],
-            [self.masters[name] for name in self._parameters],
-        )
+        parameters = {name: self.shards.local(parameter) for name, parameter in self._parameters.items()}
+        if self._host is None:
+            # One launch for many tensors: an inference server may be standing still meanwhile.
+            torch._foreach_copy_(list(parameters.values()), list(self.masters.values()))
+            return
+
+        def work(pieces: Sequence[Piece], state: Sequence[Sequence[Tensor]]) -> None:
+            torch._foreach_copy_([piece.of(parameters[piece.name]) for piece in pieces], list(state[0]))
+
+        self._host.work(self._host.arenas[:1], work, write_back=False)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything that the next step depends on but `steps`: masters and both moments, by parameter (float32, no copies)."""
-        state: dict[str, Tensor] = {}
-        for name, master in self.masters.items():
-            moments = self._adamw.state.get(master, {})
-            state[f"master.{name}"] = master
-            for key in ("exp_avg", "exp_avg_sq"):
-                state[f"{key}.{name}"] = moments[key] if key in moments else torch.zeros_like(master)
-        return state
-
-    def whole_masters(self) -> Iterator[tuple[str, Tensor]]:
-        """The masters of the whole model, one at a time. Collective: every rank takes all of them."""
-        return ((name, self.shards.whole(name, master)) for name, master in self.masters.items())
-
-    def whole_state(self) -> Iterator[tuple[str, Tensor]]:
-        """`state_dict` of the whole model, one tensor at a time. Collective: every rank takes all of them."""
-        for key, tensor in self.state_dict().items():
-            yield key, self.shards.whole(key.partition(".")[2], tensor)
+        return {f"{kind}.{name}": self._state[kind][name] for name in self.masters for kind in _KINDS}
 
     def whole_state_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of what `whole_state` yields, in its order; nothing is sent."""
-        return {key: self.whole_shapes[key.partition(".")[2]] for key in self.state_dict()}
+        """Names and shapes of the whole model's `state_dict`, in its order."""
+        return {f"{kind}.{name}": shape for name, shape in self.whole_shapes.items() for kind in _KINDS}
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Tensor], steps: int) -> None:
-        """Continue from `state`, what `whole_state` gave after `steps` steps, whatever the number of ranks was.
+    def load_state(self, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor], steps: int) -> None:
+        """Continue from a whole model's state after `steps` steps, whatever the number of ranks was.
+
+        Args:
+            shapes: of everything that is there, by name.
+            read: gives one whole tensor; they are asked for one after another.
 
         Raises:
             CheckpointError: it belongs to another model.
         """
         expected = self.whole_state_shapes()
-        found = {key: tuple(tensor.shape) for key, tensor in state.items()}
-        if expected != found:
-            different = sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))
+        if expected != dict(shapes):
+            different = sorted(key for key in expected.keys() | shapes.keys() if expected.get(key) != shapes.get(key))
             raise CheckpointError(
                 f"the optimizer state is of another model: {len(different)} tensors differ, first {different[0]}"
             )
-        for name, master in self.masters.items():
-            parts = {
-                key: self.shards.take(name, state[f"{key}.{name}"]).to(master.device, copy=True)
-                for key in ("master", "exp_avg", "exp_avg_sq")
-            }
-            master.copy_(parts.pop("master"))
-            self._adamw.state[master] = {
-                "step": torch.tensor(float(steps), dtype=torch.float32, device=master.device),
-                **parts,
-            }
+        self.wait_for_readers()
+        for key, tensor in self.state_dict().items():
+            tensor.copy_(self.shards.take(key.partition(".")[2], read(key)))
         self.steps = steps
 
 

@@ -170,7 +170,8 @@ def rank(hurt: list[int], call: int) -> None:
         try:
             step(model, optimizer, batch_of(200, 2), ranks)
         except OutOfMemoryError:
-            whole = sum(int(torch.isfinite(tensor).all()) for _, tensor in optimizer.whole_masters())
+            gathered = (optimizer.shards.whole(name, master) for name, master in optimizer.masters.items())
+            whole = sum(int(torch.isfinite(tensor).all()) for tensor in gathered)
             print(f"rank {ranks.rank}: agreed, sound {optimizer.sound}, {whole} masters gathered", flush=True)
         except RankError as error:
             print(f"rank {ranks.rank}: gave up after {time.perf_counter() - began:.0f} s: {error}", flush=True)

@@ -102,6 +102,11 @@ def make_optimizer(model: Decoder, config: TrainerConfig) -> MasterAdamW:
     )
 
 
+def whole_state(optimizer: MasterAdamW) -> dict[str, torch.Tensor]:
+    """Masters and moments as one process would hold them. Collective."""
+    return {key: optimizer.shards.whole(key.partition(".")[2], part) for key, part in optimizer.state_dict().items()}
+
+
 def take_steps(
     model: Decoder, optimizer: MasterAdamW, reference: Decoder | None, config: TrainerConfig, seed: int
 ) -> list[dict[str, float]]:

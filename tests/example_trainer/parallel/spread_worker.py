@@ -18,7 +18,7 @@ from example_trainer.models import load_model
 from example_trainer.parallel.fsdp import sharded_decoder
 from example_trainer.parallel.ranks import Ranks, join_ranks
 from example_trainer.parallel.tensor import TensorParallelShards, split_decoder
-from tests.example_trainer.parallel.spread_cases import make_config, make_optimizer, take_steps
+from tests.example_trainer.parallel.spread_cases import make_config, make_optimizer, take_steps, whole_state
 
 
 def run_case(ranks: Ranks, kind: str, folder: Path, seed: int) -> None:
@@ -31,10 +31,10 @@ def run_case(ranks: Ranks, kind: str, folder: Path, seed: int) -> None:
     reference = load_model(str(folder / f"model-{seed}"), torch.float32, "cpu", make).requires_grad_(False)
     optimizer = make_optimizer(model, config)
     figures = take_steps(model, optimizer, reference, config, seed)
-    state = dict(optimizer.whole_state())
+    state = whole_state(optimizer)
     again = make_optimizer(model, config)
-    again.load_state_dict(state, optimizer.steps)
-    resumed = dict(again.whole_state())
+    again.load_state({key: tuple(tensor.shape) for key, tensor in state.items()}, state.__getitem__, optimizer.steps)
+    resumed = whole_state(again)
     assert all(torch.equal(resumed[name], tensor) for name, tensor in state.items()), "a resumed optimizer has another state"
     parameters = {name: model.shards.local(p).clone() for name, p in model.named_parameters()}
     weights = {name: model.shards.whole(name, local).clone() for name, local in parameters.items()}

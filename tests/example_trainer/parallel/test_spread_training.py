@@ -14,7 +14,14 @@ from safetensors.torch import load_file
 from example_trainer.models import load_model, save_model
 from example_trainer.models.hf_checkpoint import read_geometry
 from tests.conftest import ROOT, Processes
-from tests.example_trainer.parallel.spread_cases import make_config, make_geometry, make_optimizer, make_whole, take_steps
+from tests.example_trainer.parallel.spread_cases import (
+    make_config,
+    make_geometry,
+    make_optimizer,
+    make_whole,
+    take_steps,
+    whole_state,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -74,7 +81,7 @@ def cases(folder: Path) -> dict[int, Case]:
         optimizer = make_optimizer(model, config)
         figures = take_steps(model, optimizer, reference, config, seed)
         weights = {f"weight.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-        results[seed] = Case(before, dict(optimizer.whole_state()) | weights, figures)
+        results[seed] = Case(before, whole_state(optimizer) | weights, figures)
     return results
 
 

@@ -1,0 +1,193 @@
+"""Tensors in host memory that a GPU reads and writes at full speed, and work on them in buckets that pass through the GPU."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from example_trainer.errors import TrainerError
+
+BUCKET_ELEMENTS = 32 << 20
+"""Elements of each kind of tensor that are on the GPU at once: large enough that a copy over the bus runs at its full rate."""
+SLOTS = 3
+"""Buckets on the device at the same time: one comes, one is worked on, one goes."""
+_ALIGNED = 16
+"""Elements; every piece of a tensor but its last is a multiple of them, so that cutting changes no vectorised loop's tail."""
+_LOCKED_AT_ONCE = 256 << 20
+"""Bytes. The driver lets nobody else in while it locks pages, so it is asked for few at a time."""
+
+
+class HostArena:
+    """One block of host memory with named float32 tensors in it, page-locked if a GPU is to copy them.
+
+    torch's own pinned memory is not used: its allocator takes the next power of two, up to twice what is asked for.
+
+    Args:
+        shapes: of the tensors; they lie in this order, zeros at first.
+        device: the one that copies. On a CPU nothing is locked.
+
+    Raises:
+        TrainerError: the machine has no such memory, or does not let it be locked.
+    """
+
+    def __init__(self, shapes: Mapping[str, Sequence[int]], device: torch.device) -> None:
+        self.offsets: dict[str, int] = {}
+        end = 0
+        for name, shape in shapes.items():
+            self.offsets[name] = end
+            end += -(-math.prod(shape) // _ALIGNED) * _ALIGNED
+        try:
+            self.flat = torch.empty(end, dtype=torch.float32)
+        except RuntimeError as error:
+            raise TrainerError(f"{end * 4 / 2**30:.2f} GiB of host memory are not there: {error}") from error
+        self.flat.zero_()  # which takes the pages
+        self.tensors = {
+            name: self.flat[self.offsets[name] : self.offsets[name] + math.prod(shape)].view(*shape)
+            for name, shape in shapes.items()
+        }
+        if device.type == "cuda" and end:
+            self._lock_pages(device)
+
+    def _lock_pages(self, device: torch.device) -> None:
+        driver = torch.cuda.cudart()
+        first, size = self.flat.data_ptr(), self.flat.nbytes
+        locked: list[int] = []
+        weakref.finalize(self, _unlock, driver, locked).atexit = False
+        with torch.cuda.device(device):
+            for start in range(first, first + size, _LOCKED_AT_ONCE):
+                status = int(driver.cudaHostRegister(start, min(_LOCKED_AT_ONCE, first + size - start), 0))
+                if status != 0:
+                    raise TrainerError(
+                        f"the driver does not lock {size / 2**30:.2f} GiB of host memory for the GPU (CUDA error {status} "
+                        f"after {(start - first) / 2**30:.2f}); look at the memory that is free, and at this container's limit"
+                    )
+                locked.append(start)
+
+
+def _unlock(driver: Any, starts: list[int]) -> None:
+    for start in starts:
+        driver.cudaHostUnregister(start)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Whole rows of one tensor (elements, of a vector) that lie in a bucket.
+
+    Attributes:
+        name: of the tensor.
+        start, stop: its rows.
+        offset: of the first element in the bucket.
+        shape: of the piece.
+    """
+
+    name: str
+    start: int
+    stop: int
+    offset: int
+    shape: tuple[int, ...]
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """These rows of a tensor of the same shape."""
+        return tensor[self.start : self.stop]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A range of the arenas, and what lies in it."""
+
+    start: int
+    stop: int
+    pieces: tuple[Piece, ...]
+
+
+def cut(shapes: Mapping[str, Sequence[int]], offsets: Mapping[str, int], most: int) -> list[Bucket]:
+    """Buckets of at most `most` elements, as long as the rows of the tensors are no longer than that."""
+    buckets: list[Bucket] = []
+    pieces: list[Piece] = []
+    begin = end = 0
+    for name, shape in shapes.items():
+        rows, width = shape[0], math.prod(shape[1:])
+        step = _ALIGNED * max(1, most // (_ALIGNED * max(1, width)))
+        for start in range(0, rows, step):
+            stop = min(rows, start + step)
+            first, last = offsets[name] + start * width, offsets[name] + stop * width
+            if pieces and last - begin > most:
+                buckets.append(Bucket(begin, end, tuple(pieces)))
+                pieces, begin = [], first
+            pieces.append(Piece(name, start, stop, first - begin, (stop - start, *shape[1:])))
+            end = last
+    return [*buckets, Bucket(begin, end, tuple(pieces))] if pieces else buckets
+
+
+Work = Callable[[Sequence[Piece], Sequence[Sequence[Tensor]]], None]
+"""Gets the pieces of a bucket and, for each arena, their tensors on the device; changes these in place."""
+
+
+class HostTensors:
+    """Several arenas of the same named tensors, worked on by a device that does not hold them.
+
+    Buckets pass through the device: while one is worked on, the next one comes and the one before goes back, each in a stream
+    of its own (ZeRO-Offload, arXiv:2101.06840, whose arithmetic is on the CPU; here the GPU does it).
+
+    Args:
+        shapes: of the tensors, at least one dimension each.
+        kinds: how many arenas.
+        device: the one that works.
+        bucket_elements: of each arena that are on the device at once.
+    """
+
+    def __init__(
+        self, shapes: Mapping[str, Sequence[int]], kinds: int, device: torch.device, bucket_elements: int = BUCKET_ELEMENTS
+    ) -> None:
+        self.device = device
+        self.arenas = [HostArena(shapes, device) for _ in range(kinds)]
+        self._buckets = cut(shapes, self.arenas[0].offsets, bucket_elements)
+        longest = max((bucket.stop - bucket.start for bucket in self._buckets), default=0)
+        self._slots: list[list[Tensor]] = []
+        if device.type == "cuda":
+            # Taken now: memory that ran out in the middle of a step would leave it half done.
+            self._slots = [[torch.empty(longest, device=device) for _ in range(kinds)] for _ in range(SLOTS)]
+            self._coming, self._going = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    @torch.no_grad()
+    def work(self, arenas: Sequence[HostArena], work: Work, write_back: bool) -> None:
+        """Call `work` for every bucket of these arenas in turn, and return when the host's memory holds what it made.
+
+        Args:
+            write_back: whether it changes the tensors.
+        """
+        if not self._slots:
+            for bucket in self._buckets:
+                work(bucket.pieces, [_tensors(arena.flat[bucket.start : bucket.stop], bucket) for arena in arenas])
+            return
+        here = torch.cuda.current_stream(self.device)
+        self._coming.wait_stream(here)
+        left: list[torch.cuda.Event | None] = [None] * SLOTS
+        for number, bucket in enumerate(self._buckets):
+            slot, size = number % SLOTS, bucket.stop - bucket.start
+            staged = [buffer[:size] for buffer in self._slots[slot][: len(arenas)]]
+            parts = [arena.flat[bucket.start : bucket.stop] for arena in arenas]
+            before = left[slot]
+            with torch.cuda.stream(self._coming):
+                if before is not None:
+                    self._coming.wait_event(before)
+                for buffer, part in zip(staged, parts, strict=True):
+                    buffer.copy_(part, non_blocking=True)
+            here.wait_stream(self._coming)
+            work(bucket.pieces, [_tensors(buffer, bucket) for buffer in staged])
+            self._going.wait_stream(here)
+            with torch.cuda.stream(self._going):
+                for buffer, part in zip(staged, parts, strict=True) if write_back else ():
+                    part.copy_(buffer, non_blocking=True)
+            left[slot] = self._going.record_event()
+        self._going.synchronize()  # the host may read
+
+
+def _tensors(flat: Tensor, bucket: Bucket) -> list[Tensor]:
+    return [flat[piece.offset : piece.offset + math.prod(piece.shape)].view(piece.shape) for piece in bucket.pieces]
