@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,17 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from example_trainer.errors import ModelError
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.geometry import Geometry
 from example_trainer.models.layout import Part, layout
+from example_trainer.models.safetensors_writer import write_safetensors
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5 * 10**9
+"""Of one weight file; the size that Hugging Face's own checkpoints have."""
 _HUB_FILES = ["*.safetensors", INDEX_FILE, "*.json", "*.txt", "*.model", "*.jinja"]
 _COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja"}  # config, tokenizer, chat template, vocabulary
 
@@ -200,71 +202,84 @@ def _some(names: list[str], shown: int = 4) -> str:
     return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def hf_tensors(model: Decoder, weights: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """The model's weights under their Hugging Face names, in the parameters' dtype.
+def hf_tensors(geometry: Geometry, dtype: torch.dtype, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a checkpoint, from whole parameters in the order of the layout."""
+    plan = layout(geometry)
+    for name, weight in weights:
+        for part in plan[name]:
+            yield part.name, weight.detach()[part.start : part.stop].to(dtype)
+
+
+def save_model(
+    model: Decoder, folder: Path, weights: Mapping[str, Tensor] | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """Write a Hugging Face checkpoint: weights in the parameters' dtype, config, tokenizer files. See write_checkpoint.
 
     Args:
         weights: take these values, by parameter name, instead of the parameters' own, rounded to the parameters' dtype.
     """
-    for parameter_name, part in _parts(model):
-        yield part.name, _tensor(model, weights, parameter_name, part)
+    values = weights or dict(model.named_parameters())
+    named = ((name, values[name]) for name in layout(model.geometry))
+    write_checkpoint(folder, model.geometry, model.output_weight.dtype, named, companions(model), max_shard_bytes)
 
 
-def _parts(model: Decoder) -> Iterator[tuple[str, Part]]:
-    return ((name, part) for name, parts in layout(model.geometry).items() for part in parts)
-
-
-def _tensor(model: Decoder, weights: Mapping[str, Tensor] | None, parameter_name: str, part: Part) -> Tensor:
-    parameter = model.get_parameter(parameter_name)
-    source = parameter if weights is None else weights[parameter_name]
-    return source.detach()[part.start : part.stop].to(parameter.dtype)
-
-
-def save_model(
-    model: Decoder, folder: Path, weights: Mapping[str, Tensor] | None = None, max_shard_bytes: int = 5 * 10**9
+def write_checkpoint(
+    folder: Path,
+    geometry: Geometry,
+    dtype: torch.dtype,
+    weights: Iterable[tuple[str, Tensor]],
+    files: Mapping[str, bytes],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    moved: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write a Hugging Face checkpoint: weights in the parameters' dtype, config, tokenizer files.
+    """Write a Hugging Face checkpoint, of whose weights one is in memory at a time.
 
-    The folder is created. Weights go to one file, or to several with an index when they exceed `max_shard_bytes`; one of
-    them is in memory at a time. Loading a checkpoint in its own dtype and saving it again gives equal tensors, byte for
-    byte, and a copy of its config.json.
+    The folder is created. Weights go to one file, or to several with an index when they exceed `max_shard_bytes`. Loading a
+    checkpoint in its own dtype and saving it again gives equal tensors, byte for byte, and a copy of its config.json.
 
     Args:
-        weights: see hf_tensors.
+        dtype: of the tensors that are written.
+        weights: every parameter of the layout, whole, in its order.
+        files: what else belongs to it, see companions.
+        moved: called again and again while there is progress.
 
     Raises:
-        OSError, SafetensorError: the disk is full or not writable.
+        OSError: the disk is full or not writable.
+        ValueError: the weights are not those of the layout.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    shards: list[list[tuple[str, Part]]] = [[]]
+    shards: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
     size = total = 0
-    for parameter_name, part in _parts(model):
-        nbytes = math.prod(part.shape) * model.output_weight.dtype.itemsize
+    for part in (part for parts in layout(geometry).values() for part in parts):
+        nbytes = math.prod(part.shape) * dtype.itemsize
         if shards[-1] and size + nbytes > max_shard_bytes:
-            shards.append([])
+            shards.append({})
             size = 0
-        shards[-1].append((parameter_name, part))
+        shards[-1][part.name] = (dtype, part.shape)
         size += nbytes
         total += nbytes
+    tensors = hf_tensors(geometry, dtype, weights)
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {part.name: _tensor(model, weights, name, part).cpu().contiguous() for name, part in shard}
-        weight_map |= dict.fromkeys(tensors, file)
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
+        write_safetensors(folder / file, shard, islice(tensors, len(shard)), {"format": "pt"}, moved)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    if model.source is not None:
-        _copy_other_files(model, model.source, folder)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
 
 
-def _copy_other_files(model: Decoder, source: Path, folder: Path) -> None:
-    for file in sorted(source.iterdir()):
-        if file.is_file() and file.suffix in _COPIED_SUFFIXES and file.name != INDEX_FILE:
-            shutil.copyfile(file, folder / file.name)
-    dtype = model.output_weight.dtype
+def companions(model: Decoder) -> dict[str, bytes]:
+    """Config and tokenizer files of the checkpoint that a model was read from, by name, the config with the model's dtype."""
+    source, dtype = model.source, model.output_weight.dtype
+    if source is None:
+        return {}
+    found = [file for file in sorted(source.iterdir()) if file.is_file() and file.suffix in _COPIED_SUFFIXES]
+    files = {file.name: file.read_bytes() for file in found if file.name != INDEX_FILE}
     if checkpoint_dtype(source) != dtype:
-        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        config = json.loads(files["config.json"])
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        files["config.json"] = (json.dumps(config, indent=2) + "\n").encode()
+    return files

@@ -41,6 +41,14 @@ class Shards:
         """The whole tensor that every rank holds a part of. Collective."""
         return local
 
+    def local_shape(self, name: str, rank: int) -> tuple[int, ...]:
+        """The shape of what a rank holds of a parameter, where they are spread."""
+        raise NotImplementedError("one process holds every parameter whole")
+
+    def joined(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+        """The whole tensor, from what every rank holds of it, in their order; nothing is sent."""
+        return parts[0]
+
     def owned(self, name: str, local: Tensor) -> Sequence[Tensor]:
         """Parts of a local tensor such that all ranks' parts together hold each element of the whole exactly once."""
         return [local]
@@ -51,15 +59,18 @@ class Shards:
 
     def norms(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """L2 norm of each whole tensor (float64, in the mapping's order) from this rank's local ones. Collective."""
-        owned = [(row, part) for row, name in enumerate(tensors) for part in self.owned(name, tensors[name])]
+        owned = [
+            (row, column, part)
+            for row, (name, local) in enumerate(tensors.items())
+            for column, part in enumerate(self.owned(name, local))
+        ]
         device = next(iter(tensors.values())).device
         squares = torch.zeros(len(tensors), dtype=torch.float64, device=device)
         if owned:
-            rows, parts = zip(*owned, strict=True)
-            columns = [number - rows.index(row) for number, row in enumerate(rows)]
-            norms = torch.stack(torch._foreach_norm(list(parts))).double()
+            rows, columns, parts = (list(values) for values in zip(*owned, strict=True))
+            norms = torch.stack(torch._foreach_norm(parts)).double()
             table = squares.new_zeros(len(tensors), max(columns) + 1)  # summed by rows: adding by index has no fixed order
-            table[list(rows), columns] = norms.square()
+            table[rows, columns] = norms.square()
             squares = table.sum(dim=1)
         return self.total(squares).sqrt()
 

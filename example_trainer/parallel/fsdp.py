@@ -59,6 +59,14 @@ class FsdpShards(Shards):
         sharded = DTensor.from_local(local, self._mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
         return sharded.full_tensor()
 
+    def local_shape(self, name: str, rank: int) -> tuple[int, ...]:
+        rows, *width = self._whole_shapes[name]
+        chunk = -(-rows // self._size)
+        return (max(0, min(chunk, rows - rank * chunk)), *width)
+
+    def joined(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(parts))
+
     def total(self, values: Tensor) -> Tensor:
         dist.all_reduce(values, group=self._mesh.get_group())
         return values

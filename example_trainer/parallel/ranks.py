@@ -200,6 +200,13 @@ class Ranks:
         except RuntimeError:
             return  # the store has gone with the rank or the torchrun that held it
 
+    def new_group(self, name: str) -> Any:
+        """Another Gloo group of the same ranks, for a thread of each beside the main one; None if there is one rank."""
+        if self.world_size == 1:
+            return None
+        store = dist.PrefixStore(name, self._store)
+        return dist.ProcessGroupGloo(store, self.rank, self.world_size, self._seconds(None))
+
     def close(self) -> None:
         """Give the groups up. Not collective."""
         self._control = self._store = None

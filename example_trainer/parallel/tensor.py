@@ -61,13 +61,22 @@ class TensorParallelShards(Shards):
         return local
 
     def whole(self, name: str, local: Tensor) -> Tensor:
-        if self.kinds[name] in ("equal", "partial"):
-            return local
-        whole = local.new_empty(self.spec(name).full_shape)
-        for rank, part in enumerate(self.split.gather(local.contiguous())):
+        return self.joined(name, [local] if self._is_whole(name) else self.split.gather(local.contiguous()))
+
+    def local_shape(self, name: str, rank: int) -> tuple[int, ...]:
+        return self._specs[rank][name].shape
+
+    def joined(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+        if self._is_whole(name):
+            return parts[0]
+        whole = parts[0].new_empty(self.spec(name).full_shape)
+        for rank, part in enumerate(parts):
             for piece in self._specs[rank][name].slices:
                 _source(whole, piece).copy_(_local(part, piece))
         return whole
+
+    def _is_whole(self, name: str) -> bool:
+        return self.kinds[name] in ("equal", "partial")
 
     def owned(self, name: str, local: Tensor) -> Sequence[Tensor]:
         return [_local(local, piece) for piece in self._owned[name]]
@@ -77,7 +86,7 @@ class TensorParallelShards(Shards):
 
     def complete(self, gradients: Mapping[str, Tensor]) -> None:
         """See Shards.complete. Afterwards, what several ranks hold has the same gradient on all of them, bit for bit."""
-        small = [name for name in gradients if self.kinds[name] in ("equal", "partial")]
+        small = [name for name in gradients if self._is_whole(name)]
         if small:
             mine = [gradients[n] if self.kinds[n] == "partial" or self.split.rank == 0 else gradients[n] * 0 for n in small]
             total = self.split.total(torch.cat([gradient.reshape(-1) for gradient in mine]))

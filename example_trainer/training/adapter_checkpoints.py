@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from example_trainer.config import TrainerConfig
@@ -13,8 +14,8 @@ from example_trainer.models.lora.peft_format import AdapterWriter
 from example_trainer.models.lora.settings import base_model_name
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.training.checkpoints import Checkpoints
-from example_trainer.training.resume import Start
-from example_trainer.training.runs import PREFIX, Run
+from example_trainer.training.optimizer import MasterAdamW
+from example_trainer.training.runs import Run
 
 ADAPTER_PREFIX = "adapter_step_"
 
@@ -28,23 +29,21 @@ class AdapterCheckpoints(Checkpoints):
 
     prefix = ADAPTER_PREFIX
 
-    def __init__(self, folder: Path, run: Run, keep_states: int, last: int | None, writer: AdapterWriter) -> None:
-        super().__init__(folder, run, keep_states, last)
+    def __init__(
+        self, folder: Path, run: Run, keep_states: int, last: int | None, writer: AdapterWriter, keep: int = 0
+    ) -> None:
+        super().__init__(folder, run, keep_states, last, keep=keep)
         self._writer = writer
 
-    def _write_weights(self, model: Decoder, masters: Mapping[str, Tensor], draft: Path) -> None:
-        self._writer.write(draft, masters)
+    def _weights(self, model: Decoder, optimizer: MasterAdamW) -> Sequence[str]:
+        return list(optimizer.masters)
 
-
-def checkpoint_prefix(config: TrainerConfig) -> str:
-    """What the names of this run's checkpoints begin with."""
-    return ADAPTER_PREFIX if config.lora else PREFIX
-
-
-def make_checkpoints(config: TrainerConfig, model: Decoder, start: Start, ranks: Ranks) -> Checkpoints:
-    """Where the run saves: `step_N/`, or `adapter_step_N/` in PEFT's format."""
-    last = start.saved.step if start.saved else None
-    if not config.lora:
-        return Checkpoints(config.save_path, start.run, config.keep_optimizer_states, last, ranks)
-    writer = AdapterWriter(model, config.lora, base_model_name(config.model_name))
-    return AdapterCheckpoints(config.save_path, start.run, config.keep_optimizer_states, last, writer)
+    def _write_weights(
+        self,
+        model: Decoder,
+        dtype: torch.dtype,
+        weights: Iterator[tuple[str, Tensor]],
+        draft: Path,
+        moved: Callable[[], None],
+    ) -> None:
+        self._writer.write(draft, dict(weights))

@@ -1,7 +1,7 @@
 """Checkpoints: `step_N/` is a Hugging Face checkpoint, with what the next step needs in `step_N/trainer_state/`.
 
-A checkpoint is written beside its place and renamed into it, so a folder called `step_N` is always complete. It says which run
-it is of, and which batch it has learned from last.
+A checkpoint is written beside its place and renamed into it, so a folder called `step_N` is always complete, also while the
+next one is being written in the background. It says which run it is of, and which batch it has learned from last.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import logging
 import math
 import os
 import shutil
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from example_trainer.errors import CheckpointError
-from example_trainer.models import Decoder, save_model
-from example_trainer.models.tensor_file import write_tensors
+from example_trainer.models import Decoder
+from example_trainer.models.hf_checkpoint import companions, write_checkpoint
+from example_trainer.models.layout import layout
+from example_trainer.models.safetensors_writer import write_safetensors
 from example_trainer.parallel.ranks import Ranks
+from example_trainer.training.background_save import BackgroundSave, HostCopy
 from example_trainer.training.optimizer import MasterAdamW
 from example_trainer.training.runs import (
     PREFIX,
@@ -59,95 +63,171 @@ def load_state(saved: SavedStep, optimizer: MasterAdamW) -> None:
 class Checkpoints:
     """Writes a run's checkpoints into a folder, which other runs may have saved into too.
 
+    Example:
+        checkpoints.begin(model, optimizer, config, batch)      # training goes on
+        ...
+        if checkpoints.written(): ...                           # now whoever relies on it may be told
+        checkpoints.wait()                                      # before the process says that it is done
+
     Args:
         folder: created when the first one is saved.
         run: whose checkpoints they are. Those of other runs keep what they have, but for steps that are saved again.
         keep_states: how many of the run's newest keep their optimizer state, which is several times as large as the weights;
             0 for all.
         ranks: rank 0 writes; the others give it what they hold.
+        keep: how many of the run's newest are kept at all; 0 for all.
+        in_use: whether a server may be started again on the checkpoint of a step: the newest of these is kept besides.
 
     Attributes:
-        last: the step of the newest one saved or resumed from by this process; None before that.
+        last: the step of the newest one begun or resumed from by this process; None before that.
     """
 
     prefix = PREFIX
 
     def __init__(
-        self, folder: Path, run: Run, keep_states: int = 1, last: int | None = None, ranks: Ranks | None = None
+        self,
+        folder: Path,
+        run: Run,
+        keep_states: int = 1,
+        last: int | None = None,
+        ranks: Ranks | None = None,
+        keep: int = 0,
+        in_use: Callable[[int], bool] = lambda step: False,
     ) -> None:
         self.folder, self.run, self.keep_states, self.last, self.ranks = folder, run, keep_states, last, ranks or Ranks()
+        self.keep, self.in_use = keep, in_use
+        self._whole = last
+        self._save: BackgroundSave | None = None
+        self._memory: HostCopy | None = None
+        self._group: Any = None
+        self._companions: dict[str, bytes] | None = None
 
-    def save(self, model: Decoder, optimizer: MasterAdamW, config: dict[str, Any], batch: TrainedBatch | None = None) -> Path:
-        """Write the checkpoint of the present step from the optimizer's masters, which the model's dtype is the rounding of.
+    def begin(self, model: Decoder, optimizer: MasterAdamW, config: dict[str, Any], batch: TrainedBatch | None = None) -> Path:
+        """Start to write the checkpoint of the present step from the optimizer's masters, which the model's dtype is the
+        rounding of. Training may go on at once; an optimizer step waits until masters and moments have been copied.
 
-        Collective; one tensor at a time is whole on rank 0, in the same format for any number of ranks.
+        Collective. The format is the same for any number of ranks. One checkpoint is written at a time: if the one before is
+        not complete, it is waited for.
 
         Args:
             config: the options, for people.
             batch: the last one in these weights, which a trainer that resumes must not train on again. Rank 0's counts.
 
+        Returns:
+            Where it will be, once it is complete.
+
+        Raises:
+            CheckpointError: the one before could not be written.
+        """
+        self.wait()
+        if self._memory is None:
+            self._memory = HostCopy(optimizer, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+            self._group = self.ranks.new_group("checkpoints")
+        if self._companions is None:  # read once: the checkpoint that the model was read from may be removed
+            self._companions = companions(model)
+        final, dtype = self.path(optimizer.steps), next(model.parameters()).dtype
+        trainer = {"step": optimizer.steps, "run": self.run.record(), "batch": vars(batch) if batch else None, "config": config}
+        names = self._weights(model, optimizer)
+        keys = [*(f"master.{name}" for name in names), *optimizer.state_dict()]
+        shapes = {key: (torch.float32, shape) for key, shape in optimizer.whole_state_shapes().items()}
+
+        def write(tensors: Iterator[tuple[str, Tensor]], moved: Callable[[], None]) -> None:
+            weights = ((key.partition(".")[2], tensor) for key, tensor in islice(tensors, len(names)))
+            needed = sum((dtype.itemsize + 12) * math.prod(shape) for shape in optimizer.whole_shapes.values())
+            with self._draft(final, needed) as draft:
+                self._write_weights(model, dtype, weights, draft, moved)
+                (draft / STATE_FOLDER).mkdir()
+                write_safetensors(draft / STATE_FOLDER / OPTIMIZER_FILE, shapes, tensors, moved=moved)
+                (draft / STATE_FOLDER / TRAINER_FILE).write_text(json.dumps(trainer, indent=2) + "\n", encoding="utf-8")
+            self._whole = trainer["step"]
+            logger.info("Saved checkpoint %s", final)
+            self._remove_old()
+
+        self._save = BackgroundSave(final.name, optimizer, self._memory, keys, write, self.ranks, self._group)
+        self.last = optimizer.steps
+        return final
+
+    def written(self) -> bool:
+        """Whether the checkpoint that was begun last is complete on the disk. Collective; asks, and does not wait.
+
         Raises:
             CheckpointError: it could not be written whole, or another trainer has taken the run over; earlier checkpoints are
                 as they were.
         """
-        final = self.path(optimizer.steps)
-        trainer = {"step": optimizer.steps, "run": self.run.record(), "batch": vars(batch) if batch else None, "config": config}
-        masters = ((name, optimizer.shards.whole(name, master)) for name, master in optimizer.masters.items())
-        state = ((key, optimizer.shards.whole(key.partition(".")[2], t)) for key, t in optimizer.state_dict().items())
+        save = self._save
+        if save is None:
+            return True
+        if not self.ranks.on_main(f"looking after {save.what}", lambda: save.done):
+            return False
+        self.wait()
+        return True
 
-        def write() -> None:
+    def wait(self) -> None:
+        """Return when the checkpoint that was begun last is complete on the disk. Collective. Raises what `written` raises."""
+        save, self._save = self._save, None
+        if save is not None:
             try:
-                if self.ranks.is_main:
-                    self._write(model, optimizer, masters, state, trainer, final)
-            finally:
-                # The other ranks take part in every gathering, whether or not rank 0 could write what came before.
-                deque(masters, maxlen=0)
-                deque(state, maxlen=0)
+                self.ranks.together(f"writing {save.what}", save.result)
+            except CheckpointError:
+                self.last = self._whole
+                raise
 
-        self.ranks.together(f"writing {final.name}", write)
-        self.last = optimizer.steps
-        logger.info("Saved checkpoint %s", final)
-        if self.ranks.is_main:
-            self._drop_old_states()
+    def save(self, model: Decoder, optimizer: MasterAdamW, config: dict[str, Any], batch: TrainedBatch | None = None) -> Path:
+        """`begin` and `wait`."""
+        final = self.begin(model, optimizer, config, batch)
+        self.wait()
         return final
 
-    def _write(
-        self,
-        model: Decoder,
-        optimizer: MasterAdamW,
-        masters: Iterator[tuple[str, Tensor]],
-        state: Iterator[tuple[str, Tensor]],
-        trainer: dict[str, Any],
-        final: Path,
-    ) -> None:
-        self._require_own_run(final)
-        draft = self.folder / f".{final.name}.draft-{os.getpid()}"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._remove_drafts()
-            self._require_space(model, optimizer)
-            self._write_weights(model, optimizer.masters if self.ranks.world_size == 1 else _InOrder(masters), draft)
-            deque(masters, maxlen=0)
-            (draft / STATE_FOLDER).mkdir()
-            write_tensors(draft / STATE_FOLDER / OPTIMIZER_FILE, optimizer.whole_state_shapes(), state, torch.float32)
-            (draft / STATE_FOLDER / TRAINER_FILE).write_text(json.dumps(trainer, indent=2) + "\n", encoding="utf-8")
-            _flush(draft)
-            _replace(draft, final)
-            _flush_entry(self.folder)  # whoever is told that the step is saved may rely on it, whatever happens to the power
-        except (OSError, SafetensorError) as error:
-            shutil.rmtree(draft, ignore_errors=True)
-            kept = f"{self.path(self.last).name} is untouched" if self.last is not None else "there was none before it"
-            reason = (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())
-            raise CheckpointError(
-                f"could not write checkpoint {final}: {reason}; {kept}; make room or change --save-path"
-            ) from error
+    def close(self) -> None:
+        """Let a write that is under way come to its end. Not collective; what goes wrong now is logged."""
+        save, self._save = self._save, None
+        if save is not None:
+            try:
+                save.result()
+            except Exception as error:  # noqa: BLE001 - the process ends for another reason, which is raised
+                logger.error("Checkpoint %s was not written: %s", save.what, " ".join(str(error).split()))
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step is."""
         return self.folder / f"{self.prefix}{step}"
 
-    def _write_weights(self, model: Decoder, masters: Mapping[str, Tensor], draft: Path) -> None:
-        save_model(model, draft, weights=masters)
+    def _weights(self, model: Decoder, optimizer: MasterAdamW) -> Sequence[str]:
+        """The parameters whose masters `_write_weights` wants, in this order."""
+        return list(layout(model.geometry))
+
+    def _write_weights(
+        self,
+        model: Decoder,
+        dtype: torch.dtype,
+        weights: Iterator[tuple[str, Tensor]],
+        draft: Path,
+        moved: Callable[[], None],
+    ) -> None:
+        assert self._companions is not None
+        write_checkpoint(draft, model.geometry, dtype, weights, self._companions, moved=moved)
+
+    @contextmanager
+    def _draft(self, final: Path, needed: int) -> Iterator[Path]:
+        """A folder to write into, which gets its name when all of it is on the disk."""
+        draft = self.folder / f".{final.name}.draft-{os.getpid()}"
+        try:
+            self._require_own_run(final)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._remove_drafts()
+            free = shutil.disk_usage(self.folder).free
+            if free < needed:  # knowing beforehand is kinder than failing after gigabytes
+                raise OSError(0, f"it needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free")
+            yield draft
+            _flush(draft)
+            _replace(draft, final)
+            _flush_entry(self.folder)  # whoever is told that the step is saved may rely on it, whatever happens to the power
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            kept = f"{self.path(self._whole).name} is untouched" if self._whole is not None else "there was none before it"
+            reason = (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())
+            raise CheckpointError(
+                f"could not write checkpoint {final}: {reason}; {kept}; make room or change --save-path"
+            ) from error
 
     def _require_own_run(self, final: Path) -> None:
         newest = marked_run(self.folder, self.prefix, skip_damaged=True)
@@ -164,45 +244,22 @@ class Checkpoints:
                 logger.warning("Removing %s, which a process that died left unfinished", draft)
                 shutil.rmtree(draft)
 
-    def _require_space(self, model: Decoder, optimizer: MasterAdamW) -> None:
-        # Knowing beforehand is kinder than failing after gigabytes; the write itself is guarded too.
-        itemsize = next(model.parameters()).dtype.itemsize
-        needed = (itemsize + 12) * sum(math.prod(shape) for shape in optimizer.whole_shapes.values())
-        free = shutil.disk_usage(self.folder).free
-        if free < needed:
-            raise OSError(0, f"it needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free")
-
-    def _drop_old_states(self) -> None:
+    def _remove_old(self) -> None:
         """Of this run's own checkpoints alone: another run's state is all that it could be continued from."""
         saved = [one for one in saved_steps(self.folder, self.prefix, skip_damaged=True) if one.run.name == self.run.name]
         saved.sort(key=lambda one: one.order)
+        used = [one for one in saved if self.in_use(one.step)][-1:]
+        for one in saved[: -self.keep] if self.keep else []:
+            if one not in used:
+                _remove(one.path, self.folder)
+                logger.info("Removed checkpoint %s (--keep-checkpoints %d)", one.path, self.keep)
         for one in saved[: -self.keep_states] if self.keep_states else []:
-            shutil.rmtree(one.path / STATE_FOLDER)
-            logger.info(
-                "Removed the optimizer state of %s (--keep-optimizer-states %d); its weights stay", one.path, self.keep_states
-            )
-
-
-class _InOrder(Mapping[str, Tensor]):
-    """Named tensors that are made one after another, asked for in that order, some several times in a row."""
-
-    def __init__(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        self._tensors = tensors
-        self._last: tuple[str, Tensor] | None = None
-
-    def __getitem__(self, name: str) -> Tensor:
-        while self._last is None or self._last[0] != name:
-            self._last = None  # freed before the next one is made
-            self._last = next(self._tensors, None)
-            if self._last is None:
-                raise KeyError(name)
-        return self._last[1]
-
-    def __iter__(self) -> Iterator[str]:
-        raise NotImplementedError("the names come with the tensors")
-
-    def __len__(self) -> int:
-        raise NotImplementedError("the names come with the tensors")
+            if one.path.exists():
+                _remove(one.path / STATE_FOLDER, self.folder)
+                logger.info(
+                    "Removed the optimizer state of %s (--keep-optimizer-states %d); its weights stay",
+                    one.path, self.keep_states,
+                )  # fmt: skip
 
 
 def _flush(folder: Path) -> None:
@@ -228,3 +285,10 @@ def _replace(draft: Path, final: Path) -> None:
     final.rename(old)
     draft.rename(final)
     shutil.rmtree(old)
+
+
+def _remove(path: Path, folder: Path) -> None:
+    """Take a folder away at once: what has its name is whole, until nothing has."""
+    gone = folder / f".{path.relative_to(folder).parts[0]}.{path.name}.old.draft-{os.getpid()}"
+    path.rename(gone)
+    shutil.rmtree(gone)

@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,34 @@ _ALIGNED = 16
 """Elements; every piece of a tensor but its last is a multiple of them, so that cutting changes no vectorised loop's tail."""
 _LOCKED_AT_ONCE = 256 << 20
 """Bytes. The driver lets nobody else in while it locks pages, so it is asked for few at a time."""
+
+
+def free_host_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
+    """Bytes of RAM free and in all, within the limit of this process's control group. What files lie in for speed is free."""
+    lines = (proc / "meminfo").read_text(encoding="utf-8").splitlines()
+    values = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith(" kB")}
+    free, total = values["MemAvailable"], values["MemTotal"]
+    limit, used = _read_int(cgroup / "memory.max"), _read_int(cgroup / "memory.current")
+    if limit is not None and used is not None and limit < total:
+        free, total = min(free, max(0, limit - used + _cached_files(cgroup / "memory.stat"))), limit
+    return free, total
+
+
+def _read_int(path: Path) -> int | None:
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None  # "max" where there is no limit
+
+
+def _cached_files(path: Path) -> int:
+    """Bytes of the control group that the kernel takes back when they are needed: what checkpoints were read into, mostly."""
+    try:
+        words = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return 0
+    return sum(int(size) for name, size in words if name in ("active_file", "inactive_file"))
 
 
 class HostArena:

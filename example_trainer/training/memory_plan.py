@@ -18,6 +18,7 @@ import torch
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
 from example_trainer.models.hf_checkpoint import find_checkpoint, read_geometry
+from example_trainer.training.host_memory import free_host_memory
 from example_trainer.training.memory_items import ACTIVATIONS, ALL_PROJECTIONS, MemoryRequest, lasting_items, moments
 from example_trainer.weight_bridge.base import WeightBridge
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
@@ -84,21 +85,7 @@ def free_memory(device: torch.device, proc: Path = Path("/proc"), cgroup: Path =
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(free), int(total)
-    lines = (proc / "meminfo").read_text(encoding="utf-8").splitlines()
-    values = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith(" kB")}
-    free, total = values["MemAvailable"], values["MemTotal"]
-    limit, used = _read_int(cgroup / "memory.max"), _read_int(cgroup / "memory.current")
-    if limit is not None and used is not None and limit < total:
-        free, total = min(free, max(0, limit - used)), limit
-    return free, total
-
-
-def _read_int(path: Path) -> int | None:
-    try:
-        text = path.read_text(encoding="utf-8").strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None  # "max" where there is no limit
+    return free_host_memory(proc, cgroup)
 
 
 def remedies(request: MemoryRequest, free: int, total: int, device: torch.device) -> list[str]:

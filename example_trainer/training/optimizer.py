@@ -85,6 +85,7 @@ class MasterAdamW:
             come through autograd: FSDP2 reduces them, and of adapters they are few.
         sound: whether masters and moments are those of `steps` whole steps, and finite. False while a step changes them, and
             for good if it does not come to its end.
+        device: of this rank's parameters.
         wait_for_readers: called before masters and moments change; whoever reads them meanwhile makes it wait.
     """
 
@@ -114,11 +115,11 @@ class MasterAdamW:
         self.sound = True
         self.wait_for_readers: Callable[[], None] = lambda: None
         local = {name: shards.local(p) for name, p in self._parameters.items()}
-        self._device = next(iter(local.values())).device
+        self.device = next(iter(local.values())).device
         self._host: HostTensors | None = None
         if offload:
             shapes = {name: tuple(tensor.shape) for name, tensor in local.items()}
-            self._host = HostTensors(shapes, len(_KINDS), self._device, bucket_elements)
+            self._host = HostTensors(shapes, len(_KINDS), self.device, bucket_elements)
             self._state = {kind: arena.tensors for kind, arena in zip(_KINDS, self._host.arenas, strict=True)}
             for name, tensor in local.items():
                 self._state["master"][name].copy_(tensor)
@@ -189,7 +190,7 @@ class MasterAdamW:
         divisor: Tensor | None = None
         if 0 < self.max_grad_norm < grad_norm:
             # AdamW's kernel divides as it reads: clipping costs no pass of its own.
-            divisor = torch.tensor((grad_norm + 1e-6) / self.max_grad_norm, dtype=torch.float32, device=self._device)
+            divisor = torch.tensor((grad_norm + 1e-6) / self.max_grad_norm, dtype=torch.float32, device=self.device)
         lr = self.lr * learning_rate_factor(self.steps, self.schedule, self.warmup_steps, self.total_steps)
         self.wait_for_readers()
         self.sound = False
@@ -207,13 +208,13 @@ class MasterAdamW:
             self._adamw(list(gradients.values()), state, lr, divisor)
             return self.shards.norms(self.masters)
         places = {name: number for number, name in enumerate(self.masters)}
-        squares = torch.zeros(len(places), dtype=torch.float64, device=self._device)
+        squares = torch.zeros(len(places), dtype=torch.float64, device=self.device)
 
         def work(pieces: Sequence[Piece], state: Sequence[Sequence[Tensor]]) -> None:
             self._adamw([piece.of(gradients[piece.name]) for piece in pieces], state, lr, divisor)
             norms = torch.stack(torch._foreach_norm(list(state[0]))).double()
             where = torch.tensor([places[piece.name] for piece in pieces])
-            squares.index_add_(0, where.to(self._device, non_blocking=True), norms.square())
+            squares.index_add_(0, where.to(self.device, non_blocking=True), norms.square())
 
         self._host.work(self._host.arenas, work, write_back=True)
         return self.shards.total(squares).sqrt()
@@ -231,7 +232,7 @@ class MasterAdamW:
                 first,
                 second,
                 [],
-                list(torch.full((len(chosen),), float(self.steps), device=self._device).unbind()),
+                list(torch.full((len(chosen),), float(self.steps), device=self.device).unbind()),
                 fused=True,
                 grad_scale=divisor,
                 amsgrad=False,

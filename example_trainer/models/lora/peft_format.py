@@ -1,7 +1,7 @@
 """Adapters in the format of PEFT: a folder with adapter_config.json and adapter_model.safetensors.
 
-The file is written here, byte by byte, because it is written after every optimizer step: its header does not change, and its
-data is one contiguous tensor that leaves a GPU in one copy. safetensors, PEFT and vLLM read it like any other.
+The file is written after every optimizer step: its header does not change, and its data is one contiguous tensor that leaves a
+GPU in one copy. safetensors, PEFT and vLLM read it like any other.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from example_trainer.errors import CheckpointError
 from example_trainer.models import Decoder
 from example_trainer.models.lora.layers import adapters_of
 from example_trainer.models.lora.settings import LoraSettings
+from example_trainer.models.safetensors_writer import DTYPE_NAMES, make_header, write_file
 from vllm_patching.adapter_file import CONFIG_FILE, WEIGHTS_FILE, adapter_summary
 
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _PREFIX = "base_model.model."
 
 
@@ -89,23 +89,15 @@ class AdapterWriter:
         self.config = peft_config(settings, base_model)
         self._sources: list[tuple[str, Tensor]] = []
         self._host: Tensor | None = None
-        tensors: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        offset = 0
+        entries: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         for found in adapters_of(model):
             for matrix in ("lora_A", "lora_B"):
                 parameter_name = found.parameter_name(matrix)
                 parameter = model.get_parameter(parameter_name)
                 self._sources.append((parameter_name, parameter))
-                end = offset + parameter.nbytes
-                tensors[peft_name(found.projection, matrix)] = {
-                    "dtype": _DTYPES[parameter.dtype],
-                    "shape": list(parameter.shape),
-                    "data_offsets": [offset, end],
-                }
-                offset = end
-        text = json.dumps(tensors, separators=(",", ":")).encode()
-        self._header = text + b" " * (-len(text) % 8)
-        self.num_tensors, self.num_bytes = len(self._sources), offset
+                entries[peft_name(found.projection, matrix)] = (parameter.dtype, tuple(parameter.shape))
+        self._header = make_header(entries, {"format": "pt"})
+        self.num_tensors, self.num_bytes = len(self._sources), sum(parameter.nbytes for _, parameter in self._sources)
 
     @torch.no_grad()
     def write(self, folder: Path, values: Mapping[str, Tensor] | None = None) -> WrittenAdapter:
@@ -121,11 +113,7 @@ class AdapterWriter:
         tensors = [parameter if values is None else values[name].to(parameter.dtype) for name, parameter in self._sources]
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         checksum = adapter_summary(self._header, flat).checksum
-        data = self._on_host(flat).view(torch.uint8).numpy()
-        with (folder / WEIGHTS_FILE).open("wb") as file:
-            file.write(len(self._header).to_bytes(8, "little"))
-            file.write(self._header)
-            file.write(data.data)
+        write_file(folder / WEIGHTS_FILE, self._header, [self._on_host(flat)])
         (folder / CONFIG_FILE).write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
         return WrittenAdapter(checksum, self.num_bytes)
 
@@ -155,7 +143,7 @@ def check_same_adapter(folder: Path, settings: LoraSettings, dtype: torch.dtype)
         "--lora-r": (config.get("r"), settings.rank),
         "--lora-alpha": (config.get("lora_alpha"), settings.alpha),
         "--lora-target-modules": (sorted(config.get("target_modules") or []), sorted(settings.targets)),
-        "--dtype": (stored, _DTYPES[dtype]),
+        "--dtype": (stored, DTYPE_NAMES[dtype]),
     }
     for flag, (saved, asked) in wanted.items():
         if saved != asked:

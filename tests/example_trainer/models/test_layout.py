@@ -70,7 +70,7 @@ def test_saving_and_reading_back_is_exact(geometry: Geometry, seed: int, shard_b
 @given(geometries())
 def test_qkv_rows_are_queries_then_keys_then_values(geometry: Geometry) -> None:
     model = Decoder(geometry, torch.float32)
-    tensors = dict(hf_tensors(model))
+    tensors = dict(hf_tensors(geometry, torch.float32, model.named_parameters()))
     for i, layer in enumerate(model.model.layers):
         parts = [tensors[f"model.layers.{i}.self_attn.{name}_proj.weight"] for name in "qkv"]
         assert [len(part) for part in parts] == [geometry.q_size, geometry.kv_size, geometry.kv_size]

@@ -1,0 +1,82 @@
+"""Writing safetensors files one tensor at a time, so that what is written need never be in memory together.
+
+The format: 8 bytes with the header's length, a JSON header that says where each tensor's bytes are, then these bytes, row-major
+and little-endian, one tensor after the other (https://github.com/huggingface/safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_AT_ONCE = 64 << 20
+"""Bytes that are given to the operating system in one call."""
+
+Entries = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""dtype and shape of each tensor by name, in the order in which they lie in the file."""
+
+
+def make_header(entries: Entries, metadata: Mapping[str, str] | None = None) -> bytes:
+    """The JSON header, filled up with spaces to a multiple of 8 bytes."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, (dtype, shape) in entries.items():
+        start, end = end, end + dtype.itemsize * math.prod(shape)
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8)
+
+
+def write_file(path: Path, header: bytes, tensors: Iterable[Tensor], moved: Callable[[], None] = lambda: None) -> None:
+    """Write a header and the bytes of tensors on any device.
+
+    Args:
+        moved: called again and again while there is progress.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for tensor in tensors:
+            data = memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            for start in range(0, len(data), _AT_ONCE):
+                file.write(data[start : start + _AT_ONCE])
+                moved()
+
+
+def write_safetensors(
+    path: Path,
+    entries: Entries,
+    tensors: Iterable[tuple[str, Tensor]],
+    metadata: Mapping[str, str] | None = None,
+    moved: Callable[[], None] = lambda: None,
+) -> None:
+    """Write named tensors.
+
+    Args:
+        tensors: exactly the entries, in their order.
+        metadata: of the file, for those who load it.
+        moved: see write_file.
+
+    Raises:
+        OSError: the disk is full or not writable.
+        ValueError: `tensors` does not hold what `entries` promises.
+    """
+
+    def checked() -> Iterable[Tensor]:
+        for (name, tensor), (expected, (dtype, shape)) in zip(tensors, entries.items(), strict=True):
+            if (name, tuple(tensor.shape), tensor.dtype) != (expected, shape, dtype):
+                raise ValueError(
+                    f"{path}: {expected} {shape} {dtype} was to come, not {name} {tuple(tensor.shape)} {tensor.dtype}"
+                )
+            yield tensor
+
+    write_file(path, make_header(entries, metadata), checked(), moved)
