@@ -7,6 +7,7 @@ import torch
 
 from example_trainer.errors import ModelError
 from example_trainer.models import load_model
+from example_trainer.models.packing import Packing
 from tests.example_trainer.models.conftest import CASES, MakeCheckpoint
 
 
@@ -38,36 +39,26 @@ def test_gradients_equal_those_of_transformers(case: str, make_checkpoint: MakeC
     torch.testing.assert_close(ours[embedding].grad, theirs[embedding].grad, atol=1e-4, rtol=1e-4)
 
 
-def test_heads_repeated_for_attention_give_the_same(make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As float32 does it on a GPU, whose kernels would otherwise keep length × length matrices."""
+def test_each_sequence_is_computed_as_if_alone(make_checkpoint: MakeCheckpoint) -> None:
     folder, _ = make_checkpoint("qwen3-untied")
     model = load_model(str(folder), torch.float32)
-    assert model.geometry.num_kv_heads < model.geometry.num_heads
-    tokens = torch.randint(0, model.geometry.vocab_size, (2, 9))
-    shared = model.logits(tokens)
-    monkeypatch.setattr("example_trainer.models.decoder._repeats_heads", lambda q: True)
-    torch.testing.assert_close(model.logits(tokens), shared, atol=1e-5, rtol=1e-5)
-
-
-def test_padding_on_the_right_changes_nothing_before_it(make_checkpoint: MakeCheckpoint) -> None:
-    folder, _ = make_checkpoint("qwen3-untied")
-    model = load_model(str(folder), torch.float32)
-    tokens = torch.randint(0, 97, (1, 30), generator=torch.Generator().manual_seed(3))
-    padded = torch.cat([tokens, torch.zeros(1, 11, dtype=torch.long)], dim=1)
-    other = torch.cat([tokens, torch.full((1, 11), 50)], dim=1)
+    tokens = torch.randint(0, 97, (41,), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        torch.testing.assert_close(model(padded)[:, :30], model(tokens), atol=1e-5, rtol=1e-5)
-        assert not torch.equal(model(padded)[:, 30:], model(other)[:, 30:])
+        together = model(tokens, Packing([30, 1, 10]))
+        for begin, end in ((0, 30), (30, 31), (31, 41)):
+            alone = model(tokens[begin:end], Packing([end - begin]))
+            torch.testing.assert_close(together[begin:end], alone, atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(model(tokens, Packing([41]))[30:], together[30:], atol=1e-2), "the spans would not matter"
 
 
 def test_recomputing_activations_gives_the_same_gradients(make_checkpoint: MakeCheckpoint) -> None:
     folder, _ = make_checkpoint("llama-tied-llama3")
-    tokens = torch.randint(0, 97, (2, 20), generator=torch.Generator().manual_seed(4))
+    tokens = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(4))
     gradients = []
     for recompute in (False, True):
         model = load_model(str(folder), torch.float32)
         model.gradient_checkpointing = recompute
-        model(tokens).square().sum().backward()
+        model(tokens, Packing([15, 25])).square().sum().backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     for name, gradient in gradients[0].items():
         assert torch.equal(gradient, gradients[1][name]), name
@@ -77,7 +68,7 @@ def test_a_sequence_beyond_the_last_position_is_refused(make_checkpoint: MakeChe
     folder, _ = make_checkpoint("llama-untied")
     model = load_model(str(folder), torch.float32)
     with pytest.raises(ModelError, match=r"257 tokens exceeds the model's 256 positions; lower --seq-len"):
-        model(torch.zeros(1, 257, dtype=torch.long))
+        model(torch.zeros(257, dtype=torch.long), Packing([200, 57], parents=[-1, 0]))
 
 
 def test_bfloat16_stays_close_to_float32(make_checkpoint: MakeCheckpoint) -> None:

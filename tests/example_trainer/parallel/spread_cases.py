@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from example_trainer.batch.groups import parse_batch
+from example_trainer.batch.packing import pack_batch
 from example_trainer.config import TrainerConfig
 from example_trainer.models import Decoder, Geometry
 from example_trainer.process import StopSignal
@@ -16,6 +17,8 @@ from example_trainer.training.step import accumulate_gradients
 
 STEPS = 3
 SEQ_LEN = 48
+TOKENS = 90
+"""In a bin; a few sequences, so that there are several bins and ranks get different ones."""
 
 
 def make_geometry(seed: int) -> Geometry:
@@ -56,11 +59,11 @@ def make_whole(geometry: Geometry, seed: int) -> Decoder:
 
 
 def make_batch(seed: int, vocab_size: int) -> list[dict[str, Any]]:
-    """Groups as the rollout service hands them out; 11 sequences, so that ranks get different numbers of microbatches."""
+    """Groups as the rollout service hands them out; 11 sequences, so that ranks get different numbers of bins."""
     rng = random.Random(seed)
     groups = []
     for size in (4, 4, 3):
-        prompt = [rng.randrange(vocab_size) for _ in range(rng.randint(2, 6))]
+        prompt = [rng.randrange(vocab_size) for _ in range(rng.randint(18, 24))]
         responses = [[rng.randrange(vocab_size) for _ in range(rng.randint(1, 15))] for _ in range(size)]
         groups.append(
             {
@@ -92,7 +95,7 @@ def make_config(seed: int) -> TrainerConfig:
 
 def make_optimizer(model: Decoder, config: TrainerConfig) -> MasterAdamW:
     """As the trainer makes it."""
-    return MasterAdamW(
+    optimizer = MasterAdamW(
         model,
         lr=config.lr,
         eps=config.adam_eps,
@@ -100,6 +103,8 @@ def make_optimizer(model: Decoder, config: TrainerConfig) -> MasterAdamW:
         max_grad_norm=config.max_grad_norm,
         shards=model.shards,
     )
+    model.arithmetic.sums = optimizer.sums
+    return optimizer
 
 
 def whole_state(optimizer: MasterAdamW) -> dict[str, torch.Tensor]:
@@ -108,16 +113,31 @@ def whole_state(optimizer: MasterAdamW) -> dict[str, torch.Tensor]:
 
 
 def take_steps(
-    model: Decoder, optimizer: MasterAdamW, reference: Decoder | None, config: TrainerConfig, seed: int
+    model: Decoder,
+    optimizer: MasterAdamW,
+    reference: Decoder | None,
+    config: TrainerConfig,
+    seed: int,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> list[dict[str, float]]:
-    """Train up to STEPS steps. Returns each step's figures, the norm of the gradient among them."""
+    """Train up to STEPS steps, as one of several data-parallel ranks. Returns each step's figures, the norm of the gradient among them."""
     figures = []
     model.gradient_checkpointing = config.gradient_checkpointing
     while optimizer.steps < STEPS:
         batch = parse_batch(
             make_batch(seed * 100 + optimizer.steps, model.geometry.vocab_size), SEQ_LEN, model.geometry.vocab_size
         )
-        sums = accumulate_gradients(model, optimizer, batch, config, StopSignal(), reference if config.kl_coef else None)
+        packed = pack_batch(
+            batch,
+            tokens_per_bin=TOKENS,
+            ranks=ranks,
+            normalisation=config.loss_normalisation,
+            max_tokens=config.seq_len,
+            share_prefixes=seed % 2 == 0,
+        )
+        frozen = reference if config.kl_coef else None
+        sums = accumulate_gradients(model, optimizer, packed[rank], config, StopSignal(), frozen)
         step = optimizer.step()
         optimizer.write_weights()
         figures.append({**vars(sums), "grad_norm": step.grad_norm})

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from example_trainer.algorithm.advantages import group_advantages
+from example_trainer.batch.bins import PackedBin
 from example_trainer.batch.groups import Batch, parse_batch
+from example_trainer.batch.packing import empty_bin, pack_batch
 from example_trainer.config import TrainerConfig
 from example_trainer.models import Decoder, Geometry
 from example_trainer.process import StopRequested, StopSignal
@@ -41,12 +44,12 @@ def make_model(seed: int = 0) -> Decoder:
     return model
 
 
-def make_groups(seed: int, count: int = 3, size: int = 4) -> list[dict[str, Any]]:
+def make_groups(seed: int, count: int = 3, size: int = 4, prompt_length: int | None = None) -> list[dict[str, Any]]:
     rng = random.Random(seed)
     groups = []
     for _ in range(count):
         group: dict[str, Any] = {"tokens": [], "masks": [], "scores": [], "inference_logprobs": []}
-        prompt = [rng.randrange(31) for _ in range(rng.randint(2, 6))]
+        prompt = [rng.randrange(31) for _ in range(prompt_length or rng.randint(2, 6))]
         for _ in range(size):
             response = [rng.randrange(31) for _ in range(rng.randint(1, 15))]
             group["tokens"].append(prompt + response)
@@ -61,23 +64,61 @@ def config(**options: Any) -> TrainerConfig:
     return TrainerConfig(model_name="-", seq_len=64, **options)
 
 
-def gradients(batch: Batch, reference: Decoder | None = None, **options: Any) -> tuple[dict[str, torch.Tensor], StepSums]:
+def packed(
+    batch: Batch, options: TrainerConfig, tokens: int = 60, ranks: int = 1, share: bool = False
+) -> list[list[PackedBin]]:
+    return pack_batch(
+        batch,
+        tokens_per_bin=tokens,
+        ranks=ranks,
+        normalisation=options.loss_normalisation,
+        max_tokens=options.seq_len,
+        share_prefixes=share,
+    )
+
+
+def gradients_of(
+    bins: Sequence[PackedBin], options: TrainerConfig, reference: Decoder | None = None, summed: bool = True
+) -> tuple[dict[str, torch.Tensor], StepSums]:
+    """
+    Args:
+        summed: let the backward pass add the gradients to sums; else autograd leaves them at the parameters.
+    """
     model = make_model()
     optimizer = MasterAdamW(model, lr=0.1)
-    sums = accumulate_gradients(model, optimizer, batch, config(**options), StopSignal(), reference)
+    assert optimizer.sums is not None
+    model.arithmetic.sums = optimizer.sums if summed else None
+    sums = accumulate_gradients(model, optimizer, bins, options, StopSignal(), reference)
     return {name: value for name, value in optimizer.gradients().items() if value is not None}, sums
 
 
+def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, atol=1e-6, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
+
+
 @pytest.mark.parametrize("normalisation", ["token", "sequence", "constant"])
-def test_accumulating_equals_one_large_batch(normalisation: str) -> None:
-    batch = parse_batch(make_groups(1), 64, 31)
-    whole, whole_sums = gradients(batch, batch_size=100, loss_normalisation=normalisation)
+def test_however_a_batch_is_packed_its_gradient_is_the_same(normalisation: str) -> None:
+    batch = parse_batch(make_groups(1, prompt_length=25), 64, 31)
+    options = config(loss_normalisation=normalisation)
+    whole, whole_sums = gradients_of(packed(batch, options, tokens=1000)[0], options)
     assert len(whole) == len(list(make_model().parameters()))
-    for size in (1, 2, 5):
-        parts, sums = gradients(batch, batch_size=size, loss_normalisation=normalisation, logprob_chunk=7)
-        for name, value in whole.items():
-            torch.testing.assert_close(parts[name], value, atol=1e-6, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
+    for tokens, share, summed in ((1, False, True), (70, False, False), (70, True, True), (1000, True, False)):
+        bins = packed(batch, options, tokens, share=share)[0]
+        assert any(bool((bin.parents >= 0).any()) for bin in bins) == share
+        parts, sums = gradients_of(bins, config(loss_normalisation=normalisation, logprob_chunk=7), summed=summed)
+        assert_same(parts, whole)
         assert vars(sums) == pytest.approx(vars(whole_sums), rel=1e-4)
+
+
+def test_empty_bins_add_nothing() -> None:
+    batch, options = parse_batch(make_groups(1), 64, 31), config()
+    bins = packed(batch, options)[0]
+    expected, sums = gradients_of(bins, options)
+    found, same = gradients_of([*bins, empty_bin()], options, summed=False)
+    assert_same(found, expected)
+    assert vars(same) == pytest.approx(vars(sums), rel=1e-6)
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.05])
@@ -85,15 +126,8 @@ def test_loss_gradient_and_figures_equal_the_naive_computation(kl_coef: float) -
     groups = make_groups(2)
     batch = parse_batch(groups, 64, 31)
     reference = make_model(seed=9)
-    ours, sums = gradients(
-        batch,
-        reference=reference if kl_coef else None,
-        batch_size=3,
-        kl_coef=kl_coef,
-        clip_eps=0.2,
-        clip_eps_high=0.3,
-        temperature=0.8,
-    )
+    options = config(kl_coef=kl_coef, clip_eps=0.2, clip_eps_high=0.3, temperature=0.8)
+    ours, sums = gradients_of(packed(batch, options)[0], options, reference if kl_coef else None)
     model = make_model()
     loss = torch.zeros(())
     kl = entropy = clipped = 0.0
@@ -134,7 +168,7 @@ def test_on_policy_rollouts_have_ratio_one() -> None:
             chosen = [1.0] + [logprobs[t - 1, tokens[t]].item() for t in range(1, len(tokens))]
             group["inference_logprobs"][i] = chosen
     batch = parse_batch(groups, 64, 31)
-    _, sums = gradients(batch, batch_size=4)
+    _, sums = gradients_of(packed(batch, config())[0], config())
     advantages = [a for sequence in batch.sequences for a in sequence.advantages.tolist()]
     assert sums.clip_fraction == 0
     assert sums.kl == pytest.approx(0, abs=1e-9)
@@ -145,6 +179,7 @@ def test_rewarded_tokens_become_more_likely() -> None:
     """The whole of GRPO on a task that is easy to read: answers of even token ids are rewarded, and become the rule."""
     model = make_model()
     optimizer = MasterAdamW(model, lr=5e-3)
+    model.arithmetic.sums = optimizer.sums
     generator = torch.Generator().manual_seed(0)
     rewards = []
     for _ in range(25):
@@ -162,7 +197,8 @@ def test_rewarded_tokens_become_more_likely() -> None:
             wire = {"tokens": tokens, "masks": masks, "scores": scores, "inference_logprobs": logprobs}
             groups.append({name: value.tolist() for name, value in wire.items()})
         rewards.append(sum(sum(group["scores"]) for group in groups) / 32)
-        sums = accumulate_gradients(model, optimizer, parse_batch(groups, 64, 31), config(batch_size=8), StopSignal())
+        bins = packed(parse_batch(groups, 64, 31), config())[0]
+        sums = accumulate_gradients(model, optimizer, bins, config(), StopSignal())
         assert sums.kl < 1e-6, "rollouts were sampled from the very policy that is trained"
         optimizer.step()
         optimizer.write_weights()
@@ -170,11 +206,11 @@ def test_rewarded_tokens_become_more_likely() -> None:
     assert sum(rewards[-3:]) / 3 > 0.9
 
 
-def test_stop_is_obeyed_between_microbatches() -> None:
+def test_stop_is_obeyed_between_bins() -> None:
     class Stopped(StopSignal):
         def check(self) -> None:
             raise StopRequested(15)
 
     model = make_model()
     with pytest.raises(StopRequested, match="SIGTERM"):
-        accumulate_gradients(model, MasterAdamW(model, lr=0.1), parse_batch(make_groups(1), 64, 31), config(), Stopped())
+        accumulate_gradients(model, MasterAdamW(model, lr=0.1), [empty_bin()], config(), Stopped())

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from example_trainer.errors import ModelError
 from example_trainer.models import Decoder, Geometry
-from example_trainer.models.decoder import Linear
+from example_trainer.models.decoder import Arithmetic, Linear
 from example_trainer.models.lora.layers import (
     AdaptedLinear,
     BaseModel,
@@ -20,6 +20,8 @@ from example_trainer.models.lora.layers import (
     without_adapters,
 )
 from example_trainer.models.lora.settings import TARGETS, LoraSettings, parse_targets
+from example_trainer.models.ops import reference
+from example_trainer.models.packing import Packing
 from example_trainer.training.optimizer import MasterAdamW
 
 GEOMETRY = Geometry(
@@ -85,14 +87,14 @@ def test_merged_weights_are_the_formula() -> None:
 
 def test_gradients_are_the_closed_form_and_those_of_finite_differences() -> None:
     torch.manual_seed(1)
-    base = Linear(5, 9, True, torch.float64, torch.device("cpu"))
+    base = Linear(5, 9, True, torch.float64, torch.device("cpu"), Arithmetic(reference))
     for parameter in base.parameters():
         parameter.data.normal_()
     layer = AdaptedLinear(base, {"q_proj": 4, "k_proj": 2, "v_proj": 3}, settings("q_proj", "v_proj"))
     for adapter in layer.adapters.values():
         nn.init.normal_(adapter.lora_B)
     x, upstream = torch.randn(7, 5, dtype=torch.float64), torch.randn(7, 9, dtype=torch.float64)
-    layer(x).backward(upstream)
+    layer(x, Packing([7])).backward(upstream)
     for name, rows in (("q_proj", slice(0, 4)), ("v_proj", slice(6, 9))):
         a, b, g = layer.adapters[name].lora_A, layer.adapters[name].lora_B, upstream[:, rows]
         torch.testing.assert_close(a.grad, 2.0 * b.detach().T @ g.T @ x)
@@ -100,7 +102,7 @@ def test_gradients_are_the_closed_form_and_those_of_finite_differences() -> None
     parameters = {name: p.detach().clone().requires_grad_() for name, p in layer.adapters.named_parameters(prefix="adapters")}
 
     def call(*values: Tensor) -> Tensor:
-        return torch.func.functional_call(layer, dict(zip(parameters, values, strict=True)), (x,))
+        return torch.func.functional_call(layer, dict(zip(parameters, values, strict=True)), (x, Packing([7])))
 
     assert torch.autograd.gradcheck(call, tuple(parameters.values()))
 
@@ -130,14 +132,14 @@ def test_dropout_acts_while_training_only() -> None:
 
 def test_dropout_keeps_the_expected_output() -> None:
     torch.manual_seed(2)
-    base = Linear(6, 4, False, torch.float64, torch.device("cpu"))
+    base = Linear(6, 4, False, torch.float64, torch.device("cpu"), Arithmetic(reference))
     base.weight.data.zero_()
     layer = AdaptedLinear(base, {"o_proj": 4}, settings("o_proj", dropout=0.25))
     nn.init.normal_(layer.adapters["o_proj"].lora_B)
     x = torch.randn(1, 6, dtype=torch.float64)
     with torch.no_grad():
-        draws = layer(x.expand(40_000, 6))
-        exact = layer.eval()(x)
+        draws = layer(x.expand(40_000, 6), Packing([40_000]))
+        exact = layer.eval()(x, Packing([1]))
     standard_error = draws.std(dim=0) / math.sqrt(len(draws))
     assert ((draws.mean(dim=0) - exact).abs() < 5 * standard_error).all()
 
@@ -163,16 +165,19 @@ def test_without_adapters_it_is_the_base_model() -> None:
 
 def test_the_reference_of_adapters_is_the_model_under_them() -> None:
     model = adapted(settings(dropout=0.5))
-    reference = BaseModel(model)
-    assert torch.equal(reference.logits(TOKENS), random_model().logits(TOKENS))
-    assert {p.data_ptr() for p in reference.parameters()} == {p.data_ptr() for p in model.parameters()}
-    assert not reference(TOKENS).requires_grad
-    assert model(TOKENS).requires_grad
+    base = BaseModel(model)
+    assert torch.equal(base.logits(TOKENS), random_model().logits(TOKENS))
+    assert {p.data_ptr() for p in base.parameters()} == {p.data_ptr() for p in model.parameters()}
+    assert not base(TOKENS.flatten(), Packing([6, 6])).requires_grad
+    assert model(TOKENS.flatten(), Packing([6, 6])).requires_grad
+    hidden, targets, counts = torch.randn(4, 16), torch.arange(4), Packing([4])
+    ours, theirs = (m.chosen_logprobs(hidden, targets, counts)[0] for m in (base, model))
+    assert torch.equal(ours, theirs), "one output matrix"
 
 
 def test_a_is_uniform_and_b_is_zero_at_first() -> None:
     torch.manual_seed(0)
-    base = Linear(400, 4, False, torch.float32, torch.device("cpu"))
+    base = Linear(400, 4, False, torch.float32, torch.device("cpu"), Arithmetic(reference))
     base.weight.data.zero_()
     adapter = AdaptedLinear(base, {"o_proj": 4}, LoraSettings(64, 1.0, 0.0, ("o_proj",))).adapters["o_proj"]
     bound = 1 / math.sqrt(400)

@@ -55,7 +55,7 @@ def test_the_invariant_table_refuses_shared_prefixes() -> None:
 
 def test_the_invariant_table_refuses_another_temperature() -> None:
     hidden = torch.randn(3, 4)
-    with pytest.raises(ValueError, match="take temperature 1, not 0.5"):
+    with pytest.raises(ValueError, match=r"take temperature 1, not 0\.5"):
         invariant.chosen_logprobs(hidden, hidden, torch.zeros(3, dtype=torch.long), temperature=0.5)
 
 

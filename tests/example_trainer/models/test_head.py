@@ -1,0 +1,92 @@
+"""The output head against the same formula written naively over full logits, and what it keeps."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.gpu.live_bytes import Meter
+from example_trainer.models.head import chosen_logprobs_of
+
+
+class TestChosenLogprobs:
+    def naive(self, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+        logits = (hidden @ weight.t()).float() / temperature
+        return logits.log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
+
+    @given(
+        st.integers(0, 2**31), st.integers(1, 30), st.integers(1, 9), st.integers(2, 50), st.integers(1, 40), st.floats(0.3, 2)
+    )
+    def test_values_and_gradients_equal_those_over_full_logits(
+        self, seed: int, n: int, size: int, vocab: int, chunk: int, temperature: float
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        hidden = torch.randn(n, size, generator=generator).requires_grad_()
+        weight = torch.randn(vocab, size, generator=generator).requires_grad_()
+        targets = torch.randint(0, vocab, (n,), generator=generator)
+        upstream = torch.randn(n, generator=generator)
+        expected = self.naive(hidden, weight, targets, temperature)
+        gradients = torch.autograd.grad(expected, (hidden, weight), upstream)
+        logprobs, entropy = chosen_logprobs_of(hidden, weight, targets, chunk, temperature)
+        ours = torch.autograd.grad(logprobs, (hidden, weight), upstream)
+        torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
+        for mine, theirs in zip(ours, gradients, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+        logits = (hidden @ weight.t()).detach() / temperature
+        torch.testing.assert_close(entropy, torch.distributions.Categorical(logits=logits).entropy(), atol=1e-4, rtol=1e-4)
+
+    def test_in_double_precision_the_gradient_passes_a_finite_difference_check(self) -> None:
+        torch.manual_seed(0)
+        hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+        weight = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
+        targets = torch.tensor([0, 6, 3, 3, 1])
+        assert torch.autograd.gradcheck(lambda h, w: chosen_logprobs_of(h, w, targets, 2, 0.7)[0], (hidden, weight))
+
+    def test_bfloat16_weights_get_bfloat16_gradients_and_float32_logprobs(self) -> None:
+        torch.manual_seed(1)
+        hidden = torch.randn(20, 16, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.randn(33, 16, dtype=torch.bfloat16, requires_grad=True)
+        targets = torch.randint(0, 33, (20,))
+        logprobs, entropy = chosen_logprobs_of(hidden, weight, targets, chunk=6)
+        logprobs.sum().backward()
+        assert logprobs.dtype == entropy.dtype == torch.float32
+        assert hidden.grad is not None
+        assert weight.grad is not None
+        assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+        exact_hidden = hidden.detach().float().requires_grad_()
+        self.naive(exact_hidden, weight.detach().float(), targets, 1.0).sum().backward()
+        assert exact_hidden.grad is not None
+        assert (hidden.grad.float() - exact_hidden.grad).norm() < 0.02 * exact_hidden.grad.norm()
+
+    def test_a_frozen_output_matrix_costs_no_gradient(self) -> None:
+        hidden, weight = torch.randn(20, 4, requires_grad=True), torch.randn(3000, 4)
+        targets = torch.arange(20)
+
+        def gradient() -> tuple[torch.Tensor, int]:
+            with Meter(torch.device("cpu")) as meter:
+                logprobs, _ = chosen_logprobs_of(hidden, weight, targets, chunk=2)
+                meter.reset()
+                logprobs.sum().backward()
+            found, hidden.grad = hidden.grad, None
+            assert found is not None
+            return found, meter.peak
+
+        frozen, little = gradient()
+        weight.requires_grad_()
+        trained, much = gradient()
+        assert torch.equal(frozen, trained)
+        assert much >= little + weight.nbytes
+
+    def test_no_logits_are_kept_for_the_backward_pass(self) -> None:
+        n, vocab, chunk = 512, 1000, 16
+        hidden, weight = torch.randn(n, 4, requires_grad=True), torch.randn(vocab, 4, requires_grad=True)
+        kept: list[int] = []
+
+        def count(saved: torch.Tensor) -> torch.Tensor:
+            kept.append(saved.numel())
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda saved: saved):
+            chosen_logprobs_of(hidden, weight, torch.zeros(n, dtype=torch.long), chunk)
+        assert sorted(kept) == [n, n, n * 4, vocab * 4]
