@@ -159,3 +159,14 @@ def test_every_client_of_the_trainer_and_the_scripts_is_made_in_one_place() -> N
     assert ROOT / "example_trainer" / "batch" / "client.py" in files
     found = [call for path in files for call in opened_without_us(path)]
     assert [call.partition(":")[0] for call in found] == [str(ROOT / "example_trainer" / "http_client.py")]
+
+
+def test_the_vllm_server_has_one_client() -> None:
+    """Deadlines, retries and errors are the same for all who ask it; the rollout service has the other client."""
+    makers = [
+        path.relative_to(ROOT / "example_trainer")
+        for path in (ROOT / "example_trainer").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "direct_client"
+    ]
+    assert sorted(map(str, makers)) == ["batch/client.py", "vllm_client.py"]
