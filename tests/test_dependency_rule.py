@@ -32,6 +32,31 @@ NEVER = {
 }
 """Package -> what none of its modules may import, neither itself nor through another module of the project."""
 
+ROOMS = (
+    "simple_rl",
+    "grpo",
+    "training",
+    "observe",
+    "deterministic",
+    "weight_bridge",
+    "batch",
+    "command_line",
+    "config",
+    "parallel",
+    "batch_invariant_backward",
+    "models",
+    "algorithm",
+    "vllm_client",
+    "http_client",
+    "process",
+    "api_keys",
+    "errors",
+    "child_processes",
+)
+"""The trainer's rooms, the uppermost first: doors open downwards only."""
+DETACHED = ("vllm_api_server",)
+"""Entry points that need nothing of the trainer, and that nothing in it needs."""
+
 
 def module_name(path: Path, root: Path) -> str:
     """`atroposlib/api/server.py` -> `atroposlib.api.server`."""
@@ -89,11 +114,61 @@ def violations(graph: dict[str, set[str]], package: str, forbidden: tuple[str, .
     return chains
 
 
+def upward(graph: dict[str, set[str]], package: str, rooms: tuple[str, ...], detached: tuple[str, ...] = ()) -> list[str]:
+    """Imports within a package that go to a room further up, to a detached one, or that have no place in the order."""
+    found = []
+    for module, names in sorted(graph.items()):
+        room = module.removeprefix(f"{package}.").partition(".")[0]
+        if not within(module, package) or module == package:
+            continue
+        if room not in rooms + detached:
+            found.append(f"{module} is in no room; give {room} a place")
+            continue
+        for name in sorted(names & graph.keys() - {package}):
+            other = name.removeprefix(f"{package}.").partition(".")[0]
+            if within(name, package) and other != room and (room in detached or other not in rooms[rooms.index(room) :]):
+                found.append(f"{module} -> {name}")
+    return found
+
+
 @pytest.mark.parametrize("package", NEVER)
 def test_packages_keep_to_their_room(package: str) -> None:
     graph = import_graph(ROOT, PACKAGES)
     assert any(within(module, package) for module in graph), f"no modules found in {package}"
     assert violations(graph, package, NEVER[package]) == []
+
+
+def test_the_trainers_doors_open_downwards() -> None:
+    graph = import_graph(ROOT, ("example_trainer",))
+    there = {module.split(".")[1] for module in graph if "." in module}
+    assert there <= {*ROOMS, *DETACHED}
+    assert upward(graph, "example_trainer", ROOMS, DETACHED) == []
+
+
+def test_a_door_that_opens_upwards_is_found(tmp_path: Path) -> None:
+    """The control, one file for each way to break the rule."""
+    files = {
+        "a/__init__.py": "",
+        "a/entry.py": "from a import apart\nfrom a.up.m import f",
+        "a/up/__init__.py": "",
+        "a/up/m.py": "from a.up import n\nfrom a.low import g",
+        "a/up/n.py": "def f():\n    from a.entry import main",
+        "a/low.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .up.m import h",
+        "a/apart.py": "import a.low",
+        "a/new.py": "",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert upward(import_graph(tmp_path, ("a",)), "a", ("entry", "up", "low"), ("apart",)) == [
+        "a.apart -> a.low",
+        "a.entry -> a.apart",
+        "a.low -> a.up",
+        "a.low -> a.up.m",
+        "a.new is in no room; give new a place",
+        "a.up.n -> a.entry",
+    ]
 
 
 def test_the_rule_covers_all_that_is_packaged() -> None:
