@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from vllm_patching.compat import tokenizer_of
 from vllm_patching.version_spans import Span, VersionSpans
@@ -45,35 +48,60 @@ class GenerateRequest(BaseModel):
     logprobs: int = Field(
         default=0, ge=0, le=20, description="alternatives beside each sampled token; 0: the sampled one alone"
     )
+    token_logprobs: bool = Field(
+        default=False,
+        description="answer the sampled tokens' logprobs as numbers in `token_logprobs`, and no tables in `logprobs`",
+    )
+    return_text: bool = Field(default=True, description="answer the completions as text too")
+
+    @model_validator(mode="after")
+    def _numbers_or_tables(self) -> GenerateRequest:
+        if self.token_logprobs and self.logprobs:
+            raise ValueError(
+                f"logprobs {self.logprobs} asks for alternatives, for which token_logprobs has no place: leave one out"
+            )
+        return self
 
     def sampling_parameters(self, sample: int) -> dict[str, Any]:
         """Keyword arguments of vLLM's SamplingParams for one sample of the group; each sample has a seed of its own."""
-        values = self.model_dump(exclude={"prompt", "n", "seed"}, exclude_none=True)
+        values = self.model_dump(exclude={"prompt", "n", "seed", "token_logprobs", "return_text"}, exclude_none=True)
         if self.seed is not None:
             values["seed"] = self.seed + sample
+        # Of each token vLLM would otherwise make an object, and its text twice: for the completion and for the logprob.
+        values["flat_logprobs"] = True
+        values["detokenize"] = self.return_text or bool(self.stop)
         return values
 
 
-class GenerateResponse(BaseModel):
+class LogprobNotFinite(RuntimeError):
+    """The model gave a logprob that is no number, which JSON does not have and nobody can learn from."""
+
+
+class GenerateResponse(msgspec.Struct, kw_only=True):
     """Every list has one item per completion, but for prompt_token_ids.
 
-    `logprobs[completion][position]` maps token ids to float32 logprobs, before temperature unless the server runs with
-    `--logprobs-mode processed_logprobs`; it always holds the sampled token.
+    `token_logprobs[completion][position]` is the float32 logprob of the sampled token, before temperature unless the server
+    runs with `--logprobs-mode processed_logprobs`. `logprobs[completion][position]` maps token ids to such logprobs; it always
+    holds the sampled token. An answer has one of the two, and `text` only where it was asked for.
     `weight_version_spans` has [version, number of tokens] in the order in which the weights were served, `weight_epoch_spans`
     the weight epoch of each. `weight_versions` and `weight_epochs` are those of the first span: the oldest weights that a token
     of the completion was sampled with. Their version need not be the smallest, for a trainer that resumes goes back.
     """
 
-    text: list[str]
+    text: list[str] | msgspec.UnsetType = msgspec.UNSET
     prompt: str | None
     finish_reasons: list[str | None]
-    logprobs: list[list[dict[int, float]]]
+    logprobs: list[list[dict[int, float]]] | msgspec.UnsetType = msgspec.UNSET
+    token_logprobs: list[list[float]] | msgspec.UnsetType = msgspec.UNSET
     token_ids: list[list[int]]
     prompt_token_ids: list[int]
     weight_versions: list[int]
     weight_epochs: list[int]
     weight_version_spans: list[list[tuple[int, int]]]
     weight_epoch_spans: list[list[int]]
+
+    def to_json(self) -> bytes:
+        return msgspec.json.encode(self)
 
 
 class Generator:
@@ -88,6 +116,7 @@ class Generator:
 
         Raises:
             ValueError: the engine refuses the prompt or the sampling parameters; the message is for the caller.
+            LogprobNotFinite: see there.
         """
         text = request.prompt if isinstance(request.prompt, str) else None
         if isinstance(request.prompt, str):
@@ -105,20 +134,23 @@ class Generator:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
+        completions = [completion for completion, _ in outputs]
+        sampled = [_sampled(completion.logprobs) for completion in completions]
+        for completion, logprobs in zip(completions, sampled, strict=True):
+            _require_finite(completion.token_ids, logprobs)
+        served = [spans for _, spans in outputs]
         return GenerateResponse(
-            text=[o.text for o, _ in outputs],
+            text=[c.text for c in completions] if request.return_text else msgspec.UNSET,
             prompt=text,
-            finish_reasons=[o.finish_reason for o, _ in outputs],
-            logprobs=[
-                [{token: entry.logprob for token, entry in position.items()} for position in (o.logprobs or [])]
-                for o, _ in outputs
-            ],
-            token_ids=[list(o.token_ids) for o, _ in outputs],
+            finish_reasons=[c.finish_reason for c in completions],
+            logprobs=msgspec.UNSET if request.token_logprobs else [_tables(c.logprobs) for c in completions],
+            token_logprobs=sampled if request.token_logprobs else msgspec.UNSET,
+            token_ids=[list(c.token_ids) for c in completions],
             prompt_token_ids=token_ids,
-            weight_versions=[spans[0].weights.version for _, spans in outputs],
-            weight_epochs=[spans[0].weights.epoch for _, spans in outputs],
-            weight_version_spans=[[(span.weights.version, span.tokens) for span in spans] for _, spans in outputs],
-            weight_epoch_spans=[[span.weights.epoch for span in spans] for _, spans in outputs],
+            weight_versions=[spans[0].weights.version for spans in served],
+            weight_epochs=[spans[0].weights.epoch for spans in served],
+            weight_version_spans=[[(span.weights.version, span.tokens) for span in spans] for spans in served],
+            weight_epoch_spans=[[span.weights.epoch for span in spans] for spans in served],
         )
 
     async def check(self, timeout: float) -> float:
@@ -145,3 +177,33 @@ class Generator:
             return completion, self._spans.finish(request_id, len(completion.token_ids))
         finally:
             self._spans.forget(request_id)
+
+
+def _sampled(flat: Any) -> list[float]:
+    """Logprobs of the sampled tokens, which vLLM puts first at each position of its FlatLogprobs."""
+    if len(flat.logprobs) == len(flat.start_indices):
+        return flat.logprobs
+    return [flat.logprobs[start] for start in flat.start_indices]
+
+
+def _tables(flat: Any) -> list[dict[int, float]]:
+    """For each position of vLLM's FlatLogprobs, the logprobs by token id, but for alternatives of probability 0."""
+    rows = (slice(start, end) for start, end in zip(flat.start_indices, flat.end_indices, strict=True))
+    return [
+        {token: logprob for token, logprob in zip(flat.token_ids[row], flat.logprobs[row], strict=True) if logprob > -math.inf}
+        for row in rows
+    ]
+
+
+def _require_finite(tokens: Sequence[int], logprobs: list[float]) -> None:
+    """
+    Raises:
+        LogprobNotFinite: names the first token whose logprob is NaN or infinite.
+    """
+    if math.isfinite(sum(logprobs)):  # quick; logprobs that are numbers do not add up to infinity
+        return
+    at = next(i for i, logprob in enumerate(logprobs) if not math.isfinite(logprob))
+    raise LogprobNotFinite(
+        f"the logprob of token {tokens[at]} at position {at} of a completion is {logprobs[at]}: the weights that are "
+        "served hold NaN or overflow; see /bridge/state, and have the trainer send whole ones"
+    )

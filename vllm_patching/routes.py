@@ -8,14 +8,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_patching import compat
 from vllm_patching.access import AskAtTheDoor, Door
 from vllm_patching.bridge_controller import BridgeController
 from vllm_patching.bridge_ranks import BridgeRefusal
-from vllm_patching.generate import GenerateRequest, Generator
+from vllm_patching.generate import GenerateRequest, Generator, LogprobNotFinite
 from vllm_patching.guard import RefuseWhileUnavailable
 from vllm_patching.lora import LoraController, add_lora_routes
 from vllm_patching.writers import Writer
@@ -23,6 +23,8 @@ from vllm_patching.writers import Writer
 logger = logging.getLogger("vllm.lockstep.routes")
 
 HEALTH_GENERATE_SECONDS = 30.0
+GENERATE_OPTIONS = ["return_text", "token_logprobs"]
+"""Fields of /generate that other servers refuse; GET /sampling names them for clients that speak to several kinds."""
 NOT_SHARED = (
     "this server does not share its weights: VLLM_ENABLE_SHARED_WEIGHTS was not 1 when it started. "
     "Stop it, `export VLLM_ENABLE_SHARED_WEIGHTS=1`, and start it again."
@@ -118,7 +120,7 @@ def make_router(service: LockstepService) -> APIRouter:
         return JSONResponse({"status": "ok", "seconds": seconds})
 
     @router.post("/generate")
-    async def generate(body: GenerateRequest, request: Request) -> JSONResponse:
+    async def generate(body: GenerateRequest, request: Request) -> Response:
         if service.generator is None:
             return _error(503, "the engine is still loading")
         work = asyncio.create_task(service.generator.generate(body))
@@ -127,9 +129,11 @@ def make_router(service: LockstepService) -> APIRouter:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 return _error(499, "the client has closed the connection")
-            return JSONResponse(work.result().model_dump(mode="json"))
+            return Response(work.result().to_json(), media_type="application/json")
         except ValueError as error:
             return _error(400, str(error))
+        except LogprobNotFinite as error:
+            return _error(500, str(error))
         finally:
             work.cancel()
             gone.cancel()
@@ -146,7 +150,7 @@ def make_router(service: LockstepService) -> APIRouter:
     async def sampling() -> JSONResponse:
         if service.engine is None:
             return _error(503, "the engine is still loading")
-        return JSONResponse({"logprobs_mode": compat.logprobs_mode(service.engine)})
+        return JSONResponse({"logprobs_mode": compat.logprobs_mode(service.engine), "generate_options": GENERATE_OPTIONS})
 
     def bridge_route(
         path: str, step: Callable[[BridgeController, Any], Awaitable[dict[str, Any]]], body: type[BaseModel]

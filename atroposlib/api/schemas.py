@@ -37,6 +37,9 @@ Ints = Annotated[list[int], Field(fail_fast=True)]
 Floats = Annotated[list[FiniteFloat], Field(fail_fast=True)]
 IntRows = Annotated[list[Ints], Field(fail_fast=True)]
 FloatRows = Annotated[list[Floats], Field(fail_fast=True)]
+Versions = Annotated[list[Version], Field(fail_fast=True)]
+VersionSpan = Annotated[list[Version], Field(min_length=2, max_length=2)]
+VersionSpans = Annotated[list[VersionSpan], Field(fail_fast=True)]
 
 
 class Request(BaseModel):
@@ -140,10 +143,14 @@ class ScoredData(BaseModel):
     """[n][length][k]"""
     distill_logprobs: Annotated[list[FloatRows], Field(fail_fast=True)] | None = None
     """[n][length][k]"""
-    weight_versions: Annotated[list[Version], Field(fail_fast=True)] | None = None
+    weight_versions: Versions | None = None
     """[n]: the version of the oldest weights that any token of the sequence was sampled under."""
-    weight_epochs: Annotated[list[Version], Field(fail_fast=True)] | None = None
+    weight_epochs: Versions | None = None
     """[n]: the epoch of those weights, which names the life of the trainer that made them; 0 before any trainer."""
+    weight_version_spans: Annotated[list[VersionSpans], Field(fail_fast=True)] | None = None
+    """[n][spans][2]: a version and the number of tokens sampled under it, in the order of the sequence's sampled tokens."""
+    weight_epoch_spans: Annotated[list[Versions], Field(fail_fast=True)] | None = None
+    """[n][spans]: the epoch of the weights of each span."""
     idempotency_key: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     """Chosen by the client; the same key again is answered again but not counted again."""
 
@@ -159,6 +166,8 @@ PER_SEQUENCE = (
     "distill_logprobs",
     "weight_versions",
     "weight_epochs",
+    "weight_version_spans",
+    "weight_epoch_spans",
 )
 """Optional fields with one entry for each sequence."""
 
@@ -294,6 +303,8 @@ def _check(group: ScoredData, at: list[str | int]) -> None:
         ("scores", group.scores),
         ("weight_versions", group.weight_versions),
         ("weight_epochs", group.weight_epochs),
+        ("weight_version_spans", group.weight_version_spans),
+        ("weight_epoch_spans", group.weight_epoch_spans),
     ]
     for name, values in rows + flat:
         if values is not None and len(values) != len(lengths):
@@ -306,6 +317,7 @@ def _check(group: ScoredData, at: list[str | int]) -> None:
                 where = [*at, name, index]
                 message = f"{_path(where)} has {len(row)} entries for the {lengths[index]} tokens of that sequence"
                 raise invalid(where, len(row), message)
+    _check_spans(group, lengths, at)
     free = ("messages", "generation_params", "overrides", "group_overrides", "images")
     for name, value in [*((name, getattr(group, name)) for name in free), *(group.model_extra or {}).items()]:
         _refuse_non_finite(value, [*at, name])
@@ -326,6 +338,24 @@ def _check(group: ScoredData, at: list[str | int]) -> None:
             "which nothing predicts"
         )
         raise invalid(where, _short(group.masks), message)
+
+
+def _check_spans(group: ScoredData, lengths: list[int], at: list[str | int]) -> None:
+    """That there are no more spans than tokens, and one epoch for each. Whether they cover the tokens is for who uses them to
+    see: an environment may train on fewer tokens than were sampled."""
+    if group.weight_epoch_spans is not None and group.weight_version_spans is None:
+        where = [*at, "weight_epoch_spans"]
+        raise invalid(where, len(group.weight_epoch_spans), f"{_path(where)} says nothing without weight_version_spans")
+    for index, spans in enumerate(group.weight_version_spans or []):
+        where = [*at, "weight_version_spans", index]
+        covered = sum(tokens for _, tokens in spans)
+        if len(spans) > lengths[index] or covered > lengths[index]:
+            message = f"{_path(where)} has {len(spans)} spans of {covered} tokens, the sequence has {lengths[index]}"
+            raise invalid(where, len(spans), message)
+        if group.weight_epoch_spans is not None and len(group.weight_epoch_spans[index]) != len(spans):
+            where = [*at, "weight_epoch_spans", index]
+            epochs = len(group.weight_epoch_spans[index])
+            raise invalid(where, epochs, f"{_path(where)} has {epochs} entries for {len(spans)} spans in weight_version_spans")
 
 
 def _negatives(row: list[int]) -> int:

@@ -2,7 +2,8 @@
 
 For sequence `i` of a group, `tokens[i]`, `masks[i]`, `inference_logprobs[i]` and, where given, `advantages[i]` have the same
 length. `masks[i]` holds the token id where the token is trained and -100 at prompt positions; `inference_logprobs[i]` holds
-the logprob under which the token was sampled and 1.0 at prompt positions.
+the logprob under which the token was sampled and 1.0 at prompt positions. `weight_version_spans[i]` is [[version, tokens], …]
+over the tokens that are not -100 in `masks[i]`, in their order, and `weight_epoch_spans[i]` has the epoch of each span.
 """
 
 import math
@@ -29,6 +30,8 @@ class ScoredDataGroup(TypedDict, total=False):
     inference_logprobs: list[list[float]] | None
     weight_versions: list[int] | None
     weight_epochs: list[int] | None
+    weight_version_spans: list[list[list[int]]] | None
+    weight_epoch_spans: list[list[int]] | None
     group_overrides: dict[str, Any] | None
     overrides: list[dict[str, Any]] | None
     images: Any | None
@@ -50,6 +53,8 @@ class ScoredDataItem(TypedDict, total=False):
     inference_logprobs: list[float] | None
     weight_version: int | None
     weight_epoch: int | None
+    weight_version_spans: list[list[int]] | None
+    weight_epoch_spans: list[int] | None
     group_overrides: dict[str, Any] | None
     overrides: dict[str, Any] | None
     images: Any | None
@@ -68,11 +73,15 @@ PER_SEQUENCE_FIELDS = {
     "inference_logprobs": "inference_logprobs",
     "weight_version": "weight_versions",
     "weight_epoch": "weight_epochs",
+    "weight_version_spans": "weight_version_spans",
+    "weight_epoch_spans": "weight_epoch_spans",
     "overrides": "overrides",
     "images": "images",
     "distill_token_ids": "distill_token_ids",
     "distill_logprobs": "distill_logprobs",
 }
+
+SPANS = ("weight_version_spans", "weight_epoch_spans")
 
 MAY_BE_EMPTY = ("advantages", "ref_logprobs", "inference_logprobs", "distill_token_ids", "distill_logprobs")
 """Fields of numbers for each token, where an empty list can only mean that there are none."""
@@ -82,7 +91,8 @@ def group_from_items(items: Sequence[Mapping[str, Any]]) -> ScoredDataGroup:
     """Put the responses to one item together.
 
     An optional field is kept when every response has it; when only some do, the group would not line up, so it is refused.
-    Only an epoch may be missing: some servers tell theirs and some do not; it is 0 then, which stands for one not told.
+    Only of weights something may be missing, which some servers tell and some do not: an epoch is 0 then, which stands for one
+    not told, and spans are left out.
 
     Raises:
         ValueError: a required field is missing, or only some of the responses have an optional one.
@@ -93,12 +103,17 @@ def group_from_items(items: Sequence[Mapping[str, Any]]) -> ScoredDataGroup:
         if single == "weight_epoch" and any(values):
             values = [epoch or 0 for epoch in values]
         present = sum(value is not None for value in values)
+        if single in SPANS and present < len(items):
+            continue
         if single in ("tokens", "masks", "scores") and present < len(items):
             raise ValueError(f"{len(items) - present} of {len(items)} trajectories have no {single!r}")
         if 0 < present < len(items):
             raise ValueError(f"only {present} of {len(items)} trajectories have {single!r}: give it in all of them or in none")
         if present:
             group[plural] = values
+    told = [name for name in SPANS if name in group]
+    if told == ["weight_epoch_spans"] or (told == ["weight_version_spans"] and "weight_epochs" in group):
+        del group[told[0]]  # the other half is known of some only, and neither says anything by itself
     overrides: dict[str, Any] = {}
     for item in items:
         overrides.update(item.get("group_overrides") or {})
@@ -140,7 +155,7 @@ def wrong_shape(group: Mapping[str, Any], group_size: int) -> str | None:
     for index, tokens in enumerate(group["tokens"]):
         if len(tokens) == 0:
             return f"tokens[{index}] is empty"
-    for field in ("weight_versions", "weight_epochs"):
+    for field in ("weight_versions", "weight_epochs", *SPANS):
         rows = group.get(field)
         if rows is not None and len(rows) != group_size:
             return f"{field!r} has {len(rows)} entries, the group size is {group_size}"

@@ -109,7 +109,7 @@ class SingleTurnEnv(BaseEnv):
             scores=self.adjust_scores(list(grades), responses),
         )
         if all(node.weights is not None for node in nodes):
-            group.update(weight_fields(node.weights for node in nodes))  # type: ignore[typeddict-item]
+            group.update(weight_fields([node.weights for node in nodes], [node.weight_spans for node in nodes]))  # type: ignore[typeddict-item]
         if self.config.include_messages:
             group["messages"] = [[*messages, {"role": "assistant", "content": r.text}] for r in responses]
         return group, []

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Weights(NamedTuple):
@@ -19,6 +19,13 @@ class Weights(NamedTuple):
     version: int
 
 
+class Span(NamedTuple):
+    """Consecutive sampled tokens of one sequence that were sampled under the same weights."""
+
+    weights: Weights
+    tokens: int
+
+
 @dataclass
 class Generation:
     """Completions of one prompt, token for token as the server sampled them.
@@ -32,6 +39,7 @@ class Generation:
         weight_versions: per completion, the version of the oldest weights that any of its tokens was sampled under; None
             where the server does not say.
         weight_epochs: per completion, the epoch of those weights; None where the server does not say.
+        weight_spans: per completion, the weights of all its tokens in their order; None where the server does not say.
     """
 
     prompt_tokens: list[int]
@@ -41,6 +49,7 @@ class Generation:
     texts: list[str] | None = None
     weight_versions: list[int] | None = None
     weight_epochs: list[int] | None = None
+    weight_spans: list[list[Span]] | None = None
 
 
 def weights_of(versions: Sequence[int] | None, epochs: Sequence[int | None] | None) -> list[Weights] | None:
@@ -56,12 +65,53 @@ def weights_of(versions: Sequence[int] | None, epochs: Sequence[int | None] | No
     return [Weights(epoch or 0, version) for version, epoch in zip(versions, epochs, strict=True)]
 
 
-def weight_fields(weights: Iterable[Weights]) -> dict[str, list[int]]:
-    """The fields of a group that tell the weights of each sequence; no epochs where no server told any."""
+def spans_of(
+    versions: Sequence[Sequence[Sequence[int]]] | None, epochs: Sequence[Sequence[int]] | None
+) -> list[list[Span]] | None:
+    """The spans of each completion, from what `/generate` answers: [[version, tokens], …] and [epoch, …] for each.
+
+    Raises:
+        ValueError: there is not one epoch for each span.
+    """
+    if versions is None:
+        return None
+    rows = []
+    for index, row in enumerate(versions):
+        told = [0] * len(row) if epochs is None else epochs[index]
+        rows.append([Span(Weights(epoch, version), tokens) for (version, tokens), epoch in zip(row, told, strict=True)])
+    return rows
+
+
+def joined(*parts: Iterable[Span]) -> list[Span]:
+    """Spans that follow each other as one list: without empty ones, and those of the same weights side by side as one."""
+    spans: list[Span] = []
+    for span in (span for part in parts for span in part if span.tokens):
+        if spans and spans[-1].weights == span.weights:
+            span = Span(span.weights, spans.pop().tokens + span.tokens)
+        spans.append(span)
+    return spans
+
+
+def weight_fields(weights: Iterable[Weights], spans: Iterable[Sequence[Span] | None] = ()) -> dict[str, list[Any]]:
+    """The fields of a group that tell the weights of each sequence.
+
+    Args:
+        weights: the oldest of each sequence.
+        spans: of each sequence, over its sampled tokens. Where they are not known for all of them, the group says none.
+
+    Returns:
+        no epochs where no server told any.
+    """
     weights = list(weights)
-    fields = {"weight_versions": [version for _, version in weights]}
-    if any(epoch for epoch, _ in weights):
+    fields: dict[str, list[Any]] = {"weight_versions": [version for _, version in weights]}
+    with_epochs = any(epoch for epoch, _ in weights)
+    if with_epochs:
         fields["weight_epochs"] = [epoch for epoch, _ in weights]
+    known = [row for row in spans if row is not None]
+    if weights and len(known) == len(weights):
+        fields["weight_version_spans"] = [[[span.weights.version, span.tokens] for span in row] for row in known]
+        if with_epochs or any(span.weights.epoch for row in known for span in row):
+            fields["weight_epoch_spans"] = [[span.weights.epoch for span in row] for row in known]
     return fields
 
 

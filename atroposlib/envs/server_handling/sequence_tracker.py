@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 
 from atroposlib.envs.groups import PROMPT_LOGPROB, PROMPT_MASK
 from atroposlib.envs.server_handling.encoding import encode_plain, encode_rendered
-from atroposlib.envs.server_handling.generation import Generation, Weights
+from atroposlib.envs.server_handling.generation import Generation, Span, Weights, joined
 
 
 class SequenceNode(BaseModel):
@@ -26,6 +26,7 @@ class SequenceNode(BaseModel):
         logprobs: logprob where it was sampled, 1.0 where it was given.
         weight_version: version of the oldest weights that a token was sampled under, if known.
         weight_epoch: the trainer's life that made those weights, if known; see `Weights`.
+        weight_spans: the weights of all its sampled tokens, in their order, if known of every one.
         metadata: of the last completion: `finish_reason`, `answer_id` and its `index` among that answer's choices.
     """
 
@@ -35,6 +36,7 @@ class SequenceNode(BaseModel):
     logprobs: list[float]
     weight_version: int | None = None
     weight_epoch: int | None = None
+    weight_spans: list[Span] | None = None
     metadata: dict[str, Any] | None = Field(default=None)
 
     @property
@@ -63,6 +65,7 @@ class Turn:
         text: characters of `full_text`.
         tokens: tokens.
         version, epoch: of the oldest weights of the sequence up to there; None where nobody told.
+        spans: of the weights of its sampled tokens up to there; None where nobody told.
         place: of the sequence that ended there; see `Kept`.
     """
 
@@ -70,6 +73,7 @@ class Turn:
     tokens: int
     version: int | None
     epoch: int | None
+    spans: list[Span] | None
     place: tuple[int, ...]
 
 
@@ -160,22 +164,28 @@ class SequenceTracker:
             answer_id: comes back in the nodes' metadata.
 
         Raises:
-            ValueError: a completion's tokens and logprobs do not line up.
+            ValueError: a completion's tokens and logprobs do not line up, or its spans do not cover its tokens.
         """
         request = request or self.prompt("")[1]
         self.abandon(request)
         source, turn, given = request.source, request.turn, generation.prompt_tokens
         masks, logprobs = [PROMPT_MASK] * len(given), [PROMPT_LOGPROB] * len(given)
         earlier: list[Turn] = []
+        before: list[Span] | None = []
         if source is not None and turn is not None and given[: turn.tokens] == source.node.tokens[: turn.tokens]:
             masks[: turn.tokens] = source.node.masked_tokens[: turn.tokens]
             logprobs[: turn.tokens] = source.node.logprobs[: turn.tokens]
             earlier = [known for known in source.turns if known.tokens <= turn.tokens]
+            before = turn.spans
         added = []
         for index, (tokens, sampled) in enumerate(zip(generation.output_tokens, generation.output_logprobs, strict=True)):
             if len(tokens) != len(sampled):
                 raise ValueError(f"completion {index} has {len(tokens)} tokens but {len(sampled)} logprobs")
             version, epoch = oldest_of(generation, index, turn)
+            told = None if generation.weight_spans is None else generation.weight_spans[index]
+            if told is not None and sum(span.tokens for span in told) != len(tokens):
+                raise ValueError(f"completion {index} has {len(tokens)} tokens, but its weight spans cover {told}")
+            spans = None if told is None or before is None else joined(before, told)
             node = SequenceNode(
                 full_text=text + self.tokenizer.decode(tokens, skip_special_tokens=False),
                 tokens=given + tokens,
@@ -183,10 +193,11 @@ class SequenceTracker:
                 logprobs=logprobs + sampled,
                 weight_version=version,
                 weight_epoch=epoch,
+                weight_spans=spans,
                 metadata={"finish_reason": generation.finish_reasons[index], "answer_id": answer_id, "index": index},
             )
             place = (*(turn.place if turn else ()), request.number, index)
-            end = Turn(len(node.full_text), len(node.tokens), version, epoch, place)
+            end = Turn(len(node.full_text), len(node.tokens), version, epoch, spans, place)
             added.append(Kept(node, place, [*earlier, end]))
         if source is not None and turn is source.turns[-1] and added and not self.keep_all:
             # Gone already when another branch took its place; both hold its tokens.

@@ -1,6 +1,7 @@
 """All inference servers of one environment: requests go to the server with the most free slots."""
 
 import asyncio
+import dataclasses
 import inspect
 import logging
 import os
@@ -222,7 +223,7 @@ def _join_generations(parts: list[Generation]) -> Generation:
         rows = [getattr(part, field) for part in parts]
         return None if any(row is None for row in rows) else [entry for row in rows for entry in row]
 
-    per_completion = ("output_tokens", "output_logprobs", "finish_reasons", "texts", "weight_versions", "weight_epochs")
+    per_completion = [field.name for field in dataclasses.fields(Generation) if field.name != "prompt_tokens"]
     return Generation(parts[0].prompt_tokens, **{field: joined(field) for field in per_completion})
 
 

@@ -7,7 +7,7 @@ import orjson
 
 from atroposlib.envs.errors import RolloutFailure
 from atroposlib.envs.server_handling.encoding import encode_plain
-from atroposlib.envs.server_handling.generation import Generation
+from atroposlib.envs.server_handling.generation import Generation, spans_of
 from atroposlib.envs.server_handling.openai_server import PROBE_TIMEOUT, OpenAIRoutes, resolve_openai_configs
 from atroposlib.envs.server_handling.server_baseline import APIServer as APIServer
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig as APIServerConfig
@@ -26,6 +26,7 @@ class VLLMServer(OpenAIRoutes):
     key_variable: str | None = VLLM_KEY
     tokenizer: Any = None
     """Encodes prompts given as text; set by the environment. Prompts given as token ids need none."""
+    _options: list[str] | None = None
 
     async def probe(self) -> str | None:
         try:
@@ -41,9 +42,26 @@ class VLLMServer(OpenAIRoutes):
             if name in kwargs:
                 kwargs["max_tokens"] = kwargs.pop(name)
         kwargs["max_tokens"] = await self._room_for(prompt_tokens, kwargs.get("max_tokens"))
-        body = {"logprobs": 0, **kwargs, "prompt": {"prompt_token_ids": prompt_tokens}}
+        body = {**await self._shortest_answer(kwargs), **kwargs, "prompt": {"prompt_token_ids": prompt_tokens}}
         answer = await self._post(body)
         return parse_generation(prompt_tokens, answer)
+
+    async def _shortest_answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Fields of a request that ask for ids and logprobs and nothing else, as far as the server knows them."""
+        options = {"return_text": False}
+        if not asked.get("logprobs"):
+            options["token_logprobs"] = True
+        return {name: value for name, value in options.items() if name in await self._generate_options()} or {"logprobs": 0}
+
+    async def _generate_options(self) -> list[str]:
+        """What GET /sampling says that /generate understands; nothing on servers that know no such route. Asked once."""
+        if self._options is None:
+            response = await self.http.get("/sampling", timeout=PROBE_TIMEOUT)
+            if response.status_code >= 500:
+                response.raise_for_status()
+            told = response.json() if response.status_code == 200 else None
+            self._options = told.get("generate_options", []) if isinstance(told, dict) else []
+        return self._options
 
     async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
         response = await self.http.post("/generate", content=orjson.dumps(body), headers={"Content-Type": "application/json"})
@@ -107,20 +125,21 @@ def merge_logprob_row(row: Any) -> dict[int, float]:
 def parse_generation(prompt_tokens: list[int], answer: dict[str, Any]) -> Generation:
     """Read `/generate`'s answer.
 
-    `logprobs[completion][position]` is a list whose first entry is `{token_id: logprob}` of the sampled token. `token_ids` is
-    the same sequence of ids; servers without that field are read through the logprobs alone.
+    `token_logprobs[completion][position]` is the logprob of the token at that place in `token_ids`. Where there is none,
+    `logprobs[completion][position]` is a table whose first entry is `{token_id: logprob}` of the sampled token, or a list that
+    begins with one; servers without `token_ids` are read through these alone.
 
     Raises:
         ValueError: ids and logprobs do not line up, so they are not the tokens that were sampled.
     """
-    tokens: list[list[int]] = []
-    logprobs: list[list[float]] = []
-    for completion in answer["logprobs"]:
-        pairs = [next(iter((position[0] if isinstance(position, list) else position).items())) for position in completion]
-        tokens.append([int(token) for token, _ in pairs])
-        logprobs.append([float(logprob) for _, logprob in pairs])
-    if (ids := answer.get("token_ids")) is not None and ids != tokens:
-        raise ValueError("/generate answered token_ids that differ from the ids of its logprobs")
+    tokens, logprobs = answer.get("token_ids"), answer.get("token_logprobs")
+    if tokens is None or logprobs is None:
+        sampled, logprobs = read_tables(answer["logprobs"])
+        if tokens is not None and tokens != sampled:
+            raise ValueError("/generate answered token_ids that differ from the ids of its logprobs")
+        tokens = sampled
+    elif list(map(len, tokens)) != list(map(len, logprobs)):
+        raise ValueError("/generate answered token_ids and token_logprobs of different lengths")
     if (prompt := answer.get("prompt_token_ids")) is not None and prompt != prompt_tokens:
         raise ValueError("/generate answered a prompt_token_ids other than it was sent")
     return Generation(
@@ -131,4 +150,16 @@ def parse_generation(prompt_tokens: list[int], answer: dict[str, Any]) -> Genera
         texts=answer.get("text"),
         weight_versions=answer.get("weight_versions"),
         weight_epochs=answer.get("weight_epochs"),
+        weight_spans=spans_of(answer.get("weight_version_spans"), answer.get("weight_epoch_spans")),
     )
+
+
+def read_tables(rows: list[list[Any]]) -> tuple[list[list[int]], list[list[float]]]:
+    """Ids and logprobs of the sampled tokens, which come first in the table of each position."""
+    tokens: list[list[int]] = []
+    logprobs: list[list[float]] = []
+    for completion in rows:
+        pairs = [next(iter((position[0] if isinstance(position, list) else position).items())) for position in completion]
+        tokens.append([int(token) for token, _ in pairs])
+        logprobs.append([float(logprob) for _, logprob in pairs])
+    return tokens, logprobs

@@ -1,0 +1,69 @@
+"""POST /generate on a real vLLM: the short form of the answer says what the long one says."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+
+from atroposlib.envs.server_handling.server_baseline import APIServerConfig
+from atroposlib.envs.server_handling.vllm_server import VLLMServer
+from tests.e2e.conftest import VllmServer
+
+pytestmark = pytest.mark.e2e
+
+SAMPLING = {"n": 3, "max_tokens": 24, "seed": 5, "temperature": 1.0, "ignore_eos": True}
+PROMPT = [72, 101, 108, 108, 111]
+
+
+def test_numbers_say_what_tables_say(server: VllmServer) -> None:
+    long = server.generate(PROMPT, **SAMPLING)
+    short = server.generate(PROMPT, **SAMPLING, token_logprobs=True, return_text=False)
+    assert "text" not in short
+    assert "logprobs" not in short
+    assert "token_logprobs" not in long
+    assert len(long["text"]) == 3
+    for name in ("token_ids", "finish_reasons", "weight_version_spans", "weight_epoch_spans", "prompt_token_ids"):
+        assert short[name] == long[name], name
+    for tokens, numbers, tables in zip(short["token_ids"], short["token_logprobs"], long["logprobs"], strict=True):
+        assert len(tokens) == 24
+        assert tables == [{str(token): pytest.approx(number, abs=1e-5)} for token, number in zip(tokens, numbers, strict=True)]
+
+
+def test_alternatives_come_as_tables_that_hold_the_sampled_token(server: VllmServer) -> None:
+    answer = server.generate(PROMPT, **SAMPLING, logprobs=4)
+    for tokens, tables in zip(answer["token_ids"], answer["logprobs"], strict=True):
+        for token, table in zip(tokens, tables, strict=True):
+            assert str(token) in table
+            assert 4 <= len(table) <= 5
+    body = {"prompt": {"prompt_token_ids": PROMPT}, "logprobs": 2, "token_logprobs": True}
+    refused = httpx.post(f"{server.url}/generate", json=body, timeout=60)
+    assert refused.status_code == 400, refused.text
+    assert "leave one out" in refused.text
+
+
+def test_stop_strings_stop_where_no_text_is_answered(server: VllmServer) -> None:
+    whole = server.generate(PROMPT, **(SAMPLING | {"n": 1}))
+    stop = whole["text"][0][10]
+    cut = server.generate(PROMPT, **(SAMPLING | {"n": 1}), stop=[stop], return_text=False, token_logprobs=True)
+    assert cut["finish_reasons"] == ["stop"]
+    length = len(cut["token_ids"][0])
+    assert 0 < length < 24
+    assert cut["token_ids"][0] == whole["token_ids"][0][:length]
+    assert len(cut["token_logprobs"][0]) == length
+    assert cut["weight_version_spans"] == [[[0, length]]]
+
+
+def test_the_sdk_asks_for_the_short_form(server: VllmServer) -> None:
+    async def ask() -> None:
+        client = VLLMServer(APIServerConfig(base_url=server.url, server_type="vllm"))
+        try:
+            generation = await client.generate(input_ids=PROMPT, **SAMPLING)
+        finally:
+            await client.close()
+        assert generation.texts is None
+        assert [len(row) for row in generation.output_logprobs] == [24] * 3
+        assert [[span.tokens for span in row] for row in generation.weight_spans or []] == [[24]] * 3
+
+    asyncio.run(ask())
