@@ -9,9 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -129,6 +130,70 @@ class Child:
                     pipe.close()
 
 
+class Task(Child):
+    """A module that reads what is asked of it from one JSON file and writes its answer to another, as `answer_once` does."""
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        asked: Mapping[str, Any],
+        output: Path,
+        seconds: float,
+        ranks: int = 1,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """
+        Args:
+            name: for messages and the log's name.
+            module: run with the two files; by torchrun if there are several ranks, of which the first one answers.
+            output: where the log goes.
+            seconds: time limit of the whole process.
+        """
+        self._folder, self._seconds, self._began = tempfile.TemporaryDirectory(), seconds, time.monotonic()
+        files = [Path(self._folder.name) / "asked.json", Path(self._folder.name) / "answer.json"]
+        files[0].write_text(json.dumps(asked), encoding="utf-8")
+        log = output / ("".join(c if c.isalnum() or c in ".-" else "_" for c in name) + ".log")
+        super().__init__(name, [*module_command(module, ranks), *map(str, files)], log, environment or {}, pipes=False)
+        self._answer = files[1]
+
+    @property
+    def ended(self) -> bool:
+        """Whether `answer` returns, or raises, without waiting."""
+        return self.process.poll() is not None or time.monotonic() - self._began > self._seconds
+
+    def answer(self) -> dict[str, Any]:
+        """What it has written, once it has ended. Raises BenchError if it did not end in time, or ended without an answer."""
+        try:
+            status = self.process.wait(max(0.0, self._began + self._seconds - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise BenchError(f"{self.name} did not end within {self._seconds:g} s:\n{tail(self.log)}") from None
+        if status != 0 or not self._answer.exists():
+            raise BenchError(f"{self.name} ended with status {status}:\n{tail(self.log)}")
+        answer: dict[str, Any] = json.loads(self._answer.read_text(encoding="utf-8"))
+        return answer
+
+    def stop(self, grace: float = 20.0) -> None:
+        super().stop(grace)
+        self._folder.cleanup()
+
+
+def answer_once(work: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """The main program of a module that a `Task` runs; with several ranks, the first one's answer is kept."""
+    asked, answer = map(Path, sys.argv[1:3])
+    found = work(json.loads(asked.read_text(encoding="utf-8")))
+    if int(os.environ.get("RANK", "0")) == 0:
+        answer.write_text(json.dumps(found), encoding="utf-8")
+
+
+def module_command(module: str, ranks: int = 1) -> list[str]:
+    """How a module is run in this Python, by torchrun if there are several ranks."""
+    command = [sys.executable, "-u", "-m"]
+    if ranks > 1:
+        command += ["torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port()), "-m"]
+    return [*command, module]
+
+
 class Worker(Child):
     """A child that reads one JSON object a line and answers each with one: {"ok": …}, {"error": …} or {"event": …}."""
 
@@ -136,10 +201,7 @@ class Worker(Child):
         self, name: str, module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str], ranks: int = 1
     ) -> None:
         """See Child; `module` is run with `arguments`, by torchrun if there are several ranks."""
-        command = [sys.executable, "-u", "-m"]
-        if ranks > 1:
-            command += ["torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port()), "-m"]
-        super().__init__(name, [*command, module, *arguments], log, environment, pipes=True)
+        super().__init__(name, [*module_command(module, ranks), *arguments], log, environment, pipes=True)
         self._lines: queue.Queue[bytes | None] = queue.Queue()
         threading.Thread(target=self._read, name=f"answers of {name}", daemon=True).start()
 

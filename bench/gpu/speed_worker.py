@@ -1,0 +1,213 @@
+"""One case of bench/trainer_speed.py, in a process of its own (under torchrun, one for each rank): passes and steps, timed."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from bench.gpu.live_bytes import Meter
+from bench.gpu.plain_decoder import PlainDecoder
+from bench.gpu.processes import answer_once
+from bench.gpu.synthetic import Work, geometry_of, random_bin, random_weights
+from example_trainer.batch.bins import PackedBin
+from example_trainer.config import TrainerConfig
+from example_trainer.models.decoder import Decoder
+from example_trainer.models.geometry import Geometry
+from example_trainer.models.ops import choose_operations, reference
+from example_trainer.parallel.fsdp import sharded_decoder
+from example_trainer.process import StopSignal
+from example_trainer.training.optimizer import MasterAdamW
+from example_trainer.training.step import accumulate_gradients
+
+PEAK_FLOPS = 790e12
+"""Dense bf16 rate of an H200, measured by large matrix products; what every share of the peak here is of."""
+
+Arithmetic = Literal[
+    "ours", "ours, reference table", "ours, deterministic", "plain", "plain, layers compiled", "plain, compiled"
+]
+_COMPILED = {"plain": "nothing", "plain, layers compiled": "layers", "plain, compiled": "layers and head"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured.
+
+    Attributes:
+        arithmetic: who computes; see trainer_speed.py.
+        shape: a key of SHAPES.
+        length, tokens, prompt, group, share: of each bin, see synthetic.Work.
+        checkpointing: each layer is computed again in the backward pass.
+        offload: masters and moments are in the host's memory.
+        ranks: processes, sharded by FSDP2, each with bins of its own.
+        bins: of the whole steps that are timed after the single passes; 0: no step is taken.
+        warm_up, repeats: passes before those that are timed, and these.
+        seconds: time limit of the process.
+    """
+
+    arithmetic: Arithmetic
+    shape: str = "qwen3-1.7b"
+    length: int = 512
+    tokens: int = 16384
+    prompt: int = 1
+    group: int = 1
+    share: bool = False
+    checkpointing: bool = False
+    offload: bool = False
+    ranks: int = 1
+    bins: int = 8
+    warm_up: int = 3
+    repeats: int = 6
+    seconds: int = 150
+    device: str = "cuda"
+
+    @property
+    def work(self) -> Work:
+        return Work(self.length, self.tokens, self.prompt, self.group, self.share)
+
+
+def multiplied_parameters(g: Geometry) -> int:
+    """Parameters of the matrices that every token is multiplied with: the layers' and the output's."""
+    layer = (2 * g.q_size + 2 * g.kv_size) * g.hidden_size + 3 * g.intermediate_size * g.hidden_size
+    return g.num_layers * layer + g.vocab_size * g.hidden_size
+
+
+def attention_flops(g: Geometry, pairs: int) -> int:
+    """Of `pairs` of a query and a key that it sees: two products of head_dim per head, and twice that backward."""
+    return 12 * g.num_layers * g.q_size * pairs
+
+
+def rates(g: Geometry, bin_: PackedBin, work: Work, seconds: float, passes: int, ranks: int) -> dict[str, float]:
+    """Tokens per second of all ranks, and shares of the peak: of 6 · parameters · tokens, and with attention's products."""
+    flops = 6 * multiplied_parameters(g) * len(bin_.tokens)
+    whole = flops + attention_flops(g, bin_.packing().attended_pairs)
+    peak = PEAK_FLOPS * seconds / passes
+    return {
+        "seconds": round(seconds, 5),
+        "forwarded_tokens_per_second": round(ranks * passes * len(bin_.tokens) / seconds, 1),
+        "sequence_tokens_per_second": round(ranks * passes * work.sequences * work.length / seconds, 1),
+        "mfu": round(flops / peak, 4),
+        "mfu_with_attention": round(whole / peak, 4),
+    }
+
+
+class Timer:
+    """Seconds of calls, the device's work included."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __call__(self, call: Callable[[], object]) -> float:
+        self._wait()
+        began = time.perf_counter()
+        call()
+        self._wait()
+        return time.perf_counter() - began
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def ours(case: Case, g: Geometry, dtype: torch.dtype, device: torch.device, config: TrainerConfig) -> tuple[Any, Any]:
+    """The trainer's model and optimizer, as a run makes them."""
+    deterministic = case.arithmetic == "ours, deterministic"
+    if deterministic:
+        from vllm_patching.batch_invariant.settings import enable_settings
+
+        enable_settings()
+    table = reference if case.arithmetic.endswith("reference table") else choose_operations(device, dtype, deterministic)
+    if case.ranks > 1:
+        model = sharded_decoder(g, dtype, device, world_size=case.ranks, ops=table)
+    else:
+        model = Decoder(g, dtype, device, ops=table)
+    random_weights(model, model.shards)
+    model.gradient_checkpointing = case.checkpointing
+    optimizer = MasterAdamW(model, lr=config.lr, total_steps=config.training_steps, shards=model.shards, offload=case.offload)
+    model.arithmetic.sums = optimizer.sums
+    return model, optimizer
+
+
+def measure(case: Case, device: torch.device, rank: int = 0) -> dict[str, Any]:
+    """The figures of a case; of all ranks together, the memory this one's."""
+    g = geometry_of(case.shape, max(4096, case.length))
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    config = TrainerConfig(model_name=case.shape, seq_len=case.length, gradient_checkpointing=case.checkpointing)
+    bins = [random_bin(case.work, g.vocab_size, device, case.ranks * number + rank) for number in range(max(1, case.bins))]
+    timer, found = Timer(device), dict[str, Any]()
+    with Meter(device) as meter:
+        if case.arithmetic.startswith("plain"):
+            plain = PlainDecoder(g, dtype, device, _COMPILED[case.arithmetic])
+            random_weights(plain)
+            gradient: Callable[[list[PackedBin]], object] = partial(plain_gradient, plain)
+            found["arithmetic"], parameters = case.arithmetic, sum(p.numel() for p in plain.parameters())
+        else:
+            model, optimizer = ours(case, g, dtype, device, config)
+            gradient = lambda these: accumulate_gradients(model, optimizer, these, config, StopSignal())  # noqa: E731
+            found["arithmetic"] = f"ours, {model.arithmetic.ops.NAME}"
+            parameters = sum(p.numel() for p in model.parameters())
+        found |= {"parameters": parameters, "sequences": case.work.sequences}
+        for _ in range(case.warm_up):
+            gradient(bins[:1])
+        meter.reset()
+        seconds = [timer(lambda: gradient(bins[:1])) for _ in range(case.repeats)]
+        found["pass"] = rates(g, bins[0], case.work, min(seconds), 1, case.ranks)
+        found["pass"] |= {"median_seconds": round(statistics.median(seconds), 5), "peak_bytes": meter.peak}
+        if case.bins and not case.arithmetic.startswith("plain"):
+            optimizer.step()
+            optimizer.write_weights()
+            meter.reset()
+            rows = [
+                [timer(lambda: gradient(bins)), timer(optimizer.step), timer(optimizer.write_weights)]
+                for _ in range(max(1, case.repeats // 2))
+            ]
+            best = min(rows, key=sum)
+            found["step"] = rates(g, bins[0], case.work, sum(best), case.bins, case.ranks) | {
+                "bins": case.bins,
+                "optimizer_seconds": round(best[1], 5),
+                "write_weights_seconds": round(best[2], 5),
+                "peak_bytes": meter.peak,
+            }
+    return found
+
+
+def plain_gradient(model: PlainDecoder, bins: list[PackedBin]) -> None:
+    """Forward and backward of plain PyTorch; the gradients are dropped."""
+    for one in bins:
+        logprobs = model(one.tokens, tuple(one.lengths.tolist()), one.sources, one.targets)
+        (logprobs * one.weights).sum().backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+
+def main(asked: dict[str, Any]) -> dict[str, Any]:
+    """The figures of a case; `out_of_memory` with the allocator's words if it does not fit."""
+    case = Case(**asked)
+    device, rank = torch.device(case.device), int(os.environ.get("RANK", "0"))
+    if case.ranks > 1:
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
+    torch.manual_seed(0)
+    try:
+        found = measure(case, device, rank)
+    except torch.OutOfMemoryError as error:
+        if case.ranks > 1:
+            raise  # the other ranks wait in a collective; the process group's end ends them
+        found = {"out_of_memory": str(error).splitlines()[0]}
+    if case.ranks > 1:
+        dist.destroy_process_group()
+    return {"case": asdict(case), **found}
+
+
+if __name__ == "__main__":
+    answer_once(main)

@@ -1,0 +1,176 @@
+"""How fast does the trainer train, and how long a sequence? Random weights of real shapes; no network, no server.
+
+    python bench/trainer_speed.py --output DIR                       one GPU; with two also 14B over both (FSDP2)
+    python bench/trainer_speed.py --output DIR --only "1.7B, 512"    some cases
+    python bench/trainer_speed.py --output DIR --seconds 560         begin no case that might end later than this
+    python bench/trainer_speed.py --output DIR --shape tiny --device cpu      that the script runs, without a GPU
+
+A case is a process of its own. It times forward and backward of one bin of packed tokens, with the trainer's own step and
+loss, and then whole steps of several bins, optimizer and write of the weights included; the best of several each. Beside ours
+in the same sitting: plain packed PyTorch (bench/gpu/plain_decoder.py). Where there are several GPUs, cases for one GPU run on
+all of them at the same time, unless --alone is given. mfu is 6 · parameters of the layers' and the output matrix · forwarded
+tokens over seconds, of 790 TFLOP/s for each GPU; recomputation is not counted. Prints a table and writes trainer_speed.json
+after each case.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[0] = str(ROOT)
+
+import argparse
+import importlib.util
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from functools import partial
+from math import inf
+from typing import Any
+
+import torch
+
+from bench.gpu.machine import describe
+from bench.gpu.processes import Task
+from bench.gpu.runs import Results, run_and_report
+from bench.gpu.shapes import SHAPES
+from bench.gpu.speed_worker import Case
+from bench.gpu.summary import table
+
+GROUPS = {"length": 553, "prompt": 103, "group": 8}
+"""GSM8K's questions and answers of 450 tokens on average, in groups."""
+LONG = {"length": 32768, "tokens": 32768, "checkpointing": False, "bins": 2, "repeats": 4, "warm_up": 2}
+
+CASES: dict[str, Case] = {
+    "1.7B, 512": Case("ours"),
+    "1.7B, 512, plain PyTorch, layers compiled": Case("plain, layers compiled"),
+    "1.7B, 512, deterministic": Case("ours, deterministic"),
+    "14B, 4k, FSDP2 over two GPUs": Case(
+        "ours", "qwen3-14b", length=4096, checkpointing=True, offload=True, ranks=2, bins=4, warm_up=2, repeats=4, seconds=280
+    ),
+    "1.7B, 512, plain PyTorch": Case("plain"),
+    "1.7B, 512, plain PyTorch, layers and head compiled": Case("plain, all compiled"),
+    "1.7B, 4k": Case("ours", length=4096),
+    "1.7B, groups of 8, prompt shared": Case("ours", **GROUPS, share=True),
+    "1.7B, groups of 8, prompt repeated": Case("ours", **GROUPS),
+    "1.7B, 32k": Case("ours", **LONG),
+    "1.7B, 4k, deterministic": Case("ours, deterministic", length=4096),
+    "1.7B, 32k, deterministic": Case("ours, deterministic", **LONG),
+    "1.7B, 512, reference table": Case("ours, reference table"),
+    "1.7B, 4k, plain PyTorch, layers compiled": Case("plain, layers compiled", length=4096),
+    "1.7B, 32k, plain PyTorch, layers compiled": Case("plain, layers compiled", **LONG),
+}
+LONGEST = [1 << 15, 1 << 16, 1 << 17, 1 << 18]
+"""Lengths that are tried one after the other, until one runs out of memory."""
+
+
+def longest(length: int) -> Case:
+    """One sequence of this length in one bin, and a whole step on it."""
+    return Case("ours", length=length, tokens=length, checkpointing=True, bins=1, warm_up=1, repeats=1, seconds=240)
+
+
+def tiny(case: Case, device: str) -> Case:
+    """The same case, of the tiny shape and with few tokens."""
+    shrunk = {"length": max(24, case.length // 128), "prompt": min(case.prompt, 9), "warm_up": 1, "repeats": 2}
+    shrunk |= {"tokens": max(case.tokens // 128, shrunk["length"] * case.group), "bins": min(case.bins, 2)}
+    return replace(case, shape="tiny", device=device, **shrunk)
+
+
+class TrainerSpeed:
+    """The cases of one run and their figures."""
+
+    def __init__(self, args: argparse.Namespace, work: Path, stack: ExitStack) -> None:
+        self.args, self.stack, self.began = args, stack, time.monotonic()
+        self.gpus = list(range(torch.cuda.device_count())) if args.device == "cuda" else [0, 1]
+        self.results = Results(args.output / "trainer_speed.json")
+
+    def run(self) -> None:
+        """Every case that was asked for and that the GPUs suffice for; then longer and longer sequences."""
+        self.results.put("machine", value=describe())
+        asked = {name: case for name, case in CASES.items() if not self.args.only or name in self.args.only}
+        # Whoever has several GPUs has them for what needs several: that comes first.
+        self._together({name: case for name, case in asked.items() if case.ranks > 1}, places=1)
+        alone = self.args.alone or self.args.device == "cpu"
+        self._together({name: case for name, case in asked.items() if case.ranks == 1}, 1 if alone else len(self.gpus))
+        for length in LONGEST if not self.args.only or "longest" in self.args.only else ():
+            name = f"1.7B, one sequence of {length // 1024}k"
+            self._together({name: longest(length)}, 1, "longest")
+            found = self.results.data["longest"][name]
+            if "pass" not in found:
+                return
+            self.results.put("longest_sequence", value=found["case"]["length"])
+
+    def _together(self, cases: dict[str, Case], places: int, part: str = "cases") -> None:
+        """Run these in their order, as many at a time as there are places, each on the GPUs of its place."""
+        waiting, running = list(cases.items()), dict[int, Task]()
+        while waiting or running:
+            free = [place for place in range(places) if place not in running]
+            if waiting and free:
+                name, case = waiting.pop(0)
+                reason = self._refusal(case)
+                if reason:
+                    self.results.put(part, name, value={"skipped": reason})
+                else:
+                    running[free[0]] = self._start(name, case, [free[0]] if case.ranks == 1 else list(range(case.ranks)))
+            for place, task in list(running.items()):
+                if task.ended:
+                    self.results.measure(part, task.name, run=task.answer)
+                    running.pop(place).stop()
+            time.sleep(0.1)
+
+    @property
+    def _left(self) -> float:
+        return self.args.seconds - (time.monotonic() - self.began)
+
+    def _refusal(self, case: Case) -> str | None:
+        if case.arithmetic == "ours, deterministic" and importlib.util.find_spec("vllm") is None:
+            return "vLLM, whose kernels deterministic mode runs, is not installed"
+        if case.ranks > len(self.gpus):
+            return f"it needs {case.ranks} GPUs, and {len(self.gpus)} are here"
+        return f"--seconds {self.args.seconds:g} leave no time for it" if self._left < 45 else None
+
+    def _start(self, name: str, case: Case, gpus: list[int]) -> Task:
+        if self.args.shape:
+            case = tiny(case, self.args.device) if self.args.shape == "tiny" else replace(case, shape=self.args.shape)
+        on_cpu = self.args.device == "cpu"
+        environment = {"OMP_NUM_THREADS": "1"} if on_cpu else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+        seconds = min(self._left, case.seconds)
+        task = Task(name, "bench.gpu.speed_worker", asdict(case), self.args.output, seconds, case.ranks, environment)
+        self.stack.callback(task.stop)
+        return task
+
+
+def report(data: dict[str, Any]) -> str:
+    """A table of the cases, and what did not run."""
+    rows, notes = [], []
+    for name, found in [*data.get("cases", {}).items(), *data.get("longest", {}).items()]:
+        if "pass" not in found:
+            notes += [f"{name}: {key}: {found[key]}" for key in ("skipped", "failed", "out_of_memory") if key in found]
+            continue
+        one, step = found["pass"], found.get("step", {})
+        rows.append(
+            [name, *(round(one[f"{what}_tokens_per_second"]) for what in ("forwarded", "sequence")), f"{one['mfu']:.3f}",
+             f"{one['mfu_with_attention']:.3f}", f"{max(one['peak_bytes'], step.get('peak_bytes', 0)) / 1e9:.1f}",
+             round(step["forwarded_tokens_per_second"]) if step else None, f"{step['mfu']:.3f}" if step else None]
+        )  # fmt: skip
+    heads = ["forward and backward", "tokens/s", "of sequences", "mfu", "with attention", "peak GB", "whole steps", "mfu"]
+    longest_line = [f"longest sequence that trained: {data['longest_sequence']}"] if "longest_sequence" in data else []
+    return "\n".join([table(heads, rows), *longest_line, *notes])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="folder of trainer_speed.json and the logs")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--shape", choices=SHAPES, help="all cases with this shape; tiny: and with few tokens")
+    parser.add_argument("--only", nargs="+", metavar="CASE", choices=[*CASES, "longest"])
+    parser.add_argument("--seconds", type=float, default=inf, help="time limit of all cases together")
+    parser.add_argument("--alone", action="store_true", help="one case at a time, whatever the number of GPUs")
+    args = parser.parse_args(arguments)
+    return run_and_report(args.output, partial(TrainerSpeed, args), report)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
