@@ -9,7 +9,7 @@ A case is a process of its own. It times forward and backward of one bin of pack
 loss, and then whole steps of several bins, optimizer and write of the weights included; the best of several each. Beside ours
 in the same sitting: plain packed PyTorch (bench/gpu/plain_decoder.py). Where there are several GPUs, cases for one GPU run on
 all of them at the same time, unless --alone is given. mfu is 6 · parameters of the layers' and the output matrix · forwarded
-tokens over seconds, of 790 TFLOP/s for each GPU; recomputation is not counted. Prints a table and writes trainer_speed.json
+tokens over seconds, of 790 TFLOP/s for each GPU; counted: what observe/perf.py counts. Prints a table and writes trainer_speed.json
 after each case.
 """
 
@@ -152,10 +152,10 @@ def report(data: dict[str, Any]) -> str:
         one, step = found["pass"], found.get("step", {})
         rows.append(
             [name, *(round(one[f"{what}_tokens_per_second"]) for what in ("forwarded", "sequence")), f"{one['mfu']:.3f}",
-             f"{one['mfu_with_attention']:.3f}", f"{max(one['peak_bytes'], step.get('peak_bytes', 0)) / 1e9:.1f}",
+             f"{one['mfu_counted']:.3f}", f"{max(one['peak_bytes'], step.get('peak_bytes', 0)) / 1e9:.1f}",
              round(step["forwarded_tokens_per_second"]) if step else None, f"{step['mfu']:.3f}" if step else None]
         )  # fmt: skip
-    heads = ["forward and backward", "tokens/s", "of sequences", "mfu", "with attention", "peak GB", "whole steps", "mfu"]
+    heads = ["forward and backward", "tokens/s", "of sequences", "mfu", "counted", "peak GB", "whole steps", "mfu"]
     longest_line = [f"longest sequence that trained: {data['longest_sequence']}"] if "longest_sequence" in data else []
     return "\n".join([table(heads, rows), *longest_line, *notes])
 

@@ -22,6 +22,7 @@ from example_trainer.config import TrainerConfig
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.geometry import Geometry
 from example_trainer.models.ops import choose_operations, reference
+from example_trainer.observe.perf import matrix_elements, step_flops
 from example_trainer.parallel.fsdp import sharded_decoder
 from example_trainer.process import StopSignal
 from example_trainer.training.optimizer import MasterAdamW
@@ -73,28 +74,20 @@ class Case:
         return Work(self.length, self.tokens, self.prompt, self.group, self.share)
 
 
-def multiplied_parameters(g: Geometry) -> int:
-    """Parameters of the matrices that every token is multiplied with: the layers' and the output's."""
-    layer = (2 * g.q_size + 2 * g.kv_size) * g.hidden_size + 3 * g.intermediate_size * g.hidden_size
-    return g.num_layers * layer + g.vocab_size * g.hidden_size
-
-
-def attention_flops(g: Geometry, pairs: int) -> int:
-    """Of `pairs` of a query and a key that it sees: two products of head_dim per head, and twice that backward."""
-    return 12 * g.num_layers * g.q_size * pairs
-
-
 def rates(g: Geometry, bin_: PackedBin, work: Work, seconds: float, passes: int, ranks: int) -> dict[str, float]:
-    """Tokens per second of all ranks, and shares of the peak: of 6 · parameters · tokens, and with attention's products."""
-    flops = 6 * multiplied_parameters(g) * len(bin_.tokens)
-    whole = flops + attention_flops(g, bin_.packing().attended_pairs)
-    peak = PEAK_FLOPS * seconds / passes
+    """Tokens per second of all ranks, and shares of the peak.
+
+    mfu is of 6 operations for each forwarded token and element of the matrices, the output's included; mfu_counted is of what
+    observe/perf.py counts: the output matrix for trained tokens alone, and attention.
+    """
+    forwarded, peak = len(bin_.tokens), PEAK_FLOPS * seconds / passes
+    counted = step_flops(g, forwarded, len(bin_.targets), bin_.packing().attended_pairs)
     return {
         "seconds": round(seconds, 5),
-        "forwarded_tokens_per_second": round(ranks * passes * len(bin_.tokens) / seconds, 1),
+        "forwarded_tokens_per_second": round(ranks * passes * forwarded / seconds, 1),
         "sequence_tokens_per_second": round(ranks * passes * work.sequences * work.length / seconds, 1),
-        "mfu": round(flops / peak, 4),
-        "mfu_with_attention": round(whole / peak, 4),
+        "mfu": round(6 * (matrix_elements(g) + g.vocab_size * g.hidden_size) * forwarded / peak, 4),
+        "mfu_counted": round(counted / peak, 4),
     }
 
 
@@ -125,7 +118,7 @@ def ours(case: Case, g: Geometry, dtype: torch.dtype, device: torch.device, conf
         enable_settings()
     table = reference if case.arithmetic.endswith("reference table") else choose_operations(device, dtype, deterministic)
     if case.ranks > 1:
-        model = sharded_decoder(g, dtype, device, world_size=case.ranks, ops=table)
+        model = sharded_decoder(g, dtype, device, world_size=case.ranks)
     else:
         model = Decoder(g, dtype, device, ops=table)
     random_weights(model, model.shards)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 
 from bench.gpu.shapes import SHAPES
-from example_trainer.batch.bins import UNKNOWN_VERSION, PackedBin
+from example_trainer.batch.bins import PackedBin
+from example_trainer.batch.groups import Batch, TrainedSequence
+from example_trainer.batch.packing import pack_batch
 from example_trainer.models.geometry import Geometry
-from example_trainer.models.packing import NO_PARENT
 from example_trainer.models.shards import Shards
 
 
@@ -60,50 +62,36 @@ class Work:
 
 
 def random_bin(work: Work, vocab_size: int, device: torch.device, seed: int = 0) -> PackedBin:
-    """A bin of random tokens; the seed decides them, and the advantages.
+    """A bin of random tokens, packed as the trainer packs a batch; the seed decides them, and the advantages.
 
     Raises:
         ValueError: not one group fits.
     """
     if not work.groups:
         raise ValueError(f"{work.group} sequences of {work.length} tokens do not fit a bin of {work.tokens}")
-    draw = torch.Generator().manual_seed(seed)
-    answer = work.length - work.prompt
-    lengths: list[int] = []
-    parents: list[int] = []
-    tokens, sources, targets = [], [], []
-    at = 0
-    for _ in range(work.groups):
-        prompt = torch.randint(3, vocab_size, (work.prompt,), generator=draw)
-        answers = torch.randint(3, vocab_size, (work.group, answer), generator=draw)
-        if work.share:
-            lengths += [work.prompt, *[answer] * work.group]
-            first = len(parents)
-            parents += [NO_PARENT, *[first] * work.group]
-            tokens.append(prompt)
-        for number, row in enumerate(answers):
-            if not work.share:
-                lengths.append(work.length)
-                parents.append(NO_PARENT)
-            tokens.append(row if work.share else torch.cat((prompt, row)))
-            begin = at + work.prompt + number * (answer if work.share else work.length)
-            before = at + work.prompt - 1 if work.share else begin - 1  # the row that predicts an answer's first token
-            sources.append(torch.cat((torch.tensor([before]), torch.arange(begin, begin + answer - 1))))
-            targets.append(row)
-        at += work.prompt + work.group * answer if work.share else work.group * work.length
-    trained = work.sequences * answer
-    orders = torch.tensor([(number // work.group, number % work.group) for number in range(work.sequences)])
-    return PackedBin(
-        tokens=torch.cat(tokens),
-        lengths=torch.tensor(lengths),
-        parents=torch.tensor(parents),
-        sources=torch.cat(sources),
-        targets=torch.cat(targets),
-        rollout_logprobs=torch.full((trained,), -math.log(vocab_size)),
-        advantages=torch.randn(work.sequences, generator=draw).repeat_interleave(answer),
-        weights=torch.full((trained,), 1.0 / trained),
-        versions=torch.full((trained,), UNKNOWN_VERSION),
-        positions=torch.arange(work.prompt, work.length).repeat(work.sequences),
-        counts=torch.tensor([answer] * work.sequences),
-        orders=orders,
-    ).to(device)
+    draw = np.random.default_rng(seed)
+    positions = np.arange(work.prompt, work.length)
+    sequences = []
+    for group in range(work.groups):
+        prompt = draw.integers(3, vocab_size, work.prompt)
+        for number in range(work.group):
+            sequences.append(
+                TrainedSequence(
+                    tokens=np.concatenate((prompt, draw.integers(3, vocab_size, len(positions)))),
+                    positions=positions,
+                    rollout_logprobs=np.full(len(positions), -math.log(vocab_size), np.float32),
+                    advantages=np.full(len(positions), draw.normal(), np.float32),
+                    score=0.0,
+                    weight_version=None,
+                    order=(group, number),
+                )
+            )
+    ((packed,),) = pack_batch(
+        Batch(sequences),
+        tokens_per_bin=work.tokens,
+        ranks=1,
+        normalisation="token",
+        max_tokens=work.length,
+        share_prefixes=work.share,
+    )
+    return packed.to(device)
