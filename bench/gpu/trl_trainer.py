@@ -1,0 +1,94 @@
+"""TRL's asynchronous GRPO on the questions, group size, lengths and reward of bench/whole_run.py, with its figures step by step.
+
+python -m bench.gpu.trl_trainer SETTINGS.json ROWS.jsonl
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+class DropCounter(logging.Handler):
+    """Counts the samples that TRL says it drops."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.dropped = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.dropped += "dropping stale sample" in record.getMessage()
+
+
+def length_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """1 for an odd number of tokens."""
+    return [float(len(ids) % 2) for ids in completion_ids]
+
+
+def main(settings: dict[str, Any], rows: Path) -> None:
+    """Train, and append a row for each step; the keys are those of our metrics.jsonl."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl.chat_template_utils import qwen3_chat_template
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+    class Timed(AsyncGRPOTrainer):  # type: ignore[misc]
+        """Counts and times what it does between two steps."""
+
+        def start_row(self) -> None:
+            self.row = {"tokens": 0, "sequences": 0, "forwarded_tokens": 0, "seconds_wait": 0.0, "seconds_sync": 0.0}
+            self.began = time.monotonic()
+
+        def get_batch_samples(self, *arguments: Any, **options: Any) -> Any:
+            began = time.monotonic()
+            answer = super().get_batch_samples(*arguments, **options)
+            self.row["seconds_wait"] += time.monotonic() - began
+            return answer
+
+        def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> Any:
+            present = inputs["attention_mask"].bool()
+            self.row["tokens"] += int(inputs["completion_mask"][present].sum())
+            self.row["forwarded_tokens"] += int(present.sum())
+            self.row["sequences"] += int((~inputs["metrics"]["reward"].isnan()).sum())  # padded with NaN
+            return super().compute_loss(model, inputs, *arguments, **options)
+
+        def _sync_weight(self) -> None:
+            began = time.monotonic()
+            super()._sync_weight()
+            self.row["seconds_sync"] += time.monotonic() - began
+
+    class Rows(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            row, whole = trainer.row, time.monotonic() - trainer.began
+            row |= {"seconds_train": whole - row["seconds_wait"] - row["seconds_sync"], "thrown_away": drops.dropped}
+            with rows.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": state.global_step} | row) + "\n")
+            trainer.start_row()
+
+    drops = DropCounter()
+    for name in ("trl", "trl.experimental.async_grpo.async_grpo_trainer"):
+        logging.getLogger(name).setLevel(logging.INFO)
+    logging.getLogger("trl").addHandler(drops)
+    tokenizer = AutoTokenizer.from_pretrained(settings["model"], padding_side="left")
+    tokenizer.chat_template = qwen3_chat_template  # it reads answers by the templates that it knows
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    lines = Path(settings["questions"]).read_text(encoding="utf-8").splitlines()
+    prompts = [[{"role": "user", "content": json.loads(line)["question"]}] for line in lines if line.strip()]
+    config = AsyncGRPOConfig(
+        output_dir=settings["folder"], bf16=True, gradient_checkpointing=False, logging_steps=1, report_to=[], save_strategy="no",
+        per_device_train_batch_size=1, **settings["config"],
+    )  # fmt: skip
+    trainer = Timed(
+        model=settings["model"], processing_class=tokenizer, reward_funcs=length_reward, args=config,
+        train_dataset=Dataset.from_dict({"prompt": prompts}), callbacks=[Rows()],
+    )  # fmt: skip
+    trainer.start_row()
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), Path(sys.argv[2]))
