@@ -1,0 +1,321 @@
+"""The fast table, for 16-bit weights on GPUs: cuBLAS, a library's attention, and our Triton kernels for all between them.
+
+What it does about each thing that a plain decoder spends its time on (figures: bench/trainer_speed.py):
+
+    matrix products    as many as there are, none more; a weight's gradient is added to its float32 sum by the product itself
+    norms, rotations   one kernel each way (`fast_kernels`), recomputed rather than kept where that is cheap
+    attention          FlashAttention 4 where it is installed (`pip install flash-attn-4`, Hopper and later), else the
+                       FlashAttention 2 that PyTorch has; both attend to shared prefixes
+    output head        logits of a chunk of tokens in 16 bits, read once forward and once backward: no float32 table
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from example_trainer.models.gradients import Total
+from example_trainer.models.ops import fast_attention, fast_kernels
+from example_trainer.models.packing import Packing
+
+NAME = "fast"
+
+
+def _add_product(total: Tensor, dy: Tensor, x: Tensor) -> None:
+    """total [outputs, inputs] float32 += dyᵀ x, in the product's own accumulator."""
+    torch.addmm(total, dy.t(), x, out_dtype=torch.float32, out=total)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, total: Total | None, bias_total: Total | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.totals = total, bias_total
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        total, bias_total = ctx.totals
+        dx = dy @ weight if ctx.needs_input_grad[0] else None
+        dw = db = None
+        if ctx.needs_input_grad[1]:
+            if total is None:
+                dw = dy.t() @ x
+            else:
+                _add_product(total(), dy, x)
+        if ctx.needs_input_grad[2]:
+            db = dy.sum(0, dtype=torch.float32)
+            if bias_total is not None:
+                bias_total().add_(db)
+                db = None
+        return dx, dw, None if db is None else db.to(dy.dtype), None, None
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    packing: Packing | None = None,
+    total: Total | None = None,
+    bias_total: Total | None = None,
+) -> Tensor:
+    """See Operations.linear."""
+    y: Tensor = _Linear.apply(x, weight, bias, total, bias_total)
+    return y
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, total: Total | None) -> Any:
+        x = x.contiguous()
+        y, summed = fast_kernels.norm(x, residual, weight, eps)
+        ctx.save_for_backward(summed, weight)
+        ctx.eps, ctx.total, ctx.fused = eps, total, residual is not None
+        ctx.set_materialize_grads(False)
+        return (y, summed) if ctx.fused else y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dy, extra = (*upstream, None)[:2]
+        dw = None
+        if dy is None:
+            dx = extra
+        else:
+            dx, share = fast_kernels.norm_gradient(
+                dy.contiguous(), x, weight, ctx.eps, None if extra is None else extra.contiguous()
+            )
+            if ctx.needs_input_grad[2]:
+                if ctx.total is None:
+                    dw = share.to(weight.dtype)
+                else:
+                    ctx.total().add_(share)
+        return dx, dx if ctx.fused else None, dw, None, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, packing: Packing | None = None, total: Total | None = None) -> Tensor:
+    """See Operations.rms_norm."""
+    y: Tensor = _Norm.apply(x, None, weight, eps, total)
+    return y
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, packing: Packing | None = None, total: Total | None = None
+) -> tuple[Tensor, Tensor]:
+    """See Operations.add_rms_norm."""
+    y, summed = _Norm.apply(x, residual, weight, eps, total)
+    return y, summed
+
+
+class _Heads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        kv_heads: int,
+        head_dim: int,
+        eps: float,
+        positions: Tensor,
+        rotary: Tensor,
+        totals: tuple[Total | None, Total | None],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        norms = None if q_weight is None or k_weight is None else (q_weight, k_weight)
+        q, k = fast_kernels.heads(qkv, kv_heads, head_dim, norms, eps, positions, rotary)
+        ctx.save_for_backward(qkv, q_weight, k_weight, positions, rotary)
+        ctx.eps, ctx.totals = eps, totals
+        v = qkv[:, -kv_heads * head_dim :].unflatten(1, (kv_heads, head_dim))
+        return q, k, v.clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        qkv, q_weight, k_weight, positions, rotary = ctx.saved_tensors
+        norms = None if q_weight is None else (q_weight, k_weight)
+        dqkv, shares = fast_kernels.heads_gradient(
+            dq.contiguous(), dk.contiguous(), dv.contiguous(), qkv, norms, ctx.eps, positions, rotary
+        )
+        gradients: list[Tensor | None] = [None, None]
+        for number, share in enumerate(shares or ()):
+            total = ctx.totals[number]
+            if not ctx.needs_input_grad[1 + number]:
+                continue
+            if total is None:
+                gradients[number] = share.to(qkv.dtype)
+            else:
+                total().add_(share)
+        return dqkv, *gradients, None, None, None, None, None, None
+
+
+def heads(
+    qkv: Tensor,
+    kv_heads: int,
+    head_dim: int,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    packing: Packing,
+    rotary: Tensor,
+    totals: tuple[Total | None, Total | None] = (None, None),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See Operations.heads."""
+    q_weight, k_weight = norms or (None, None)
+    q, k, v = _Heads.apply(qkv, q_weight, k_weight, kv_heads, head_dim, eps, packing.positions, rotary, totals)
+    return q, k, v
+
+
+class _SeenKeys(torch.autograd.Function):
+    """Keys and values of what each span sees; a prompt's are repeated for its responses, whose gradients add up in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, v: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(rows)
+        ctx.tokens = len(k)
+        return k.index_select(0, rows), v.index_select(0, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        (rows,) = ctx.saved_tensors
+        return *(_added_rows(part, rows, ctx.tokens) for part in upstream), None
+
+
+def _added_rows(parts: Tensor, rows: Tensor, count: int) -> Tensor:
+    total = torch.zeros((count, *parts.shape[1:]), dtype=torch.float32, device=parts.device)
+    return total.index_add_(0, rows, parts.float()).to(parts.dtype)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
+    """See Operations.attention."""
+    rows = packing.key_rows
+    if rows is not None:
+        k, v = _SeenKeys.apply(k, v, rows)
+    return fast_attention.attention(q, k, v, packing, scale)
+
+
+class _SiluAndMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return fast_kernels.silu_and_mul(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return fast_kernels.silu_and_mul_gradient(dy.contiguous(), x)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """See Operations.silu_and_mul."""
+    y: Tensor = _SiluAndMul.apply(x.contiguous())
+    return y
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, total: Total | None) -> Tensor:
+        ctx.save_for_backward(ids, weight)
+        ctx.total = total
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        ids, weight = ctx.saved_tensors
+        if not ctx.needs_input_grad[1]:
+            return None, None, None
+        if ctx.total is not None:
+            ctx.total().index_add_(0, ids, dy.float())
+            return None, None, None
+        return None, _added_rows(dy, ids, len(weight)), None
+
+
+def embedding(ids: Tensor, weight: Tensor, total: Total | None = None) -> Tensor:
+    """See Operations.embedding."""
+    rows_: Tensor = _Embedding.apply(ids, weight, total)
+    return rows_
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.count = len(x)
+        return x.index_select(0, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        return _added_rows(dy, rows, ctx.count), None
+
+
+def rows(x: Tensor, rows: Tensor) -> Tensor:
+    """See Operations.rows."""
+    chosen: Tensor = _Rows.apply(x, rows)
+    return chosen
+
+
+class _ChosenLogprobs(torch.autograd.Function):
+    """Logits are made for `chunk` tokens at a time, in both directions, and never kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, temperature: float, total: Total | None
+    ) -> tuple[Tensor, Tensor]:
+        columns = tuple(torch.empty(len(targets), dtype=torch.float32, device=hidden.device) for _ in range(3))
+        for start in range(0, len(targets), chunk):
+            part = slice(start, start + chunk)
+            logits = hidden[part] @ weight.t()
+            figures = fast_kernels.softmax_figures(logits, targets[part], temperature)
+            for column, figure in zip(columns, figures, strict=True):
+                column[part] = figure
+            del logits  # its memory is needed for the next chunk's
+        logprobs, entropy, lses = columns
+        ctx.save_for_backward(hidden, weight, targets, lses)
+        ctx.chunk, ctx.temperature, ctx.total = chunk, temperature, total
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, lses = ctx.saved_tensors
+        upstream = upstream.contiguous()
+        gradient = torch.empty_like(hidden)
+        trained = ctx.needs_input_grad[1]
+        # A frozen output matrix (under adapters) gets no gradient: it would be the largest tensor of the step.
+        fresh = torch.zeros_like(weight, dtype=torch.float32) if trained and ctx.total is None else None
+        for start in range(0, len(targets), ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            logits = hidden[part] @ weight.t()
+            fast_kernels.softmax_gradient(logits, targets[part], lses[part], upstream[part], ctx.temperature)
+            torch.mm(logits, weight, out=gradient[part])
+            if trained:
+                _add_product(ctx.total() if fresh is None else fresh, logits, hidden[part])
+            del logits  # its memory is needed for the next chunk's
+        return gradient, None if fresh is None else fresh.to(weight.dtype), None, None, None, None
+
+
+def chosen_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    counts: Packing,
+    chunk: int,
+    temperature: float = 1.0,
+    total: Total | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See Operations.chosen_logprobs."""
+    logprobs, entropy = _ChosenLogprobs.apply(hidden, weight, targets, chunk, temperature, total)
+    return logprobs, entropy
