@@ -49,7 +49,7 @@ class BridgeMetrics:
         self._failures = Counter("lockstep_weight_update_failures", "Updates that failed", registry=registry)
         self._counted = {"updates": 0, "failures": 0}
         self._phases: set[str] = set()
-        self._started = self._last = clock()
+        self._last = clock()
         self._at.set(0)
 
     def refresh(self, state: State) -> None:

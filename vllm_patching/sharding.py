@@ -114,11 +114,6 @@ def plan_shards(geometry: ModelGeometry, tp_rank: int, tp_size: int) -> list[Sha
     return list(_plan(geometry, tp_rank, tp_size))
 
 
-def full_shapes(geometry: ModelGeometry) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the trainer's parameters."""
-    return {spec.name: spec.full_shape for spec in _plan(geometry, 0, 1)}
-
-
 def _check_divisible(geometry: ModelGeometry, tp_size: int) -> None:
     problems = []
     if geometry.num_heads % tp_size:

@@ -13,11 +13,10 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,8 +24,6 @@ import torch
 from vllm_patching.checksum import WeightSums
 from vllm_patching.distributed_utils import PART_BYTES, RECEIVER, BridgeGroups, PeerWatch, Rendezvous, join_store
 from vllm_patching.manifest import FlatSlice, flat_views, parts
-
-_HEARTBEAT_SECONDS = 1.0
 
 
 @dataclass
@@ -40,8 +37,6 @@ class UpdaterStatus:
         checksum: of what was received.
         not_finite: name of the first parameter in it that holds NaN or infinity; empty if none does.
         error: what went wrong last, empty while all is well.
-        heartbeat: time.time() of the thread's last sign of life.
-        receive_seconds: how long the last transfer took from its first byte's request to its last check.
     """
 
     phase: str = "idle"
@@ -50,8 +45,6 @@ class UpdaterStatus:
     checksum: str = ""
     not_finite: str = ""
     error: str = ""
-    heartbeat: float = field(default_factory=time.time)
-    receive_seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -180,12 +173,7 @@ class WeightUpdater:
             torch.cuda.set_device(self._device)
         with stream:
             while True:
-                self._status.heartbeat = time.time()
-                try:
-                    command = self._commands.get(timeout=_HEARTBEAT_SECONDS)
-                except queue.Empty:
-                    continue
-                self._obey(command)
+                self._obey(self._commands.get())
                 with self._at_rest:
                     self._pending -= 1
                     self._at_rest.notify_all()
@@ -241,7 +229,6 @@ class WeightUpdater:
     def _receive(self, command: _Receive) -> None:
         if self._groups is None or self._sums is None:
             raise RuntimeError("no trainer has joined; call /bridge/init first")
-        started = time.perf_counter()
         self._sums.reset()
         for first, last in self._parts:
             if self._called_off.is_set():
@@ -251,7 +238,6 @@ class WeightUpdater:
         self._groups.finish(self._lost)
         summary = self._sums.read()
         status = command.status
-        status.receive_seconds = time.perf_counter() - started
         status.version, status.checksum, status.not_finite = command.version, summary.checksum, summary.not_finite
         status.phase = "received"
 

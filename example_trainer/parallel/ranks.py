@@ -41,7 +41,6 @@ class Ranks:
     Attributes:
         rank: 0 to world_size - 1, over all machines.
         world_size: how many ranks there are.
-        local_rank: this rank's number on its machine, which is its GPU's number.
         timeout: seconds that a rank waits for the others unless a call says otherwise.
 
     Example:
@@ -53,12 +52,11 @@ class Ranks:
         self,
         rank: int = 0,
         world_size: int = 1,
-        local_rank: int = 0,
         timeout: float = 600.0,
         control: Any = None,
         store: dist.Store | None = None,
     ) -> None:
-        self.rank, self.world_size, self.local_rank, self.timeout = rank, world_size, local_rank, timeout
+        self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self._control, self._store = control, store
 
     @property
@@ -239,7 +237,7 @@ def join_ranks(timeout: float, device: torch.device) -> Iterator[Ranks]:
     if place is None:
         yield Ranks(timeout=timeout)
         return
-    rank, world_size, local_rank = place
+    rank, world_size, _ = place
     limit = timedelta(seconds=timeout)
     try:
         store, _, _ = next(rendezvous("env://", timeout=limit))
@@ -258,7 +256,7 @@ def join_ranks(timeout: float, device: torch.device) -> Iterator[Ranks]:
             f"rank {rank} of {world_size} did not meet the others within {timeout:g} s (--rank-timeout) at "
             f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {first_line(error)}"
         ) from error
-    ranks = Ranks(rank, world_size, local_rank, timeout, control, dist.PrefixStore("errors", store))
+    ranks = Ranks(rank, world_size, timeout, control, dist.PrefixStore("errors", store))
     try:
         yield ranks
     except (StopRequested, Exception) as error:

@@ -56,11 +56,6 @@ class SyncReport:
     first_byte_to_verified: float = 0.0
     server_seconds: dict[str, float] = field(default_factory=dict)
 
-    @property
-    def total_seconds(self) -> float:
-        """Seconds from the first phase's start to the last one's end."""
-        return sum(self.seconds.values())
-
 
 @contextmanager
 def timed(table: dict[str, float], phase: str) -> Iterator[None]:

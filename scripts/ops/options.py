@@ -66,11 +66,6 @@ class StackOptions:
         return "0.0.0.0" if self.all_interfaces else "127.0.0.1"
 
     @property
-    def on_gpu(self) -> bool:
-        """Whether anything runs on a GPU."""
-        return bool(self.vllm_gpus or self.trainer_gpus)
-
-    @property
     def small(self) -> bool:
         """Whether this is the starter model, for which small sizes are right."""
         return Path(self.model) == STARTER_MODEL

@@ -20,7 +20,7 @@ from vllm_patching.manifest import (
     parse_dtype,
     source_view,
 )
-from vllm_patching.sharding import ModelGeometry, full_shapes, plan_shards
+from vllm_patching.sharding import ModelGeometry, plan_shards
 
 GEOMETRY = ModelGeometry("qwen3", 2, 12, 8, 4, 2, 3, 70, False, False, False, False, True)
 
@@ -30,7 +30,7 @@ def manifest(rank: int = 0, size: int = 2, dtype: str = "bfloat16") -> Manifest:
 
 
 def trainer(dtype: str = "bfloat16") -> dict[str, tuple[tuple[int, ...], str]]:
-    return {name: (shape, dtype) for name, shape in full_shapes(GEOMETRY).items()}
+    return {spec.name: (spec.full_shape, dtype) for spec in plan_shards(GEOMETRY, 0, 1)}
 
 
 def test_json_round_trip_is_exact() -> None:
@@ -77,7 +77,7 @@ def test_every_difference_is_named(change: object, expected: str) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_what_goes_through_the_flat_buffer_arrives_in_its_place(dtype: torch.dtype, size: int) -> None:
     torch.manual_seed(0)
-    full = {name: torch.randn(shape).to(dtype) for name, shape in full_shapes(GEOMETRY).items()}
+    full = {name: torch.randn(shape).to(dtype) for name, (shape, _) in trainer().items()}
     for rank in range(size):
         held = manifest(rank, size, dtype_name(dtype))
         layout, num_bytes = flat_layout(held)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_patching.sharding import VOCAB_PADDING, ModelGeometry, UnsupportedModel, full_shapes, plan_shards
+from vllm_patching.sharding import VOCAB_PADDING, ModelGeometry, UnsupportedModel, plan_shards
 
 TP_SIZES = (1, 2, 4, 8)
 
@@ -32,6 +32,10 @@ def geometries(draw: st.DrawFn) -> ModelGeometry:
         mlp_bias=llama_bias and draw(st.booleans()),
         qk_norm=model_type == "qwen3",
     )
+
+
+def full_shapes(geometry: ModelGeometry) -> dict[str, tuple[int, ...]]:
+    return {spec.name: spec.full_shape for spec in plan_shards(geometry, 0, 1)}
 
 
 def distinct(shape: tuple[int, ...]) -> torch.Tensor:
