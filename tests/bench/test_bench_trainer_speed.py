@@ -1,0 +1,85 @@
+"""The measurement of the trainer's speed, on the CPU: mechanics alone, and that plain PyTorch computes what the trainer does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import trainer_speed
+from bench.gpu.plain_decoder import PlainDecoder
+from bench.gpu.synthetic import Work, geometry_of, random_bin, random_weights
+from example_trainer.models.decoder import Decoder
+from example_trainer.models.ops import reference
+
+CPU = torch.device("cpu")
+
+
+def test_cases_are_measured_and_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["1.7B, 512", "1.7B, 512, plain PyTorch", "14B, 4k, FSDP2 over two GPUs"]
+    status = trainer_speed.main(["--output", str(tmp_path), "--device", "cpu", "--shape", "tiny", "--only", *names])
+    printed = capsys.readouterr().out
+    assert status == 0, printed
+    written = json.loads((tmp_path / "trainer_speed.json").read_text())
+    assert list(written["cases"]) == [names[2], *names[:2]]  # what needs several GPUs comes first
+    for name, found in written["cases"].items():
+        assert found["measured"]["date"]
+        assert found["case"]["shape"] == "tiny"
+        one = found["pass"]
+        ranks = found["case"]["ranks"]
+        assert one["forwarded_tokens_per_second"] == pytest.approx(
+            ranks * found["sequences"] * found["case"]["length"] / one["seconds"], rel=1e-2
+        )
+        assert one["peak_bytes"] > 4 * found["parameters"] / ranks, name
+        assert ("step" in found) == ("plain" not in name)
+    assert "plain PyTorch" in printed
+
+
+def test_a_case_that_needs_more_gpus_or_more_time_is_left_out_with_the_reason(tmp_path: Path) -> None:
+    arguments = ["--output", str(tmp_path), "--device", "cpu", "--shape", "tiny", "--only", "1.7B, 512", "--seconds", "1"]
+    assert trainer_speed.main(arguments) == 0
+    written = json.loads((tmp_path / "trainer_speed.json").read_text())
+    assert written["cases"] == {"1.7B, 512": {"skipped": "--seconds 1 leave no time for it"}}
+
+
+def test_plain_pytorch_computes_what_the_trainer_computes() -> None:
+    geometry = geometry_of("tiny")
+    packed = random_bin(Work(length=24, tokens=128, prompt=9, group=2), geometry.vocab_size, CPU)
+    ours, plain = Decoder(geometry, torch.float32, CPU, ops=reference), PlainDecoder(geometry, torch.float32, CPU)
+    random_weights(ours)
+    named = dict(ours.named_parameters())
+    with torch.no_grad():
+        plain.embedding.copy_(named["model.embed_tokens.weight"])
+        plain.norm_last.copy_(named["model.norm.weight"])
+        for theirs, mine in zip(plain.layers, ours.model.layers, strict=True):
+            for name, source in {
+                "qkv": "self_attn.qkv_proj", "o": "self_attn.o_proj", "gate_up": "mlp.gate_up_proj", "down": "mlp.down_proj",
+                "norm_in": "input_layernorm", "norm_post": "post_attention_layernorm", "norm_q": "self_attn.q_norm",
+                "norm_k": "self_attn.k_norm",
+            }.items():  # fmt: skip
+                getattr(theirs, name).copy_(mine.get_submodule(source).weight)
+    lengths = packed.lengths.tolist()
+    expected, _ = ours.chosen_logprobs(
+        ours(packed.tokens, packed.packing())[packed.sources], packed.targets, packed.sequences(), 64, 1.0
+    )
+    found = plain(packed.tokens, lengths, packed.sources, packed.targets)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    found.sum().backward()
+    assert all(parameter.grad is not None for parameter in plain.parameters())
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_a_bin_holds_the_sequences_that_were_asked_for(share: bool) -> None:
+    work = Work(length=100, tokens=1000, prompt=60, group=4, share=share)
+    packed = random_bin(work, 1024, CPU, seed=3)
+    assert packed.counts.tolist() == [40] * work.sequences == [40] * 8
+    assert len(packed.tokens) == (2 * (60 + 4 * 40) if share else 8 * 100)
+    assert packed.packing().longest == 100
+    assert packed.positions.tolist() == list(range(60, 100)) * 8
+
+
+def test_a_bin_without_room_for_a_group_is_refused() -> None:
+    with pytest.raises(ValueError, match="4 sequences of 100 tokens do not fit a bin of 399"):
+        random_bin(Work(length=100, tokens=399, group=4), 1024, CPU)
