@@ -20,8 +20,22 @@ from torch.autograd.function import once_differentiable
 
 from example_trainer.models.gradients import Total
 from example_trainer.models.ops import fast_attention, fast_kernels
+from example_trainer.models.ops.reference import rotary_table
 from example_trainer.models.packing import Packing
 
+__all__ = [
+    "NAME",
+    "add_rms_norm",
+    "attention",
+    "chosen_logprobs",
+    "embedding",
+    "heads",
+    "linear",
+    "rms_norm",
+    "rotary_table",
+    "rows",
+    "silu_and_mul",
+]
 NAME = "fast"
 
 
@@ -134,8 +148,8 @@ class _Heads(torch.autograd.Function):
         q, k = fast_kernels.heads(qkv, kv_heads, head_dim, norms, eps, positions, rotary)
         ctx.save_for_backward(qkv, q_weight, k_weight, positions, rotary)
         ctx.eps, ctx.totals = eps, totals
-        v = qkv[:, -kv_heads * head_dim :].unflatten(1, (kv_heads, head_dim))
-        return q, k, v.clone(memory_format=torch.contiguous_format)
+        # The values stay where they are: attention reads them with the stride of qkv, which is kept anyway.
+        return q, k, qkv[:, -kv_heads * head_dim :].unflatten(1, (kv_heads, head_dim))
 
     @staticmethod
     @once_differentiable

@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_PROGRAMS_EACH = 4
+from example_trainer.models.ops.triton_gradients import on_its_device
+
+_PROGRAMS_EACH = 8
 """Programs for each multiprocessor in kernels that sum over all tokens: enough to hide latency, few partial sums."""
 
 
@@ -215,6 +217,7 @@ def _warps(width: int) -> int:
     return max(1, min(16, width // 512))
 
 
+@on_its_device
 def norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """RMSNorm of r = x + residual, and r itself, of contiguous [rows, width]. Without a residual r is x."""
     rows, width = x.shape
@@ -228,6 +231,7 @@ def norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tupl
     return y, total
 
 
+@on_its_device
 def norm_gradient(dy: Tensor, x: Tensor, weight: Tensor, eps: float, extra: Tensor | None) -> tuple[Tensor, Tensor]:
     """dx [rows, width] of RMSNorm, plus `extra`; and the gradient of its weight, float32."""
     rows, width = x.shape
@@ -243,9 +247,10 @@ def norm_gradient(dy: Tensor, x: Tensor, weight: Tensor, eps: float, extra: Tens
     return dx, partial.sum(0)
 
 
-_HEAD_ROWS = 32
+_HEAD_ROWS = 64
 
 
+@on_its_device
 def heads(
     qkv: Tensor, kv_heads: int, head_dim: int, norms: tuple[Tensor, Tensor] | None, eps: float, positions: Tensor, table: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -263,6 +268,7 @@ def heads(
     return q, k
 
 
+@on_its_device
 def heads_gradient(
     dq: Tensor,
     dk: Tensor,
@@ -292,6 +298,7 @@ def heads_gradient(
     return dqkv, (shares[:count].sum(0), shares[count:].sum(0))
 
 
+@on_its_device
 def silu_and_mul(x: Tensor) -> Tensor:
     """silu(gate) · up of contiguous x [rows, 2 · width]."""
     rows, width = x.shape[0], x.shape[1] // 2
@@ -300,6 +307,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return y
 
 
+@on_its_device
 def silu_and_mul_gradient(dy: Tensor, x: Tensor) -> Tensor:
     """Gradient of x [rows, 2 · width] from dy [rows, width], both contiguous."""
     dx = torch.empty_like(x)
@@ -308,6 +316,7 @@ def silu_and_mul_gradient(dy: Tensor, x: Tensor) -> Tensor:
     return dx
 
 
+@on_its_device
 def softmax_figures(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Logprob of each target, entropy, and log of the softmax's denominator, all [rows] float32, of logits [rows, vocab]."""
     logprobs, entropies, lses = (torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(3))
@@ -317,6 +326,7 @@ def softmax_figures(logits: Tensor, targets: Tensor, temperature: float) -> tupl
     return logprobs, entropies, lses
 
 
+@on_its_device
 def softmax_gradient(logits: Tensor, targets: Tensor, lses: Tensor, upstream: Tensor, temperature: float) -> None:
     """Replace logits [rows, vocab] by their gradient, given that of the logprobs, `upstream` [rows] float32."""
     rows, vocab = logits.shape

@@ -41,9 +41,12 @@ attention_backward = on_its_device(triton_attention.attention_backward)
 @triton.jit(do_not_specialize=["tiles"])
 def _weight_gradient(
     dy, x, out, tile_starts, tile_lengths, tiles, outputs, inputs, stride_dy, stride_x,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """out += dyᵀ x, tile after tile of tokens, into the same accumulator."""
+    """out += dyᵀ x, tile after tile of tokens, into the same accumulator.
+
+    EVEN: blocks divide the matrix, and columns need no mask: half of the time goes into masks otherwise.
+    """
     program = tl.program_id(0)
     # Neighbouring programs share columns of dy, so that these are read from the cache.
     blocks_out = tl.cdiv(outputs, OUTPUTS)
@@ -55,22 +58,29 @@ def _weight_gradient(
     block_in = (program % in_group) // height
     output = block_out * OUTPUTS + tl.arange(0, OUTPUTS)
     inp = block_in * INPUTS + tl.arange(0, INPUTS)
-    output_live = output < outputs
-    input_live = inp < inputs
     at = output.to(tl.int64)[:, None] * inputs + inp[None, :]
-    live = output_live[:, None] & input_live[None, :]
-    total = tl.load(out + at, mask=live, other=0.0)
+    if EVEN:
+        total = tl.load(out + at)
+    else:
+        live = (output < outputs)[:, None] & (inp < inputs)[None, :]
+        total = tl.load(out + at, mask=live, other=0.0)
     rows = tl.arange(0, ROWS)
     for tile in range(0, tiles):
         start = tl.load(tile_starts + tile).to(tl.int64)
         row_live = rows < tl.load(tile_lengths + tile)
         row = start + rows
-        gradient = tl.load(
-            dy + row[:, None] * stride_dy + output[None, :], mask=row_live[:, None] & output_live[None, :], other=0.0
-        )
-        value = tl.load(x + row[:, None] * stride_x + inp[None, :], mask=row_live[:, None] & input_live[None, :], other=0.0)
+        if EVEN:
+            gradient_live = value_live = row_live[:, None]
+        else:
+            gradient_live = row_live[:, None] & (output < outputs)[None, :]
+            value_live = row_live[:, None] & (inp < inputs)[None, :]
+        gradient = tl.load(dy + row[:, None] * stride_dy + output[None, :], mask=gradient_live, other=0.0)
+        value = tl.load(x + row[:, None] * stride_x + inp[None, :], mask=value_live, other=0.0)
         total = tl.dot(tl.trans(gradient), value, total, input_precision="ieee")
-    tl.store(out + at, total, mask=live)
+    if EVEN:
+        tl.store(out + at, total)
+    else:
+        tl.store(out + at, total, mask=live)
 
 
 @triton.jit
@@ -207,7 +217,8 @@ def add_weight_gradient(dy: Tensor, x: Tensor, total: Tensor, packing: Packing) 
     grid = (triton.cdiv(outputs, size) * triton.cdiv(inputs, size),)
     _weight_gradient[grid](
         dy, x, total, starts, lengths, len(starts), outputs, inputs, dy.stride(0), x.stride(0),
-        ROWS=rows, OUTPUTS=size, INPUTS=size, GROUP=8, num_warps=4 if wide else 8, num_stages=2 if wide else 3,
+        ROWS=rows, OUTPUTS=size, INPUTS=size, GROUP=8, EVEN=outputs % size == 0 and inputs % size == 0,
+        num_warps=4 if wide else 8, num_stages=2 if wide else 3,
     )  # fmt: skip
 
 

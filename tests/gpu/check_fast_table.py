@@ -1,0 +1,268 @@
+"""The fast table on a real GPU: its kernels against float64, its decoder against the reference table, shared prefixes.
+
+    python tests/gpu/check_fast_table.py [--json FILE]
+
+Under a minute; needs neither vLLM nor pytest. Without a GPU the kernels alone can be checked, under Triton's interpreter:
+TRITON_INTERPRET=1 python tests/gpu/check_fast_table.py. Every check is made even if others fail, and says what it saw.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.measured import measured
+from example_trainer.models import Decoder
+from example_trainer.models.geometry import Geometry
+from example_trainer.models.gradients import GradientSums
+from example_trainer.models.ops import fast_kernels, reference
+from example_trainer.models.packing import NO_PARENT, Packing
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KERNEL_LIMIT = {torch.float32: 5e-6, torch.bfloat16: 1e-2}
+"""Relative error of a tensor: a bf16 result is rounded once, a float32 one hardly at all."""
+MODEL_FACTOR, SHARED_LIMIT = 1.5, 2e-2
+"""The fast decoder's error may be this many times that of the reference table in the same dtype; a shared pass's that much."""
+Result = tuple[bool, str]
+"""Whether a check passed, and what was seen."""
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm of what was expected."""
+    wide = expected.detach().double()
+    return float((found.detach().double() - wide).norm() / wide.norm().clamp_min(1e-30))
+
+
+def worst(limit: float, pairs: Sequence[tuple[Tensor, Tensor]]) -> Result:
+    """The largest relative error of several tensors."""
+    found = max(relative_error(mine, theirs) for mine, theirs in pairs)
+    return found <= limit, f"{found:.1e}"
+
+
+def draw(dtype: torch.dtype, *shape: int) -> Tensor:
+    """Normal numbers, rounded to the dtype."""
+    return torch.randn(*shape).to(device=DEVICE, dtype=dtype)
+
+
+def leaf(x: Tensor) -> Tensor:
+    """The same in float64, with a gradient."""
+    return x.detach().double().requires_grad_()
+
+
+def rms(x: Tensor, weight: Tensor | None) -> Tensor:
+    """The textbook's norm."""
+    return x if weight is None else x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+
+
+def norm(dtype: torch.dtype, rows: int, width: int) -> Result:
+    """Residual sum and norm, both directions."""
+    x, residual, weight, dy, extra = (
+        draw(dtype, *shape) for shape in ((rows, width),) * 2 + ((width,),) + ((rows, width),) * 2
+    )
+    y, total = fast_kernels.norm(x, residual, weight, 1e-6)
+    # What the norm sees is the rounded sum; its gradient is taken there.
+    wide, factor = leaf(total), leaf(weight)
+    expected = rms(wide, factor)
+    gradients = torch.autograd.grad((expected * dy.double()).sum() + (wide * extra.double()).sum(), (wide, factor))
+    mine = fast_kernels.norm_gradient(dy, total, weight, 1e-6, extra)
+    whole = x.double() + residual.double()
+    return worst(KERNEL_LIMIT[dtype], [(y, expected), (total, whole), *zip(mine, gradients, strict=True)])
+
+
+def heads(dtype: torch.dtype, tokens: int, shape: tuple[int, int, int], normed: bool) -> Result:
+    """Norms of heads, rotation, and the way back; `shape` is query heads, key heads, width."""
+    count, kv, width = shape
+    qkv, weights = draw(dtype, tokens, (count + 2 * kv) * width), (draw(dtype, width), draw(dtype, width))
+    positions = torch.randint(0, 50, (tokens,), device=DEVICE)
+    angles = torch.randn(50, width // 2, device=DEVICE)
+    table = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
+    cos, sin = table.double()[positions][:, None].chunk(2, -1)
+
+    def rotated(x: Tensor, weight: Tensor | None) -> Tensor:
+        first, second = rms(x, weight).chunk(2, -1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    wide = leaf(qkv)
+    leaves = [leaf(weight) for weight in weights] if normed else [None, None]
+    parts = wide.view(tokens, -1, width)
+    expected = rotated(parts[:, :count], leaves[0]), rotated(parts[:, count : count + kv], leaves[1])
+    norms = weights if normed else None
+    found = fast_kernels.heads(qkv, kv, width, norms, 1e-6, positions, table)
+    upstream = [draw(dtype, tokens, number, width) for number in (count, kv, kv)]
+    outputs = (*expected, parts[:, count + kv :])
+    loss = sum((out * up.double()).sum() for out, up in zip(outputs, upstream, strict=True))
+    assert isinstance(loss, Tensor)
+    gradients = torch.autograd.grad(loss, [wide, *(one for one in leaves if one is not None)])
+    dqkv, shares = fast_kernels.heads_gradient(upstream[0], upstream[1], upstream[2], qkv, norms, 1e-6, positions, table)
+    mine = (dqkv, *(shares or ()))
+    return worst(KERNEL_LIMIT[dtype], [*zip(found, expected, strict=True), *zip(mine, gradients, strict=True)])
+
+
+def silu(dtype: torch.dtype, rows: int, width: int) -> Result:
+    """The gated product, both directions."""
+    x, dy = draw(dtype, rows, 2 * width), draw(dtype, rows, width)
+    wide = leaf(x)
+    gate, up = wide.chunk(2, -1)
+    expected = F.silu(gate) * up
+    (gradient,) = torch.autograd.grad((expected * dy.double()).sum(), wide)
+    mine = fast_kernels.silu_and_mul(x), fast_kernels.silu_and_mul_gradient(dy, x)
+    return worst(KERNEL_LIMIT[dtype], list(zip(mine, (expected, gradient), strict=True)))
+
+
+def softmax(dtype: torch.dtype, rows: int, vocab: int, temperature: float) -> Result:
+    """Logprobs, entropies and the logits' gradient."""
+    logits, targets = draw(dtype, rows, vocab) * 4, torch.randint(0, vocab, (rows,), device=DEVICE)
+    wide, upstream = leaf(logits), torch.randn(rows, device=DEVICE)
+    table = (wide / temperature).log_softmax(-1)
+    chosen = table.gather(1, targets[:, None]).squeeze(1)
+    logprobs, entropy, lse = fast_kernels.softmax_figures(logits, targets, temperature)
+    forward = worst(
+        5e-6, [(logprobs, chosen), (entropy, -(table.exp() * table).sum(-1)), (lse, (wide / temperature).logsumexp(-1))]
+    )
+    (gradient,) = torch.autograd.grad((chosen * upstream.double()).sum(), wide)
+    fast_kernels.softmax_gradient(logits, targets, lse, upstream, temperature)
+    backward = worst(KERNEL_LIMIT[dtype], [(logits, gradient)])
+    return forward[0] and backward[0], f"{forward[1]} and {backward[1]}"
+
+
+def geometry(**changes: Any) -> Geometry:
+    """A decoder of four layers."""
+    sizes: dict[str, Any] = {
+        "architecture": "Qwen3ForCausalLM", "vocab_size": 5003, "hidden_size": 512, "intermediate_size": 1408, "num_layers": 4,
+        "num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "max_positions": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+        "qk_norm": True, "tie_word_embeddings": True,
+    }  # fmt: skip
+    return Geometry(**(sizes | changes))
+
+
+def passed(
+    shape: Geometry, weights: dict[str, Tensor] | None, dtype: torch.dtype, ops: Any, tokens: Tensor, packing: Packing,
+    sources: Tensor, targets: Tensor, checkpointing: bool = False, summed: bool = True,
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:  # fmt: skip
+    """One pass of a decoder: logprobs, gradients of their mean by parameter, and the weights that it had."""
+    model = Decoder(shape, dtype, DEVICE, ops=ops)
+    model.gradient_checkpointing = checkpointing
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if weights is not None:
+                parameter.copy_(weights[name])
+            elif parameter.dim() >= 2:
+                parameter.normal_(std=0.04)
+            else:
+                parameter.normal_(mean=0.0 if name.endswith("bias") else 1.0, std=0.1)
+    if summed:
+        model.arithmetic.sums = GradientSums(model)
+    hidden = model.arithmetic.ops.rows(model(tokens, packing), sources)
+    logprobs, _ = model.chosen_logprobs(hidden, targets, Packing([len(targets)], DEVICE), chunk=100, temperature=0.9)
+    (logprobs * torch.linspace(-1, 1, len(targets), device=DEVICE)).sum().backward()
+    gradients = model.arithmetic.sums.take() if model.arithmetic.sums else {n: p.grad for n, p in model.named_parameters()}
+    kept = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return logprobs.detach(), {name: gradient for name, gradient in gradients.items() if gradient is not None}, kept
+
+
+def decoder(shape: Geometry, checkpointing: bool, summed: bool) -> Result:
+    """Logprobs and gradients in bf16: as near to float64 as the reference table in bf16 is?"""
+    from example_trainer.models.ops import fast
+
+    packing = Packing([5, 300, 1, 77, 640], DEVICE)
+    tokens = torch.randint(0, shape.vocab_size, (packing.tokens,), device=DEVICE)
+    sources = torch.arange(packing.tokens - 1, device=DEVICE)
+    arguments = tokens, packing, sources, tokens[1:]
+    ours, gradients, weights = passed(shape, None, torch.bfloat16, fast, *arguments, checkpointing, summed)
+    plain, plain_gradients, _ = passed(shape, weights, torch.bfloat16, reference, *arguments)
+    exact, exact_gradients, _ = passed(shape, weights, torch.float64, reference, *arguments)
+    if gradients.keys() != exact_gradients.keys():
+        return False, f"no gradient of {sorted(exact_gradients.keys() - gradients.keys())[:3]}"
+    errors = {name: relative_error(gradients[name], exact_gradients[name]) for name in exact_gradients}
+    limits = {name: MODEL_FACTOR * relative_error(plain_gradients[name], exact_gradients[name]) + 1e-3 for name in errors}
+    bad = [f"{name} {errors[name]:.1e} > {limits[name]:.1e}" for name in errors if errors[name] > limits[name]]
+    off, plain_off = float((ours - exact).abs().max()), float((plain - exact).abs().max())
+    right = not bad and off <= MODEL_FACTOR * plain_off + 1e-3
+    seen = f"logprobs off by up to {off:.1e} (reference table {plain_off:.1e}), gradients {max(errors.values()):.1e}"
+    return right, "; ".join([seen, *bad[:3]])
+
+
+def shared_prefix(shape: Geometry) -> Result:
+    """Responses that share a prompt, and some of them more than that, against each by itself."""
+    from example_trainer.models.ops import fast
+
+    lengths, parents = [103, 40, 200, 9, 33, 1], [NO_PARENT, 0, 0, 2, 2, 0]
+    spans = [torch.randint(0, shape.vocab_size, (length,), device=DEVICE) for length in lengths]
+    shared = Packing(lengths, DEVICE, parents)
+    begins = shared.begins
+    leaves = [[0, 1], [0, 2, 3], [0, 2, 4], [0, 5]]
+    whole = [torch.cat([spans[number] for number in chain]) for chain in leaves]
+    rows = [torch.cat([torch.arange(begins[n], begins[n + 1], device=DEVICE) for n in chain]) for chain in leaves]
+    apart = Packing([len(one) for one in whole], DEVICE)
+    # Everything behind the prompt's last token is trained, in every response: rows of common spans several times.
+    sources = torch.cat([row[lengths[0] - 1 : -1] for row in rows])
+    alone = torch.cat([torch.arange(first + lengths[0] - 1, end - 1, device=DEVICE) for first, end in apart.spans()])
+    targets = torch.cat([one[lengths[0] :] for one in whole])
+    ours, gradients, weights = passed(shape, None, torch.bfloat16, fast, torch.cat(spans), shared, sources, targets)
+    theirs, expected, _ = passed(shape, weights, torch.bfloat16, fast, torch.cat(whole), apart, alone, targets)
+    off = float((ours - theirs).abs().max())
+    errors = max(relative_error(gradients[name], expected[name]) for name in expected)
+    saved = f"{shared.tokens} of {apart.tokens} tokens"
+    return off <= 0.1 and errors <= SHARED_LIMIT, f"{saved}: logprobs differ by up to {off:.1e}, gradients by {errors:.1e}"
+
+
+def checks() -> list[tuple[str, Callable[[], Result]]]:
+    """What is checked here, by name."""
+    found: list[tuple[str, Callable[[], Result]]] = []
+    for dtype in (torch.float32, torch.bfloat16):
+        kind = str(dtype).removeprefix("torch.")
+        for rows, width in ((7, 48), (300, 2048), (65, 5120)) if DEVICE == "cuda" else ((7, 48),):
+            found.append((f"norm {rows} x {width}, {kind}", lambda d=dtype, r=rows, w=width: norm(d, r, w)))
+            found.append((f"gated product {rows} x {width}, {kind}", lambda d=dtype, r=rows, w=width: silu(d, r, w)))
+        for normed in (True, False):
+            for shape in ((4, 2, 16), (3, 1, 80), (16, 8, 128)):
+                name = f"heads {shape}, {'normed' if normed else 'plain'}, {kind}"
+                found.append((name, lambda d=dtype, s=shape, n=normed: heads(d, 70, s, n)))
+        for vocab, temperature in ((5000, 0.7), (151_936, 1.0)) if DEVICE == "cuda" else ((5000, 0.7),):
+            found.append((f"softmax over {vocab}, {kind}", lambda d=dtype, v=vocab, t=temperature: softmax(d, 6, v, t)))
+    if DEVICE == "cuda":
+        llama = {"qk_norm": False, "tie_word_embeddings": False, "qkv_bias": True}
+        shapes = {"Qwen3, tied": geometry(), "biases, untied, width 128": geometry(**llama, head_dim=128, num_kv_heads=1)}
+        for name, shape in shapes.items():
+            for checkpointing, summed in ((False, True), (True, True), (False, False)):
+                how = f"{'recomputed, ' if checkpointing else ''}{'summed' if summed else 'by autograd'}"
+                found.append((f"decoder: {name}, {how}", lambda s=shape, c=checkpointing, t=summed: decoder(s, c, t)))
+            found.append((f"shared prefixes: {name}", lambda s=shape: shared_prefix(s)))
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    """Make every check; 0 if all passed."""
+    parser = argparse.ArgumentParser(description="The fast table on a real GPU.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was seen")
+    options = parser.parse_args(arguments)
+    torch.manual_seed(0)
+    results: dict[str, dict[str, Any]] = {}
+    for name, check in checks():
+        try:
+            right, seen = check()
+        except Exception as error:  # noqa: BLE001 - told, and counted as a failure
+            traceback.print_exc()
+            right, seen = False, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        results[name] = {"passed": right, "seen": seen}
+        print(f"{'ok    ' if right else 'FAILED'} {name}: {seen}", flush=True)
+    failed = [name for name, result in results.items() if not result["passed"]]
+    if options.json:
+        options.json.write_text(json.dumps({**measured(), "checks": results}, indent=2) + "\n", encoding="utf-8")
+    print(f"{len(results) - len(failed)} of {len(results)} checks passed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
