@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton, which the GPU's PyTorch brings")
 
-from tests.gpu.check_fast_table import checks  # noqa: E402
+from tests.gpu.check_fast_table import checks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 CHECKS = dict(checks())
