@@ -1,0 +1,142 @@
+"""SingleCopyBridge with a server that keeps the protocol: whose weights are summed up, and when, wherever the masters are."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from example_trainer.errors import BridgeError
+from example_trainer.weight_bridge.server import BridgeServer
+from example_trainer.weight_bridge.single_copy import SingleCopyBridge
+from vllm_patching.checksum import weights_checksum
+from vllm_patching.manifest import Manifest, ManifestEntry
+from vllm_patching.sharding import ShardSpec, Slice
+from vllm_patching.shared_memory import export_to_shared_memory
+
+MANIFEST = Manifest(0, 1, (ManifestEntry(ShardSpec("weight", (2, 3), (2, 3), (Slice(0, 0, 0, 2),)), "float32", "cpu"),))
+
+
+class Server(ThreadingHTTPServer):
+    """Shares one weight, checks what a commit says of it, and remembers the steps in their order."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Steps)
+        self.weight = torch.nn.Parameter(torch.zeros(2, 3))
+        self.handles = export_to_shared_memory({"weight": self.weight}, "test")
+        self.config = folder / "config.json"
+        self.config.write_text(json.dumps({"instance": "one", "port": 1, "ranks": [{"handles": self.handles}]}))
+        self.steps: list[str] = []
+        self.not_finite = ""
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def answer(self, step: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if step == "info":
+            return 200, {
+                "instance": "one", "config_path": str(self.config), "hostname": "here", "model": "m", "tp_degree": 1,
+                "ranks": [MANIFEST.to_json()],
+            }  # fmt: skip
+        if step == "state":
+            return 200, {"instance": "one", "engine_dead": False, "healthy": True, "last_error": ""}
+        self.steps.append(step)
+        if step == "prepare" and body["not_finite"]:
+            return 409, {"error": f"{body['not_finite']} is not finite"}
+        if step == "pause":
+            return 200, {"lease": {"id": "lease", "deadline": time.monotonic() + 60}}
+        if step == "commit" and body["checksums"] != [weights_checksum([("weight", self.weight.detach())])]:
+            return 409, {"error": "another checksum"}
+        return 200, {"instance": "one", "epoch": 1, "follows_writes": False, "seconds": {"resume": 0.0}}
+
+
+class Steps(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        server = self.server
+        assert isinstance(server, Server)
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        status, answer = server.answer(self.path.rpartition("/")[2], json.loads(body) if body else {})
+        payload = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(payload)))
+        self.end_headers()
+        self.wfile.write(payload)
+
+    do_POST = do_GET
+
+    def log_message(self, *_: object) -> None:
+        return None
+
+
+class OneWeight(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2, 3))
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with Server(tmp_path) as server:
+        yield server
+        server.shutdown()
+        Path(server.handles["path"]).unlink()
+
+
+@pytest.fixture
+def joined(server: Server) -> Iterator[tuple[SingleCopyBridge, OneWeight]]:
+    model = OneWeight()
+    bridge = SingleCopyBridge(BridgeServer("127.0.0.1", server.server_address[1], 20.0))
+    bridge.connect(model)
+    yield bridge, model
+    bridge.close()
+
+
+def new(model: OneWeight, value: float) -> Any:
+    def write() -> None:
+        model.weight.data.fill_(value)
+
+    return write
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta", None])
+def test_wherever_the_masters_are_the_server_is_told_the_sums_of_what_is_written(
+    server: Server, joined: tuple[SingleCopyBridge, OneWeight], device: str | None
+) -> None:
+    """`meta` is another device than the weights', with nothing that could be read, as host memory is to a GPU's kernel."""
+    bridge, model = joined
+    masters = None if device is None else {"weight": torch.full((2, 3), 5.0, device=device)}
+    report = bridge.sync(1, new(model, 5.0), masters)
+    assert report.checksum == weights_checksum([("weight", torch.full((2, 3), 5.0))])
+    assert torch.equal(server.weight.detach(), torch.full((2, 3), 5.0))
+    assert server.steps == ["init", "prepare", "pause", "commit"]
+    assert list(report.seconds) == (
+        ["checksum", "prepare", "pause", "write", "commit"]
+        if device == "cpu"
+        else ["prepare", "pause", "write", "checksum", "commit"]
+    )
+
+
+def test_what_is_not_finite_in_masters_at_hand_is_never_written(
+    server: Server, joined: tuple[SingleCopyBridge, OneWeight]
+) -> None:
+    bridge, model = joined
+    with pytest.raises(BridgeError, match="weight is not finite"):
+        bridge.sync(1, new(model, float("nan")), {"weight": torch.full((2, 3), float("nan"))})
+    assert server.steps == ["init", "prepare"]
+    assert torch.isfinite(server.weight).all()
+
+
+def test_a_write_that_fails_gives_the_lease_back(server: Server, joined: tuple[SingleCopyBridge, OneWeight]) -> None:
+    bridge, _ = joined
+
+    def fails() -> None:
+        raise RuntimeError("the bus is gone")
+
+    with pytest.raises(RuntimeError, match="the bus is gone"):
+        bridge.sync(1, fails)
+    assert server.steps == ["init", "prepare", "pause", "abort"]
