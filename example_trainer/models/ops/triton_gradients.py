@@ -70,7 +70,8 @@ def _weight_gradient(
         row_live = rows < tl.load(tile_lengths + tile)
         row = start + rows
         if EVEN:
-            gradient_live = value_live = row_live[:, None]
+            gradient_live = row_live[:, None]
+            value_live = gradient_live
         else:
             gradient_live = row_live[:, None] & (output < outputs)[None, :]
             value_live = row_live[:, None] & (inp < inputs)[None, :]
