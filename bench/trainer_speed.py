@@ -9,8 +9,8 @@ A case is a process of its own. It times forward and backward of one bin of pack
 loss, and then whole steps of several bins, optimizer and write of the weights included; the best of several each. Beside ours
 in the same sitting: plain packed PyTorch (bench/gpu/plain_decoder.py). Where there are several GPUs, cases for one GPU run on
 all of them at the same time, unless --alone is given. mfu is 6 · parameters of the layers' and the output matrix · forwarded
-tokens over seconds, of 790 TFLOP/s for each GPU; counted: what observe/perf.py counts. Prints a table and writes trainer_speed.json
-after each case.
+tokens over seconds, of 790 TFLOP/s for each GPU; counted: what observe/perf.py counts. Prints a table and writes
+trainer_speed.json after each case.
 """
 
 from __future__ import annotations

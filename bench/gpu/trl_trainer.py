@@ -1,4 +1,4 @@
-"""TRL's asynchronous GRPO on the questions, group size, lengths and reward of bench/whole_run.py, with its figures step by step.
+"""TRL's asynchronous GRPO on the questions, group size, lengths and reward of bench/whole_run.py, its figures step by step.
 
 python -m bench.gpu.trl_trainer SETTINGS.json ROWS.jsonl
 """
@@ -79,8 +79,8 @@ def main(settings: dict[str, Any], rows: Path) -> None:
     lines = Path(settings["questions"]).read_text(encoding="utf-8").splitlines()
     prompts = [[{"role": "user", "content": json.loads(line)["question"]}] for line in lines if line.strip()]
     config = AsyncGRPOConfig(
-        output_dir=settings["folder"], bf16=True, gradient_checkpointing=False, logging_steps=1, report_to=[], save_strategy="no",
-        per_device_train_batch_size=1, **settings["config"],
+        output_dir=settings["folder"], bf16=True, gradient_checkpointing=False, logging_steps=1, report_to=[],
+        save_strategy="no", per_device_train_batch_size=1, **settings["config"],
     )  # fmt: skip
     trainer = Timed(
         model=settings["model"], processing_class=tokenizer, reward_funcs=length_reward, args=config,

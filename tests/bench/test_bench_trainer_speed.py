@@ -1,4 +1,4 @@
-"""The measurement of the trainer's speed, on the CPU: mechanics alone, and that plain PyTorch computes what the trainer does."""
+"""The measurement of the trainer's speed, on the CPU: mechanics, and that plain PyTorch computes what the trainer does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stands in for the package `kernels`, which would fetch FlashAttention 3 from a hub: PyTorch's own variable-length attention."""
+"""Stands in for the package `kernels`, which fetches FlashAttention 3 from a hub: PyTorch's variable-length attention."""
 
 import inspect
 from typing import Any
