@@ -377,7 +377,6 @@ def main(arguments: list[str] | None = None) -> None:
         refuse_dev_mode("VLLM_ENABLE_SHARED_WEIGHTS=1")
         refuse_what_moves_weights(args)
         args.worker_extension_cls = WORKER_EXTENSION
-        engine_core.prepare_environment(os.environ)
     if args.deterministic:
         prepare_deterministic(args, shared)
     if args.enable_lora:
@@ -385,10 +384,10 @@ def main(arguments: list[str] | None = None) -> None:
         prepare_lora(args, shared)
     import uvloop
 
+    engine_core.prepare_environment(os.environ)
     compat.validate_server_args(args)
     module = compat.server_module()
-    if shared:
-        engine_core.install_before_fork()
+    engine_core.install_before_fork()
     build_service(args, module, shared, door)
     uvloop.run(module.run_lockstep_server())
 

@@ -1,4 +1,5 @@
-"""What is added to vLLM's engine core, the process that schedules: check new weights and go on, in one message.
+"""What is added to vLLM's engine core, the process that schedules: it sends tokens in few messages (gathered_outputs.py), and
+checks new weights and goes on in one.
 
 As two messages, the workers' answer goes to the front end and its consent comes back while the engine stands still. The front
 end may be busy with hundreds of requests, and an engine core that is paused with requests sleeps for a millisecond between two
@@ -17,6 +18,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
+from vllm_patching import gathered_outputs
 from vllm_patching.bridge_ranks import CAN_CHECK_AND_GO_ON, CHECK_AND_GO_ON, BridgeRefusal, compare
 
 PLUGIN_NAME = "lockstep"
@@ -24,15 +26,22 @@ PLUGIN_FOLDER = Path(__file__).resolve().parent / "plugin"
 """On sys.path of vLLM's processes, it is where vLLM finds the plugin; the checkout need not be installed."""
 _MODULE = "vllm.v1.engine.core"
 _SEAMS = ("collective_rpc", "resume_scheduler")
+_GATHERING_SEAMS = ("step", "step_with_batch_queue", "is_scheduler_paused")
 
 
 def install() -> None:
-    """Give vLLM's engine core what RankCalls asks it for, in the process that has one; does nothing in the others."""
+    """Give vLLM's engine core what RankCalls asks it for, and have it gather outputs, in the process that has one; does nothing
+    in the others.
+    """
     module = sys.modules.get(_MODULE)
     core = getattr(module, "EngineCore", None)
     if core is not None and all(hasattr(core, seam) for seam in _SEAMS):
         setattr(core, CHECK_AND_GO_ON, check_and_go_on)
         setattr(core, CAN_CHECK_AND_GO_ON, lambda _: True)
+    process = getattr(module, "EngineCoreProc", None)
+    if hasattr(process, "pause_scheduler") and all(hasattr(core, seam) for seam in _GATHERING_SEAMS):
+        kinds = importlib.import_module("vllm.v1.engine")
+        gathered_outputs.install(core, process, kinds.EngineCoreOutput, kinds.EngineCoreOutputs)
 
 
 def install_before_fork() -> None:

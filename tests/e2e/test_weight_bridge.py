@@ -77,7 +77,7 @@ def test_a_server_says_that_it_is_not_deterministic(server: VllmServer) -> None:
 
 def test_a_server_says_which_logprobs_it_hands_out(server: VllmServer) -> None:
     """The answer is true: temperature does not change them."""
-    assert httpx.get(f"{server.url}/sampling", timeout=30).json() == {"logprobs_mode": "raw_logprobs"}
+    assert httpx.get(f"{server.url}/sampling", timeout=30).json()["logprobs_mode"] == "raw_logprobs"
     prompt, model = [72, 101, 108, 108, 111], load_model(str(server.model), torch.float32)
     answer = server.generate(prompt, max_tokens=8, temperature=0.6, seed=1, ignore_eos=True)
     ours = trainer_logprobs(model, prompt, answer["token_ids"][0])

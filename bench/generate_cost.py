@@ -1,0 +1,250 @@
+"""What does a sampled token cost outside the GPU, and how many come out of a server a second?
+
+    python bench/generate_cost.py --output DIR                        1 GPU
+    python bench/generate_cost.py --output DIR --tiny --device cpu    everything but the figures, without a GPU
+
+Keeps 512 sequences in flight in groups of 8 with prompts of 103 token ids and lengths with a mean of 450 under a cap of 1,024,
+in turn through /generate with text and tables of logprobs, through /generate with numbers alone, and through vLLM's own
+/v1/completions with token ids; then gives the same work to vLLM's engine without a server. For each: tokens a second, and
+microseconds of processor time for each token in the front end and in the engine's process. Prints a table and writes
+generate_cost.json.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__" and sys.path[0] != str(ROOT):
+    sys.path[0] = str(ROOT)
+
+import argparse
+import asyncio
+import math
+import random
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+import psutil
+
+from bench.gpu.processes import BenchError, Worker, wait_all
+from bench.gpu.runs import Results, run_and_report
+from bench.gpu.shapes import SHAPES, write_model_folder
+from bench.gpu.summary import table
+from bench.gpu.vllm_server import READY_SECONDS, ServerOptions, VllmServer
+
+GROUP = 8
+REQUEST_SECONDS = 300.0
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "numbers": ("/generate", {"return_text": False, "token_logprobs": True}),
+    "text and tables": ("/generate", {"logprobs": 0}),
+    "v1/completions": ("/v1/completions", {"logprobs": 0, "return_token_ids": True}),
+}
+"""Route and fields of each way to ask. The first one is what environments of this project send."""
+
+
+class Lengths:
+    """Geometric, so that a sequence is as likely to end at each of its tokens.
+
+    Args:
+        mean, cap: tokens.
+    """
+
+    def __init__(self, mean: int, cap: int, seed: int) -> None:
+        self._random, self._log_stay, self._cap = random.Random(seed), math.log1p(-1 / mean), cap
+
+    def draw(self) -> int:
+        return min(self._cap, 1 + int(math.log(1 - self._random.random()) / self._log_stay))
+
+
+class Load:
+    """Groups kept in flight against one route; answers are read and dropped, as another machine would take them away."""
+
+    def __init__(self, server: VllmServer, form: str, args: argparse.Namespace, vocab: int) -> None:
+        self._server, self._args, self._vocab = server, args, vocab
+        self._path, self._fields = FORMS[form]
+        self.answers, self.bytes, self.failures = 0, 0, list[str]()
+
+    async def run(self) -> dict[str, Any]:
+        """Figures over `--seconds`, after `--ramp` seconds in which the groups fall out of step."""
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=self._server.url, timeout=REQUEST_SECONDS, limits=limits) as client:
+            groups = self._args.in_flight // GROUP
+            tasks = [asyncio.create_task(self._repeat(client, number)) for number in range(groups)]
+            try:
+                await asyncio.sleep(self._args.ramp)
+                before = await asyncio.to_thread(self._look)
+                await asyncio.sleep(self._args.seconds)
+                after = await asyncio.to_thread(self._look)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        if self.failures or not self.answers:
+            raise BenchError(f"{self._path}: {len(self.failures)} requests failed: {self.failures[:3]}")
+        tokens, seconds = after["tokens"] - before["tokens"], after["at"] - before["at"]
+        if tokens <= 0:
+            raise BenchError(f"{self._path}: no token came within {seconds:.0f} s; raise --seconds")
+        spent = {name: (after[name] - before[name]) / tokens * 1e6 for name in ("front end", "engine")}
+        return {
+            "tokens_per_second": tokens / seconds,
+            "front_end_us_per_token": spent["front end"],
+            "engine_us_per_token": spent["engine"],
+            "answer_bytes_per_group": self.bytes / self.answers,
+            "seconds": seconds,
+            "tokens": tokens,
+        }
+
+    async def _repeat(self, client: httpx.AsyncClient, number: int) -> None:
+        draw = random.Random(number)
+        lengths = Lengths(self._args.mean_tokens, self._args.most_tokens, number)
+        while True:
+            prompt = [draw.randrange(3, self._vocab) for _ in range(self._args.prompt_tokens)]
+            body = {"n": GROUP, "max_tokens": lengths.draw(), "temperature": 1.0, "ignore_eos": True, **self._fields}
+            if self._path == "/generate":
+                body["prompt"] = {"prompt_token_ids": prompt}
+            else:
+                body |= {"prompt": prompt, "model": str(self._server.model)}
+            try:
+                response = await client.post(self._path, json=body)
+                response.raise_for_status()
+            except httpx.HTTPError as error:
+                self.failures.append(f"{type(error).__name__}: {error}"[:300])
+                return
+            self.answers += 1
+            self.bytes += len(response.content)
+
+    def _look(self) -> dict[str, float]:
+        """The server's count of tokens, and the seconds of processor time that its processes have used so far."""
+        engine = sum(map(_processor_seconds, self._server.engine_processes()))
+        front_end = _processor_seconds(psutil.Process(self._server.pid))
+        return {"at": time.monotonic(), "tokens": self._server.generated_tokens(), "front end": front_end, "engine": engine}
+
+
+def _processor_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+class Benchmark:
+    """The server, the load and the engine without a server, one after the other."""
+
+    def __init__(self, args: argparse.Namespace, work: Path, stack: ExitStack) -> None:
+        self.args, self.work, self.stack = args, work, stack
+        self.results = Results(args.output / "generate_cost.json")
+
+    def run(self) -> None:
+        """Measure every form on one server, then the engine alone in a process of its own."""
+        from bench.gpu.machine import describe
+
+        args = self.args
+        model = write_model_folder(self.work / "model", args.shape)
+        gpu = "0" if args.device == "cuda" else ""
+        self.results.put("machine", value=describe())
+        asked = ("shape", "in_flight", "mean_tokens", "most_tokens", "prompt_tokens", "seconds", "ramp")
+        self.results.put("work", value={**{name: getattr(args, name) for name in asked}, "group": GROUP})
+        options = ServerOptions(gpu, max_num_seqs=args.in_flight, cache_gib=args.cache_gib)
+        server = VllmServer("vllm", model, args.output, options)
+        self.stack.callback(server.stop)
+        wait_all({"vllm": server.ready}, READY_SECONDS)
+        vocab = SHAPES[args.shape]["vocab_size"]
+        for form in FORMS:
+            self.results.measure("ways", form, run=lambda form=form: asyncio.run(Load(server, form, args, vocab).run()))  # type: ignore[misc]
+        server.stop()
+        self.results.measure("ways", "engine alone", run=lambda: self._engine_alone(model, gpu))
+
+    def _engine_alone(self, model: Path, gpu: str) -> dict[str, Any]:
+        environment = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
+        worker = Worker("engine", "bench.generate_cost", ["--engine"], self.args.output / "engine.log", environment)
+        self.stack.callback(worker.stop)
+        names = ("shape", "in_flight", "mean_tokens", "most_tokens", "prompt_tokens", "cache_gib")
+        asked = {name: getattr(self.args, name) for name in names}
+        limit = READY_SECONDS + REQUEST_SECONDS
+        found: dict[str, Any] = worker.ask("generate", timeout=limit, model=str(model), on_gpu=bool(gpu), **asked)
+        worker.stop()
+        return found
+
+
+WAVES = 6
+"""Times the sequences in flight that the engine alone is given."""
+
+
+def generate_without_server(model: str, on_gpu: bool, **work: Any) -> dict[str, Any]:
+    """Have vLLM's engine sample without a server, with as many sequences in flight.
+
+    The figure leaves out the first wave, in which all sequences are young, and the last one, in which fewer and fewer run.
+    """
+    from vllm import LLM, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    if on_gpu:
+        fitting: Mapping[str, Any] = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": work["cache_gib"] << 30}
+    else:
+        fitting = {"dtype": "float32", "enforce_eager": True}
+    most = work["prompt_tokens"] + work["most_tokens"]
+    in_flight = work["in_flight"]
+    engine = LLM(model, load_format="dummy", max_num_seqs=in_flight, max_model_len=most, **fitting).llm_engine
+    draw, vocab = random.Random(1), SHAPES[work["shape"]]["vocab_size"]
+    lengths = Lengths(work["mean_tokens"], work["most_tokens"], 1)
+    numbers = {"logprobs": 0, "flat_logprobs": True, "detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}
+    for group in range(WAVES * in_flight // GROUP):
+        prompt = {"prompt_token_ids": [draw.randrange(3, vocab) for _ in range(work["prompt_tokens"])]}
+        sampling = SamplingParams(n=GROUP, max_tokens=lengths.draw(), ignore_eos=True, **numbers)
+        engine.add_request(str(group), prompt, sampling)
+    ended, tokens = 0, 0
+    window: list[tuple[float, int]] = []
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            ended += len(output.outputs)
+            tokens += sum(len(completion.token_ids) for completion in output.outputs)
+            if in_flight <= ended <= (WAVES - 1) * in_flight:
+                window.append((time.monotonic(), tokens))
+    seconds, sampled = (last - first for first, last in zip(window[0], window[-1], strict=True))
+    return {"tokens_per_second": sampled / seconds, "seconds": seconds, "tokens": sampled}
+
+
+def report(data: dict[str, Any]) -> str:
+    """A table of the results' data."""
+    columns = ("tokens_per_second", "front_end_us_per_token", "engine_us_per_token", "answer_bytes_per_group")
+    rows = [[name, *(way.get(column) for column in columns)] for name, way in data.get("ways", {}).items()]
+    return table(["", "tokens/s", "front end µs/token", "engine µs/token", "bytes/group"], rows)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True, help="folder for the results and the logs")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a tiny shape and short measurements, to try the script itself")
+    parser.add_argument("--in-flight", type=int, default=512, help="sequences")
+    parser.add_argument("--mean-tokens", type=int, default=450)
+    parser.add_argument("--most-tokens", type=int, default=1024)
+    parser.add_argument("--prompt-tokens", type=int, default=103)
+    parser.add_argument(
+        "--cache-gib", type=int, default=80, help="GPU memory for keys and values; 512 sequences need about 30 GiB"
+    )
+    parser.add_argument("--ramp", type=float, default=15.0, help="seconds from the load's start to the measurement's")
+    parser.add_argument("--seconds", type=float, default=40.0, help="of each measurement")
+    args = parser.parse_args(arguments)
+    if args.tiny:
+        args.shape, args.in_flight, args.mean_tokens, args.most_tokens, args.prompt_tokens = "tiny", 64, 60, 128, 16
+        args.ramp, args.seconds = 4.0, 12.0
+    return args
+
+
+def main(arguments: list[str] | None = None) -> int:
+    if (sys.argv[1:] if arguments is None else arguments) == ["--engine"]:
+        from bench.gpu.line_protocol import Answers, serve
+
+        serve(Answers(), {"generate": generate_without_server})
+        return 0
+    args = parse(arguments)
+    return run_and_report(args.output, lambda work, stack: Benchmark(args, work, stack), report)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
