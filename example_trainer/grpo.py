@@ -30,8 +30,7 @@ from example_trainer.observe.exporter import serve_metrics
 from example_trainer.observe.metrics import import_wandb, make_metrics
 from example_trainer.observe.perf import make_speed
 from example_trainer.observe.profiling import StepProfiler, memory_history
-from example_trainer.parallel.agreed_stop import agreed_stop
-from example_trainer.parallel.ranks import Ranks, join_ranks
+from example_trainer.parallel.ranks import Ranks, agreed_stop, join_ranks
 from example_trainer.process import StopSignal, run
 from example_trainer.training.adapter_checkpoints import checkpoint_prefix, make_checkpoints
 from example_trainer.training.checkpoints import load_state

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, BroadcastOption
 from torch.distributed.rendezvous import rendezvous
 
 from example_trainer.errors import ConfigError, RankError, TrainerError
-from example_trainer.process import StopRequested
+from example_trainer.process import StopRequested, StopSignal
 
 logger = logging.getLogger(__name__)
 
@@ -216,6 +216,37 @@ class Ranks:
         options = BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, self._seconds(timeout)
         return options
+
+
+class AgreedStop(StopSignal):
+    """A signal that came to any rank, noticed by all of them in the same call of `check`. Collective."""
+
+    def __init__(self, own: StopSignal, ranks: Ranks) -> None:
+        super().__init__()
+        self._own, self._ranks = own, ranks
+
+    def defer(self) -> None:
+        """From now on a signal is noticed in `check` only."""
+        self._own.hold()
+        self.check()
+
+    def request(self, number: int) -> None:
+        self._own.request(number)
+
+    def fail(self, error: TrainerError) -> None:
+        self._own.fail(error)
+
+    def check(self) -> None:
+        """Raise StopRequested on every rank if a signal came to any."""
+        self._ranks.together("agreeing whether to stop", self._own.check)
+
+    def wait(self, seconds: float) -> None:
+        raise NotImplementedError("ranks do not sleep together; wait on rank 0, and tell the others")
+
+
+def agreed_stop(own: StopSignal, ranks: Ranks) -> StopSignal:
+    """`own`, agreed upon by all ranks if there are several."""
+    return own if ranks.world_size == 1 else AgreedStop(own, ranks)
 
 
 @contextmanager

@@ -8,9 +8,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from example_trainer.parallel.agreed_stop import agreed_stop
 from example_trainer.errors import CheckpointError, NonFiniteError
-from example_trainer.parallel.ranks import Ranks, join_ranks
+from example_trainer.parallel.ranks import Ranks, agreed_stop, join_ranks
 from example_trainer.process import StopRequested, StopSignal, run
 
 TIMEOUT = 120.0
@@ -28,6 +27,8 @@ def agree(ranks: Ranks, stop: StopSignal) -> None:
     sent = {"text": "é" * 100_000, "number": 1.5, "none": None, "list": [1, [2]]}
     assert ranks.broadcast(sent if ranks.is_main else "ignored") == sent
     assert ranks.gather("x" * ranks.rank * 1000) == ["", "x" * 1000]
+    parts = [torch.full((size,), size % 251, dtype=torch.uint8) for size in (3, 100_000)]
+    assert torch.equal(ranks.scatter(parts if ranks.is_main else [], (3, 100_000)[ranks.rank], "sharing"), parts[ranks.rank])
     assert ranks.on_main("asking", lambda: [ranks.rank]) == [0]
     assert ranks.together("working", lambda: ranks.rank) == ranks.rank
 
