@@ -51,19 +51,22 @@ class ServerOptions:
 class VllmServer(Child):
     """A running vllm_api_server.py."""
 
-    def __init__(self, name: str, model: Path, output: Path, options: ServerOptions, port: int | None = None) -> None:
+    def __init__(
+        self, name: str, model: Path, output: Path, options: ServerOptions, port: int | None = None, logs: Path | None = None
+    ) -> None:
         """
         Args:
             name: for messages and the log's name.
             model: folder with config.json and tokenizer.
             output: where the log goes.
             port: an earlier server's, to take its place; by default a free one.
+            logs: gets the folder where server and trainer leave each other files; by default that of the model.
         """
         self.port = port or free_port()
         self.url = f"http://localhost:{self.port}"
         self.options = options
         self.model = model
-        folder = model.parent / f"logdir-{name.replace(' ', '-')}"
+        folder = (logs or model.parent) / f"logdir-{name.replace(' ', '-')}"
         folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-u", str(ROOT / "example_trainer" / "vllm_api_server.py"), "--model", str(model)]
         command += [

@@ -1,0 +1,127 @@
+"""The processes of one training run beside its vLLM server: rollout service, environment, trainer, on ports of their own."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench.gpu.processes import BenchError, Child, free_port, tail, wait_all
+
+Row = dict[str, Any]
+
+
+class TrainingStack:
+    """One run's processes; all end with the stack that it is given.
+
+    Attributes:
+        folder: of the run's own files, the trainer's log folder among them.
+        metrics: where the trainer writes its rows.
+    """
+
+    def __init__(self, name: str, output: Path, work: Path, stack: ExitStack, on_cpu: bool) -> None:
+        """
+        Args:
+            name: begins the names of the logs, which are in `output`.
+            work: gets the run's folder.
+        """
+        self.name, self.output, self.stack, self.on_cpu = name, output, stack, on_cpu
+        self.folder = work / name.replace(" ", "_")
+        self.folder.mkdir(parents=True)
+        self.metrics = self.folder / "logs" / "metrics.jsonl"
+        self.service_url = f"http://127.0.0.1:{free_port()}"
+        self._rendezvous, self._torchrun = free_port(), free_port()
+
+    def start(self, what: str, command: list[str], gpus: str = "", **environment: str) -> Child:
+        """Start a Python program."""
+        variables = {"LOGDIR": str(self.folder), "MASTER_PORT": str(self._rendezvous), **environment}
+        variables |= {"OMP_NUM_THREADS": "1"} if self.on_cpu else {"CUDA_VISIBLE_DEVICES": gpus}
+        log = self.output / f"{self.name.replace(' ', '_')}-{what}.log"
+        child = Child(what, [sys.executable, "-u", *command], log, variables, pipes=False)
+        self.stack.callback(child.stop)
+        return child
+
+    def start_service(self) -> Child:
+        """The rollout service, once it answers."""
+        port = self.service_url.rpartition(":")[2]
+        child = self.start("service", ["-m", "atroposlib.cli.run_api", "--port", port, "--store", "memory"])
+        wait_all({"service": lambda: answers(self.service_url)}, 60)
+        return child
+
+    def start_environment(self, script: str, server_url: str, *flags: str) -> Child:
+        """An environment that samples from a server."""
+        command = [script, "serve", "--env.rollout_server_url", self.service_url, "--env.steps_per_eval", "0"]
+        return self.start("environment", [*command, "--openai.base_url", server_url, "--openai.server_type", "vllm", *flags])
+
+    def start_trainer(self, model: Path, gpus: str, *flags: str) -> Child:
+        """grpo.py; under torchrun if it has several GPUs."""
+        ranks = len(gpus.split(","))
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(self._torchrun)]
+        command = [*(launcher if ranks > 1 else []), "example_trainer/grpo.py", "--model-name", str(model)]
+        command += ["--atropos-url", self.service_url, "--log-dir", str(self.metrics.parent), "--checkpoint-interval", "0"]
+        return self.start("trainer", [*command, "--save-path", str(self.folder / "checkpoints"), *flags], gpus)
+
+    def dropped_groups(self) -> dict[str, int]:
+        """Groups that the service has thrown away, by reason."""
+        dropped: dict[str, int] = {}
+        for row in httpx.get(f"{self.service_url}/stats", timeout=30).raise_for_status().json()["dropped"]:
+            dropped[row["reason"]] = dropped.get(row["reason"], 0) + row["groups"]
+        return dropped
+
+
+def answers(url: str) -> bool:
+    """Whether a GET is answered with 200."""
+    try:
+        return httpx.get(url, timeout=40).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def wait_for_end(child: Child, seconds: float, meanwhile: Callable[[], object] = lambda: None) -> None:
+    """Wait until a process has ended well, calling `meanwhile` a few times a second and once more at the end.
+
+    Raises:
+        BenchError: it failed, or has not ended after so many seconds.
+    """
+    deadline = time.monotonic() + seconds
+    while child.process.poll() is None:
+        if time.monotonic() > deadline:
+            raise BenchError(f"{child.name}: not finished after {seconds:g} s:\n{tail(child.log)}")
+        meanwhile()
+        time.sleep(0.02)
+    meanwhile()
+    if child.process.returncode:
+        raise BenchError(f"{child.name} ended with status {child.process.returncode}:\n{tail(child.log)}")
+
+
+class RowsAsTheyCome:
+    """A file of JSON lines that another process writes, read as it grows.
+
+    Attributes:
+        rows: so far, each with the monotonic time at which it was seen.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._read = path, 0
+        self.rows: list[tuple[float, Row]] = []
+
+    def look(self) -> None:
+        """Take what has come since the last look."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._read)
+            new = file.read()
+        whole = new[: new.rfind(b"\n") + 1]
+        self._read += len(whole)
+        now = time.monotonic()
+        self.rows += [(now, json.loads(line)) for line in whole.splitlines()]
+
+    def __iter__(self) -> Iterator[Row]:
+        return (row for _, row in self.rows)
