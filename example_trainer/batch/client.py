@@ -383,7 +383,7 @@ class RolloutClient:
 
 
 def registration(config: TrainerConfig, starting_step: int, weight_epoch: int = 0) -> Registration:
-    """What the rollout service is told. `weight_epoch` names this trainer's weights; see weight_age."""
+    """What the rollout service is told. `weight_epoch` names this trainer's weights; see ages."""
     project, group = config.wandb_names
     return Registration(
         wandb_group=group,

@@ -32,7 +32,7 @@ def make_bridge(
         config: the options.
         stop: told by a bridge that runs something in the background when training cannot go on, and heeded while it waits.
         ranks: the trainer's processes, if it has several. Collective.
-        weight_epoch: of the weights that this trainer will hand over; see weight_age.
+        weight_epoch: of the weights that this trainer will hand over; see ages.
 
     Raises:
         BridgeError: the mode cannot work here.
