@@ -153,6 +153,9 @@ class OptimizerOptions(_Section):
     adam_eps: float = Field(1e-8, gt=0, description="AdamW: added to the root of the second moment")
     weight_decay: float = Field(0.0, ge=0, description="AdamW: decay of matrices")
     max_grad_norm: float = Field(1.0, ge=0, description="gradients are scaled down to this global norm; 0: never")
+    optimizer_offload: bool = Field(
+        False, description="keep masters and moments in the host's memory; a step brings them to the GPU part by part"
+    )
 
 
 class BridgeOptions(_Section):
@@ -226,6 +229,7 @@ class CheckpointOptions(_Section):
 
     save_path: Path = Field(Path("trained_model_checkpoints"), description="folder of the checkpoints")
     checkpoint_interval: int = Field(10, ge=0, description="steps between checkpoints; 0: only after the last one")
+    keep_checkpoints: int = Field(0, ge=0, description="newest checkpoints of the run that are kept at all; 0: all")
     keep_optimizer_states: int = Field(1, ge=0, description="newest checkpoints that keep their optimizer state; 0: all do")
     resume: str | None = Field(
         None, description="auto (the newest run in save-path, from its newest checkpoint; else anew) or a step_N folder"

@@ -83,6 +83,7 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
             load_state(start.saved, optimizer)
             logger.info("Resuming from %s at step %d (%s)", start.saved.path, optimizer.steps, start.run)
         checkpoints = make_checkpoints(config, model, start, ranks)
+        stack.callback(checkpoints.close)
         metrics = make_metrics(config, optimizer.steps, exporter, ranks.is_main)
         stack.callback(metrics.close)
         batches = make_batches(config, stop, ranks, device, model, tokens_per_bin, start.run.lives)
@@ -93,8 +94,9 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
         stop.defer()  # an update of the server's weights must not be torn apart
         bridge.sync(optimizer.steps, optimizer.write_weights, optimizer.masters)  # nothing may be generated with older weights
         ranks.on_main("naming the run", lambda: mark_run(start.run, config.save_path, prefix))
-        if start.saved and start.saved.batch:
-            batches.settle(start.saved.batch, optimizer.steps)
+        for learned in (*start.saved.unacknowledged, start.saved.batch) if start.saved else ():
+            if learned is not None:
+                batches.settle(learned, optimizer.steps)
         check_logprobs(config, ranks)  # before there is anything to train on
         batches.register(registration(config, optimizer.steps, start.run.epoch))
         take_steps(

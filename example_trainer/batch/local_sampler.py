@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from example_trainer.batch.client import Upkeep
+from example_trainer.batch.client import TrainedBatch, Upkeep
 from example_trainer.batch.groups import NOT_TRAINED
 from example_trainer.batch.prefetch import ReadyBatch
 from example_trainer.batch.problems import Problem
@@ -121,5 +121,10 @@ class SampledBatches:
         on_device = [one.to(self._device) for one in bins]
         return ReadyBatch(on_device, packed.figures(version), None, 0, sampled - begun, time.perf_counter() - sampled)
 
-    def acknowledge(self, version: int, skipped: str | None = None) -> None:
+    held: tuple[TrainedBatch, ...] = ()
+
+    def acknowledge(self, version: int, skipped: str | None = None, hold: bool = False) -> None:
+        """Nobody waits to hear of it."""
+
+    def release(self) -> None:
         """Nobody waits to hear of it."""

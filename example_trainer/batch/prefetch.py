@@ -115,7 +115,8 @@ class Batches:
         self._ended: BaseException | None = None  # what ended the thread
         self._closed = False
         self._waiting_since: float | None = None
-        self._taken: _Prepared | None = None  # trained on now, until it is acknowledged
+        self._taken: _Prepared | None = None  # trained on now, until `acknowledge`
+        self._held: list[tuple[TrainedBatch | None, int, str | None]] = []  # what the service is to be told, in this order
 
     # ---- the service, in the name of all ranks ----
 
@@ -135,16 +136,36 @@ class Batches:
             "acknowledging an earlier batch", lambda: self._main.settle(batch, weight_version), self._longest_call
         )
 
-    def acknowledge(self, weight_version: int, skipped: str | None = None) -> None:
-        """Say that the batch which `next` gave last, or failed with, need not be handed out again; see RolloutClient."""
+    def acknowledge(self, weight_version: int, skipped: str | None = None, hold: bool = False) -> None:
+        """Say that the batch which `next` gave last, or failed with, need not be handed out again; see RolloutClient.
+
+        Args:
+            hold: note it, and say so later: with the next one that is not held, or in `release`.
+        """
 
         def tell() -> None:
             if self._taken is None:
                 raise RuntimeError("no batch has been taken since the last one was acknowledged")
-            self._main.acknowledge(self._taken.fetched.lease, weight_version, skipped)
+            self._held.append((self._taken.fetched.lease, weight_version, skipped))
             self._taken = None
+            if not hold:
+                self._tell_held()
 
         self._ranks.on_main("acknowledging a batch", tell, self._longest_call)
+
+    def release(self) -> None:
+        """Acknowledge the batches that are held."""
+        self._ranks.on_main("acknowledging batches", self._tell_held, self._longest_call)
+
+    @property
+    def held(self) -> tuple[TrainedBatch, ...]:
+        """The batches that were trained on and are not acknowledged yet. Not collective: of rank 0."""
+        return tuple(lease for lease, _, skipped in self._held if lease is not None and skipped is None)
+
+    def _tell_held(self) -> None:
+        while self._held:
+            self._main.acknowledge(*self._held[0])
+            del self._held[0]
 
     def end_run(self, uuid: int | None = None) -> None:
         """See RolloutClient.end_run."""
@@ -153,7 +174,7 @@ class Batches:
     # ---- the next batch ----
 
     def next(self, version: int, upkeep: Upkeep | None = None) -> ReadyBatch:
-        """The next batch, when it is there. The one before has been acknowledged.
+        """The next batch, when it is there. The one before has been acknowledged, or is held.
 
         Args:
             version: of the weights that it is trained on with.

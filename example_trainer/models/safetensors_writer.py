@@ -46,7 +46,7 @@ def write_file(path: Path, header: bytes, tensors: Iterable[Tensor], moved: Call
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for tensor in tensors:
-            data = memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
             for start in range(0, len(data), _AT_ONCE):
                 file.write(data[start : start + _AT_ONCE])
                 moved()

@@ -200,7 +200,7 @@ class Ranks:
 
     def new_group(self, name: str) -> Any:
         """Another Gloo group of the same ranks, for a thread of each beside the main one; None if there is one rank."""
-        if self.world_size == 1:
+        if self._store is None:
             return None
         store = dist.PrefixStore(name, self._store)
         return dist.ProcessGroupGloo(store, self.rank, self.world_size, self._seconds(None))

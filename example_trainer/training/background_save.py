@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -172,13 +173,16 @@ class BackgroundSave:
             name, parts = key.partition(".")[2], [self._state[key].cpu()]
             for rank in range(1, self._ranks.world_size):
                 part = torch.empty(shards.local_shape(name, rank))
-                self._exchange(part, lambda message, rank=rank: self._group.recv([message], rank, 0))
+                self._exchange(part, partial(self._receive, rank))
                 parts.append(part)
             yield key, shards.joined(name, parts)
 
     def _hand_on(self) -> None:
         for key in self._keys:
             self._exchange(self._state[key].cpu().contiguous(), lambda message: self._group.send([message], 0, 0))
+
+    def _receive(self, rank: int, message: Tensor) -> Any:
+        return self._group.recv([message], rank, 0)
 
     def _exchange(self, tensor: Tensor, start: Callable[[Tensor], Any]) -> None:
         for message in tensor.view(-1).split(_SENT_AT_ONCE) if tensor.numel() else ():

@@ -102,7 +102,14 @@ class Checkpoints:
         self._group: Any = None
         self._companions: dict[str, bytes] | None = None
 
-    def begin(self, model: Decoder, optimizer: MasterAdamW, config: dict[str, Any], batch: TrainedBatch | None = None) -> Path:
+    def begin(
+        self,
+        model: Decoder,
+        optimizer: MasterAdamW,
+        config: dict[str, Any],
+        batch: TrainedBatch | None = None,
+        unacknowledged: Sequence[TrainedBatch] = (),
+    ) -> Path:
         """Start to write the checkpoint of the present step from the optimizer's masters, which the model's dtype is the
         rounding of. Training may go on at once; an optimizer step waits until masters and moments have been copied.
 
@@ -112,6 +119,7 @@ class Checkpoints:
         Args:
             config: the options, for people.
             batch: the last one in these weights, which a trainer that resumes must not train on again. Rank 0's counts.
+            unacknowledged: earlier ones in these weights that the rollout service has not been told of. Rank 0's count.
 
         Returns:
             Where it will be, once it is complete.
@@ -126,7 +134,14 @@ class Checkpoints:
         if self._companions is None:  # read once: the checkpoint that the model was read from may be removed
             self._companions = companions(model)
         final, dtype = self.path(optimizer.steps), next(model.parameters()).dtype
-        trainer = {"step": optimizer.steps, "run": self.run.record(), "batch": vars(batch) if batch else None, "config": config}
+        step = optimizer.steps
+        trainer = {
+            "step": step,
+            "run": self.run.record(),
+            "batch": vars(batch) if batch else None,
+            "unacknowledged": [vars(one) for one in unacknowledged],
+            "config": config,
+        }
         names = self._weights(model, optimizer)
         keys = [*(f"master.{name}" for name in names), *optimizer.state_dict()]
         shapes = {key: (torch.float32, shape) for key, shape in optimizer.whole_state_shapes().items()}
@@ -139,13 +154,18 @@ class Checkpoints:
                 (draft / STATE_FOLDER).mkdir()
                 write_safetensors(draft / STATE_FOLDER / OPTIMIZER_FILE, shapes, tensors, moved=moved)
                 (draft / STATE_FOLDER / TRAINER_FILE).write_text(json.dumps(trainer, indent=2) + "\n", encoding="utf-8")
-            self._whole = trainer["step"]
+            self._whole = step
             logger.info("Saved checkpoint %s", final)
             self._remove_old()
 
         self._save = BackgroundSave(final.name, optimizer, self._memory, keys, write, self.ranks, self._group)
         self.last = optimizer.steps
         return final
+
+    @property
+    def writing(self) -> bool:
+        """Whether this rank is still busy with what was begun last."""
+        return self._save is not None and not self._save.done
 
     def written(self) -> bool:
         """Whether the checkpoint that was begun last is complete on the disk. Collective; asks, and does not wait.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,8 +38,15 @@ class BatchSource(Protocol):
     def next(self, version: int, upkeep: Upkeep | None = None) -> ReadyBatch:
         """The next batch, to be trained on with the weights of `version`. Raises BatchError for one that cannot be."""
 
-    def acknowledge(self, version: int, skipped: str | None = None) -> None:
+    def acknowledge(self, version: int, skipped: str | None = None, hold: bool = False) -> None:
         """The batch of the last `next` is in the weights of `version`, or for the reason given in none."""
+
+    def release(self) -> None:
+        """Say of the batches that were held what `acknowledge` was told."""
+
+    @property
+    def held(self) -> tuple[TrainedBatch, ...]:
+        """Those among them that are in the weights."""
 
 
 class CheckpointStore(Protocol):
@@ -47,17 +55,42 @@ class CheckpointStore(Protocol):
     last: int | None
     """The step of the newest one."""
 
-    def save(self, model: Decoder, optimizer: MasterAdamW, config: dict[str, Any], batch: TrainedBatch | None = None) -> Any:
-        """Write the checkpoint of the present step."""
+    @property
+    def writing(self) -> bool:
+        """Whether this rank is still busy with it."""
+
+    def begin(
+        self,
+        model: Decoder,
+        optimizer: MasterAdamW,
+        config: dict[str, Any],
+        batch: TrainedBatch | None = None,
+        unacknowledged: Sequence[TrainedBatch] = (),
+    ) -> Any:
+        """Start to write the checkpoint of the present step."""
+
+    def written(self) -> bool:
+        """Whether the one that was begun last is complete."""
+
+    def wait(self) -> None:
+        """Return when it is."""
 
 
 class NoCheckpoints:
     """Keeps nothing: for a run that is over when it ends."""
 
     last: int | None = None
+    writing = False
 
-    def save(self, model: Decoder, optimizer: MasterAdamW, config: dict[str, Any], batch: TrainedBatch | None = None) -> None:
-        return None
+    def begin(self, *state: object) -> None:
+        """Do nothing."""
+
+    def written(self) -> bool:
+        """There is nothing to wait for."""
+        return True
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
 
 
 @dataclass
@@ -89,10 +122,16 @@ class Parts:
     reference: Decoder | None = None
     trained: TrainedBatch | None = None
 
-    def save(self) -> None:
-        """Write the checkpoint of the present step, unless it is there."""
+    def begin_saving(self) -> None:
+        """Start to write the checkpoint of the present step, unless it is there or on its way."""
         if self.checkpoints.last != self.optimizer.steps:
-            self.checkpoints.save(self.model, self.optimizer, self.config.shareable, self.trained)
+            held = self.batches.held
+            self.checkpoints.begin(self.model, self.optimizer, self.config.shareable, self.trained, held)
+
+    def save(self) -> None:
+        """As begin_saving, and return when it is complete."""
+        self.begin_saving()
+        self.checkpoints.wait()
 
 
 def train(parts: Parts) -> None:
@@ -107,7 +146,7 @@ def train(parts: Parts) -> None:
     """
     config, stop, ranks, model, optimizer = parts.config, parts.stop, parts.ranks, parts.model, parts.optimizer
     batches, bridge = parts.batches, parts.bridge
-    upkeep = Upkeep(bridge.server_restarted, lambda: bridge.keep_serving(optimizer.write_weights))
+    upkeep = make_upkeep(parts)
     skipped = SkippedBatches(config)
     try:
         while optimizer.steps < config.training_steps:
@@ -128,10 +167,14 @@ def train(parts: Parts) -> None:
             seconds = (waited - begun, computed - waited, time.perf_counter() - computed)
             record(parts, batch, sums, step, report, seconds, skipped.stepped())
             if config.saves_at(optimizer.steps):
-                parts.save()
+                parts.checkpoints.wait()
+                batches.release()
+                parts.begin_saving()
             # Last, so that no batch is gone from the service before the checkpoint that is due holds what was learned.
-            batches.acknowledge(optimizer.steps)
+            batches.acknowledge(optimizer.steps, hold=not parts.checkpoints.written())
             stop.check()
+        parts.checkpoints.wait()
+        batches.release()
     except Exception as error:
         keep_what_was_learned(parts, error)
         raise
@@ -139,6 +182,21 @@ def train(parts: Parts) -> None:
         if optimizer.sound and optimizer.steps:
             parts.save()
         raise
+
+
+def make_upkeep(parts: Parts) -> Upkeep:
+    """What is looked after while a batch is waited for: servers that were restarted, and acknowledgements that were held until
+    a checkpoint is complete, for an environment may wait for them."""
+
+    def due() -> bool:
+        return parts.bridge.server_restarted() or bool(parts.batches.held and not parts.checkpoints.writing)
+
+    def work() -> None:
+        parts.bridge.keep_serving(parts.optimizer.write_weights)
+        if parts.checkpoints.written():
+            parts.batches.release()
+
+    return Upkeep(due, work)
 
 
 def skip(parts: Parts, skipped: SkippedBatches, error: BatchError) -> None:
@@ -151,7 +209,7 @@ def skip(parts: Parts, skipped: SkippedBatches, error: BatchError) -> None:
     if not parts.optimizer.sound:
         raise error
     skipped.skip(error)
-    parts.batches.acknowledge(parts.optimizer.steps, skipped=str(error))
+    parts.batches.acknowledge(parts.optimizer.steps, skipped=str(error), hold=not parts.checkpoints.written())
     if parts.ranks.world_size > 1 and isinstance(error, OutOfMemoryError):  # FSDP2 stands in the middle of a layer
         raise OutOfMemoryError(
             f"{error}; several ranks cannot go on from here: start again with --resume auto, which goes on behind this batch"

@@ -77,12 +77,19 @@ class Run:
 
 @dataclass(frozen=True)
 class SavedStep:
-    """What `trainer_state/trainer.json` of a checkpoint says."""
+    """What `trainer_state/trainer.json` of a checkpoint says.
+
+    Attributes:
+        batch: the last one in its weights.
+        unacknowledged: earlier ones in its weights that the rollout service had not been told of, because an earlier checkpoint
+            was still being written.
+    """
 
     path: Path
     step: int
     run: Run
     batch: TrainedBatch | None = None
+    unacknowledged: tuple[TrainedBatch, ...] = ()
 
     @classmethod
     def read(cls, checkpoint: Path) -> SavedStep:
@@ -100,6 +107,7 @@ class SavedStep:
                 int(content["step"]),
                 Run.from_record(run) if run else Run(UNNAMED, model_identity(content.get("config", {}).get("model_name", ""))),
                 TrainedBatch(int(batch["id"]), batch["uuid"]) if batch else None,
+                tuple(TrainedBatch(int(one["id"]), one["uuid"]) for one in content.get("unacknowledged", [])),
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(

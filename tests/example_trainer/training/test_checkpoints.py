@@ -77,7 +77,9 @@ def train(model: Decoder, optimizer: MasterAdamW, until: int) -> None:
 def test_a_checkpoint_holds_the_weights_that_are_served(start: Path, tmp_path: Path) -> None:
     model, optimizer = load(start)
     train(model, optimizer, 2)
-    folder = Checkpoints(tmp_path / "out", RUN).save(model, optimizer, {"lr": 0.02}, TrainedBatch(7, 99))
+    checkpoints = Checkpoints(tmp_path / "out", RUN)
+    folder = checkpoints.begin(model, optimizer, {"lr": 0.02}, TrainedBatch(7, 99), [TrainedBatch(6, 99)])
+    checkpoints.wait()
     assert folder == tmp_path / "out" / "step_2"
     again = load_model(str(folder), torch.bfloat16)
     for (name, one), (_, two) in zip(model.named_parameters(), again.named_parameters(), strict=True):
@@ -85,8 +87,9 @@ def test_a_checkpoint_holds_the_weights_that_are_served(start: Path, tmp_path: P
     assert (folder / "config.json").read_bytes() == (start / "config.json").read_bytes()
     state = json.loads((folder / "trainer_state" / "trainer.json").read_text())
     run = {"name": "a", "model": "model", "lives": [[1000, 0]]}
-    assert state == {"step": 2, "run": run, "batch": {"id": 7, "uuid": 99}, "config": {"lr": 0.02}}
-    assert SavedStep.read(folder) == SavedStep(folder, 2, RUN, TrainedBatch(7, 99))
+    batches = {"batch": {"id": 7, "uuid": 99}, "unacknowledged": [{"id": 6, "uuid": 99}]}
+    assert state == {"step": 2, "run": run, "config": {"lr": 0.02}} | batches
+    assert SavedStep.read(folder) == SavedStep(folder, 2, RUN, TrainedBatch(7, 99), (TrainedBatch(6, 99),))
 
 
 def test_saving_does_not_touch_the_model(start: Path, tmp_path: Path) -> None:
