@@ -54,7 +54,7 @@ class QueueState:
         self.held_groups = 0
         self.held_bytes = 0
         self.waiting: str | None = None  # why the last /batch was empty
-        self._pruned_below: int | None = None
+        self._pruned_below: int | None = None  # nothing that waits counts as older than this version
         self._state_changed = False
 
     # ---- what changed, and the way back ----
@@ -131,6 +131,15 @@ class QueueState:
         """The weight version at which the next batch will be trained on."""
         return self.current_step if self.acked_version is None else self.acked_version + self._batches_out()
 
+    def held_ahead(self) -> Counter[int]:
+        """Sequences by line that the trainer has fetched and does not train on yet: they wait as much as those in the queue."""
+        out = sorted((lease for lease in self.leases.values() if not lease.returned), key=lambda lease: lease.batch_id)
+        held: Counter[int] = Counter()
+        for lease in out[1:]:
+            for group in lease.groups:
+                held[group.line] += group.size
+        return held
+
     def sampling_version(self) -> int:
         """The weight version that the inference server can be at now: without the batches that the trainer still holds."""
         return self.current_step - self._batches_out() if self.acked_version is None else self.acked_version
@@ -156,7 +165,7 @@ class QueueState:
     def _drop_stale(self) -> None:
         oldest = self.oldest_allowed()
         if oldest is not None and (self._pruned_below is None or oldest > self._pruned_below):
-            self._pruned_below = oldest  # what comes in later is checked when it comes in
+            self._pruned_below = oldest
             self._drop_where(lambda group: group.version < oldest, "stale")
 
     def _is_of_another_run(self, epoch: int | None, version: int) -> bool:
@@ -186,7 +195,13 @@ class QueueState:
             self.held_groups -= 1
             self.held_bytes -= group.n_bytes
 
+    def _note_waiting(self, group: Group) -> None:
+        """A group joins those that wait. The bound may have been higher before: it falls when a batch is skipped."""
+        if self._pruned_below is not None:
+            self._pruned_below = min(self._pruned_below, group.version)
+
     def _queue(self, group: Group) -> None:
+        self._note_waiting(group)
         if self.lines.add(group):
             self.registry.wake(group.line)
 

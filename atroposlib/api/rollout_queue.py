@@ -249,17 +249,19 @@ class RolloutQueue(QueueState):
         """What an environment needs to know to pace itself.
 
         Both queue sizes are in groups of the environment's own group_size, rounded down: that is the unit in which it
-        counts its work, whatever the size of the groups that others post.
+        counts its work, whatever the size of the groups that others post. What the trainer has fetched ahead is among them,
+        or an environment that bounds how many batches are ahead of it would be trained on one version later.
 
         Raises:
             UnknownEnvironmentError: not registered here (any more); the environment should register again.
         """
         unit = self.registry.get(env_id).group_size
         self.registry.touch(env_id, now)
+        ahead = self.held_ahead()
         return {
             "current_step": self.current_step,
-            "queue_size": self.lines.total_sequences() // unit,
-            "self_queue_size": self.lines.sequences[env_id] // unit,
+            "queue_size": (self.lines.total_sequences() + ahead.total()) // unit,
+            "self_queue_size": (self.lines.sequences[env_id] + ahead[env_id]) // unit,
             "max_group_size": max(self.lines.sizes, default=1),
             **self.registry.shares(env_id, now),
             "groups_wanted": self.groups_wanted(env_id, now),
@@ -359,6 +361,7 @@ class RolloutQueue(QueueState):
         if not buffered:
             self._queue(group)
             return Receipt("received")
+        self._note_waiting(group)
         self.buffers.setdefault(line, []).append(group)
         self._recombine(line)
         return Receipt("buffered", buffer_size=sum(group.size for group in self.buffers[line]))
