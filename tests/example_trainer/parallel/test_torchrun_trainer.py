@@ -133,6 +133,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_every_rank_with_one_line(make_
     assert all("could not write checkpoint" in line and "Not a directory" in line for line in errors)
 
 
+ONE_BY_ONE = ["--tokens-per-microbatch", "1"]
 FAULTY = str(ROOT / "tests" / "example_trainer" / "parallel" / "faulty_trainer.py")
 
 
@@ -141,13 +142,13 @@ def test_ranks_that_all_run_out_of_memory_keep_what_was_learned_and_go_on_behind
 ) -> None:
     run = make_run("run")
     run.post(*range(STEPS + 1))
-    # Two micro-batches for each rank in a step: the fifth is of the third step.
-    trainer = run.two_ranks("--checkpoint-interval", "0", script=[FAULTY, "0,1", "5"])
+    # Two passes of one sequence for each rank in a step: the fifth is of the third step.
+    trainer = run.two_ranks("--checkpoint-interval", "0", *ONE_BY_ONE, script=[FAULTY, "0,1", "5"])
     assert trainer.guard.wait(timeout=120) == 1
     text = trainer.log_path.read_text()
     errors = [line for line in text.splitlines() if line.startswith("ERROR ")]
     assert len(errors) == 2
-    assert all("out of memory at optimizer step 2, in a batch of 4 sequences" in line for line in errors)
+    assert all("out of memory at optimizer step 2, in a pass over up to " in line for line in errors)
     assert all("(on rank 0: " in line for line in errors)
     assert "Skipping a batch (1 of 3 in a row, --max-skipped-batches)" in text
     assert run.saved() == ["step_2"]
@@ -160,7 +161,7 @@ def test_ranks_that_all_run_out_of_memory_keep_what_was_learned_and_go_on_behind
 def test_one_rank_that_runs_out_of_memory_ends_the_others_with_its_reason(make_run: Callable[[str], ParallelRun]) -> None:
     run = make_run("run")
     run.post(*range(STEPS))
-    trainer = run.two_ranks("--checkpoint-interval", "1", script=[FAULTY, "1", "5"])
+    trainer = run.two_ranks("--checkpoint-interval", "1", *ONE_BY_ONE, script=[FAULTY, "1", "5"])
     assert trainer.guard.wait(timeout=120) == 1
     errors = [line for line in trainer.log_path.read_text().splitlines() if line.startswith("ERROR ")]
     assert any("[rank 1] rank 1 ran out of memory in a step (" in line and "--resume auto" in line for line in errors)
