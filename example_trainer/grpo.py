@@ -84,6 +84,7 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
             logger.info("Resuming from %s at step %d (%s)", start.saved.path, optimizer.steps, start.run)
         checkpoints = make_checkpoints(config, model, start, ranks)
         stack.callback(checkpoints.close)
+        checkpoints.prepare(optimizer)
         metrics = make_metrics(config, optimizer.steps, exporter, ranks.is_main)
         stack.callback(metrics.close)
         batches = make_batches(config, stop, ranks, device, model, tokens_per_bin, start.run.lives)

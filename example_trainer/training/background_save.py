@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from example_trainer.errors import CheckpointError
+from example_trainer.errors import CheckpointError, TrainerError
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.training.host_memory import HostArena, free_host_memory
 from example_trainer.training.optimizer import MasterAdamW
@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 STALLED_SECONDS = 600.0
 """After so long without any progress a save counts as failed."""
-_SHARE_OF_FREE_MEMORY = 0.8
+_SHARE_OF_FREE_MEMORY = {"cuda": 0.7, "cpu": 0.25}
+"""How much of it a copy may take, by the device that trains: on a CPU, training itself needs it."""
 _SENT_AT_ONCE = 64 << 20
 """Elements in one message between ranks."""
 
@@ -48,23 +49,34 @@ class HostCopy:
     def __init__(self, optimizer: MasterAdamW, ranks_here: int = 1) -> None:
         self._optimizer, self._ranks_here = optimizer, ranks_here
         self._arena: HostArena | None = None
-        self._taken = False
+        self._lock, self._taken = threading.Lock(), False
+
+    def prepare(self) -> None:
+        """Begin to take the memory, in a thread, so that the first checkpoint need not wait for it."""
+        threading.Thread(target=self.arena, name="memory for checkpoints", daemon=True).start()
 
     def arena(self) -> HostArena | None:
         """The memory; None if the machine has too little to spare. Takes seconds for each 10 GB when called first."""
-        if not self._taken:
-            self._taken = True
-            state = self._optimizer.state_dict()
-            needed, free = sum(tensor.nbytes for tensor in state.values()), free_host_memory()[0] // self._ranks_here
-            if needed <= _SHARE_OF_FREE_MEMORY * free:
-                shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
-                self._arena = HostArena(shapes, self._optimizer.device)
-            else:
-                logger.warning(
-                    "Checkpoints are written without a copy, for %.1f GB of memory are free and a copy takes %.1f: an "
-                    "optimizer step that comes meanwhile waits until they are on the disk", free / 1e9, needed / 1e9,
-                )  # fmt: skip
+        with self._lock:
+            if not self._taken:
+                self._taken = True
+                self._take()
         return self._arena
+
+    def _take(self) -> None:
+        state = self._optimizer.state_dict()
+        needed, free = sum(tensor.nbytes for tensor in state.values()), free_host_memory()[0] // self._ranks_here
+        reason = f"{free / 1e9:.1f} GB of memory are free"
+        if needed <= _SHARE_OF_FREE_MEMORY[self._optimizer.device.type] * free:
+            try:
+                self._arena = HostArena({key: tuple(tensor.shape) for key, tensor in state.items()}, self._optimizer.device)
+                return
+            except TrainerError as error:
+                reason = str(error)
+        logger.warning(
+            "Checkpoints are written without a copy, which takes %.1f GB (%s): an optimizer step that comes meanwhile waits "
+            "until they are on the disk", needed / 1e9, reason,
+        )  # fmt: skip
 
 
 class BackgroundSave:

@@ -36,6 +36,7 @@ from example_trainer.training.runs import (
     Run,
     SavedStep,
     TrainedBatch,
+    has_state,
     marked_run,
     saved_steps,
 )
@@ -102,6 +103,12 @@ class Checkpoints:
         self._group: Any = None
         self._companions: dict[str, bytes] | None = None
 
+    def prepare(self, optimizer: MasterAdamW) -> None:
+        """Make ready to save an optimizer's state: the memory that it is copied into is taken in the background. Collective."""
+        self._memory = HostCopy(optimizer, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self._group = self.ranks.new_group("checkpoints")
+        self._memory.prepare()
+
     def begin(
         self,
         model: Decoder,
@@ -129,8 +136,8 @@ class Checkpoints:
         """
         self.wait()
         if self._memory is None:
-            self._memory = HostCopy(optimizer, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-            self._group = self.ranks.new_group("checkpoints")
+            self.prepare(optimizer)
+        assert self._memory is not None
         if self._companions is None:  # read once: the checkpoint that the model was read from may be removed
             self._companions = companions(model)
         final, dtype = self.path(optimizer.steps), next(model.parameters()).dtype
@@ -266,15 +273,18 @@ class Checkpoints:
 
     def _remove_old(self) -> None:
         """Of this run's own checkpoints alone: another run's state is all that it could be continued from."""
-        saved = [one for one in saved_steps(self.folder, self.prefix, skip_damaged=True) if one.run.name == self.run.name]
+        known = saved_steps(self.folder, self.prefix, skip_damaged=True, without_state=True)
+        saved = [one for one in known if one.run.name == self.run.name]
         saved.sort(key=lambda one: one.order)
         used = [one for one in saved if self.in_use(one.step)][-1:]
         for one in saved[: -self.keep] if self.keep else []:
             if one not in used:
                 _remove(one.path, self.folder)
                 logger.info("Removed checkpoint %s (--keep-checkpoints %d)", one.path, self.keep)
+        saved = [one for one in saved if has_state(one.path)]
         for one in saved[: -self.keep_states] if self.keep_states else []:
             if one.path.exists():
+                shutil.copyfile(one.path / STATE_FOLDER / TRAINER_FILE, one.path / TRAINER_FILE)
                 _remove(one.path / STATE_FOLDER, self.folder)
                 logger.info(
                     "Removed the optimizer state of %s (--keep-optimizer-states %d); its weights stay",

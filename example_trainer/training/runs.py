@@ -77,7 +77,7 @@ class Run:
 
 @dataclass(frozen=True)
 class SavedStep:
-    """What `trainer_state/trainer.json` of a checkpoint says.
+    """What `trainer_state/trainer.json` of a checkpoint says; `trainer.json` beside the weights once the state is removed.
 
     Attributes:
         batch: the last one in its weights.
@@ -98,7 +98,7 @@ class SavedStep:
         Raises:
             CheckpointError: it is damaged.
         """
-        file = checkpoint / STATE_FOLDER / TRAINER_FILE
+        file = checkpoint / STATE_FOLDER / TRAINER_FILE if has_state(checkpoint) else checkpoint / TRAINER_FILE
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
             run, batch = content.get("run"), content.get("batch")
@@ -160,8 +160,11 @@ def has_state(checkpoint: Path) -> bool:
     return (checkpoint / STATE_FOLDER / TRAINER_FILE).is_file()
 
 
-def saved_steps(folder: Path, prefix: str = PREFIX, skip_damaged: bool = False) -> list[SavedStep]:
+def saved_steps(folder: Path, prefix: str = PREFIX, skip_damaged: bool = False, without_state: bool = False) -> list[SavedStep]:
     """The checkpoints that training can go on from, by step.
+
+    Args:
+        without_state: as well those that it cannot go on from, but that say whose they are.
 
     Raises:
         CheckpointError: what one of them says of itself is damaged, unless such are skipped.
@@ -169,7 +172,8 @@ def saved_steps(folder: Path, prefix: str = PREFIX, skip_damaged: bool = False) 
     found = []
     for path in steps_in(folder, prefix).values():
         try:
-            found += [SavedStep.read(path)] if has_state(path) else []
+            known = has_state(path) or (without_state and (path / TRAINER_FILE).is_file())
+            found += [SavedStep.read(path)] if known else []
         except CheckpointError:
             if not skip_damaged:
                 raise

@@ -144,7 +144,8 @@ class Trainers:
         monkeypatch.setattr(loop, "guarded_step", take)
         monkeypatch.setattr(RolloutClient, "register", register_and_note)
         around(NoBridge, "sync", after="synced")
-        around(checkpointing, "_replace", before="writing", after="written")
+        around(checkpointing.Checkpoints, "begin", after="begun")
+        around(checkpointing, "_replace", before="writing", after="written")  # in the writing thread
         around(RolloutClient, "acknowledge", "acknowledging", "acknowledged", note_acknowledged)
         around(RolloutClient, "settle", after="settled")
         around(RolloutClient, "end_run", before="ending")

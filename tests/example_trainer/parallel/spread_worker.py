@@ -9,15 +9,22 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from example_trainer.models import load_model
+from atroposlib.utils.lives import Life
+from example_trainer.errors import CheckpointError
+from example_trainer.models import Decoder, load_model
 from example_trainer.parallel.fsdp import sharded_decoder
 from example_trainer.parallel.ranks import Ranks, join_ranks
 from example_trainer.parallel.tensor import TensorParallelShards, split_decoder
+from example_trainer.training import checkpoints as checkpointing
+from example_trainer.training.checkpoints import Checkpoints, load_state
+from example_trainer.training.optimizer import MasterAdamW
+from example_trainer.training.runs import Run, SavedStep
 from tests.example_trainer.parallel.spread_cases import make_config, make_optimizer, take_steps, whole_state
 
 
@@ -37,6 +44,7 @@ def run_case(ranks: Ranks, kind: str, folder: Path, seed: int) -> None:
     again.load_state({key: tuple(tensor.shape) for key, tensor in state.items()}, state.__getitem__, optimizer.steps)
     resumed = whole_state(again)
     assert all(torch.equal(resumed[name], tensor) for name, tensor in state.items()), "a resumed optimizer has another state"
+    check_checkpoints(ranks, model, optimizer, again, folder / f"{kind}-{seed}-checkpoints", state)
     parameters = {name: model.shards.local(p).clone() for name, p in model.named_parameters()}
     weights = {name: model.shards.whole(name, local).clone() for name, local in parameters.items()}
     if isinstance(model.shards, TensorParallelShards):
@@ -47,6 +55,38 @@ def run_case(ranks: Ranks, kind: str, folder: Path, seed: int) -> None:
     if ranks.is_main:
         save_file({f"weight.{k}": v for k, v in weights.items()} | state, folder / f"{kind}-{seed}.safetensors")
         (folder / f"{kind}-{seed}.json").write_text(json.dumps(figures))
+
+
+def check_checkpoints(
+    ranks: Ranks, model: Decoder, optimizer: MasterAdamW, other: MasterAdamW, folder: Path, state: dict[str, torch.Tensor]
+) -> None:
+    """What is written in the background is the whole state, read back by any rank; one rank's failure is every rank's."""
+    checkpoints = Checkpoints(folder, Run("a", "model", (Life(1000, 0),)), ranks=ranks)
+    write = checkpointing.write_safetensors
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    checkpointing.write_safetensors = fail
+    checkpoints.begin(model, optimizer, {})
+    try:
+        checkpoints.wait()
+        raise AssertionError("a checkpoint that was not written is called complete")
+    except CheckpointError as error:
+        assert "No space left on device" in str(error)
+    checkpointing.write_safetensors = write
+    path = checkpoints.begin(model, optimizer, {})
+    while not checkpoints.written():
+        ranks.barrier("waiting for the checkpoint")
+    saved = load_file(path / "trainer_state" / "optimizer.safetensors")
+    assert saved.keys() == state.keys()
+    assert all(torch.equal(saved[key], tensor) for key, tensor in state.items())
+    other.load_state({key: tuple(tensor.shape) for key, tensor in state.items()}, lambda key: 0 * state[key], 1)
+    load_state(SavedStep.read(path), other)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(optimizer.state_dict().values(), other.state_dict().values()))
+    whole = load_model(str(path), torch.float32)
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(parameter, state[f"master.{name}"]), name
 
 
 if __name__ == "__main__":

@@ -13,65 +13,18 @@ from safetensors.torch import load_file
 
 from atroposlib.utils.lives import Life
 from example_trainer.errors import CheckpointError
-from example_trainer.models import Decoder, Geometry, load_model, save_model
+from example_trainer.models import load_model
 from example_trainer.training.checkpoints import Checkpoints, load_state
-from example_trainer.training.optimizer import MasterAdamW
 from example_trainer.training.runs import Run, SavedStep, TrainedBatch, mark_run, steps_in
+from tests.example_trainer.training.tiny_training import load, make_start, train
 
 RUN = Run("a", "model", (Life(1000, 0),))
-GEOMETRY = Geometry(
-    architecture="LlamaForCausalLM",
-    vocab_size=11,
-    hidden_size=8,
-    intermediate_size=12,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
-    max_positions=16,
-    rms_norm_eps=1e-6,
-    rope_theta=1e4,
-)
-
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 11,
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 4,
-    "max_position_embeddings": 16,
-    "rms_norm_eps": 1e-6,
-    "dtype": "bfloat16",
-}
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Path:
     """A checkpoint to begin with."""
-    torch.manual_seed(0)
-    model = Decoder(GEOMETRY, torch.bfloat16)
-    for parameter in model.parameters():
-        parameter.data.copy_(torch.randn(parameter.shape))
-    folder = tmp_path / "start"
-    save_model(model, folder)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    return folder
-
-
-def load(folder: Path) -> tuple[Decoder, MasterAdamW]:
-    model = load_model(str(folder), torch.bfloat16)
-    return model, MasterAdamW(model, lr=0.02, schedule="cosine", total_steps=10)
-
-
-def train(model: Decoder, optimizer: MasterAdamW, until: int) -> None:
-    while optimizer.steps < until:
-        tokens = torch.randint(0, 11, (3, 9), generator=torch.Generator().manual_seed(optimizer.steps))
-        model.logits(tokens).float().logsumexp(-1).mean().backward()
-        optimizer.step()
-        optimizer.write_weights()
+    return make_start(tmp_path / "start")
 
 
 def test_a_checkpoint_holds_the_weights_that_are_served(start: Path, tmp_path: Path) -> None:

@@ -21,7 +21,18 @@ from tests.example_trainer.in_process import STEPS, Trainers
 
 pytestmark = pytest.mark.timeout(300)
 
-POINTS = ["stepped", "synced", "writing", "written", "acknowledging", "acknowledged", "settled", "registered", "ending"]
+POINTS = [
+    "stepped",
+    "synced",
+    "begun",
+    "writing",
+    "written",
+    "acknowledging",
+    "acknowledged",
+    "settled",
+    "registered",
+    "ending",
+]
 """In the order of the loop; the last three are passed once, at the beginning or the end of a trainer."""
 
 
