@@ -27,7 +27,7 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LossSums:
-    """Sums over the trained tokens of a microbatch, detached. Add them up, then divide by the batch's tokens.
+    """Sums over the trained tokens of a bin, detached. Add them up, then divide by the batch's tokens.
 
     Attributes:
         tokens: how many.
@@ -55,7 +55,7 @@ def grpo_loss(
     kl_coef: float = 0.0,
     reference_logprobs: Tensor | None = None,
 ) -> tuple[Tensor, LossSums]:
-    """The GRPO objective, negated, summed over the trained tokens of a microbatch.
+    """The GRPO objective, negated, summed over the trained tokens of a bin.
 
         loss = Σ_t w_t · ( - min(ρ_t A_t, clip(ρ_t, 1 - clip_low, 1 + clip_high) A_t) + kl_coef · k3_t )
 
