@@ -79,6 +79,14 @@ def deliver(parameter: Tensor, total: Total | None, add: Callable[[Tensor], obje
     return fresh.to(parameter.dtype)
 
 
+def add_product(total: Tensor, dy: Tensor, x: Tensor) -> None:
+    """total [outputs, inputs] += dyᵀ x, in place, for dy [rows, outputs] and x [rows, inputs] of any floating dtype."""
+    if dy.is_cuda and dy.dtype != total.dtype:  # rounded nowhere: cuBLAS adds the products of 16 bits to the total
+        torch.addmm(total, dy.t(), x, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(wide(dy).t(), wide(x))
+
+
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, total: Total) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from example_trainer.models.gradients import Total, deliver, wide
+from example_trainer.models.gradients import Total, add_product, deliver, wide
 from example_trainer.models.split import Split
 
 
@@ -81,7 +81,7 @@ def _gradients(ctx: Any, upstream: Tensor, hidden_grad: Tensor, weight_total: Te
         slope = slope.mul_(upstream[rows, None] / ctx.temperature).to(weight.dtype)
         hidden_grad[rows] = slope @ held
         if weight_total is not None:
-            weight_total[: len(held)].addmm_(wide(slope).t(), wide(hidden[rows]))
+            add_product(weight_total[: len(held)], slope, hidden[rows])
         del slope  # its memory is needed for the next chunk's logits
 
 

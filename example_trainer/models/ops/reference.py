@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from example_trainer.models.geometry import Geometry, RopeScaling
-from example_trainer.models.gradients import Total, summed, wide
+from example_trainer.models.gradients import Total, add_product, summed, wide
 from example_trainer.models.head import chosen_logprobs_of
 from example_trainer.models.packing import Packing
 
@@ -56,7 +56,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         if ctx.needs_input_grad[1]:
-            ctx.total().addmm_(wide(dy).t(), wide(x))
+            add_product(ctx.total(), dy, x)
         return dy @ weight if ctx.needs_input_grad[0] else None, None, None
 
 
