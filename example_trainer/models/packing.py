@@ -63,7 +63,7 @@ class Packing:
         self._before = tuple(before)
         self.seen = tuple(first + length for first, length in zip(before, self.lengths, strict=True))
         self.longest = max(self.seen)
-        self.cu_seqlens = torch.tensor(begins, dtype=torch.int32).to(self.device)
+        self.cu_seqlens = self._sent(torch.tensor(begins, dtype=torch.int32))
 
     @property
     def shared(self) -> bool:
@@ -74,7 +74,7 @@ class Packing:
     def positions(self) -> Tensor:
         """[tokens] int64, each token's place in its own sequence."""
         spans = zip(self._before, self.seen, strict=True)
-        return torch.cat([torch.arange(first, end) for first, end in spans]).to(self.device)
+        return self._sent(torch.cat([torch.arange(first, end) for first, end in spans]))
 
     @cached_property
     def key_rows(self) -> Tensor | None:
@@ -86,14 +86,14 @@ class Packing:
         rows: list[Tensor] = []
         for number, parent in enumerate(self.parents):
             rows.append(own[number] if parent == NO_PARENT else torch.cat((rows[parent], own[number])))
-        return torch.cat(rows).to(self.device)
+        return self._sent(torch.cat(rows))
 
     @cached_property
     def cu_keys(self) -> Tensor:
         """[spans + 1] int32: where the keys of each span begin in what `key_rows` chooses."""
         if not self.shared:
             return self.cu_seqlens
-        return torch.tensor([0, *self.seen]).cumsum(0).to(torch.int32).to(self.device)
+        return self._sent(torch.tensor([0, *self.seen]).cumsum(0).to(torch.int32))
 
     @cached_property
     def attended_pairs(self) -> int:
@@ -123,5 +123,11 @@ class Packing:
 
     def _table(self, size: int) -> TileTable:
         rows = [(start, min(size, end - start), begin, end) for begin, end in self.spans() for start in range(begin, end, size)]
-        starts, lengths, begins, ends = torch.tensor(rows, dtype=torch.int32).t().contiguous().to(self.device)
+        starts, lengths, begins, ends = self._sent(torch.tensor(rows, dtype=torch.int32).t().contiguous())
         return starts, lengths, begins, ends
+
+    def _sent(self, values: Tensor) -> Tensor:
+        """On the device. From pinned memory, or the host would wait for everything that a GPU still has to do."""
+        if self.device.type != "cuda":
+            return values.to(self.device)
+        return values.pin_memory().to(self.device, non_blocking=True)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor
-
-T = TypeVar("T")
 
 
 class Shards:
@@ -76,10 +73,6 @@ class Shards:
 
     def complete(self, gradients: Mapping[str, Tensor]) -> None:
         """Make local gradients, in place, what they are in the whole gradient. Collective."""
-
-    def share(self, parts: Sequence[T], empty: T) -> list[T]:
-        """Which of a batch's parts this rank works on; every rank gets the same number, filled up with `empty`."""
-        return list(parts)
 
     def sum_figures(self, figures: Tensor) -> Tensor:
         """A batch's figures from those of the parts that this rank worked on. Collective."""

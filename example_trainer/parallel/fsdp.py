@@ -1,6 +1,6 @@
 """Data parallelism with sharded parameters (ZeRO stage 3, arXiv:1910.02054) by torch's FSDP2.
 
-Each rank works on its own microbatches and holds a range of rows of every parameter, of its master and of its moments; a
+Each rank works on its own bins of tokens and holds a range of rows of every parameter, of its master and of its moments; a
 layer's parameters are whole only while that layer computes. Gradients are summed in float32, not averaged: the loss weights
 are those of the whole batch.
 """
@@ -8,7 +8,6 @@ are those of the whole batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,8 +20,6 @@ from example_trainer.models.decoder import Decoder
 from example_trainer.models.geometry import Geometry
 from example_trainer.models.ops import choose_operations
 from example_trainer.models.shards import Shards
-
-T = TypeVar("T")
 
 
 class FsdpShards(Shards):
@@ -70,11 +67,6 @@ class FsdpShards(Shards):
     def total(self, values: Tensor) -> Tensor:
         dist.all_reduce(values, group=self._mesh.get_group())
         return values
-
-    def share(self, parts: Sequence[T], empty: T) -> list[T]:
-        rounds = -(-len(parts) // self._size)
-        mine = list(parts[self._rank :: self._size])
-        return mine + [empty] * (rounds - len(mine))
 
     def sum_figures(self, figures: Tensor) -> Tensor:
         return self.total(figures)
