@@ -94,8 +94,8 @@ def row_of_a_step(**changes: object) -> dict[str, Any]:
 def test_the_line_of_a_step() -> None:
     assert step_line(7, 100, row_of_a_step()) == (
         "Step 7/100  reward 0.500  loss -0.5000  kl 0.01000  entropy 0.100  clipped 0.000  grad norm 2.000  length 2.5  "
-        "2 tok/s  queue 9  age 1.0 (max 2)  wait 1.00 s  train 0.50 s  sync 1.00 s  forwarded 20 tok/s  packed 0.83  mfu 0.412  "
-        "waiting 40 %  peak 1.50 GiB"
+        "2 tok/s  queue 9  age 1.0 (max 2)  wait 1.00 s  train 0.50 s  sync 1.00 s  forwarded 20 tok/s  packed 0.83  "
+        "mfu 0.412  waiting 40 %  peak 1.50 GiB"
     )
     unknown = step_line(7, 100, row_of_a_step(age_mean=None, age_max=None, mfu=None))
     assert "  age ?  wait" in unknown

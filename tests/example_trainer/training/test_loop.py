@@ -1,0 +1,54 @@
+"""The one loop on real parts: what a step says of itself, and which steps are traced."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+
+import pytest
+
+from example_trainer.errors import ConfigError
+from example_trainer.observe.metrics import step_line
+from tests.example_trainer.in_process import STEPS, Trainers
+from tests.example_trainer.test_grpo import made_up_group
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def test_the_row_of_a_step_is_of_its_batch(trainers: Trainers, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    trainers.post(*range(STEPS))
+    assert trainers.train()
+    for number, row in enumerate(trainers.rows()):
+        group = made_up_group(number)
+        trained = sum(token != -100 for mask in group["masks"] for token in mask)
+        tokens = sum(len(row) for row in group["tokens"])
+        assert (row["step"], row["weight_version"], row["sequences"], row["bins"]) == (number + 1, number + 1, 4, 1)
+        assert (row["tokens"], row["sequence_tokens"], row["forwarded_tokens"]) == (trained, tokens, tokens)
+        assert (row["age_mean"], row["age_max"], row["batches_skipped"]) == (number, number, 0)
+        assert (row["reward_mean"], row["response_length_mean"]) == (0.5, trained / 4)
+        assert row["packing_ratio"] == 1.0
+        assert row["mfu"] is None, "nobody knows the rate of a CPU"
+        assert row["flops"] > 0
+        assert row["peak_memory_bytes"] > 0
+        seconds = row["seconds_wait"] + row["seconds_train"] + row["seconds_sync"]
+        assert math.isclose(row["waiting_share"], row["seconds_wait"] / seconds)
+        assert math.isclose(row["tokens_per_second"], trained / seconds)
+        assert step_line(number + 1, STEPS, row) in caplog.messages
+
+
+def test_the_steps_that_are_named_are_traced(trainers: Trainers) -> None:
+    trainers.post(*range(STEPS))
+    assert trainers.train("--profile", "2-3")
+    (trace,) = (trainers.folder / "logs" / "profile").iterdir()
+    assert trace.name == "steps_2-3.rank0.json.gz"
+    with gzip.open(trace, "rt") as file:
+        names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
+    assert sum(name.startswith("Optimizer.step") or name == "aten::_fused_adamw_" for name in names) >= 2
+    assert any("Backward" in name for name in names)
+
+
+def test_a_memory_snapshot_on_a_cpu_is_refused_before_anything_is_loaded(trainers: Trainers) -> None:
+    with pytest.raises(ConfigError, match="--memory-snapshot records the memory of a GPU, and --device is cpu"):
+        trainers.train("--memory-snapshot")
