@@ -42,10 +42,12 @@ class Upkeep:
     Attributes:
         due: whether there is work; cheap, asked every few seconds.
         work: does it.
+        urgent: whether `due` is to be asked at once; costs nothing, asked at every look for the batch.
     """
 
     due: Callable[[], bool]
     work: Callable[[], None]
+    urgent: Callable[[], bool] = lambda: False
 
 
 @dataclass(frozen=True)

@@ -237,7 +237,7 @@ class Batches:
                 if self._ended is not None:
                     raise self._ended
             self._main.stop.check()
-            if upkeep is not None and time.monotonic() - looked > CALL_SECONDS:
+            if upkeep is not None and (upkeep.urgent() or time.monotonic() - looked > CALL_SECONDS):
                 if upkeep.due():
                     return None
                 looked = time.monotonic()

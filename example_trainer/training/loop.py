@@ -188,15 +188,18 @@ def make_upkeep(parts: Parts) -> Upkeep:
     """What is looked after while a batch is waited for: servers that were restarted, and acknowledgements that were held until
     a checkpoint is complete, for an environment may wait for them."""
 
+    def complete() -> bool:
+        return bool(parts.batches.held) and not parts.checkpoints.writing
+
     def due() -> bool:
-        return parts.bridge.server_restarted() or bool(parts.batches.held and not parts.checkpoints.writing)
+        return complete() or parts.bridge.server_restarted()
 
     def work() -> None:
         parts.bridge.keep_serving(parts.optimizer.write_weights)
         if parts.checkpoints.written():
             parts.batches.release()
 
-    return Upkeep(due, work)
+    return Upkeep(due, work, urgent=complete)
 
 
 def skip(parts: Parts, skipped: SkippedBatches, error: BatchError) -> None:
