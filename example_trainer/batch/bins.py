@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -59,9 +60,23 @@ class PackedBin:
         return len(self.targets) == 0
 
     def packing(self) -> Packing:
-        """Where its spans are, on the device of its tokens."""
-        return Packing(self.lengths.tolist(), self.tokens.device, self.parents.tolist())
+        """Where its spans are, on the device of its tokens; the same object each time, which keeps what it has worked out."""
+        return self._packing
 
     def sequences(self) -> Packing | None:
-        """The trained tokens as spans, one for each sequence; None for an empty bin."""
+        """The trained tokens as spans, one for each sequence; None for an empty bin. The same object each time."""
+        return self._sequences
+
+    @cached_property
+    def _packing(self) -> Packing:
+        return Packing(self.lengths.tolist(), self.tokens.device, self.parents.tolist())
+
+    @cached_property
+    def _sequences(self) -> Packing | None:
         return Packing(self.counts.tolist(), self.tokens.device) if len(self.counts) else None
+
+    def device_tensors(self) -> list[Tensor]:
+        """All that a pass reads on the device of the tokens, what the packings work out for it included."""
+        packings = [self.packing(), self.sequences()]
+        worked_out = [tensor for packing in packings if packing is not None for tensor in packing.index_tensors()]
+        return [t for t in [*self.tensors().values(), *worked_out] if t.device == self.tokens.device]

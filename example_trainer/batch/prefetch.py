@@ -21,7 +21,7 @@ import torch
 from atroposlib.utils.lives import Life
 from example_trainer.api_keys import revealed
 from example_trainer.batch.bins import PackedBin
-from example_trainer.batch.client import FetchedBatch, Registration, RolloutClient, TrainedBatch, Upkeep
+from example_trainer.batch.client import Registration, RolloutClient, TrainedBatch, Upkeep
 from example_trainer.batch.packing import BatchFigures
 from example_trainer.batch.reader import BatchReader, PackedBatch
 from example_trainer.batch.scatter import scatter_bins, sizes_of
@@ -65,7 +65,8 @@ class ReadyBatch:
 class _Prepared:
     """What the thread made of a batch: bins, or the reason why there are none."""
 
-    fetched: FetchedBatch
+    lease: TrainedBatch | None
+    queue_size: int
     packed: PackedBatch | None = None
     bins: Sequence[PackedBin] = ()
     copied: torch.cuda.Event | None = None
@@ -146,7 +147,7 @@ class Batches:
         def tell() -> None:
             if self._taken is None:
                 raise RuntimeError("no batch has been taken since the last one was acknowledged")
-            self._held.append((self._taken.fetched.lease, weight_version, skipped))
+            self._held.append((self._taken.lease, weight_version, skipped))
             self._taken = None
             if not hold:
                 self._tell_held()
@@ -191,11 +192,13 @@ class Batches:
         ) is None:
             assert upkeep is not None
             upkeep.work()
-        bins = self._receive(told["sizes"])
+        bins = self._receive(self._taken, told["sizes"])
+        if self._taken is not None:  # of what is trained on now, only the name is needed
+            self._taken = replace(self._taken, packed=None, bins=())
         return ReadyBatch(
             bins,
             BatchFigures(**told["figures"]),
-            self._taken.fetched.lease if self._taken else None,
+            self._taken.lease if self._taken else None,
             told["queue_size"],
             time.perf_counter() - begun,
             told["seconds"],
@@ -204,7 +207,7 @@ class Batches:
     def _wait(self, version: int, upkeep: Upkeep | None) -> dict[str, Any] | None:
         """On rank 0: wait for the batch and take it. What to tell all ranks of it; None when there is work for them first."""
         if self._taken is not None:
-            raise RuntimeError(f"batch {self._taken.fetched.lease} has not been acknowledged")
+            raise RuntimeError(f"batch {self._taken.lease} has not been acknowledged")
         prepared = self._wait_for_thread(version, upkeep)
         if prepared is None:
             return None
@@ -215,7 +218,7 @@ class Batches:
         return {
             "figures": asdict(prepared.packed.figures(version)),
             "sizes": [sizes_of(share) for share in prepared.packed.bins],
-            "queue_size": prepared.fetched.queue_size,
+            "queue_size": prepared.queue_size,
             "seconds": prepared.seconds,
         }
 
@@ -250,20 +253,18 @@ class Batches:
             self._thread.start()
         self._changed.notify_all()
 
-    def _receive(self, sizes: list[list[list[int]]]) -> Sequence[PackedBin]:
-        """This rank's bins on its device."""
+    def _receive(self, taken: _Prepared | None, sizes: list[list[list[int]]]) -> Sequence[PackedBin]:
+        """This rank's bins on its device; `taken` is rank 0's."""
         if self._ranks.world_size > 1:
-            shares = self._taken.packed.bins if self._taken and self._taken.packed else []
+            shares = taken.packed.bins if taken and taken.packed else []
             return [_on_device(one, self._device) for one in scatter_bins(self._ranks, shares, sizes)]
-        assert self._taken is not None
-        if self._taken.copied is not None:
+        assert taken is not None
+        if taken.copied is not None:
             stream = torch.cuda.current_stream(self._device)
-            stream.wait_event(self._taken.copied)
-            for one in self._taken.bins:
-                for tensor in one.tensors().values():
-                    if tensor.is_cuda:  # its memory was taken by the copying stream, and is used by this one
-                        tensor.record_stream(stream)
-        return self._taken.bins
+            stream.wait_event(taken.copied)
+            for tensor in (tensor for one in taken.bins for tensor in one.device_tensors()):
+                tensor.record_stream(stream)  # its memory was taken by the copying stream, and is used by this one
+        return taken.bins
 
     # ---- the thread ----
 
@@ -289,14 +290,15 @@ class Batches:
     def _prepare(self, version: int) -> _Prepared:
         fetched = self._main.next_batch(self._waited)
         begun = time.perf_counter()
+        made = _Prepared(fetched.lease, fetched.queue_size)
         try:
             packed = self._reader.read(fetched.groups, version)
-            made = self._copy(_Prepared(fetched, packed))
+            made = self._copy(replace(made, packed=packed))
         except BatchError as error:
-            made = _Prepared(fetched, error=error)
+            made = replace(made, error=error)
         except torch.OutOfMemoryError as error:
             told = str(error).splitlines()[0]
-            made = _Prepared(fetched, error=OutOfMemoryError(f"no room on {self._device} for a batch's tokens: {told}"))
+            made = replace(made, error=OutOfMemoryError(f"no room on {self._device} for a batch's tokens: {told}"))
         return replace(made, seconds=time.perf_counter() - begun)
 
     def _waited(self) -> float:
@@ -314,6 +316,8 @@ class Batches:
             return replace(prepared, bins=[_on_device(one, self._device) for one in bins])
         with torch.cuda.stream(self._stream):
             bins = [_on_device(one, self._device) for one in bins]
+            for one in bins:
+                one.device_tensors()  # made here: in the step, each would wait until the device has done all it was given
             return replace(prepared, bins=bins, copied=self._stream.record_event())
 
     def close(self) -> None:

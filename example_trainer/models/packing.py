@@ -95,6 +95,10 @@ class Packing:
             return self.cu_seqlens
         return self._sent(torch.tensor([0, *self.seen]).cumsum(0).to(torch.int32))
 
+    def index_tensors(self) -> list[Tensor]:
+        """What rotation and attention read of it, made now if it was not before."""
+        return [tensor for tensor in (self.cu_seqlens, self.positions, self.key_rows, self.cu_keys) if tensor is not None]
+
     @cached_property
     def attended_pairs(self) -> int:
         """Pairs of a query and a key that it sees: what attention's arithmetic is proportional to."""
