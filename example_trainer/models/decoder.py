@@ -309,8 +309,8 @@ class Decoder(nn.Module):
         return self.arithmetic.ops.chosen_logprobs(hidden, weight, targets, counts, chunk, temperature, total)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """[batch, length, vocab] logits of [batch, length] ids, each row a sequence, in the parameters' dtype. For small inputs;
-        training never makes them."""
+        """[batch, length, vocab] logits, in the parameters' dtype, of [batch, length] ids, each row a sequence. For small
+        inputs; training never makes them."""
         packing = Packing([tokens.shape[1]] * tokens.shape[0], tokens.device)
         hidden = self(tokens.flatten(), packing)
         logits = self.arithmetic.ops.linear(hidden, self.output_weight, None, packing, self._head_total())

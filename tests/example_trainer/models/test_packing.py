@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -26,7 +28,7 @@ def test_every_span_sees_its_own_sequence_and_nothing_else(tree: Tree) -> None:
     assert packing.shared == any(parent != NO_PARENT for parent in tree.parents)
     keys = list(range(packing.tokens)) if packing.key_rows is None else packing.key_rows.tolist()
     bounds = packing.cu_keys.tolist()
-    assert [keys[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)] == sequences
+    assert [keys[a:b] for a, b in pairwise(bounds)] == sequences
 
 
 @pytest.mark.parametrize(
