@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from example_trainer.deterministic.pairing import deterministic_decoder
 from example_trainer.errors import ModelError
 from example_trainer.models import load_model
+from example_trainer.models.hf_checkpoint import read_geometry
 from example_trainer.models.packing import Packing
 from tests.example_trainer.models.conftest import CASES, MakeCheckpoint
 
@@ -20,6 +22,19 @@ def test_logits_equal_those_of_transformers(case: str, make_checkpoint: MakeChec
         ours, theirs = model.logits(tokens), reference(tokens).logits
     assert theirs.std() > 0.5, "the comparison would say little about a model whose logits are all alike"
     torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_invariant_table_gives_the_logits_of_transformers_too(case: str, make_checkpoint: MakeCheckpoint) -> None:
+    folder, reference = make_checkpoint(case)
+    if read_geometry(folder)[0].rope_scaling is not None:
+        with pytest.raises(ModelError, match="has no deterministic mode yet; train without --deterministic"):
+            load_model(str(folder), torch.float32, make=deterministic_decoder)
+        return
+    model = load_model(str(folder), torch.float32, make=deterministic_decoder)
+    tokens = torch.randint(0, model.geometry.vocab_size, (2, 20), generator=torch.Generator().manual_seed(6))
+    with torch.no_grad():
+        torch.testing.assert_close(model.logits(tokens), reference(tokens).logits, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("case", ["qwen2-tied", "qwen3-untied", "llama-biases"])
