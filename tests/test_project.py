@@ -221,6 +221,22 @@ def test_links_between_the_documents_lead_somewhere(document: Path) -> None:
     assert [link for link in local if not (document.parent / link).exists()] == []
 
 
+@pytest.mark.parametrize("document", documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_that_a_document_names_exist(document: Path) -> None:
+    there = [f"/{name}" for name in tracked()]
+    named = set(re.findall(r"(?<![\w/.*-])((?:[\w-]+/)*[\w-]+\.py)\b", document.read_text(encoding="utf-8")))
+    assert {name for name in named if not any(path.endswith(f"/{name}") for path in there)} == set()
+
+
+def test_the_trainers_page_shows_every_file_of_its_rooms() -> None:
+    text = (ROOT / "docs" / "trainer.md").read_text(encoding="utf-8")
+    told_as_folders = {"child_processes", "configs", "lora", "ops", "qwen3"}
+    files = [path.relative_to(ROOT / "example_trainer") for path in sources("example_trainer") if path.stem != "__init__"]
+    shown = [path for path in files if not told_as_folders & set(path.parts)]
+    assert len(shown) > 40
+    assert [str(path) for path in shown if not re.search(rf"(?<![\w]){path.name}", text)] == []
+
+
 def test_scripts_run_by_path_find_the_repository(tmp_path: Path) -> None:
     """The quick start is run by path from any folder; its --help needs no installation."""
     path = ROOT / "scripts" / "quickstart" / "__main__.py"
