@@ -41,6 +41,17 @@ def refusal(body: dict[str, Any] | list[Any], many: bool = False) -> dict[str, A
         ({"weight_versions": [1, 2, -1, 0]}, ["weight_versions", 2], "-1"),
         ({"weight_versions": [1] * 4, "weight_epochs": [1] * 3}, ["weight_epochs"], "has 3 entries for 4 sequences"),
         ({"weight_epochs": [1] * 4}, ["weight_epochs"], "says nothing without weight_versions"),
+        ({"weight_version_spans": [[[1, 2]]] * 3}, ["weight_version_spans"], "has 3 entries for 4 sequences"),
+        ({"weight_version_spans": [[[1, 2]]] * 3 + [[[1, 2, 3]]]}, ["weight_version_spans", 3, 0], "at most 2 items"),
+        ({"weight_version_spans": [[[1, 2]]] * 3 + [[[-1, 2]]]}, ["weight_version_spans", 3, 0, 0], "is -1"),
+        ({"weight_version_spans": [[[1, 4]]] * 4}, ["weight_version_spans", 0], "1 spans of 4 tokens, the sequence has 3"),
+        ({"weight_version_spans": [[[1, 0]] * 4] * 4}, ["weight_version_spans", 0], "4 spans of 0 tokens, the sequence has 3"),
+        ({"weight_epoch_spans": [[7]] * 4}, ["weight_epoch_spans"], "says nothing without weight_version_spans"),
+        (
+            {"weight_version_spans": [[[1, 2]]] * 4, "weight_epoch_spans": [[7]] * 3 + [[7, 8]]},
+            ["weight_epoch_spans", 3],
+            "has 2 entries for 1 spans",
+        ),
         ({"tokens": [[1, 2, 3]] * 3 + [[1, -2, 3]]}, ["tokens", 3, 1], "is -2: a token id is from 0"),
         ({"tokens": [[-100, 2, 3]] * 4}, ["tokens", 0, 0], "is -100: a token id is from 0"),
         ({"masks": [[-100, 2, 3]] * 3 + [[-100, 2, -1]]}, ["masks", 3, 2], "is -1: a mask holds -100 where nothing"),
@@ -99,6 +110,15 @@ def test_the_weights_of_a_group_are_those_of_all_its_sequences() -> None:
     (draft,) = read_groups(json.dumps(sent).encode(), many=False)
     assert draft.weights == ((7, 9), (8, 4))
     assert json.loads(draft.body)["weight_epochs"] == [7, 8, 7]
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_the_weights_of_every_token_are_handed_on(many: bool) -> None:
+    spans = {"weight_version_spans": [[[4, 1], [5, 1]]] * 3 + [[]], "weight_epoch_spans": [[7, 7]] * 3 + [[]]}
+    sent = group(weight_versions=[4] * 4, weight_epochs=[7] * 4, **spans)
+    (draft,) = read_groups(json.dumps([sent] if many else sent).encode(), many)
+    assert json.loads(draft.body) == {name: None for name in RETURNED} | sent
+    assert draft.weights == ((7, 4),), "the age of a group is that of its oldest tokens"
 
 
 @pytest.mark.parametrize("many", [False, True])

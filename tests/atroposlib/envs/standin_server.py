@@ -2,7 +2,7 @@
 
 Run as a process: `python standin_server.py --port P --tokenizer DIR [--version N]`. It answers arithmetic questions with
 `\\boxed{a+b}` or `\\boxed{a-b}`, drawn at random when sampling and always the right one when greedy. Control it over HTTP:
-POST /control {"version": 3, "delay": 0.5, "fail_next": 2, "text": "…"}.
+POST /control {"version": 3, "delay": 0.5, "fail_next": 2, "text": "…", "generate_options": ["token_logprobs"]}.
 """
 
 import argparse
@@ -45,6 +45,12 @@ def build_app(tokenizer_dir: str, version: int, max_model_len: int) -> FastAPI:
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
         return {"object": "list", "data": [{"id": tokenizer_dir, "object": "model", "max_model_len": max_model_len}]}
+
+    @app.get("/sampling")
+    def sampling(response: Response) -> dict[str, Any]:
+        if state.get("generate_options") is None:
+            response.status_code = 404
+        return {"generate_options": state.get("generate_options")}
 
     @app.post("/control")
     def control(change: dict[str, Any]) -> dict[str, Any]:
@@ -89,16 +95,24 @@ def build_app(tokenizer_dir: str, version: int, max_model_len: int) -> FastAPI:
             reasons.append("stop" if len(tokens) <= request["max_tokens"] else "length")
             token_ids.append(tokens[: request["max_tokens"]])
         epochs = {} if state["epoch"] is None else {"weight_epochs": [state["epoch"]] * len(texts)}
-        return epochs | {
-            "text": texts,
-            "prompt": None,
-            "finish_reasons": reasons,
-            "token_ids": token_ids,
-            "logprobs": [[[{str(t): -0.25 - 0.001 * i}][0:1] for i, t in enumerate(row)] for row in token_ids],
-            "prompt_token_ids": ids,
-            "weight_versions": [state["version"]] * len(texts),
-            "weight_version_spans": [[[state["version"], len(row)]] for row in token_ids],
-        }
+        if request.get("token_logprobs"):
+            logprobs: dict[str, Any] = {"token_logprobs": [[-0.25 - 0.001 * i for i in range(len(row))] for row in token_ids]}
+        else:
+            tables = [[[{str(t): -0.25 - 0.001 * i}][0:1] for i, t in enumerate(row)] for row in token_ids]
+            logprobs = {"logprobs": tables}
+        return (
+            epochs
+            | logprobs
+            | {
+                "text": texts,
+                "prompt": None,
+                "finish_reasons": reasons,
+                "token_ids": token_ids,
+                "prompt_token_ids": ids,
+                "weight_versions": [state["version"]] * len(texts),
+                "weight_version_spans": [[[state["version"], len(row)]] for row in token_ids],
+            }
+        )
 
     return app
 

@@ -40,6 +40,21 @@ def test_optional_fields_are_given_by_all_or_by_none() -> None:
         group_from_items([item(), item(masks=None)])
 
 
+def test_spans_of_weights_are_left_out_unless_every_response_has_them() -> None:
+    spans = {"weight_version_spans": [[3, 1], [4, 2]], "weight_epoch_spans": [7, 7]}
+    group = group_from_items([item(**spans), item(**spans)])
+    assert group["weight_version_spans"] == [[[3, 1], [4, 2]]] * 2
+    assert group["weight_epoch_spans"] == [[7, 7]] * 2
+    versions_only = {"weight_version_spans": spans["weight_version_spans"]}
+    assert "weight_version_spans" in group_from_items([item(**versions_only), item(**versions_only)])
+    for items in (
+        [item(**spans), item()],
+        [item(**spans), item(weight_epoch_spans=[7, 7])],
+        [item(**spans, weight_epoch=7), item(**versions_only)],
+    ):
+        assert not {"weight_version_spans", "weight_epoch_spans"} & group_from_items(items).keys()
+
+
 def test_group_overrides_are_merged() -> None:
     group = group_from_items([item(group_overrides={"a": 1}), item(group_overrides={"b": 2}), item()])
     assert group["group_overrides"] == {"a": 1, "b": 2}
@@ -58,6 +73,7 @@ def test_group_overrides_are_merged() -> None:
         ({"advantages": [[0.0] * 4]}, "'advantages' has 1 entries"),
         ({"tokens": [[1, 2, 3, 4], []], "masks": [[-100, 2, 3, 4], []], "inference_logprobs": None}, "tokens[1] is empty"),
         ({"weight_versions": [1]}, "'weight_versions' has 1 entries"),
+        ({"weight_version_spans": [[[1, 3]]]}, "'weight_version_spans' has 1 entries"),
     ],
 )
 def test_what_does_not_line_up_is_named(change: dict[str, Any], message: str) -> None:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from atroposlib.envs.errors import RolloutFailure, UsageError
-from atroposlib.envs.server_handling.generation import VersionRecord, Weights, current_versions
+from atroposlib.envs.server_handling.generation import Span, VersionRecord, Weights, current_versions
 from atroposlib.envs.server_handling.managed_server import ManagedServerAdapter, say_that_history_changed
 from atroposlib.envs.server_handling.server_manager import APIServerConfig, ServerManager
 from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
@@ -28,7 +28,7 @@ ASK = [{"role": "user", "content": "What is 40 plus 2?"}]
 async def manager(shared_inference: str, tokenizer: Any) -> AsyncIterator[ServerManager]:
     made = ServerManager([APIServerConfig(base_url=f"{shared_inference}/v1", server_type="vllm")])
     made.servers[0].tokenizer = tokenizer
-    control(made, version=4, delay=0.0, fail_next=0, text=None, cycle=None)
+    control(made, version=4, delay=0.0, fail_next=0, text=None, cycle=None, generate_options=None)
     yield made
     await made.close()
 
@@ -284,7 +284,41 @@ async def test_the_model_is_asked_for_and_the_timings_are_kept(manager: ServerMa
     assert "server/server_0_request_time_avg" not in metrics
 
 
+@pytest.mark.parametrize(
+    ("options", "asked", "left_out"),
+    [
+        (["return_text", "token_logprobs"], {"return_text": False, "token_logprobs": True}, {"logprobs"}),
+        (["token_logprobs"], {"token_logprobs": True}, {"logprobs", "return_text"}),
+        ([], {"logprobs": 0}, {"token_logprobs", "return_text"}),
+        (None, {"logprobs": 0}, {"token_logprobs", "return_text"}),
+    ],
+)
+async def test_a_server_is_asked_for_the_shortest_answer_that_it_knows(
+    manager: ServerManager, options: list[str] | None, asked: dict[str, Any], left_out: set[str]
+) -> None:
+    control(manager, generate_options=options)
+    generation = await manager.generate(input_ids=[1, 2], max_tokens=3)
+    request = last_request(manager)
+    assert {name: request[name] for name in asked} == asked
+    assert not left_out & request.keys()
+    assert generation.output_logprobs == [[-0.25 - 0.001 * i for i in range(len(generation.output_tokens[0]))]]
+    assert generation.weight_spans == [[Span(Weights(0, 4), len(generation.output_tokens[0]))]]
+
+
+async def test_alternatives_are_asked_for_in_tables(manager: ServerManager) -> None:
+    control(manager, generate_options=["return_text", "token_logprobs"])
+    await manager.generate(input_ids=[1, 2], max_tokens=3, logprobs=4)
+    request = last_request(manager)
+    assert (request["logprobs"], request["return_text"], "token_logprobs" in request) == (4, False, False)
+
+
 def test_answers_that_do_not_line_up_are_refused() -> None:
+    numbers = {"token_logprobs": [[-0.1, -0.2]], "finish_reasons": ["stop"], "token_ids": [[5, 6]]}
+    assert parse_generation([1], numbers).output_logprobs == [[-0.1, -0.2]]
+    with pytest.raises(ValueError, match="different lengths"):
+        parse_generation([1], numbers | {"token_ids": [[5]]})
+    with pytest.raises(ValueError, match="zip"):
+        parse_generation([1], numbers | {"weight_version_spans": [[[1, 2]]], "weight_epoch_spans": [[]]})
     answer = {"logprobs": [[[{"5": -0.1}], [{"6": -0.2}]]], "finish_reasons": ["stop"], "token_ids": [[5, 6]]}
     assert parse_generation([1], answer).output_logprobs == [[-0.1, -0.2]]
     with pytest.raises(ValueError, match="token_ids"):

@@ -1,13 +1,15 @@
 """Conversations kept token for token, over turns and branches."""
 
+import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atroposlib.envs.server_handling.generation import Generation, Weights
-from atroposlib.envs.server_handling.sequence_tracker import SequenceTracker
+from atroposlib.envs.server_handling.generation import Generation, Span, Weights, joined, spans_of, weight_fields
+from atroposlib.envs.server_handling.sequence_tracker import SequenceNode, SequenceTracker
 
 
 def trained(node: Any) -> str:
@@ -215,6 +217,70 @@ def test_the_oldest_weights_are_those_that_were_served_first() -> None:
     assert node.weights == Weights(epoch=1000, version=17)
     (node,) = turn(tracker, "<other>", "x", version=3)
     assert (node.weight_version, node.weight_epoch) == (3, None), "a server that tells no epochs"
+
+
+SPANS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 4)), max_size=4)
+"""(epoch, version, tokens) as a server tells them."""
+
+
+@given(st.lists(SPANS, min_size=1, max_size=5), st.booleans())
+def test_every_sampled_token_of_a_conversation_keeps_its_weights(
+    turns: list[list[tuple[int, int, int]]], one_untold: bool
+) -> None:
+    tracker = SequenceTracker(TOKENIZER)
+    text = ""
+    expected: list[Weights] = []
+    for number, told in enumerate(turns):
+        spans = [Span(Weights(epoch, version), count) for epoch, version, count in told]
+        completion = "x" * sum(span.tokens for span in spans)
+        text += f"<{number}>"
+        ids, request = tracker.prompt(text)
+        generation = sampled(ids, completion)
+        generation.weight_spans = None if one_untold and number == 0 else [spans]
+        (node,) = tracker.add(text, request, generation)
+        text += completion
+        expected += [span.weights for span in spans for _ in range(span.tokens)]
+    if one_untold:
+        assert node.weight_spans is None, "of some tokens nobody knows"
+        return
+    assert [span.weights for span in node.weight_spans for _ in range(span.tokens)] == expected
+    assert len(expected) == sum(token != -100 for token in node.masked_tokens)
+    assert all(span.tokens for span in node.weight_spans)
+    assert all(one.weights != next_one.weights for one, next_one in pairwise(node.weight_spans)), "side by side they are one"
+    assert SequenceNode(**json.loads(json.dumps(node.model_dump()))) == node, "it travels through a proxy"
+
+
+def test_a_branch_keeps_the_weights_of_its_own_past() -> None:
+    tracker = SequenceTracker(TOKENIZER)
+    for text, completion, version in (("<q>", "abc", 1), ("<q>abc<r>", "de", 2), ("<q>abc<other>", "f", 3)):
+        ids, request = tracker.prompt(text)
+        generation = sampled(ids, completion, version=version)
+        generation.weight_spans = [[Span(Weights(0, version), len(completion))]]
+        tracker.add(text, request, generation)
+    spans = [[(span.weights.version, span.tokens) for span in node.weight_spans or []] for node in tracker.nodes]
+    assert sorted(spans) == [[(1, 3), (2, 2)], [(1, 3), (3, 1)]]
+
+
+def test_spans_that_do_not_cover_the_completion_are_refused() -> None:
+    tracker = SequenceTracker(TOKENIZER)
+    ids, request = tracker.prompt("<q>")
+    generation = sampled(ids, "abc")
+    generation.weight_spans = [[Span(Weights(0, 1), 2)]]
+    with pytest.raises(ValueError, match="3 tokens, but its weight spans cover"):
+        tracker.add("<q>", request, generation)
+
+
+@given(st.lists(SPANS, min_size=1, max_size=4), st.booleans())
+def test_a_group_says_the_spans_of_all_its_sequences_or_of_none(
+    rows: list[list[tuple[int, int, int]]], one_untold: bool
+) -> None:
+    told = [joined([Span(Weights(epoch, version), count) for epoch, version, count in row]) for row in rows]
+    spans: list[list[Span] | None] = [None if one_untold and index == 0 else row for index, row in enumerate(told)]
+    fields = weight_fields([Weights(0, 0) for _ in rows], spans)
+    if one_untold:
+        assert not {"weight_version_spans", "weight_epoch_spans"} & fields.keys()
+        return
+    assert spans_of(fields["weight_version_spans"], fields.get("weight_epoch_spans")) == told
 
 
 class StartingTokenizer(OddTokenizer):

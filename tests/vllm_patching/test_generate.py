@@ -1,0 +1,121 @@
+"""generate.py: what is asked of vLLM for each form of the answer, and how the answer is written."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from vllm_patching.generate import GenerateRequest, Generator, LogprobNotFinite, TokenPrompt
+from vllm_patching.version_spans import Span, VersionSpans, Weights
+
+
+@dataclass
+class Flat:
+    """vLLM's FlatLogprobs, filled as vLLM does it: at each position the sampled token first."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    start_indices: list[int] = field(default_factory=list)
+    end_indices: list[int] = field(default_factory=list)
+
+    def add(self, *entries: tuple[int, float]) -> None:
+        self.start_indices.append(len(self.token_ids))
+        for token, logprob in entries:
+            self.token_ids.append(token)
+            self.logprobs.append(logprob)
+        self.end_indices.append(len(self.token_ids))
+
+
+@dataclass
+class Completion:
+    token_ids: list[int]
+    logprobs: Flat
+    text: str = "text"
+    finish_reason: str = "length"
+
+
+def completion(*positions: list[tuple[int, float]]) -> Completion:
+    flat = Flat()
+    for position in positions:
+        flat.add(*position)
+    return Completion([position[0][0] for position in positions], flat)
+
+
+def answer_of(monkeypatch: pytest.MonkeyPatch, completions: list[Completion], **fields: Any) -> dict[str, Any]:
+    """What /generate writes when the engine gives these completions."""
+    spans = VersionSpans()
+    generator = Generator(None, spans)
+    left = list(completions)
+
+    async def one(token_ids: list[int], parameters: dict[str, Any]) -> tuple[Any, list[Span]]:
+        given = left.pop(0)
+        return given, [Span(Weights(9, 4), 1), Span(Weights(9, 5), len(given.token_ids) - 1)]
+
+    monkeypatch.setattr(generator, "_one", one)
+    request = GenerateRequest(prompt=TokenPrompt(prompt_token_ids=[1, 2]), n=len(completions), **fields)
+    answer: dict[str, Any] = json.loads(asyncio.run(generator.generate(request)).to_json())
+    return answer
+
+
+TWO = [completion([(5, -0.5)], [(6, -1.25)]), completion([(7, -0.1)])]
+
+
+def test_tables_and_text_unless_asked_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = answer_of(monkeypatch, TWO)
+    assert answer["logprobs"] == [[{"5": -0.5}, {"6": -1.25}], [{"7": -0.1}]]
+    assert answer["text"] == ["text", "text"]
+    assert "token_logprobs" not in answer
+    assert answer["token_ids"] == [[5, 6], [7]]
+    assert answer["weight_version_spans"][0] == [[4, 1], [5, 1]]
+    assert answer["weight_epoch_spans"][0] == [9, 9]
+    assert (answer["weight_versions"], answer["weight_epochs"], answer["prompt_token_ids"]) == ([4, 4], [9, 9], [1, 2])
+
+
+def test_numbers_alone_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = answer_of(monkeypatch, TWO, token_logprobs=True, return_text=False)
+    assert answer["token_logprobs"] == [[-0.5, -1.25], [-0.1]]
+    assert not {"logprobs", "text"} & answer.keys()
+
+
+@given(st.lists(st.floats(-1024, 0, width=32), min_size=1, max_size=20))
+def test_logprobs_keep_every_bit(values: list[float]) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        given = completion(*([(index, value)] for index, value in enumerate(values)))
+        assert answer_of(monkeypatch, [given], token_logprobs=True)["token_logprobs"] == [values]
+
+
+def test_alternatives_that_cannot_be_sampled_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = completion([(5, -0.5), (6, -0.25), (9, -math.inf)], [(6, -0.1), (6, -0.1), (8, -3.0)])
+    answer = answer_of(monkeypatch, [given], logprobs=2)
+    assert answer["logprobs"] == [[{"5": -0.5, "6": -0.25}, {"6": -0.1, "8": -3.0}]]
+    assert answer_of(monkeypatch, [given], token_logprobs=True)["token_logprobs"] == [[-0.5, -0.1]]
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
+def test_a_logprob_that_is_no_number_is_no_answer(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+    given = completion([(5, -0.5)], [(6, value)])
+    with pytest.raises(LogprobNotFinite, match=r"token 6 at position 1 of a completion is -?(nan|inf).*the trainer"):
+        answer_of(monkeypatch, [given], token_logprobs=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "detokenize"),
+    [({}, True), ({"return_text": False}, False), ({"return_text": False, "stop": ["x"]}, True), ({"stop": "x"}, True)],
+)
+def test_vllm_makes_text_only_where_it_is_needed(fields: dict[str, Any], detokenize: bool) -> None:
+    parameters = GenerateRequest(prompt="x", seed=7, **fields).sampling_parameters(2)
+    assert (parameters["detokenize"], parameters["flat_logprobs"], parameters["seed"]) == (detokenize, True, 9)
+    assert not {"prompt", "n", "return_text", "token_logprobs"} & parameters.keys()
+
+
+def test_numbers_have_no_place_for_alternatives() -> None:
+    with pytest.raises(ValidationError, match=r"logprobs 3 asks for alternatives.*leave one out"):
+        GenerateRequest(prompt="x", logprobs=3, token_logprobs=True)
