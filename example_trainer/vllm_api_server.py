@@ -331,6 +331,7 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Doo
         background.add(task)
         task.add_done_callback(background.discard)
 
+    compat.take_logprobs_together()
     compat.wrap_server(module, on_app, on_state)
 
     run_server = module.run_server

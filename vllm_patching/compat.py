@@ -169,6 +169,34 @@ def follow_outputs(engine: Any, known: Callable[[str], None], before: Callable[[
     processor.add_request, processor.process_outputs = add_and_tell, tell_and_process
 
 
+def take_logprobs_together() -> None:
+    """Have vLLM's front end put the logprobs of all new tokens of a request into its flat lists at once, where nobody asked for
+    alternatives or text; it goes through them one by one otherwise.
+    """
+    processor = importlib.import_module("vllm.v1.engine.logprobs").LogprobsProcessor
+    flat_kind = importlib.import_module("vllm.logprobs").FlatLogprobs
+    if not hasattr(processor, "_update_sample_logprobs"):
+        raise UnsupportedVllm(_seam_missing("LogprobsProcessor._update_sample_logprobs"))
+    one_by_one = processor._update_sample_logprobs
+
+    def together(self: Any, rows: Any) -> None:
+        flat = self.logprobs
+        if self.num_logprobs != 0 or self.tokenizer is not None or not isinstance(flat, flat_kind):
+            one_by_one(self, rows)
+            return
+        token_ids, logprobs, ranks = rows[:3]
+        sampled, first = logprobs[:, 0].tolist(), len(flat.logprobs)
+        flat.start_indices.extend(range(first, first + len(sampled)))
+        flat.end_indices.extend(range(first + 1, first + 1 + len(sampled)))
+        flat.token_ids.extend(token_ids[:, 0].tolist())
+        flat.logprobs.extend(sampled)
+        flat.ranks.extend(ranks.tolist())
+        flat.decoded_tokens.extend([None] * len(sampled))
+        self.cumulative_logprob += sum(sampled)
+
+    processor._update_sample_logprobs = together
+
+
 class HeldOutputs:
     """Makes the engine's front end wait, when asked, before it hands the next outputs to their requests."""
 

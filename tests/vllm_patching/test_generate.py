@@ -8,11 +8,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from vllm_patching import compat
 from vllm_patching.generate import GenerateRequest, Generator, LogprobNotFinite, TokenPrompt
 from vllm_patching.version_spans import Span, VersionSpans, Weights
 
@@ -119,3 +121,28 @@ def test_vllm_makes_text_only_where_it_is_needed(fields: dict[str, Any], detoken
 def test_numbers_have_no_place_for_alternatives() -> None:
     with pytest.raises(ValidationError, match=r"logprobs 3 asks for alternatives.*leave one out"):
         GenerateRequest(prompt="x", logprobs=3, token_logprobs=True)
+
+
+@pytest.mark.parametrize("num_logprobs", [0, 2])
+def test_logprobs_taken_together_are_those_taken_one_by_one(monkeypatch: pytest.MonkeyPatch, num_logprobs: int) -> None:
+    logprobs = pytest.importorskip("vllm.v1.engine.logprobs", reason="needs vLLM")
+    from vllm.logprobs import FlatLogprobs
+    from vllm.v1.outputs import LogprobsLists
+
+    processor = logprobs.LogprobsProcessor
+    monkeypatch.setattr(processor, "_update_sample_logprobs", processor._update_sample_logprobs)  # put back afterwards
+    draw, width = np.random.default_rng(0), num_logprobs + 1
+    steps = [
+        LogprobsLists(draw.integers(0, 99, (n, width)), draw.normal(size=(n, width)).astype("f4"), draw.integers(0, 9, n), None)
+        for n in (1, 16, 3)
+    ]
+    taken = []
+    for patch in (lambda: None, compat.take_logprobs_together):
+        patch()
+        found = processor(None, FlatLogprobs(), None, 0.0, num_logprobs, None)
+        for rows in steps:
+            found._update_sample_logprobs(rows)
+        taken.append(found)
+    one_by_one, together = taken
+    assert together.logprobs == one_by_one.logprobs
+    assert together.cumulative_logprob == pytest.approx(one_by_one.cumulative_logprob)

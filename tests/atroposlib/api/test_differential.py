@@ -115,10 +115,15 @@ def without_additions(step: Step, found: Any) -> Any:
     if step.path == "/batch" and isinstance(found, dict) and found.get("batch"):
         del found["batch_id"]
         for entry in found["batch"]:
-            del entry["weight_versions"], entry["weight_epochs"]
+            without_weights(entry)
     if step.path == "/latest_example" and found["tokens"]:
-        del found["weight_versions"], found["weight_epochs"]
+        without_weights(found)
     return found
+
+
+def without_weights(group: dict[str, Any]) -> None:
+    for name in ("weight_versions", "weight_epochs", "weight_version_spans", "weight_epoch_spans"):
+        del group[name]
 
 
 def brief(step: Step, expected: Any, found: Any) -> Any:

@@ -62,6 +62,8 @@ def test_groups_come_back_with_every_field(service: Service) -> None:
         distill_logprobs=[[[-0.1, -0.2]] * 3] * 4,
         weight_versions=[3, 4, 5, 6],
         weight_epochs=[0, 0, 9, 9],
+        weight_version_spans=[[[3, 2]], [[4, 1], [5, 1]], [[5, 2]], []],
+        weight_epoch_spans=[[0], [0, 9], [9], []],
         unknown_to_the_service=[1],
     )
     service.post("/scored_data", sent)
