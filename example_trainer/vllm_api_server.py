@@ -117,6 +117,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         args.model = args.model_tag
     if args.bridge_timeout <= 0:
         fail(f"--bridge-timeout {args.bridge_timeout:g} must be larger than 0 (seconds)")
+    if args.api_server_count not in (None, 1):
+        fail(
+            f"--api-server-count {args.api_server_count}: one process must own the bridge's state and count which weights each "
+            "token was sampled with; leave it out, and start several servers where one is not enough"
+        )
     if args.weight_version < 0:
         fail(f"--weight-version {args.weight_version} must be 0 or larger")
     if args.weight_epoch < 0:
@@ -219,7 +224,6 @@ def refuse_what_moves_weights(args: argparse.Namespace) -> None:
         "pipeline_parallel_size": (1, "only tensor parallelism is supported"),
         "data_parallel_size": (1, "start one server for each replica instead"),
         "quantization": (None, "quantised weights differ from the trainer's"),
-        "api_server_count": (1, "one process must own the bridge's state"),
         "cpu_offload_gb": (0, "offloaded weights move"),
         "weight_transfer_config": (None, "vLLM's own way of updating weights would overwrite the trainer's unseen"),
         "enable_eplb": (False, "balancing experts moves weights"),
@@ -247,7 +251,7 @@ def prepare_lora(args: argparse.Namespace, shared: bool) -> None:
             "--enable-lora cannot be combined with VLLM_ENABLE_SHARED_WEIGHTS=1: the weights under adapters stay as they are; "
             "`unset VLLM_ENABLE_SHARED_WEIGHTS`, or leave --enable-lora out"
         )
-    for name in ("pipeline_parallel_size", "data_parallel_size", "api_server_count"):
+    for name in ("pipeline_parallel_size", "data_parallel_size"):
         if getattr(args, name, 1) not in (1, None):
             fail(f"--{name.replace('_', '-')} {getattr(args, name)} cannot be combined with --enable-lora: only 1 is supported")
     if args.max_cpu_loras is None:

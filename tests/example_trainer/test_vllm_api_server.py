@@ -52,6 +52,7 @@ EXPECTED = {
     "developers": "VLLM_SERVER_DEV_MODE=1 cannot be combined with VLLM_ENABLE_SHARED_WEIGHTS=1",
     "developers and adapters": "VLLM_SERVER_DEV_MODE=1 cannot be combined with --enable-lora",
     "deadline": "--bridge-timeout 0 must be larger than 0",
+    "front ends": "--api-server-count 2: one process must own the bridge's state and count",
 }
 
 
@@ -78,6 +79,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], in
             "developers": ["VLLM_SERVER_DEV_MODE=1", *good],
             "developers and adapters": ["VLLM_SERVER_DEV_MODE=1", "VLLM_ENABLE_SHARED_WEIGHTS=0", *good, "--enable-lora"],
             "deadline": [*good, "--bridge-timeout", "0"],
+            "front ends": ["VLLM_ENABLE_SHARED_WEIGHTS=0", *good, "--api-server-count", "2"],
         }
         result = subprocess.run(
             [sys.executable, "-c", RUN_ALL, json.dumps(lines)],
