@@ -6,16 +6,19 @@ import asyncio
 import json
 import math
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from vllm_patching import compat
 from vllm_patching.generate import GenerateRequest, Generator, LogprobNotFinite, TokenPrompt
+from vllm_patching.routes import LockstepService, make_router
 from vllm_patching.version_spans import Span, VersionSpans, Weights
 
 
@@ -146,3 +149,51 @@ def test_logprobs_taken_together_are_those_taken_one_by_one(monkeypatch: pytest.
     one_by_one, together = taken
     assert together.logprobs == one_by_one.logprobs
     assert together.cumulative_logprob == pytest.approx(one_by_one.cumulative_logprob)
+
+
+async def _call(service: LockstepService, messages: asyncio.Queue[dict[str, Any]]) -> list[dict[str, Any]]:
+    """POST /generate by ASGI; what comes from the client is put into `messages`."""
+    app, sent = FastAPI(), list[dict[str, Any]]()
+    app.include_router(make_router(service))
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/generate", "query_string": b"", "headers": headers}
+    await asyncio.wait_for(app(scope, messages.get, send), 30)  # type: ignore[arg-type]
+    return sent
+
+
+@pytest.mark.parametrize("goes", [False, True])
+def test_a_client_that_goes_away_is_not_sampled_for(goes: bool) -> None:
+    async def run() -> None:
+        began, cancelled = asyncio.Event(), asyncio.Event()
+
+        class Slow:
+            async def generate(self, request: GenerateRequest) -> Any:
+                began.set()
+                try:
+                    if goes:
+                        await asyncio.Event().wait()
+                    return SimpleNamespace(to_json=lambda: b'{"n":%d}' % request.n)
+                except asyncio.CancelledError:
+                    cancelled.set()
+                    raise
+
+        service = LockstepService()
+        service.generator = Slow()  # type: ignore[assignment]
+        messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        body = json.dumps({"prompt": "x", "n": 3}).encode()
+        messages.put_nowait({"type": "http.request", "body": body, "more_body": False})
+        call = asyncio.create_task(_call(service, messages))
+        await asyncio.wait_for(began.wait(), 30)
+        if goes:
+            messages.put_nowait({"type": "http.disconnect"})
+        start, content = await call
+        assert start["status"] == (499 if goes else 200)
+        assert goes or content["body"] == b'{"n":3}'
+        if goes:
+            await asyncio.wait_for(cancelled.wait(), 30)
+
+    asyncio.run(run())
