@@ -26,7 +26,7 @@ from bench.measured import measured
 from example_trainer.models import Decoder
 from example_trainer.models.geometry import Geometry
 from example_trainer.models.gradients import GradientSums
-from example_trainer.models.ops import fast_kernels, reference
+from example_trainer.models.ops import fast_kernels, reference, triton_gradients
 from example_trainer.models.packing import NO_PARENT, Packing
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -116,7 +116,7 @@ def silu(dtype: torch.dtype, rows: int, width: int) -> Result:
     gate, up = wide.chunk(2, -1)
     expected = F.silu(gate) * up
     (gradient,) = torch.autograd.grad((expected * dy.double()).sum(), wide)
-    mine = fast_kernels.silu_and_mul(x), fast_kernels.silu_and_mul_gradient(dy, x)
+    mine = fast_kernels.silu_and_mul(x), triton_gradients.silu_and_mul_gradient(dy, x)
     return worst(KERNEL_LIMIT[dtype], list(zip(mine, (expected, gradient), strict=True)))
 
 
@@ -131,7 +131,7 @@ def softmax(dtype: torch.dtype, rows: int, vocab: int, temperature: float) -> Re
         5e-6, [(logprobs, chosen), (entropy, -(table.exp() * table).sum(-1)), (lse, (wide / temperature).logsumexp(-1))]
     )
     (gradient,) = torch.autograd.grad((chosen * upstream.double()).sum(), wide)
-    fast_kernels.softmax_gradient(logits, targets, lse, upstream, temperature)
+    triton_gradients.logit_gradient(logits, targets, lse, upstream, temperature)
     backward = worst(KERNEL_LIMIT[dtype], [(logits, gradient)])
     return forward[0] and backward[0], f"{forward[1]} and {backward[1]}"
 

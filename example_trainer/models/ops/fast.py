@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from example_trainer.models.gradients import Total
 from example_trainer.models.ops import fast_attention, fast_kernels
 from example_trainer.models.ops.reference import rotary_table
+from example_trainer.models.ops.triton_gradients import logit_gradient, silu_and_mul_gradient
 from example_trainer.models.packing import Packing
 
 __all__ = [
@@ -226,7 +227,7 @@ class _SiluAndMul(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        return fast_kernels.silu_and_mul_gradient(dy.contiguous(), x)
+        return silu_and_mul_gradient(dy, x)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -313,7 +314,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         for start in range(0, len(targets), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             logits = hidden[part] @ weight.t()
-            fast_kernels.softmax_gradient(logits, targets[part], lses[part], upstream[part], ctx.temperature)
+            logit_gradient(logits, targets[part], lses[part], upstream[part], ctx.temperature)
             torch.mm(logits, weight, out=gradient[part])
             if trained:
                 _add_product(ctx.total() if fresh is None else fresh, logits, hidden[part])

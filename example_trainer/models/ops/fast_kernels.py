@@ -157,22 +157,6 @@ def _silu_and_mul(x, y, width, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _silu_and_mul_gradient(dy, x, dx, width, SIZE: tl.constexpr):
-    """dx of one row; may be written over x."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
-    live = column < width
-    at = row * (2 * width) + column
-    gate = tl.load(x + at, mask=live, other=0.0).to(tl.float32)
-    up = tl.load(x + at + width, mask=live, other=0.0).to(tl.float32)
-    slope = tl.load(dy + row * width + column, mask=live, other=0.0).to(tl.float32)
-    chance = tl.sigmoid(gate)
-    gate_slope = slope * up * chance * (1.0 + gate * (1.0 - chance))
-    tl.store(dx + at, gate_slope.to(dx.dtype.element_ty), mask=live)
-    tl.store(dx + at + width, (slope * gate * chance).to(dx.dtype.element_ty), mask=live)
-
-
-@triton.jit
 def _softmax_figures(logits, targets, logprobs, entropies, lses, width, stride, inverse_temperature, SIZE: tl.constexpr):
     """Of one row, in one pass: log Σ exp, the target's logprob, and the entropy log Σ exp - Σ softmax · logit."""
     row = tl.program_id(0).to(tl.int64)
@@ -199,18 +183,6 @@ def _softmax_figures(logits, targets, logprobs, entropies, lses, width, stride, 
     tl.store(lses + row, lse)
     tl.store(logprobs + row, target - lse)
     tl.store(entropies + row, lse - tl.sum(weighted * fade, axis=0) / whole)
-
-
-@triton.jit
-def _softmax_gradient(logits, targets, lses, upstream, width, stride, inverse_temperature, SIZE: tl.constexpr):
-    """Over the logits: upstream · (onehot(target) - softmax(logits / temperature)) / temperature."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
-    live = column < width
-    value = tl.load(logits + row * stride + column, mask=live, other=0.0).to(tl.float32) * inverse_temperature
-    hit = tl.where(column == tl.load(targets + row), 1.0, 0.0)
-    slope = (hit - tl.exp(value - tl.load(lses + row))) * (tl.load(upstream + row) * inverse_temperature)
-    tl.store(logits + row * stride + column, slope.to(logits.dtype.element_ty), mask=live)
 
 
 def _warps(width: int) -> int:
@@ -308,15 +280,6 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 @on_its_device
-def silu_and_mul_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    """Gradient of x [rows, 2 · width] from dy [rows, width], both contiguous."""
-    dx = torch.empty_like(x)
-    width = dy.shape[1]
-    _silu_and_mul_gradient[(dy.shape[0], triton.cdiv(width, 1024))](dy, x, dx, width, SIZE=1024, num_warps=4)
-    return dx
-
-
-@on_its_device
 def softmax_figures(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Logprob of each target, entropy, and log of the softmax's denominator, all [rows] float32, of logits [rows, vocab]."""
     logprobs, entropies, lses = (torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(3))
@@ -324,15 +287,6 @@ def softmax_figures(logits: Tensor, targets: Tensor, temperature: float) -> tupl
         logits, targets, logprobs, entropies, lses, logits.shape[1], logits.stride(0), 1.0 / temperature, SIZE=4096, num_warps=8
     )
     return logprobs, entropies, lses
-
-
-@on_its_device
-def softmax_gradient(logits: Tensor, targets: Tensor, lses: Tensor, upstream: Tensor, temperature: float) -> None:
-    """Replace logits [rows, vocab] by their gradient, given that of the logprobs, `upstream` [rows] float32."""
-    rows, vocab = logits.shape
-    _softmax_gradient[(rows, triton.cdiv(vocab, 4096))](
-        logits, targets, lses, upstream, vocab, logits.stride(0), 1.0 / temperature, SIZE=4096, num_warps=8
-    )
 
 
 def _multiprocessors(x: Tensor) -> int:

@@ -144,15 +144,16 @@ def _norm_gradient(
     tl.store(inverse + row, scale, mask=row_live)
 
 
-@triton.jit(do_not_specialize=["elements"])
-def _silu_gradient(dy, x, dx, elements, width, SIZE: tl.constexpr):
-    """Gradient of silu(x[:, :width]) · x[:, width:]."""
-    index = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    live = index < elements
-    at = (index // width) * (2 * width) + index % width
+@triton.jit
+def _silu_gradient(dy, x, dx, width, SIZE: tl.constexpr):
+    """Gradient of one row of silu(x[:width]) · x[width:]."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    live = column < width
+    at = row * (2 * width) + column
     gate = tl.load(x + at, mask=live, other=0.0).to(tl.float32)
     up = tl.load(x + at + width, mask=live, other=0.0).to(tl.float32)
-    slope = tl.load(dy + index, mask=live, other=0.0).to(tl.float32)
+    slope = tl.load(dy + row * width + column, mask=live, other=0.0).to(tl.float32)
     chance = 1.0 / (1.0 + tl.exp(-gate))
     gate_slope = slope * up * chance * (1.0 + gate * (1.0 - chance))
     tl.store(dx + at, gate_slope.to(dx.dtype.element_ty), mask=live)
@@ -180,15 +181,15 @@ def _embedding_gradient(dy, sorted_ids, order, out, tokens, width, WIDTH: tl.con
 
 
 @triton.jit
-def _logit_gradient(logits, targets, lse, upstream, out, width, SIZE: tl.constexpr):
-    """out = upstream · (onehot(target) - softmax(logits)); may be written over the logits."""
+def _logit_gradient(logits, targets, lse, upstream, width, stride, inverse_temperature, SIZE: tl.constexpr):
+    """Over the logits of one row: upstream · (onehot(target) - softmax(logits / temperature)) / temperature."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     live = column < width
-    value = tl.load(logits + row * width + column, mask=live, other=0.0).to(tl.float32)
+    value = tl.load(logits + row * stride + column, mask=live, other=0.0).to(tl.float32) * inverse_temperature
     hit = (column == tl.load(targets + row)).to(tl.float32)
-    slope = (hit - tl.exp(value - tl.load(lse + row))) * tl.load(upstream + row)
-    tl.store(out + row * width + column, slope.to(out.dtype.element_ty), mask=live)
+    slope = (hit - tl.exp(value - tl.load(lse + row))) * (tl.load(upstream + row) * inverse_temperature)
+    tl.store(logits + row * stride + column, slope.to(logits.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -264,7 +265,8 @@ def silu_and_mul_gradient(dy: Tensor, x: Tensor) -> Tensor:
     """Gradient for x [rows, 2 · width] of silu_and_mul, from dy [rows, width]."""
     dy, x = dy.contiguous(), x.contiguous()
     dx = torch.empty_like(x)
-    _silu_gradient[(triton.cdiv(dy.numel(), 1024),)](dy, x, dx, dy.numel(), dy.shape[1], SIZE=1024, num_warps=4)
+    rows, width = dy.shape
+    _silu_gradient[(rows, triton.cdiv(width, 1024))](dy, x, dx, width, SIZE=1024, num_warps=4)
     return dx
 
 
@@ -278,10 +280,16 @@ def add_embedding_gradient(dy: Tensor, ids: Tensor, total: Tensor) -> None:
 
 
 @on_its_device
-def logit_gradient(logits: Tensor, targets: Tensor, lse: Tensor, upstream: Tensor) -> Tensor:
-    """upstream · (onehot(target) - softmax(logits)), [rows, vocab] in the logits' dtype, written over the logits."""
-    grid = (logits.shape[0], triton.cdiv(logits.shape[1], 4096))
-    _logit_gradient[grid](logits, targets, lse, upstream, logits, logits.shape[1], SIZE=4096, num_warps=8)
+def logit_gradient(logits: Tensor, targets: Tensor, lse: Tensor, upstream: Tensor, temperature: float = 1.0) -> Tensor:
+    """Gradient of logits [rows, vocab] from that of the targets' logprobs, `upstream` [rows] float32; written over the logits.
+
+    Args:
+        lse: [rows] float32, log of the denominators of softmax(logits / temperature).
+    """
+    rows, vocab = logits.shape
+    _logit_gradient[(rows, triton.cdiv(vocab, 4096))](
+        logits, targets, lse, upstream, vocab, logits.stride(0), 1.0 / temperature, SIZE=4096, num_warps=8
+    )
     return logits
 
 
