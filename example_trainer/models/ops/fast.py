@@ -4,7 +4,7 @@ What it does about each thing that a plain decoder spends its time on (figures: 
 
     matrix products    as many as there are, none more; a weight's gradient is added to its float32 sum by the product itself
     norms, rotations   one kernel each way (`fast_kernels`), recomputed rather than kept where that is cheap
-    attention          FlashAttention 4 where it is installed (`pip install flash-attn-4`, Hopper and later), else the
+    attention          FlashAttention 4 as vLLM brings it (Hopper and later), else the
                        FlashAttention 2 that PyTorch has; both attend to shared prefixes
     output head        logits of a chunk of tokens in 16 bits, read once forward and once backward: no float32 table
 """
