@@ -185,9 +185,10 @@ class WholeRun:
             str(args.sequences // micro), "--lr", "1e-6", "--max-staleness", str(args.staleness), "--seq-len",
             str(args.cap + PROMPT_ROOM), *(["--deterministic"] if part == "deterministic" else []), *args.trainer_flags.split(),
         )  # fmt: skip
+        questions, workers = str(args.questions.resolve()), str(args.in_flight // args.group)
         environment = stack.start_environment(
-            "bench/gpu/length_env.py", f"{server.url}/v1", "--env.questions", str(args.questions.resolve()), "--env.group_size",
-            str(args.group), "--env.max_token_length", str(args.cap), "--env.max_num_workers", str(args.in_flight // args.group),
+            "bench/gpu/length_env.py", f"{server.url}/v1", "--env.questions", questions, "--env.group_size", str(args.group),
+            "--env.max_token_length", str(args.cap), "--env.max_num_workers", workers,
             "--env.max_batches_offpolicy", str(args.ahead), "--env.ensure_scores_are_not_same", "false",
         )  # fmt: skip
         rows = RowsAsTheyCome(stack.metrics)
@@ -204,8 +205,8 @@ class WholeRun:
         config = {
             "max_steps": args.steps, "num_generations": args.group, "max_completion_length": args.cap,
             "max_staleness": args.staleness, "token_budget": 16384, "gradient_accumulation_steps": TRL_PASSES,
-            "max_inflight_tasks": args.in_flight, "queue_maxsize": 1024, "learning_rate": 1e-6, "vllm_server_base_url": server.url,
-            "dtype": args.trl_dtype,
+            "max_inflight_tasks": args.in_flight, "queue_maxsize": 1024, "learning_rate": 1e-6, "dtype": args.trl_dtype,
+            "vllm_server_base_url": server.url,
         }  # fmt: skip
         asked = {"model": str(self.model), "questions": str(args.questions), "folder": str(self.work / "trl"), "config": config}
         settings.write_text(json.dumps(asked), encoding="utf-8")
