@@ -42,10 +42,10 @@ ROUNDS = 3
 PROFILED = {"1 sequence": 64, "256 sequences": 32}
 """Load -> tokens of each sequence while the GPU's kernels are timed; after the measurements, which this would slow down."""
 STEPS: dict[str, dict[str, Any]] = {
-    "16 x 512 to 1024": {"sequences": 16, "lengths": [512, 1024], "micro": 8, "count": 8},
-    "4 x 3000 to 4000": {"sequences": 4, "lengths": [3000, 4000], "micro": 1, "count": 6},
+    "16 x 512 to 1024": {"sequences": 16, "lengths": [512, 1024], "tokens": 8192, "count": 8},
+    "4 x 3000 to 4000": {"sequences": 4, "lengths": [3000, 4000], "tokens": 4096, "count": 6},
 }
-TINY_STEPS: dict[str, dict[str, Any]] = {"4 x 8 to 16": {"sequences": 4, "lengths": [8, 16], "micro": 2, "count": 4}}
+TINY_STEPS: dict[str, dict[str, Any]] = {"4 x 8 to 16": {"sequences": 4, "lengths": [8, 16], "tokens": 32, "count": 4}}
 
 
 class Cost:

@@ -19,7 +19,7 @@ import torch
 from bench.gpu.line_protocol import Answers, serve
 from bench.gpu.shapes import SHAPES
 from bench.gpu.trainer import BenchTrainer, parse, set_up
-from example_trainer.deterministic.decoder import DeterministicDecoder
+from example_trainer.deterministic.pairing import deterministic_decoder
 from example_trainer.models.packing import Packing
 from vllm_patching.batch_invariant import ops
 from vllm_patching.batch_invariant.provenance import provenance_difference, table_hash
@@ -43,11 +43,11 @@ class Rollout:
 class ParityTrainer(BenchTrainer):
     """BenchTrainer with the deterministic decoder."""
 
-    decoder = DeterministicDecoder
+    decoder = staticmethod(deterministic_decoder)
 
     def pair(self) -> dict[str, str]:
         """What differs between the server's kernels and tables and ours; empty strings if nothing does."""
-        assert isinstance(self.model, DeterministicDecoder)
+        assert self.model is not None
         theirs = httpx.get(f"{self.url}/bridge/info", timeout=30).raise_for_status().json()["deterministic"]
         if theirs is None:
             return {"provenance": "the server is not in deterministic mode", "rotary_table": ""}
@@ -110,7 +110,7 @@ class ParityTrainer(BenchTrainer):
 
     @torch.no_grad()
     def _logprobs(self, rollouts: Sequence[Rollout]) -> torch.Tensor:
-        assert isinstance(self.model, DeterministicDecoder)
+        assert self.model is not None
         lengths = [len(r.prompt) + len(r.tokens) - 1 for r in rollouts]
         ids = torch.tensor([t for r in rollouts for t in (r.prompt + r.tokens)[:-1]], device=self.device)
         packing = Packing(lengths, self.device)
@@ -119,9 +119,10 @@ class ParityTrainer(BenchTrainer):
             torch.arange(begin + len(r.prompt) - 1, begin + length)
             for begin, length, r in zip(packing.begins, lengths, rollouts, strict=False)
         ]
-        hidden = self.model.packed(ids, packing).index_select(0, torch.cat(sources).to(self.device))
+        hidden = self.model(ids, packing).index_select(0, torch.cat(sources).to(self.device))
         targets = torch.tensor([t for r in rollouts for t in r.tokens], device=self.device)
-        return ops.chosen_logprobs(hidden, self.model.output_weight, targets)
+        counts = Packing([len(r.tokens) for r in rollouts], self.device)
+        return self.model.chosen_logprobs(hidden, targets, counts)[0]
 
     async def _sample(
         self, concurrency: int, requests: int, prompts: Sequence[int], new: Sequence[int], seed: int, shared: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,22 +71,12 @@ def random_bin(work: Work, vocab_size: int, device: torch.device, seed: int = 0)
     if not work.groups:
         raise ValueError(f"{work.group} sequences of {work.length} tokens do not fit a bin of {work.tokens}")
     draw = np.random.default_rng(seed)
-    positions = np.arange(work.prompt, work.length)
     sequences = []
     for group in range(work.groups):
         prompt = draw.integers(3, vocab_size, work.prompt)
         for number in range(work.group):
-            sequences.append(
-                TrainedSequence(
-                    tokens=np.concatenate((prompt, draw.integers(3, vocab_size, len(positions)))),
-                    positions=positions,
-                    rollout_logprobs=np.full(len(positions), -math.log(vocab_size), np.float32),
-                    advantages=np.full(len(positions), draw.normal(), np.float32),
-                    score=0.0,
-                    weight_version=None,
-                    order=(group, number),
-                )
-            )
+            tokens = np.concatenate((prompt, draw.integers(3, vocab_size, work.length - work.prompt)))
+            sequences.append(_sequence(tokens, work.prompt, float(draw.normal()), (group, number), vocab_size))
     ((packed,),) = pack_batch(
         Batch(sequences),
         tokens_per_bin=work.tokens,
@@ -95,3 +86,26 @@ def random_bin(work: Work, vocab_size: int, device: torch.device, seed: int = 0)
         share_prefixes=work.share,
     )
     return packed.to(device)
+
+
+def random_batch(count: int, lengths: tuple[int, int], vocab_size: int, seed: int = 0) -> Batch:
+    """Sequences of lengths between these, each other than the rest; the second half of each is trained."""
+    draw = np.random.default_rng(seed)
+    sequences = []
+    for number in range(count):
+        tokens = draw.integers(3, vocab_size, int(draw.integers(lengths[0], lengths[1] + 1)))
+        sequences.append(_sequence(tokens, len(tokens) // 2, float(draw.normal()), (number, 0), vocab_size))
+    return Batch(sequences)
+
+
+def _sequence(tokens: Any, prompt: int, advantage: float, order: tuple[int, int], vocab_size: int) -> TrainedSequence:
+    trained = len(tokens) - prompt
+    return TrainedSequence(
+        tokens=tokens,
+        positions=np.arange(prompt, len(tokens)),
+        rollout_logprobs=np.full(trained, -math.log(vocab_size), np.float32),
+        advantages=np.full(trained, advantage, np.float32),
+        score=0.0,
+        weight_version=None,
+        order=order,
+    )

@@ -43,7 +43,7 @@ def trainer_arguments(shape: str, port: int, device: str, timeout: float) -> lis
 class BenchTrainer:
     """What the parent can ask for; every public method is a command and returns something that JSON can hold."""
 
-    decoder: type[Decoder] = Decoder
+    decoder: Callable[[Geometry, torch.dtype, torch.device], Decoder] = Decoder
 
     def __init__(self, shape: str, port: int, device: str, timeout: float) -> None:
         """
