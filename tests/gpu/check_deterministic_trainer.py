@@ -21,13 +21,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from example_trainer.deterministic.decoder import DeterministicDecoder, GradientSums
 from torch import Tensor
 
 from bench.measured import measured
 from example_trainer.models import Decoder
-from example_trainer.models.head import chosen_logprobs_of
-from example_trainer.models.ops import invariant as functions
+from example_trainer.models.gradients import GradientSums
 from example_trainer.models.packing import Packing
 from tests.example_trainer.deterministic.cases import CASES, LIMITS, Sizes, attention_formula, errors, relative_error
 from tests.example_trainer.deterministic.determinism_check import packed_bits, run_bits
@@ -146,19 +144,12 @@ def pass_time(model: Decoder, tokens: Tensor) -> float:
     count, length = tokens.shape
     rows = torch.arange(count, device="cuda")[:, None] * length + torch.arange(length // 2, length, device="cuda")
     sources, targets = rows.flatten(), tokens.roll(-1, 1)[:, length // 2 :].flatten()
-    trained = Packing([length - length // 2] * count, "cuda")
+    packing, trained = Packing([length] * count, "cuda"), Packing([length - length // 2] * count, "cuda")
 
     def work() -> None:
-        for parameter in model.parameters():
-            parameter.grad = None
-        if isinstance(model, DeterministicDecoder):
-            model.sums = GradientSums()
-            hidden = functions.distinct_rows(model(tokens).flatten(0, 1), sources)
-            total = model._total(model.output_weight, ":as output matrix")
-            logprobs, _ = functions.chosen_logprobs(hidden, model.output_weight, targets, trained, 1024, total)
-        else:
-            hidden = model(tokens).flatten(0, 1).index_select(0, sources)
-            logprobs, _ = chosen_logprobs_of(hidden, model.output_weight, targets, 1024)
+        model.arithmetic.sums = GradientSums(model)
+        hidden = model.arithmetic.ops.rows(model(tokens.flatten(), packing), sources)
+        logprobs, _ = model.chosen_logprobs(hidden, targets, trained)
         logprobs.sum().backward()
 
     return milliseconds(work, 5)
