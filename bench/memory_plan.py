@@ -21,8 +21,6 @@ sys.path[0] = str(ROOT)
 
 import argparse
 import json
-import subprocess
-import tempfile
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -30,6 +28,7 @@ import torch
 
 from bench.gpu.machine import describe
 from bench.gpu.memory_worker import Configuration
+from bench.gpu.processes import BenchError, Task, all_stopped, end_on_sigterm
 from bench.gpu.summary import table
 from bench.measured import measured
 
@@ -54,23 +53,13 @@ def on_cpu(asked: Configuration) -> Configuration:
 
 def run(asked: Configuration, output: Path) -> dict[str, Any]:
     """Start the configuration's processes and wait for them. Returns the result, or an `error`."""
-    with tempfile.TemporaryDirectory() as folder:
-        file, result = Path(folder) / "configuration.json", Path(folder) / "result.json"
-        file.write_text(json.dumps(asdict(asked)), encoding="utf-8")
-        worker = [str(ROOT / "bench" / "gpu" / "memory_worker.py"), str(file), str(result)]
-        several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(asked.ranks)]
-        log = output / f"memory_plan-{asked.name}.log"
-        with log.open("w", encoding="utf-8") as lines:
-            try:
-                command = [sys.executable, *(several if asked.ranks > 1 else []), *worker]
-                status = subprocess.run(command, stdout=lines, stderr=lines, timeout=SECONDS, check=False).returncode
-            except subprocess.TimeoutExpired:
-                status = 124
-        if status == 0 and result.exists():
-            found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-            return found | {"measured": measured()}
-        tail = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-12:]
-        return {"configuration": asdict(asked), "measured": measured(), "error": f"status {status}", "log": tail}
+    task = Task(f"memory_plan-{asked.name}", "bench.gpu.memory_worker", asdict(asked), output, SECONDS, asked.ranks)
+    with all_stopped(task):
+        try:
+            return task.answer() | {"measured": measured()}
+        except BenchError as error:
+            reason, *log = str(error).splitlines()
+            return {"configuration": asdict(asked), "measured": measured(), "error": reason, "log": log}
 
 
 def ratio(result: dict[str, Any]) -> float:
@@ -103,6 +92,7 @@ def main() -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=[one.name for one in CONFIGURATIONS])
     args = parser.parse_args()
+    end_on_sigterm()
     args.output.mkdir(parents=True, exist_ok=True)
     gpus = torch.cuda.device_count() if args.device == "cuda" else 2
     results = []

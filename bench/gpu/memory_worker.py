@@ -1,28 +1,18 @@
-"""One configuration of bench/memory_plan.py, in a process of its own: real steps, and the most bytes in each part of them.
-
-python bench/gpu/memory_worker.py CONFIGURATION.json RESULT.json          (or under torchrun, the same on every rank)
-"""
+"""One configuration of bench/memory_plan.py, in a process of its own: real steps, and the most bytes in each part of them."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[0] = str(ROOT)
-
-import json
-import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from bench.gpu.live_bytes import Meter
+from bench.gpu.processes import answer_once
 from bench.gpu.shapes import SHAPES
-from example_trainer.batch.groups import Batch, TrainedSequence
+from bench.gpu.synthetic import Work, joined_group, random_bin, random_weights
+from example_trainer.batch.bins import PackedBin
 from example_trainer.config import TrainerConfig
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.geometry import Geometry
@@ -32,8 +22,7 @@ from example_trainer.parallel.fsdp import sharded_decoder
 from example_trainer.process import StopSignal
 from example_trainer.training.memory_items import ALL_PROJECTIONS, GRADIENTS, SEND_BUFFERS, MemoryRequest
 from example_trainer.training.memory_plan import plan_memory
-from example_trainer.training.optimizer import MasterAdamW
-from example_trainer.training.setup import make_optimizer
+from example_trainer.training.optimizer import MasterAdamW, make_optimizer
 from example_trainer.training.step import accumulate_gradients
 from example_trainer.weight_bridge.slices import WeightSlices, receivers_of
 from vllm_patching.manifest import Manifest, ManifestEntry, dtype_name
@@ -83,10 +72,10 @@ class Parts:
         self.peaks[part] = max(self.peaks.get(part, 0), self._meter.peak)
         self._meter.reset()
 
-    def _forward_ended(self, module: object, inputs: object, output: torch.Tensor) -> None:
-        if output.requires_grad:
+    def _forward_ended(self, module: object, inputs: object, outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
+        if outputs[0].requires_grad:
             self.after_forward = max(self.after_forward, self._meter.now)
-            output.register_hook(lambda _: self.end("backward of the loss"))
+            outputs[0].register_hook(lambda _: self.end("backward of the loss"))
 
     def _embedded(self, module: object, inputs: object, output: torch.Tensor) -> None:
         if output.requires_grad:
@@ -106,25 +95,11 @@ def manifests(shape: str, dtype: torch.dtype, tp_size: int) -> list[Manifest]:
 def random_model(asked: Configuration, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Decoder:
     """A decoder with small random weights, of this rank."""
     model = sharded_decoder(geometry, dtype, device, asked.ranks) if asked.ranks > 1 else Decoder(geometry, dtype, device)
-    for parameter in model.parameters():
-        model.shards.local(parameter).normal_(std=0.02)
+    random_weights(model, model.shards)
     model.gradient_checkpointing = asked.checkpointing
     if asked.lora_rank:
         attach_adapters(model, LoraSettings(asked.lora_rank, 2.0 * asked.lora_rank, 0.0, ALL_PROJECTIONS))
     return model
-
-
-def random_batch(asked: Configuration, vocab_size: int) -> Batch:
-    """Sequences of the greatest length, every token but the first few trained; two micro-batches for each rank."""
-    draw = np.random.default_rng(0)
-    positions = np.arange(PROMPT, asked.length, dtype=np.int64)
-    sequences = []
-    for number in range(MICROBATCHES * asked.batch * asked.ranks):
-        logprobs = np.full(len(positions), -10.0, dtype=np.float32)
-        advantages = np.full(len(positions), 1.0 if number % 2 else -1.0, dtype=np.float32)
-        tokens = draw.integers(0, vocab_size, asked.length, dtype=np.int64)
-        sequences.append(TrainedSequence(tokens, positions, logprobs, advantages, 0.0, None, (0, number)))
-    return Batch(sequences)
 
 
 def pack(outgoing: list[WeightSlices], model: Decoder, spread: bool) -> None:
@@ -159,6 +134,7 @@ def measure(asked: Configuration, device: torch.device) -> dict[str, Any]:
         model = random_model(asked, geometry, dtype, device)
         reference = random_model(asked, geometry, dtype, device).requires_grad_(False) if asked.reference else None
         optimizer = make_optimizer(config, model)
+        model.arithmetic.sums = optimizer.sums
         allocated["after loading"] = meter.now
         spread = asked.ranks > 1
         parameters = dict(model.named_parameters())
@@ -166,13 +142,15 @@ def measure(asked: Configuration, device: torch.device) -> dict[str, Any]:
         outgoing = [WeightSlices(layout, parameters, not spread, device) for layout in mine]
         pack(outgoing, model, spread and bool(layouts))
         allocated["after connecting"] = meter.now
-        batch = random_batch(asked, geometry.vocab_size)
+        # Sequences of the greatest length, every token but the first few trained.
+        work = Work(asked.length, asked.batch * asked.length, PROMPT)
+        bins = [random_bin(work, geometry.vocab_size, device, asked.ranks * n + rank) for n in range(MICROBATCHES)]
         for _ in range(WARM_UP_STEPS):
-            take_step(model, optimizer, batch, config, reference, outgoing, bool(layouts))
+            take_step(model, optimizer, bins, config, reference, outgoing, bool(layouts))
         allocated["after a step"] = meter.now
         parts = Parts(model, meter)
         meter.reset()
-        take_step(model, optimizer, batch, config, reference, outgoing, bool(layouts), parts)
+        take_step(model, optimizer, bins, config, reference, outgoing, bool(layouts), parts)
         allocated["end of the forward pass"] = parts.after_forward
         allocated |= parts.peaks
         allocated["greatest"] = max(parts.peaks.values())
@@ -190,11 +168,11 @@ def measure(asked: Configuration, device: torch.device) -> dict[str, Any]:
 
 
 def take_step(
-    model: Decoder, optimizer: MasterAdamW, batch: Batch, config: TrainerConfig, reference: Decoder | None,
+    model: Decoder, optimizer: MasterAdamW, bins: list[PackedBin], config: TrainerConfig, reference: Decoder | None,
     outgoing: list[WeightSlices], sends: bool, parts: Parts | None = None,
 ) -> None:  # fmt: skip
     """One step of the training loop, without a server."""
-    accumulate_gradients(model, optimizer, batch, config, StopSignal(), reference)
+    accumulate_gradients(model, optimizer, bins, config, StopSignal(), reference)
     if parts:
         parts.end("end of the backward pass")
     optimizer.step()
@@ -224,26 +202,19 @@ def planned(request: MemoryRequest) -> dict[str, int]:
     }
 
 
-def main(arguments: list[str]) -> None:
-    asked = Configuration(**json.loads(Path(arguments[0]).read_text(encoding="utf-8")))
-    device = torch.device(asked.device)
+def main(asked: dict[str, Any]) -> dict[str, Any]:
+    """The configuration's figures; of several ranks, those of the one that took most."""
+    configuration = Configuration(**asked)
+    device = torch.device(configuration.device)
     torch.manual_seed(0)
-    if asked.ranks > 1:
-        if device.type == "cuda":
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(device)
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None
-        )
-    answer = measure(asked, device)
-    if asked.ranks > 1:
-        answers: list[Any] = [None] * asked.ranks
-        dist.all_gather_object(answers, answer)
-        answer = max(answers, key=lambda one: one["allocated"]["greatest"])
-        dist.destroy_process_group()
-    if int(os.environ.get("RANK", "0")) == 0:
-        Path(arguments[1]).write_text(json.dumps({"configuration": asdict(asked), **answer}), encoding="utf-8")
+    with joined_group(configuration.ranks, device) as device:
+        answer = measure(configuration, device)
+        if configuration.ranks > 1:
+            answers: list[Any] = [None] * configuration.ranks
+            dist.all_gather_object(answers, answer)
+            answer = max(answers, key=lambda one: one["allocated"]["greatest"])
+    return {"configuration": asdict(configuration), **answer}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    answer_once(main)

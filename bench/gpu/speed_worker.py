@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from bench.gpu.live_bytes import Meter
 from bench.gpu.plain_decoder import PlainDecoder
 from bench.gpu.processes import answer_once
-from bench.gpu.synthetic import Work, geometry_of, random_bin, random_weights
+from bench.gpu.synthetic import Work, geometry_of, joined_group, random_bin, random_weights
 from example_trainer.batch.bins import PackedBin
 from example_trainer.config import TrainerConfig
 from example_trainer.models.decoder import Decoder
@@ -183,22 +182,14 @@ def plain_gradient(model: PlainDecoder, bins: list[PackedBin]) -> None:
 def main(asked: dict[str, Any]) -> dict[str, Any]:
     """The figures of a case; `out_of_memory` with the allocator's words if it does not fit."""
     case = Case(**asked)
-    device, rank = torch.device(case.device), int(os.environ.get("RANK", "0"))
-    if case.ranks > 1:
-        if device.type == "cuda":
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(device)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
     torch.manual_seed(0)
-    try:
-        found = measure(case, device, rank)
-    except torch.OutOfMemoryError as error:
-        if case.ranks > 1:
-            raise  # the other ranks wait in a collective; the process group's end ends them
-        found = {"out_of_memory": str(error).splitlines()[0]}
-    if case.ranks > 1:
-        dist.destroy_process_group()
+    with joined_group(case.ranks, torch.device(case.device)) as device:
+        try:
+            found = measure(case, device, dist.get_rank() if case.ranks > 1 else 0)
+        except torch.OutOfMemoryError as error:
+            if case.ranks > 1:
+                raise
+            found = {"out_of_memory": str(error).splitlines()[0]}
     return {"case": asdict(case), **found}
 
 

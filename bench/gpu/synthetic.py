@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from bench.gpu.shapes import SHAPES
@@ -109,3 +113,18 @@ def _sequence(tokens: Any, prompt: int, advantage: float, order: tuple[int, int]
         weight_version=None,
         order=order,
     )
+
+
+@contextmanager
+def joined_group(ranks: int, device: torch.device) -> Iterator[torch.device]:
+    """torch's default process group of the processes that torchrun started, if there are several; gives this one's device."""
+    if ranks == 1:
+        yield device
+        return
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    on_gpu = device.type == "cuda"
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    yield device
+    dist.destroy_process_group()  # not after an error: the others wait in a collective, and the launcher ends them
