@@ -238,7 +238,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     if (sys.argv[1:] if arguments is None else arguments) == ["--engine"]:
-        from bench.gpu.line_protocol import Answers, serve
+        from bench.gpu.processes import Answers, serve
 
         serve(Answers(), {"generate": generate_without_server})
         return 0

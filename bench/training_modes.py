@@ -25,18 +25,20 @@ import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import httpx
 import torch
 
 from bench.gpu.machine import describe
-from bench.gpu.processes import BenchError, Child, end_on_sigterm, free_port, tail, wait_all
+from bench.gpu.processes import BenchError, end_on_sigterm, free_port, wait_all
 from bench.gpu.summary import table
+from bench.gpu.training_stack import TrainingStack, wait_for_end
+from bench.gpu.vllm_server import READY_SECONDS, ServerOptions, VllmServer
 from bench.measured import measured
 
 STARTER = ROOT / "assets" / "starter_model"
+CACHE_GIB, MODEL_LENGTH = 4, 512
 MOST_KL = 0.02
 """Nats per token between the policy that sampled and the one that is trained: bf16 kernels of two programs differ that much."""
 
@@ -98,21 +100,23 @@ class Run:
 
     def __init__(self, name: str, mode: Mode, args: argparse.Namespace, stack: ExitStack, work: Path) -> None:
         self.name, self.mode, self.args, self.stack = name, mode, args, stack
-        self.work = work / name
-        self.work.mkdir()
-        self.service, self.rendezvous, self.torchrun = free_port(), free_port(), free_port()
-        self.vllm = [free_port() for _ in mode.vllm_gpus.split(";")]
+        self.processes = TrainingStack(name, args.output, work, stack, args.device == "cpu")
 
-    def start(self, what: str, command: list[str], gpus: str = "", **environment: str) -> Child:
-        """Start a process whose log is in the output folder."""
-        variables = {"LOGDIR": str(self.work), "MASTER_PORT": str(self.rendezvous), "VLLM_NO_USAGE_STATS": "1", **environment}
-        if gpus and self.args.device == "cuda":
-            variables["CUDA_VISIBLE_DEVICES"] = gpus
-        child = Child(
-            what, [sys.executable, "-u", *command], self.args.output / f"{self.name}-{what}.log", variables, pipes=False
-        )
-        self.stack.callback(child.stop)
-        return child
+    def servers(self) -> list[VllmServer]:
+        """Servers that the trainer does not start itself. The first one's folder is the trainer's, for a single copy's handles;
+        each other has its own."""
+        started = []
+        for number, gpus in enumerate(self.mode.vllm_gpus.split(";")):
+            name = f"{self.name}-vllm{number or ''}"
+            options = ServerOptions(
+                gpus if self.args.device == "cuda" else "", tp=len(gpus.split(",")), shared=self.mode.shared,
+                eager=self.args.eager, cache_gib=CACHE_GIB, max_model_len=MODEL_LENGTH, load_format="auto",
+                flags=self.mode.vllm,
+            )  # fmt: skip
+            folder = self.processes.folder / name if number else self.processes.folder
+            started.append(VllmServer(name, STARTER, self.args.output, options, logs=folder))
+            self.stack.callback(started[-1].stop)
+        return started
 
     def go(self) -> dict[str, Any]:
         """Train, and return what was seen.
@@ -121,46 +125,21 @@ class Run:
             BenchError: a process failed, or took too long.
         """
         mode, args, begun = self.mode, self.args, time.monotonic()
-        service = f"http://127.0.0.1:{self.service}"
-        self.start("service", ["-m", "atroposlib.cli.run_api", "--port", str(self.service), "--store", "memory"])
-        wait_all({"service": lambda: _answers(service)}, 60)
-        flags = ["--max-model-len", "512", "--max-num-seqs", "256", *mode.vllm]
-        if args.device == "cuda":  # an exact size, so that other programs may use the GPU at the same time
-            flags += ["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(4 << 30)]
-        flags += ["--enforce-eager"] if args.eager else []
-        tp = len(mode.vllm_gpus.partition(";")[0].split(","))
-        if tp > 1:
-            flags += ["--tensor-parallel-size", str(tp)]
-        if not mode.own_server:
-            ready_when = {}
-            for number, (port, gpus) in enumerate(zip(self.vllm, mode.vllm_gpus.split(";"), strict=True)):
-                name = f"vllm{number or ''}"
-                command = ["example_trainer/vllm_api_server.py", "--model", str(STARTER), "--port", str(port), *flags]
-                variables = {"VLLM_ENABLE_SHARED_WEIGHTS": "1" if mode.shared else "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
-                # Each has a folder of its own: the config file of the bridge is named alike.
-                variables["LOGDIR"] = str(self.work / name if number else self.work)
-                Path(variables["LOGDIR"]).mkdir(exist_ok=True)
-                ready_when[name] = partial(_ready, self.start(name, command, gpus, **variables), port)
-            wait_all(ready_when, 240)
+        self.processes.start_service()
+        servers = [] if mode.own_server else self.servers()
+        wait_all({server.name: server.ready for server in servers}, READY_SECONDS)
         ready = time.monotonic()
-        trainer = self.start("trainer", self.trainer_command(flags), mode.trainer_gpus, **self.trainer_variables())
-        environment = self.start(
-            "environment",
-            ["environments/arithmetic_server.py", "serve", "--env.rollout_server_url", service, "--env.max_token_length", "96",
-             "--env.group_size", "16", "--openai.base_url", f"http://localhost:{self.vllm[0]}", "--openai.server_type", "vllm",
-             "--env.steps_per_eval", "0", "--env.max_batches_offpolicy", str(mode.ahead),
-             "--env.seed_rollouts", str(mode.deterministic).lower()],
+        ports = [server.port for server in servers] or [free_port()]
+        trainer = self.processes.start_trainer(STARTER, mode.trainer_gpus, *self.trainer_flags(ports))
+        environment = self.processes.start_environment(
+            "environments/arithmetic_server.py", f"http://localhost:{ports[0]}", "--env.max_token_length", "96",
+            "--env.group_size", "16", "--env.max_batches_offpolicy", str(mode.ahead),
+            "--env.seed_rollouts", str(mode.deterministic).lower(),
         )  # fmt: skip
-        deadline = time.monotonic() + args.seconds
-        while trainer.process.poll() is None:
-            if time.monotonic() > deadline:
-                raise BenchError(f"{self.name}: not finished after {args.seconds:g} s:\n{tail(trainer.log)}")
-            time.sleep(0.5)
-        if trainer.process.returncode:
-            raise BenchError(f"{self.name}: the trainer ended with {trainer.process.returncode}:\n{tail(trainer.log)}")
-        served = [] if mode.own_server else [_state(port) for port in self.vllm]
+        wait_for_end(trainer, args.seconds)
+        served = [_state(port) for port in ports] if servers else []
         environment.stop()
-        rows = [json.loads(line) for line in (self.work / "logs" / "metrics.jsonl").read_text().splitlines()]
+        rows = [json.loads(line) for line in self.processes.metrics.read_text().splitlines()]
         found = {
             "steps": len(rows),
             "rewards": [round(row["reward_mean"], 3) for row in rows],
@@ -178,33 +157,20 @@ class Run:
         self.judge(found, rows)
         return found
 
-    def trainer_command(self, vllm_flags: list[str]) -> list[str]:
-        """grpo.py with this mode's flags; under torchrun if it has several GPUs."""
+    def trainer_flags(self, ports: list[int]) -> list[str]:
+        """What grpo.py is started with in this mode."""
         mode, args = self.mode, self.args
-        ranks = len(mode.trainer_gpus.split(","))
-        command = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(self.torchrun)]
-        command = [*(command if ranks > 1 else []), "example_trainer/grpo.py", "--model-name", str(STARTER), *mode.trainer]
-        command += ["--vllm-servers", ",".join(f"localhost:{port}" for port in self.vllm)] if len(self.vllm) > 1 else []
-        command += ["--vllm-port", str(self.vllm[0]), "--atropos-url", f"http://127.0.0.1:{self.service}"]
-        command += ["--training-steps", str(args.steps), "--lr", "3e-4", "--batch-size", "16", "--gradient-accumulation-steps"]
-        command += [
-            "8",
-            "--seq-len",
-            "512",
-            "--log-dir",
-            str(self.work / "logs"),
-            "--save-path",
-            str(self.work / "checkpoints"),
-        ]
-        command += ["--checkpoint-interval", "0", "--bridge-timeout", "60", "--batch-timeout", "200"]
+        flags = ["--vllm-servers", ",".join(f"localhost:{port}" for port in ports)] if len(ports) > 1 else []
+        flags += ["--vllm-port", str(ports[0]), "--training-steps", str(args.steps), "--lr", "3e-4", "--batch-size", "16"]
+        flags += ["--gradient-accumulation-steps", "8", "--seq-len", str(MODEL_LENGTH), "--bridge-timeout", "60"]
+        flags += ["--batch-timeout", "200", *mode.trainer]
         if mode.own_server:
-            command += ["--vllm-args", " ".join(vllm_flags)]
-            command += ["--vllm-gpus", mode.vllm_gpus] if args.device == "cuda" else []
-        return command
-
-    def trainer_variables(self) -> dict[str, str]:
-        """A server that the trainer starts needs its GPU to be visible to the trainer's children."""
-        return {"OMP_NUM_THREADS": "1"} if self.args.device == "cpu" else {}
+            vllm = ["--max-model-len", str(MODEL_LENGTH), "--max-num-seqs", "256", *mode.vllm]
+            if args.device == "cuda":  # an exact size, so that other programs may use the GPU at the same time
+                vllm += ["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(CACHE_GIB << 30)]
+                flags += ["--vllm-gpus", mode.vllm_gpus]
+            flags += ["--vllm-args", " ".join([*vllm, *(["--enforce-eager"] if args.eager else [])])]
+        return flags
 
     def judge(self, found: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         """Raise BenchError if the run is not what it should be."""
@@ -249,19 +215,6 @@ def repeated(name: str, mode: Mode, args: argparse.Namespace) -> dict[str, Any]:
         if mode.deterministic and step is not None:
             raise BenchError(f"{name}: after step {step} the weights of {args.repeat} runs are not the same")
     return found
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(url, timeout=5).status_code == 200
-    except httpx.TransportError:
-        return False
-
-
-def _ready(server: Child, port: int) -> bool:
-    if server.process.poll() is not None:
-        raise BenchError(f"vLLM ended with status {server.process.returncode}:\n{tail(server.log, 20)}")
-    return _answers(f"http://localhost:{port}/health_generate")
 
 
 def _state(port: int) -> int:

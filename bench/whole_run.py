@@ -147,7 +147,9 @@ class WholeRun:
                 "" if self.args.dry_run else "0", cache_gib=CACHE_GIB, max_model_len=most, max_num_seqs=self.args.in_flight,
                 load_format="auto", flags=("--deterministic",) if part == "deterministic" else (),
             )  # fmt: skip
-            self.servers[part] = server = VllmServer(f"vllm {part}", self.model, self.args.output, options, logs=self.work)
+            self.servers[part] = server = VllmServer(
+                f"vllm {part}", self.model, self.args.output, options, logs=self.work / f"vllm-{part}"
+            )
         self.stack.callback(server.stop)
 
     def _measure(self, part: str) -> dict[str, Any]:

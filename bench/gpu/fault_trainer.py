@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu.line_protocol import Answers, serve
-from bench.gpu.processes import free_port
+from bench.gpu.processes import Answers, free_port, serve
 from bench.gpu.shapes import SHAPES
 from bench.gpu.trainer import BenchTrainer, parse, set_up
 from example_trainer.errors import BridgeError

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.gpu.line_protocol import Answers, serve
+from bench.gpu.processes import Answers, serve
 
 
 @dataclass

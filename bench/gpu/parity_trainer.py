@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import torch
 
-from bench.gpu.line_protocol import Answers, serve
+from bench.gpu.processes import Answers, serve
 from bench.gpu.shapes import SHAPES
 from bench.gpu.trainer import BenchTrainer, parse, set_up
 from example_trainer.deterministic.pairing import deterministic_decoder

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -256,6 +257,31 @@ class Worker(Child):
         for line in self.process.stdout:
             self._lines.put(line)
         self._lines.put(None)
+
+
+class Answers:
+    """A worker's half of that. Takes stdout for itself: whatever else this process prints goes to the log (stderr)."""
+
+    def __init__(self) -> None:
+        self._out = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(2, 1)
+        sys.stdout = sys.stderr
+
+    def write(self, message: dict[str, Any]) -> None:
+        self._out.write(json.dumps(message) + "\n")
+        self._out.flush()
+
+
+def serve(answers: Answers, commands: dict[str, Callable[..., Any]]) -> None:
+    """Carry out commands until stdin ends. An exception is an answer, and its trace goes to the log."""
+    for line in sys.stdin:
+        request = json.loads(line)
+        name = request.pop("do")
+        try:
+            answers.write({"ok": commands[name](**request)})
+        except Exception as error:  # noqa: BLE001 - told to the parent, which decides
+            traceback.print_exc()
+            answers.write({"error": str(error), "type": type(error).__name__})
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import random
 import time
 from typing import Any
 
-from bench.gpu.line_protocol import Answers, serve
+from bench.gpu.processes import Answers, serve
 
 MODES = ("off", "vllm", "ours")
 MOST_KERNELS = 40

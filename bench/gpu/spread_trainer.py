@@ -15,8 +15,7 @@ from typing import Any
 import httpx
 import torch
 
-from bench.gpu.line_protocol import Answers
-from bench.gpu.processes import free_port
+from bench.gpu.processes import Answers, free_port
 from bench.gpu.shapes import SHAPES
 from bench.gpu.trainer import SAMPLE_TOKENS, SAMPLES, BenchTrainer, parse, set_up
 from example_trainer.models.decoder import Decoder

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu.line_protocol import Answers, serve
+from bench.gpu.processes import Answers, serve
 from bench.gpu.shapes import SHAPES
 from bench.gpu.speed_worker import Timer
 from bench.gpu.synthetic import geometry_of, random_batch, random_weights

@@ -19,8 +19,7 @@ import httpx
 import torch
 from torch import Tensor
 
-from bench.gpu.line_protocol import Answers, serve
-from bench.gpu.processes import free_port
+from bench.gpu.processes import Answers, free_port, serve
 from bench.gpu.shapes import SHAPES
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.geometry import Geometry

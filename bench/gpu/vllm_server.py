@@ -60,13 +60,13 @@ class VllmServer(Child):
             model: folder with config.json and tokenizer.
             output: where the log goes.
             port: an earlier server's, to take its place; by default a free one.
-            logs: gets the folder where server and trainer leave each other files; by default that of the model.
+            logs: where server and trainer leave each other files; by default a folder beside the model.
         """
         self.port = port or free_port()
         self.url = f"http://localhost:{self.port}"
         self.options = options
         self.model = model
-        folder = (logs or model.parent) / f"logdir-{name.replace(' ', '-')}"
+        folder = logs or model.parent / f"logdir-{name.replace(' ', '-')}"
         folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-u", str(ROOT / "example_trainer" / "vllm_api_server.py"), "--model", str(model)]
         command += [
@@ -79,7 +79,8 @@ class VllmServer(Child):
         ]
         command += ["--max-num-seqs", str(options.max_num_seqs), "--bridge-timeout", str(options.bridge_timeout)]
         # Whoever measures here comes without a key, which the machine's environment may hold.
-        environment = {"VLLM_ENABLE_SHARED_WEIGHTS": "1" if options.shared else "0", "LOGDIR": str(folder), "VLLM_API_KEY": ""}
+        environment = {"VLLM_ENABLE_SHARED_WEIGHTS": "1" if options.shared else "0", "LOGDIR": str(folder)}
+        environment |= {"VLLM_API_KEY": "", "VLLM_NO_USAGE_STATS": "1"}
         if options.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = options.gpus
             # vLLM refuses to start unless so much is free; the size of the cache follows from the other flag.
