@@ -122,10 +122,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
             f"--api-server-count {args.api_server_count}: one process must own the bridge's state and count which weights each "
             "token was sampled with; leave it out, and start several servers where one is not enough"
         )
-    if args.weight_version < 0:
-        fail(f"--weight-version {args.weight_version} must be 0 or larger")
-    if args.weight_epoch < 0:
-        fail(f"--weight-epoch {args.weight_epoch} must be 0 or larger")
+    for flag, value in (("--weight-version", args.weight_version), ("--weight-epoch", args.weight_epoch)):
+        if value < 0:
+            fail(f"{flag} {value} must be 0 or larger")
     return args
 
 
