@@ -41,8 +41,8 @@ def choose_device(config: TrainerConfig) -> torch.device:
         raise ConfigError(
             f"--device {name}: this process sees {count} GPUs; look at CUDA_VISIBLE_DEVICES, or give --device cpu"
         )
-    if place is not None and device.type == "cuda":
-        torch.cuda.set_device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)  # where libraries compute that are not told
     return device
 
 
