@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import httpx
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from tests.e2e.conftest import VllmServer
+from vllm_patching.gathered_outputs import TOKENS_PER_MESSAGE
 
 pytestmark = pytest.mark.e2e
 
@@ -67,3 +69,19 @@ def test_the_sdk_asks_for_the_short_form(server: VllmServer) -> None:
         assert [[span.tokens for span in row] for row in generation.weight_spans or []] == [[24]] * 3
 
     asyncio.run(ask())
+
+
+def test_tokens_reach_the_front_end_in_few_messages(server: VllmServer) -> None:
+    def outputs() -> float:
+        """How many outputs with tokens the front end has been sent, but for each request's first one."""
+        text = httpx.get(f"{server.url}/metrics", timeout=30).raise_for_status().text
+        return sum(map(float, re.findall(r"^vllm:inter_token_latency_seconds_count\S* (\S+)$", text, re.MULTILINE)))
+
+    def messages(**fields: object) -> float:
+        before = outputs()
+        answer = server.generate(PROMPT, max_tokens=1 + 5 * TOKENS_PER_MESSAGE, ignore_eos=True, seed=1, **fields)
+        assert len(answer["token_ids"][0]) == 1 + 5 * TOKENS_PER_MESSAGE
+        return outputs() - before
+
+    assert messages() == messages(return_text=False, token_logprobs=True) == 5
+    assert messages(stop=["nothing that a byte could be"]) == 5 * TOKENS_PER_MESSAGE, "a stop string is looked for at once"
