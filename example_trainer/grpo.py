@@ -22,7 +22,6 @@ import torch
 from example_trainer.api_keys import revealed
 from example_trainer.batch.client import RolloutClient, registration
 from example_trainer.batch.prefetch import make_batches
-from example_trainer.batch.reader import CPU_TOKENS_PER_MICROBATCH
 from example_trainer.command_line import parse_config
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.pairing import make_parity, pin_settings
@@ -71,8 +70,7 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
         bridge = make_bridge(config, stop, ranks, weight_epoch=start.run.epoch)
         stack.callback(bridge.close)
         dtype = choose_dtype(config, bridge.serving_dtype(), device)
-        check_memory(config, bridge, dtype, device)
-        tokens_per_bin = config.tokens_per_microbatch or CPU_TOKENS_PER_MICROBATCH
+        tokens_per_bin = check_memory(config, bridge, dtype, device)
         make = decoder_maker(config, ranks)
         model = make_model(config, start.checkpoint, dtype, device, make)
         parity = make_parity(config, model, stop)

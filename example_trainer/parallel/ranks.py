@@ -58,6 +58,7 @@ class Ranks:
     ) -> None:
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self._control, self._store = control, store
+        self._groups = 0
 
     @property
     def is_main(self) -> bool:
@@ -202,7 +203,8 @@ class Ranks:
         """Another Gloo group of the same ranks, for a thread of each beside the main one; None if there is one rank."""
         if self._store is None:
             return None
-        store = dist.PrefixStore(name, self._store)
+        self._groups += 1  # the store still knows the addresses of an earlier group of this name
+        store = dist.PrefixStore(f"{name} {self._groups}", self._store)
         return dist.ProcessGroupGloo(store, self.rank, self.world_size, self._seconds(None))
 
     def close(self) -> None:

@@ -3,11 +3,11 @@
 Some things are there all the time (weights, masters, AdamW's moments, buffers to send from). The others come and go: what is
 summed up here is, for each moment in which a step may be at its greatest, everything that exists in it.
 
-How much one layer keeps for the backward pass is counted on `models/decoder.py`, tensor by tensor, in the manner of Korthikanti
-et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198, section 4); attention runs in kernels
-that keep no length × length matrix (FlashAttention, arXiv:2205.14135). How much FSDP2 gathers and reduces at the same time is
-counted on torch 2.11 to 2.13: a unit's parameters come in one flat buffer and are copied out of it, the next unit's are under
-way meanwhile, and the unit before is still being reduced, in float32.
+How much one layer keeps for the backward pass is counted on `models/decoder.py` and on each table of `models/ops`, tensor by
+tensor, in the manner of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198,
+section 4); attention runs in kernels that keep no length × length matrix (FlashAttention, arXiv:2205.14135). How much FSDP2
+gathers and reduces at the same time is counted on torch 2.11 to 2.13: a unit's parameters come in one flat buffer and are
+copied out of it, the next unit's are under way meanwhile, and the unit before is still being reduced, in float32.
 """
 
 from __future__ import annotations
@@ -15,18 +15,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
 from example_trainer.models.geometry import Geometry
 from example_trainer.models.layout import Part, layout
+from example_trainer.training.host_memory import BUCKET_ELEMENTS, SLOTS
 from example_trainer.weight_bridge.base import Receiver
 
 FLOAT32 = 4
-ACTIVATIONS = "activations of the longest micro-batch"
+ACTIVATIONS = "activations of the largest microbatch"
 GRADIENTS = "float32 gradients"
+MASTERS, MOMENTS = "float32 masters", "AdamW's two moments"
 SEND_BUFFERS = "buffers to send from"
 WORKSPACES = "workspaces"
+SEEN_PER_TOKEN = 2
+"""Keys that spans see for each token of a bin, if prefixes are shared: so many where responses are as long as their prompt. A
+prompt's keys and values are laid down again for each of its responses."""
+
+Table = Literal["reference", "fast", "invariant"]
 
 _LORA_SIZES = {
     "q_proj": lambda g: g.hidden_size + g.q_size,
@@ -48,7 +56,10 @@ class MemoryRequest:
     Attributes:
         geometry: the model.
         dtype: of its parameters.
-        batch_size, seq_len: sequences in a micro-batch, and the tokens of the longest.
+        tokens_per_microbatch, seq_len: tokens in a bin, and of the longest sequence, which may be a bin of its own.
+        table: whose operations the decoder computes with.
+        share_prefixes: what rollouts have in common is forwarded once.
+        offload: masters and moments are in the host's memory.
         gradient_checkpointing: layers are computed again in the backward pass.
         logprob_chunk: tokens whose logits exist at the same time.
         single_copy: the parameters are the server's memory; several ranks are then tensor-parallel.
@@ -61,8 +72,11 @@ class MemoryRequest:
 
     geometry: Geometry
     dtype: torch.dtype
-    batch_size: int
+    tokens_per_microbatch: int
     seq_len: int
+    table: Table = "reference"
+    share_prefixes: bool = False
+    offload: bool = False
     gradient_checkpointing: bool = False
     logprob_chunk: int = 1024
     single_copy: bool = False
@@ -92,9 +106,24 @@ class MemoryRequest:
         )
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return min(self.seq_len, self.geometry.max_positions)
+
+    @property
     def tokens(self) -> int:
-        """In a micro-batch in which every sequence is as long as it may be."""
-        return self.batch_size * min(self.seq_len, self.geometry.max_positions)
+        """In the largest bin."""
+        return max(self.tokens_per_microbatch, self.longest)
+
+    @property
+    def trained(self) -> int:
+        """Trained elements of the whole model."""
+        return lora_parameter_count(self.geometry, *self.lora) if self.lora else parameter_count(self.geometry)
+
+    @property
+    def sums(self) -> bool:
+        """Whether the backward pass adds to float32 sums itself, see MasterAdamW.sums."""
+        return not self.sharded and self.lora is None
 
 
 def parameter_count(geometry: Geometry) -> int:
@@ -125,71 +154,96 @@ def lora_parameter_count(geometry: Geometry, rank: int, targets: Sequence[str]) 
     return geometry.num_layers * rank * sum(_LORA_SIZES[name](geometry) for name in targets if name in _LORA_SIZES)
 
 
-def layer_activation_bytes(geometry: Geometry, itemsize: int, lora: tuple[int, Sequence[str]] | None = None) -> int:
+def layer_activation_bytes(
+    geometry: Geometry,
+    itemsize: int,
+    lora: tuple[int, Sequence[str]] | None = None,
+    table: Table = "reference",
+    share_prefixes: bool = False,
+) -> int:
     """Bytes that one layer keeps for its backward pass, for each token.
 
-    With s = itemsize, H hidden, I intermediate, q and k the sizes of all query and of all key heads:
+    With s = itemsize, H hidden, I intermediate, d of a head, q and k the sizes of all query and of all key heads:
 
-        two norms        2 · (4 + 4 + s) · H         the input in float32, the same scaled, the output; 4 each: 1/rms
-        qkv_proj         s · (q + 2k)                its output, of which the values stay
-        q_norm, k_norm   (w + 4) · (q + k)           as above (w = 4; float32 parameters need no copy of the input: w = 0)
-        rotation         s · (q + k)                 what attention is given
-        attention        s · q + 4 · heads           output, log-sum-exp
-        MLP              4 · s · I                   gate and up (2), silu(gate), their product
+                         fast, invariant         reference
+        two norms        2 · 2s · H              2 · (4 + 4 + s) · H     its input, and its output; the reference has the input
+                                                                         in float32, the same scaled, and 4 each for 1/rms
+        qkv_proj         s · (q + 2k)            s · (q + 2k)            its output, of which the values stay
+        q_norm, k_norm   none                    (w + 4) · (q + k)       w = 4; with float32 parameters no copy: w = 0
+        rotation         s · (q + k)             s · (q + k + d)         what attention is given; cosines and sines
+        attention        s · q + 4 · heads       2 · s · q + 4 · heads   output, log-sum-exp; the reference puts spans together
+        MLP              3 · s · I               4 · s · I               gate and up (2), their product; silu(gate)
 
-    Under adapters nothing is kept for frozen weights: not what norms have scaled, and the inputs of those projections alone
-    that have an adapter, with its inner values.
+    Spans that share prefixes have the keys and values that they see laid out again, in place of the keys.
+
+    Under adapters the reference keeps nothing for frozen weights: not what norms have scaled, and the inputs of those
+    projections alone that have an adapter. Every table keeps the adapters' inner values.
     """
     g, s = geometry, itemsize
-    scaled = 0 if lora else FLOAT32
     targets = ALL_PROJECTIONS if lora is None else tuple(lora[1])
-    before_attention, before_mlp = {"q_proj", "k_proj", "v_proj"} & set(targets), {"gate_proj", "up_proj"} & set(targets)
-    total = 2 * (FLOAT32 + scaled + FLOAT32 / g.hidden_size) * g.hidden_size
-    total += s * g.hidden_size * (bool(before_attention) + bool(before_mlp))
-    total += s * (g.q_size + 2 * g.kv_size) + s * (g.q_size + g.kv_size)
-    if g.qk_norm:
-        copied = FLOAT32 if s < FLOAT32 else 0
-        total += (copied + scaled) * (g.q_size + g.kv_size) + FLOAT32 * (g.num_heads + g.num_kv_heads)
-    total += s * g.q_size + FLOAT32 * g.num_heads
-    total += s * g.intermediate_size * (4 if "down_proj" in targets else 3)
+    total: float = s * (g.q_size + 2 * g.kv_size) + s * (g.q_size + g.kv_size) + s * g.q_size + FLOAT32 * g.num_heads
+    if share_prefixes:
+        total += s * (2 * SEEN_PER_TOKEN - 1) * g.kv_size
+    if table == "reference":
+        scaled = 0 if lora else FLOAT32
+        before_attention, before_mlp = {"q_proj", "k_proj", "v_proj"} & set(targets), {"gate_proj", "up_proj"} & set(targets)
+        total += 2 * (FLOAT32 + scaled + FLOAT32 / g.hidden_size) * g.hidden_size
+        total += s * g.hidden_size * (bool(before_attention) + bool(before_mlp)) + s * g.head_dim
+        if g.qk_norm:
+            copied = FLOAT32 if s < FLOAT32 else 0
+            total += (copied + scaled) * (g.q_size + g.kv_size) + FLOAT32 * (g.num_heads + g.num_kv_heads)
+        total += s * g.q_size * ("o_proj" in targets)
+        total += s * g.intermediate_size * (4 if "down_proj" in targets else 3)
+    else:
+        total += 4 * s * g.hidden_size + 3 * s * g.intermediate_size
     return int(total) + (s * lora[0] * len(targets) if lora else 0)
+
+
+def _layer_bytes(request: MemoryRequest) -> int:
+    return layer_activation_bytes(request.local, request.dtype.itemsize, request.lora, request.table, request.share_prefixes)
 
 
 def kept_activation_bytes(request: MemoryRequest) -> int:
     """Bytes of activations at the end of the forward pass.
 
-    Beside the layers' (their inputs alone, if they are computed again), what the last norm keeps, and the states that the
+    Beside the layers' (their two inputs alone, if they are computed again), what the last norm keeps, and the rows that the
     logits are made of.
     """
     g, s = request.local, request.dtype.itemsize
-    layer = s * g.hidden_size if request.gradient_checkpointing else layer_activation_bytes(g, s, request.lora)
-    scaled = 0 if request.lora else FLOAT32
-    return request.tokens * (g.num_layers * layer + (FLOAT32 + scaled + s) * g.hidden_size)
+    layer = 2 * s * g.hidden_size if request.gradient_checkpointing else _layer_bytes(request)
+    norm = s if request.table != "reference" else FLOAT32 if request.lora else 2 * FLOAT32
+    return request.tokens * (g.num_layers * layer + (norm + s) * g.hidden_size)
 
 
 def backward_activation_bytes(request: MemoryRequest) -> int:
     """Bytes of activations and their gradients where the backward pass goes through the last layer's MLP.
 
     With checkpointing, that layer's activations are there again. In flight are the gradients of the layer's output, of its
-    input (under adapters with its float32 copy), and of the MLP's two factors; what the last norm kept is gone.
+    input (under adapters with its float32 copy), and of the MLP's two factors; what the last norm kept is gone. (The reference
+    makes a weight's gradient from float32 copies; what they take has gone with the MLP's activations by then.)
     """
     g, s = request.local, request.dtype.itemsize
-    layer = layer_activation_bytes(g, s, request.lora)
-    kept = g.num_layers * s * g.hidden_size + layer if request.gradient_checkpointing else g.num_layers * layer
+    layer = _layer_bytes(request)
+    kept = g.num_layers * 2 * s * g.hidden_size + layer if request.gradient_checkpointing else g.num_layers * layer
     copied = FLOAT32 if request.lora and s < FLOAT32 else 0
-    return request.tokens * (kept + 2 * s * g.intermediate_size + (2 * s + copied) * g.hidden_size)
+    flight = 2 * s * g.intermediate_size + (2 * s + copied) * g.hidden_size
+    return request.tokens * (kept + flight)
 
 
 def logits_bytes(request: MemoryRequest) -> int:
-    """Bytes of the largest moment in loss.chosen_logprobs.
+    """Bytes of the largest moment of the output head, in which logits of a chunk exist.
 
-    Two float32 tables of chunk × vocab, beside the float32 gradient of the output matrix if it has one; or one table in the
-    parameters' dtype, beside that gradient and what is added to it.
+        fast         one table of chunk × vocab in the parameters' dtype, in which their gradient is made
+        invariant    the logits, a copy without padding, their gradient
+        reference    two float32 tables; in the backward pass one, the same rounded, and that in float32 again
+
+    Where gradients go autograd's way, the output matrix's is made in float32 and then rounded.
     """
     g, s = request.local, request.dtype.itemsize
     table = min(request.logprob_chunk, request.tokens) * g.vocab_size
-    matrix = 0 if request.lora else g.vocab_size * g.hidden_size
-    return max(2 * FLOAT32 * table + FLOAT32 * matrix, s * table + (FLOAT32 + s) * matrix)
+    tables = {"fast": s, "invariant": 3 * s, "reference": max(2 * FLOAT32, s + FLOAT32 if s < FLOAT32 else 0)}[request.table]
+    matrix = 0 if request.lora or request.sums else g.vocab_size * g.hidden_size
+    return max(tables * table + FLOAT32 * matrix, (FLOAT32 + s) * matrix)
 
 
 def send_buffer_bytes(request: MemoryRequest) -> int:
@@ -207,15 +261,17 @@ def send_buffer_bytes(request: MemoryRequest) -> int:
 
 
 def lasting_items(request: MemoryRequest) -> dict[str, int]:
-    """Bytes that are there in every moment after the first step, by what they are for."""
+    """Bytes that are there in every moment, by what they are for."""
     g, s, ranks = request.geometry, request.dtype.itemsize, request.world_size
-    parameters = parameter_count(g)
-    trained = lora_parameter_count(g, *request.lora) if request.lora else parameters
+    parameters, trained = parameter_count(g), request.trained
     adapters = s * trained if request.lora else 0
+    on_device = 0 if request.offload else trained // ranks
+    staged = min(BUCKET_ELEMENTS, trained // ranks) if request.offload else 0
     return {
         "weights (this trainer's own copy)": adapters + (0 if request.single_copy else s * parameters // ranks),
-        "float32 masters": FLOAT32 * trained // ranks,
-        "AdamW's two moments": 2 * FLOAT32 * trained // ranks,
+        MASTERS: FLOAT32 * on_device,
+        MOMENTS: 2 * FLOAT32 * on_device,
+        "masters and moments on their way": 3 * SLOTS * FLOAT32 * staged,
         "reference model": s * parameters // ranks if request.reference else 0,
         "rotary tables": s * g.max_positions * g.head_dim * (2 if request.reference else 1),
         SEND_BUFFERS: send_buffer_bytes(request),
@@ -223,16 +279,23 @@ def lasting_items(request: MemoryRequest) -> dict[str, int]:
     }
 
 
+def host_bytes(request: MemoryRequest) -> int:
+    """Bytes of the host's memory that one rank keeps masters and moments in."""
+    return 3 * FLOAT32 * request.trained // request.world_size if request.offload else 0
+
+
 def moments(request: MemoryRequest) -> dict[str, dict[str, int]]:
     """For each moment that may be a step's greatest, the bytes of what is there beside the lasting items.
 
-    Gradients of the whole step are there in all of the backward pass, but in its first micro-batch.
+    Gradients of the whole step are there in all of the backward pass, but in its first microbatch. Those of a tied matrix are
+    summed in two places, by its two uses.
     """
     g, s, ranks = request.geometry, request.dtype.itemsize, request.world_size
-    trained = lora_parameter_count(g, *request.lora) if request.lora else parameter_count(g)
-    gradients = {GRADIENTS: FLOAT32 * trained // ranks}
+    matrix = request.local.vocab_size * g.hidden_size
+    twice = matrix if request.sums and g.tie_word_embeddings else 0
+    gradients = {GRADIENTS: FLOAT32 * (request.trained // ranks + twice)}
     root, layer = root_parameter_count(g), layer_parameter_count(g)
-    head = 0 if request.lora else s * request.local.vocab_size * g.hidden_size
+    head = 0 if request.lora else s * matrix
     gathered = {"embedding and output matrix, gathered": s * root} if request.sharded else {}
     states = s * request.tokens * g.hidden_size  # the gradient of those that the logits are made of
     loss = {
@@ -241,20 +304,17 @@ def moments(request: MemoryRequest) -> dict[str, dict[str, int]]:
         **gathered,
     }
     layers = {ACTIVATIONS: backward_activation_bytes(request), **gathered}
+    end: dict[str, int] = {}
     if request.sharded:
         # Two layers whole (one computes, one comes), gradients of one, and of the one before in float32.
         layers["layers, gathered and reduced"] = (3 * s + FLOAT32) * layer
         layers["output matrix's gradient"] = head
         end = {
-            "gradients as FSDP2 hands them over": s * trained // ranks,
+            "gradients as FSDP2 hands them over": s * request.trained // ranks,
             "embedding and output matrix, reduced": (s + FLOAT32) * root + FLOAT32 * root // ranks,
         }
-    else:
-        widest = max(2 * request.local.intermediate_size, request.local.q_size + 2 * request.local.kv_size) * g.hidden_size
-        layers["a matrix's gradient"] = 0 if request.lora else s * widest
-        # Of a tied matrix it waits for the embedding's share; another's has been collected.
-        layers["output matrix's gradient"] = head if g.tie_word_embeddings else 0
-        end = {"embedding's gradient": head * (2 if g.tie_word_embeddings else 1)}
+    elif request.sums:
+        end = {ACTIVATIONS: FLOAT32 * request.tokens * g.hidden_size}  # the gradient of the embedding's rows
     largest = max(_count(parts) for parts in layout(g).values())
     update = {"a parameter, gathered": s * largest} if request.sharded and request.receivers else {}
     return {

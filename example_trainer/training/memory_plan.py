@@ -15,11 +15,20 @@ from pathlib import Path
 
 import torch
 
+from example_trainer.batch.reader import CPU_TOKENS_PER_MICROBATCH
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
 from example_trainer.models.hf_checkpoint import find_checkpoint, read_geometry
+from example_trainer.models.ops import choose_table
 from example_trainer.training.host_memory import free_host_memory
-from example_trainer.training.memory_items import ACTIVATIONS, ALL_PROJECTIONS, MemoryRequest, lasting_items, moments
+from example_trainer.training.memory_items import (
+    ACTIVATIONS,
+    ALL_PROJECTIONS,
+    MemoryRequest,
+    host_bytes,
+    lasting_items,
+    moments,
+)
 from example_trainer.weight_bridge.base import WeightBridge
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
 
@@ -29,6 +38,11 @@ GPU_WORKSPACE = 1 << 30
 """Bytes that matrix kernels, NCCL's buffers and the allocator's rounding take on a GPU."""
 CPU_WORKSPACE = 300 << 20
 """Bytes that torch's thread pools, the HTTP client and TensorBoard take in RAM after the imports."""
+
+BUDGETS = (32768, 24576, 16384, 12288, 8192, 6144, 4096, 3072, 2048, 1536, 1024)
+"""Tokens per microbatch to choose from: beyond the first a GPU is no faster, below the last its products are small."""
+_PLANNED_SHARE = 0.92
+"""Of the free memory: the plan is right within a few per cent, and the allocator's blocks do not fit into each other."""
 
 
 class MemoryShortage(TrainerError):
@@ -94,10 +108,17 @@ def remedies(request: MemoryRequest, free: int, total: int, device: torch.device
     changes: list[tuple[str, MemoryRequest]] = []
     if not request.gradient_checkpointing:
         changes.append(("--gradient-checkpointing", replace(request, gradient_checkpointing=True)))
-    if request.batch_size > 1:
-        changes.append((f"--batch-size {request.batch_size // 2}", replace(request, batch_size=request.batch_size // 2)))
-    if not request.gradient_checkpointing and request.batch_size > 1:
-        changes.append(("--gradient-checkpointing --batch-size 1", replace(request, gradient_checkpointing=True, batch_size=1)))
+    fewer = max(request.longest, request.tokens // 2)
+    if fewer < request.tokens:
+        changes.append((f"--tokens-per-microbatch {fewer}", replace(request, tokens_per_microbatch=fewer)))
+        if not request.gradient_checkpointing:
+            least = replace(request, gradient_checkpointing=True, tokens_per_microbatch=request.longest)
+            changes.append((f"--gradient-checkpointing --tokens-per-microbatch {request.longest}", least))
+    if device.type == "cuda" and request.lora is None and not request.offload:
+        changes.append(("--optimizer-offload", replace(request, offload=True)))
+        if not request.gradient_checkpointing:
+            both = replace(request, offload=True, gradient_checkpointing=True)
+            changes.append(("--optimizer-offload --gradient-checkpointing", both))
     if device.type == "cuda" and request.lora is None and not request.single_copy:
         for ranks in (2, 4, 8, 16, 32, 64):
             spread = replace(request, world_size=ranks * request.world_size, gradient_checkpointing=True)
@@ -114,6 +135,32 @@ def remedies(request: MemoryRequest, free: int, total: int, device: torch.device
     if device.type == "cuda" and request.single_copy and share >= 0.05:
         said.insert(0, f"start vLLM with --gpu-memory-utilization {share:.2f} or less")
     return said or ["a device with more memory"]
+
+
+def token_budget(request: MemoryRequest, free: int) -> int:
+    """What --tokens-per-microbatch is if it is not given: the largest of BUDGETS whose plan leaves room, and no less than the
+    longest sequence, which is a bin of its own whatever is said here."""
+    fitting = (b for b in BUDGETS if plan_memory(replace(request, tokens_per_microbatch=b)).total <= _PLANNED_SHARE * free)
+    return max(request.longest, next(fitting, BUDGETS[-1]))
+
+
+def require_host_memory(request: MemoryRequest, free: int, ranks_here: int) -> None:
+    """Refuse to offload more than there is room for.
+
+    Args:
+        free: bytes of the host's memory.
+        ranks_here: processes that share it.
+
+    Raises:
+        MemoryShortage: it does not fit.
+    """
+    needed = host_bytes(request) * ranks_here
+    if needed > free:
+        raise MemoryShortage(
+            f"--optimizer-offload keeps {needed / 2**30:.2f} GiB of masters and moments in the host's memory, of which "
+            f"{free / 2**30:.2f} are free; leave it out, spread the ranks over more machines, or train adapters "
+            "(--weight-bridge-mode lora_only); --skip-memory-check tries it all the same"
+        )
 
 
 def require_memory(request: MemoryRequest, free: int, total: int, device: torch.device) -> MemoryPlan:
@@ -141,20 +188,50 @@ def _ranks(variable: str) -> int:
     return max(1, int(os.environ.get(variable, "1")))
 
 
-def check_memory(config: TrainerConfig, bridge: WeightBridge, dtype: torch.dtype, device: torch.device) -> None:
+def check_memory(config: TrainerConfig, bridge: WeightBridge, dtype: torch.dtype, device: torch.device) -> int:
     """Log what the training will take, and refuse it if that is more than is free. Reads config.json, loads nothing.
+
+    Returns:
+        --tokens-per-microbatch; if it is not given, what memory allows.
 
     Raises:
         MemoryShortage: it does not fit, and --skip-memory-check was not given.
         ModelError: the model cannot be found or is not supported.
     """
+    free, total = free_memory(device)
+    host, ranks_here = free_host_memory()[0], _ranks("LOCAL_WORLD_SIZE")
+    if device.type == "cpu":
+        free //= ranks_here  # the ranks share this machine's memory
+    request = memory_request(config, bridge, dtype, device)
+    if config.tokens_per_microbatch is None and device.type == "cuda":
+        request = replace(request, tokens_per_microbatch=token_budget(request, free))
+        logger.info("Microbatches of at most %d tokens (--tokens-per-microbatch)", request.tokens)
+    try:
+        plan = require_memory(request, free, total, device)
+        require_host_memory(request, host, ranks_here)
+    except MemoryShortage as error:
+        if not config.skip_memory_check:
+            raise
+        logger.warning("Going on because of --skip-memory-check: %s", error)
+        return request.tokens_per_microbatch
+    logger.info("Memory of %s, at most, with %.2f GiB free:\n%s", device, free / 2**30, plan.table())
+    if plan.total > free:
+        logger.warning("Microbatches of %d tokens would not fit; if they come, the machine runs out of memory", request.tokens)
+    return request.tokens_per_microbatch
+
+
+def memory_request(config: TrainerConfig, bridge: WeightBridge, dtype: torch.dtype, device: torch.device) -> MemoryRequest:
+    """What the options ask of this rank's device. Without --tokens-per-microbatch: as many as on a CPU."""
     geometry, _ = read_geometry(find_checkpoint(config.model_name))
     lora = config.weight_bridge_mode == "lora_only"
-    request = MemoryRequest(
+    return MemoryRequest(
         geometry=geometry,
         dtype=dtype,
-        batch_size=config.batch_size,
+        tokens_per_microbatch=config.tokens_per_microbatch or CPU_TOKENS_PER_MICROBATCH,
         seq_len=config.seq_len,
+        table=choose_table(device, dtype, config.deterministic),
+        share_prefixes=config.shares_prefixes,
+        offload=config.optimizer_offload,
         gradient_checkpointing=config.gradient_checkpointing,
         logprob_chunk=config.logprob_chunk,
         single_copy=isinstance(bridge, SingleCopyBridge),
@@ -164,19 +241,3 @@ def check_memory(config: TrainerConfig, bridge: WeightBridge, dtype: torch.dtype
         world_size=_ranks("WORLD_SIZE"),
         workspace=GPU_WORKSPACE if device.type == "cuda" else CPU_WORKSPACE,
     )
-    free, total = free_memory(device)
-    if device.type == "cpu":
-        free //= _ranks("LOCAL_WORLD_SIZE")  # the ranks share this machine's memory
-    try:
-        plan = require_memory(request, free, total, device)
-    except MemoryShortage as error:
-        if not config.skip_memory_check:
-            raise
-        logger.warning("Going on because of --skip-memory-check: %s", error)
-        return
-    logger.info("Memory of %s, at most, with %.2f GiB free:\n%s", device, free / 2**30, plan.table())
-    if plan.total > free:
-        logger.warning(
-            "Micro-batches of %d sequences of %d tokens would not fit; if they come, the machine runs out of memory",
-            config.batch_size, config.seq_len,
-        )  # fmt: skip
