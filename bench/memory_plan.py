@@ -40,6 +40,7 @@ CONFIGURATIONS = [
     Configuration("reference_1.7b", "qwen3-1.7b", batch=2, reference=True, vllm_ranks=2),
     Configuration("float32_1.7b", "qwen3-1.7b", dtype="float32", batch=2),
     Configuration("full_4b", "qwen3-4b", batch=2),
+    Configuration("offload_4b", "qwen3-4b", batch=2, offload=True),
     Configuration("lora_8b", "qwen3-8b", batch=2, lora_rank=16),
     Configuration("fsdp2_8b", "qwen3-8b", batch=2, checkpointing=True, ranks=2, vllm_ranks=2),
     Configuration("fsdp2_1.7b", "qwen3-1.7b", batch=2, ranks=2, vllm_ranks=1),

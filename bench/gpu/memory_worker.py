@@ -18,6 +18,7 @@ from example_trainer.models.decoder import Decoder
 from example_trainer.models.geometry import Geometry
 from example_trainer.models.lora.layers import attach_adapters
 from example_trainer.models.lora.settings import LoraSettings
+from example_trainer.models.ops import choose_table
 from example_trainer.parallel.fsdp import sharded_decoder
 from example_trainer.process import StopSignal
 from example_trainer.training.memory_items import ALL_PROJECTIONS, GRADIENTS, SEND_BUFFERS, MemoryRequest
@@ -39,6 +40,7 @@ class Configuration:
         shape: of bench.gpu.shapes.
         batch: sequences in a micro-batch, each `length` tokens long.
         lora_rank: of adapters on every projection; 0 trains every parameter.
+        offload: masters and moments are in the host's memory.
         ranks: processes, sharded by FSDP2.
         vllm_ranks: to whom weights are packed to be sent; 0: to nobody.
         device: cuda or cpu.
@@ -52,6 +54,7 @@ class Configuration:
     checkpointing: bool = False
     reference: bool = False
     lora_rank: int = 0
+    offload: bool = False
     ranks: int = 1
     vllm_ranks: int = 0
     device: str = "cuda"
@@ -119,11 +122,12 @@ def measure(asked: Configuration, device: torch.device) -> dict[str, Any]:
     dtype, geometry = getattr(torch, asked.dtype), Geometry.from_config(SHAPES[asked.shape])
     config = TrainerConfig(
         model_name=asked.shape, batch_size=asked.batch, gradient_accumulation_steps=MICROBATCHES * asked.ranks,
-        seq_len=asked.length, kl_coef=0.1 if asked.reference else 0.0,
+        seq_len=asked.length, optimizer_offload=asked.offload, kl_coef=0.1 if asked.reference else 0.0,
     )  # fmt: skip
     layouts = manifests(asked.shape, dtype, asked.vllm_ranks) if asked.vllm_ranks else []
     request = MemoryRequest(
-        geometry=geometry, dtype=dtype, batch_size=asked.batch, seq_len=asked.length,
+        geometry=geometry, dtype=dtype, tokens_per_microbatch=asked.batch * asked.length, seq_len=asked.length,
+        table=choose_table(device, dtype), offload=asked.offload,
         gradient_checkpointing=asked.checkpointing, logprob_chunk=config.logprob_chunk, receivers=receivers_of(layouts),
         reference=asked.reference, lora=(asked.lora_rank, ALL_PROJECTIONS) if asked.lora_rank else None,
         world_size=asked.ranks,
@@ -134,7 +138,6 @@ def measure(asked: Configuration, device: torch.device) -> dict[str, Any]:
         model = random_model(asked, geometry, dtype, device)
         reference = random_model(asked, geometry, dtype, device).requires_grad_(False) if asked.reference else None
         optimizer = make_optimizer(config, model)
-        model.arithmetic.sums = optimizer.sums
         allocated["after loading"] = meter.now
         spread = asked.ranks > 1
         parameters = dict(model.named_parameters())
@@ -193,8 +196,8 @@ def planned(request: MemoryRequest) -> dict[str, int]:
     if request.lora:  # nothing tells these two apart where no gradient reaches the embedding
         moments["end of the backward pass"] = max(moments.pop("backward of the layers"), moments["end of the backward pass"])
     return {
-        "after loading": lasting - buffers - plan.lasting["AdamW's two moments"],
-        "after connecting": lasting - plan.lasting["AdamW's two moments"],
+        "after loading": lasting - buffers,
+        "after connecting": lasting,
         "after a step": lasting,
         **moments,
         "optimizer": lasting + plan.moments["backward of the loss"][GRADIENTS],
