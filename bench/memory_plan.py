@@ -49,7 +49,7 @@ CONFIGURATIONS = [
 
 def on_cpu(asked: Configuration) -> Configuration:
     """The same, tiny."""
-    return replace(asked, shape="tiny", batch=2, length=128, lora_rank=min(4, asked.lora_rank), device="cpu")
+    return replace(asked, shape="tiny", batch=2, length=128, lora_rank=min(4, asked.lora_rank), device="cpu", offload=False)
 
 
 def run(asked: Configuration, output: Path) -> dict[str, Any]:
