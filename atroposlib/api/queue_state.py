@@ -42,6 +42,7 @@ class QueueState:
         self.last_epoch = 0  # the highest that any trainer has named
         self.run_epoch = 0  # weights of an epoch below, but for 0, are another run's
         self.ended = False  # the trainer has said that its run is over
+        self.learned_up_to = 0  # the highest id of a batch that is learned from and kept for the next trainer
         self.batches_skipped = 0  # acknowledged by a trainer that could not learn from them
         self.registry = Registry(self.limits)
         self.lines = Lines()
@@ -76,6 +77,7 @@ class QueueState:
                 "last_epoch": self.last_epoch,
                 "run_epoch": self.run_epoch,
                 "ended": self.ended,
+                "learned_up_to": self.learned_up_to,
                 "batches_skipped": self.batches_skipped,
                 "clock": self.registry.clock,
                 "name_counts": dict(self.registry.name_counts),
@@ -98,6 +100,7 @@ class QueueState:
         self.last_epoch = state.get("last_epoch", 0)
         self.run_epoch = state.get("run_epoch", 0)
         self.ended = state.get("ended", False)
+        self.learned_up_to = state.get("learned_up_to", 0)
         self.batches_skipped = state.get("batches_skipped", 0)
         self.next_batch_id = state.get("next_batch_id", 1)
         self.drops.update({(reason, bucket): count for reason, bucket, count in state.get("drops", [])})
@@ -124,25 +127,26 @@ class QueueState:
 
     # ---- age ----
 
-    def _batches_out(self) -> int:
-        return sum(not lease.returned for lease in self.leases.values())
+    def _out(self) -> list[Lease]:
+        """The batches that the trainer holds and has not learned from, the one that it trains on first."""
+        out = [lease for lease in self.leases.values() if not lease.returned and lease.batch_id > self.learned_up_to]
+        return sorted(out, key=lambda lease: lease.batch_id)
 
     def trainer_version(self) -> int:
         """The weight version at which the next batch will be trained on."""
-        return self.current_step if self.acked_version is None else self.acked_version + self._batches_out()
+        return self.current_step if self.acked_version is None else self.acked_version + len(self._out())
 
     def held_ahead(self) -> Counter[int]:
         """Sequences by line that the trainer has fetched and does not train on yet: they wait as much as those in the queue."""
-        out = sorted((lease for lease in self.leases.values() if not lease.returned), key=lambda lease: lease.batch_id)
         held: Counter[int] = Counter()
-        for lease in out[1:]:
+        for lease in self._out()[1:]:
             for group in lease.groups:
                 held[group.line] += group.size
         return held
 
     def sampling_version(self) -> int:
         """The weight version that the inference server can be at now: without the batches that the trainer still holds."""
-        return self.current_step - self._batches_out() if self.acked_version is None else self.acked_version
+        return self.current_step - len(self._out()) if self.acked_version is None else self.acked_version
 
     def _tell_versions(self) -> None:
         """The trainer's lives have changed: tell anew what the weights of every group count as."""

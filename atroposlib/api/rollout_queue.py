@@ -67,6 +67,7 @@ class RolloutQueue(QueueState):
         self.started = False
         self.acked_version = None
         self.acks = registration.ack_batches
+        self.learned_up_to = 0
         self.waiting = None
         self._pruned_below = None
         self._state_changed = True
@@ -173,11 +174,21 @@ class RolloutQueue(QueueState):
         self._dissolve(lease)
         return self._drop_where(lambda group: group.seq in seqs, "damaged")
 
-    def ack(self, batch_id: int | None, version: int | None = None, uuid: int | None = None, skipped: str | None = None) -> int:
+    def ack(
+        self,
+        batch_id: int | None,
+        version: int | None = None,
+        uuid: int | None = None,
+        skipped: str | None = None,
+        keep: bool = False,
+    ) -> int:
         """The trainer has learned from a batch (None: from all that it holds) and is now at `version`.
 
         Without a version, each batch counts as one optimizer step. With `skipped`, the reason, the trainer could not learn
         from it, and it counts as none. Acknowledging twice does nothing more.
+
+        With `keep` it is so too, but what was learned is not saved yet: the batch, and those handed out before it, no longer
+        count as held, and stay for the trainer that registers next, until they are acknowledged without.
 
         Returns:
             How many groups are thereby gone.
@@ -198,10 +209,15 @@ class RolloutQueue(QueueState):
         else:
             done = [self.leases[batch_id]] if batch_id in self.leases else []
         reached = self.sampling_version()
-        steps = 0 if skipped is not None else sum(not lease.returned for lease in done)
+        new = [lease for lease in done if not lease.returned and lease.batch_id > self.learned_up_to]
+        steps = 0 if skipped is not None else len(new)
         self.acked_version = max(reached, version if version is not None else reached + steps)
-        self.batches_skipped += len(done) if skipped is not None else 0
         self.acks = self._state_changed = True
+        if keep:
+            self.learned_up_to = max([self.learned_up_to, *(lease.batch_id for lease in new)])
+            self._drop_stale()
+            return 0
+        self.batches_skipped += len(done) if skipped is not None else 0
         for lease in done:
             self._finish(lease)
         self._drop_stale()

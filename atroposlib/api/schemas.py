@@ -107,6 +107,8 @@ class AckBatch(Request):
     """What /register answered; a trainer that was superseded is told so."""
     skipped: Name | None = None
     """Why the trainer could not learn from the batch; null if it did."""
+    keep: bool = False
+    """What was learned is not saved yet: keep the batch for the trainer that registers next, until it is acknowledged again."""
 
 
 class EndRun(Request):

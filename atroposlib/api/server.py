@@ -226,8 +226,10 @@ def add_trainer_routes(app: FastAPI, service: RolloutService) -> None:
     async def ack(request: Request) -> Response:
         """The trainer has learned from a batch: it is gone for good."""
         asked = read(AckBatch, await request.body())
-        groups = await service.run(lambda queue: queue.ack(asked.batch_id, asked.weight_version, asked.uuid, asked.skipped))
-        if asked.skipped is not None:
+        groups = await service.run(
+            lambda queue: queue.ack(asked.batch_id, asked.weight_version, asked.uuid, asked.skipped, asked.keep)
+        )
+        if asked.skipped is not None and not asked.keep:
             which = "what it held" if asked.batch_id is None else f"batch {asked.batch_id}"
             logger.warning("the trainer skipped %s, %d groups: %s", which, groups, asked.skipped)
         return answer({"status": "success", "groups": groups, "weight_version": service.queue.sampling_version()})

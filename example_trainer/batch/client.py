@@ -271,6 +271,16 @@ class RolloutClient:
             self._version = weight_version
             self._held.popleft()
 
+    def keep(self, lease: TrainedBatch | None, weight_version: int) -> None:
+        """Say that a batch, and all fetched before it, need not be waited for any longer, and are not to be forgotten yet: what
+        was learned from them is not saved.
+
+        Without it the service would take the sampler to be at an older version than it is, and want nothing sampled that would
+        then be too old. They are acknowledged later, as ever.
+        """
+        if lease is not None:
+            self._acknowledge(lease, weight_version, keep=True)
+
     def settle(self, batch: TrainedBatch, weight_version: int) -> None:
         """Acknowledge a batch that an earlier trainer learned from, under that trainer's registration: before `register`, by
         which what was leased is handed out again.
@@ -281,12 +291,14 @@ class RolloutClient:
         if batch.uuid is not None:  # else its number might be another service's
             self._acknowledge(batch, weight_version)
 
-    def _acknowledge(self, batch: TrainedBatch, weight_version: int, skipped: str | None = None) -> None:
+    def _acknowledge(self, batch: TrainedBatch, weight_version: int, skipped: str | None = None, keep: bool = False) -> None:
         body: dict[str, Any] = {"batch_id": batch.id, "weight_version": weight_version}
         if batch.uuid is not None:
             body["uuid"] = batch.uuid
         if skipped is not None:
             body["skipped"] = skipped[:_LONGEST_REASON]
+        if keep:
+            body["keep"] = True
         try:
             self._request("POST", "/batch/ack", body)
         except _RefusedError as error:

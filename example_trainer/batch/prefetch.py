@@ -141,16 +141,19 @@ class Batches:
         """Say that the batch which `next` gave last, or failed with, need not be handed out again; see RolloutClient.
 
         Args:
-            hold: note it, and say so later: with the next one that is not held, or in `release`.
+            hold: what was learned is not saved yet. The service keeps the batch for the trainer that registers next, until it
+                is told again: with the next batch that is not held, or in `release`.
         """
 
         def tell() -> None:
             if self._taken is None:
                 raise RuntimeError("no batch has been taken since the last one was acknowledged")
             self._held.append((self._taken.lease, weight_version, skipped))
-            self._taken = None
-            if not hold:
+            if hold:
+                self._main.keep(self._taken.lease, weight_version)
+            else:
                 self._tell_held()
+            self._taken = None
 
         self._ranks.on_main("acknowledging a batch", tell, self._longest_call)
 

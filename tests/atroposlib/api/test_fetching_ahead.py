@@ -59,6 +59,7 @@ class FetchingAhead(RuleBasedStateMachine):
         self.lives = [(10, 0)]
         self.under_way: list[tuple[int, int]] = []
         self.stepped = False  # a step was taken on the first batch that is held, which is not acknowledged yet
+        self.kept: list[tuple[Lease, int]] = []  # learned from, and not saved yet
 
     @rule(which=st.integers(0, 5))
     def finish_a_rollout(self, which: int) -> None:
@@ -90,10 +91,21 @@ class FetchingAhead(RuleBasedStateMachine):
         self.stepped = True
 
     @precondition(lambda self: self.stepped)
-    @rule()
-    def acknowledge(self) -> None:
-        self.queue.ack(self.trainer.held.popleft().batch_id, self.trainer.version, self.trainer.uuid)
+    @rule(keep=st.booleans())
+    def acknowledge(self, keep: bool) -> None:
+        """With `keep`, a checkpoint is being written meanwhile, and what was learned since is not saved."""
+        self.kept.append((self.trainer.held.popleft(), self.trainer.version))
         self.stepped = False
+        if keep:
+            self.queue.ack(self.kept[-1][0].batch_id, self.trainer.version, self.trainer.uuid, keep=True)
+        else:
+            self.save()
+
+    @rule()
+    def save(self) -> None:
+        for lease, version in self.kept:
+            self.queue.ack(lease.batch_id, version, self.trainer.uuid)
+        self.kept.clear()
 
     @precondition(lambda self: self.trainer.held and not self.stepped)
     @rule()
@@ -104,7 +116,9 @@ class FetchingAhead(RuleBasedStateMachine):
     @rule(lost=st.integers(0, 2))
     def die_and_come_back(self, lost: int) -> None:
         """With a checkpoint of a few steps ago. What was held is leased to the next."""
-        held = {lease.batch_id: {group.seq for group in lease.groups} for lease in self.trainer.held}
+        leases = [*(lease for lease, _ in self.kept), *self.trainer.held]
+        held = {lease.batch_id: {group.seq for group in lease.groups} for lease in leases}
+        self.kept.clear()
         step, uuid = max(0, self.trainer.version - lost), self.trainer.uuid + 1
         self.queue.disconnect_env(self.env_id)
         self.env_id = register(self.queue, step, self.staleness, uuid)
@@ -127,7 +141,7 @@ class FetchingAhead(RuleBasedStateMachine):
             if len(self.trainer.held) < self.most_held:
                 self.trainer.fetch()
             if self.stepped:
-                self.acknowledge()
+                self.acknowledge(keep=True)  # whether or not anything is ever saved
             elif self.trainer.held:
                 self.train()
             if self.trainer.version >= target:
@@ -204,3 +218,24 @@ def test_what_came_while_a_skipped_batch_had_lowered_the_bound_is_dropped_when_i
     assert trainer.fetch()
     assert not trainer.fetch(), "two groups wait that would be two versions old"
     assert queue.drops.total() == 2
+
+
+def test_a_batch_that_is_kept_counts_as_learned_from_and_comes_to_the_next_trainer() -> None:
+    queue = RolloutQueue()
+    env_id = register(queue, 0, 1)
+    trainer = Trainer(queue, 1, 0, deque())
+    for _ in range(2):
+        queue.add(Draft(b"{}", GROUP, 9, env_id, ((10, 0),)), 0.0)
+    assert trainer.fetch()
+    kept = trainer.held.popleft()
+    assert queue.ack(kept.batch_id, 1, keep=True) == 0
+    assert (queue.sampling_version(), queue.trainer_version()) == (1, 1)
+    assert queue.groups_wanted(env_id, 0.0) == 4, "a checkpoint that is being written keeps nobody from sampling"
+    register(queue, 0, 1, uuid=2)
+    again = Trainer(queue, 2, 0, deque())
+    assert again.fetch()
+    assert [group.seq for group in again.held[0].groups] == [group.seq for group in kept.groups]
+    assert queue.trainer_version() == 1, "it is trained on again"
+    queue.ack(again.held[0].batch_id, 1, keep=True)
+    assert queue.ack(again.held[0].batch_id, 1) == 2
+    assert not queue.leases

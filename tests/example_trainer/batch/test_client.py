@@ -382,6 +382,18 @@ def test_batches_are_acknowledged_in_the_order_in_which_they_came(scripted: Make
     assert acks == [(5, 4), (6, 5)]
 
 
+def test_a_batch_whose_checkpoint_is_not_complete_is_kept_by_the_service(scripted: MakeServer, client_of: MakeClient) -> None:
+    server = scripted({"/batch": [{"batch": [group(5)], "batch_id": 8}], "/batch/ack": [{}]})
+    client = client_of(server.url)
+    client.register(REGISTRATION)
+    batch = client.next_batch()
+    client.keep(batch.lease, 4)
+    client.acknowledge(batch.lease, 4)
+    acks = [body for path, body in server.seen if path == "/batch/ack"]
+    told = {"batch_id": 8, "weight_version": 4, "uuid": 1}
+    assert acks == [{**told, "keep": True}, told]
+
+
 def test_only_the_trainers_own_waiting_counts_against_the_deadline(scripted: MakeServer, client_of: MakeClient) -> None:
     """A batch that is fetched ahead may take as long as the step does."""
     server = scripted({"/batch": [{"batch": None}]})

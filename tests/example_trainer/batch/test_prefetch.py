@@ -325,9 +325,12 @@ class TestRealService:
             again.acknowledge(step + 1)
         again.close()
 
-    @pytest.mark.parametrize("staleness", [1, 2])
-    def test_training_goes_on_with_a_bound_on_age_and_nothing_is_older(self, url: str, tmp_path: Path, staleness: int) -> None:
-        """An environment posts whenever the service wants a group, under the weights that are served: those acknowledged."""
+    @pytest.mark.parametrize(("staleness", "hold"), [(1, False), (1, True), (2, True)])
+    def test_training_goes_on_with_a_bound_on_age_and_nothing_is_older(
+        self, url: str, tmp_path: Path, staleness: int, hold: bool
+    ) -> None:
+        """An environment posts whenever the service wants a group, under the weights that are served: those acknowledged. With
+        `hold`, a checkpoint is being written all the while."""
         batches = batches_of(url)
         batches.register(registration(str(tmp_path), max_staleness=staleness))
         served, done, trouble = [0], threading.Event(), []
@@ -360,7 +363,10 @@ class TestRealService:
             assert batch.figures.age_max is not None
             assert batch.figures.age_max <= staleness
             served[0] = step + 1  # the weights are handed over before the batch is acknowledged
-            batches.acknowledge(step + 1)
+            batches.acknowledge(step + 1, hold=hold)
+        assert self.leased(url) >= 12 * hold, "the next trainer would get what is not saved"
+        batches.release()
+        assert self.leased(url) <= 1
         done.set()
         thread.join(WAIT)
         batches.close()
