@@ -36,21 +36,6 @@ _LONGEST_REASON = 1000
 
 
 @dataclass(frozen=True)
-class Upkeep:
-    """What has to be looked after while training waits for a batch.
-
-    Attributes:
-        due: whether there is work; cheap, asked every few seconds.
-        work: does it.
-        urgent: whether `due` is to be asked at once; costs nothing, asked at every look for the batch.
-    """
-
-    due: Callable[[], bool]
-    work: Callable[[], None]
-    urgent: Callable[[], bool] = lambda: False
-
-
-@dataclass(frozen=True)
 class Registration:
     """What the trainer tells the service, and through it the environments.
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from example_trainer.batch.client import TrainedBatch, Upkeep
+from example_trainer.batch.client import TrainedBatch
 from example_trainer.batch.groups import NOT_TRAINED
-from example_trainer.batch.prefetch import ReadyBatch
+from example_trainer.batch.prefetch import ReadyBatch, Upkeep
 from example_trainer.batch.problems import Problem
 from example_trainer.batch.reader import BatchReader
 from example_trainer.errors import ModelError

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from atroposlib.utils.lives import Life
 from example_trainer.api_keys import revealed
 from example_trainer.batch.bins import PackedBin
-from example_trainer.batch.client import Registration, RolloutClient, TrainedBatch, Upkeep
+from example_trainer.batch.client import Registration, RolloutClient, TrainedBatch
 from example_trainer.batch.packing import BatchFigures
 from example_trainer.batch.reader import BatchReader, PackedBatch
 from example_trainer.batch.scatter import scatter_bins, sizes_of
@@ -38,6 +38,21 @@ CALL_SECONDS = 2.0
 CLOSE_SECONDS = 10.0
 _LOOK_SECONDS = 0.25
 """How soon a signal is noticed while a batch is waited for."""
+
+
+@dataclass(frozen=True)
+class Upkeep:
+    """What has to be looked after while training waits for a batch.
+
+    Attributes:
+        due: whether there is work; cheap, asked every few seconds.
+        work: does it.
+        urgent: whether `due` is to be asked at once; costs nothing, asked at every look for the batch.
+    """
+
+    due: Callable[[], bool]
+    work: Callable[[], None]
+    urgent: Callable[[], bool] = lambda: False
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from example_trainer.batch.client import TrainedBatch, Upkeep
-from example_trainer.batch.prefetch import ReadyBatch
+from example_trainer.batch.client import TrainedBatch
+from example_trainer.batch.prefetch import ReadyBatch, Upkeep
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.parity import ParityCheck
 from example_trainer.errors import BatchError, CheckpointError, NonFiniteError, OutOfMemoryError, RankError, TrainerError

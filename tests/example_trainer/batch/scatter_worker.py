@@ -10,8 +10,8 @@ from typing import Any, cast
 import torch
 
 from example_trainer.batch import prefetch
-from example_trainer.batch.client import FetchedBatch, RolloutClient, TrainedBatch, Upkeep
-from example_trainer.batch.prefetch import Batches
+from example_trainer.batch.client import FetchedBatch, RolloutClient, TrainedBatch
+from example_trainer.batch.prefetch import Batches, Upkeep
 from example_trainer.batch.reader import BatchReader
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BatchError, RolloutServiceError
