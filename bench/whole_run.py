@@ -217,7 +217,13 @@ class WholeRun:
         trainer = Child("trainer", command, args.output / "trl-trainer.log", variables, pipes=False)
         self.stack.callback(trainer.stop)
         rows = RowsAsTheyCome(file)
-        wait_for_end(trainer, seconds, rows.look)
+
+        def all_there() -> bool:  # what it does after its last step is not measured
+            rows.look()
+            return len(rows.rows) >= args.steps
+
+        wait_for_end(trainer, seconds, all_there)
+        trainer.stop()
         thrown = rows.rows[-1][1]["thrown_away"] if rows.rows else 0
         versions = {name: _version(name) for name in ("trl", "transformers", "accelerate")}
         return rows.rows, {"samples_thrown_away": thrown, "versions": versions, "config": config}

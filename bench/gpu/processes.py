@@ -23,6 +23,8 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+"""NVLink multicast stays off for every child, unless the environment says otherwise."""
 _ERROR_LINE = re.compile(r"(\[rank\d+\]: )?[\w.]+(Error|Exception)\b")
 
 
@@ -82,7 +84,7 @@ class Child:
         self.name, self.log = name, log
         log.parent.mkdir(parents=True, exist_ok=True)
         paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        merged = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", **environment}
+        merged = {**NO_MULTICAST, **os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", **environment}
         if environment.get("CUDA_VISIBLE_DEVICES"):
             merged["CUDA_VISIBLE_DEVICES"] = among_visible(environment["CUDA_VISIBLE_DEVICES"])
         with log.open("wb") as file:

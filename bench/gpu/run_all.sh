@@ -21,8 +21,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
 kind=${1:?which kind, see the head of this file} out=${2:?an output folder}
 python=${PYTHON:-python3}
 status=0
-# NVLink multicast stays off, also where the machine's own settings got lost on the way.
-export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 run() {
   local seconds=$1 name=$2 script=$3
   shift 3

@@ -83,8 +83,8 @@ def answers(url: str) -> bool:
         return False
 
 
-def wait_for_end(child: Child, seconds: float, meanwhile: Callable[[], object] = lambda: None) -> None:
-    """Wait until a process has ended well, calling `meanwhile` a few times a second and once more at the end.
+def wait_for_end(child: Child, seconds: float, meanwhile: Callable[[], bool | None] = lambda: None) -> None:
+    """Wait until a process has ended well, or `meanwhile`, which is called many times a second, says that it has done enough.
 
     Raises:
         BenchError: it failed, or has not ended after so many seconds.
@@ -93,7 +93,8 @@ def wait_for_end(child: Child, seconds: float, meanwhile: Callable[[], object] =
     while child.process.poll() is None:
         if time.monotonic() > deadline:
             raise BenchError(f"{child.name}: not finished after {seconds:g} s:\n{tail(child.log)}")
-        meanwhile()
+        if meanwhile():
+            return
         time.sleep(0.02)
     meanwhile()
     if child.process.returncode:

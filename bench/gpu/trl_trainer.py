@@ -50,10 +50,11 @@ def main(settings: dict[str, Any], rows: Path) -> None:
             return answer
 
         def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> Any:
-            present = inputs["attention_mask"].bool()
-            self.row["tokens"] += int(inputs["completion_mask"][present].sum())
-            self.row["forwarded_tokens"] += int(present.sum())
-            self.row["sequences"] += int((~inputs["metrics"]["reward"].isnan()).sum())  # padded with NaN
+            self.row["tokens"] += int(inputs["completion_mask"].sum())
+            present = inputs.get("attention_mask", inputs["input_ids"])
+            self.row["forwarded_tokens"] += int((present != 0).sum()) if "attention_mask" in inputs else present.numel()
+            for values in list(inputs.get("metrics", {}).values())[:1]:
+                self.row["sequences"] += int((~values.isnan()).sum())  # one for each sample, padded with NaN
             return super().compute_loss(model, inputs, *arguments, **options)
 
         def _sync_weight(self) -> None:
