@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +19,6 @@ SLOTS = 3
 """Buckets on the device at the same time: one comes, one is worked on, one goes."""
 _ALIGNED = 16
 """Elements; every piece of a tensor but its last is a multiple of them, so that cutting changes no vectorised loop's tail."""
-_LOCKED_AT_ONCE = 256 << 20
-"""Bytes. The driver lets nobody else in while it locks pages, so it is asked for few at a time."""
 
 
 def free_host_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
@@ -84,24 +81,16 @@ class HostArena:
             self._lock_pages(device)
 
     def _lock_pages(self, device: torch.device) -> None:
-        driver = torch.cuda.cudart()
-        first, size = self.flat.data_ptr(), self.flat.nbytes
-        locked: list[int] = []
-        weakref.finalize(self, _unlock, driver, locked).atexit = False
+        # In one call: the driver refuses copies that reach from one locked range into the next.
+        driver, start = torch.cuda.cudart(), self.flat.data_ptr()
         with torch.cuda.device(device):
-            for start in range(first, first + size, _LOCKED_AT_ONCE):
-                status = int(driver.cudaHostRegister(start, min(_LOCKED_AT_ONCE, first + size - start), 0))
-                if status != 0:
-                    raise TrainerError(
-                        f"the driver does not lock {size / 2**30:.2f} GiB of host memory for the GPU (CUDA error {status} "
-                        f"after {(start - first) / 2**30:.2f}); look at the memory that is free, and at this container's limit"
-                    )
-                locked.append(start)
-
-
-def _unlock(driver: Any, starts: list[int]) -> None:
-    for start in starts:
-        driver.cudaHostUnregister(start)
+            status = int(driver.cudaHostRegister(start, self.flat.nbytes, 0))
+        if status != 0:
+            raise TrainerError(
+                f"the driver does not lock {self.flat.nbytes / 2**30:.2f} GiB of host memory for the GPU (CUDA error {status}); "
+                "look at the memory that is free, and at this container's limit"
+            )
+        weakref.finalize(self, driver.cudaHostUnregister, start).atexit = False
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from example_trainer.models.gradients import Total
+from example_trainer.models.gradients import Total, add_product
 from example_trainer.models.ops import fast_attention, fast_kernels
 from example_trainer.models.ops.reference import rotary_table
 from example_trainer.models.ops.triton_gradients import logit_gradient, silu_and_mul_gradient
@@ -38,11 +38,6 @@ __all__ = [
     "silu_and_mul",
 ]
 NAME = "fast"
-
-
-def _add_product(total: Tensor, dy: Tensor, x: Tensor) -> None:
-    """total [outputs, inputs] float32 += dyᵀ x, in the product's own accumulator."""
-    torch.addmm(total, dy.t(), x, out_dtype=torch.float32, out=total)
 
 
 class _Linear(torch.autograd.Function):
@@ -65,7 +60,7 @@ class _Linear(torch.autograd.Function):
             if total is None:
                 dw = dy.t() @ x
             else:
-                _add_product(total(), dy, x)
+                add_product(total(), dy, x)
         if ctx.needs_input_grad[2]:
             db = dy.sum(0, dtype=torch.float32)
             if bias_total is not None:
@@ -317,7 +312,7 @@ class _ChosenLogprobs(torch.autograd.Function):
             logit_gradient(logits, targets[part], lses[part], upstream[part], ctx.temperature)
             torch.mm(logits, weight, out=gradient[part])
             if trained:
-                _add_product(ctx.total() if fresh is None else fresh, logits, hidden[part])
+                add_product(ctx.total() if fresh is None else fresh, logits, hidden[part])
             del logits  # its memory is needed for the next chunk's
         return gradient, None if fresh is None else fresh.to(weight.dtype), None, None, None, None
 
