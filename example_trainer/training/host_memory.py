@@ -87,8 +87,8 @@ class HostArena:
             status = int(driver.cudaHostRegister(start, self.flat.nbytes, 0))
         if status != 0:
             raise TrainerError(
-                f"the driver does not lock {self.flat.nbytes / 2**30:.2f} GiB of host memory for the GPU (CUDA error {status}); "
-                "look at the memory that is free, and at this container's limit"
+                f"the driver does not lock {self.flat.nbytes / 2**30:.2f} GiB of host memory for the GPU (CUDA error "
+                f"{status}); look at the memory that is free, and at this container's limit"
             )
         weakref.finalize(self, driver.cudaHostUnregister, start).atexit = False
 
