@@ -134,7 +134,9 @@ class AlgorithmOptions(_Section):
         gt=0,
         description="divides the logits; what environments sample at if vLLM has --logprobs-mode processed_logprobs, else 1",
     )
-    logprob_chunk: int = Field(1024, ge=1, description="tokens whose logits exist at the same time")
+    logprob_chunk: int | None = Field(
+        None, ge=1, description="tokens whose logits exist at the same time; not given: 4096 on a GPU, 1024 on a CPU"
+    )
 
     @property
     def clip_high(self) -> float:

@@ -16,6 +16,7 @@ from example_trainer.batch.bins import PackedBin
 from example_trainer.config import TrainerConfig
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.geometry import Geometry
+from example_trainer.models.head import default_chunk
 from example_trainer.models.lora.layers import attach_adapters
 from example_trainer.models.lora.settings import LoraSettings
 from example_trainer.models.ops import choose_table
@@ -127,8 +128,8 @@ def measure(asked: Configuration, device: torch.device) -> dict[str, Any]:
     layouts = manifests(asked.shape, dtype, asked.vllm_ranks) if asked.vllm_ranks else []
     request = MemoryRequest(
         geometry=geometry, dtype=dtype, tokens_per_microbatch=asked.batch * asked.length, seq_len=asked.length,
-        table=choose_table(device, dtype, False), gradient_checkpointing=asked.checkpointing,
-        logprob_chunk=config.logprob_chunk, receivers=receivers_of(layouts),
+        table=choose_table(device, dtype), offload=asked.offload,
+        gradient_checkpointing=asked.checkpointing, logprob_chunk=config.logprob_chunk or default_chunk(device), receivers=receivers_of(layouts),
         reference=asked.reference, lora=(asked.lora_rank, ALL_PROJECTIONS) if asked.lora_rank else None,
         world_size=asked.ranks,
     )  # fmt: skip

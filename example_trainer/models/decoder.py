@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from example_trainer.errors import ModelError
 from example_trainer.models.geometry import Geometry
 from example_trainer.models.gradients import GradientSums, Total, summed
-from example_trainer.models.head import chosen_logprobs_of
+from example_trainer.models.head import chosen_logprobs_of, default_chunk
 from example_trainer.models.ops import Operations, choose_operations
 from example_trainer.models.packing import Packing
 from example_trainer.models.shards import Shards
@@ -289,7 +289,7 @@ class Decoder(nn.Module):
         return hidden
 
     def chosen_logprobs(
-        self, hidden: Tensor, targets: Tensor, counts: Packing | None, chunk: int = 1024, temperature: float = 1.0
+        self, hidden: Tensor, targets: Tensor, counts: Packing | None, chunk: int | None = None, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         """Logprobs of given tokens and the entropy of what they were chosen from. Collective if the model is split.
 
@@ -297,13 +297,14 @@ class Decoder(nn.Module):
             hidden: [targets, hidden] states that predict the targets.
             targets: [targets] int64 ids.
             counts: how many of the targets belong to each sequence; None if there are no targets at all.
-            chunk: targets whose logits exist at the same time, about.
+            chunk: targets whose logits exist at the same time, about; not given: see default_chunk.
             temperature: divides the logits.
 
         Returns:
             logprobs [targets] float32, differentiable; entropy [targets] float32 in nats, not differentiable.
         """
         weight, total = self.output_weight, self._head_total()
+        chunk = chunk or default_chunk(hidden.device)
         if self.split.size > 1 or counts is None:  # a rank without targets still has a gradient, of zeros, to hand on
             return chosen_logprobs_of(hidden, weight, targets, chunk, temperature, total, self.split, self.geometry.vocab_size)
         return self.arithmetic.ops.chosen_logprobs(hidden, weight, targets, counts, chunk, temperature, total)

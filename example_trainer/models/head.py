@@ -12,6 +12,12 @@ from example_trainer.models.gradients import Total, add_product, deliver, wide
 from example_trainer.models.split import Split
 
 
+def default_chunk(device: torch.device) -> int:
+    """Tokens whose logits exist at the same time, if nobody says: few enough on a CPU that they take little of its memory, and on
+    a GPU enough that going over the sum of the output matrix's gradient for each chunk hardly counts."""
+    return 4096 if device.type == "cuda" else 1024
+
+
 class _ChosenLogprobs(torch.autograd.Function):
     """Logits are made for `chunk` tokens at a time, in both directions, and never kept. Ranks exchange a maximum and three
     numbers per token, never logits.

@@ -18,6 +18,7 @@ import torch
 from example_trainer.batch.reader import CPU_TOKENS_PER_MICROBATCH
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
+from example_trainer.models.head import default_chunk
 from example_trainer.models.hf_checkpoint import find_checkpoint, read_geometry
 from example_trainer.models.ops import choose_table
 from example_trainer.training.host_memory import free_host_memory
@@ -233,7 +234,7 @@ def memory_request(config: TrainerConfig, bridge: WeightBridge, dtype: torch.dty
         share_prefixes=config.shares_prefixes,
         offload=config.optimizer_offload,
         gradient_checkpointing=config.gradient_checkpointing,
-        logprob_chunk=config.logprob_chunk,
+        logprob_chunk=config.logprob_chunk or default_chunk(device),
         single_copy=isinstance(bridge, SingleCopyBridge),
         receivers=bridge.receivers(),
         reference=bool(config.kl_coef) and not (lora and config.reference_model is None),
