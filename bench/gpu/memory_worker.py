@@ -129,7 +129,8 @@ def measure(asked: Configuration, device: torch.device) -> dict[str, Any]:
     request = MemoryRequest(
         geometry=geometry, dtype=dtype, tokens_per_microbatch=asked.batch * asked.length, seq_len=asked.length,
         table=choose_table(device, dtype), offload=asked.offload,
-        gradient_checkpointing=asked.checkpointing, logprob_chunk=config.logprob_chunk or default_chunk(device), receivers=receivers_of(layouts),
+        gradient_checkpointing=asked.checkpointing, logprob_chunk=config.logprob_chunk or default_chunk(device),
+        receivers=receivers_of(layouts),
         reference=asked.reference, lora=(asked.lora_rank, ALL_PROJECTIONS) if asked.lora_rank else None,
         world_size=asked.ranks,
     )  # fmt: skip

@@ -13,8 +13,11 @@ from example_trainer.models.split import Split
 
 
 def default_chunk(device: torch.device) -> int:
-    """Tokens whose logits exist at the same time, if nobody says: few enough on a CPU that they take little of its memory, and on
-    a GPU enough that going over the sum of the output matrix's gradient for each chunk hardly counts."""
+    """Tokens whose logits exist at the same time, if nobody says.
+
+    Few on a CPU, where they are tables in float32. On a GPU enough that going over the sum of the output matrix's gradient,
+    once for each chunk, hardly counts.
+    """
     return 4096 if device.type == "cuda" else 1024
 
 

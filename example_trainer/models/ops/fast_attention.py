@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,8 @@ def _library(device: torch.device) -> _Attention:
                 error,
             )
         else:
+            # Said by its compiler of an argument that is never given, and nothing that a user could mend.
+            warnings.filterwarnings("ignore", message="Argument aux_data", category=UserWarning)
             return functools.partial(_flash_attention_4, flash_attn_varlen_func)
     return _flash_attention_2
 
