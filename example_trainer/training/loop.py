@@ -26,7 +26,7 @@ from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopRequested, StopSignal
 from example_trainer.training.guarded_step import guarded_step
 from example_trainer.training.optimizer import MasterAdamW, StepReport
-from example_trainer.training.step import StepSums
+from example_trainer.training.step import StepSums, warm_up
 from example_trainer.weight_bridge.base import SyncReport, WeightBridge
 
 logger = logging.getLogger(__name__)
@@ -147,6 +147,8 @@ def train(parts: Parts) -> None:
     config, stop, ranks, model, optimizer = parts.config, parts.stop, parts.ranks, parts.model, parts.optimizer
     batches, bridge = parts.batches, parts.bridge
     upkeep = make_upkeep(parts)
+    if model.output_weight.is_cuda:
+        warm_up(model, optimizer, config)  # while the environments sample
     skipped = SkippedBatches(config)
     try:
         while optimizer.steps < config.training_steps:

@@ -13,7 +13,7 @@ from example_trainer.batch.bins import PackedBin
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.parity import NoParity, ParityCheck
 from example_trainer.models import Decoder
-from example_trainer.models.packing import Packing
+from example_trainer.models.packing import NO_PARENT, Packing
 from example_trainer.process import StopSignal
 from example_trainer.training.optimizer import MasterAdamW
 
@@ -97,3 +97,21 @@ def response_logprobs(model: Decoder, bin: PackedBin, packing: Packing, config: 
     """Logprob and entropy ([n] float32 each) at the trained tokens; only these are projected to the vocabulary."""
     hidden = model.arithmetic.ops.rows(model(bin.tokens, packing), bin.sources)
     return model.chosen_logprobs(hidden, bin.targets, bin.sequences(), config.logprob_chunk, config.temperature)
+
+
+def warm_up(model: Decoder, optimizer: MasterAdamW, config: TrainerConfig) -> None:
+    """One pass over made-up tokens, whose gradient is forgotten: kernels are compiled when they are first used, for 20 seconds
+    or so on a GPU, which is less than what environments take to sample a first batch. Collective.
+    """
+    device = model.output_weight.device
+    length = max(1, min(64, model.geometry.max_positions // 2))
+    # As in a batch that comes: responses that continue a prompt, if that is done here.
+    parents = [NO_PARENT, 0, 0] if config.shares_prefixes else [NO_PARENT] * 3
+    packing = Packing([length] * 3, device, parents)
+    tokens = torch.zeros(packing.tokens, dtype=torch.int64, device=device)
+    hidden = model.arithmetic.ops.rows(model(tokens, packing), torch.arange(packing.tokens, device=device))
+    counts = Packing([packing.tokens], device)
+    logprobs, _ = model.chosen_logprobs(hidden, tokens, counts, config.logprob_chunk, config.temperature)
+    logprobs.sum().backward()
+    optimizer.collect()
+    optimizer.zero_grad()

@@ -57,7 +57,7 @@ def test_every_field_is_a_flag_and_a_key(tmp_path: Path) -> None:
         "atropos_api_key": "s", "max_staleness": 3, "lr_schedule": "cosine", "num_threads": 2, "clip_eps_high": 0.3,
         "reference_model": "r", "loss_normalisation": "constant", "save_path": "p", "resume": "auto", "log_dir": "l",
         "wandb_project": "w", "wandb_group": "g", "metrics_host": "h", "profile": "3-5", "share_prefixes": True,
-        "tokens_per_microbatch": 512,
+        "tokens_per_microbatch": 512, "logprob_chunk": 64,
     }  # fmt: skip
     for name, field in TrainerConfig.model_fields.items():
         if name not in values:

@@ -17,7 +17,7 @@ from example_trainer.config import TrainerConfig
 from example_trainer.models import Decoder, Geometry
 from example_trainer.process import StopRequested, StopSignal
 from example_trainer.training.optimizer import MasterAdamW
-from example_trainer.training.step import StepSums, accumulate_gradients
+from example_trainer.training.step import StepSums, accumulate_gradients, warm_up
 
 GEOMETRY = Geometry(
     architecture="Qwen3ForCausalLM",
@@ -214,3 +214,21 @@ def test_stop_is_obeyed_between_bins() -> None:
     model = make_model()
     with pytest.raises(StopRequested, match="SIGTERM"):
         accumulate_gradients(model, MasterAdamW(model, lr=0.1), [empty_bin()], config(), Stopped())
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_warming_up_leaves_nothing_behind(share: bool) -> None:
+    options = config(share_prefixes=share)
+    bins = packed(parse_batch(make_groups(3), 64, 31), options)[0]
+    found = []
+    for warm in (False, True):
+        model = make_model()
+        optimizer = MasterAdamW(model, lr=0.1)
+        model.arithmetic.sums = optimizer.sums
+        if warm:
+            warm_up(model, optimizer, options)
+            assert optimizer.gradients() == {}
+        accumulate_gradients(model, optimizer, bins, options, StopSignal())
+        optimizer.step()
+        found.append({name: master.clone() for name, master in optimizer.masters.items()})
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
