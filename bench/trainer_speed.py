@@ -5,12 +5,12 @@
     python bench/trainer_speed.py --output DIR --seconds 560         begin no case that might end later than this
     python bench/trainer_speed.py --output DIR --shape tiny --device cpu      that the script runs, without a GPU
 
-A case is a process of its own. It times forward and backward of one bin of packed tokens, with the trainer's own step and
-loss, and then whole steps of several bins, optimizer and write of the weights included; the best of several each. Beside ours
-in the same sitting: plain packed PyTorch (bench/gpu/plain_decoder.py). Where there are several GPUs, cases for one GPU run on
-all of them at the same time, unless --alone is given. mfu is 6 · parameters of the layers' and the output matrix · forwarded
-tokens over seconds, of 790 TFLOP/s for each GPU; counted: what observe/perf.py counts. Prints a table and writes
-trainer_speed.json after each case.
+A case is a process of its own. It times forward and backward of one bin of packed tokens, with the trainer's own step and loss,
+and then whole steps of several bins, optimizer and write of the weights included; the best of several each. "with a
+checkpoint": and what each step takes while one is written to the disk in the background. Beside ours in the same sitting: plain
+packed PyTorch (bench/gpu/plain_decoder.py). Where there are several GPUs, cases for one GPU run on all of them at the same
+time, unless --alone is given. mfu is 6 · parameters of the layers' and the output matrix · forwarded tokens over seconds, of
+790 TFLOP/s for each GPU; counted: what observe/perf.py counts. Prints a table and writes trainer_speed.json after each case.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ sys.path[0] = str(ROOT)
 
 import argparse
 import importlib.util
+import statistics
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -50,6 +51,10 @@ CASES: dict[str, Case] = {
     "14B, 4k, FSDP2 over two GPUs": Case(
         "ours", "qwen3-14b", length=4096, checkpointing=True, offload=True, ranks=2, bins=4, warm_up=2, repeats=4, seconds=280
     ),
+    "8B, one GPU, offloaded": Case(
+        "ours", "qwen3-8b", length=4096, checkpointing=True, offload=True, bins=2, warm_up=1, repeats=2, seconds=400
+    ),
+    "1.7B, 512, with a checkpoint": Case("ours", saved_steps=5, repeats=2, seconds=300),
     "1.7B, 512, plain PyTorch": Case("plain"),
     "1.7B, 512, plain PyTorch, layers and head compiled": Case("plain, all compiled"),
     "1.7B, 4k": Case("ours", length=4096),
@@ -150,6 +155,13 @@ def report(data: dict[str, Any]) -> str:
             notes += [f"{name}: {key}: {found[key]}" for key in ("skipped", "failed", "out_of_memory") if key in found]
             continue
         one, step = found["pass"], found.get("step", {})
+        if "checkpoint" in found:
+            saved = found["checkpoint"]
+            before, after = (saved[f"step_seconds_{when}"] for when in ("before", "after"))
+            notes.append(
+                f"{name}: {saved['bytes'] / 1e9:.2f} GB, complete after {saved['complete_seconds']:.1f} s; whole steps took "
+                f"{statistics.median(before):.3f} s, those after it began {', '.join(f'{seconds:.3f}' for seconds in after)} s"
+            )
         rows.append(
             [name, *(round(one[f"{what}_tokens_per_second"]) for what in ("forwarded", "sequence")), f"{one['mfu']:.3f}",
              f"{one['mfu_counted']:.3f}", f"{max(one['peak_bytes'], step.get('peak_bytes', 0)) / 1e9:.1f}",

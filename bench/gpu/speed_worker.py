@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -24,7 +27,9 @@ from example_trainer.models.ops import choose_operations, reference
 from example_trainer.observe.perf import matrix_elements, step_flops
 from example_trainer.parallel.fsdp import sharded_decoder
 from example_trainer.process import StopSignal
+from example_trainer.training.checkpoints import Checkpoints
 from example_trainer.training.optimizer import MasterAdamW
+from example_trainer.training.runs import PREFIX, new_run
 from example_trainer.training.step import accumulate_gradients
 
 PEAK_FLOPS = 790e12
@@ -49,6 +54,7 @@ class Case:
         ranks: processes, sharded by FSDP2, each with bins of its own.
         bins: of the whole steps that are timed after the single passes; 0: no step is taken.
         warm_up, repeats: passes before those that are timed, and these.
+        saved_steps: whole steps without a checkpoint, and as many at least once one has begun; 0: none is written.
         seconds: time limit of the process.
     """
 
@@ -65,6 +71,7 @@ class Case:
     bins: int = 8
     warm_up: int = 3
     repeats: int = 6
+    saved_steps: int = 0
     seconds: int = 150
     device: str = "cuda"
 
@@ -156,18 +163,64 @@ def measure(case: Case, device: torch.device, rank: int = 0) -> dict[str, Any]:
             optimizer.step()
             optimizer.write_weights()
             meter.reset()
-            rows = [
-                [timer(lambda: gradient(bins)), timer(optimizer.step), timer(optimizer.write_weights)]
-                for _ in range(max(1, case.repeats // 2))
-            ]
-            best = min(rows, key=sum)
+
+            def whole_step() -> list[float]:
+                return [timer(lambda: gradient(bins)), timer(optimizer.step), timer(optimizer.write_weights)]
+
+            best = min((whole_step() for _ in range(max(1, case.repeats // 2))), key=sum)
             found["step"] = rates(g, bins[0], case.work, sum(best), case.bins, case.ranks) | {
                 "bins": case.bins,
                 "optimizer_seconds": round(best[1], 5),
                 "write_weights_seconds": round(best[2], 5),
                 "peak_bytes": meter.peak,
             }
+            if case.saved_steps:
+                found["checkpoint"] = saving(case.saved_steps, model, optimizer, config, lambda: sum(whole_step()))
     return found
+
+
+def saving(
+    count: int, model: Decoder, optimizer: MasterAdamW, config: TrainerConfig, whole_step: Callable[[], float]
+) -> dict[str, Any]:
+    """What a checkpoint, written in the background, costs the steps that are taken meanwhile.
+
+    Args:
+        count: steps before the checkpoint; as many are taken after it began, and more until it is complete.
+        whole_step: gives the seconds it took.
+
+    Returns:
+        `begin_seconds` stops training itself; `complete_seconds` counts from there until the folder has its name;
+        `memory_seconds` is what taking the host memory for the copy takes, once in a run, in the background of its first steps.
+    """
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as watcher:
+        checkpoints = Checkpoints(Path(folder), new_run(config.model_name, Path(folder), PREFIX, int(time.time() * 1e3)))
+        began = time.perf_counter()
+        checkpoints.prepare(optimizer)
+        copied = checkpoints._memory is not None and checkpoints._memory.arena() is not None  # waits until it is taken
+        memory_seconds = time.perf_counter() - began
+        without = [whole_step() for _ in range(count)]
+        began = time.perf_counter()
+        path = checkpoints.begin(model, optimizer, config.shareable)
+        begin_seconds = time.perf_counter() - began
+
+        def complete() -> float:
+            while checkpoints.writing:
+                time.sleep(0.01)
+            return time.perf_counter() - began
+
+        ended, steps = watcher.submit(complete), list[float]()
+        while len(steps) < count or not ended.done():
+            steps.append(whole_step())
+        checkpoints.wait()
+        return {
+            "copied_to_host_memory": copied,
+            "memory_seconds": round(memory_seconds, 3),
+            "begin_seconds": round(begin_seconds, 5),
+            "complete_seconds": round(ended.result(), 3),
+            "bytes": sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
+            "step_seconds_before": [round(seconds, 5) for seconds in without],
+            "step_seconds_after": [round(seconds, 5) for seconds in steps],
+        }
 
 
 def plain_gradient(model: PlainDecoder, bins: list[PackedBin]) -> None:

@@ -37,6 +37,21 @@ def test_cases_are_measured_and_written_down(tmp_path: Path, capsys: pytest.Capt
     assert "plain PyTorch" in printed
 
 
+def test_what_saving_costs_the_steps_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["8B, one GPU, offloaded", "1.7B, 512, with a checkpoint"]
+    assert trainer_speed.main(["--output", str(tmp_path), "--device", "cpu", "--shape", "tiny", "--only", *names]) == 0
+    written = json.loads((tmp_path / "trainer_speed.json").read_text())["cases"]
+    assert written[names[0]]["case"]["offload"]
+    assert written[names[0]]["step"]["bins"] == 2
+    found = written[names[1]]
+    saved = found["checkpoint"]
+    assert saved["bytes"] > 16 * found["parameters"]  # weights, masters and two moments, in float32
+    assert 0 < saved["begin_seconds"] <= saved["complete_seconds"]
+    assert len(saved["step_seconds_before"]) == 5 <= len(saved["step_seconds_after"])
+    assert all(seconds > 0 for when in ("before", "after") for seconds in saved[f"step_seconds_{when}"])
+    assert f"{names[1]}: {saved['bytes'] / 1e9:.2f} GB, complete after" in capsys.readouterr().out
+
+
 def test_a_case_that_needs_more_gpus_or_more_time_is_left_out_with_the_reason(tmp_path: Path) -> None:
     arguments = ["--output", str(tmp_path), "--device", "cpu", "--shape", "tiny", "--only", "1.7B, 512", "--seconds", "1"]
     assert trainer_speed.main(arguments) == 0
