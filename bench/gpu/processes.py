@@ -174,12 +174,8 @@ class Task(Child):
         except subprocess.TimeoutExpired:
             raise BenchError(f"{self.name} did not end within {self._seconds:g} s:\n{tail(self.log)}") from None
         if status != 0 or not self._answer.exists():
-            errors = [
-                line
-                for line in tail(self.log, 400).splitlines()
-                if re.match(r"(\[rank\d+\]: )?[\w.]+(Error|Exception|Exit|Interrupt)\b", line)
-            ]
-            reason = errors[0] if errors else ""  # of several ranks the first is the cause
+            errors = filter(_ERROR_LINE.match, tail(self.log, 400).splitlines())
+            reason = next(errors, "")  # of several ranks the first to fail is the cause
             raise BenchError(f"{self.name} ended with status {status}: {reason}\n{tail(self.log)}")
         answer: dict[str, Any] = json.loads(self._answer.read_text(encoding="utf-8"))
         return answer

@@ -65,8 +65,8 @@ class ParityCheck:
 
     Example:
         parity.begin(optimizer.steps)
-        parity.compare(bin, logprobs)       # of every bin, before its gradient is taken
-        row |= parity.row(optimizer)
+        parity.compare(packed, logprobs)    # of every bin, before its gradient is taken
+        row |= parity.row(optimizer.masters)
 
     Args:
         ours, theirs: which kernels the trainer and vLLM run, for the error.
@@ -81,6 +81,7 @@ class ParityCheck:
     def __init__(self, ours: Provenance, theirs: Provenance, stop: bool = True, older: bool = False) -> None:
         self._ours, self._theirs, self._stop, self._older_allowed = ours, theirs, stop, older
         self.first: Mismatch | None = None
+        self.compared_in_all, self.mismatched_in_all = 0, 0
         self._version = 0
         self._reset()
 
@@ -89,22 +90,21 @@ class ParityCheck:
         self._largest, self._kl, self._older_kl = 0.0, 0.0, 0.0
 
     def begin(self, version: int) -> None:
-        """Begin a step under a weight version."""
+        """Begin a step with the weights of `version`."""
         self._reset()
         self._version = version
 
-    def compare(self, bin: PackedBin, logprobs: Tensor) -> None:
+    def compare(self, packed: PackedBin, logprobs: Tensor) -> None:
         """Compare the trained tokens of a bin.
 
         Args:
             logprobs: [n] float32, recomputed by the trainer.
 
         Raises:
-            ParityError: a token differs, came without a logprob, or was sampled under other weights than are trained.
+            ParityError: a token of the present weights differs, or came without a logprob; or one is of other weights, or of
+                unknown ones, and that is not allowed.
         """
-        if self._stop:
-            self._refuse_other_weights(bin)
-        recomputed, sampled = logprobs.detach(), bin.rollout_logprobs
+        recomputed, sampled = logprobs.detach(), packed.rollout_logprobs
         if recomputed.dtype != torch.float32 or sampled.dtype != torch.float32:
             raise TypeError(f"logprobs are compared as float32, not {recomputed.dtype} and {sampled.dtype}")
         if not len(recomputed):
@@ -136,30 +136,30 @@ class ParityCheck:
         self._largest, self._kl, self._older_kl = max(self._largest, largest), self._kl + kl, self._older_kl + older_kl
         if not mismatched:
             return
-        self.first = self.first or _describe(bin, sampled, recomputed, int(different.int().argmax()))
+        self.first = self.first or _describe(packed, recomputed, int(different.int().argmax()))
         if self._stop:
             self._log_kernels()
             lost = f" ({missing} came without a logprob)" if missing else ""
             raise ParityError(
-                f"{int(mismatched)} of {len(recomputed)} tokens of a pass differ between vLLM and the trainer{lost}, "
+                f"{mismatched} of {compared} tokens of a microbatch differ between vLLM and the trainer{lost}, "
                 f"by up to {largest:.3g}; first {self.first}; {self._kernels()}; the log has both sides' kernels"
             )
 
-    def _refuse_other_weights(self, bin: PackedBin) -> None:
-        other = bin.versions != self._version
-        if bool(other.any()):
-            index = int(other.int().argmax())
-            version = int(bin.versions[index])
-            group, sequence = bin.orders[_sequence_of(bin, index)].tolist()
-            raise ParityError(
-                f"group {group}, sequence {sequence} was sampled under weight version "
-                f"{None if version == UNKNOWN_VERSION else version}, the trainer holds {self._version}: its bits cannot be "
-                "equal; let the environment wait for each step (--env.max_batches_offpolicy 0)"
-            )
+    def _refuse_other_weights(self, packed: PackedBin, other: Tensor) -> None:
+        if not bool(other.any()):
+            return
+        index = int(other.int().argmax())
+        (group, sequence), sampled = _sequence_of(packed, index), int(packed.versions[index])
+        raise ParityError(
+            f"group {group}, sequence {sequence} was sampled under weight version "
+            f"{None if sampled == UNKNOWN_VERSION else sampled}, the trainer holds {self._version}: its bits cannot be equal; "
+            "let the environment wait for each step (--env.max_batches_offpolicy 0)"
+        )
 
-    def row(self, optimizer: MasterAdamW) -> dict[str, int | float | str | None]:
-        """The figures of the step, for the metrics: tokens compared, tokens that differ, the largest difference, KL by k3
-        in nats per token, and the hash of the masters after the step."""
+    def row(self, masters: Mapping[str, Tensor]) -> dict[str, int | float | str]:
+        """The figures of the step, for the metrics: of the tokens sampled under its weights how many were compared, how many
+        differ, the largest difference and their KL by k3 in nats per token; how many others there were, and their KL; and the
+        hash of the masters after the step."""
         return {
             "compared_tokens": self._compared,
             "mismatched_tokens": self._mismatched,
@@ -190,22 +190,30 @@ class NoParity(ParityCheck):
     def begin(self, version: int) -> None:
         return None
 
-    def compare(self, bin: PackedBin, logprobs: Tensor) -> None:
+    def compare(self, packed: PackedBin, logprobs: Tensor) -> None:
         return None
 
     def row(self, masters: Mapping[str, Tensor]) -> dict[str, int | float | str]:
         return {}
 
 
-def _sequence_of(bin: PackedBin, index: int) -> int:
-    """Which of a bin's sequences a trained token belongs to."""
-    return int(torch.searchsorted(bin.counts.cumsum(0), index, right=True))
+def _sequence_of(packed: PackedBin, index: int) -> tuple[int, int]:
+    """Group and number of the sequence that a trained token belongs to."""
+    number = int(torch.searchsorted(packed.counts.cumsum(0), index, right=True))
+    group, sequence = packed.orders[number].tolist()
+    return group, sequence
 
 
-def _describe(bin: PackedBin, sampled: Tensor, recomputed: Tensor, index: int) -> Mismatch:
-    group, sequence = bin.orders[_sequence_of(bin, index)].tolist()
-    position, token = int(bin.positions[index]), int(bin.targets[index])
-    return Mismatch(group, sequence, position, token, float(sampled[index]), float(recomputed[index]))
+def _describe(packed: PackedBin, recomputed: Tensor, index: int) -> Mismatch:
+    group, sequence = _sequence_of(packed, index)
+    return Mismatch(
+        group,
+        sequence,
+        int(packed.positions[index]),
+        int(packed.targets[index]),
+        float(packed.rollout_logprobs[index]),
+        float(recomputed[index]),
+    )
 
 
 def require_same_kernels(ours: Provenance, theirs: Provenance | None, server: str) -> None:

@@ -34,7 +34,7 @@ def step_line(step: int, steps: int, row: Row) -> str:
     if "mismatched_tokens" in row:
         parity = f"  mismatched {row['mismatched_tokens']}/{row['compared_tokens']}  weights {row['weights_sha']}"
         older = (
-            f"  older {row['older_tokens']}  kl of equal versions {row['parity_kl']:.5f}  of older ones {row['older_kl']:.5f}"
+            f"  kl of present weights {row['parity_kl']:.5f}  older {row['older_tokens']}  kl of older {row['older_kl']:.5f}"
         )
     mfu = "?" if row["mfu"] is None else f"{row['mfu']:.3f}"
     return (
@@ -175,9 +175,7 @@ class _Background:
             except queue.Full:
                 logger.debug("there is no room for the end either")
             if self._thread.is_alive():
-                logger.warning(
-                    "TensorBoard or W&B did not take the last rows in %.0f s; metrics.jsonl has them", _CLOSE_SECONDS
-                )
+                logger.warning("TensorBoard or W&B did not take the last rows in %.0f s, metrics.jsonl has", _CLOSE_SECONDS)
                 return
         if self._tensorboard is not None:
             self._tensorboard.close()

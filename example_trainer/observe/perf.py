@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
+from example_trainer.batch.packing import BatchFigures
+from example_trainer.models import Decoder
 from example_trainer.models.geometry import Geometry
 
 _DENSE_BF16 = {
@@ -103,35 +105,47 @@ class Speed:
     reference: bool = False
 
     def row(
-        self,
-        forwarded_tokens: int,
-        sequence_tokens: int,
-        trained_tokens: int,
-        attended_pairs: int,
-        seconds: tuple[float, float, float],
-        peak_memory: int,
+        self, figures: BatchFigures, seconds: tuple[float, float, float], peak_memory: int
     ) -> dict[str, int | float | None]:
         """The figures of a step.
 
         Args:
-            forwarded_tokens, trained_tokens, attended_pairs: see step_flops; of all ranks.
-            sequence_tokens: of all sequences, before what they have in common is forwarded once.
+            figures: of its batch, all ranks together.
             seconds: waiting for the batch, computing the step, handing over the weights.
             peak_memory: bytes, see peak_memory.
         """
         flops = step_flops(
-            self.geometry, forwarded_tokens, trained_tokens, attended_pairs, self.adapter_elements, self.reference
+            self.geometry,
+            figures.forwarded_tokens,
+            figures.tokens,
+            figures.attended_pairs,
+            self.adapter_elements,
+            self.reference,
         )
         waited, computed, _ = seconds
         return {
-            "forwarded_tokens": forwarded_tokens,
-            "forwarded_tokens_per_second": forwarded_tokens / computed,
-            "packing_ratio": forwarded_tokens / sequence_tokens,
+            "forwarded_tokens_per_second": figures.forwarded_tokens / computed,
+            "packing_ratio": figures.forwarded_tokens / figures.sequence_tokens,
             "flops": flops,
             "mfu": flops / computed / self.peak if self.peak else None,
             "peak_memory_bytes": peak_memory,
             "waiting_share": waited / sum(seconds),
         }
+
+
+def make_speed(
+    model: Decoder, device: torch.device, dtype: torch.dtype, ranks: int = 1, adapters: bool = False, reference: bool = False
+) -> Speed:
+    """What the steps of a model on devices like this one are measured against.
+
+    Args:
+        ranks: how many devices there are.
+        adapters: only parameters with requires_grad are trained.
+        reference: see step_flops.
+    """
+    rate = peak_rate(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad) if adapters else None
+    return Speed(model.geometry, rate * ranks if rate else None, trained, reference)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -15,7 +15,8 @@ from example_trainer.models.lora.settings import base_model_name
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.training.checkpoints import Checkpoints
 from example_trainer.training.optimizer import MasterAdamW
-from example_trainer.training.runs import Run
+from example_trainer.training.resume import Start
+from example_trainer.training.runs import PREFIX, Run
 
 ADAPTER_PREFIX = "adapter_step_"
 
@@ -47,3 +48,20 @@ class AdapterCheckpoints(Checkpoints):
         moved: Callable[[], None],
     ) -> None:
         self._writer.write(draft, dict(weights))
+
+
+def checkpoint_prefix(config: TrainerConfig) -> str:
+    """What the names of this run's checkpoints begin with."""
+    return ADAPTER_PREFIX if config.lora else PREFIX
+
+
+def make_checkpoints(config: TrainerConfig, model: Decoder, start: Start, ranks: Ranks) -> Checkpoints:
+    """Where the run saves: `step_N/`, or `adapter_step_N/` in PEFT's format."""
+    last, states, keep = start.saved.step if start.saved else None, config.keep_optimizer_states, config.keep_checkpoints
+    if not config.lora:
+        # A server that dies is started again on the checkpoint that it had: at first, the one that training went on from.
+        return Checkpoints(
+            config.save_path, start.run, states, last, ranks, keep, lambda step: step == last or config.restarts_vllm_at(step)
+        )
+    writer = AdapterWriter(model, config.lora, base_model_name(config.model_name))
+    return AdapterCheckpoints(config.save_path, start.run, states, last, writer, keep)

@@ -18,6 +18,7 @@ from torch.optim.adamw import adamw
 
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import CheckpointError, NonFiniteError
+from example_trainer.models import Decoder
 from example_trainer.models.gradients import GradientSums
 from example_trainer.models.shards import Shards
 from example_trainer.training.host_memory import BUCKET_ELEMENTS, HostTensors, Piece
@@ -313,6 +314,7 @@ def make_optimizer(config: TrainerConfig, model: Decoder) -> MasterAdamW:
         warmup_steps=config.warmup_steps,
         total_steps=config.training_steps,
         shards=model.shards,
+        offload=config.optimizer_offload,
     )
     model.arithmetic.sums = optimizer.sums
     return optimizer

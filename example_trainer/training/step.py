@@ -86,11 +86,10 @@ def accumulate_gradients(
         loss.backward()
         optimizer.collect()
         figures = (loss.detach(), sums.kl, sums.reference_kl, entropy.sum(), sums.clipped, sums.missing_rollout_logprobs)
-        totals += torch.stack([figure.double() for figure in figures])
-    if isinstance(model, DeterministicDecoder) and model.sums is not None:
-        optimizer.gradients().update(model.sums.take())
-    loss_sum, *others = model.shards.sum_figures(totals).tolist()
-    return StepSums(loss_sum, *(value / batch.trained_tokens for value in others))
+        totals[:6] += torch.stack([figure.double() for figure in figures])
+        totals[6] += sums.tokens
+    loss_sum, *others, tokens = model.shards.sum_figures(totals).tolist()
+    return StepSums(loss_sum, *(value / tokens for value in others))
 
 
 def response_logprobs(model: Decoder, bin: PackedBin, packing: Packing, config: TrainerConfig) -> tuple[Tensor, Tensor]:

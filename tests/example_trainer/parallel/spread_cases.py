@@ -121,7 +121,11 @@ def take_steps(
     rank: int = 0,
     ranks: int = 1,
 ) -> list[dict[str, float]]:
-    """Train up to STEPS steps, as one of several data-parallel ranks. Returns each step's figures, the norm of the gradient among them."""
+    """Train up to STEPS steps, as one of several data-parallel ranks.
+
+    Returns:
+        each step's figures, the norm of the gradient among them.
+    """
     figures = []
     model.gradient_checkpointing = config.gradient_checkpointing
     while optimizer.steps < STEPS:

@@ -40,7 +40,7 @@ def run_case(ranks: Ranks, kind: str, folder: Path, seed: int) -> None:
     optimizer = make_optimizer(model, config)
     place = (ranks.rank, ranks.world_size) if kind == "fsdp" else (0, 1)
     figures = take_steps(model, optimizer, reference, config, seed, *place)
-    state = dict(optimizer.whole_state())
+    state = whole_state(optimizer)
     again = make_optimizer(model, config)
     again.load_state({key: tuple(tensor.shape) for key, tensor in state.items()}, state.__getitem__, optimizer.steps)
     resumed = whole_state(again)
