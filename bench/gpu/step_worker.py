@@ -14,9 +14,10 @@ from bench.gpu.speed_worker import Timer
 from bench.gpu.synthetic import geometry_of, random_batch, random_weights
 from example_trainer.batch.packing import pack_batch
 from example_trainer.config import TrainerConfig
+from example_trainer.deterministic.pairing import deterministic_decoder
 from example_trainer.deterministic.parity import weights_sha
+from example_trainer.models import Decoder
 from example_trainer.process import StopSignal
-from example_trainer.training.model import whole_decoder
 from example_trainer.training.optimizer import make_optimizer
 from example_trainer.training.step import accumulate_gradients
 from vllm_patching.batch_invariant.settings import enable_settings
@@ -40,7 +41,8 @@ class StepWorker:
         """Make the model; the same weights for the same seed in both modes."""
         geometry = geometry_of(self.shape)
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        self.model = whole_decoder(geometry, dtype, self.device, deterministic=self.mode == "ours")
+        make = deterministic_decoder if self.mode == "ours" else Decoder
+        self.model = make(geometry, dtype, self.device)
         random_weights(self.model, seed=seed)
         self.config = TrainerConfig(model_name="bench", lr=1e-5, seq_len=4096, training_steps=1000)
         self.optimizer = make_optimizer(self.config, self.model)

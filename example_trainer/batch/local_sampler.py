@@ -71,18 +71,19 @@ class Sampler:
             "max_tokens": self._max_tokens,
             "temperature": 1.0,
             "seed": seed,
+            "return_text": False,  # decoded here, and so off the server's way
+            "token_logprobs": True,
         }
         answer = self._client.call("/generate", body)
-        rows = list(zip(answer["token_ids"], answer["logprobs"], strict=True))
+        sampled, logprobs = answer["token_ids"], answer["token_logprobs"]
+        texts = [self._tokenizer.decode(tokens, skip_special_tokens=True) for tokens in sampled]
         return {
-            "tokens": [prompt + tokens for tokens, _ in rows],
-            "masks": [[NOT_TRAINED] * len(prompt) + tokens for tokens, _ in rows],
-            "inference_logprobs": [
-                [1.0] * len(prompt) + [entry[str(token)] for entry, token in zip(logprobs, tokens, strict=True)]
-                for tokens, logprobs in rows
-            ],
-            "scores": [problem.score(text) for text in answer["text"]],
+            "tokens": [prompt + tokens for tokens in sampled],
+            "masks": [[NOT_TRAINED] * len(prompt) + tokens for tokens in sampled],
+            "inference_logprobs": [[1.0] * len(prompt) + values for values in logprobs],
+            "scores": [problem.score(text) for text in texts],
             "weight_versions": answer["weight_versions"],
+            "weight_version_spans": answer["weight_version_spans"],
         }
 
     def close(self) -> None:

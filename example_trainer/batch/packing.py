@@ -33,6 +33,12 @@ PAIRS_PER_TOKEN = 1 << 14
 """Pairs of attention that cost as much as all the rest that is done for a token. A layer spends 2 operations a parameter on a
 token, 4 times its attention's width on a pair; with about 12 width² parameters that is 6 times the width: 12,000 to 30,000 for
 models of 1.7B to 14B parameters."""
+SEEN_PER_TOKEN = 2
+"""Keys that the spans of a bin may see for each token of its budget. Attention has the keys and values of a prompt laid out
+again for each span that continues it (see Packing.key_rows), in every layer, and the backward pass needs them: without a bound,
+many short answers to a long prompt are few tokens and any amount of memory. With 2 the bound is not felt where answers are as
+long as their prompt, or longer. And rollouts never need more room together than apart: spans of a tree in which none of them
+ends are fewer than they are, and each of these sees no more than one of theirs."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,11 @@ class _Unit:
     @cached_property
     def tokens(self) -> int:
         return self.tree.tokens
+
+    @cached_property
+    def size(self) -> int:
+        """Tokens of a bin's budget that it takes up, with its keys' share if that is the larger one."""
+        return max(self.tokens, -(-self.tree.keys // SEEN_PER_TOKEN))
 
     @cached_property
     def cost(self) -> int:
@@ -94,7 +105,8 @@ def pack_batch(
     sums which are taken in that order come out the same to the bit.
 
     Args:
-        tokens_per_bin: at most so many are forwarded in one pass, but for a sequence that is longer itself.
+        tokens_per_bin: at most so many are forwarded in one pass, and they see at most SEEN_PER_TOKEN times as many keys:
+            activations grow with both. A sequence that is longer itself has a pass of its own.
         ranks: data-parallel ones; each works on its own bins, pass by pass with the others.
         normalisation, max_tokens: see token_weights; the weights are those of the whole batch.
         share_prefixes: forward what rollouts of a group have in common once.
@@ -178,13 +190,13 @@ def _unit(rollouts: Sequence[_Rollout]) -> _Unit:
     return _Unit(tuple(rollouts), prefix_tree([rollout.tokens for rollout in rollouts]))
 
 
-def _split(unit: _Unit, most_tokens: int, most_rollouts: int) -> list[_Unit]:
+def _split(unit: _Unit, tokens_per_bin: int, most_rollouts: int) -> list[_Unit]:
     """Halve a unit until its parts are small enough, each with its own copy of what the halves shared. Those that share most
     stand together, and so stay together."""
     done, todo = [], [unit]
     while todo:
         unit = todo.pop()
-        if len(unit.rollouts) == 1 or (unit.tokens <= most_tokens and len(unit.rollouts) <= most_rollouts):
+        if len(unit.rollouts) == 1 or (unit.size <= tokens_per_bin and len(unit.rollouts) <= most_rollouts):
             done.append(unit)
             continue
         seen = np.cumsum([len(rollout.tokens) for rollout in unit.rollouts])
@@ -205,18 +217,18 @@ def _fill_in_order(units: Sequence[_Unit], tokens_per_bin: int) -> list[_Bin]:
     """Each unit behind the one before, in a new bin where the last one has no room."""
     bins, room = [_Bin()], tokens_per_bin
     for unit in units:
-        if unit.tokens > room and bins[-1].units:
+        if unit.size > room and bins[-1].units:
             bins.append(_Bin())
             room = tokens_per_bin
         bins[-1].units.append(unit)
-        room -= unit.tokens
+        room -= unit.size
     return bins
 
 
 def _fill_evenly(units: Sequence[_Unit], tokens_per_bin: int, ranks: int) -> list[_Bin]:
     """Each unit, the costliest first, into the bin of the least cost that has room for it (Graham, 1969: longest processing
     time first), in as few passes as that is possible in, or a few more."""
-    passes = -(-sum(min(unit.tokens, tokens_per_bin) for unit in units) // (tokens_per_bin * ranks))
+    passes = -(-sum(min(unit.size, tokens_per_bin) for unit in units) // (tokens_per_bin * ranks))
     while (bins := _fill_so_many(units, tokens_per_bin, passes * ranks)) is None:
         passes += 1 + passes // 8  # each try costs a look at every unit
     return bins
@@ -226,13 +238,13 @@ def _fill_so_many(units: Sequence[_Unit], tokens_per_bin: int, count: int) -> li
     bins = [_Bin() for _ in range(count)]
     costs, room = np.zeros(count, dtype=np.int64), np.full(count, tokens_per_bin, dtype=np.int64)
     for unit in units:
-        fits = (room >= unit.tokens) | (costs == 0)
+        fits = (room >= unit.size) | (costs == 0)
         if not fits.any():
             return None
         chosen = int(np.argmin(np.where(fits, costs, np.iinfo(np.int64).max)))
         bins[chosen].units.append(unit)
         costs[chosen] += unit.cost
-        room[chosen] -= unit.tokens
+        room[chosen] -= unit.size
     return bins
 
 

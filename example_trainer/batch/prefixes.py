@@ -60,6 +60,11 @@ class PrefixTree:
         return sum(span.end - span.begin for span in self.spans)
 
     @property
+    def keys(self) -> int:
+        """Keys that the spans see, each its own and those of all that it continues."""
+        return sum(span.end for span in self.spans)
+
+    @property
     def pairs(self) -> int:
         """Pairs of a token and one that it attends to."""
         lengths = ((span.begin, span.end - span.begin) for span in self.spans)

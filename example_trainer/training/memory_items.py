@@ -19,6 +19,7 @@ from typing import Literal
 
 import torch
 
+from example_trainer.batch.packing import SEEN_PER_TOKEN
 from example_trainer.models.geometry import Geometry
 from example_trainer.models.layout import Part, layout
 from example_trainer.training.host_memory import BUCKET_ELEMENTS, SLOTS
@@ -30,9 +31,6 @@ GRADIENTS = "float32 gradients"
 MASTERS, MOMENTS = "float32 masters", "AdamW's two moments"
 SEND_BUFFERS = "buffers to send from"
 WORKSPACES = "workspaces"
-SEEN_PER_TOKEN = 2
-"""Keys that spans see for each token of a bin, if prefixes are shared: so many where responses are as long as their prompt. A
-prompt's keys and values are laid down again for each of its responses."""
 
 Table = Literal["reference", "fast", "invariant"]
 
@@ -174,7 +172,8 @@ def layer_activation_bytes(
         attention        s · q + 4 · heads       2 · s · q + 4 · heads   output, log-sum-exp; the reference puts spans together
         MLP              3 · s · I               4 · s · I               gate and up (2), their product; silu(gate)
 
-    Spans that share prefixes have the keys and values that they see laid out again, in place of the keys.
+    Spans that share prefixes have the keys and values that they see laid out again, in place of the keys: SEEN_PER_TOKEN for
+    each token, which is as many as packing lets them see.
 
     Under adapters the reference keeps nothing for frozen weights: not what norms have scaled, and the inputs of those
     projections alone that have an adapter. Every table keeps the adapters' inner values.

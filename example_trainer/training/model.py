@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from example_trainer.config import TrainerConfig
+from example_trainer.deterministic.pairing import deterministic_decoder
 from example_trainer.errors import ConfigError
 from example_trainer.models import Decoder, load_model
 from example_trainer.models.geometry import Geometry
 from example_trainer.models.lora.layers import BaseModel, attach_adapters
 from example_trainer.models.lora.peft_format import check_same_adapter
-from example_trainer.models.ops import choose_operations
 from example_trainer.parallel.fsdp import sharded_decoder
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.parallel.tensor import split_decoder
@@ -41,15 +41,10 @@ def refuse_ranks(config: TrainerConfig, ranks: Ranks) -> None:
         )
 
 
-def whole_decoder(geometry: Geometry, dtype: torch.dtype, device: torch.device, deterministic: bool) -> Decoder:
-    """All of a decoder, with the operations for its device and mode."""
-    return Decoder(geometry, dtype, device, ops=choose_operations(device, dtype, deterministic))
-
-
 def decoder_maker(config: TrainerConfig, ranks: Ranks) -> DecoderMaker:
     """How this rank makes its part of a model: vLLM's shards for a single copy, else FSDP2's; all of it without other ranks."""
     if ranks.world_size == 1:
-        return partial(whole_decoder, deterministic=config.deterministic)
+        return deterministic_decoder if config.deterministic else Decoder
     if config.single_copy:
         return partial(split_decoder, rank=ranks.rank, size=ranks.world_size, group=dist.group.WORLD)
     return partial(sharded_decoder, world_size=ranks.world_size)

@@ -54,9 +54,11 @@ class Answers(BaseHTTPRequestHandler):
             "queue_size": 7,
             "uuid": 1,
             "token_ids": [],
-            "logprobs": [],
+            "token_logprobs": [],
+            "weight_versions": [],
+            "weight_version_spans": [],
         }
-        body = json.dumps(answer | {"text": [], "weight_versions": []}).encode()
+        body = json.dumps(answer).encode()
         if self.path == "/metrics":
             body = b"lockstep_weight_version 7\n"
         self.send_response(200)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from atroposlib.utils.lives import Life
 from example_trainer.batch.bins import UNKNOWN_VERSION, PackedBin
 from example_trainer.batch.groups import Batch, TrainedSequence
-from example_trainer.batch.packing import PAIRS_PER_TOKEN, empty_bin, figures_of, pack_batch
+from example_trainer.batch.packing import PAIRS_PER_TOKEN, SEEN_PER_TOKEN, empty_bin, figures_of, pack_batch
 from example_trainer.batch.prefixes import LEAST_SAVING, prefix_tree, reading_order
 from example_trainer.models.packing import NO_PARENT
 
@@ -134,6 +134,9 @@ def test_bins_keep_to_their_budget(batch: Batch, budget: int, ranks: int, share:
     for one in (one for share_of_rank in pack(batch, budget, ranks, share) for one in share_of_rank):
         assert len(one.tokens) == int(one.lengths.sum())
         assert len(one.tokens) <= budget or len(one.counts) == 1 or one.empty
+        rows = one.packing().key_rows  # what attention lays keys and values out by
+        keys = len(one.tokens) if rows is None else len(rows)
+        assert keys <= SEEN_PER_TOKEN * max(budget, len(one.tokens)), "what the memory plan counts on"
         if not share:
             assert one.packing().parents == (NO_PARENT,) * len(one.lengths)
 
@@ -224,12 +227,25 @@ def test_a_tree_may_be_as_deep_as_its_group_is_large() -> None:
     assert prefix_tree(rows).tokens == len(rows[-1])
 
 
-def test_a_group_that_does_not_fit_is_split_with_a_prompt_for_each_part() -> None:
-    prompt = [1] * 100
-    batch = Batch([rollout((0, i), [*prompt, *([10 + i] * 50)], [149]) for i in range(8)])
-    (bins,) = pack(batch, 300)
-    assert [len(one.tokens) for one in bins] == [300, 300]
+@pytest.mark.parametrize(
+    ("answer", "budget", "tokens"),
+    [
+        (100, 500, [500, 500]),  # 900 tokens
+        (10, 300, [140, 140]),  # 180 tokens, but their spans see 100 + 8 · 110 keys
+        (10, 490, [180]),
+    ],
+)
+def test_a_group_that_does_not_fit_is_split_with_a_prompt_for_each_part(answer: int, budget: int, tokens: list[int]) -> None:
+    batch = Batch([rollout((0, i), [*([1] * 100), *([10 + i] * answer)], [100]) for i in range(8)])
+    (bins,) = pack(batch, budget)
+    assert [len(one.tokens) for one in bins] == tokens
     assert all(one.lengths[0] == 100 for one in bins)
+
+
+@given(batches(), st.integers(1, 300))
+def test_what_is_shared_never_needs_more_room_than_it_would_apart(batch: Batch, budget: int) -> None:
+    """A batch that fits one bin unshared fits one shared: of the keys that spans see, no more than half are inner spans'."""
+    assert len(pack(batch, max(budget, sum(len(s.tokens) for s in batch.sequences)))[0]) <= 1
 
 
 @pytest.mark.parametrize(("groups", "parts"), [(1, 4), (2, 2), (4, 1), (8, 1)])
