@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from example_trainer.batch.local_sampler import SampledBatches
+from example_trainer.batch.groups import parse_batch
+from example_trainer.batch.local_sampler import SampledBatches, Sampler
 from example_trainer.batch.problems import Problem, sums
 from example_trainer.batch.reader import BatchReader
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BatchError
+from example_trainer.vllm_client import VLLMClient
+from tests.conftest import ROOT
 
 
 class MadeUpSampler:
@@ -61,3 +64,34 @@ def test_a_batch_of_another_tokenizer_can_be_skipped() -> None:
     made = batches(MadeUpSampler(), vocab_size=8)
     with pytest.raises(BatchError, match="holds nothing to train on: group 0: tokens"):
         made.next(0)
+
+
+def test_the_sampler_asks_for_ids_and_numbers_and_reads_the_text_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second answer was sampled across an update of the weights: its last tokens count as sampled under the new ones."""
+    folder, asked = str(ROOT / "assets" / "starter_model"), []
+    sampler = Sampler("http://127.0.0.1:1", folder, group_size=2, max_tokens=9, seed=0)
+    tokenizer = sampler._tokenizer
+    right, wrong = ([*tokenizer.encode(rf"\boxed{{{n}}}", add_special_tokens=False), tokenizer.eos_token_id] for n in (2, 3))
+    numbers = [[-0.5] * len(right), [-0.25] * len(wrong)]
+
+    def answer(client: VLLMClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        asked.append((path, body))
+        spans = [[[4, len(right)]], [[4, 1], [5, len(wrong) - 1]]]
+        return {
+            "token_ids": [right, wrong], "token_logprobs": numbers, "weight_versions": [4, 4], "weight_version_spans": spans
+        }  # fmt: skip
+
+    monkeypatch.setattr(VLLMClient, "call", answer)
+    groups = sampler.groups([Problem("What is 1 plus 1?", "2")])
+    sampler.close()
+    ((path, body),) = asked
+    assert (path, body["return_text"], body["token_logprobs"], "logprobs" in body) == ("/generate", False, True, False)
+    prompt = body["prompt"]["prompt_token_ids"]
+    assert groups[0]["tokens"] == [prompt + right, prompt + wrong]
+    assert groups[0]["scores"] == [1.0, -1.0]
+    one, two = parse_batch(groups, max_tokens=1000, vocab_size=len(tokenizer), version=5).sequences
+    assert [s.rollout_logprobs.tolist() for s in (one, two)] == numbers
+    assert one.versions is not None
+    assert one.versions.tolist() == [4] * len(right)
+    assert two.versions is not None
+    assert two.versions.tolist() == [4, *[5] * (len(wrong) - 1)]
