@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from bench.gpu.processes import Answers, free_port, serve
+from bench.gpu.processes import Answers, free_port
 from bench.gpu.shapes import SHAPES
-from bench.gpu.trainer import BenchTrainer, parse, set_up
+from bench.gpu.trainer import BenchTrainer, main
 from example_trainer.errors import BridgeError
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.geometry import Geometry
@@ -34,16 +34,16 @@ RESTART_SECONDS = 240.0
 class FaultTrainer(BenchTrainer):
     """BenchTrainer with commands that go wrong."""
 
-    def __init__(self, shape: str, port: int, device: str, timeout: float, answers: Answers) -> None:
+    def __init__(self, shape: str, port: int, device: str, timeout: float) -> None:
         super().__init__(shape, port, device, timeout)
-        self._answers = answers
         self.startup_timeout = RESTART_SECONDS
 
     def sync_held(self, at: str) -> dict[str, Any]:
         """One update that stops at a point, says so ({"event": point}), and goes on when it reads a line."""
 
         def wait() -> None:
-            if not told_to_go_on(self._answers, at):
+            assert self.answers is not None
+            if not told_to_go_on(self.answers, at):
                 os._exit(1)  # the parent has gone
 
         hold = once(wait)
@@ -214,8 +214,4 @@ def broken_transfer(session: ServerSession, hold: Callable[[], None]) -> list[Re
 
 
 if __name__ == "__main__":
-    channel = Answers()
-    parsed = parse()
-    set_up(parsed)
-    trainer = FaultTrainer(parsed.shape, parsed.port, parsed.device, parsed.timeout, channel)
-    serve(channel, trainer.commands())
+    main(FaultTrainer)

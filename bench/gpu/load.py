@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.gpu.processes import Answers, serve
+from bench.gpu.vllm_server import NUMBERS
 
 
 @dataclass
@@ -81,7 +82,7 @@ class Load:
             raise EOFError("a stream ended without a token")
 
     async def _whole(self, prompt: list[int], length: int) -> None:
-        body = {"prompt": {"prompt_token_ids": prompt}, "max_tokens": length, "ignore_eos": True}
+        body = {"prompt": {"prompt_token_ids": prompt}, "max_tokens": length, **NUMBERS}
         reader, writer = await self._open("/generate", body)
         try:
             while await reader.read(1 << 16):

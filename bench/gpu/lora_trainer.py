@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import torch
 
-from bench.gpu.processes import Answers, serve
 from bench.gpu.shapes import SHAPES, STARTER, TOKENIZER_FILES
-from bench.gpu.trainer import BenchTrainer, parse, set_up
+from bench.gpu.trainer import BenchTrainer, main
+from bench.gpu.vllm_server import NUMBERS
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.geometry import Geometry
 from example_trainer.models.hf_checkpoint import save_model
@@ -81,15 +81,9 @@ class LoraTrainer(BenchTrainer):
         bridge.connect(self.model)
         return {"params_mapped": bridge.params_mapped, "first_swap": self._update(lambda: self.write(0))}
 
-    def sync(self, count: int, interval: float = 0.0) -> list[dict[str, Any]]:
-        """As BenchTrainer.sync, with the time to the first token of the request right after each exchange."""
-        rows = []
-        begin = time.monotonic()
-        for index in range(count):
-            time.sleep(max(0.0, begin + index * interval - time.monotonic()))
-            row = self._update(lambda: self.write(1 - self.served_set))
-            rows.append({**row, "first_token": self._first_token(index), "version": self.version})
-        return rows
+    def _next_update(self, index: int, loaded: bool) -> dict[str, Any]:
+        row = self._update(lambda: self.write(1 - self.served_set))
+        return {**row, "first_token": self._first_token(index)}
 
     def first_tokens(self, count: int) -> dict[str, Any]:
         """Median and all seconds of requests for one token each, when nothing is exchanged."""
@@ -98,27 +92,10 @@ class LoraTrainer(BenchTrainer):
 
     def check_adapter(self) -> dict[str, Any]:
         """Do the served logprobs belong to the adapter sent last, and not to the one before?"""
-        assert self.model is not None
-        prompt = [(1000 + i) % self.model.geometry.vocab_size for i in range(40)]
-        body = {"prompt": {"prompt_token_ids": prompt}, "n": 8, "max_tokens": 32, "ignore_eos": True, "seed": 3}
-        answer = httpx.post(f"{self.url}/generate", json=body, timeout=120).raise_for_status().json()
-        sampled = torch.tensor(answer["token_ids"], device=self.device)
-        pairs = zip(answer["token_ids"], answer["logprobs"], strict=True)
-        served = torch.tensor(
-            [[row[str(t)] for t, row in zip(tokens, rows, strict=True)] for tokens, rows in pairs], device=self.device
-        )
-        present = self.served_set
-        to_new = self._difference(prompt, sampled, served, None)
-        self.write(1 - present)
-        to_old = self._difference(prompt, sampled, served, None)
-        self.write(present)
-        return {
-            "mean_logprob_difference_to_new_adapter": to_new,
-            "mean_logprob_difference_to_old_adapter": to_old,
-            "new_not_old": to_new < 0.6 and to_old > 4 * to_new,
-            "weight_versions": sorted(set(answer["weight_versions"])),
-            "sent": self.version,
-        }
+        prompt = self._prompt(0)
+        answer = self._sample(prompt, seed=3)
+        found = {key.replace("weights", "adapter"): value for key, value in self._compared(prompt, answer).items()}
+        return {**found, "weight_versions": sorted(set(answer["weight_versions"])), "sent": self.version}
 
     def commands(self) -> dict[str, Callable[..., Any]]:
         mine = (self.save_base, self.connect_lora, self.first_tokens, self.check_adapter)
@@ -127,14 +104,11 @@ class LoraTrainer(BenchTrainer):
     def _first_token(self, seed: int) -> float:
         assert self.model is not None
         prompt = [(7 * seed + 13 * i) % (self.model.geometry.vocab_size - 10) + 5 for i in range(40)]
-        body = {"prompt": {"prompt_token_ids": prompt}, "max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+        body = {"prompt": {"prompt_token_ids": prompt}, "max_tokens": 1, "temperature": 0.0, **NUMBERS}
         started = time.monotonic()
         httpx.post(f"{self.url}/generate", json=body, timeout=60).raise_for_status()
         return time.monotonic() - started
 
 
 if __name__ == "__main__":
-    answers = Answers()
-    parsed = parse()
-    set_up(parsed)
-    serve(answers, LoraTrainer(parsed.shape, parsed.port, parsed.device, parsed.timeout).commands())
+    main(LoraTrainer)

@@ -16,9 +16,9 @@ from typing import Any
 import httpx
 import torch
 
-from bench.gpu.processes import Answers, serve
 from bench.gpu.shapes import SHAPES
-from bench.gpu.trainer import BenchTrainer, parse, set_up
+from bench.gpu.trainer import BenchTrainer, main
+from bench.gpu.vllm_server import NUMBERS
 from example_trainer.deterministic.pairing import deterministic_decoder
 from example_trainer.models.packing import Packing
 from vllm_patching.batch_invariant import ops
@@ -48,7 +48,7 @@ class ParityTrainer(BenchTrainer):
     def pair(self) -> dict[str, str]:
         """What differs between the server's kernels and tables and ours; empty strings if nothing does."""
         assert self.model is not None
-        theirs = httpx.get(f"{self.url}/bridge/info", timeout=30).raise_for_status().json()["deterministic"]
+        theirs = self._get("/bridge/info")["deterministic"]
         if theirs is None:
             return {"provenance": "the server is not in deterministic mode", "rotary_table": ""}
         ours = table_hash(self.model.rotary)
@@ -135,17 +135,10 @@ class ParityTrainer(BenchTrainer):
         async with httpx.AsyncClient(timeout=REQUEST_SECONDS, limits=limits) as client:
 
             async def one(prompt: list[int], tokens: int, index: int) -> Rollout:
-                body = {
-                    "prompt": {"prompt_token_ids": prompt},
-                    "max_tokens": tokens,
-                    "ignore_eos": True,
-                    "seed": seed + index,
-                }
+                body = {"prompt": {"prompt_token_ids": prompt}, "max_tokens": tokens, "seed": seed + index, **NUMBERS}
                 async with slots:
                     answer = (await client.post(f"{self.url}/generate", json=body)).raise_for_status().json()
-                sampled = answer["token_ids"][0]
-                logprobs = [row[str(token)] for token, row in zip(sampled, answer["logprobs"][0], strict=True)]
-                return Rollout(prompt, sampled, logprobs)
+                return Rollout(prompt, answer["token_ids"][0], answer["token_logprobs"][0])
 
             work = []
             for index in range(requests):
@@ -164,8 +157,4 @@ class ParityTrainer(BenchTrainer):
 
 
 if __name__ == "__main__":
-    answers = Answers()
-    parsed = parse()
-    enable_settings()
-    set_up(parsed)
-    serve(answers, ParityTrainer(parsed.shape, parsed.port, parsed.device, parsed.timeout).commands())
+    main(ParityTrainer, enable_settings)

@@ -12,12 +12,11 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-import httpx
 import torch
 
 from bench.gpu.processes import Answers, free_port
 from bench.gpu.shapes import SHAPES
-from bench.gpu.trainer import SAMPLE_TOKENS, SAMPLES, BenchTrainer, parse, set_up
+from bench.gpu.trainer import BenchTrainer, parse, set_up
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.geometry import Geometry
 from example_trainer.parallel.fsdp import sharded_decoder
@@ -34,7 +33,6 @@ class SpreadTrainer(BenchTrainer):
     def __init__(self, shape: str, port: int, device: torch.device, timeout: float, ranks: Ranks) -> None:
         super().__init__(shape, port, str(device), timeout)
         self.ranks = ranks
-        self.answers: Answers | None = None
 
     def load(self, seed: int = 0, optimizer: bool = False, spare: bool = True) -> dict[str, Any]:
         """See BenchTrainer.load; each rank draws its own rows."""
@@ -68,42 +66,6 @@ class SpreadTrainer(BenchTrainer):
     def connect(self, kind: str, **options: Any) -> dict[str, Any]:
         return super().connect(kind, ranks=self.ranks, **options)
 
-    def check(self, seed: int = 0) -> dict[str, Any]:
-        """See BenchTrainer.check. The checksum compared is the first rank's, as the update reported it."""
-        assert self.model is not None
-        prompt = [(1000 + 7 * seed + i) % self.model.geometry.vocab_size for i in range(40)]
-
-        def ask() -> dict[str, Any]:
-            body = {"prompt": {"prompt_token_ids": prompt}, "n": SAMPLES, "max_tokens": SAMPLE_TOKENS, "ignore_eos": True}
-            answer = httpx.post(f"{self.url}/generate", json={**body, "seed": seed}, timeout=120).raise_for_status().json()
-            state = httpx.get(f"{self.url}/bridge/state", timeout=30).raise_for_status().json()
-            rows = zip(answer["token_ids"], answer["logprobs"], strict=True)
-            return {
-                "tokens": answer["token_ids"],
-                "logprobs": [[row[str(t)] for t, row in zip(tokens, values, strict=True)] for tokens, values in rows],
-                "version": state["weight_version"],
-                "checksum": state["checksums"][0],
-            }
-
-        found = self.ranks.on_main("asking the server", ask)
-        sampled = torch.tensor(found["tokens"], device=self.device)
-        served = torch.tensor(found["logprobs"], device=self.device)
-        to_new = self._difference(prompt, sampled, served, None)
-        present = self.served_set
-        self.write(1 - present)
-        to_old = self._difference(prompt, sampled, served, None)
-        self.write(present)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()  # they may be the server's own weights
-        return {
-            "version": self.version,
-            "served": found["version"],
-            "mean_logprob_difference_to_new_weights": to_new,
-            "mean_logprob_difference_to_old_weights": to_old,
-            "new_not_old": to_new < 0.6 and to_old > 4 * to_new,
-            "checksums_equal": found["checksum"] == self.last_checksum,
-        }
-
     def commands(self) -> dict[str, Callable[..., Any]]:
         return {name: getattr(self, name) for name in ("load", "connect", "sync", "check", "memory", "close")}
 
@@ -135,6 +97,13 @@ class SpreadTrainer(BenchTrainer):
         """This rank's rows of each parameter."""
         assert self.model is not None
         return {name: self.model.shards.local(parameter) for name, parameter in self.model.named_parameters()}
+
+    def _asked(self, ask: Callable[[], Any]) -> Any:
+        return self.ranks.on_main("asking the server", ask)
+
+    def _checksums_equal(self, served: list[str]) -> bool:
+        """Of the first rank, as the update reported it."""
+        return served[0] == self.last_checksum
 
     def _difference(self, *arguments: Any) -> float:
         assert self.model is not None

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from bench.gpu.processes import Answers, free_port, serve
 from bench.gpu.shapes import SHAPES
+from bench.gpu.vllm_server import NUMBERS
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.geometry import Geometry
 from example_trainer.weight_bridge.base import WeightBridge
@@ -65,6 +66,7 @@ class BenchTrainer:
         self.startup_timeout = timeout
         self.bridge: WeightBridge | None = None
         self.optimizer: Any = None
+        self.answers: Answers | None = None
 
     def load(self, seed: int = 0, optimizer: bool = False, spare: bool = False) -> dict[str, Any]:
         """Make the model and two sets of weights.
@@ -168,7 +170,7 @@ class BenchTrainer:
         begin = time.monotonic()
         for index in range(count):
             time.sleep(max(0.0, begin + index * interval - time.monotonic()))
-            rows.append(self._update(lambda: self.write(1 - self.served_set), self.sets[1 - self.served_set], loaded))
+            rows.append(self._next_update(index, loaded))
         return rows
 
     def sync_with_optimizer(self, count: int, loaded: bool = False) -> list[dict[str, Any]]:
@@ -193,46 +195,14 @@ class BenchTrainer:
 
     def check(self, seed: int = 0) -> dict[str, Any]:
         """Do the server's logprobs of freshly sampled tokens belong to the weights sent last, and not to the ones before?"""
-        assert self.model is not None
-        prompt = [(1000 + 7 * seed + i) % self.model.geometry.vocab_size for i in range(PROMPT_TOKENS)]
-        body = {
-            "prompt": {"prompt_token_ids": prompt},
-            "n": SAMPLES,
-            "max_tokens": SAMPLE_TOKENS,
-            "ignore_eos": True,
-            "seed": seed,
-        }
-        answer = httpx.post(f"{self.url}/generate", json=body, timeout=120).raise_for_status().json()
-        sampled = torch.tensor(answer["token_ids"], device=self.device)
-        served = torch.tensor(
-            [
-                [row[str(token)] for token, row in zip(tokens, rows, strict=True)]
-                for tokens, rows in zip(answer["token_ids"], answer["logprobs"], strict=True)
-            ],
-            device=self.device,
-        )
-        to_new = self._difference(prompt, sampled, served, None)
-        to_old = self._difference(prompt, sampled, served, self.sets[1 - self.served_set])
-        state = httpx.get(f"{self.url}/bridge/state", timeout=30).json()
+        prompt = self._prompt(seed)
+        answer, state = self._asked(lambda: (self._sample(prompt, seed), self._get("/bridge/state")))
         return {
             "version": self.version,
             "served": state["weight_version"],
-            "mean_logprob_difference_to_new_weights": to_new,
-            "mean_logprob_difference_to_old_weights": to_old,
-            "new_not_old": to_new < 0.6 and to_old > 4 * to_new,
-            "checksums_equal": state["checksums"] == self.checksums(),
+            **self._compared(prompt, answer),
+            "checksums_equal": self._checksums_equal(state["checksums"]),
         }
-
-    def checksums(self) -> list[str]:
-        """What each of the server's ranks should hold, computed from this side's tensors."""
-        from vllm_patching.checksum import weights_checksum
-        from vllm_patching.manifest import Manifest, flat_layout, source_view
-
-        assert self.model is not None
-        parameters = dict(self.model.named_parameters())
-        ranks = httpx.get(f"{self.url}/bridge/info", timeout=30).json()["ranks"]
-        layouts = [flat_layout(Manifest.from_json(rank))[0] for rank in ranks]
-        return [weights_checksum((i.name, source_view(i, parameters[i.name]).detach()) for i in layout) for layout in layouts]
 
     def flatten_head(self, undo: bool = False) -> dict[str, Any]:
         """Write zeros into the last norm, without telling the server (or put back what was there): a single copy shows it."""
@@ -249,13 +219,6 @@ class BenchTrainer:
         reserved = torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
         return {"gpu_bytes_used": self._memory_used(), "reserved_by_trainer": reserved}
 
-    def forget_sets(self) -> dict[str, int]:
-        """Drop the second set of weights, to make room."""
-        self.sets = self.sets[:1]
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        return self.memory()
-
     def close(self) -> dict[str, Any]:
         """Leave the server."""
         if self.bridge is not None:
@@ -265,8 +228,11 @@ class BenchTrainer:
 
     def commands(self) -> dict[str, Callable[..., Any]]:
         """The public methods by name."""
-        public = (self.load, self.connect, self.sync, self.sync_with_optimizer, self.check, self.checksums, self.flatten_head)
-        return {method.__name__: method for method in (*public, self.memory, self.forget_sets, self.close)}
+        public = (self.load, self.connect, self.sync, self.sync_with_optimizer, self.check, self.flatten_head, self.memory)
+        return {method.__name__: method for method in (*public, self.close)}
+
+    def _next_update(self, index: int, loaded: bool) -> dict[str, Any]:
+        return self._update(lambda: self.write(1 - self.served_set), self.sets[1 - self.served_set], loaded)
 
     def _update(
         self, write: Callable[[], None], masters: dict[str, Tensor] | None = None, loaded: bool = False
@@ -304,11 +270,54 @@ class BenchTrainer:
         """`stood_still` of the last update, once the server has asked its workers; empty if they took no step in time."""
         deadline = time.monotonic() + FIRST_STEP_SECONDS
         while time.monotonic() < deadline:
-            seconds = httpx.get(f"{self.url}/bridge/state", timeout=30).json()["last_update"]
+            seconds = self._get("/bridge/state")["last_update"]
             if "stood_still" in seconds:
                 return {"stood_still": seconds["stood_still"]}
             time.sleep(0.05)
         return {}
+
+    def _prompt(self, seed: int) -> list[int]:
+        assert self.model is not None
+        return [(1000 + 7 * seed + i) % self.model.geometry.vocab_size for i in range(PROMPT_TOKENS)]
+
+    def _sample(self, prompt: list[int], seed: int) -> Any:
+        """The server's answer on a prompt, its logprobs as numbers."""
+        body = {"prompt": {"prompt_token_ids": prompt}, "n": SAMPLES, "max_tokens": SAMPLE_TOKENS, "seed": seed, **NUMBERS}
+        return httpx.post(f"{self.url}/generate", json=body, timeout=120).raise_for_status().json()
+
+    def _get(self, path: str) -> Any:
+        return httpx.get(f"{self.url}{path}", timeout=30).raise_for_status().json()
+
+    def _asked(self, ask: Callable[[], Any]) -> Any:
+        """What a question to the server gives."""
+        return ask()
+
+    def _compared(self, prompt: list[int], answer: dict[str, Any]) -> dict[str, Any]:
+        """How far an answer's logprobs are from those of the weights sent last, and of the ones before."""
+        sampled, served = (torch.tensor(answer[key], device=self.device) for key in ("token_ids", "token_logprobs"))
+        to_new, present = self._difference(prompt, sampled, served), self.served_set
+        self.write(1 - present)
+        to_old = self._difference(prompt, sampled, served)
+        self.write(present)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()  # they may be the server's own weights
+        return {
+            "mean_logprob_difference_to_new_weights": to_new,
+            "mean_logprob_difference_to_old_weights": to_old,
+            "new_not_old": to_new < 0.6 and to_old > 4 * to_new,
+        }
+
+    def _checksums_equal(self, served: list[str]) -> bool:
+        """Whether each of the server's ranks holds what it should, as computed from this side's tensors."""
+        from vllm_patching.checksum import weights_checksum
+        from vllm_patching.manifest import Manifest, flat_layout, source_view
+
+        assert self.model is not None
+        parameters = dict(self.model.named_parameters())
+        layouts = [flat_layout(Manifest.from_json(rank))[0] for rank in self._get("/bridge/info")["ranks"]]
+        return served == [
+            weights_checksum((i.name, source_view(i, parameters[i.name]).detach()) for i in layout) for layout in layouts
+        ]
 
     def _master_port(self) -> int:
         return free_port()
@@ -321,23 +330,14 @@ class BenchTrainer:
                 parameter.copy_(weights[name])
                 weights[name].copy_(held)
 
-    def _difference(self, prompt: list[int], sampled: Tensor, served: Tensor, weights: dict[str, Tensor] | None) -> float:
-        """Mean |served logprob - logprob of the forward pass with `weights`| (None: the model's own); [samples, tokens]."""
-        assert self.model is not None
-        own = {}
-        if weights is not None:
-            for name, parameter in self.model.named_parameters():
-                own[name], parameter.data = parameter.data, weights[name]
-        try:
-            rows = []
-            with torch.no_grad():
-                for tokens in sampled:
-                    ids = torch.cat([torch.tensor(prompt, device=self.device), tokens])[None]
-                    logprobs = self._logits(ids)[0, len(prompt) - 1 : -1].float().log_softmax(-1)
-                    rows.append(logprobs.gather(-1, tokens[:, None])[:, 0])
-        finally:
-            for name, parameter in self.model.named_parameters():
-                parameter.data = own.get(name, parameter.data)
+    def _difference(self, prompt: list[int], sampled: Tensor, served: Tensor) -> float:
+        """Mean |served logprob - logprob of the forward pass|; both tensors [samples, tokens]."""
+        rows = []
+        with torch.no_grad():
+            for tokens in sampled:
+                ids = torch.cat([torch.tensor(prompt, device=self.device), tokens])[None]
+                logprobs = self._logits(ids)[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+                rows.append(logprobs.gather(-1, tokens[:, None])[:, 0])
         return float((served - torch.stack(rows)).abs().mean())
 
     def _logits(self, ids: Tensor) -> Tensor:
@@ -372,8 +372,16 @@ def set_up(args: argparse.Namespace) -> None:
         torch.set_num_threads(max(1, min(2, os.cpu_count() or 1)))
 
 
-if __name__ == "__main__":
+def main(kind: type[BenchTrainer] = BenchTrainer, prepare: Callable[[], object] = lambda: None) -> None:
+    """A trainer of this kind, in a process of its own. `prepare`: called before the device is touched."""
     answers = Answers()
-    parsed = parse()
-    set_up(parsed)
-    serve(answers, BenchTrainer(parsed.shape, parsed.port, parsed.device, parsed.timeout).commands())
+    args = parse()
+    prepare()
+    set_up(args)
+    trainer = kind(args.shape, args.port, args.device, args.timeout)
+    trainer.answers = answers
+    serve(answers, trainer.commands())
+
+
+if __name__ == "__main__":
+    main()

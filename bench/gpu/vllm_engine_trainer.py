@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import torch
 
-from bench.gpu.processes import Answers, free_port, serve
-from bench.gpu.trainer import BenchTrainer, parse, set_up
+from bench.gpu.processes import free_port
+from bench.gpu.trainer import BenchTrainer, main
 from example_trainer.models.layout import layout
 
 NCCL_ENGINE = "vllm.distributed.weight_transfer.nccl_engine"
@@ -45,33 +45,16 @@ class EngineTrainer(BenchTrainer):
         self.served_set = 0
         return {"world_size": world, "first_update": self._engine_update(0)}
 
-    def sync(self, count: int, interval: float = 0.0) -> list[dict[str, Any]]:
-        """As BenchTrainer.sync, through vLLM's engine."""
-        rows = []
-        begin = time.monotonic()
-        for index in range(count):
-            time.sleep(max(0.0, begin + index * interval - time.monotonic()))
-            rows.append(self._engine_update(1 - self.served_set))
-        return rows
+    def _next_update(self, index: int, loaded: bool) -> dict[str, Any]:
+        return self._engine_update(1 - self.served_set)
 
     def commands(self) -> dict[str, Callable[..., Any]]:
         return {**super().commands(), "join": self.join, "check": self.check_logprobs}
 
     def check_logprobs(self, seed: int = 0) -> dict[str, Any]:
         """BenchTrainer.check without the checksums, which vLLM does not have."""
-        assert self.model is not None
-        prompt = [1000 + 7 * seed + i for i in range(40)]
-        body = {"prompt": {"prompt_token_ids": prompt}, "n": 4, "max_tokens": 32, "ignore_eos": True, "seed": seed}
-        answer = self._client.post("/generate", json=body).raise_for_status().json()
-        sampled = torch.tensor(answer["token_ids"], device=self.device)
-        pairs = zip(answer["token_ids"], answer["logprobs"], strict=True)
-        served = torch.tensor(
-            [[row[str(t)] for t, row in zip(tokens, rows, strict=True)] for tokens, rows in pairs], device=self.device
-        )
-        return {
-            "mean_logprob_difference_to_new_weights": self._difference(prompt, sampled, served, None),
-            "mean_logprob_difference_to_old_weights": self._difference(prompt, sampled, served, self.sets[1 - self.served_set]),
-        }
+        prompt = self._prompt(seed)
+        return self._compared(prompt, self._sample(prompt, seed))
 
     def checkpoint_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Every tensor of a Hugging Face checkpoint, as views on the model's parameters."""
@@ -153,8 +136,4 @@ class EngineTrainer(BenchTrainer):
 
 
 if __name__ == "__main__":
-    answers = Answers()
-    parsed = parse()
-    set_up(parsed)
-    import_module(NCCL_ENGINE)  # takes many seconds, during which the server starts
-    serve(answers, EngineTrainer(parsed.shape, parsed.port, parsed.device, parsed.timeout).commands())
+    main(EngineTrainer, lambda: import_module(NCCL_ENGINE))  # which takes many seconds, during which the server starts

@@ -15,6 +15,8 @@ import psutil
 
 from bench.gpu.processes import ROOT, BenchError, Child, free_port, tail
 
+NUMBERS = {"ignore_eos": True, "return_text": False, "token_logprobs": True}
+"""What a request to /generate says if nobody wants text, or tables of logprobs: as this project's environments ask."""
 READY_SECONDS = 240.0
 """The first start on a fresh machine takes 100 to 130 s."""
 
@@ -131,10 +133,9 @@ class VllmServer(Child):
 
     def greedy(self, prompt: list[int], max_tokens: int = 8) -> tuple[list[int], list[float]]:
         """Token ids and logprobs of a completion without randomness."""
-        body = {"prompt": {"prompt_token_ids": prompt}, "max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
+        body = {"prompt": {"prompt_token_ids": prompt}, "max_tokens": max_tokens, "temperature": 0.0, **NUMBERS}
         answer = self.post("/generate", body)
-        tokens = answer["token_ids"][0]
-        return tokens, [row[str(token)] for token, row in zip(tokens, answer["logprobs"][0], strict=True)]
+        return answer["token_ids"][0], answer["token_logprobs"][0]
 
     def generated_tokens(self) -> float:
         """How many tokens it has sampled since it started, by its own counter."""
