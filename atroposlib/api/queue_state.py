@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 
 from atroposlib.api.environments import Registry
 from atroposlib.api.lines import Lines
+from atroposlib.api.packing import choose_multiple
 from atroposlib.api.state import (
     Changes,
     Group,
@@ -208,6 +209,25 @@ class QueueState:
         self._note_waiting(group)
         if self.lines.add(group):
             self.registry.wake(group.line)
+
+    # ---- buffers ----
+
+    def _recombine(self, env_id: int) -> None:
+        """Move out of a buffer what adds up to a multiple of the environment's group_size that fits into a batch."""
+        unit = self.registry.by_id[env_id].group_size
+        limit = max(unit, self.registration.batch_size) if self.registration else unit
+        if self.registration and unit > self.registration.batch_size:  # no multiple will ever fit: leave it to the packing
+            self._release(env_id, range(len(self.buffers[env_id])))
+        while (chosen := choose_multiple([group.size for group in self.buffers[env_id]], unit, limit)) is not None:
+            self._release(env_id, chosen)
+
+    def _release(self, env_id: int, positions: Sequence[int]) -> None:
+        chosen = set(positions)
+        for position, group in enumerate(self.buffers.get(env_id, [])):
+            if position in chosen:
+                self._queue(group)
+                self.changes.queued.append(group.seq)
+        self.buffers[env_id] = [group for position, group in enumerate(self.buffers.get(env_id, [])) if position not in chosen]
 
     # ---- leases ----
 

@@ -16,7 +16,6 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from atroposlib.api import scheduling
-from atroposlib.api.packing import choose_multiple
 from atroposlib.api.queue_state import QueueState
 from atroposlib.api.state import (
     NOBODY,
@@ -381,23 +380,6 @@ class RolloutQueue(QueueState):
         self.buffers.setdefault(line, []).append(group)
         self._recombine(line)
         return Receipt("buffered", buffer_size=sum(group.size for group in self.buffers[line]))
-
-    def _recombine(self, env_id: int) -> None:
-        """Move out of a buffer what adds up to a multiple of the environment's group_size that fits into a batch."""
-        unit = self.registry.by_id[env_id].group_size
-        limit = max(unit, self.registration.batch_size) if self.registration else unit
-        if self.registration and unit > self.registration.batch_size:  # no multiple will ever fit: leave it to the packing
-            self._release(env_id, range(len(self.buffers[env_id])))
-        while (chosen := choose_multiple([group.size for group in self.buffers[env_id]], unit, limit)) is not None:
-            self._release(env_id, chosen)
-
-    def _release(self, env_id: int, positions: Sequence[int]) -> None:
-        chosen = set(positions)
-        for position, group in enumerate(self.buffers.get(env_id, [])):
-            if position in chosen:
-                self._queue(group)
-                self.changes.queued.append(group.seq)
-        self.buffers[env_id] = [group for position, group in enumerate(self.buffers.get(env_id, [])) if position not in chosen]
 
     def reset(self) -> None:
         """Forget everything, registrations included."""

@@ -23,7 +23,7 @@ from example_trainer.weight_bridge.owned_server import OwnedServer
 from example_trainer.weight_bridge.server import BridgeServer
 from scripts.ops.status import queue_size, served_version
 from tests.conftest import ROOT
-from tests.example_trainer.batch.test_client import REGISTRATION
+from tests.example_trainer.batch.registration import REGISTRATION
 
 PROXY_VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 

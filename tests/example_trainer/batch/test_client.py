@@ -1,11 +1,10 @@
-"""The client against the real rollout service, and against servers that misbehave."""
+"""The client against servers that misbehave."""
 
 from __future__ import annotations
 
 import json
 import logging
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,136 +14,10 @@ import httpx
 import pytest
 
 from example_trainer.batch import client as rollout_client
-from example_trainer.batch.client import FetchedBatch, Interrupted, Registration, RolloutClient, TrainedBatch
+from example_trainer.batch.client import FetchedBatch, Interrupted, RolloutClient, TrainedBatch
 from example_trainer.errors import RolloutServiceError
 from example_trainer.process import StopRequested, StopSignal
-from tests.conftest import Processes
-
-REGISTRATION = Registration(
-    wandb_group="g",
-    wandb_project="p",
-    batch_size=2,
-    max_token_len=64,
-    checkpoint_dir="checkpoints",
-    save_checkpoint_interval=0,
-    starting_step=3,
-    num_steps=10,
-)
-
-
-def group(number: int) -> dict[str, Any]:
-    return {
-        "tokens": [[1, number], [1, number]],
-        "masks": [[-100, number], [-100, number]],
-        "scores": [1.0, 0.0],
-        "inference_logprobs": [[1.0, -0.5], [1.0, -0.5]],
-        "weight_versions": [0, 0],
-    }
-
-
-@pytest.fixture
-def client_of() -> Iterator[Callable[..., RolloutClient]]:
-    clients: list[RolloutClient] = []
-
-    def make(url: str, **options: Any) -> RolloutClient:
-        clients.append(
-            RolloutClient(url, options.pop("stop", StopSignal()), **{"service_timeout": 60, "batch_timeout": 60} | options)
-        )
-        return clients[-1]
-
-    yield make
-    for client in clients:
-        client.close()
-
-
-class TestRealService:
-    def start(self, processes: Processes, port: int, *options: str) -> Any:
-        command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port), *(options or ["--new-run"])]
-        service = processes.start("service", command)
-        processes.wait_for_http(f"http://127.0.0.1:{port}/", seconds=60)
-        return service
-
-    def test_batches_arrive_are_acknowledged_and_survive_a_trainer(
-        self, processes: Processes, free_port: Callable[[], int], client_of: Callable[..., RolloutClient]
-    ) -> None:
-        port = free_port()
-        url = f"http://127.0.0.1:{port}"
-        self.start(processes, port)
-        client = client_of(url)
-        client.register(REGISTRATION)
-        for number in (5, 6, 7):
-            httpx.post(f"{url}/scored_data", json=group(number), timeout=60).raise_for_status()
-        first = client.next_batch()
-        assert [one["tokens"][0][1] for one in first.groups] == [5]
-        assert first.queue_size == client.queue_size() == 2
-        client.acknowledge(first.lease, 4)
-        assert client.next_batch().groups[0]["tokens"][0][1] == 6
-        client.close()  # dies with the second batch in its hands
-        again = client_of(url)
-        again.register(REGISTRATION)
-        second = again.next_batch()
-        assert second.groups[0]["tokens"][0][1] == 6
-        again.acknowledge(second.lease, 5)
-        assert again.next_batch().groups[0]["tokens"][0][1] == 7
-
-    def test_a_service_that_is_restarted_empty_is_registered_with_again(
-        self,
-        processes: Processes,
-        free_port: Callable[[], int],
-        client_of: Callable[..., RolloutClient],
-        caplog: pytest.LogCaptureFixture,
-    ) -> None:
-        port = free_port()
-        url = f"http://127.0.0.1:{port}"
-        service = self.start(processes, port)
-        client = client_of(url, batch_timeout=60, service_timeout=60)
-        client.register(REGISTRATION)
-        httpx.post(f"{url}/scored_data", json=group(5), timeout=60).raise_for_status()
-        held = client.next_batch()
-        processes.kill(service)
-        found: list[FetchedBatch] = []
-        waiting = threading.Thread(target=lambda: found.append(client.next_batch()), daemon=True)  # ahead of the training
-        waiting.start()
-        self.start(processes, port)
-
-        def registered() -> str | None:
-            size = httpx.get(f"{url}/info", timeout=60).json()["batch_size"]
-            return None if size == REGISTRATION.batch_size else f"batch_size is {size}"
-
-        def asked() -> str | None:
-            return None if "Registering with the rollout service" in caplog.text else "it has not asked"
-
-        processes.wait_until("the trainer to find out", asked, seconds=60)
-        assert httpx.get(f"{url}/info", timeout=60).json()["batch_size"] == -1, "it would be counted one version too young"
-        client.acknowledge(held.lease, 4)
-        processes.wait_until("the trainer to register again", registered, seconds=60)
-        assert httpx.get(f"{url}/stats", timeout=60).json()["trainer_version"] == 4
-        httpx.post(f"{url}/scored_data", json=group(9), timeout=60).raise_for_status()
-        waiting.join(timeout=120)
-        assert not waiting.is_alive()
-        assert found[0].groups[0]["tokens"][0][1] == 9
-        assert "could not be acknowledged" in caplog.text
-        assert "Waiting for the rollout service" in caplog.text
-
-    def test_two_trainers_do_not_share_batches(
-        self, processes: Processes, free_port: Callable[[], int], client_of: Callable[..., RolloutClient]
-    ) -> None:
-        port = free_port()
-        self.start(processes, port)
-        old, new = client_of(f"http://127.0.0.1:{port}"), client_of(f"http://127.0.0.1:{port}")
-        old.register(REGISTRATION)
-        new.register(REGISTRATION)
-        with pytest.raises(RolloutServiceError, match=r"409 .*another trainer has registered since"):
-            old.next_batch()
-
-    def test_a_key_that_is_needed_is_asked_for(
-        self, processes: Processes, free_port: Callable[[], int], client_of: Callable[..., RolloutClient]
-    ) -> None:
-        port = free_port()
-        self.start(processes, port, "--api-key", "sesame", "--host", "127.0.0.1")
-        with pytest.raises(RolloutServiceError, match=r"refuses this trainer \(401\); give --atropos-api-key"):
-            client_of(f"http://127.0.0.1:{port}").register(REGISTRATION)
-        client_of(f"http://127.0.0.1:{port}", api_key="sesame").register(REGISTRATION)
+from tests.example_trainer.batch.registration import REGISTRATION, group
 
 
 class Scripted:

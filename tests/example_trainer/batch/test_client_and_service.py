@@ -1,0 +1,108 @@
+"""The client against the real rollout service, which is killed, restarted, and asked by two."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from example_trainer.batch.client import FetchedBatch, RolloutClient
+from example_trainer.errors import RolloutServiceError
+from tests.conftest import Processes
+from tests.example_trainer.batch.registration import REGISTRATION, group
+
+
+def start(processes: Processes, port: int, *options: str) -> Any:
+    command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port), *(options or ["--new-run"])]
+    service = processes.start("service", command)
+    processes.wait_for_http(f"http://127.0.0.1:{port}/", seconds=60)
+    return service
+
+
+def test_batches_arrive_are_acknowledged_and_survive_a_trainer(
+    processes: Processes, free_port: Callable[[], int], client_of: Callable[..., RolloutClient]
+) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    start(processes, port)
+    client = client_of(url)
+    client.register(REGISTRATION)
+    for number in (5, 6, 7):
+        httpx.post(f"{url}/scored_data", json=group(number), timeout=60).raise_for_status()
+    first = client.next_batch()
+    assert [one["tokens"][0][1] for one in first.groups] == [5]
+    assert first.queue_size == client.queue_size() == 2
+    client.acknowledge(first.lease, 4)
+    assert client.next_batch().groups[0]["tokens"][0][1] == 6
+    client.close()  # dies with the second batch in its hands
+    again = client_of(url)
+    again.register(REGISTRATION)
+    second = again.next_batch()
+    assert second.groups[0]["tokens"][0][1] == 6
+    again.acknowledge(second.lease, 5)
+    assert again.next_batch().groups[0]["tokens"][0][1] == 7
+
+
+def test_a_service_that_is_restarted_empty_is_registered_with_again(
+    processes: Processes,
+    free_port: Callable[[], int],
+    client_of: Callable[..., RolloutClient],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    service = start(processes, port)
+    client = client_of(url, batch_timeout=60, service_timeout=60)
+    client.register(REGISTRATION)
+    httpx.post(f"{url}/scored_data", json=group(5), timeout=60).raise_for_status()
+    held = client.next_batch()
+    processes.kill(service)
+    found: list[FetchedBatch] = []
+    waiting = threading.Thread(target=lambda: found.append(client.next_batch()), daemon=True)  # ahead of the training
+    waiting.start()
+    start(processes, port)
+
+    def registered() -> str | None:
+        size = httpx.get(f"{url}/info", timeout=60).json()["batch_size"]
+        return None if size == REGISTRATION.batch_size else f"batch_size is {size}"
+
+    def asked() -> str | None:
+        return None if "Registering with the rollout service" in caplog.text else "it has not asked"
+
+    processes.wait_until("the trainer to find out", asked, seconds=60)
+    assert httpx.get(f"{url}/info", timeout=60).json()["batch_size"] == -1, "it would be counted one version too young"
+    client.acknowledge(held.lease, 4)
+    processes.wait_until("the trainer to register again", registered, seconds=60)
+    assert httpx.get(f"{url}/stats", timeout=60).json()["trainer_version"] == 4
+    httpx.post(f"{url}/scored_data", json=group(9), timeout=60).raise_for_status()
+    waiting.join(timeout=120)
+    assert not waiting.is_alive()
+    assert found[0].groups[0]["tokens"][0][1] == 9
+    assert "could not be acknowledged" in caplog.text
+    assert "Waiting for the rollout service" in caplog.text
+
+
+def test_two_trainers_do_not_share_batches(
+    processes: Processes, free_port: Callable[[], int], client_of: Callable[..., RolloutClient]
+) -> None:
+    port = free_port()
+    start(processes, port)
+    old, new = client_of(f"http://127.0.0.1:{port}"), client_of(f"http://127.0.0.1:{port}")
+    old.register(REGISTRATION)
+    new.register(REGISTRATION)
+    with pytest.raises(RolloutServiceError, match=r"409 .*another trainer has registered since"):
+        old.next_batch()
+
+
+def test_a_key_that_is_needed_is_asked_for(
+    processes: Processes, free_port: Callable[[], int], client_of: Callable[..., RolloutClient]
+) -> None:
+    port = free_port()
+    start(processes, port, "--api-key", "sesame", "--host", "127.0.0.1")
+    with pytest.raises(RolloutServiceError, match=r"refuses this trainer \(401\); give --atropos-api-key"):
+        client_of(f"http://127.0.0.1:{port}").register(REGISTRATION)
+    client_of(f"http://127.0.0.1:{port}", api_key="sesame").register(REGISTRATION)

@@ -1,0 +1,213 @@
+"""The items of a training's memory: against counts by hand, what autograd keeps, and every tensor that is alive in a step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.gpu.live_bytes import Meter
+from example_trainer.models.decoder import Decoder
+from example_trainer.models.geometry import Geometry
+from example_trainer.models.lora.layers import attach_adapters
+from example_trainer.models.lora.settings import LoraSettings
+from example_trainer.models.ops import choose_operations
+from example_trainer.models.packing import Packing
+from example_trainer.training.memory_items import (
+    ALL_PROJECTIONS,
+    Table,
+    layer_activation_bytes,
+    lora_parameter_count,
+    parameter_count,
+)
+from example_trainer.training.memory_plan import (
+    plan_memory,
+)
+from example_trainer.training.optimizer import MasterAdamW
+from example_trainer.weight_bridge.base import Receiver
+from example_trainer.weight_bridge.slices import WeightSlices, receivers_of
+from tests.example_trainer.training.memory_cases import geometry, qwen_14b, request
+from vllm_patching.manifest import Manifest, ManifestEntry
+from vllm_patching.sharding import ModelGeometry, plan_shards
+
+ROOT = Path(__file__).resolve().parents[3]
+CPU = torch.device("cpu")
+
+
+def test_parameters_are_those_of_the_model() -> None:
+    for made in (geometry(), geometry(tie_word_embeddings=False, qk_norm=False, qkv_bias=True)):
+        assert parameter_count(made) == sum(p.numel() for p in Decoder(made, torch.float32).parameters())
+    assert parameter_count(qwen_14b()) == 14_770_033_664  # as the model's card says: 14.7 B
+
+
+def test_the_items_of_a_14b_model_are_what_one_expects() -> None:
+    n = 14_770_033_664
+    items = dict(plan_memory(request(geometry=qwen_14b(), seq_len=2048, reference=True)).items)
+    assert items["weights (this trainer's own copy)"] == 2 * n
+    assert items["float32 masters"] == items["float32 gradients"] == 4 * n
+    assert items["AdamW's two moments"] == 8 * n
+    assert items["reference model"] == 2 * n
+    single = dict(plan_memory(request(geometry=qwen_14b(), seq_len=2048, single_copy=True)).items)
+    assert "weights (this trainer's own copy)" not in single
+    eighth = dict(plan_memory(request(geometry=qwen_14b(), seq_len=2048, world_size=8)).items)
+    assert eighth["float32 masters"] == 4 * n // 8
+
+
+def test_adapters_are_small() -> None:
+    # q and o: 256 + 256 each; k and v: 256 + 128 each; gate, up and down: 256 + 768 each.
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert lora_parameter_count(geometry(), 16, targets) == 4 * 16 * (2 * 512 + 2 * 384 + 3 * 1024)
+    items = dict(plan_memory(request(lora=(16, ("q_proj",)))).items)
+    assert items["float32 masters"] == 4 * 4 * 16 * 512
+
+
+KINDS = {"qwen3": {}, "llama": {"qk_norm": False}, "qwen2": {"qk_norm": False, "qkv_bias": True}}
+ADAPTERS = {"every weight": None, "adapters": (8, ALL_PROJECTIONS), "adapters on queries": (8, ("q_proj",))}
+
+
+@pytest.mark.parametrize("table", ["reference", "invariant"])
+@pytest.mark.parametrize("adapters", ADAPTERS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_layer_keeps_what_autograd_keeps(kind: str, dtype: torch.dtype, adapters: str, table: Table) -> None:
+    """Counted over every tensor that is saved for the backward pass, the second of two depths taken off. The fast table runs on
+    GPUs alone; it keeps what the invariant one does."""
+    lora = ADAPTERS[adapters]
+    if table == "invariant" and lora:
+        pytest.skip("adapters are not trained deterministically")
+
+    def kept(layers: int) -> int:
+        ops = choose_operations(CPU, dtype, deterministic=table == "invariant")
+        model = Decoder(geometry(num_layers=layers, **KINDS[kind]), dtype, ops=ops)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+        if lora:
+            attach_adapters(model, LoraSettings(lora[0], 16.0, 0.0, lora[1]))
+        own = {p.untyped_storage().data_ptr() for p in (*model.parameters(), model.rotary)}
+        saved: dict[int, torch.Tensor] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            hidden = model(torch.zeros(256, dtype=torch.int64), Packing([100, 156]))
+        assert hidden.shape == (256, 256)
+        return sum(tensor.untyped_storage().nbytes() for pointer, tensor in saved.items() if pointer not in own)
+
+    measured = (kept(5) - kept(2)) / 3 / 256
+    assert layer_activation_bytes(geometry(**KINDS[kind]), dtype.itemsize, lora, table) == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("tied", "adapters"), [(True, False), (False, False), (False, True)], ids=["tied", "untied", "adapters"]
+)
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["activations kept", "gradient checkpointing"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_the_plan_is_what_is_alive_at_the_worst_moment(
+    dtype: torch.dtype, checkpointing: bool, tied: bool, adapters: bool
+) -> None:
+    """Every tensor that is alive after each operation of a step is counted."""
+    shape = geometry(num_layers=3, max_positions=256, tie_word_embeddings=tied)
+    asked = request(
+        geometry=shape, dtype=dtype, seq_len=256, gradient_checkpointing=checkpointing, logprob_chunk=256,
+        lora=(8, ALL_PROJECTIONS) if adapters else None,
+    )  # fmt: skip
+    ids, packing = torch.randint(0, shape.vocab_size, (512,)), Packing([256, 256])
+    with Meter(CPU) as meter:
+        model = Decoder(shape, dtype)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+        model.gradient_checkpointing = checkpointing
+        if adapters:
+            attach_adapters(model, LoraSettings(8, 16.0, 0.0, ALL_PROJECTIONS))
+        optimizer = MasterAdamW(model, lr=1e-4)
+        model.arithmetic.sums = optimizer.sums
+        for microbatch in range(4):  # a step of two; in the second one the moments and the gradients are there
+            hidden = model.arithmetic.ops.rows(model(ids, packing), torch.arange(512))
+            logprobs, _ = model.chosen_logprobs(hidden, ids, packing, 256)
+            loss = -logprobs.mean()
+            del hidden, logprobs
+            loss.backward()
+            optimizer.collect()
+            if microbatch == 1:
+                optimizer.step()
+        measured = meter.peak
+    assert plan_memory(asked).total == pytest.approx(measured, rel=0.05)
+
+
+def test_72b_on_32_ranks_on_paper() -> None:
+    """Qwen2.5-72B, sharded by FSDP2 over 32 GPUs, broadcast to one vLLM of 8 ranks. Each number is worked out by hand."""
+    hidden, inner, vocab, layers, keys = 8192, 29568, 152064, 80, 1024
+    shape = geometry(
+        architecture="Qwen2ForCausalLM", vocab_size=vocab, hidden_size=hidden, intermediate_size=inner, num_layers=layers,
+        num_heads=64, num_kv_heads=8, head_dim=128, max_positions=32768, qk_norm=False, qkv_bias=True,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    # qkv (64 + 8 + 8 heads of 128, with biases), o, gate and up, down, two norms; embedding, output matrix, last norm.
+    layer = (hidden + 2 * keys) * (hidden + 1) + hidden * hidden + 3 * hidden * inner + 2 * hidden
+    root = 2 * vocab * hidden + hidden
+    total = layers * layer + root
+    assert total == parameter_count(shape) == 72_706_203_648
+
+    config = {
+        "model_type": "qwen2", "num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": inner,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": vocab, "tie_word_embeddings": False,
+    }  # fmt: skip
+    served = ModelGeometry.from_hf_config(config)
+    manifests = [
+        Manifest(rank, 8, tuple(ManifestEntry(spec, "bfloat16", "cuda:0") for spec in plan_shards(served, rank, 8)))
+        for rank in range(8)
+    ]
+    receivers = receivers_of(manifests)
+    # A vLLM rank holds an eighth of all matrices and of qkv's biases, and every norm whole.
+    norms = (2 * layers + 1) * hidden
+    assert receivers[0].shard_bytes == 2 * ((total - norms) // 8 + norms) == 18_178_859_008
+    # o_proj's and down_proj's columns are what a trainer with whole parameters could not send from where they are.
+    assert receivers[0].column_bytes == 2 * layers * (hidden * hidden + hidden * inner) // 8
+
+    asked = request(
+        geometry=shape, seq_len=4096, tokens_per_microbatch=4096, table="fast", gradient_checkpointing=True, world_size=32,
+        receivers=receivers,
+    )  # fmt: skip
+    plan = plan_memory(asked)
+    assert plan.lasting["buffers to send from"] == receivers[0].shard_bytes  # ranks 0 to 7 send one shard each
+    assert plan.lasting["weights (this trainer's own copy)"] == 2 * total // 32
+    assert plan.lasting["float32 masters"] == 4 * total // 32
+    loss, layers_back, end, update = plan.moments.values()
+    assert plan.greatest == "backward of the layers"
+    # Both matrices stay whole through the step, the output matrix's gradient waits for its reduction at the end; of layers two
+    # are whole, one has gradients, and those of the one before are being added up in float32.
+    gathered = "embedding and output matrix, gathered"
+    assert layers_back[gathered] == loss[gathered] == 2 * root
+    assert layers_back["output matrix's gradient"] == 2 * vocab * hidden
+    assert layers_back["layers, gathered and reduced"] == (2 + 2 + 2 + 4) * layer
+    # The embedding's and the output matrix's gradients, in bfloat16 and in float32, and the float32 share that comes out.
+    assert end["embedding and output matrix, reduced"] == (2 + 4) * root + 4 * root // 32
+    assert update == {"a parameter, gathered": 2 * vocab * hidden}
+    # 4.5 weights, 9.1 masters, 18.2 moments, 18.2 buffers, 9.1 gradients, 5.0 whole matrices, 2.5 head, 8.8 layers.
+    assert plan.total / 1e9 == pytest.approx(4.54 + 9.09 + 18.18 + 18.18 + 9.09 + 4.98 + 2.49 + 8.78 + 12.6, rel=0.01)
+
+
+def test_send_buffers_are_those_of_the_rank_that_sends_most() -> None:
+    receivers = tuple(Receiver(rank, 100, 30) for rank in range(4))
+    assert plan_memory(request(receivers=receivers)).lasting["buffers to send from"] == 4 * 30
+    assert plan_memory(request(receivers=receivers, world_size=3)).lasting["buffers to send from"] == 200  # ranks 0 and 3
+    assert plan_memory(request(receivers=receivers, world_size=8)).lasting["buffers to send from"] == 100
+
+
+@pytest.mark.parametrize("vllm_ranks", [1, 2])
+def test_planned_buffers_are_those_that_are_made(vllm_ranks: int) -> None:
+    config = json.loads((ROOT / "assets" / "starter_model" / "config.json").read_text())
+    served = ModelGeometry.from_hf_config(config)
+    model = Decoder(Geometry.from_config(config), torch.float32)
+    parameters = dict(model.named_parameters())
+    for rank in range(vllm_ranks):
+        specs = plan_shards(served, rank, vllm_ranks)
+        manifest = Manifest(rank, vllm_ranks, tuple(ManifestEntry(spec, "float32", "cpu") for spec in specs))
+        (receiver,) = receivers_of([manifest, manifest])
+        assert WeightSlices(manifest, parameters, True, CPU).packed_bytes == receiver.column_bytes
+        assert WeightSlices(manifest, parameters, False, CPU).packed_bytes == receiver.shard_bytes
+    assert (receiver.column_bytes == 0) == (vllm_ranks == 1)
