@@ -19,62 +19,47 @@ sys.path[0] = str(ROOT)
 import argparse
 import math
 import statistics
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from bench.gpu.processes import BenchError, Worker, wait_all
-from bench.gpu.runs import ASK_SECONDS, Results, figures, median_of, run_and_report, updates_under_load
-from bench.gpu.shapes import SHAPES, model_bytes, write_model_folder
+from bench.gpu.processes import BenchError, Worker
+from bench.gpu.runs import (
+    ASK_SECONDS,
+    LoadedSitting,
+    add_load,
+    command_line,
+    figures,
+    median_of,
+    run_and_report,
+    shrink_if_tiny,
+)
+from bench.gpu.shapes import model_bytes, write_model_folder
 from bench.gpu.summary import spread_ms, table
-from bench.gpu.trainer import trainer_arguments
-from bench.gpu.vllm_server import READY_SECONDS, ServerOptions, VllmServer
 
-TRAINER_TIMEOUT = 60.0
 ONE_COPY_SHARE = 0.05
 """Largest share of the model's bytes that joining may add to the GPU's memory; a second copy would add all of them."""
 
 
-class Benchmark:
+class Benchmark(LoadedSitting):
     """The server, the trainer and the load of one run."""
-
-    def __init__(self, args: argparse.Namespace, work: Path, stack: ExitStack) -> None:
-        self.args = args
-        self.shape: str = args.shape
-        self.lengths = {"min_tokens": 8, "max_tokens": 24} if args.tiny else {}
-        self.results = Results(args.output / f"{args.name}.json")
-        self.gpus = ",".join(map(str, range(args.tp))) if args.device == "cuda" else ""
-        options = ServerOptions(self.gpus, args.tp)
-        self.server = VllmServer("vllm", write_model_folder(work / "model", self.shape), args.output, options)
-        stack.callback(self.server.stop)
-        self.load = Worker("load", "bench.gpu.load", [], args.output / "load.log", {})
-        stack.callback(self.load.stop)
-        self.stack = stack
 
     def run(self) -> None:
         """Everything, in the order in which a reader wants to believe it."""
-        from bench.gpu.machine import describe
-
         results, args = self.results, self.args
-        results.put("machine", value=describe())
-        results.put("shape", value=self.shape)
-        results.put("tensor_parallel_size", value=args.tp)
-        results.put("model_bytes", value=model_bytes(self.shape))
-        results.put("seconds_to_ready", value=wait_all({"vllm": self.server.ready}, READY_SECONDS)["vllm"])
-        environment = {"CUDA_VISIBLE_DEVICES": self.gpus} if self.gpus else {"OMP_NUM_THREADS": "1"}
-        arguments = trainer_arguments(self.shape, self.server.port, args.device, TRAINER_TIMEOUT)
-        module = "bench.gpu.trainer" if args.tp == 1 else "bench.gpu.spread_trainer"
-        arguments += [] if args.tp == 1 else ["--split"]
-        trainer = Worker("trainer", module, arguments, args.output / "trainer.log", environment, args.tp)
-        self.stack.callback(trainer.stop)
+        gpus = ",".join(map(str, range(args.tp)))
+        server = self.vllm = self.server("vllm", write_model_folder(self.work / "model", args.shape), gpus, tp=args.tp)
+        self.describe(shape=args.shape, tensor_parallel_size=args.tp, model_bytes=model_bytes(args.shape))
+        results.put("seconds_to_ready", value=self.ready(server)["vllm"])
+        module, flags = ("bench.gpu.trainer", ()) if args.tp == 1 else ("bench.gpu.spread_trainer", ("--split",))
+        trainer = self.trainer("trainer", module, server.port, gpus, args.tp, *flags)
         if results.measure("one_copy", run=lambda: self._one_copy(trainer)) is None:
             return
         results.measure("read_on_the_other_side", run=lambda: self._write_here_read_there(trainer))
         results.measure("idle", run=lambda: pause_figures(trainer.ask("sync", timeout=ASK_SECONDS, count=args.updates)))
-        results.measure("check", run=lambda: self._check(trainer))
+        results.measure("check", run=lambda: self.check(trainer))
         for concurrency in args.concurrency:
             results.measure(f"load_{concurrency}", run=partial(self._loaded, trainer, concurrency, "sync"))
-        results.measure("check_after_load", run=lambda: self._check(trainer))
+        results.measure("check_after_load", run=lambda: self.check(trainer))
         if args.tp > 1:
             return  # the masters and moments of a model that needs several GPUs would not fit beside two sets of weights
         results.measure("optimizer, idle", run=partial(self._optimizer, trainer))
@@ -110,13 +95,13 @@ class Benchmark:
     def _write_here_read_there(self, trainer: Worker) -> dict[str, Any]:
         """Zeros in the last norm, without a message to the server: every token must become equally likely."""
         trainer.ask("sync", timeout=ASK_SECONDS, count=1)
-        _, before = self.server.greedy([5, 6, 7], max_tokens=1)
+        _, before = self.vllm.greedy([5, 6, 7], max_tokens=1)
         vocab = trainer.ask("flatten_head", timeout=30)["vocab"]
         try:
-            _, flat = self.server.greedy([8, 9, 10], max_tokens=1)
+            _, flat = self.vllm.greedy([8, 9, 10], max_tokens=1)
         finally:
             trainer.ask("flatten_head", timeout=30, undo=True)
-        _, again = self.server.greedy([11, 6, 7], max_tokens=1)
+        _, again = self.vllm.greedy([11, 6, 7], max_tokens=1)
         expected = -math.log(vocab)
         found = {"before": before[0], "zeroed": flat[0], "expected_when_zeroed": expected, "restored": again[0]}
         if abs(flat[0] - expected) > 0.01 or min(abs(v[0] - expected) for v in (before, again)) < 0.1:
@@ -124,31 +109,11 @@ class Benchmark:
         return found
 
     def _loaded(self, trainer: Worker, concurrency: int, command: str) -> dict[str, Any]:
-        args = self.args
-        return updates_under_load(
-            self.load,
-            self.server,
-            trainer,
-            self.shape,
-            concurrency,
-            args.updates,
-            args.interval,
-            args.ramp,
-            command,
-            self.lengths,
-            summarise=pause_figures,
-            first_steps=True,
-        )
+        return self.under_load(self.vllm, trainer, concurrency, command, summarise=pause_figures, first_steps=True)
 
     def _optimizer(self, trainer: Worker) -> dict[str, Any]:
         rows = trainer.ask("sync_with_optimizer", timeout=ASK_SECONDS, count=self.args.updates)
         return {**pause_figures(rows), "loss": [row["loss"] for row in rows]}
-
-    def _check(self, trainer: Worker) -> dict[str, Any]:
-        found: dict[str, Any] = trainer.ask("check", timeout=ASK_SECONDS, seed=1)
-        if not (found["checksums_equal"] and found["new_not_old"] and found["served"] == found["version"]):
-            raise BenchError(f"the weights that the server samples with are not the trainer's: {found}")
-        return found
 
 
 def pause_figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -220,27 +185,15 @@ def report(data: dict[str, Any]) -> str:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True, help="folder for the results and the logs")
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a tiny shape and short measurements, to try the script itself")
+    parser = command_line(__doc__, "qwen3-1.7b", "single_copy")
     parser.add_argument("--tp", type=int, default=1, help="vLLM's ranks, and the trainer's")
-    parser.add_argument("--name", default="single_copy", help="of the results file, without .json")
-    parser.add_argument("--updates", type=int, default=20, help="per measurement")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[64])
-    parser.add_argument("--interval", type=float, default=0.5, help="seconds between updates under load")
-    parser.add_argument("--ramp", type=float, default=3.0, help="seconds from the load's start to the measurement's")
-    args = parser.parse_args(arguments)
-    if args.tiny:
-        args.shape, args.concurrency = "tiny", [4]
-        args.updates, args.interval, args.ramp = min(args.updates, 3), 0.2, 0.5
-    return args
+    add_load(parser, [64], 0.5)
+    return shrink_if_tiny(parser.parse_args(arguments))
 
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
-    return run_and_report(args.output, lambda work, stack: Benchmark(args, work, stack), report)
+    return run_and_report(args.output, lambda work, stack: Benchmark(args, work, stack, args.name), report)
 
 
 if __name__ == "__main__":

@@ -25,45 +25,35 @@ from functools import partial
 from typing import Any
 
 from bench.gpu import ceiling
-from bench.gpu.processes import BenchError, Worker, crossed_gpus, wait_all
+from bench.gpu.processes import Worker, crossed_gpus
 from bench.gpu.runs import (
     ASK_SECONDS,
-    Results,
+    LoadedSitting,
+    add_load,
+    command_line,
     figures,
-    loaded,
     median_of,
     run_and_report,
+    shrink_if_tiny,
     tokens_per_second,
-    updates_under_load,
 )
-from bench.gpu.shapes import SHAPES, model_bytes, write_model_folder
-from bench.gpu.summary import find_halts, table
-from bench.gpu.throughput import alternate, summary
-from bench.gpu.trainer import trainer_arguments
-from bench.gpu.vllm_server import READY_SECONDS, ServerOptions, VllmServer
+from bench.gpu.shapes import model_bytes, write_model_folder
+from bench.gpu.summary import alternate, find_halts, summary_of_pairs, table
+from bench.gpu.vllm_server import VllmServer
 
 PARTS = ("ceiling", "bridge", "engine", "throughput")
 """throughput: with both settings of --inflight-cache, the second on a server of its own."""
-TRAINER_TIMEOUT = 60.0
 
 
-class Benchmark:
+class Benchmark(LoadedSitting):
     """The servers, the trainers and the load of one run."""
 
     def __init__(self, args: argparse.Namespace, work: Path, stack: ExitStack) -> None:
-        self.args, self.stack = args, stack
-        self.shape: str = args.shape
-        self.lengths = {"min_tokens": 8, "max_tokens": 24} if args.tiny else {}
-        self.model = write_model_folder(work / "model", self.shape)
-        self.results = Results(args.output / f"{args.name or 'weight_sync_' + self.shape}.json")
-        self.gpus = args.device == "cuda"
-        self.load = Worker("load", "bench.gpu.load", [], args.output / "load.log", {})
-        stack.callback(self.load.stop)
+        super().__init__(args, work, stack, args.name or f"weight_sync_{args.shape}")
+        self.model = write_model_folder(work / "model", args.shape)
 
     def run(self) -> None:
         """Everything that was asked for."""
-        from bench.gpu.machine import describe
-
         args, results = self.args, self.results
         server = self._start("vllm", mirrored=False)
         second: VllmServer | None = None
@@ -71,26 +61,22 @@ class Benchmark:
         first = self._trainer("trainer recompute", self._module(), server, mirrored=False) if self._bridge_first() else None
         engine: Worker | None = None
         # A second server starts at the same time, mirrored: its workers where our trainer will be, and the other way round.
-        if "engine" in args.parts and self.gpus:
+        if "engine" in args.parts and self.on_gpu:
             second = self._start_engine()
             engine = self._trainer("trainer of vllm own engine", "bench.gpu.vllm_engine_trainer", second, mirrored=True)
         elif "throughput" in args.parts:
             second = self._start("vllm keep", mirrored=True, flags=("--inflight-cache", "keep"))
-        results.put("machine", value=describe())
-        results.put("shape", value=self.shape)
-        results.put("tensor_parallel_size", value=args.tp)
-        results.put("trainer_ranks", value=args.trainer_ranks)
-        results.put("crossed", value=args.crossed)
-        results.put("model_bytes", value=model_bytes(self.shape))
-        ready = wait_all({s.name: s.ready for s in (server, second) if s is not None}, READY_SECONDS)
-        results.put("seconds_to_ready", value=ready)
-        print(f"ready after {ready}", flush=True)
+        self.describe(
+            shape=args.shape, tensor_parallel_size=args.tp, trainer_ranks=args.trainer_ranks, crossed=args.crossed,
+            model_bytes=model_bytes(args.shape),
+        )  # fmt: skip
+        results.put("seconds_to_ready", value=self.ready(*(s for s in (server, second) if s is not None)))
         if "ceiling" in args.parts:
             ranks = args.trainer_ranks if args.crossed else 1
             senders, receivers = self._trainer_gpus(ranks, mirrored=False), self._server_gpus(mirrored=False)
-            gpus = [*senders, *receivers] if self.gpus else ["cpu"] * (ranks + args.tp)
-            options = {"gibibyte": 1 << 30 if self.gpus else 1 << 20, "pairs": args.crossed}
-            results.measure("ceiling", run=lambda: ceiling.measure(self.shape, gpus, args.output, args.updates, **options))
+            gpus = [*senders, *receivers] if self.on_gpu else ["cpu"] * (ranks + args.tp)
+            options = {"gibibyte": 1 << 30 if self.on_gpu else 1 << 20, "pairs": args.crossed}
+            results.measure("ceiling", run=lambda: ceiling.measure(args.shape, gpus, args.output, args.updates, **options))
         if first is not None:
             self._measure_bridge(server, "recompute", first)
         if engine is not None and second is not None:
@@ -100,16 +86,13 @@ class Benchmark:
         if "throughput" in args.parts:
             if second is None:
                 second = self._start("vllm keep", mirrored=True, flags=("--inflight-cache", "keep"))
-                wait_all({second.name: second.ready}, READY_SECONDS)
+                self.ready(second)
             self._measure_bridge(second, "keep", self._trainer("trainer keep", self._module(), second, mirrored=True))
 
     # -- processes
 
     def _start(self, name: str, mirrored: bool, **options: Any) -> VllmServer:
-        gpus = ",".join(self._server_gpus(mirrored)) if self.gpus else ""
-        server = VllmServer(name, self.model, self.args.output, ServerOptions(gpus, self.args.tp, **options))
-        self.stack.callback(server.stop)
-        return server
+        return self.server(name, self.model, ",".join(self._server_gpus(mirrored)), tp=self.args.tp, **options)
 
     def _start_engine(self) -> VllmServer:
         flags = ("--weight-transfer-config", '{"backend": "nccl"}')
@@ -130,12 +113,7 @@ class Benchmark:
 
     def _trainer(self, name: str, module: str, server: VllmServer, mirrored: bool) -> Worker:
         ranks = self.args.trainer_ranks if module == "bench.gpu.spread_trainer" else 1
-        visible = ",".join(self._trainer_gpus(ranks, mirrored))
-        environment = {"CUDA_VISIBLE_DEVICES": visible} if self.gpus else {"OMP_NUM_THREADS": "1"}
-        arguments = trainer_arguments(self.shape, server.port, self.args.device, TRAINER_TIMEOUT)
-        worker = Worker(name, module, arguments, self.args.output / f"{name.replace(' ', '-')}.log", environment, ranks)
-        self.stack.callback(worker.stop)
-        return worker
+        return self.trainer(name, module, server.port, ",".join(self._trainer_gpus(ranks, mirrored)), ranks)
 
     # -- measurements
 
@@ -150,7 +128,7 @@ class Benchmark:
         """Our bridge to one server: updates idle and under load (recompute alone), and what generation loses."""
         args, results = self.args, self.results
         results.put("trainer", value=trainer.ask("load", timeout=180, spare=True))
-        self._warm_up(server)
+        self.warm_up(server, max(self.args.throughput_concurrency, *self.args.concurrency))
         for transfer in args.transfers:
             ask = partial(trainer.ask, "connect", timeout=120, kind="broadcast", transfer=transfer)
             if results.measure("bridge", transfer, f"connect, {inflight}", run=ask) is None:
@@ -165,35 +143,23 @@ class Benchmark:
         count = self.args.updates
         measure = partial(self.results.measure, "bridge", transfer)
         measure("idle", run=lambda: figures(trainer.ask("sync", timeout=ASK_SECONDS, count=count)))
-        measure("check", run=lambda: self._check(trainer))
+        measure("check", run=lambda: self.check(trainer))
         for concurrency in self.args.concurrency:
-            measure(f"load_{concurrency}", run=partial(self._under_load, server, trainer, concurrency, ours=True))
-        measure("check_after_load", run=lambda: self._check(trainer))
+            measure(f"load_{concurrency}", run=partial(self.under_load, server, trainer, concurrency, first_steps=True))
+        measure("check_after_load", run=lambda: self.check(trainer))
 
     def _measure_engine(self, server: VllmServer, trainer: Worker) -> None:
         """vLLM's own NCCL weight-transfer engine, with the same model, weights and load."""
         measure = partial(self.results.measure, "vllm_engine")
         measure("model", run=lambda: trainer.ask("load", timeout=180, spare=True))
-        self._warm_up(server)
+        self.warm_up(server, max(self.args.throughput_concurrency, *self.args.concurrency))
         if measure("join", run=lambda: trainer.ask("join", timeout=180)) is None:
             return
         measure("idle", run=lambda: figures(trainer.ask("sync", timeout=ASK_SECONDS, count=self.args.updates)))
         measure("check", run=lambda: trainer.ask("check", timeout=ASK_SECONDS))
         for concurrency in self.args.concurrency:
-            measure(f"load_{concurrency}", run=partial(self._under_load, server, trainer, concurrency))
+            measure(f"load_{concurrency}", run=partial(self.under_load, server, trainer, concurrency))
         trainer.stop()
-
-    def _warm_up(self, server: VllmServer) -> None:
-        """The first batches of each size compile kernels, which is no part of any figure."""
-        concurrency = max(self.args.throughput_concurrency, *self.args.concurrency)
-        with loaded(self.load, server, self.shape, concurrency, 2 * self.args.ramp, self.lengths):
-            pass
-
-    def _under_load(self, server: VllmServer, trainer: Worker, concurrency: int, ours: bool = False) -> dict[str, Any]:
-        args = self.args
-        measure = partial(updates_under_load, lengths=self.lengths, first_steps=ours)
-        interval = args.interval * (2 if concurrency > 64 else 1)
-        return measure(self.load, server, trainer, self.shape, concurrency, args.updates, interval, args.ramp)
 
     def _steady(self, server: VllmServer, trainer: Worker) -> dict[str, Any]:
         """Tokens per second with and without an update every so often, in turn."""
@@ -212,8 +178,8 @@ class Benchmark:
         pairs = max(2, round(args.throughput_seconds / args.update_every))
         method = f"{pairs} pairs of neighbouring spells of {args.update_every:g} s, with and without an update"
         self.results.put("method", value=method)
-        with loaded(self.load, server, self.shape, args.throughput_concurrency, 2 * args.ramp, self.lengths) as seen:
-            found = summary(alternate(spell, pairs))
+        with self.loaded(server, args.throughput_concurrency, 2 * args.ramp) as seen:
+            found = summary_of_pairs(alternate(spell, pairs))
         halts = find_halts(seen["streams"], [(row["start"], row["end"]) for row in rows])
         return {
             "concurrency": args.throughput_concurrency,
@@ -223,12 +189,6 @@ class Benchmark:
             "halted_ms": figures(rows)["halted_ms"],
             "request_failures": seen["failures"],
         }
-
-    def _check(self, trainer: Worker) -> dict[str, Any]:
-        found: dict[str, Any] = trainer.ask("check", timeout=ASK_SECONDS, seed=1)
-        if not (found["checksums_equal"] and found["new_not_old"] and found["served"] == found["version"]):
-            raise BenchError(f"the weights that the server holds are not the ones that were sent: {found}")
-        return found
 
 
 def report(data: dict[str, Any]) -> str:
@@ -308,37 +268,25 @@ def _phases(phases: dict[str, dict[str, float]]) -> str:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True, help="folder for the results and the logs")
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b")
+    parser = command_line(__doc__, "qwen3-1.7b")
     parser.add_argument("--name", help="of the results file, without .json")
     parser.add_argument("--tp", type=int, default=1, help="vLLM's tensor-parallel degree")
     parser.add_argument("--trainer-ranks", type=int, default=1, help="processes of the trainer (torchrun, FSDP2)")
-    parser.add_argument(
-        "--crossed",
-        action="store_true",
-        help="each rank of the trainer on the GPU of one of vLLM's that another sends to",
-    )
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a tiny shape and short measurements, to try the script itself")
+    crossed = "each rank of the trainer on the GPU of one of vLLM's that another sends to"
+    parser.add_argument("--crossed", action="store_true", help=crossed)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--transfers", nargs="+", default=["direct", "overlapped"])
-    parser.add_argument("--updates", type=int, default=20, help="per measurement")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--interval", type=float, default=0.5, help="seconds between updates under load (twice that above 64)")
+    add_load(parser, [64, 256], 0.5)
     parser.add_argument("--throughput-seconds", type=float, default=30.0, help="with updates; as many without")
     parser.add_argument("--throughput-concurrency", type=int, default=256)
     parser.add_argument("--update-every", type=float, default=5.0, help="seconds, when throughput is measured")
-    parser.add_argument("--ramp", type=float, default=3.0, help="seconds from the load's start to the measurement's")
     args = parser.parse_args(arguments)
     if args.crossed and (args.tp < 2 or args.trainer_ranks != args.tp or not {"ceiling", "bridge"}.issuperset(args.parts)):
         parser.error("--crossed needs --tp 2 or more, as many --trainer-ranks, and --parts ceiling bridge (or one of them)")
     if args.tiny:
-        args.shape = "tiny"
-        args.concurrency, args.throughput_concurrency = [4], 4
-        args.updates, args.interval, args.ramp = min(args.updates, 3), 0.2, 0.5
-        args.throughput_seconds, args.update_every = min(args.throughput_seconds, 2.0), 1.0
-    return args
+        args.throughput_concurrency, args.update_every = 4, 1.0
+        args.throughput_seconds = min(args.throughput_seconds, 2.0)
+    return shrink_if_tiny(args)
 
 
 def main(arguments: list[str] | None = None) -> int:

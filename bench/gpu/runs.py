@@ -1,24 +1,30 @@
-"""What several benchmarks do alike: updates idle and under load, results that survive a failure, figures from rows."""
+"""What benchmarks do alike: command lines, processes that end with them, results that survive a failure, updates under load."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Protocol
 
-from bench.gpu.processes import BenchError, Worker, end_on_sigterm
+import httpx
+
+from bench.gpu.machine import describe
+from bench.gpu.processes import BenchError, Worker, end_on_sigterm, wait_all
 from bench.gpu.shapes import SHAPES
 from bench.gpu.summary import find_halts, gigabytes_per_second, spread_by_phase, spread_ms
-from bench.gpu.vllm_server import VllmServer
+from bench.gpu.trainer import trainer_arguments
+from bench.gpu.vllm_server import READY_SECONDS, ServerOptions, VllmServer
 from bench.measured import measured
 
 ASK_SECONDS = 120.0
+TRAINER_TIMEOUT = 60.0
+"""Seconds for each phase of an update."""
 
 
 class Results:
@@ -46,7 +52,7 @@ class Results:
         started = time.monotonic()
         try:
             value = run()
-        except (BenchError, OSError, ValueError, KeyError, RuntimeError) as error:
+        except (BenchError, httpx.HTTPError, OSError, ValueError, KeyError, RuntimeError) as error:
             self.failures.append(f"{name}: {error}")
             self.put(*keys, value={"failed": str(error).splitlines()[0][:500]})
             print(f"FAILED  {name}: {error}", flush=True)
@@ -106,60 +112,143 @@ def figures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def loaded(load: Worker, server: VllmServer, shape: str, concurrency: int, ramp: float, lengths: Mapping[str, int]) -> Any:
-    """Keep `concurrency` requests in flight; yields a dictionary that holds what was seen once the block has ended."""
-    seen: dict[str, Any] = {}
-    load.ask(
-        "start",
-        timeout=30,
-        port=server.port,
-        model=str(server.model),
-        concurrency=concurrency,
-        observers=min(16, concurrency),
-        vocab=SHAPES[shape]["vocab_size"],
-        **lengths,
-    )
-    try:
-        time.sleep(ramp)
-        yield seen
-    finally:
-        seen.update(load.ask("stop", timeout=60))
-    if not seen["finished"] and not any(seen["streams"]):
-        raise BenchError(f"the load got no answer: {seen['failures'][:3]}")
-
-
-def updates_under_load(
-    load: Worker,
-    server: VllmServer,
-    trainer: Worker,
-    shape: str,
-    concurrency: int,
-    count: int,
-    interval: float,
-    ramp: float = 3.0,
-    command: str = "sync",
-    lengths: Mapping[str, int] = MappingProxyType({}),
-    summarise: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None,
-    first_steps: bool = False,
-) -> dict[str, Any]:
-    """Figures of `count` updates while `concurrency` requests are in flight, and how they show in the stream of tokens.
+def command_line(doc: str, shape: str = "", name: str = "") -> argparse.ArgumentParser:
+    """What the command lines of benchmarks have in common.
 
     Args:
-        first_steps: also ask the server after each update when its engine went on.
+        doc: the script's, shown as help.
+        shape: the default of --shape, which comes with --tiny; neither if it is empty.
+        name: the default of --name; without it, if it is empty.
     """
-    arguments = {"count": count, **({"interval": interval} if command == "sync" else {})}
-    arguments |= {"loaded": True} if first_steps else {}
-    with loaded(load, server, shape, concurrency, ramp, lengths) as seen:
-        rows = trainer.ask(command, timeout=ASK_SECONDS, **arguments)
-        time.sleep(min(1.0, ramp))
-    halts = find_halts(seen["streams"], [(row["start"], row["end"]) for row in rows])
-    return {
-        "concurrency": concurrency,
-        **(summarise or figures)(rows),
-        **halts.to_json(),
-        "request_failures": seen["failures"],
-    }
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="folder for the results and the logs")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    if shape:
+        parser.add_argument("--shape", choices=SHAPES, default=shape)
+        parser.add_argument("--tiny", action="store_true", help="a tiny shape and short measurements, to try the script itself")
+    if name:
+        parser.add_argument("--name", default=name, help="of the results file, without .json")
+    return parser
+
+
+def add_load(parser: argparse.ArgumentParser, concurrency: list[int], interval: float, count: str = "--updates") -> None:
+    """The options of updates under load; `count` names their number, which is in `updates`."""
+    parser.add_argument(count, dest="updates", type=int, default=20, help="per measurement")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=concurrency)
+    parser.add_argument("--interval", type=float, default=interval, help="seconds between updates under load (twice that above 64)")
+    parser.add_argument("--ramp", type=float, default=3.0, help="seconds from the load's start to the measurement's")
+
+
+def shrink_if_tiny(args: argparse.Namespace) -> argparse.Namespace:
+    """The same with what --tiny means."""
+    if args.tiny:
+        args.shape = "tiny"
+        if "ramp" in args:
+            args.concurrency, args.updates, args.interval, args.ramp = [4], min(args.updates, 3), 0.2, 0.5
+    return args
+
+
+class Sitting:
+    """One run of a benchmark: its results, and processes that end with it."""
+
+    def __init__(self, args: argparse.Namespace, work: Path, stack: ExitStack, name: str, **first: Any) -> None:
+        """
+        Args:
+            args: of `command_line`.
+            work, stack: see run_and_report.
+            name: of the results file.
+            first: what the results begin with.
+        """
+        self.args, self.work, self.stack = args, work, stack
+        self.on_gpu = args.device == "cuda"
+        self.results = Results(args.output / f"{name}.json", **first)
+
+    def describe(self, **facts: Any) -> None:
+        """Put the machine and other facts into the results; where processes are started, after that, since it takes seconds."""
+        self.results.put("machine", value=describe())
+        for key, value in facts.items():
+            self.results.put(key, value=value)
+
+    def server(self, name: str, model: Path, gpus: str = "0", **options: Any) -> VllmServer:
+        """Start vLLM; see ServerOptions for the options."""
+        server = VllmServer(name, model, self.args.output, ServerOptions(gpus if self.on_gpu else "", **options))
+        self.stack.callback(server.stop)
+        return server
+
+    def ready(self, *servers: VllmServer) -> dict[str, float]:
+        """Seconds until each of them samples."""
+        seconds = wait_all({server.name: server.ready for server in servers}, READY_SECONDS)
+        print(f"ready after {seconds}", flush=True)
+        return seconds
+
+    def worker(self, name: str, module: str, arguments: Sequence[str] = (), gpus: str = "0", ranks: int = 1) -> Worker:
+        """Start a module that is told what to do; `gpus` empty: where it sees those that this program sees."""
+        environment = {"OMP_NUM_THREADS": "1"} if not self.on_gpu else {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
+        log = self.args.output / f"{name.replace(' ', '-')}.log"
+        worker = Worker(name, module, arguments, log, environment, ranks)
+        self.stack.callback(worker.stop)
+        return worker
+
+    def trainer(self, name: str, module: str, port: int, gpus: str = "0", ranks: int = 1, *flags: str) -> Worker:
+        """Start a trainer for the server at a port."""
+        arguments = trainer_arguments(self.args.shape, port, self.args.device, TRAINER_TIMEOUT)
+        return self.worker(name, module, [*arguments, *flags], gpus, ranks)
+
+
+class LoadedSitting(Sitting):
+    """A sitting that measures updates of a server while requests are in flight (`add_load`)."""
+
+    def __init__(self, args: argparse.Namespace, work: Path, stack: ExitStack, name: str) -> None:
+        super().__init__(args, work, stack, name)
+        self.lengths = {"min_tokens": 8, "max_tokens": 24} if args.tiny else {}
+        self.load = self.worker("load", "bench.gpu.load", gpus="")
+
+    @contextmanager
+    def loaded(self, server: VllmServer, concurrency: int, ramp: float) -> Iterator[dict[str, Any]]:
+        """Keep so many requests in flight; yields a dictionary that holds what was seen once the block has ended."""
+        seen: dict[str, Any] = {}
+        vocab = SHAPES[self.args.shape]["vocab_size"]
+        asked = {"port": server.port, "model": str(server.model), "concurrency": concurrency, "vocab": vocab, **self.lengths}
+        self.load.ask("start", timeout=30, observers=min(16, concurrency), **asked)
+        try:
+            time.sleep(ramp)
+            yield seen
+        finally:
+            seen.update(self.load.ask("stop", timeout=60))
+        if not seen["finished"] and not any(seen["streams"]):
+            raise BenchError(f"the load got no answer: {seen['failures'][:3]}")
+
+    def warm_up(self, server: VllmServer, concurrency: int) -> None:
+        """The first batches of each size compile kernels, which is no part of any figure."""
+        with self.loaded(server, concurrency, 2 * self.args.ramp):
+            pass
+
+    def under_load(
+        self, server: VllmServer, trainer: Worker, concurrency: int, command: str = "sync",
+        summarise: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None, first_steps: bool = False,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Figures of updates while requests are in flight, and how they show in the stream of tokens.
+
+        Args:
+            first_steps: also ask the server after each update when its engine went on.
+        """
+        args = self.args
+        interval = args.interval * (2 if concurrency > 64 else 1)
+        options = {"count": args.updates, **({"interval": interval} if command == "sync" else {})}
+        options |= {"loaded": True} if first_steps else {}
+        with self.loaded(server, concurrency, args.ramp) as seen:
+            rows = trainer.ask(command, timeout=ASK_SECONDS, **options)
+            time.sleep(min(1.0, args.ramp))
+        halts = find_halts(seen["streams"], [(row["start"], row["end"]) for row in rows])
+        found = {"concurrency": concurrency, **(summarise or figures)(rows), **halts.to_json()}
+        return {**found, "request_failures": seen["failures"]}
+
+    def check(self, trainer: Worker) -> dict[str, Any]:
+        """Raise BenchError unless the server samples with the weights that the trainer sent last."""
+        found: dict[str, Any] = trainer.ask("check", timeout=ASK_SECONDS, seed=1)
+        if not (found["checksums_equal"] and found["new_not_old"] and found["served"] == found["version"]):
+            raise BenchError(f"the weights that the server holds are not the ones that were sent: {found}")
+        return found
 
 
 def tokens_per_second(server: VllmServer, work: Callable[[], Any]) -> tuple[float, float]:

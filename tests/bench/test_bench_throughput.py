@@ -1,4 +1,4 @@
-"""bench/gpu/throughput.py: spells in turn, and what a drift does to their ratio."""
+"""Throughput with and without updates: spells in turn, and what a drift does to their ratio."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.gpu.throughput import Pair, alternate, summary
+from bench.gpu.summary import Pair, alternate, summary_of_pairs
 
 
 class Machine:
@@ -30,17 +30,17 @@ def test_which_of_a_pair_comes_first_changes() -> None:
 
 @given(rate=st.floats(1e3, 1e5), drift=st.floats(-0.02, 0.02), lost=st.floats(0.0, 0.9), half=st.integers(1, 5))
 def test_a_steady_drift_does_not_change_the_ratio(rate: float, drift: float, lost: float, half: int) -> None:
-    found = summary(alternate(Machine(rate, drift * rate, lost).spell, 2 * half))
+    found = summary_of_pairs(alternate(Machine(rate, drift * rate, lost).spell, 2 * half))
     assert found["ratio"] == pytest.approx(1 - lost, abs=2e-4)
     assert found["pairs"] == 2 * half == len(found["ratios"])
 
 
 def test_means_and_ratios() -> None:
-    found = summary([Pair(200.0, 100.0), Pair(100.0, 110.0)])
+    found = summary_of_pairs([Pair(200.0, 100.0), Pair(100.0, 110.0)])
     assert found == {
         "pairs": 2, "tokens_per_s_without_updates": 150.0, "tokens_per_s": 105.0, "ratio": 0.7, "ratios": [0.5, 1.1]
     }  # fmt: skip
 
 
 def test_a_machine_that_generates_nothing_has_no_ratio() -> None:
-    assert summary([Pair(0.0, 0.0)])["ratio"] is None
+    assert summary_of_pairs([Pair(0.0, 0.0)])["ratio"] is None
