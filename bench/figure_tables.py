@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bench import bridge_figures, determinism_figures
+from bench import bridge_figures, determinism_figures, trainer_figures
 from bench.bridge_figures import markdown, sources
 from bench.results_book import Book
 
@@ -87,6 +87,7 @@ def span(seconds: float) -> str:
 NAMED: dict[str, Callable[[Book], str]] = {
     **bridge_figures.NAMED,
     **determinism_figures.NAMED,
+    **trainer_figures.NAMED,
     "quickstart_table": quickstart_table,
     "service_rates": service_rates,
     "memory_plan": memory_plan,
@@ -104,8 +105,8 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "`--max-body-bytes` (16 MiB)": "the default of that option",
     },
     "docs/operations.md": {
-        "at most 32,768; the log names": "BUDGETS of example_trainer/training/memory_plan.py",
-        "within 5 % of that, and a layer's activations within 1 %": "asserted by training/test_memory_items.py",
+        "(at most 32,768, beyond which it": "a constant of training/memory_plan.py",
+        "within 5 % of that, and a layer's activations within 1 %": "asserted by training/test_memory_plan.py",
     },
     "docs/rollout-service.md": {
         "after decompression (1 MiB any other)": "a limit of atroposlib/api/middleware.py",

@@ -42,7 +42,7 @@ REQUEST_SECONDS = 300.0
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "numbers": ("/generate", {"return_text": False, "token_logprobs": True}),
     "text and tables": ("/generate", {"logprobs": 0}),
-    "v1/completions": ("/v1/completions", {"logprobs": 0, "return_token_ids": True}),
+    "vLLM completions": ("/v1/completions", {"logprobs": 0, "return_token_ids": True}),
 }
 """Route and fields of each way to ask. The first one is what environments of this project send."""
 

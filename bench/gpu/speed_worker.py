@@ -97,6 +97,9 @@ def rates(g: Geometry, bin_: PackedBin, work: Work, seconds: float, passes: int,
     }
 
 
+DETERMINISTIC = "ours, deterministic"
+
+
 class Timer:
     """Seconds of calls, the device's work included."""
 
@@ -117,11 +120,7 @@ class Timer:
 
 def ours(case: Case, g: Geometry, dtype: torch.dtype, device: torch.device, config: TrainerConfig) -> tuple[Any, Any]:
     """The trainer's model and optimizer, as a run makes them."""
-    deterministic = case.arithmetic == "ours, deterministic"
-    if deterministic:
-        from vllm_patching.batch_invariant.settings import enable_settings
-
-        enable_settings()
+    deterministic = case.arithmetic == DETERMINISTIC
     table = reference if case.arithmetic.endswith("reference table") else choose_operations(device, dtype, deterministic)
     if case.ranks > 1:
         model = sharded_decoder(g, dtype, device, world_size=case.ranks)
@@ -136,6 +135,10 @@ def ours(case: Case, g: Geometry, dtype: torch.dtype, device: torch.device, conf
 
 def measure(case: Case, device: torch.device, rank: int = 0) -> dict[str, Any]:
     """The figures of a case; of all ranks together, the memory this one's."""
+    if case.arithmetic == DETERMINISTIC:  # before anything touches the GPU
+        from vllm_patching.batch_invariant.settings import enable_settings
+
+        enable_settings()
     g = geometry_of(case.shape, max(4096, case.length))
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     config = TrainerConfig(model_name=case.shape, seq_len=case.length, gradient_checkpointing=case.checkpointing)

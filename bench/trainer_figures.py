@@ -1,0 +1,67 @@
+"""Tables of the trainer's speed and of what sampling costs, as documents show them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bench.bridge_figures import markdown, sources
+from bench.results_book import Book
+
+SPEED, SAMPLING = "trainer_speed", "generate_cost"
+SAVED = "1.7B, 512, with a checkpoint"
+
+
+def trainer_speed(book: Book) -> str:
+    """Every case of bench/trainer_speed.py that was measured."""
+    cases = book.get(SPEED, "cases")
+    head = ["", "tokens/s, forward and backward", "share of 790 TFLOP/s", "with the optimizer, tokens/s", "GPU memory"]
+    rows, places = [], {}
+    for name in cases:
+        place = f"cases/{name}"
+        rate, share = (book.number(SPEED, f"{place}/pass/{key}") for key in ("forwarded_tokens_per_second", "mfu"))
+        whole = book.maybe(SPEED, f"{place}/step/forwarded_tokens_per_second")
+        peak = book.number(SPEED, f"{place}/pass/peak_bytes")
+        step = "" if whole is None else f"{whole:,.0f}"
+        rows.append([name, f"{rate:,.0f}", f"{share:.2f}", step, f"{peak / 1e9:.0f} GB"])
+        places[name] = (SPEED, place)
+    return f"{markdown(head, rows)}\n\n{sources(book, places)}"
+
+
+def checkpoint_cost(book: Book) -> str:
+    """What a checkpoint costs the steps beside it."""
+    place = f"cases/{SAVED}/checkpoint"
+    book.number(SPEED, f"{place}/bytes")
+    found = book.get(SPEED, place)
+    before, after = (max(found[f"step_seconds_{when}"]) for when in ("before", "after"))
+    return (
+        f"{found['bytes'] / 1e9:.0f} GB are complete after {found['complete_seconds']:.0f} s; the slowest step meanwhile took "
+        f"{after:.2f} s, the slowest before {before:.2f} s"
+    )
+
+
+def sampling_cost(book: Book) -> str:
+    """Every way of bench/generate_cost.py."""
+    ways = book.get(SAMPLING, "ways")
+    head = ["", "tokens/s", "front end, µs a token", "engine process, µs a token"]
+    names = {
+        "numbers": "`/generate`, numbers alone (what environments ask for)",
+        "text and tables": "`/generate`, text and tables of logprobs",
+        "vLLM completions": "vLLM's `/v1/completions` with token ids",
+        "engine alone": "vLLM's engine without a server",
+    }
+    rows, places = [], {}
+    for way in ways:
+        place = f"ways/{way}"
+        spent = [book.maybe(SAMPLING, f"{place}/{key}_us_per_token") for key in ("front_end", "engine")]
+        told = ["" if value is None else f"{value:.1f}" for value in spent]
+        rows.append([names[way], f"{book.number(SAMPLING, f'{place}/tokens_per_second'):,.0f}", *told])
+        places[way] = (SAMPLING, place)
+    return f"{markdown(head, rows)}\n\n{sources(book, places)}"
+
+
+NAMED: dict[str, Callable[[Book], str]] = {
+    "trainer_speed": trainer_speed,
+    "checkpoint_cost": checkpoint_cost,
+    "sampling_cost": sampling_cost,
+}
+"""By the name that stands in the documents."""
