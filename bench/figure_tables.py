@@ -108,6 +108,9 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "(at most 32,768, beyond which it": "a constant of training/memory_plan.py",
         "within 5 % of that, and a layer's activations within 1 %": "asserted by training/test_memory_plan.py",
     },
+    "docs/trainer.md": {
+        "packs of 16,384 tokens in sequences of the length that is named": "what bench/trainer_speed.py is asked for",
+    },
     "docs/rollout-service.md": {
         "after decompression (1 MiB any other)": "a limit of atroposlib/api/middleware.py",
         "a head has 64 KiB at most. Bodies from 1 MiB on": "limits of atroposlib/api",
