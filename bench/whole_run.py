@@ -22,6 +22,7 @@ sys.path[0] = str(ROOT)
 import argparse
 import importlib.metadata
 import json
+import os
 import time
 from contextlib import ExitStack
 from functools import partial
@@ -213,7 +214,8 @@ class WholeRun:
         asked = {"model": str(self.model), "questions": str(args.questions), "folder": str(self.work / "trl"), "config": config}
         settings.write_text(json.dumps(asked), encoding="utf-8")
         command = [sys.executable, "-u", "-m", "bench.gpu.trl_trainer", str(settings), str(file)]
-        variables = self._gpus(1) | {"PYTHONPATH": f"{SHIM}:{ROOT}", "TRL_EXPERIMENTAL_SILENCE": "1", **OFFLINE}
+        paths = os.pathsep.join([str(SHIM), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        variables = self._gpus(1) | {"PYTHONPATH": paths, "TRL_EXPERIMENTAL_SILENCE": "1", **OFFLINE}
         trainer = Child("trainer", command, args.output / "trl-trainer.log", variables, pipes=False)
         self.stack.callback(trainer.stop)
         rows = RowsAsTheyCome(file)
