@@ -22,16 +22,17 @@ import argparse
 import os
 import re
 import socket
-import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from bench.gpu.faults import Outcome, Stage, note_absence, show, stopped_for
-from bench.gpu.processes import BenchError, Worker, end_on_sigterm
-from bench.gpu.runs import Results
-from bench.gpu.shapes import SHAPES, write_model_folder
+from bench.gpu.faults import Outcome, Stage, note_absence, stopped_for
+from bench.gpu.processes import BenchError, Worker
+from bench.gpu.runs import Sitting, command_line, run_and_report, shrink_if_tiny
+from bench.gpu.shapes import write_model_folder
+from bench.gpu.summary import table
 
 MODES = ("direct", "overlapped", "single_copy")
 MARGIN = 5.0
@@ -327,68 +328,61 @@ def rows(args: argparse.Namespace, faults: Faults) -> list[tuple[str, str, Calla
     return [row for row in plan if not args.only or row[0] in args.only]
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    groups = ["late", "layout", "port", "second", "nan", "trainer", "stop", "worker", "restart"]
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True, help="folder for the results and the logs")
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a tiny shape")
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument(
-        "--crossed",
-        action="store_true",
-        help="as many ranks of the trainer, each on the GPU of one of vLLM's that another serves",
-    )
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--only", nargs="+", choices=groups, help="some kinds of fault")
-    parser.add_argument("--bridge-timeout", type=float, default=8.0, help="seconds; short, because it is waited for")
-    parser.add_argument("--name", default="bridge_faults", help="of the results file, without .json")
-    args = parser.parse_args(arguments)
-    if args.crossed and (args.tp < 2 or args.only != ["late"]):
-        parser.error("--crossed needs --tp 2 or more and --only late")
-    if args.tiny:
-        args.shape = "tiny"
-    return args
+class Benchmark(Sitting):
+    """One fault after the other, on one stage."""
+
+    def __init__(self, args: argparse.Namespace, work: Path, stack: ExitStack) -> None:
+        super().__init__(args, work, stack, args.name)
+        model = write_model_folder(work / "model", args.shape)
+        self.stage = Stage(args.shape, model, args.output, args.device, args.tp, args.bridge_timeout, crossed=args.crossed)
+        stack.callback(self.stage.close)
+
+    def run(self) -> None:
+        """Every row that was asked for."""
+        args, stage, told = self.args, self.stage, list[dict[str, Any]]()
+        self.describe(shape=args.shape, tensor_parallel_size=args.tp, bridge_timeout_s=args.bridge_timeout)
+        stage.wait()
+        for _, name, run in rows(args, Faults(stage)):
+            started = time.monotonic()
+            try:
+                outcome = run()
+            except (BenchError, OSError, ValueError, KeyError) as error:
+                outcome = Outcome(name, problems=[f"could not be judged: {error}"])
+                if not stage.usable():
+                    stage.server.kill()
+                    stage.restart_server()
+                    stage.wait()
+            stage.end_row()
+            told.append(outcome.to_json())
+            self.results.put("faults", value=told)
+            self.results.failures += [f"{outcome.fault}: {problem}" for problem in outcome.problems]
+            mark = "good" if not outcome.problems else "NOT GOOD: " + "; ".join(outcome.problems)
+            print(f"{time.monotonic() - started:6.1f} s  {outcome.fault}: {mark}", flush=True)
+
+
+def report(data: dict[str, Any]) -> str:
+    """The table, and what those said that were not good."""
+    found = data.get("faults", [])
+    cells = [
+        [o["fault"], f"{o['seconds']:.1f}", f"{o['limit']:g}", o["server"], o["next_attempt"][:40], o["good"]] for o in found
+    ]
+    said = [f"NOT GOOD  {o['fault']}\n          it said: {o['error'][:600]}" for o in found if not o["good"]]
+    return "\n".join([table(["fault", "ended after s", "limit s", "server then", "next attempt", "good"], cells), *said])
 
 
 def main(arguments: list[str] | None = None) -> int:
-    from bench.gpu.machine import describe
-
-    args = parse(arguments)
-    end_on_sigterm()
-    args.output.mkdir(parents=True, exist_ok=True)
-    results = Results(args.output / f"{args.name}.json")
-    outcomes: list[Outcome] = []
-    with tempfile.TemporaryDirectory() as work:
-        model = write_model_folder(Path(work) / "model", args.shape)
-        stage = Stage(args.shape, model, args.output, args.device, args.tp, args.bridge_timeout, crossed=args.crossed)
-        try:
-            for key, value in (("machine", describe()), ("shape", args.shape), ("tensor_parallel_size", args.tp)):
-                results.put(key, value=value)
-            results.put("bridge_timeout_s", value=args.bridge_timeout)
-            stage.wait()
-            for _, name, run in rows(args, Faults(stage)):
-                started = time.monotonic()
-                try:
-                    outcome = run()
-                except (BenchError, OSError, ValueError, KeyError) as error:
-                    outcome = Outcome(name, problems=[f"could not be judged: {error}"])
-                    if not stage.usable():
-                        stage.server.kill()
-                        stage.restart_server()
-                        stage.wait()
-                stage.end_row()
-                outcomes.append(outcome)
-                results.put("faults", value=[o.to_json() for o in outcomes])
-                mark = "good" if not outcome.problems else "NOT GOOD: " + "; ".join(outcome.problems)
-                print(f"{time.monotonic() - started:6.1f} s  {outcome.fault}: {mark}", flush=True)
-        except BenchError as error:
-            results.failures.append(str(error))
-        finally:
-            show(outcomes, results.failures)
-            stage.close()
-    return 1 if results.failures or any(o.problems for o in outcomes) else 0
+    groups = ["late", "layout", "port", "second", "nan", "trainer", "stop", "worker", "restart"]
+    parser = command_line(__doc__, "qwen3-1.7b", "bridge_faults")
+    parser.add_argument("--tp", type=int, default=1)
+    crossed = "as many ranks of the trainer, each on the GPU of one of vLLM's that another serves"
+    parser.add_argument("--crossed", action="store_true", help=crossed)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--only", nargs="+", choices=groups, help="some kinds of fault")
+    parser.add_argument("--bridge-timeout", type=float, default=8.0, help="seconds; short, because it is waited for")
+    args = shrink_if_tiny(parser.parse_args(arguments))
+    if args.crossed and (args.tp < 2 or args.only != ["late"]):
+        parser.error("--crossed needs --tp 2 or more and --only late")
+    return run_and_report(args.output, partial(Benchmark, args), report)
 
 
 if __name__ == "__main__":

@@ -18,13 +18,11 @@ sys.path[0] = str(ROOT)
 
 import argparse
 import statistics
-import tempfile
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from bench.gpu.processes import BenchError, Worker, end_on_sigterm
-from bench.gpu.runs import Results
+from bench.gpu.runs import Sitting, command_line, run_and_report, shrink_if_tiny
 from bench.gpu.shapes import SHAPES, write_model_folder
 from bench.gpu.summary import table
 
@@ -48,40 +46,32 @@ STEPS: dict[str, dict[str, Any]] = {
 TINY_STEPS: dict[str, dict[str, Any]] = {"4 x 8 to 16": {"sequences": 4, "lengths": [8, 16], "tokens": 32, "count": 4}}
 
 
-class Cost:
+class Cost(Sitting):
     """The processes and the figures of one run."""
 
     def __init__(self, args: argparse.Namespace, work: Path, stack: ExitStack) -> None:
-        self.args, self.stack = args, stack
+        super().__init__(args, work, stack, f"deterministic_cost_{args.shape}", shape=args.shape)
         self.model = write_model_folder(work / "model", args.shape)
-        self.results = Results(args.output / f"deterministic_cost_{args.shape}.json", shape=args.shape)
 
     def run(self) -> None:
         """The parts that were asked for."""
-        from bench.gpu.machine import describe
-
-        self.results.put("machine", value=describe())
-        if "rollout" in self.args.parts:
-            self._rollout()
-        if "step" in self.args.parts:
-            self._step()
-
-    def _worker(self, name: str, module: str, arguments: list[str]) -> Worker:
-        environment = {"CUDA_VISIBLE_DEVICES": "0"} if self.args.device == "cuda" else {"OMP_NUM_THREADS": "1"}
-        worker = Worker(name, module, arguments, self.args.output / f"{name.replace(' ', '-')}.log", environment)
-        self.stack.callback(worker.stop)
-        return worker
+        self.describe()
+        try:
+            if "rollout" in self.args.parts:
+                self._rollout()
+            if "step" in self.args.parts:
+                self._step()
+        finally:
+            self.results.put("ratios", value=ratios(self.results.data))
 
     def _rollout(self) -> None:
         modes = [mode for mode in MODES if mode in self.args.modes]
         engines = {
-            mode: self._worker(f"rollout {mode}", "bench.gpu.rollout_worker", ["--mode", mode, "--model", str(self.model)])
+            mode: self.worker(f"rollout {mode}", "bench.gpu.rollout_worker", ["--mode", mode, "--model", str(self.model)])
             for mode in modes
         }
         for engine in engines.values():
-            engine.send(
-                "load", max_model_len=2048, max_num_seqs=256, cache_bytes=(32 if self.args.device == "cuda" else 1) << 30
-            )
+            engine.send("load", max_model_len=2048, max_num_seqs=256, cache_bytes=(32 if self.on_gpu else 1) << 30)
         ready = {
             mode: engine
             for mode, engine in engines.items()
@@ -107,41 +97,58 @@ class Cost:
         steps = TINY_STEPS if self.args.tiny else STEPS
         for mode in ("off", "ours"):
             arguments = ["--mode", mode, "--shape", self.args.shape, "--device", self.args.device]
-            worker = self._worker(f"step {mode}", "bench.gpu.step_worker", arguments)
+            worker = self.worker(f"step {mode}", "bench.gpu.step_worker", arguments)
             self.results.measure("step", mode, "load", run=partial(worker.ask, "load", timeout=LOAD_SECONDS))
             for name, batch in steps.items():
                 ask = partial(worker.ask, "steps", timeout=ASK_SECONDS, **batch)
                 self.results.measure("step", mode, name, run=ask)
             worker.stop()
 
-    def show(self) -> int:
-        """Print tables, store the ratios; 0 if nothing failed."""
-        ratios: dict[str, Any] = {}
-        rows: list[list[Any]] = []
-        for part, names in (("rollout", LOADS), ("step", TINY_STEPS if self.args.tiny else STEPS)):
-            for name in names if part in self.args.parts else ():
-                speeds = {mode: self._speed(part, mode, name) for mode in MODES}
-                off = speeds["off"]
-                found = {m: round(s / off, 3) if s and off else None for m, s in speeds.items() if m != "off"}
-                ratios.setdefault(part, {})[name] = found
-                rows.append([f"{part}: {name}", *(speeds[m] or "-" for m in MODES), found["vllm"] or "-", found["ours"] or "-"])
-        self.results.put("ratios", value=ratios)
-        for name, modes in self.results.data.get("kernels", {}).items():
-            for mode, found in modes.items():
-                if "kernels" in found:
-                    print(f"{name}, {mode}: {kernels_text(found)}")
-        print(table(["tokens per second", "off", "vLLM's own", "ours", "vLLM's ÷ off", "ours ÷ off"], rows))
-        for failure in self.results.failures:
-            print(f"FAILED  {failure.splitlines()[0]}")
-        return 1 if self.results.failures else 0
 
-    def _speed(self, part: str, mode: str, name: str) -> float | None:
-        found = self.results.data.get(part, {}).get(mode, {}).get(name)
-        if found is None:
-            return None
-        rounds = [found] if part == "step" else [found.get(f"round {i}", {}) for i in range(1, ROUNDS + 1)]
-        speeds = [row["tokens_per_second"] for row in rounds if "tokens_per_second" in row]
-        return round(statistics.mean(speeds), 1) if speeds else None
+def speed(data: dict[str, Any], part: str, mode: str, name: str) -> float | None:
+    """Mean tokens per second of the rounds that count; None if there is none."""
+    found = data.get(part, {}).get(mode, {}).get(name)
+    if found is None:
+        return None
+    rounds = [found] if part == "step" else [found.get(f"round {i}", {}) for i in range(1, ROUNDS + 1)]
+    speeds = [row["tokens_per_second"] for row in rounds if "tokens_per_second" in row]
+    return round(statistics.mean(speeds), 1) if speeds else None
+
+
+def measured_names(data: dict[str, Any]) -> list[tuple[str, str]]:
+    """Part and name of everything that any mode was measured at."""
+    names = [*LOADS, *STEPS, *TINY_STEPS]
+    return [(part, name) for part in PARTS for name in names if any(name in mode for mode in data.get(part, {}).values())]
+
+
+def ratios(data: dict[str, Any]) -> dict[str, Any]:
+    """Speed of each mode over that of `off`, by part and name."""
+    found: dict[str, Any] = {}
+    for part, name in measured_names(data):
+        off, others = speed(data, part, "off", name), {mode: speed(data, part, mode, name) for mode in MODES[1:]}
+        found.setdefault(part, {})[name] = {mode: round(s / off, 3) if s and off else None for mode, s in others.items()}
+    return found
+
+
+def report(data: dict[str, Any]) -> str:
+    """The tables of a results file."""
+    kernels = [
+        f"{name}, {mode}: {kernels_text(found)}"
+        for name, modes in data.get("kernels", {}).items()
+        for mode, found in modes.items()
+        if "kernels" in found
+    ]
+    rows = []
+    for part, name in measured_names(data):
+        found = data["ratios"][part][name]
+        rows.append(
+            [
+                f"{part}: {name}",
+                *(speed(data, part, mode, name) for mode in MODES),
+                *(str(ratio or "-") for ratio in found.values()),
+            ]
+        )
+    return "\n".join([*kernels, table(["tokens per second", "off", "vLLM's own", "ours", "vLLM's ÷ off", "ours ÷ off"], rows)])
 
 
 def kernels_text(found: dict[str, Any]) -> str:
@@ -154,27 +161,13 @@ def kernels_text(found: dict[str, Any]) -> str:
     return f"a step takes {whole:.0f} us, its kernels {busy:.0f}: {', '.join(longest)}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder for the results and the logs")
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+def main(arguments: list[str] | None = None) -> int:
+    parser = command_line(__doc__, "qwen3-1.7b")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="of vLLM")
-    parser.add_argument("--tiny", action="store_true", help="the tiny shape, with small batches")
-    args = parser.parse_args()
-    if args.tiny:
-        args.shape = "tiny"
-    end_on_sigterm()
-    with tempfile.TemporaryDirectory(prefix="cost-") as work, ExitStack() as stack:
-        cost = Cost(args, Path(work), stack)
-        try:
-            cost.run()
-        except BenchError as error:
-            cost.results.failures.append(str(error))
-        status = cost.show()
-    raise SystemExit(status)
+    args = shrink_if_tiny(parser.parse_args(arguments))
+    return run_and_report(args.output, partial(Cost, args), report)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -25,17 +25,16 @@ import math
 import random
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import httpx
 import psutil
 
-from bench.gpu.processes import BenchError, Worker, wait_all
-from bench.gpu.runs import Results, run_and_report
+from bench.gpu.processes import Answers, BenchError, serve
+from bench.gpu.runs import Sitting, command_line, run_and_report
 from bench.gpu.shapes import SHAPES, write_model_folder
 from bench.gpu.summary import table
-from bench.gpu.vllm_server import READY_SECONDS, ServerOptions, VllmServer
+from bench.gpu.vllm_server import READY_SECONDS, VllmServer
 
 GROUP = 8
 REQUEST_SECONDS = 300.0
@@ -130,41 +129,30 @@ def _processor_seconds(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-class Benchmark:
+class Benchmark(Sitting):
     """The server, the load and the engine without a server, one after the other."""
-
-    def __init__(self, args: argparse.Namespace, work: Path, stack: ExitStack) -> None:
-        self.args, self.work, self.stack = args, work, stack
-        self.results = Results(args.output / "generate_cost.json")
 
     def run(self) -> None:
         """Measure every form on one server, then the engine alone in a process of its own."""
-        from bench.gpu.machine import describe
-
         args = self.args
         model = write_model_folder(self.work / "model", args.shape)
-        gpu = "0" if args.device == "cuda" else ""
-        self.results.put("machine", value=describe())
         asked = ("shape", "in_flight", "mean_tokens", "most_tokens", "prompt_tokens", "seconds", "ramp")
-        self.results.put("work", value={**{name: getattr(args, name) for name in asked}, "group": GROUP})
-        options = ServerOptions(gpu, max_num_seqs=args.in_flight, cache_gib=args.cache_gib)
-        server = VllmServer("vllm", model, args.output, options)
-        self.stack.callback(server.stop)
-        wait_all({"vllm": server.ready}, READY_SECONDS)
+        self.describe(work={**{name: getattr(args, name) for name in asked}, "group": GROUP})
+        server = self.server("vllm", model, max_num_seqs=args.in_flight, cache_gib=args.cache_gib)
+        self.ready(server)
         vocab = SHAPES[args.shape]["vocab_size"]
         for form in FORMS:
             self.results.measure("ways", form, run=lambda form=form: asyncio.run(Load(server, form, args, vocab).run()))  # type: ignore[misc]
         server.stop()
-        self.results.measure("ways", "engine alone", run=lambda: self._engine_alone(model, gpu))
+        self.results.measure("ways", "engine alone", run=lambda: self._engine_alone(model))
 
-    def _engine_alone(self, model: Path, gpu: str) -> dict[str, Any]:
-        environment = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
-        worker = Worker("engine", "bench.generate_cost", ["--engine"], self.args.output / "engine.log", environment)
-        self.stack.callback(worker.stop)
+    def _engine_alone(self, model: Path) -> dict[str, Any]:
+        on_cpu = {} if self.on_gpu else {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
+        worker = self.worker("engine", "bench.generate_cost", ["--engine"], **on_cpu)
         names = ("shape", "in_flight", "mean_tokens", "most_tokens", "prompt_tokens", "cache_gib")
         asked = {name: getattr(self.args, name) for name in names}
         limit = READY_SECONDS + REQUEST_SECONDS
-        found: dict[str, Any] = worker.ask("generate", timeout=limit, model=str(model), on_gpu=bool(gpu), **asked)
+        found: dict[str, Any] = worker.ask("generate", timeout=limit, model=str(model), on_gpu=self.on_gpu, **asked)
         worker.stop()
         return found
 
@@ -215,11 +203,7 @@ def report(data: dict[str, Any]) -> str:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True, help="folder for the results and the logs")
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a tiny shape and short measurements, to try the script itself")
+    parser = command_line(__doc__, "qwen3-1.7b")
     parser.add_argument("--in-flight", type=int, default=512, help="sequences")
     parser.add_argument("--mean-tokens", type=int, default=450)
     parser.add_argument("--most-tokens", type=int, default=1024)
@@ -238,12 +222,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     if (sys.argv[1:] if arguments is None else arguments) == ["--engine"]:
-        from bench.gpu.processes import Answers, serve
-
         serve(Answers(), {"generate": generate_without_server})
         return 0
     args = parse(arguments)
-    return run_and_report(args.output, lambda work, stack: Benchmark(args, work, stack), report)
+    return run_and_report(args.output, lambda work, stack: Benchmark(args, work, stack, "generate_cost"), report)
 
 
 if __name__ == "__main__":

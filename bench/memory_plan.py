@@ -19,16 +19,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)
 
-import argparse
-import json
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from bench.gpu.machine import describe
 from bench.gpu.memory_worker import Configuration
-from bench.gpu.processes import BenchError, Task, all_stopped, end_on_sigterm
+from bench.gpu.processes import BenchError, Task, all_stopped
+from bench.gpu.runs import Sitting, command_line, run_and_report
 from bench.gpu.summary import table
 from bench.measured import measured
 
@@ -68,7 +67,7 @@ def ratio(result: dict[str, Any]) -> float:
     return float(result["planned"]["greatest"] / result["allocated"]["greatest"])
 
 
-def report(result: dict[str, Any]) -> str:
+def report_of_one(result: dict[str, Any]) -> str:
     """A table of one configuration."""
     name = result["configuration"]["name"]
     if "error" in result:
@@ -87,30 +86,39 @@ def report(result: dict[str, Any]) -> str:
     return f"{head}\n  planned: {items}\n  {more}"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder of memory_plan.json and the logs")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[one.name for one in CONFIGURATIONS])
-    args = parser.parse_args()
-    end_on_sigterm()
-    args.output.mkdir(parents=True, exist_ok=True)
-    gpus = torch.cuda.device_count() if args.device == "cuda" else 2
-    results = []
-    for asked in CONFIGURATIONS:
-        if (args.only and asked.name not in args.only) or asked.ranks > gpus:
-            continue
-        results.append(run(on_cpu(asked) if args.device == "cpu" else asked, args.output))
-        print(report(results[-1]) + "\n", flush=True)
+class Benchmark(Sitting):
+    """One configuration after the other."""
+
+    def run(self) -> None:
+        """Those that were asked for and that the GPUs suffice for."""
+        self.describe()
+        gpus = torch.cuda.device_count() if self.on_gpu else 2
+        found: list[dict[str, Any]] = []
+        for asked in CONFIGURATIONS:
+            if (self.args.only and asked.name not in self.args.only) or asked.ranks > gpus:
+                continue
+            found.append(run(asked if self.on_gpu else on_cpu(asked), self.args.output))
+            self.results.put("results", value=found)
+            print(report_of_one(found[-1]) + "\n", flush=True)
+            if "error" in found[-1] or abs(ratio(found[-1]) - 1) > WITHIN:
+                self.results.failures.append(f"{asked.name}: {found[-1].get('error', 'the plan is too far off')}")
+
+
+def report(data: dict[str, Any]) -> str:
+    """The table of a results file."""
     whole = [
         [r["configuration"]["name"], *(["-", "-", r["error"]] if "error" in r else
          [f"{r['planned']['greatest'] / 1e9:.2f}", f"{r['allocated']['greatest'] / 1e9:.2f}", f"{ratio(r):.3f}"])]
-        for r in results
+        for r in data.get("results", [])
     ]  # fmt: skip
-    print(table(["greatest moment", "planned GB", "measured GB", "ratio"], whole))
-    answer = {"machine": describe(), "results": results}
-    (args.output / "memory_plan.json").write_text(json.dumps(answer, indent=1), encoding="utf-8")
-    return 0 if all("error" not in r and abs(ratio(r) - 1) <= WITHIN for r in results) else 1
+    return table(["greatest moment", "planned GB", "measured GB", "ratio"], whole)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = command_line(__doc__)
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[one.name for one in CONFIGURATIONS])
+    args = parser.parse_args(arguments)
+    return run_and_report(args.output, partial(Benchmark, args, name="memory_plan"), report)
 
 
 if __name__ == "__main__":

@@ -19,22 +19,18 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)
 
 import argparse
-import tempfile
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from bench.gpu.processes import BenchError, Worker, end_on_sigterm, wait_all
-from bench.gpu.runs import Results
-from bench.gpu.shapes import SHAPES, write_model_folder
+from bench.gpu.processes import Worker
+from bench.gpu.runs import Sitting, command_line, run_and_report, shrink_if_tiny
+from bench.gpu.shapes import write_model_folder
 from bench.gpu.summary import table
-from bench.gpu.trainer import trainer_arguments
-from bench.gpu.vllm_server import READY_SECONDS, ServerOptions, VllmServer
+from bench.gpu.vllm_server import VllmServer
 
 CELL_SECONDS = 300.0
-TIMEOUT = 60.0
 EDGES = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257)
-
 
 Cell = dict[str, Any]
 SYNC_CELL: Cell = {"concurrency": 64, "requests": 64, "prompts": EDGES, "new": (200, 400)}
@@ -82,25 +78,20 @@ SERVERS: dict[str, tuple[tuple[str, ...], int, dict[str, Cell]]] = {
 TINY_CELL: Cell = {"concurrency": 4, "requests": 6, "prompts": (1, 17, 40), "new": (4, 12)}
 
 
-class Matrix:
+class Matrix(Sitting):
     """The servers and trainers of one run."""
 
     def __init__(self, args: argparse.Namespace, work: Path, stack: ExitStack) -> None:
-        self.args, self.stack = args, stack
-        self.gpus = args.device == "cuda"
+        super().__init__(args, work, stack, f"parity_matrix_{args.shape}", shape=args.shape)
         self.model = write_model_folder(work / "model", args.shape)
-        self.results = Results(args.output / f"parity_matrix_{args.shape}.json", shape=args.shape)
-        self.cells: list[tuple[str, str, dict[str, Any]]] = []
 
     def run(self) -> None:
         """All servers start at the same time; one trainer after the other, as its server is ready."""
-        from bench.gpu.machine import describe
-
-        self.results.put("machine", value=describe())
-        chosen = [name for name in SERVERS if self.gpus or "--deterministic" not in SERVERS[name][0]]
+        self.describe()
+        chosen = [name for name in SERVERS if self.on_gpu or "--deterministic" not in SERVERS[name][0]]
         servers = {name: self._start(name) for name in chosen if self.args.only in name}
         for name, server in servers.items():
-            if self.results.measure(name, "ready", run=partial(wait_all, {name: server.ready}, READY_SECONDS)) is None:
+            if self.results.measure(name, "ready", run=partial(self.ready, server)) is None:
                 continue
             self._measure(name, server, "single_copy", SERVERS[name][2])
             if self.args.gpus > 1 and name == next(iter(SERVERS)):
@@ -108,26 +99,15 @@ class Matrix:
             server.stop()
 
     def _start(self, name: str) -> VllmServer:
-        flags, gibibytes, _ = SERVERS[name] if self.gpus else ((), 1, {})
-        options = ServerOptions(
-            "0" if self.gpus else "", max_model_len=4096 if self.gpus else 512,
-            max_num_seqs=512 if self.gpus else 8, flags=flags, cache_gib=gibibytes,
+        flags, gibibytes, _ = SERVERS[name] if self.on_gpu else ((), 1, {})
+        return self.server(
+            name.replace(",", "").replace(":", ""), self.model, max_model_len=4096 if self.on_gpu else 512,
+            max_num_seqs=512 if self.on_gpu else 8, flags=flags, cache_gib=gibibytes,
         )  # fmt: skip
-        server = VllmServer(name.replace(",", "").replace(":", ""), self.model, self.args.output, options)
-        self.stack.callback(server.stop)
-        return server
 
     def _measure(self, name: str, server: VllmServer, bridge: str, cells: dict[str, Cell]) -> None:
-        gpu = "1" if bridge == "broadcast" else "0"
-        environment = {"CUDA_VISIBLE_DEVICES": gpu} if self.gpus else {"OMP_NUM_THREADS": "1"}
-        trainer = Worker(
-            f"trainer {server.name} {bridge}".replace(" ", "-"),
-            "bench.gpu.parity_trainer",
-            trainer_arguments(self.args.shape, server.port, self.args.device, TIMEOUT),
-            self.args.output / f"trainer-{server.name}-{bridge}.log".replace(" ", "-"),
-            environment,
-        )
-        self.stack.callback(trainer.stop)
+        label = f"trainer {server.name} {bridge}".replace(" ", "-")
+        trainer = self.trainer(label, "bench.gpu.parity_trainer", server.port, "1" if bridge == "broadcast" else "0")
         measure = partial(self.results.measure, name, bridge)
         if measure("load", run=lambda: trainer.ask("load", timeout=200)) is None:
             return
@@ -136,7 +116,7 @@ class Matrix:
         pair = measure("differences of the two sides", run=lambda: trainer.ask("pair", timeout=60))
         print(f"        {pair}", flush=True)
         for label, cell in cells.items():
-            self._cell(trainer, name, bridge, label, cell if self.gpus else TINY_CELL)
+            self._cell(trainer, name, bridge, label, cell if self.on_gpu else TINY_CELL)
         deterministic = not name.startswith("control")
         for update in range(1, 4 if deterministic and (bridge == "broadcast" or "graphs, chunks" in name) else 1):
             if measure(f"update {update}", run=lambda: trainer.ask("sync", timeout=120, count=1)) is not None:
@@ -145,51 +125,53 @@ class Matrix:
 
     def _cell(self, trainer: Worker, name: str, bridge: str, label: str, cell: Cell) -> None:
         found = self.results.measure(name, bridge, label, run=lambda: trainer.ask("cell", timeout=CELL_SECONDS, **cell))
-        if found is not None:
-            self.cells.append((name, f"{bridge}: {label}", found))
-            print(f"        {found['mismatched']} of {found['tokens']} differ  {found['first'] or ''}", flush=True)
-
-    def verdict(self) -> int:
-        """Print the table; 0 if every comparison came out as it should."""
-        shown = ("tokens", "mismatched", "preemptions", "prefix_cache_hits")
-        rows = [
-            [name, label, *(f[key] for key in shown), f"{f['max_difference']:.3g}", f"{f['kl']:.3g}"]
-            for name, label, f in self.cells
-        ]
-        print(table(["server", "cell", "tokens", "differ", "preempted", "cached", "max", "KL"], rows))
-        wrong = [f for name, _, f in self.cells if not name.startswith("control") and f["mismatched"]]
-        blind = [f for name, _, f in self.cells if name.startswith("control") and not f["mismatched"]]
-        compared = sum(f["tokens"] for name, _, f in self.cells if not name.startswith("control"))
-        self.results.put("total", value={"tokens": compared, "mismatched": sum(f["mismatched"] for f in wrong)})
-        print(f"\n{compared} tokens compared in deterministic mode, {sum(f['mismatched'] for f in wrong)} differ")
-        if blind:
-            print("the control shows no difference, so the comparison proves nothing")
-        for failure in self.results.failures:
-            print(f"FAILED  {failure.splitlines()[0]}")
-        return 1 if wrong or blind or self.results.failures else 0
+        if found is None:
+            return
+        print(f"        {found['mismatched']} of {found['tokens']} differ  {found['first'] or ''}", flush=True)
+        control = name.startswith("control")
+        if control and not found["mismatched"]:
+            self.results.failures.append("the control shows no difference, so the comparison proves nothing")
+        elif not control and found["mismatched"]:
+            self.results.failures.append(f"{name}, {bridge}, {label}: {found['mismatched']} tokens differ")
+        self.results.put("total", value=total(self.results.data))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder for the results and the logs")
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+def cells(data: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
+    """Server, bridge with the cell's name, and figures of every comparison in a results file."""
+    return [
+        (name, f"{bridge}: {label}", found)
+        for name in SERVERS
+        for bridge in ("single_copy", "broadcast")
+        for label, found in data.get(name, {}).get(bridge, {}).items()
+        if "mismatched" in found
+    ]
+
+
+def total(data: dict[str, Any]) -> dict[str, int]:
+    """Tokens that were compared in deterministic mode, and those of them that differ."""
+    counted = [found for name, _, found in cells(data) if not name.startswith("control")]
+    return {key: sum(found[key] for found in counted) for key in ("tokens", "mismatched")}
+
+
+def report(data: dict[str, Any]) -> str:
+    """The table of a results file."""
+    shown = ("tokens", "mismatched", "preemptions", "prefix_cache_hits")
+    rows = [
+        [name, label, *(f[key] for key in shown), f"{f['max_difference']:.3g}", f"{f['kl']:.3g}"]
+        for name, label, f in cells(data)
+    ]
+    found = total(data)
+    text = table(["server", "cell", "tokens", "differ", "preempted", "cached", "max", "KL"], rows)
+    return f"{text}\n\n{found['tokens']} tokens compared in deterministic mode, {found['mismatched']} differ"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = command_line(__doc__, "qwen3-0.6b")
     parser.add_argument("--gpus", type=int, choices=[1, 2], default=1)
-    parser.add_argument("--tiny", action="store_true", help="the tiny shape")
     parser.add_argument("--only", default="", help="only servers whose name holds this")
-    args = parser.parse_args()
-    if args.tiny:
-        args.shape = "tiny"
-    end_on_sigterm()
-    with tempfile.TemporaryDirectory(prefix="parity-") as work, ExitStack() as stack:
-        matrix = Matrix(args, Path(work), stack)
-        try:
-            matrix.run()
-        except BenchError as error:
-            matrix.results.failures.append(str(error))
-        status = matrix.verdict()
-    raise SystemExit(status)
+    args = shrink_if_tiny(parser.parse_args(arguments))
+    return run_and_report(args.output, partial(Matrix, args), report)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -33,9 +33,8 @@ from typing import Any
 
 import torch
 
-from bench.gpu.machine import describe
 from bench.gpu.processes import Task
-from bench.gpu.runs import Results, run_and_report
+from bench.gpu.runs import Sitting, command_line, run_and_report
 from bench.gpu.shapes import SHAPES
 from bench.gpu.speed_worker import Case
 from bench.gpu.summary import table
@@ -83,21 +82,21 @@ def tiny(case: Case, device: str) -> Case:
     return replace(case, shape="tiny", device=device, **shrunk)
 
 
-class TrainerSpeed:
+class TrainerSpeed(Sitting):
     """The cases of one run and their figures."""
 
     def __init__(self, args: argparse.Namespace, work: Path, stack: ExitStack) -> None:
-        self.args, self.stack, self.began = args, stack, time.monotonic()
-        self.gpus = list(range(torch.cuda.device_count())) if args.device == "cuda" else [0, 1]
-        self.results = Results(args.output / "trainer_speed.json")
+        super().__init__(args, work, stack, "trainer_speed")
+        self.began = time.monotonic()
+        self.gpus = list(range(torch.cuda.device_count())) if self.on_gpu else [0, 1]
 
     def run(self) -> None:
         """Every case that was asked for and that the GPUs suffice for; then longer and longer sequences."""
-        self.results.put("machine", value=describe())
+        self.describe()
         asked = {name: case for name, case in CASES.items() if not self.args.only or name in self.args.only}
         # Whoever has several GPUs has them for what needs several: that comes first.
         self._together({name: case for name, case in asked.items() if case.ranks > 1}, places=1)
-        alone = self.args.alone or self.args.device == "cpu"
+        alone = self.args.alone or not self.on_gpu
         self._together({name: case for name, case in asked.items() if case.ranks == 1}, 1 if alone else len(self.gpus))
         for length in LONGEST if not self.args.only or "longest" in self.args.only else ():
             name = f"1.7B, one sequence of {length // 1024}k"
@@ -139,8 +138,7 @@ class TrainerSpeed:
     def _start(self, name: str, case: Case, gpus: list[int]) -> Task:
         if self.args.shape:
             case = tiny(case, self.args.device) if self.args.shape == "tiny" else replace(case, shape=self.args.shape)
-        on_cpu = self.args.device == "cpu"
-        environment = {"OMP_NUM_THREADS": "1"} if on_cpu else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if self.on_gpu else {"OMP_NUM_THREADS": "1"}
         seconds = min(self._left, case.seconds)
         task = Task(name, "bench.gpu.speed_worker", asdict(case), self.args.output, seconds, case.ranks, environment)
         self.stack.callback(task.stop)
@@ -173,9 +171,7 @@ def report(data: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder of trainer_speed.json and the logs")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser = command_line(__doc__)
     parser.add_argument("--shape", choices=SHAPES, help="all cases with this shape; tiny: and with few tokens")
     parser.add_argument("--only", nargs="+", metavar="CASE", choices=[*CASES, "longest"])
     parser.add_argument("--seconds", type=float, default=inf, help="time limit of all cases together")

@@ -25,19 +25,19 @@ import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import httpx
 import torch
 
-from bench.gpu.machine import describe
-from bench.gpu.processes import BenchError, end_on_sigterm, free_port, wait_all
+from bench.gpu.processes import BenchError, free_port, wait_all
+from bench.gpu.runs import Sitting, command_line, run_and_report
+from bench.gpu.shapes import STARTER
 from bench.gpu.summary import table
 from bench.gpu.training_stack import TrainingStack, wait_for_end
 from bench.gpu.vllm_server import READY_SECONDS, ServerOptions, VllmServer
-from bench.measured import measured
 
-STARTER = ROOT / "assets" / "starter_model"
 CACHE_GIB, MODEL_LENGTH = 4, 512
 MOST_KL = 0.02
 """Nats per token between the policy that sampled and the one that is trained: bf16 kernels of two programs differ that much."""
@@ -226,36 +226,25 @@ def _state(port: int) -> int:
     return version
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True, help="folder for the results and the logs")
-    parser.add_argument("--only", nargs="+", choices=MODES)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--repeat", type=int, default=1, help="runs of each mode, compared with each other")
-    parser.add_argument("--seconds", type=float, default=150.0, help="for the training of one mode")
-    parser.add_argument("--eager", action="store_true", help="vLLM without compilation and CUDA graphs (starts faster)")
-    parser.add_argument("--name", default="training_modes", help="of the results file, without .json")
-    args = parser.parse_args()
-    end_on_sigterm()
-    args.output = args.output.resolve()
-    args.output.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Any] = {"machine": describe(), "modes": {}}
-    failures = []
-    for name in args.only or MODES:
-        mode = MODES[name]
-        if args.device == "cuda" and torch.cuda.device_count() < mode.gpus_needed:
-            results["modes"][name] = {"skipped": f"needs {mode.gpus_needed} GPUs"}
-            continue
-        try:
-            results["modes"][name] = {**repeated(name, mode, args), "measured": measured()}
-        except (BenchError, httpx.HTTPError, OSError, KeyError, ValueError) as error:
-            failures.append(f"{name}: {error}")
-            results["modes"][name] = {"failed": str(error).splitlines()[0]}
-        print(name, json.dumps(results["modes"][name]), flush=True)
-        (args.output / f"{args.name}.json").write_text(json.dumps(results, indent=1))
+class Benchmark(Sitting):
+    """One mode after the other."""
+
+    def run(self) -> None:
+        """Those that were asked for and that the GPUs suffice for."""
+        self.describe(modes={})
+        for name in self.args.only or MODES:
+            mode = MODES[name]
+            if self.on_gpu and torch.cuda.device_count() < mode.gpus_needed:
+                self.results.put("modes", name, value={"skipped": f"needs {mode.gpus_needed} GPUs"})
+                continue
+            self.results.measure("modes", name, run=partial(repeated, name, mode, self.args))
+            print(json.dumps(self.results.data["modes"][name]), flush=True)
+
+
+def report(data: dict[str, Any]) -> str:
+    """The table of a results file."""
     rows = []
-    for name, found in results["modes"].items():
+    for name, found in data["modes"].items():
         if "steps" in found:
             rewards = found["rewards"]
             kl = max(map(abs, found["kl"]))
@@ -263,10 +252,19 @@ def main() -> int:
             rows.append([name, *cells, found["seconds_training"]])
         else:
             rows.append([name, *found.values(), "", "", "", "", ""])
-    print(table(["mode", "steps", "parameters", "reward", "largest KL", "sync ms", "training s"], rows))
-    for failure in failures:
-        print(f"FAILED  {failure}")
-    return 1 if failures else 0
+    return table(["mode", "steps", "parameters", "reward", "largest KL", "sync ms", "training s"], rows)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = command_line(__doc__, name="training_modes")
+    parser.add_argument("--only", nargs="+", choices=MODES)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--repeat", type=int, default=1, help="runs of each mode, compared with each other")
+    parser.add_argument("--seconds", type=float, default=150.0, help="for the training of one mode")
+    parser.add_argument("--eager", action="store_true", help="vLLM without compilation and CUDA graphs (starts faster)")
+    args = parser.parse_args(arguments)
+    args.output = args.output.resolve()
+    return run_and_report(args.output, lambda work, stack: Benchmark(args, work, stack, args.name), report)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.processes import BenchError, Worker, crossed_gpus, tail, wait_all
-from bench.gpu.summary import table
 from bench.gpu.trainer import trainer_arguments
 from bench.gpu.vllm_server import READY_SECONDS, ServerOptions, VllmServer
 from bench.measured import measured
@@ -301,14 +300,3 @@ def stopped_for(send: Callable[[int], None], seconds: float, meanwhile: Callable
     finally:
         send(signal.SIGCONT)
     return answer
-
-
-def show(outcomes: list[Outcome], failures: list[str]) -> None:
-    """Print the table, and what was not good."""
-    cells = [[o.fault, f"{o.seconds:.1f}", f"{o.limit:g}", o.server, o.next_attempt[:40], not o.problems] for o in outcomes]
-    print(table(["fault", "ended after s", "limit s", "server then", "next attempt", "good"], cells))
-    for outcome in outcomes:
-        for problem in outcome.problems:
-            print(f"NOT GOOD  {outcome.fault}: {problem}\n          it said: {outcome.error[:600]}")
-    for failure in failures:
-        print(f"FAILED  {failure}")

@@ -135,7 +135,9 @@ def add_load(parser: argparse.ArgumentParser, concurrency: list[int], interval: 
     """The options of updates under load; `count` names their number, which is in `updates`."""
     parser.add_argument(count, dest="updates", type=int, default=20, help="per measurement")
     parser.add_argument("--concurrency", type=int, nargs="+", default=concurrency)
-    parser.add_argument("--interval", type=float, default=interval, help="seconds between updates under load (twice that above 64)")
+    parser.add_argument(
+        "--interval", type=float, default=interval, help="seconds between updates under load (twice that above 64)"
+    )
     parser.add_argument("--ramp", type=float, default=3.0, help="seconds from the load's start to the measurement's")
 
 
@@ -181,9 +183,11 @@ class Sitting:
         print(f"ready after {seconds}", flush=True)
         return seconds
 
-    def worker(self, name: str, module: str, arguments: Sequence[str] = (), gpus: str = "0", ranks: int = 1) -> Worker:
+    def worker(
+        self, name: str, module: str, arguments: Sequence[str] = (), gpus: str = "0", ranks: int = 1, **environment: str
+    ) -> Worker:
         """Start a module that is told what to do; `gpus` empty: where it sees those that this program sees."""
-        environment = {"OMP_NUM_THREADS": "1"} if not self.on_gpu else {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
+        environment |= {"OMP_NUM_THREADS": "1"} if not self.on_gpu else {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
         log = self.args.output / f"{name.replace(' ', '-')}.log"
         worker = Worker(name, module, arguments, log, environment, ranks)
         self.stack.callback(worker.stop)
