@@ -83,15 +83,9 @@ def attention(heads: int, kv_heads: int, dim: int) -> dict[str, Any]:
     run("prefill, alone", [[request] for request in everything])
     contiguous = {"causal": True, "softmax_scale": batch.scale, "num_splits": 1, "fa_version": 3}
     one = flash_attn_varlen_func(
-        q=batch.q,
-        k=batch.k,
-        v=batch.v,
-        max_seqlen_q=4096,
-        cu_seqlens_q=batch.cu,
-        max_seqlen_k=4096,
-        cu_seqlens_k=batch.cu,
+        q=batch.q, k=batch.k, v=batch.v, max_seqlen_q=4096, cu_seqlens_q=batch.cu, max_seqlen_k=4096, cu_seqlens_k=batch.cu,
         **contiguous,
-    )
+    )  # fmt: skip
     rows["prefill, without pages"] = _verdict([differing_rows(one, batch.whole)], len(one), 1)
     alone = []
     for s in sequences:

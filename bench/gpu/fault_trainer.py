@@ -17,6 +17,8 @@ import torch
 
 from bench.gpu.processes import Answers, free_port
 from bench.gpu.shapes import SHAPES
+from bench.gpu.spread_trainer import SpreadTrainer
+from bench.gpu.spread_trainer import main as spread_main
 from bench.gpu.trainer import BenchTrainer, main
 from example_trainer.errors import BridgeError
 from example_trainer.models.decoder import Decoder
@@ -213,5 +215,31 @@ def broken_transfer(session: ServerSession, hold: Callable[[], None]) -> list[Re
     return [(group, "broadcast", broken(group)) for group in session._groups.values()]
 
 
+HELD_SECONDS = 120.0
+
+
+class SpreadFaultTrainer(SpreadTrainer):
+    """SpreadTrainer that stops in the middle of a transfer: every rank does, and rank 0 asks the parent when to go on."""
+
+    def sync_held(self, at: str) -> dict[str, Any]:
+        """One update that stops in `transfer`, says so ({"event": "transfer"}), and goes on when rank 0 reads a line."""
+        if at != "transfer":
+            raise ValueError(f"a trainer of several ranks can be held in transfer, not in {at!r}")
+
+        def wait() -> None:
+            # A rank of vLLM's that is stopped before its half has arrived would keep its sender from ever coming here.
+            self.ranks.barrier("holding the transfer")
+            heard = self.answers is None or told_to_go_on(self.answers, at)
+            if not self.ranks.broadcast(heard, "the word to go on", timeout=HELD_SECONDS):
+                os._exit(1)  # the parent has gone
+
+        assert isinstance(self.bridge, BroadcastBridge)
+        with replaced(broken_transfer(self.bridge._sessions[0], once(wait))):
+            return self._update(lambda: self.write(1 - self.served_set))
+
+    def commands(self) -> dict[str, Callable[..., Any]]:
+        return {**super().commands(), "sync_held": self.sync_held}
+
+
 if __name__ == "__main__":
-    main(FaultTrainer)
+    main(FaultTrainer) if os.environ.get("WORLD_SIZE", "1") == "1" else spread_main(SpreadFaultTrainer)

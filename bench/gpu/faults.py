@@ -190,8 +190,7 @@ class Stage:
             environment["CUDA_VISIBLE_DEVICES"] = "0" if kind == "single_copy" else ",".join(apart)
         arguments = trainer_arguments(self.shape, self.server.port, self.device, self.timeout)
         log = self.output / f"trainer-{self._count:02d}.log"
-        module = "bench.gpu.fault_trainer" if self._ranks == 1 else "bench.gpu.spread_fault_trainer"
-        worker = Worker(f"trainer {self._count}", module, arguments, log, environment, self._ranks)
+        worker = Worker(f"trainer {self._count}", "bench.gpu.fault_trainer", arguments, log, environment, self._ranks)
         self._trainers.append(worker)
         self._kinds[worker.pid] = kind
         worker.send("load", seed=self._count)

@@ -71,14 +71,8 @@ class VllmServer(Child):
         folder = logs or model.parent / f"logdir-{name.replace(' ', '-')}"
         folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-u", str(ROOT / "example_trainer" / "vllm_api_server.py"), "--model", str(model)]
-        command += [
-            "--port",
-            str(self.port),
-            "--load-format",
-            options.load_format,
-            "--max-model-len",
-            str(options.max_model_len),
-        ]
+        command += ["--port", str(self.port), "--load-format", options.load_format]
+        command += ["--max-model-len", str(options.max_model_len)]
         command += ["--max-num-seqs", str(options.max_num_seqs), "--bridge-timeout", str(options.bridge_timeout)]
         # Whoever measures here comes without a key, which the machine's environment may hold.
         environment = {"VLLM_ENABLE_SHARED_WEIGHTS": "1" if options.shared else "0", "LOGDIR": str(folder)}

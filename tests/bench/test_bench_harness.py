@@ -1,0 +1,98 @@
+"""The harness of the benchmarks without a server: command lines, updates under load, and the judgement of an answer."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bench import lora_swap, parity_matrix, single_copy, weight_sync
+from bench.gpu.processes import BenchError
+from bench.gpu.runs import LoadedSitting
+from bench.gpu.trainer import BenchTrainer
+
+
+class Peer:
+    """Notes what a worker is asked, and answers with what it was given."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers, self.asked = answers, list[tuple[str, dict[str, Any]]]()
+
+    def ask(self, command: str, timeout: float, **arguments: Any) -> Any:
+        self.asked.append((command, arguments))
+        return self.answers[command]
+
+
+@pytest.fixture
+def sitting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedSitting:
+    args = single_copy.parse(["--output", str(tmp_path), "--tiny", "--device", "cpu"])
+    args.ramp = 0.0
+    load = Peer(start={}, stop={"finished": 3, "streams": [[0.0, 1.0, 2.5, 3.0]], "failures": []})
+    monkeypatch.setattr(LoadedSitting, "worker", lambda self, name, module, **options: load)
+    return LoadedSitting(args, tmp_path, ExitStack(), "found")
+
+
+def test_tiny_means_the_same_for_every_script(tmp_path: Path) -> None:
+    for script in (weight_sync, single_copy, lora_swap):
+        args = script.parse(["--output", str(tmp_path), "--tiny", "--device", "cpu"])
+        assert (args.shape, args.concurrency, args.updates, args.ramp) == ("tiny", [4], 3, 0.5)
+    assert lora_swap.parse(["--output", str(tmp_path), "--swaps", "7"]).updates == 7
+
+
+def test_updates_under_load_are_set_against_the_stream_of_tokens(sitting: LoadedSitting) -> None:
+    update = {"start": 1.2, "end": 1.4}
+    trainer = Peer(sync=[update])
+    server: Any = SimpleNamespace(port=5, model="m")
+    found = sitting.under_load(server, trainer, 65, summarise=lambda rows: {"rows": rows}, first_steps=True)  # type: ignore[arg-type]
+    assert found["rows"] == [update]
+    assert found["concurrency"] == 65
+    assert found["largest_gap_per_update_ms"]["max"] == 1500.0
+    assert trainer.asked == [("sync", {"count": 3, "interval": 0.4, "loaded": True})]  # twice as long above 64 requests
+    started: Any = sitting.load.asked[0]  # type: ignore[attr-defined]
+    assert (started[1]["observers"], started[1]["max_tokens"]) == (16, 24)
+
+
+def test_a_load_without_an_answer_is_an_error(sitting: LoadedSitting) -> None:
+    sitting.load.answers["stop"] = {"finished": 0, "streams": [[]], "failures": ["refused"]}  # type: ignore[attr-defined]
+    with pytest.raises(BenchError, match="refused"):
+        sitting.warm_up(SimpleNamespace(port=5, model="m"), 4)  # type: ignore[arg-type]
+
+
+def test_a_server_with_other_weights_is_an_error(sitting: LoadedSitting) -> None:
+    good = {"checksums_equal": True, "new_not_old": True, "served": 3, "version": 3}
+    assert sitting.check(Peer(check=good)) == good  # type: ignore[arg-type]
+    for wrong in ({"checksums_equal": False}, {"new_not_old": False}, {"served": 2}):
+        with pytest.raises(BenchError, match="not the ones that were sent"):
+            sitting.check(Peer(check=good | wrong))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("spare", [False, True])
+def test_an_answer_belongs_to_the_weights_that_gave_it(spare: bool) -> None:
+    trainer = BenchTrainer("tiny", 1, "cpu", timeout=1.0)
+    trainer.load(spare=spare)
+    assert trainer.model is not None
+    prompt, sampled = trainer._prompt(0), torch.randint(3, 1000, (2, 6))
+    ids = torch.cat((torch.tensor([prompt] * 2), sampled), -1)
+    with torch.no_grad():
+        logprobs = trainer.model.logits(ids)[:, len(prompt) - 1 : -1].float().log_softmax(-1)
+    held = {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
+    answer = {"token_ids": sampled.tolist(), "token_logprobs": logprobs.gather(-1, sampled[..., None])[..., 0].tolist()}
+    found = trainer._compared(prompt, answer)
+    assert found["new_not_old"]
+    assert found["mean_logprob_difference_to_new_weights"] < 1e-4
+    assert all(torch.equal(held[name], parameter) for name, parameter in trainer.model.named_parameters())
+    trainer.write(1)
+    assert not trainer._compared(prompt, answer)["new_not_old"]
+
+
+def test_the_parity_table_counts_deterministic_cells_alone() -> None:
+    cell = {"tokens": 10, "mismatched": 0, "preemptions": 0, "prefix_cache_hits": 1, "max_difference": 0.0, "kl": 0.0}
+    first, *_, control = parity_matrix.SERVERS
+    data = {first: {"ready": {"vllm": 1.0}, "single_copy": {"load": {}, "8 at a time": cell}, "broadcast": {"update 1": [1]}}}
+    data |= {control: {"single_copy": {"64 at a time": cell | {"mismatched": 4}}}}
+    assert parity_matrix.total(data) == {"tokens": 10, "mismatched": 0}
+    assert "control: mode off" in parity_matrix.report(data)
