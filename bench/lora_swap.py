@@ -25,9 +25,9 @@ from bench.gpu.runs import (
     LoadedSitting,
     add_load,
     command_line,
-    median_of,
     run_and_report,
     shrink_if_tiny,
+    spreads,
 )
 from bench.gpu.summary import spread_by_phase, spread_ms, table
 
@@ -95,18 +95,9 @@ def report(data: dict[str, Any]) -> str:
         row = data[name]
         usual = data.get("first_token_without_swaps" + ("" if name == "idle" else f", {name}"), {})
         if "swap_ms" in row:
-            rows.append(
-                [
-                    name,
-                    row["swaps"],
-                    *(median_of(row, "swap_ms", what) for what in ("median", "p90", "max")),
-                    median_of(row, "request_to_served_ms"),
-                    median_of(row, "first_token_after_swap_ms"),
-                    usual.get("median"),
-                    median_of(row, "usual_gap_ms"),
-                    median_of(row, "largest_gap_per_update_ms"),
-                ]
-            )
+            waits = spreads(row, "swap_ms median p90 max", "request_to_served_ms", "first_token_after_swap_ms")
+            gaps = spreads(row, "usual_gap_ms", "largest_gap_per_update_ms")
+            rows.append([name, row["swaps"], *waits, usual.get("median"), *gaps])
             for side in ("phases_ms", "server_ms"):
                 lines.append(f"{name}, {side}: " + ", ".join(f"{k} {v['median']:.2f}" for k, v in row[side].items()))
     head = ["", "swaps", "swap: median ms", "p90", "max", "request to served ms", "first token after ms"]

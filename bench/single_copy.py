@@ -29,9 +29,9 @@ from bench.gpu.runs import (
     add_load,
     command_line,
     figures,
-    median_of,
     run_and_report,
     shrink_if_tiny,
+    spreads,
 )
 from bench.gpu.shapes import model_bytes, write_model_folder
 from bench.gpu.summary import spread_ms, table
@@ -157,20 +157,9 @@ def report(data: dict[str, Any]) -> str:
     rows = []
     for name, row in data.items():
         if isinstance(row, dict) and "pause_beyond_write_ms" in row:
-            rows.append(
-                [
-                    name,
-                    row["updates"],
-                    *(median_of(row, "whole_update_ms", what) for what in ("median", "max")),
-                    *(median_of(row, "largest_gap_per_update_ms", what) for what in ("median", "max")),
-                    median_of(row, "usual_gap_ms"),
-                    *(median_of(row, "pause_beyond_write_ms", what) for what in ("median", "p90", "max")),
-                    *(median_of(row, "stood_still_beyond_write_ms", what) for what in ("median", "max")),
-                    median_of(row, "halted_ms"),
-                    median_of(row, "write_ms"),
-                    median_of(row, "optimizer_step_ms"),
-                ]
-            )
+            waits = ("whole_update_ms median max", "largest_gap_per_update_ms median max", "usual_gap_ms")
+            waits += ("pause_beyond_write_ms median p90 max", "stood_still_beyond_write_ms median max")
+            rows.append([name, row["updates"], *spreads(row, *waits, "halted_ms", "write_ms", "optimizer_step_ms")])
     head = ["", "updates", "the trainer waits: median ms", "max", "gap at an update: median ms", "max", "usual gap ms"]
     head += ["pause beyond the write: median ms", "p90", "max", "to the first step: median ms", "max"]
     head += ["halted ms", "write ms", "optimizer step ms"]

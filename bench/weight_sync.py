@@ -32,9 +32,9 @@ from bench.gpu.runs import (
     add_load,
     command_line,
     figures,
-    median_of,
     run_and_report,
     shrink_if_tiny,
+    spreads,
     tokens_per_second,
 )
 from bench.gpu.shapes import model_bytes, write_model_folder
@@ -210,23 +210,11 @@ def report(data: dict[str, Any]) -> str:
                 continue
             speed = found["gb_per_s"]
             transfer = found.get("phases_ms", {}).get("transfer", {}).get("median")
-            rows.append(
-                [
-                    f"{side}, {condition}",
-                    found["updates"],
-                    *(median_of(found, "whole_update_ms", what) for what in ("median", "max")),
-                    *(median_of(found, "largest_gap_per_update_ms", what) for what in ("median", "max")),
-                    median_of(found, "usual_gap_ms"),
-                    *(median_of(found, "halted_ms", what) for what in ("median", "max")),
-                    median_of(found, "stood_still_ms"),
-                    *(median_of(found, "first_byte_to_verified_ms", what) for what in ("median", "p90", "max")),
-                    speed,
-                    round(100 * speed / broadcast, 1) if broadcast else None,
-                    round(100 * speed / coalesced, 1) if coalesced else None,
-                    transfer,
-                    round(100 * data["model_bytes"] / transfer / 1e6 / broadcast, 1) if transfer and broadcast else None,
-                ]
-            )
+            waits = ("whole_update_ms median max", "largest_gap_per_update_ms median max", "usual_gap_ms")
+            waits += ("halted_ms median max", "stood_still_ms", "first_byte_to_verified_ms median p90 max")
+            rates = [round(100 * speed / rate, 1) if rate else None for rate in (broadcast, coalesced)]
+            alone = round(100 * data["model_bytes"] / transfer / 1e6 / broadcast, 1) if transfer and broadcast else None
+            rows.append([f"{side}, {condition}", found["updates"], *spreads(found, *waits), speed, *rates, transfer, alone])
     head = ["", "updates", "the trainer waits: median ms", "max", "gap at an update: median ms", "max", "usual gap ms"]
     head += ["halted: median ms", "max", "to the first step ms", "first byte to verified: median ms", "p90", "max", "GB/s"]
     head += ["% of broadcast", "% of coalesced", "the bytes alone: ms", "% of broadcast, alone"]
@@ -254,7 +242,7 @@ def report(data: dict[str, Any]) -> str:
         for name, row in steady.items():
             ratios = sorted(ratio for ratio in row.get("ratios", []) if ratio is not None)
             spread = f"{ratios[0]} to {ratios[-1]}" if ratios else None
-            gaps = [median_of(row, "usual_gap_ms"), median_of(row, "largest_gap_per_update_ms")]
+            gaps = spreads(row, "usual_gap_ms", "largest_gap_per_update_ms")
             rates = [row.get(key) for key in ("tokens_per_s_without_updates", "tokens_per_s")]
             ratio = None if row.get("ratio") is None else f"{row['ratio']:.3f}"
             cells.append([name, row.get("pairs"), *rates, ratio, spread, *gaps])

@@ -263,9 +263,9 @@ def tokens_per_second(server: VllmServer, work: Callable[[], Any]) -> tuple[floa
     return (after - before) / (ended - started), ended - started
 
 
-def median_of(result: dict[str, Any] | None, key: str, what: str = "median") -> float | None:
-    """A figure out of a result, or None where the measurement failed."""
-    if not result or key not in result:
-        return None
-    value = result[key].get(what)
-    return None if value is None else float(value)
+def spreads(result: dict[str, Any], *wanted: str) -> list[float | None]:
+    """Figures out of a result, None for what it does not have: of each `KEY` the median, of `KEY max p90` those."""
+    found = []
+    for key, *which in map(str.split, wanted):
+        found += [result.get(key, {}).get(what) for what in which or ["median"]]
+    return found
