@@ -138,9 +138,9 @@ def report(data: dict[str, Any]) -> str:
         for mode, found in modes.items()
         if "kernels" in found
     ]
-    rows = []
+    rows, relative = [], ratios(data)
     for part, name in measured_names(data):
-        found = data["ratios"][part][name]
+        found = relative[part][name]
         rows.append(
             [
                 f"{part}: {name}",
