@@ -105,8 +105,8 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "`--max-body-bytes` (16 MiB)": "the default of that option",
     },
     "docs/operations.md": {
-        "(at most 32,768, beyond which it": "a constant of training/memory_plan.py",
-        "within 5 % of that, and a layer's activations within 1 %": "asserted by training/test_memory_plan.py",
+        "(at most 32,768, beyond which it": "the largest of BUDGETS in example_trainer/training/memory_plan.py",
+        "within 5 % of that, and a layer's activations within 1 %": "asserted by training/test_memory_items.py",
     },
     "docs/trainer.md": {
         "packs of 16,384 tokens in sequences of the length that is named": "what bench/trainer_speed.py is asked for",
