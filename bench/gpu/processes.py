@@ -51,13 +51,18 @@ def crossed_gpus(ranks: int) -> list[str]:
     return [str((rank + 1) % ranks) for rank in range(ranks)]
 
 
-def end_on_sigterm() -> None:
-    """Let SIGTERM (of `timeout`, say) end this program as an exception does, so that its children are stopped."""
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Within the block SIGTERM (of `timeout`, say) ends this program as an exception does, so that its children are stopped."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    signal.signal(signal.SIGTERM, leave)
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def tail(path: Path, lines: int = 12) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import httpx
 
 from bench.gpu.machine import describe
-from bench.gpu.processes import BenchError, Worker, end_on_sigterm, wait_all
+from bench.gpu.processes import BenchError, Worker, ended_by_sigterm, wait_all
 from bench.gpu.shapes import SHAPES
 from bench.gpu.summary import find_halts, gigabytes_per_second, spread_by_phase, spread_ms
 from bench.gpu.trainer import trainer_arguments
@@ -78,9 +78,8 @@ def run_and_report(output: Path, make: Callable[[Path, ExitStack], Benchmark], r
         make: given a folder for files that are not kept, and a stack that ends what the benchmark has started.
         report: makes tables of the results' data.
     """
-    end_on_sigterm()
     output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as work, ExitStack() as stack:
+    with ended_by_sigterm(), tempfile.TemporaryDirectory() as work, ExitStack() as stack:
         benchmark = make(Path(work), stack)
         try:
             benchmark.run()

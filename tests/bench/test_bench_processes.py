@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from bench.gpu.faults import Outcome, wait_for_text
-from bench.gpu.processes import BenchError, Worker, all_stopped
+from bench.gpu.processes import BenchError, Worker, all_stopped, ended_by_sigterm
 from bench.gpu.runs import Results
 
 
@@ -84,3 +86,18 @@ def test_a_measurement_that_fails_loses_no_other(tmp_path: Path) -> None:
     assert written["bridge"]["idle"]["measured"].keys() == written["measured"].keys() == {"commit", "date", "run"}
     assert results.data["bridge"]["loaded"] == {"failed": "the server ended"}
     assert results.failures
+
+
+def test_sigterm_ends_a_benchmark_as_an_exception_and_nothing_else_later() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    stopped: list[str] = []
+
+    def benchmark() -> None:
+        with ended_by_sigterm(), ExitStack() as stack:
+            stack.callback(stopped.append, "child")
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+        benchmark()
+    assert stopped == ["child"]
+    assert signal.getsignal(signal.SIGTERM) is before
