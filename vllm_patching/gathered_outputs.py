@@ -82,9 +82,11 @@ class GatheredOutputs:
 
     def _taken(self, request_id: str, last: Any) -> Any:
         """What was kept of a request, and `last`, as one output."""
-        kept = self._kept.pop(request_id, [])
+        kept = self._kept.get(request_id, [])
+        whole = joined(kept if last is None else [*kept, last])  # before anything is forgotten
+        self._kept.pop(request_id, None)
         self._clients.pop(request_id, None)
-        return joined(kept if last is None else [*kept, last])
+        return whole
 
     def _forget_those_gone(self) -> None:
         """Requests that their callers called off end without an output."""
@@ -100,7 +102,11 @@ def joined(outputs: list[Any]) -> Any:
     last.new_token_ids = [token for output in outputs for token in output.new_token_ids]
     logprobs = [output.new_logprobs for output in outputs if output.new_logprobs is not None]
     if logprobs:
-        ids, values, ranks = (np.concatenate([rows[column] for rows in logprobs]) for column in range(3))
+        # A step's rows are as wide as its widest request wants them, no narrower than this one does, and what this one asked
+        # for comes first in each.
+        width = min(rows[0].shape[1] for rows in logprobs)
+        ids, values = (np.concatenate([rows[column][:, :width] for rows in logprobs]) for column in (0, 1))
+        ranks = np.concatenate([rows[2] for rows in logprobs])
         last.new_logprobs = type(logprobs[0])(ids, values, ranks, None)
     return last
 
@@ -115,6 +121,10 @@ def waits_for_the_end(request: Any) -> bool:
 
     sampling = request.sampling_params
     if sampling is None or sampling.stop or getattr(request, "resumable", False):
+        return False
+    if -1 in (getattr(sampling, "num_logprobs", None), getattr(sampling, "logprobs", None)):
+        return False  # all of the vocabulary's, in rows of another shape
+    if getattr(sampling, "logprob_token_ids", None):
         return False
     return bool(sampling.output_kind is RequestOutputKind.FINAL_ONLY)
 

@@ -178,7 +178,7 @@ class RolloutClient:
             answer = self._request("GET", "/batch", query=self._query, interruptible=True)
             if answer.get("status") == "error":
                 logger.warning("Registering with the rollout service at %s again: %s", self.url, answer.get("message"))
-                self._wait_until_nothing_is_held()
+                self._wait_until_nothing_is_held(waited)
                 self._register()
             elif groups := answer.get("batch"):
                 if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
@@ -202,13 +202,12 @@ class RolloutClient:
             self._pause(delay, interruptible=True)
             delay = min(_LONGEST_POLL, delay * 1.5)
 
-    def _wait_until_nothing_is_held(self) -> None:
+    def _wait_until_nothing_is_held(self, waited: Callable[[], float]) -> None:
         """A service that has forgotten this trainer does not know of the batches that it holds, and would count what it hands
         out next as trained on too early by as many versions."""
-        while True:
-            with self._changed:
-                if not self._held:
-                    return
+        while self._held:
+            if waited() > self.batch_timeout:
+                raise RolloutServiceError(f"{self.url} has forgotten batches that are held for {self.batch_timeout:.0f} s")
             self._pause(_LONGEST_POLL, interruptible=True)
 
     def _pause(self, seconds: float, interruptible: bool) -> None:
@@ -366,9 +365,7 @@ class RolloutClient:
                 "or set ROLLOUT_API_KEY"
             )
         if not response.is_success:
-            raise _RefusedError(
-                response.status_code, f"{method} {self.url}{path}: {response.status_code} {response.text[:300]}"
-            )
+            raise _RefusedError(f"{method} {self.url}{path}: {response.status_code} {response.text[:300]}")
         try:
             answer = orjson.loads(response.content)
         except orjson.JSONDecodeError:

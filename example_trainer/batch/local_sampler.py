@@ -123,6 +123,10 @@ class SampledBatches:
         return ReadyBatch(on_device, packed.figures(version), None, 0, sampled - begun, time.perf_counter() - sampled)
 
     held: tuple[TrainedBatch, ...] = ()
+    owes = False
+
+    def begin(self, version: int) -> None:
+        """Nothing is sampled before it is asked for."""
 
     def acknowledge(self, version: int, skipped: str | None = None, hold: bool = False) -> None:
         """Nobody waits to hear of it."""

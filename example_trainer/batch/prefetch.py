@@ -181,6 +181,11 @@ class Batches:
         """The batches that were trained on and are not acknowledged yet. Not collective: of rank 0."""
         return tuple(lease for lease, _, skipped in self._held if lease is not None and skipped is None)
 
+    @property
+    def owes(self) -> bool:
+        """Whether `release` has anything to tell, of skipped batches too. Not collective: of rank 0."""
+        return bool(self._held)
+
     def _tell_held(self) -> None:
         while self._held:
             self._main.acknowledge(*self._held[0])
@@ -191,6 +196,13 @@ class Batches:
         self._ranks.on_main("telling the service that the run has ended", lambda: self._main.end_run(uuid), self._longest_call)
 
     # ---- the next batch ----
+
+    def begin(self, version: int) -> None:
+        """Ask for the batch of `version` before `next` does: environments are let in when the first one is asked for. Not
+        collective."""
+        if self._client is not None:
+            with self._changed:
+                self._want(version)
 
     def next(self, version: int, upkeep: Upkeep | None = None) -> ReadyBatch:
         """The next batch, when it is there. The one before has been acknowledged, or is held.

@@ -83,6 +83,7 @@ class ParityCheck:
         self.first: Mismatch | None = None
         self.compared_in_all, self.mismatched_in_all = 0, 0
         self._version = 0
+        self._said_unknown = False
         self._reset()
 
     def _reset(self) -> None:
@@ -112,6 +113,11 @@ class ParityCheck:
         fresh, unknown = packed.versions == self._version, sampled.isnan()
         if self._stop and not self._older_allowed:
             self._refuse_other_weights(packed, ~fresh)
+        elif self._stop and not self._said_unknown and bool((packed.versions == UNKNOWN_VERSION).any()):
+            self._said_unknown = True
+            logger.warning(
+                "An environment does not say which weights sampled its tokens: those are trained on and compared with nothing"
+            )
         different = fresh & (recomputed.contiguous().view(torch.int32) != sampled.contiguous().view(torch.int32))
         log_ratio = (recomputed - sampled).masked_fill(unknown, 0.0).double()
         divergence = k3(log_ratio)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from torch import Tensor
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _AT_ONCE = 64 << 20
 """Bytes that are given to the operating system in one call."""
+_SAVED_AT_ONCE = 1 << 30
+"""Bytes after which they are put on the disk, lest all of it waits for the end, where there is no progress to be seen."""
 
 Entries = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """dtype and shape of each tensor by name, in the order in which they lie in the file."""
@@ -45,10 +48,15 @@ def write_file(path: Path, header: bytes, tensors: Iterable[Tensor], moved: Call
     """
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
+        unsaved = 0
         for tensor in tensors:
             data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
             for start in range(0, len(data), _AT_ONCE):
-                file.write(data[start : start + _AT_ONCE])
+                unsaved += file.write(data[start : start + _AT_ONCE])
+                if unsaved >= _SAVED_AT_ONCE:
+                    file.flush()
+                    os.fdatasync(file.fileno())
+                    unsaved = 0
                 moved()
 
 

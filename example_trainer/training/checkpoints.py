@@ -156,14 +156,17 @@ class Checkpoints:
         def write(tensors: Iterator[tuple[str, Tensor]], moved: Callable[[], None]) -> None:
             weights = ((key.partition(".")[2], tensor) for key, tensor in islice(tensors, len(names)))
             needed = sum((dtype.itemsize + 12) * math.prod(shape) for shape in optimizer.whole_shapes.values())
-            with self._draft(final, needed) as draft:
+            with self._draft(final, needed, moved) as draft:
                 self._write_weights(model, dtype, weights, draft, moved)
                 (draft / STATE_FOLDER).mkdir()
                 write_safetensors(draft / STATE_FOLDER / OPTIMIZER_FILE, shapes, tensors, moved=moved)
                 (draft / STATE_FOLDER / TRAINER_FILE).write_text(json.dumps(trainer, indent=2) + "\n", encoding="utf-8")
             self._whole = step
             logger.info("Saved checkpoint %s", final)
-            self._remove_old()
+            try:
+                self._remove_old()
+            except OSError as error:
+                logger.warning("Older checkpoints in %s could not be removed: %s", self.folder, error)
 
         self._save = BackgroundSave(final.name, optimizer, self._memory, keys, write, self.ranks, self._group)
         self.last = optimizer.steps
@@ -234,7 +237,7 @@ class Checkpoints:
         write_checkpoint(draft, model.geometry, dtype, weights, self._companions, moved=moved)
 
     @contextmanager
-    def _draft(self, final: Path, needed: int) -> Iterator[Path]:
+    def _draft(self, final: Path, needed: int, moved: Callable[[], None]) -> Iterator[Path]:
         """A folder to write into, which gets its name when all of it is on the disk."""
         draft = self.folder / f".{final.name}.draft-{os.getpid()}"
         try:
@@ -245,7 +248,7 @@ class Checkpoints:
             if free < needed:  # knowing beforehand is kinder than failing after gigabytes
                 raise OSError(0, f"it needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free")
             yield draft
-            _flush(draft)
+            _flush(draft, moved)
             _replace(draft, final)
             _flush_entry(self.folder)  # whoever is told that the step is saved may rely on it, whatever happens to the power
         except (OSError, SafetensorError) as error:
@@ -292,10 +295,11 @@ class Checkpoints:
                 )  # fmt: skip
 
 
-def _flush(folder: Path) -> None:
+def _flush(folder: Path, moved: Callable[[], None]) -> None:
     """Make sure that everything in it is on the disk before the folder gets its name."""
     for path in [*sorted(folder.rglob("*")), folder]:
         _flush_entry(path)
+        moved()
 
 
 def _flush_entry(path: Path) -> None:
@@ -314,7 +318,7 @@ def _replace(draft: Path, final: Path) -> None:
     old = draft.with_name(draft.name.replace(".draft-", ".old.draft-"))
     final.rename(old)
     draft.rename(final)
-    shutil.rmtree(old)
+    shutil.rmtree(old, ignore_errors=True)  # if not now, with the next checkpoint's drafts
 
 
 def _remove(path: Path, folder: Path) -> None:

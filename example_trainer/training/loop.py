@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 class BatchSource(Protocol):
     """Where batches come from: prefetch.Batches, or local_sampler.SampledBatches."""
 
+    def begin(self, version: int) -> None:
+        """Let the first batch be made; `next` is about to be called."""
+
     def next(self, version: int, upkeep: Upkeep | None = None) -> ReadyBatch:
         """The next batch, to be trained on with the weights of `version`. Raises BatchError for one that cannot be."""
 
@@ -47,6 +50,10 @@ class BatchSource(Protocol):
     @property
     def held(self) -> tuple[TrainedBatch, ...]:
         """Those among them that are in the weights."""
+
+    @property
+    def owes(self) -> bool:
+        """Whether there are any, skipped ones included."""
 
 
 class CheckpointStore(Protocol):
@@ -147,10 +154,11 @@ def train(parts: Parts) -> None:
     config, stop, ranks, model, optimizer = parts.config, parts.stop, parts.ranks, parts.model, parts.optimizer
     batches, bridge = parts.batches, parts.bridge
     upkeep = make_upkeep(parts)
-    if model.output_weight.is_cuda:
-        warm_up(model, optimizer, config)  # while the environments sample
     skipped = SkippedBatches(config)
     try:
+        batches.begin(optimizer.steps)
+        if model.output_weight.is_cuda:
+            warm_up(model, optimizer, config)  # while the environments sample
         while optimizer.steps < config.training_steps:
             parts.profiler.begin(optimizer.steps + 1)
             begun = time.perf_counter()
@@ -191,7 +199,7 @@ def make_upkeep(parts: Parts) -> Upkeep:
     a checkpoint is complete, for an environment may wait for them."""
 
     def complete() -> bool:
-        return bool(parts.batches.held) and not parts.checkpoints.writing
+        return parts.batches.owes and not parts.checkpoints.writing
 
     def due() -> bool:
         return complete() or parts.bridge.server_restarted()
@@ -216,6 +224,8 @@ def skip(parts: Parts, skipped: SkippedBatches, error: BatchError) -> None:
     skipped.skip(error)
     parts.batches.acknowledge(parts.optimizer.steps, skipped=str(error), hold=not parts.checkpoints.written())
     if parts.ranks.world_size > 1 and isinstance(error, OutOfMemoryError):  # FSDP2 stands in the middle of a layer
+        parts.checkpoints.wait()
+        parts.batches.release()  # or the trainer that goes on gets this batch again
         raise OutOfMemoryError(
             f"{error}; several ranks cannot go on from here: start again with --resume auto, which goes on behind this batch"
         ) from error

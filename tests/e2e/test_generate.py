@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -85,3 +86,16 @@ def test_tokens_reach_the_front_end_in_few_messages(server: VllmServer) -> None:
 
     assert messages() == messages(return_text=False, token_logprobs=True) == 5
     assert messages(stop=["nothing that a byte could be"]) == 5 * TOKENS_PER_MESSAGE, "a stop string is looked for at once"
+
+
+def test_requests_with_and_without_alternatives_share_steps(server: VllmServer) -> None:
+    """A step's logprobs come in rows as wide as the widest request of it wants, to the others too."""
+    long = SAMPLING | {"max_tokens": 200}
+    with ThreadPoolExecutor() as pool:
+        numbers = pool.submit(server.generate, PROMPT, **long, token_logprobs=True, return_text=False)
+        tables = [server.generate(PROMPT, **(SAMPLING | {"max_tokens": 3}), logprobs=count) for count in (4, 1, 2) * 3]
+        answer = numbers.result(timeout=120)
+    assert [len(row) for row in answer["token_logprobs"]] == [200] * 3
+    assert [[len(row) for row in table["logprobs"]] for table in tables] == [[3] * 3] * 9
+    again = server.generate(PROMPT, **long, token_logprobs=True, return_text=False)
+    assert [pytest.approx(row, abs=1e-4) for row in again["token_logprobs"]] == answer["token_logprobs"]

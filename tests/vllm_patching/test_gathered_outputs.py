@@ -45,8 +45,12 @@ class Outputs(msgspec.Struct):
     finished_requests: set[str] | None = None
 
 
-def sampled(request_id: str, tokens: Sequence[int], finish: str | None = None, **more: Any) -> Output:
-    ids = np.array(tokens, dtype=np.int64).reshape(-1, 1)
+def sampled(request_id: str, tokens: Sequence[int], finish: str | None = None, width: int = 1, **more: Any) -> Output:
+    """
+    Args:
+        width: of the rows of logprobs: what the widest request of the step has asked for, and one.
+    """
+    ids = np.array(tokens, dtype=np.int64).reshape(-1, 1) + 1000 * np.arange(width)
     return Output(request_id, list(tokens), Logprobs(ids, -ids / 8.0, ids[:, 0] + 1), finish, **more)
 
 
@@ -62,7 +66,12 @@ class Requests:
 
 
 STEP = st.lists(
-    st.tuples(st.sampled_from("abcd"), st.integers(1, 3), st.sampled_from(["", "", "", "", "event", "finish", "abort"])),
+    st.tuples(
+        st.sampled_from("abcd"),
+        st.integers(1, 3),
+        st.sampled_from(["", "", "", "", "event", "finish", "abort"]),
+        st.sampled_from([1, 1, 1, 2, 21]),
+    ),
     max_size=4,
     unique_by=lambda entry: entry[0],
 )
@@ -99,7 +108,7 @@ def test_every_token_arrives_once_and_in_order(steps: list[Any], waits: dict[str
             }, "the front end does not know all tokens when a pause begins"
             continue
         outputs = []
-        for letter, count, what in step:
+        for letter, count, what, width in step:
             name = f"{letter}{life[letter]}"
             requests.running[name] = waits[letter]
             if what == "abort":
@@ -110,7 +119,7 @@ def test_every_token_arrives_once_and_in_order(steps: list[Any], waits: dict[str
             token += count
             sent.setdefault(name, []).extend(tokens)
             finish = "stop" if what == "finish" else None
-            outputs.append(sampled(name, tokens, finish, events=["preempted"] if what == "event" else None))
+            outputs.append(sampled(name, tokens, finish, width, events=["preempted"] if what == "event" else None))
             if finish:
                 del requests.running[name]
                 life[letter] += 1
