@@ -83,6 +83,9 @@ class Client:
     def acknowledge(self, lease: TrainedBatch, weight_version: int, skipped: str | None = None) -> None:
         self.acknowledged.append((lease.id, weight_version, skipped))
 
+    def keep(self, lease: TrainedBatch, weight_version: int) -> None:
+        """What is held is in `Batches`."""
+
     def interrupt(self) -> None:
         with self.changed:
             self.interrupted = True
@@ -162,6 +165,23 @@ class TestOrder:
         batches.next(0)
         with pytest.raises(RuntimeError, match="has not been acknowledged"):
             batches.next(1)
+
+    def test_the_first_batch_can_be_asked_for_before_it_is_waited_for(self, make: Make) -> None:
+        client = Client(group(5))
+        batches = make(client)
+        batches.begin(0)
+        client.wait_until_fetched(1)
+        assert number_of(batches.next(0)) == 5
+
+    def test_a_skipped_batch_that_is_held_is_owed_too(self, make: Make) -> None:
+        client = Client(BAD)
+        batches = make(client)
+        with pytest.raises(BatchError):
+            batches.next(0)
+        batches.acknowledge(0, skipped="nothing to train on", hold=True)
+        assert (batches.held, batches.owes, client.acknowledged) == ((), True, [])
+        batches.release()
+        assert (batches.owes, client.acknowledged) == (False, [(1, 0, "nothing to train on")])
 
     @settings(max_examples=30)
     @given(st.lists(st.booleans(), max_size=12), st.booleans())
