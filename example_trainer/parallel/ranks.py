@@ -175,16 +175,22 @@ class Ranks:
             "torchrun's report names the one that ended first, its own last lines say why; start again with --resume auto"
         )
 
-    def reason_of_another(self) -> str:
-        """Not collective. What a rank that failed said before it ended; empty if it said nothing, or the store is gone too."""
-        deadline = time.monotonic() + _REASON_SECONDS
-        while self._store is not None and time.monotonic() < deadline:
+    def reason_of_another(self, seconds: float = _REASON_SECONDS) -> str:
+        """Not collective. What a rank that failed said before it ended; empty if it said nothing, or the store is gone too.
+
+        Args:
+            seconds: how long it may take to say so.
+        """
+        deadline = time.monotonic() + seconds
+        while self._store is not None:
             try:
                 if self._store.check([_FAILED]):
                     told = json.loads(self._store.get(_FAILED))
                     return "" if told["rank"] == self.rank else f"rank {told['rank']} failed: {told['message']}"
             except RuntimeError:
                 return ""
+            if time.monotonic() >= deadline:
+                break
             time.sleep(0.05)
         return ""
 
@@ -296,6 +302,8 @@ def join_ranks(timeout: float, device: torch.device) -> Iterator[Ranks]:
         # A collective of tensors breaks with a bare RuntimeError when another rank has ended; a bug raises one too.
         bare = isinstance(error, RuntimeError) and not isinstance(error, TrainerError)
         reason = ranks.reason_of_another() if bare else ""
+        if isinstance(error, StopRequested) and (told := ranks.reason_of_another(seconds=0)):
+            logger.error("rank %d gave up: %s", rank, told)  # torchrun stops the others when one has failed
         ranks.announce_failure(error)
         _abort(device)
         if reason:
