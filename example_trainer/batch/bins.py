@@ -54,6 +54,13 @@ class PackedBin:
         moved = {name: t if name in host else t.to(device, non_blocking=non_blocking) for name, t in self.tensors().items()}
         return PackedBin(**moved)
 
+    def handed_to(self, device: torch.device) -> PackedBin:
+        """As `to`, from pinned memory, so that the copy is not waited for; the allocator keeps that memory until it is done."""
+        if device.type != "cuda":
+            return self.to(device)
+        pinned = PackedBin(**{name: tensor.pin_memory() for name, tensor in self.tensors().items()})
+        return pinned.to(device, non_blocking=True)
+
     @property
     def empty(self) -> bool:
         """Whether there is nothing to train on: a bin for a rank that must take part in a pass without work of its own."""

@@ -287,7 +287,7 @@ class Batches:
         """This rank's bins on its device; `taken` is rank 0's."""
         if self._ranks.world_size > 1:
             shares = taken.packed.bins if taken and taken.packed else []
-            return [_on_device(one, self._device) for one in scatter_bins(self._ranks, shares, sizes)]
+            return [one.handed_to(self._device) for one in scatter_bins(self._ranks, shares, sizes)]
         assert taken is not None
         if taken.copied is not None:
             stream = torch.cuda.current_stream(self._device)
@@ -343,9 +343,9 @@ class Batches:
             return prepared
         (bins,) = prepared.packed.bins
         if self._stream is None:
-            return replace(prepared, bins=[_on_device(one, self._device) for one in bins])
+            return replace(prepared, bins=[one.handed_to(self._device) for one in bins])
         with torch.cuda.stream(self._stream):
-            bins = [_on_device(one, self._device) for one in bins]
+            bins = [one.handed_to(self._device) for one in bins]
             for one in bins:
                 one.device_tensors()  # made here: in the step, each would wait until the device has done all it was given
             return replace(prepared, bins=bins, copied=self._stream.record_event())
@@ -391,11 +391,3 @@ def make_batches(
     data_ranks = 1 if model.split.size > 1 else ranks.world_size
     reader = BatchReader(config, model.geometry.vocab_size, tokens_per_bin, data_ranks, lives)
     return Batches(client, ranks, reader, device, last_version=config.training_steps, ahead=config.fetches_ahead)
-
-
-def _on_device(one: PackedBin, device: torch.device) -> PackedBin:
-    """From pinned memory, so that the copy is not waited for; the allocator keeps that memory until it is done."""
-    if device.type != "cuda":
-        return one.to(device)
-    pinned = PackedBin(**{name: tensor.pin_memory() for name, tensor in one.tensors().items()})
-    return pinned.to(device, non_blocking=True)
