@@ -99,8 +99,8 @@ def response_logprobs(model: Decoder, bin: PackedBin, packing: Packing, config: 
 
 
 def warm_up(model: Decoder, optimizer: MasterAdamW, config: TrainerConfig) -> None:
-    """One pass over made-up tokens, whose gradient is forgotten: kernels are compiled when they are first used, for 20 seconds
-    or so on a GPU, which is less than what environments take to sample a first batch. Collective.
+    """One pass over made-up tokens, whose gradient is forgotten: kernels are compiled when they are first used, which takes
+    a GPU longer than many steps, and environments sample a first batch meanwhile. Collective.
     """
     device = model.output_weight.device
     length = max(1, min(64, model.geometry.max_positions // 2))
