@@ -198,6 +198,8 @@ class Ranks:
         """Leave the reason of this rank's end for the others, who will find their connections broken. Not collective."""
         if self._store is None:
             return
+        if isinstance(error, StopRequested):
+            return  # a signal is no failure: it comes to all of them, or torchrun's report says to which
         told = {"rank": self.rank, "message": f"{type(error).__name__}: {' '.join(str(error).split())}"[:2000]}
         try:
             # The first to fail is the one that matters: what follows is its consequence.

@@ -6,6 +6,7 @@ next one is being written in the background. It says which run it is of, and whi
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -242,6 +243,8 @@ class Checkpoints:
         draft = self.folder / f".{final.name}.draft-{os.getpid()}"
         try:
             self._require_own_run(final)
+            if final.exists() and not final.is_dir():  # no checkpoint of anyone's, and so not to be replaced
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
             self.folder.mkdir(parents=True, exist_ok=True)
             self._remove_drafts()
             free = shutil.disk_usage(self.folder).free
