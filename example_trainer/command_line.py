@@ -14,8 +14,9 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from example_trainer.api_keys import SECRETS
-from example_trainer.config import SECTIONS, TrainerConfig, flag_of
+from example_trainer.config import SECTIONS, TrainerConfig
 from example_trainer.errors import ConfigError
+from example_trainer.options.section import flag_of
 
 
 class _Parser(argparse.ArgumentParser):

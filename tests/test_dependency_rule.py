@@ -42,6 +42,7 @@ ROOMS = (
     "batch",
     "command_line",
     "config",
+    "options",
     "parallel",
     "batch_invariant_backward",
     "models",

@@ -67,7 +67,7 @@ class BatchReader:
             BatchError: nothing in the batch can be trained on.
         """
         config = self.config
-        batch = parse_batch(groups, config.seq_len, self.vocab_size, config.advantage_std, version, self.lives)
+        batch = parse_batch(groups, config.seq_len, self.vocab_size, config.method.advantage_std, version, self.lives)
         for problem in batch.invalid:
             logger.warning("Left out of the batch: %s", problem)
         if batch.truncated:
@@ -89,7 +89,7 @@ class BatchReader:
             batch,
             tokens_per_bin=self.tokens_per_bin,
             ranks=self.data_ranks,
-            normalisation=config.loss_normalisation,
+            normalisation=config.method.loss_normalisation,
             max_tokens=config.seq_len,
             share_prefixes=config.shares_prefixes,
         )

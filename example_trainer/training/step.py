@@ -78,7 +78,7 @@ def accumulate_gradients(
             bin.rollout_logprobs,
             bin.advantages,
             bin.weights,
-            clip_low=config.clip_eps,
+            clip_low=config.method.clip_eps,
             clip_high=config.clip_high,
             kl_coef=config.kl_coef,
             reference_logprobs=reference_logprobs,

@@ -136,7 +136,7 @@ def take_steps(
             batch,
             tokens_per_bin=TOKENS,
             ranks=ranks,
-            normalisation=config.loss_normalisation,
+            normalisation=config.method.loss_normalisation,
             max_tokens=config.seq_len,
             share_prefixes=seed % 2 == 0,
         )

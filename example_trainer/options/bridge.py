@@ -1,0 +1,76 @@
+"""How vLLM gets the weights."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, SecretStr, field_validator
+
+from example_trainer.api_keys import from_variable, refuse_key_in_command
+from example_trainer.options.section import Section, split_commas
+
+
+class BridgeOptions(Section):
+    """Weight bridge"""
+
+    weight_bridge_mode: Literal["none", "shared_vllm", "lora_only"] = Field(
+        "none", description="how vLLM gets the new weights: from checkpoints, directly, or as LoRA adapters"
+    )
+    use_shared_memory: bool = Field(False, description="shared_vllm: broadcast the weights (trainer on other GPUs than vLLM)")
+    single_copy: bool = Field(False, description="shared_vllm: train in vLLM's own memory (trainer on vLLM's GPUs)")
+    vllm_host: str = Field("localhost", description="vLLM server's host")
+    vllm_port: int = Field(9001, ge=1, le=65535, description="vLLM server's port")
+    vllm_servers: list[str] = Field(
+        [], description="host:port of every vLLM server, if there are several; instead of vllm-host and vllm-port"
+    )
+    weight_transfer: Literal["auto", "direct", "overlapped"] = Field(
+        "auto",
+        description="broadcast: into a paused vLLM's live weights, or beside them while it generates; auto: if there is room",
+    )
+    vllm_api_key: SecretStr | None = Field(
+        default_factory=from_variable("vllm_api_key"),
+        description="bearer token of the vLLM server; better as a variable, which other users cannot see",
+    )
+    vllm_restart_interval: int | None = Field(
+        None, ge=1, description="mode none: start vLLM, and restart it on a new checkpoint every N steps"
+    )
+    vllm_command: str | None = Field(
+        None,
+        min_length=1,
+        description="what starts that server, with {model}, {name} and {port}, and {version} and {epoch} if wanted; "
+        "not given: this project's own server",
+    )
+    vllm_args: str = Field("", description='further flags for that server, in quotes: --vllm-args "--max-model-len 4096"')
+    vllm_gpus: str | None = Field(
+        None, pattern=r"^\d+(,\d+)*$", description="GPUs of that server, such as 0,1; not given: those that the trainer sees"
+    )
+    vllm_start_timeout: float = Field(600.0, gt=0, description="seconds that server may take to load and answer")
+    bridge_timeout: float = Field(120.0, gt=0, description="seconds that each phase of a weight update may take")
+
+    @field_validator("vllm_servers", mode="before")
+    @classmethod
+    def _split_servers(cls, value: Any) -> Any:
+        return split_commas(value)
+
+    @field_validator("vllm_servers")
+    @classmethod
+    def _addresses(cls, value: list[str]) -> list[str]:
+        for server in value:
+            host, _, port = server.rpartition(":")
+            if not host or not port.isdigit() or not 0 < int(port) < 65536:
+                raise ValueError(f"{server!r} is no address; give host:port, as in localhost:9001")
+        if len(set(value)) != len(value):
+            raise ValueError(f"{', '.join(value)} names a server twice")
+        return value
+
+    @field_validator("vllm_command", "vllm_args")
+    @classmethod
+    def _no_key_in_a_command(cls, value: str | None) -> str | None:
+        refuse_key_in_command(value or "")
+        return value
+
+    @property
+    def vllm_addresses(self) -> list[tuple[str, int]]:
+        """Host and port of each vLLM server."""
+        pairs = [server.rpartition(":") for server in self.vllm_servers]
+        return [(host, int(port)) for host, _, port in pairs] or [(self.vllm_host, self.vllm_port)]

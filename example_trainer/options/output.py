@@ -1,0 +1,59 @@
+"""What a run leaves behind: checkpoints and figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field, field_validator
+
+from example_trainer.options.section import Section
+
+
+class CheckpointOptions(Section):
+    """Checkpoints"""
+
+    save_path: Path = Field(Path("trained_model_checkpoints"), description="folder of the checkpoints")
+    checkpoint_interval: int = Field(10, ge=0, description="steps between checkpoints; 0: only after the last one")
+    keep_checkpoints: int = Field(0, ge=0, description="newest checkpoints of the run that are kept at all; 0: all")
+    keep_optimizer_states: int = Field(1, ge=0, description="newest checkpoints that keep their optimizer state; 0: all do")
+    resume: str | None = Field(
+        None, description="auto (the newest run in save-path, from its newest checkpoint; else anew) or a step_N folder"
+    )
+
+
+class OutputOptions(Section):
+    """Output"""
+
+    log_dir: Path = Field(Path("runs/grpo"), description="folder of metrics.jsonl and the TensorBoard logs")
+    metrics_port: int = Field(0, ge=0, le=65535, description="serve the figures of the last step to Prometheus; 0: do not")
+    metrics_host: str = Field("0.0.0.0", min_length=1, description="address on which they are served, without a key")
+    profile: str | None = Field(
+        None, pattern=r"^\d+(-\d+)?$", description="steps (3, or 3-5) whose trace torch's profiler writes into log-dir/profile"
+    )
+    memory_snapshot: bool = Field(
+        False, description="write the history of GPU memory into log-dir/profile at the end, and when memory runs out"
+    )
+    use_wandb: bool = Field(False, description="log to Weights & Biases as well")
+    wandb_project: str = Field("lockstep", description="W&B project, also told to the environments")
+    wandb_group: str | None = Field(None, description="W&B group, also told to the environments; not given: grpo-<model>")
+
+    @field_validator("profile")
+    @classmethod
+    def _ascending_steps(cls, value: str | None) -> str | None:
+        steps = _step_range(value)
+        if value is not None and not steps:
+            raise ValueError("no step lies in it; steps are counted from 1, as in 3 or 3-5")
+        return value
+
+    @property
+    def profiled_steps(self) -> range:
+        """The steps to profile, counted from 1 as in the log; empty for none."""
+        return _step_range(self.profile)
+
+
+def _step_range(value: str | None) -> range:
+    if value is None:
+        return range(0)
+    first, _, last = value.partition("-")
+    begin = int(first)
+    return range(begin, int(last or first) + 1) if begin else range(0)
