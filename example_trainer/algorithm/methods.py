@@ -1,7 +1,7 @@
 """What a published method chooses where the options say nothing: `--loss NAME` stands for all of its choices.
 
-A method is a loss per token (algorithm/losses) together with how rewards become advantages and what each token counts. What a flag
-of its own says wins over the method's choice.
+A method is a loss per token (algorithm/losses) together with how rewards become advantages and what each token counts. What a
+flag of its own says wins over the method's choice.
 """
 
 from __future__ import annotations
