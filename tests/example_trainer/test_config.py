@@ -59,7 +59,8 @@ def test_every_field_is_a_flag_and_a_key(tmp_path: Path) -> None:
         "reference_model": "r", "loss_normalisation": "constant", "save_path": "p", "resume": "auto", "log_dir": "l",
         "wandb_project": "w", "wandb_group": "g", "metrics_host": "h", "profile": "3-5", "share_prefixes": True,
         "tokens_per_microbatch": 512, "logprob_chunk": 64, "loss": "dapo", "advantages": "leave_one_out",
-        "advantage_std": False, "dual_clip": 3.5, "kl_in": "reward", "correction": "token_mask", "correction_low": 0.4, "correction_ratio": "now",
+        "advantage_std": False, "dual_clip": 3.5, "kl_in": "reward", "correction": "token_mask",
+        "correction_low": 0.4, "correction_ratio": "now",
         "sequence_kl_limit": 0.5, "truncated_answers": "mask", "too_long": "drop", "forward_zero_advantages": True,
         "distill_in": "loss",
     }  # fmt: skip
