@@ -24,7 +24,8 @@ from typing import Any
 
 import orjson
 
-from atroposlib.api.schemas import InvalidRequestError, read_groups
+from atroposlib.api.refusals import InvalidRequestError
+from atroposlib.api.schemas import read_groups
 from atroposlib.api.state import Draft
 
 logger = logging.getLogger(__name__)

@@ -6,31 +6,23 @@ are the bytes that go out: `read_groups` never builds them anew unless a value h
 
 from __future__ import annotations
 
-import math
-import sys
-from array import array
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
+from atroposlib.api.group_checks import check_group
+from atroposlib.api.refusals import InvalidRequestError, path, short
 from atroposlib.api.state import Draft
 
 LARGEST_BATCH = 1 << 20
 """Sequences. The work of packing a batch grows with its size, so it has a bound."""
-
-LARGEST_ID = 2**31 - 1
-"""Token ids fit into 32 bits."""
-SIGN_BYTE = 3 if sys.byteorder == "little" else 0
-"""Of the four of a 32-bit integer."""
-WITHOUT_SIGN = bytes(range(128))
-NOT_TRAINED = -100
-"""In masks: nothing is learned from this token."""
 
 SafeInt = Annotated[int, Field(ge=-(2**53) + 1, le=2**53 - 1)]
 """An integer that every JSON reader keeps exactly."""
 Version = Annotated[int, Field(ge=0, le=2**53 - 1)]
 Size = Annotated[int, Field(ge=1, le=LARGEST_BATCH)]
 Name = Annotated[str, Field(max_length=4096)]
+Reason = Annotated[str, Field(max_length=64)]
 
 # The first wrong value ends the reading: a million wrong values would otherwise become a million error records.
 Ints = Annotated[list[int], Field(fail_fast=True)]
@@ -153,6 +145,13 @@ class ScoredData(BaseModel):
     """[n][spans][2]: a version and the number of tokens sampled under it, in the order of the sequence's sampled tokens."""
     weight_epoch_spans: Annotated[list[Versions], Field(fail_fast=True)] | None = None
     """[n][spans]: the epoch of the weights of each span."""
+    sampling_params: list[Any] | None = None
+    """[n]: of the distribution that the sequence's tokens were sampled from, an object of numbers: `temperature`, and what was
+    not neutral of `top_p`, `top_k`, `min_p`, `presence_penalty`, `frequency_penalty`, `repetition_penalty` and `min_tokens`;
+    and `max_tokens` of the last request. A sequence whose turns were sampled in different ways has a list of such objects
+    instead, each with `tokens`, the number of sampled tokens that it is of, in their order."""
+    finish_reasons: Annotated[list[Reason], Field(fail_fast=True)] | None = None
+    """[n]: why the sampling of the sequence ended: "stop", "length" or another word of the server's. Of its last turn."""
     idempotency_key: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     """Chosen by the client; the same key again is answered again but not counted again."""
 
@@ -170,6 +169,8 @@ PER_SEQUENCE = (
     "weight_epochs",
     "weight_version_spans",
     "weight_epoch_spans",
+    "sampling_params",
+    "finish_reasons",
 )
 """Optional fields with one entry for each sequence."""
 
@@ -178,40 +179,13 @@ _many = TypeAdapter(list[ScoredData])
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
-class InvalidRequestError(ValueError):
-    """The body does not validate. Holds what a 422 answer lists."""
-
-    def __init__(self, errors: list[dict[str, Any]]) -> None:
-        super().__init__("; ".join(error["msg"] for error in errors))
-        self.errors = errors
-
-
-def invalid(where: list[str | int], value: Any, message: str) -> InvalidRequestError:
-    """One error at one place of the body: its path, the value found there, and what is wrong with it."""
-    return InvalidRequestError([{"type": "value_error", "loc": ["body", *where], "msg": message, "input": value}])
-
-
-def _path(where: list[str | int] | tuple[str | int, ...]) -> str:
-    """tokens[0][3]"""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".") or "the body"
-
-
-def _short(value: Any) -> Any:
-    """An input value as it can be shown: short, and without NaN, which JSON does not have."""
-    if isinstance(value, list | dict):
-        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
-    if isinstance(value, int | float) and not abs(value) < 2**53:
-        return str(value)[:64]
-    return value if not isinstance(value, str) or len(value) <= 200 else value[:200] + "…"
-
-
 def _from_pydantic(error: ValidationError) -> InvalidRequestError:
     errors = []
     for item in error.errors(include_url=False, include_context=False)[:20]:
         where = list(item["loc"])
         bare = item["type"] in ("missing", "json_invalid")  # their input is the whole body
-        value = None if bare else _short(item["input"])
-        message = item["msg"] if bare else f"{_path(where)} is {value!r}: {item['msg']}"
+        value = None if bare else short(item["input"])
+        message = item["msg"] if bare else f"{path(where)} is {value!r}: {item['msg']}"
         errors.append({"type": item["type"], "loc": ["body", *where], "msg": message, "input": value})
     return InvalidRequestError(errors)
 
@@ -245,11 +219,11 @@ def read_groups(body: bytes, many: bool) -> list[Draft]:
             raise _from_pydantic(error) from None
     if not many:
         exact = not _clear_empty(parsed) and exact
-        _check(parsed, [])
+        check_group(parsed, [])
         return [_draft(parsed, body.strip() if exact else _dump(parsed))]
     for index, group in enumerate(parsed):
         _clear_empty(group)
-        _check(group, [index])
+        check_group(group, [index])
     return [_draft(group, _dump(group)) for group in parsed]
 
 
@@ -280,110 +254,3 @@ def _draft(group: ScoredData, body: bytes) -> Draft:
         else tuple((None, version) for version in sorted(set(versions))),
         key=group.idempotency_key,
     )
-
-
-def _check(group: ScoredData, at: list[str | int]) -> None:
-    """Lengths that must agree, and numbers that must fit."""
-    if not group.tokens:
-        raise invalid([*at, "tokens"], [], f"{_path([*at, 'tokens'])} is []: a group needs at least one sequence")
-    lengths = [len(row) for row in group.tokens]
-    if 0 in lengths:
-        where = [*at, "tokens", lengths.index(0)]
-        raise invalid(where, [], f"{_path(where)} is []: a sequence needs at least one token")
-    rows: list[tuple[str, list[Any] | None]] = [
-        ("masks", group.masks),
-        ("inference_logprobs", group.inference_logprobs),
-        ("ref_logprobs", group.ref_logprobs),
-        ("advantages", group.advantages),
-        ("distill_token_ids", group.distill_token_ids),
-        ("distill_logprobs", group.distill_logprobs),
-    ]
-    if group.weight_epochs and not group.weight_versions:
-        where = [*at, "weight_epochs"]
-        raise invalid(where, len(group.weight_epochs), f"{_path(where)} says nothing without weight_versions")
-    flat: list[tuple[str, list[Any] | None]] = [
-        ("scores", group.scores),
-        ("weight_versions", group.weight_versions),
-        ("weight_epochs", group.weight_epochs),
-        ("weight_version_spans", group.weight_version_spans),
-        ("weight_epoch_spans", group.weight_epoch_spans),
-    ]
-    for name, values in rows + flat:
-        if values is not None and len(values) != len(lengths):
-            where = [*at, name]
-            message = f"{_path(where)} has {len(values)} entries for {len(lengths)} sequences in tokens"
-            raise invalid(where, len(values), message)
-    for name, values in rows:
-        for index, row in enumerate(values or []):
-            if len(row) != lengths[index] and not (name == "advantages" and len(row) == 1):
-                where = [*at, name, index]
-                message = f"{_path(where)} has {len(row)} entries for the {lengths[index]} tokens of that sequence"
-                raise invalid(where, len(row), message)
-    _check_spans(group, lengths, at)
-    free = ("messages", "generation_params", "overrides", "group_overrides", "images")
-    for name, value in [*((name, getattr(group, name)) for name in free), *(group.model_extra or {}).items()]:
-        _refuse_non_finite(value, [*at, name])
-    for index, row in enumerate(group.tokens):
-        if _negatives(row) != 0:
-            raise _wrong_id(row, [*at, "tokens", index], f"a token id is from 0 to {LARGEST_ID}")
-    trainable = False
-    for index, row in enumerate(group.masks):
-        negatives = _negatives(row)
-        if negatives and row.count(NOT_TRAINED) != negatives:
-            rule = f"a mask holds {NOT_TRAINED} where nothing is trained on, and a token id from 0 to {LARGEST_ID} elsewhere"
-            raise _wrong_id(row, [*at, "masks", index], rule, NOT_TRAINED)
-        trainable = trainable or len(row) - negatives > (row[0] != NOT_TRAINED)  # nothing predicts the first token
-    if not trainable:
-        where = [*at, "masks"]
-        message = (
-            f"{_path(where)} leaves no token to train on: it is {NOT_TRAINED} everywhere, or everywhere but at first tokens, "
-            "which nothing predicts"
-        )
-        raise invalid(where, _short(group.masks), message)
-
-
-def _check_spans(group: ScoredData, lengths: list[int], at: list[str | int]) -> None:
-    """That there are no more spans than tokens, and one epoch for each. Whether they cover the tokens is for who uses them to
-    see: an environment may train on fewer tokens than were sampled."""
-    if group.weight_epoch_spans is not None and group.weight_version_spans is None:
-        where = [*at, "weight_epoch_spans"]
-        raise invalid(where, len(group.weight_epoch_spans), f"{_path(where)} says nothing without weight_version_spans")
-    for index, spans in enumerate(group.weight_version_spans or []):
-        where = [*at, "weight_version_spans", index]
-        covered = sum(tokens for _, tokens in spans)
-        if len(spans) > lengths[index] or covered > lengths[index]:
-            message = f"{_path(where)} has {len(spans)} spans of {covered} tokens, the sequence has {lengths[index]}"
-            raise invalid(where, len(spans), message)
-        if group.weight_epoch_spans is not None and len(group.weight_epoch_spans[index]) != len(spans):
-            where = [*at, "weight_epoch_spans", index]
-            epochs = len(group.weight_epoch_spans[index])
-            raise invalid(where, epochs, f"{_path(where)} has {epochs} entries for {len(spans)} spans in weight_version_spans")
-
-
-def _negatives(row: list[int]) -> int:
-    """How many of the numbers are below 0; -1 if one does not fit into 32 bits. As fast as every number can be looked at."""
-    try:
-        packed = array("i", row).tobytes()
-    except OverflowError:
-        return -1
-    return len(packed[SIGN_BYTE::4].translate(None, WITHOUT_SIGN))
-
-
-def _wrong_id(row: list[int], where: list[str | int], rule: str, besides: int = 0) -> InvalidRequestError:
-    """The refusal of the first number in a row that is neither a token id nor `besides`."""
-    position, value = next((at, id) for at, id in enumerate(row) if not 0 <= id <= LARGEST_ID and id != besides)
-    where = [*where, position]
-    return invalid(where, _short(value), f"{_path(where)} is {str(value)[:64]}: {rule}")
-
-
-def _refuse_non_finite(value: Any, where: list[str | int]) -> None:
-    """Raise if a number in a field of free form is NaN or infinite, which JSON cannot carry on."""
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise invalid(where, str(value), f"{_path(where)} is {value}: every number must be finite")
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            _refuse_non_finite(item, [*where, index])
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            _refuse_non_finite(item, [*where, key])

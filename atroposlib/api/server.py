@@ -20,15 +20,14 @@ from atroposlib.api.access import Access
 from atroposlib.api.group_reader import GroupReader, ReaderError
 from atroposlib.api.middleware import GZIP_FROM, Gate, Place, RequestLimits, accepts_gzip, compress
 from atroposlib.api.openapi import describe, takes
+from atroposlib.api.refusals import InvalidRequestError, invalid
 from atroposlib.api.schemas import (
     AckBatch,
     EndRun,
     EnvIdentifier,
-    InvalidRequestError,
     RegisterEnv,
     RegisterTrainer,
     ScoredData,
-    invalid,
     read,
 )
 from atroposlib.api.service import RolloutService

@@ -7,13 +7,14 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
+from functools import cache
 from typing import Any, TypeVar
 
 from atroposlib.envs.errors import EnvironmentFailure, RolloutFailure
 from atroposlib.envs.groups import all_scores_equal, group_from_items, without_empty_fields, wrong_shape
 from atroposlib.envs.jsonl import encode, unencodable_fields
 from atroposlib.envs.reporting import ReportingMixin
-from atroposlib.envs.server_handling.generation import VersionRecord, Weights, current_versions, weight_fields
+from atroposlib.envs.server_handling.generation import VersionRecord, current_versions, weight_fields
 from atroposlib.envs.server_handling.server_baseline import APIServer
 from atroposlib.envs.service_client import RejectedByService, RolloutServiceClient
 from atroposlib.type_definitions import Item
@@ -126,8 +127,8 @@ class RolloutMixin(ReportingMixin):
             current_versions.reset(token)
             _item_number.reset(numbered)
         for group in groups if isinstance(groups, list) else [groups]:
-            if group and record.oldest_weights is not None:
-                self._note_weights(group, record.oldest_weights)
+            if group:
+                self._note_sampling(group, record)
         return groups or None
 
     async def work_on(self, item: Item, collected: Callable[[], None] = lambda: None, send: bool = True) -> tuple[Any, int]:
@@ -192,9 +193,18 @@ class RolloutMixin(ReportingMixin):
         return sum(server.gate.seconds_away for server in self.server.servers if isinstance(server, APIServer))
 
     @staticmethod
-    def _note_weights(group: Any, oldest: Weights) -> None:
-        """What the environment itself does not say of its sequences' weights: the oldest that its rollout met."""
-        count = 0 if group.get("tokens") is None else len(group["tokens"])
+    def _note_sampling(group: Any, record: VersionRecord) -> None:
+        """What the environment itself does not say of how its sequences were sampled. Of their weights: the oldest that its
+        rollout met."""
+        rows, masks, oldest = group.get("tokens"), group.get("masks"), record.oldest_weights
+        if rows is not None and masks is not None and len(rows) == len(masks):
+            told = record.sampled.fields_of(rows, masks)
+            group.update({name: values for name, values in told.items() if group.get(name) is None})
+            if group.get("sampling_params") is None and record.sampled.differ:
+                say_that_sampling_differs()
+        if oldest is None:
+            return
+        count = 0 if rows is None else len(rows)
         if group.get("weight_versions") is None:
             group.update(weight_fields([oldest] * count))
         elif group.get("weight_epochs") is None and oldest.epoch:
@@ -288,6 +298,16 @@ class RolloutMixin(ReportingMixin):
             logger.warning("the rollout service dropped %d of %d group(s): %s", dropped, len(groups), answer.get("reason"))
         self.items_sent_this_step += len(groups) - dropped
         self.groups_sent += len(groups) - dropped
+
+
+@cache
+def say_that_sampling_differs() -> None:
+    """Once for each process."""
+    logger.warning(
+        "a rollout's requests were sampled with different parameters, and its group does not say which sequence with which: "
+        "the trainer takes its --temperature for all of them. Give the group sequence_fields(nodes), or sampling_params of "
+        "your own. This is said once"
+    )
 
 
 async def stopped(task: asyncio.Future[Any]) -> None:

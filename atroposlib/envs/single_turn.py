@@ -13,7 +13,8 @@ from typing import Any
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from atroposlib.envs.groups import PROMPT_MASK, ScoredDataGroup
-from atroposlib.envs.server_handling.generation import Weights, weight_fields
+from atroposlib.envs.server_handling.generation import Weights
+from atroposlib.envs.server_handling.sequence_tracker import sequence_fields
 from atroposlib.type_definitions import Item, Message
 
 logger = logging.getLogger(__name__)
@@ -108,8 +109,7 @@ class SingleTurnEnv(BaseEnv):
             inference_logprobs=[node.logprobs for node in nodes],
             scores=self.adjust_scores(list(grades), responses),
         )
-        if all(node.weights is not None for node in nodes):
-            group.update(weight_fields([node.weights for node in nodes], [node.weight_spans for node in nodes]))  # type: ignore[typeddict-item]
+        group.update(sequence_fields(nodes))  # type: ignore[typeddict-item]
         if self.config.include_messages:
             group["messages"] = [[*messages, {"role": "assistant", "content": r.text}] for r in responses]
         return group, []

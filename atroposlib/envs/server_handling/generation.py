@@ -1,9 +1,11 @@
-"""What one request for tokens gave back, and a record of the weights that a rollout was sampled under."""
+"""What one request for tokens gave back, and a record of what a rollout was sampled under and how."""
 
 from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from atroposlib.envs.server_handling.sampling import Sampled, SampledRecord, Sampling, SamplingSpan
 
 
 class Weights(NamedTuple):
@@ -40,6 +42,7 @@ class Generation:
             where the server does not say.
         weight_epochs: per completion, the epoch of those weights; None where the server does not say.
         weight_spans: per completion, the weights of all its tokens in their order; None where the server does not say.
+        sampling: per completion, the parameters that it was sampled with; None where they are not known.
     """
 
     prompt_tokens: list[int]
@@ -50,6 +53,7 @@ class Generation:
     weight_versions: list[int] | None = None
     weight_epochs: list[int] | None = None
     weight_spans: list[list[Span]] | None = None
+    sampling: list[Sampling] | None = None
 
 
 def weights_of(versions: Sequence[int] | None, epochs: Sequence[int | None] | None) -> list[Weights] | None:
@@ -117,7 +121,7 @@ def weight_fields(weights: Iterable[Weights], spans: Iterable[Sequence[Span] | N
 
 @dataclass
 class VersionRecord:
-    """The weights that the requests of one rollout met.
+    """The weights that the requests of one rollout met, and what they sampled.
 
     An environment that builds its groups by hand need not carry versions along: the oldest weights met during the rollout are
     a true bound for every sequence in it.
@@ -125,6 +129,7 @@ class VersionRecord:
 
     oldest_weights: Weights | None = None
     newest_weights: Weights | None = None
+    sampled: SampledRecord = field(default_factory=SampledRecord)
 
     @property
     def oldest(self) -> int | None:
@@ -141,6 +146,13 @@ class VersionRecord:
         for weights in weights_of(versions, epochs) or ():
             self.oldest_weights = min(self.oldest_weights or weights, weights)
             self.newest_weights = max(self.newest_weights or weights, weights)
+
+    def note_generation(self, generation: Generation) -> None:
+        """The answer to a request."""
+        self.note(generation.weight_versions, generation.weight_epochs)
+        for index, (output, reason) in enumerate(zip(generation.output_tokens, generation.finish_reasons, strict=True)):
+            how = None if generation.sampling is None else [SamplingSpan(generation.sampling[index], len(output))]
+            self.sampled.sequences.append(Sampled(generation.prompt_tokens, output, how, reason))
 
 
 # Set around each rollout; tasks that the rollout starts inherit it.

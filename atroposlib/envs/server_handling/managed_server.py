@@ -17,6 +17,7 @@ from openai.types.chat.chat_completion import Choice
 
 from atroposlib.envs.server_handling.generation import Generation
 from atroposlib.envs.server_handling.managed_adapter import ManagedServerAdapter
+from atroposlib.envs.server_handling.sampling import sampling_of
 from atroposlib.envs.server_handling.sequence_tracker import SequenceNode, SequenceTracker, node_of
 from atroposlib.envs.server_handling.server_baseline import APIServer as APIServer
 from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator, as_dict
@@ -143,7 +144,9 @@ class ManagedServer:
             if hasattr(self.server, "generate"):
                 generation = await self.server.generate(input_ids=tokens, **sampling)
             else:
-                generation = Generation(*await self.server.tokens_and_logprobs_completion(prompt=text, **sampling))
+                answer = await self.server.tokens_and_logprobs_completion(prompt=text, **sampling)
+                generation = Generation(*answer)
+                generation.sampling = sampling_of(sampling, len(generation.output_tokens))
         except BaseException:
             tracker.abandon(request)
             raise

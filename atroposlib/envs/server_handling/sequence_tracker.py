@@ -5,7 +5,7 @@ sequence's tokens: only what was added in between is tokenised, so what the mode
 """
 
 from bisect import insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,8 @@ from pydantic import BaseModel, Field
 
 from atroposlib.envs.groups import PROMPT_LOGPROB, PROMPT_MASK
 from atroposlib.envs.server_handling.encoding import encode_plain, encode_rendered
-from atroposlib.envs.server_handling.generation import Generation, Span, Weights, joined
+from atroposlib.envs.server_handling.generation import Generation, Span, Weights, joined, weight_fields
+from atroposlib.envs.server_handling.sampling import SamplingSpan, continued, on_the_wire
 
 
 class SequenceNode(BaseModel):
@@ -27,6 +28,7 @@ class SequenceNode(BaseModel):
         weight_version: version of the oldest weights that a token was sampled under, if known.
         weight_epoch: the trainer's life that made those weights, if known; see `Weights`.
         weight_spans: the weights of all its sampled tokens, in their order, if known of every one.
+        sampling: with which parameters its sampled tokens were sampled, in their order, if known of every one.
         metadata: of the last completion: `finish_reason`, `answer_id` and its `index` among that answer's choices.
     """
 
@@ -37,12 +39,33 @@ class SequenceNode(BaseModel):
     weight_version: int | None = None
     weight_epoch: int | None = None
     weight_spans: list[Span] | None = None
+    sampling: list[SamplingSpan] | None = None
     metadata: dict[str, Any] | None = Field(default=None)
 
     @property
     def weights(self) -> Weights | None:
         """The oldest weights that a token was sampled under, if known."""
         return None if self.weight_version is None else Weights(self.weight_epoch or 0, self.weight_version)
+
+
+def sequence_fields(nodes: Sequence[SequenceNode]) -> dict[str, list[Any]]:
+    """The fields of a group that tell how its sequences were sampled: their weights, sampling parameters and finish reasons.
+
+    Args:
+        nodes: one for each sequence of the group, in its order.
+
+    Returns:
+        only what is known of every sequence.
+    """
+    weights = [node.weights for node in nodes if node.weights is not None]
+    fields = weight_fields(weights, [node.weight_spans for node in nodes]) if len(weights) == len(nodes) else {}
+    sampling = [on_the_wire(node.sampling) for node in nodes if node.sampling]
+    if len(sampling) == len(nodes):
+        fields["sampling_params"] = sampling
+    reasons = [node.metadata["finish_reason"] for node in nodes if node.metadata and node.metadata.get("finish_reason")]
+    if len(reasons) == len(nodes):
+        fields["finish_reasons"] = reasons
+    return fields
 
 
 def node_of(nodes: Iterable[SequenceNode], answer_id: str, index: int) -> SequenceNode:
@@ -66,6 +89,7 @@ class Turn:
         tokens: tokens.
         version, epoch: of the oldest weights of the sequence up to there; None where nobody told.
         spans: of the weights of its sampled tokens up to there; None where nobody told.
+        sampling: of the parameters that they were sampled with; None where they are not known.
         place: of the sequence that ended there; see `Kept`.
     """
 
@@ -74,6 +98,7 @@ class Turn:
     version: int | None
     epoch: int | None
     spans: list[Span] | None
+    sampling: list[SamplingSpan] | None
     place: tuple[int, ...]
 
 
@@ -172,11 +197,12 @@ class SequenceTracker:
         masks, logprobs = [PROMPT_MASK] * len(given), [PROMPT_LOGPROB] * len(given)
         earlier: list[Turn] = []
         before: list[Span] | None = []
+        sampled_before: list[SamplingSpan] | None = []
         if source is not None and turn is not None and given[: turn.tokens] == source.node.tokens[: turn.tokens]:
             masks[: turn.tokens] = source.node.masked_tokens[: turn.tokens]
             logprobs[: turn.tokens] = source.node.logprobs[: turn.tokens]
             earlier = [known for known in source.turns if known.tokens <= turn.tokens]
-            before = turn.spans
+            before, sampled_before = turn.spans, turn.sampling
         added = []
         for index, (tokens, sampled) in enumerate(zip(generation.output_tokens, generation.output_logprobs, strict=True)):
             if len(tokens) != len(sampled):
@@ -186,6 +212,8 @@ class SequenceTracker:
             if told is not None and sum(span.tokens for span in told) != len(tokens):
                 raise ValueError(f"completion {index} has {len(tokens)} tokens, but its weight spans cover {told}")
             spans = None if told is None or before is None else joined(before, told)
+            how = None if generation.sampling is None else generation.sampling[index]
+            sampling = continued(sampled_before, how, len(tokens))
             node = SequenceNode(
                 full_text=text + self.tokenizer.decode(tokens, skip_special_tokens=False),
                 tokens=given + tokens,
@@ -194,10 +222,11 @@ class SequenceTracker:
                 weight_version=version,
                 weight_epoch=epoch,
                 weight_spans=spans,
+                sampling=sampling,
                 metadata={"finish_reason": generation.finish_reasons[index], "answer_id": answer_id, "index": index},
             )
             place = (*(turn.place if turn else ()), request.number, index)
-            end = Turn(len(node.full_text), len(node.tokens), version, epoch, spans, place)
+            end = Turn(len(node.full_text), len(node.tokens), version, epoch, spans, sampling, place)
             added.append(Kept(node, place, [*earlier, end]))
         if source is not None and turn is source.turns[-1] and added and not self.keep_all:
             # Gone already when another branch took its place; both hold its tokens.

@@ -20,6 +20,7 @@ from atroposlib.envs.errors import EnvironmentFailure, InferenceUnavailable, Rol
 from atroposlib.envs.server_handling.generation import Generation, current_versions
 from atroposlib.envs.server_handling.health import HealthGate
 from atroposlib.envs.server_handling.reasoning import VALID_REASONING_EFFORTS, ReasoningConfig
+from atroposlib.envs.server_handling.sampling import sampling_of
 from atroposlib.envs.server_handling.semaphore import AsyncSemWithAdaptiveWeight
 from atroposlib.utils.keys import given_or_variable
 
@@ -152,7 +153,8 @@ class APIServer(ABC):
         """(prompt tokens, [completion][position] tokens, the same of logprobs, finish reasons)."""
 
     async def _generate_wrapper(self, **kwargs: Any) -> Generation:
-        return Generation(*await self._tokens_and_logprobs_completion_wrapper(**kwargs))
+        answer = await self._tokens_and_logprobs_completion_wrapper(**kwargs)
+        return Generation(*answer, sampling=sampling_of(kwargs, len(answer[1])))
 
     async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]:
         raise NotImplementedError(f"{type(self).__name__} cannot give the logprobs of a prompt")
@@ -167,7 +169,7 @@ class APIServer(ABC):
         """Token ids in (`input_ids`, or `prompt` as text), token ids, logprobs and weight versions out."""
         generation = await self._request(self._generate_wrapper, kwargs)
         if record := current_versions.get():
-            record.note(generation.weight_versions, generation.weight_epochs)
+            record.note_generation(generation)
         return generation
 
     async def tokens_and_logprobs_completion(self, **kwargs: Any) -> tuple[list, list, list, list]:

@@ -4,6 +4,7 @@ from typing import Any
 
 from atroposlib.envs.server_handling.generation import Generation
 from atroposlib.envs.server_handling.openai_server import resolve_openai_configs
+from atroposlib.envs.server_handling.sampling import sampling_of
 from atroposlib.envs.server_handling.server_baseline import APIServer as APIServer
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig as APIServerConfig
 from atroposlib.envs.server_handling.server_baseline import ReasoningConfig as ReasoningConfig
@@ -21,7 +22,8 @@ class SGLangServer(VLLMServer):
         prompt_tokens = self._prompt_tokens(kwargs)
         kwargs.pop("model", None)
         wanted = next((kwargs.pop(name) for name in MAX_TOKENS_NAMES if name in kwargs), None)
-        sampling = kwargs | {"max_new_tokens": await self._room_for(prompt_tokens, wanted)}
+        room = await self._room_for(prompt_tokens, wanted)
+        sampling = kwargs | {"max_new_tokens": room}
         answer = await self._post({"input_ids": prompt_tokens, "sampling_params": sampling, "return_logprob": True})
         completions: list[dict[str, Any]] = answer if isinstance(answer, list) else [answer]
         # Each entry of output_token_logprobs is (logprob, token id, text or None).
@@ -32,6 +34,8 @@ class SGLangServer(VLLMServer):
             output_logprobs=[[float(logprob) for logprob, *_ in row] for row in rows],
             finish_reasons=[completion["meta_info"]["finish_reason"]["type"] for completion in completions],
             texts=[completion.get("text", "") for completion in completions],
+            # A server may have sampling parameters of its own for requests that name none.
+            sampling=sampling_of({**kwargs, "max_tokens": room}, len(rows)),
         )
 
     async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]:

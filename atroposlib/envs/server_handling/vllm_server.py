@@ -9,6 +9,7 @@ from atroposlib.envs.errors import RolloutFailure
 from atroposlib.envs.server_handling.encoding import encode_plain
 from atroposlib.envs.server_handling.generation import Generation, spans_of
 from atroposlib.envs.server_handling.openai_server import PROBE_TIMEOUT, OpenAIRoutes, resolve_openai_configs
+from atroposlib.envs.server_handling.sampling import sampling_of
 from atroposlib.envs.server_handling.server_baseline import APIServer as APIServer
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig as APIServerConfig
 from atroposlib.envs.server_handling.server_baseline import ReasoningConfig as ReasoningConfig
@@ -18,6 +19,9 @@ __all__ = ["VLLMServer", "resolve_openai_configs"]
 
 # The names under which other interfaces know max_tokens.
 MAX_TOKENS_NAMES = ("max_tokens", "max_new_tokens", "max_completion_tokens")
+
+LEAST_TEMPERATURE = 0.01
+"""vLLM raises a temperature between 0 and this one to it, and says so in its log only."""
 
 
 class VLLMServer(OpenAIRoutes):
@@ -42,9 +46,13 @@ class VLLMServer(OpenAIRoutes):
             if name in kwargs:
                 kwargs["max_tokens"] = kwargs.pop(name)
         kwargs["max_tokens"] = await self._room_for(prompt_tokens, kwargs.get("max_tokens"))
+        if 0 < (kwargs.get("temperature") or 0) < LEAST_TEMPERATURE:
+            kwargs["temperature"] = LEAST_TEMPERATURE
         body = {**await self._shortest_answer(kwargs), **kwargs, "prompt": {"prompt_token_ids": prompt_tokens}}
         answer = await self._post(body)
-        return parse_generation(prompt_tokens, answer)
+        generation = parse_generation(prompt_tokens, answer)
+        generation.sampling = sampling_of(kwargs, len(generation.output_tokens), temperature=1.0)
+        return generation
 
     async def _shortest_answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Fields of a request that ask for ids and logprobs and nothing else, as far as the server knows them."""

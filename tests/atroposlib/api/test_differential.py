@@ -57,6 +57,17 @@ INTENDED = {
 asked here: this is about the wire."""
 
 
+ADDED_FIELDS = (
+    "weight_versions",
+    "weight_epochs",
+    "weight_version_spans",
+    "weight_epoch_spans",
+    "sampling_params",
+    "finish_reasons",
+)
+"""Of a group: what the public server knows nothing of."""
+
+
 class PublicService(Service):
     """The public server."""
 
@@ -113,16 +124,16 @@ def without_additions(step: Step, found: Any) -> Any:
     if step.path == "/status-env" and "queue_size" in found:
         del found["groups_wanted"], found["max_staleness"], found["run_ended"]
     if step.path == "/batch" and isinstance(found, dict) and found.get("batch"):
-        del found["batch_id"]
+        del found["batch_id"], found["environments"]
         for entry in found["batch"]:
-            without_weights(entry)
+            without_added_fields(entry)
     if step.path == "/latest_example" and found["tokens"]:
-        without_weights(found)
+        without_added_fields(found)
     return found
 
 
-def without_weights(group: dict[str, Any]) -> None:
-    for name in ("weight_versions", "weight_epochs", "weight_version_spans", "weight_epoch_spans"):
+def without_added_fields(group: dict[str, Any]) -> None:
+    for name in ADDED_FIELDS:
         del group[name]
 
 

@@ -16,7 +16,8 @@ import httpx
 import pytest
 
 from atroposlib.api.group_reader import IN_A_PROCESS_FROM, GroupReader, ReaderError
-from atroposlib.api.schemas import InvalidRequestError, read_groups
+from atroposlib.api.refusals import InvalidRequestError
+from atroposlib.api.schemas import read_groups
 
 from .conftest import Service, group, marks
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from atroposlib.api.schemas import PER_SEQUENCE, RETURNED, InvalidRequestError, RegisterEnv, RegisterTrainer, read, read_groups
+from atroposlib.api.refusals import InvalidRequestError
+from atroposlib.api.schemas import PER_SEQUENCE, RETURNED, RegisterEnv, RegisterTrainer, read, read_groups
 
 from .conftest import environment, group
 
@@ -52,6 +53,40 @@ def refusal(body: dict[str, Any] | list[Any], many: bool = False) -> dict[str, A
             ["weight_epoch_spans", 3],
             "has 2 entries for 1 spans",
         ),
+        ({"sampling_params": [{"temperature": 1}] * 3}, ["sampling_params"], "has 3 entries for 4 sequences"),
+        (
+            {"sampling_params": [{"temperature": 1}] * 3 + [None]},
+            ["sampling_params", 3],
+            "is None: it must be an obj",
+        ),
+        ({"sampling_params": [{"top_p": 0.9}] * 4}, ["sampling_params", 0, "temperature"], "is None: it must be there"),
+        (
+            {"sampling_params": [{"temperature": -0.5}] * 4},
+            ["sampling_params", 0, "temperature"],
+            "is -0.5: it must be",
+        ),
+        ({"sampling_params": [{"temperature": NAN}] * 4}, ["sampling_params", 0, "temperature"], "'nan': it must be a finite"),
+        (
+            {"sampling_params": [{"temperature": 1, "top_p": INF}] * 4},
+            ["sampling_params", 0, "top_p"],
+            "must be a finite number",
+        ),
+        ({"sampling_params": [{"temperature": "1"}] * 4}, ["sampling_params", 0, "temperature"], "'1': it must be a finite"),
+        ({"sampling_params": [{"temperature": True}] * 4}, ["sampling_params", 0, "temperature"], "True: it must be a finite"),
+        ({"sampling_params": [{"temperature": 10**400}] * 4}, ["sampling_params", 0, "temperature"], "it must be a finite"),
+        ({"sampling_params": [[]] * 4}, ["sampling_params", 0], "is []: leave sampling_params out"),
+        (
+            {"sampling_params": [[{"temperature": 1}]] * 4},
+            ["sampling_params", 0, 0, "tokens"],
+            "each part says how many",
+        ),
+        (
+            {"sampling_params": [[{"temperature": 1, "tokens": 4}]] * 4},
+            ["sampling_params", 0],
+            "1 parts of 4 tokens, the",
+        ),
+        ({"finish_reasons": ["stop"] * 3}, ["finish_reasons"], "has 3 entries for 4 sequences"),
+        ({"finish_reasons": ["stop"] * 3 + [None]}, ["finish_reasons", 3], "string"),
         ({"tokens": [[1, 2, 3]] * 3 + [[1, -2, 3]]}, ["tokens", 3, 1], "is -2: a token id is from 0"),
         ({"tokens": [[-100, 2, 3]] * 4}, ["tokens", 0, 0], "is -100: a token id is from 0"),
         ({"masks": [[-100, 2, 3]] * 3 + [[-100, 2, -1]]}, ["masks", 3, 2], "is -1: a mask holds -100 where nothing"),
@@ -119,6 +154,17 @@ def test_the_weights_of_every_token_are_handed_on(many: bool) -> None:
     (draft,) = read_groups(json.dumps([sent] if many else sent).encode(), many)
     assert json.loads(draft.body) == {name: None for name in RETURNED} | sent
     assert draft.weights == ((7, 4),), "the age of a group is that of its oldest tokens"
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_how_each_sequence_was_sampled_is_handed_on(many: bool) -> None:
+    """Whole numbers stay whole, also where a list of groups is written anew."""
+    told = {"temperature": 0.7, "top_k": 20, "max_tokens": 512}
+    turns = [{"temperature": 1, "tokens": 1}, {"temperature": 0.5, "tokens": 1}]
+    sent = group(sampling_params=[told, told, turns, turns], finish_reasons=["stop", "length", "stop", "abort"])
+    (draft,) = read_groups(json.dumps([sent] if many else sent).encode(), many)
+    assert json.loads(draft.body) == {name: None for name in RETURNED} | sent
+    assert b'"top_k":20,' in draft.body.replace(b" ", b"")
 
 
 @pytest.mark.parametrize("many", [False, True])

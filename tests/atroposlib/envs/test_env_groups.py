@@ -55,6 +55,14 @@ def test_spans_of_weights_are_left_out_unless_every_response_has_them() -> None:
         assert not {"weight_version_spans", "weight_epoch_spans"} & group_from_items(items).keys()
 
 
+def test_how_responses_were_sampled_is_told_of_all_or_of_none() -> None:
+    told = {"sampling_params": {"temperature": 0.7}, "finish_reason": "length"}
+    group = group_from_items([item(**told), item(**told)])
+    assert group["sampling_params"] == [{"temperature": 0.7}] * 2
+    assert group["finish_reasons"] == ["length"] * 2
+    assert not {"sampling_params", "finish_reasons"} & group_from_items([item(**told), item()]).keys()
+
+
 def test_group_overrides_are_merged() -> None:
     group = group_from_items([item(group_overrides={"a": 1}), item(group_overrides={"b": 2}), item()])
     assert group["group_overrides"] == {"a": 1, "b": 2}
@@ -73,6 +81,7 @@ def test_group_overrides_are_merged() -> None:
         ({"advantages": [[0.0] * 4]}, "'advantages' has 1 entries"),
         ({"tokens": [[1, 2, 3, 4], []], "masks": [[-100, 2, 3, 4], []], "inference_logprobs": None}, "tokens[1] is empty"),
         ({"weight_versions": [1]}, "'weight_versions' has 1 entries"),
+        ({"finish_reasons": ["stop"]}, "'finish_reasons' has 1 entries"),
         ({"weight_version_spans": [[[1, 3]]]}, "'weight_version_spans' has 1 entries"),
     ],
 )

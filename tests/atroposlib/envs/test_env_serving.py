@@ -82,6 +82,8 @@ def test_started_first_it_waits_for_all_and_ends_with_the_trainer(stack: Stack, 
         for group in batch:
             check_group(group, tokenizer, 16)
             assert group["weight_versions"] == [7] * 16
+            assert [told["temperature"] for told in group["sampling_params"]] == [1.0] * 16
+            assert group["finish_reasons"] == ["stop"] * 16
 
 
 def test_a_trainer_that_resumes_after_the_last_batch_finds_the_environment(stack: Stack, shared_inference: str) -> None:

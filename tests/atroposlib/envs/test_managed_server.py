@@ -249,6 +249,8 @@ async def test_many_completions_are_split_and_joined_in_order(manager: ServerMan
     answer = await manager.chat_completion(messages=ASK, n=8)
     assert [choice.index for choice in answer.choices] == list(range(8))
     assert sorted(choice.message.content for choice in answer.choices) == [f"\\boxed{{{n}}}" for n in range(8)]
+    generation = await manager.generate(input_ids=[1], n=8, max_tokens=20, temperature=0.001, top_p=0.9)
+    assert generation.sampling == [{"temperature": 0.01, "top_p": 0.9, "max_tokens": 20}] * 8, "vLLM samples at no less"
     tokens, outputs, logprobs, reasons = await manager.tokens_and_logprobs_completion(prompt="1 and 2", n=8, max_tokens=20)
     assert tokens == tokenizer.encode("1 and 2")
     assert len(outputs) == len(logprobs) == len(reasons) == 8

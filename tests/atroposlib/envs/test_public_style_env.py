@@ -63,6 +63,8 @@ def test_serve_with_conversations_of_two_turns(stack: Stack, shared_inference: s
     for batch in stack.take_batches(2):
         for group in batch:
             assert group["weight_versions"] == [9] * 4, "the file knows nothing of versions, yet they are passed on"
+            assert {told["temperature"] for told in group["sampling_params"]} == {1.0}, "nor of what was sampled how"
+            assert group["finish_reasons"] == ["stop"] * 4
             for mask, logprobs in zip(group["masks"], group["inference_logprobs"], strict=True):
                 trained = tokenizer.decode([token for token in mask if token != -100])
                 assert trained.count("\\boxed{") == 2, "both turns are trained, in one sequence"

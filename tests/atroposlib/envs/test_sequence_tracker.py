@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atroposlib.envs.server_handling.generation import Generation, Span, Weights, joined, spans_of, weight_fields
-from atroposlib.envs.server_handling.sequence_tracker import SequenceNode, SequenceTracker
+from atroposlib.envs.server_handling.sampling import sampling_of
+from atroposlib.envs.server_handling.sequence_tracker import SequenceNode, SequenceTracker, sequence_fields
 
 
 def trained(node: Any) -> str:
@@ -248,6 +249,48 @@ def test_every_sampled_token_of_a_conversation_keeps_its_weights(
     assert all(span.tokens for span in node.weight_spans)
     assert all(one.weights != next_one.weights for one, next_one in pairwise(node.weight_spans)), "side by side they are one"
     assert SequenceNode(**json.loads(json.dumps(node.model_dump()))) == node, "it travels through a proxy"
+
+
+REQUESTS = st.fixed_dictionaries({"temperature": st.sampled_from([0.0, 0.5, 1.0]), "max_tokens": st.integers(1, 9)})
+
+
+@given(st.lists(st.tuples(REQUESTS, words), min_size=1, max_size=5), st.booleans())
+def test_every_sampled_token_of_a_conversation_keeps_the_parameters_that_it_was_sampled_with(
+    turns: list[tuple[dict[str, Any], str]], one_untold: bool
+) -> None:
+    tracker = SequenceTracker(TOKENIZER)
+    text = ""
+    for number, (asked, answer) in enumerate(turns):
+        text += f"<{number}>"
+        ids, request = tracker.prompt(text)
+        generation = sampled(ids, answer)
+        generation.sampling = None if one_untold and number == 0 else sampling_of(asked, 1)
+        (node,) = tracker.add(text, request, generation)
+        text += answer
+    assert SequenceNode(**json.loads(json.dumps(node.model_dump()))) == node, "it travels through a proxy"
+    fields = sequence_fields([node])
+    assert fields["finish_reasons"] == ["stop"]
+    if one_untold:
+        assert "sampling_params" not in fields
+        return
+    (told,) = fields["sampling_params"]
+    expected = [asked["temperature"] for asked, answer in turns for _ in answer]
+    if isinstance(told, dict):
+        assert set(expected) == {told["temperature"]}
+        assert told["max_tokens"] == turns[-1][0]["max_tokens"], "the last turn's, which the finish reason is of"
+    else:
+        assert [part["temperature"] for part in told for _ in range(part["tokens"])] == expected
+        assert len(set(expected)) > 1
+    other = SequenceNode(full_text="", tokens=[1], masked_tokens=[1], logprobs=[0.0])
+    assert sequence_fields([node, other]) == {}, "what is not known of all is told of none"
+
+
+def test_what_is_neutral_is_left_out_of_the_parameters() -> None:
+    neutral = {"top_p": 1, "top_k": -1, "min_p": 0.0, "presence_penalty": 0, "repetition_penalty": 1.0, "min_tokens": 0}
+    assert sampling_of({**neutral, "temperature": 0.6, "seed": 3, "stop": None}, 2) == [{"temperature": 0.6}] * 2
+    changed = {"top_p": 0.9, "top_k": 20, "frequency_penalty": 0.1}
+    assert sampling_of({**changed, "temperature": None}, 1, temperature=1.0) == [{"temperature": 1.0, **changed}]
+    assert sampling_of(changed, 1) is None, "a server's own default is not known"
 
 
 def test_a_branch_keeps_the_weights_of_its_own_past() -> None:

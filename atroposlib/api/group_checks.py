@@ -1,0 +1,168 @@
+"""What must hold in a posted group beyond the types of its fields: lengths that agree, and numbers that fit."""
+
+from __future__ import annotations
+
+import math
+import sys
+from array import array
+from typing import TYPE_CHECKING, Any
+
+from atroposlib.api.refusals import InvalidRequestError, invalid, path, short
+
+if TYPE_CHECKING:
+    from atroposlib.api.schemas import ScoredData
+
+LARGEST_ID = 2**31 - 1
+"""Token ids fit into 32 bits."""
+SIGN_BYTE = 3 if sys.byteorder == "little" else 0
+"""Of the four of a 32-bit integer."""
+WITHOUT_SIGN = bytes(range(128))
+NOT_TRAINED = -100
+"""In masks: nothing is learned from this token."""
+
+
+def check_group(group: ScoredData, at: list[str | int]) -> None:
+    """Lengths that must agree, and numbers that must fit."""
+    if not group.tokens:
+        raise invalid([*at, "tokens"], [], f"{path([*at, 'tokens'])} is []: a group needs at least one sequence")
+    lengths = [len(row) for row in group.tokens]
+    if 0 in lengths:
+        where = [*at, "tokens", lengths.index(0)]
+        raise invalid(where, [], f"{path(where)} is []: a sequence needs at least one token")
+    rows: list[tuple[str, list[Any] | None]] = [
+        ("masks", group.masks),
+        ("inference_logprobs", group.inference_logprobs),
+        ("ref_logprobs", group.ref_logprobs),
+        ("advantages", group.advantages),
+        ("distill_token_ids", group.distill_token_ids),
+        ("distill_logprobs", group.distill_logprobs),
+    ]
+    if group.weight_epochs and not group.weight_versions:
+        where = [*at, "weight_epochs"]
+        raise invalid(where, len(group.weight_epochs), f"{path(where)} says nothing without weight_versions")
+    flat: list[tuple[str, list[Any] | None]] = [
+        ("scores", group.scores),
+        ("weight_versions", group.weight_versions),
+        ("weight_epochs", group.weight_epochs),
+        ("weight_version_spans", group.weight_version_spans),
+        ("weight_epoch_spans", group.weight_epoch_spans),
+        ("sampling_params", group.sampling_params),
+        ("finish_reasons", group.finish_reasons),
+    ]
+    for name, values in rows + flat:
+        if values is not None and len(values) != len(lengths):
+            where = [*at, name]
+            message = f"{path(where)} has {len(values)} entries for {len(lengths)} sequences in tokens"
+            raise invalid(where, len(values), message)
+    for name, values in rows:
+        for index, row in enumerate(values or []):
+            if len(row) != lengths[index] and not (name == "advantages" and len(row) == 1):
+                where = [*at, name, index]
+                message = f"{path(where)} has {len(row)} entries for the {lengths[index]} tokens of that sequence"
+                raise invalid(where, len(row), message)
+    _check_spans(group, lengths, at)
+    for index, entry in enumerate(group.sampling_params or []):
+        _check_sampling(entry, lengths[index], [*at, "sampling_params", index])
+    free = ("messages", "generation_params", "overrides", "group_overrides", "images")
+    for name, value in [*((name, getattr(group, name)) for name in free), *(group.model_extra or {}).items()]:
+        _refuse_non_finite(value, [*at, name])
+    for index, row in enumerate(group.tokens):
+        if _negatives(row) != 0:
+            raise _wrong_id(row, [*at, "tokens", index], f"a token id is from 0 to {LARGEST_ID}")
+    trainable = False
+    for index, row in enumerate(group.masks):
+        negatives = _negatives(row)
+        if negatives and row.count(NOT_TRAINED) != negatives:
+            rule = f"a mask holds {NOT_TRAINED} where nothing is trained on, and a token id from 0 to {LARGEST_ID} elsewhere"
+            raise _wrong_id(row, [*at, "masks", index], rule, NOT_TRAINED)
+        trainable = trainable or len(row) - negatives > (row[0] != NOT_TRAINED)  # nothing predicts the first token
+    if not trainable:
+        where = [*at, "masks"]
+        message = (
+            f"{path(where)} leaves no token to train on: it is {NOT_TRAINED} everywhere, or everywhere but at first tokens, "
+            "which nothing predicts"
+        )
+        raise invalid(where, short(group.masks), message)
+
+
+def _check_spans(group: ScoredData, lengths: list[int], at: list[str | int]) -> None:
+    """That there are no more spans than tokens, and one epoch for each. Whether they cover the tokens is for who uses them to
+    see: an environment may train on fewer tokens than were sampled."""
+    if group.weight_epoch_spans is not None and group.weight_version_spans is None:
+        where = [*at, "weight_epoch_spans"]
+        raise invalid(where, len(group.weight_epoch_spans), f"{path(where)} says nothing without weight_version_spans")
+    for index, spans in enumerate(group.weight_version_spans or []):
+        where = [*at, "weight_version_spans", index]
+        covered = sum(tokens for _, tokens in spans)
+        if len(spans) > lengths[index] or covered > lengths[index]:
+            message = f"{path(where)} has {len(spans)} spans of {covered} tokens, the sequence has {lengths[index]}"
+            raise invalid(where, len(spans), message)
+        if group.weight_epoch_spans is not None and len(group.weight_epoch_spans[index]) != len(spans):
+            where = [*at, "weight_epoch_spans", index]
+            epochs = len(group.weight_epoch_spans[index])
+            raise invalid(where, epochs, f"{path(where)} has {epochs} entries for {len(spans)} spans in weight_version_spans")
+
+
+def _check_sampling(entry: Any, length: int, where: list[str | int]) -> None:
+    """How one sequence was sampled: one object of numbers for all of it, or one for each part, which say their `tokens`."""
+    if not isinstance(entry, list):
+        _check_parameters(entry, where)
+        return
+    if not entry:
+        raise invalid(where, [], f"{path(where)} is []: leave sampling_params out where it is not known")
+    covered = 0
+    for place, part in enumerate(entry):
+        _check_parameters(part, [*where, place])
+        tokens = part.get("tokens")
+        if not isinstance(tokens, int) or tokens < 0:
+            said = [*where, place, "tokens"]
+            raise invalid(said, short(tokens), f"{path(said)} is {short(tokens)!r}: each part says how many tokens it is of")
+        covered += tokens
+    if covered > length:
+        message = f"{path(where)} has {len(entry)} parts of {short(covered)} tokens, the sequence has {length}"
+        raise invalid(where, len(entry), message)
+
+
+def _check_parameters(parameters: Any, where: list[str | int]) -> None:
+    """Finite numbers by name, with a temperature."""
+    if not isinstance(parameters, dict):
+        message = f'{path(where)} is {short(parameters)!r}: it must be an object of numbers, such as {{"temperature": 1.0}}'
+        raise invalid(where, short(parameters), message)
+    for name, value in parameters.items():
+        exact = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
+        if not exact and not (isinstance(value, float) and math.isfinite(value)):
+            said = [*where, short(name)]
+            raise invalid(said, short(value), f"{path(said)} is {short(value)!r}: it must be a finite number")
+    temperature = parameters.get("temperature")
+    if temperature is None or temperature < 0:
+        said = [*where, "temperature"]
+        raise invalid(said, temperature, f"{path(said)} is {temperature}: it must be there, and at least 0")
+
+
+def _negatives(row: list[int]) -> int:
+    """How many of the numbers are below 0; -1 if one does not fit into 32 bits. As fast as every number can be looked at."""
+    try:
+        packed = array("i", row).tobytes()
+    except OverflowError:
+        return -1
+    return len(packed[SIGN_BYTE::4].translate(None, WITHOUT_SIGN))
+
+
+def _wrong_id(row: list[int], where: list[str | int], rule: str, besides: int = 0) -> InvalidRequestError:
+    """The refusal of the first number in a row that is neither a token id nor `besides`."""
+    position, value = next((at, id) for at, id in enumerate(row) if not 0 <= id <= LARGEST_ID and id != besides)
+    where = [*where, position]
+    return invalid(where, short(value), f"{path(where)} is {str(value)[:64]}: {rule}")
+
+
+def _refuse_non_finite(value: Any, where: list[str | int]) -> None:
+    """Raise if a number in a field of free form is NaN or infinite, which JSON cannot carry on."""
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise invalid(where, str(value), f"{path(where)} is {value}: every number must be finite")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _refuse_non_finite(item, [*where, index])
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _refuse_non_finite(item, [*where, key])
