@@ -111,10 +111,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="without a key: another name by which clients call this server, such as that of a proxy or container; may be "
         "given several times",
     )
-    parser.set_defaults(port=DEFAULT_PORT, max_loras=ADAPTERS_AT_ONCE)
+    parser.set_defaults(port=DEFAULT_PORT, max_loras=ADAPTERS_AT_ONCE, logprobs_mode=None)
     args = parser.parse_args(arguments)
-    if getattr(args, "model_tag", None):
-        args.model = args.model_tag
+    args.model = getattr(args, "model_tag", None) or args.model
+    # What is sampled from is what logprobs are of. Deterministic mode allows no other distribution than the raw one.
+    args.logprobs_mode = args.logprobs_mode or ("raw_logprobs" if args.deterministic else "processed_logprobs")
     if args.bridge_timeout <= 0:
         fail(f"--bridge-timeout {args.bridge_timeout:g} must be larger than 0 (seconds)")
     if args.api_server_count not in (None, 1):
@@ -336,7 +337,6 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Doo
 
     compat.take_logprobs_together()
     compat.wrap_server(module, on_app, on_state)
-
     run_server = module.run_server
 
     async def run_and_clean_up() -> None:

@@ -267,8 +267,8 @@ def has_requests(engine: Any) -> bool:
 
 
 def logprobs_mode(engine: Any) -> str:
-    """Which logprobs the engine hands out (`--logprobs-mode`): `raw_logprobs`, before temperature and penalties, or
-    `processed_logprobs`, after them; or logits of either kind.
+    """Which logprobs the engine hands out (`--logprobs-mode`): `processed_logprobs`, of the distribution that is sampled from,
+    or `raw_logprobs`, before temperature and penalties; or logits of either kind.
     """
     return str(engine.model_config.logprobs_mode)
 

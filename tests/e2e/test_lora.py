@@ -58,7 +58,6 @@ def lora_server(
     folder = tmp_path_factory.mktemp("vllm")
     (folder / "chat.jinja").write_text("{{ messages[0]['content'] }}")
     flags = ("--enable-lora", "--bridge-timeout", str(BRIDGE_TIMEOUT), "--chat-template", str(folder / "chat.jinja"))
-    flags = (*flags, "--logprobs-mode", "processed_logprobs")
     return start_vllm(module_processes, free_port, tiny_model, folder, shared=False, flags=flags)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from example_trainer.child_processes.processes import ManagedProcess
 from example_trainer.config import TrainerConfig
-from example_trainer.errors import BridgeError, ConfigError
+from example_trainer.errors import BridgeError
 from example_trainer.models.hf_checkpoint import load_model
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.weight_bridge.base import LeaseLost
@@ -76,16 +76,16 @@ def test_a_server_says_that_it_is_not_deterministic(server: VllmServer) -> None:
 
 
 def test_a_server_says_which_logprobs_it_hands_out(server: VllmServer) -> None:
-    """The answer is true: temperature does not change them."""
-    assert httpx.get(f"{server.url}/sampling", timeout=30).json()["logprobs_mode"] == "raw_logprobs"
+    """The answer is true: they are of the distribution that was sampled from, greedy answers' of the model's own."""
+    assert httpx.get(f"{server.url}/sampling", timeout=30).json()["logprobs_mode"] == "processed_logprobs"
     prompt, model = [72, 101, 108, 108, 111], load_model(str(server.model), torch.float32)
-    answer = server.generate(prompt, max_tokens=8, temperature=0.6, seed=1, ignore_eos=True)
-    ours = trainer_logprobs(model, prompt, answer["token_ids"][0])
-    torch.testing.assert_close(served_logprobs(answer, 0), ours, atol=TOLERANCE, rtol=0)
-    options = TrainerConfig(model_name="any", vllm_port=server.port)
-    check_logprobs(options, Ranks())
-    with pytest.raises(ConfigError, match=r"--temperature 0\.6, but .*start the server with --logprobs-mode processed_"):
-        check_logprobs(options.model_copy(update={"temperature": 0.6}), Ranks())
+    for asked, meant in ((0.6, 0.6), (1.7, 1.7), (0.0, 1.0)):
+        answer = server.generate(prompt, max_tokens=8, temperature=asked, seed=1, ignore_eos=True)
+        ours = trainer_logprobs(model, prompt, answer["token_ids"][0], meant)
+        torch.testing.assert_close(served_logprobs(answer, 0), ours, atol=TOLERANCE, rtol=0)
+    answer = server.generate(prompt, max_tokens=8, top_k=1, seed=1, ignore_eos=True)
+    assert served_logprobs(answer, 0).tolist() == [0.0] * 8, "of the only token that is left"
+    check_logprobs(TrainerConfig(model_name="any", vllm_port=server.port), Ranks())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -161,3 +161,16 @@ def test_without_multicast_it_is_as_with_the_flags_by_hand(monkeypatch: pytest.M
     args = parse_arguments(ranks)
     avoid_multicast(args)
     assert vars(args) == vars(by_hand)
+
+
+@pytest.mark.parametrize(
+    ("flags", "mode"),
+    [
+        ([], "processed_logprobs"),
+        (["--deterministic"], "raw_logprobs"),
+        (["--logprobs-mode", "raw_logprobs"], "raw_logprobs"),
+        (["--deterministic", "--logprobs-mode", "processed_logprobs"], "processed_logprobs"),
+    ],
+)
+def test_logprobs_are_of_what_is_sampled_from_unless_a_flag_says_otherwise(flags: list[str], mode: str) -> None:
+    assert parse_arguments(["--model", "any", *flags]).logprobs_mode == mode

@@ -24,7 +24,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "quantization": (None, "quantised weights differ from the trainer's"),
     "speculative_config": (None, "several tokens are verified in one step by other kernels"),
     "kv_cache_dtype": ("auto", "keys and values must be kept in the model's dtype"),
-    "logprobs_mode": ("raw_logprobs", "the trainer computes log-probabilities before any change to the logits"),
+    "logprobs_mode": ("raw_logprobs", "others go through kernels that the trainer does not run, for the same numbers"),
     "cpu_offload_gb": (0, "it was never tried"),
     "block_size": (PAGE, f"the trainer lays keys and values out in pages of {PAGE}"),
     "inflight_cache": ("recompute", "keys and values of old weights would mix with those of new ones"),
