@@ -9,10 +9,10 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from atroposlib.api.schemas import AckBatch, EndRun, EnvIdentifier, RegisterEnv, RegisterTrainer, ScoredData
+from atroposlib.api.schemas import AckBatch, EndRun, EnvIdentifier, PostedEvaluation, RegisterEnv, RegisterTrainer, ScoredData
 
 PREFIX = "#/components/schemas/"
-MODELS: list[type[BaseModel]] = [RegisterTrainer, RegisterEnv, EnvIdentifier, AckBatch, EndRun, ScoredData]
+MODELS: list[type[BaseModel]] = [RegisterTrainer, RegisterEnv, EnvIdentifier, AckBatch, EndRun, PostedEvaluation, ScoredData]
 REFUSALS = {
     400: "The body is no valid gzip",
     401: "No bearer token, or a wrong one",

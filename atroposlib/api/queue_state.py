@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 
 from atroposlib.api.environments import Registry
+from atroposlib.api.evaluations import Evaluations
 from atroposlib.api.lines import Lines
 from atroposlib.api.packing import choose_multiple
 from atroposlib.api.state import (
@@ -46,6 +47,7 @@ class QueueState:
         self.learned_up_to = 0  # the highest id of a batch that is learned from and kept for the next trainer
         self.batches_skipped = 0  # acknowledged by a trainer that could not learn from them
         self.registry = Registry(self.limits)
+        self.evaluations = Evaluations()
         self.lines = Lines()
         self.buffers: dict[int, list[Group]] = {}
         self.leases: dict[int, Lease] = {}
@@ -65,6 +67,7 @@ class QueueState:
         """What changed since the last call."""
         changes, self.changes = self.changes, Changes()
         changes.environments = self.registry.take_changed()
+        changes.evaluations, changes.evaluations_removed = self.evaluations.take_changed()
         if self._state_changed:
             self._state_changed = False
             changes.state = {
@@ -84,6 +87,7 @@ class QueueState:
                 "name_counts": dict(self.registry.name_counts),
                 "next_seq": self.next_seq,
                 "next_batch_id": self.next_batch_id,
+                "next_evaluation": self.evaluations.next_id,
                 "drops": [[reason, bucket, count] for (reason, bucket), count in sorted(self.drops.items())],
             }
         return changes
@@ -114,6 +118,7 @@ class QueueState:
             self.buffers.setdefault(group.line, []).append(group)
         self.leases = {lease.batch_id: lease for lease in sorted(snapshot.leases, key=lambda lease: lease.batch_id)}
         self.keys.update(snapshot.keys)
+        self.evaluations.restore(snapshot.evaluations, state.get("next_evaluation", 1))
         held = list(self._held())
         self.held_groups, self.held_bytes = len(held), sum(group.n_bytes for group in held)
         self._tell_versions()

@@ -16,6 +16,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from atroposlib.api import scheduling
+from atroposlib.api.evaluations import Evaluations
 from atroposlib.api.queue_state import QueueState
 from atroposlib.api.state import (
     NOBODY,
@@ -84,6 +85,7 @@ class RolloutQueue(QueueState):
         held = self.held_groups
         if another_run:
             self._drop_where(lambda group: True, "another_run")
+            self.evaluations.clear()
         self._drop_where(ahead, "ahead_of_trainer")
         dropped = held - self.held_groups
         self._drop_where(lambda group: group.size > registration.batch_size, "larger_than_batch")
@@ -302,6 +304,12 @@ class RolloutQueue(QueueState):
         )
         return min(room, wanted.get(env_id, 0))
 
+    def evaluated(self, now: float, **result: Any) -> int:
+        """An environment has measured something; see `Evaluations.add`. Returns the evaluation's id."""
+        self.registry.touch(result["env_id"], now)
+        self._state_changed = True  # ids go on, also when all of them are gone
+        return self.evaluations.add(**result)
+
     # ---- groups ----
 
     def check(self, drafts: Sequence[Draft]) -> None:
@@ -383,6 +391,8 @@ class RolloutQueue(QueueState):
 
     def reset(self) -> None:
         """Forget everything, registrations included."""
+        next_evaluation = self.evaluations.next_id
         self._clear()
+        self.evaluations = Evaluations(next_evaluation)
         self.changes.wipe = True
         self._state_changed = True

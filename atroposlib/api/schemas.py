@@ -22,6 +22,8 @@ SafeInt = Annotated[int, Field(ge=-(2**53) + 1, le=2**53 - 1)]
 Version = Annotated[int, Field(ge=0, le=2**53 - 1)]
 Size = Annotated[int, Field(ge=1, le=LARGEST_BATCH)]
 Name = Annotated[str, Field(max_length=4096)]
+Key = Annotated[str, Field(min_length=1, max_length=256)]
+MetricName = Annotated[str, Field(min_length=1, max_length=256)]
 Reason = Annotated[str, Field(max_length=64)]
 
 # The first wrong value ends the reading: a million wrong values would otherwise become a million error records.
@@ -110,6 +112,20 @@ class EndRun(Request):
     """What /register answered."""
 
 
+class PostedEvaluation(Request):
+    """POST /evaluations."""
+
+    env_id: SafeInt | None = None
+    """What /register-env answered; null if the environment is not registered."""
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    """Of the environment, or of the evaluation."""
+    weight_version: Version | None = None
+    """Of the oldest weights that it was measured with; null if that is not known."""
+    metrics: Annotated[dict[MetricName, FiniteFloat], Field(min_length=1, max_length=256)]
+    idempotency_key: Key | None = None
+    """Chosen by the client; the same key again is answered again but not counted again."""
+
+
 class ScoredData(BaseModel):
     """POST /scored_data: one group, n sequences that answer the same prompt."""
 
@@ -152,7 +168,7 @@ class ScoredData(BaseModel):
     instead, each with `tokens`, the number of sampled tokens that it is of, in their order."""
     finish_reasons: Annotated[list[Reason], Field(fail_fast=True)] | None = None
     """[n]: why the sampling of the sequence ended: "stop", "length" or another word of the server's. Of its last turn."""
-    idempotency_key: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    idempotency_key: Key | None = None
     """Chosen by the client; the same key again is answered again but not counted again."""
 
 

@@ -10,13 +10,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import Receive, Scope, Send
 
 from atroposlib.api.access import Access
+from atroposlib.api.answers import answer, query_int, refuse
+from atroposlib.api.evaluation_routes import add_evaluation_routes
 from atroposlib.api.group_reader import GroupReader, ReaderError
 from atroposlib.api.middleware import GZIP_FROM, Gate, Place, RequestLimits, accepts_gzip, compress
 from atroposlib.api.openapi import describe, takes
@@ -71,16 +72,6 @@ def __getattr__(name: str) -> Any:
     access = Access(os.environ.get("ROLLOUT_API_KEY") or None)
     globals()["app"] = make_app(RolloutService(MemoryStore()), RequestLimits(access=access))
     return globals()["app"]
-
-
-def answer(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A JSON answer."""
-    return Response(orjson.dumps(content), status, headers, "application/json")
-
-
-def refuse(status: int, detail: Any, headers: dict[str, str] | None = None) -> Response:
-    """An answer that refuses the request and says why."""
-    return answer({"detail": detail}, status, headers)
 
 
 class BatchResponse(Response):
@@ -138,6 +129,7 @@ def make_app(service: RolloutService, limits: RequestLimits | None = None) -> Fa
     add_error_handlers(app)
     add_trainer_routes(app, service)
     add_environment_routes(app, service, reader)
+    add_evaluation_routes(app, service)
     add_status_routes(app, service)
     describe(app)
     return app
@@ -174,20 +166,6 @@ def add_error_handlers(app: FastAPI) -> None:
         return refuse(409, str(error))
 
 
-def _query_int(request: Request, name: str) -> int | None:
-    text = request.query_params.get(name)
-    if text is None:
-        return None
-    try:
-        value = int(text)
-    except ValueError:
-        value = 2**63
-    if abs(value) >= 2**53:
-        error = {"type": "int_parsing", "loc": ["query", name], "msg": f"{name} must be an integer", "input": text[:64]}
-        raise InvalidRequestError([error])
-    return value
-
-
 def add_trainer_routes(app: FastAPI, service: RolloutService) -> None:
     """What a trainer calls."""
 
@@ -217,7 +195,7 @@ def add_trainer_routes(app: FastAPI, service: RolloutService) -> None:
     @app.get("/batch")
     async def batch(request: Request) -> Response:
         """The next batch, exactly batch_size sequences in whole groups, or null if there is none yet."""
-        received, uuid = _query_int(request, "received"), _query_int(request, "uuid")
+        received, uuid = query_int(request, "received"), query_int(request, "uuid")
         await request.body()  # so that what comes next on this connection is its end
         return BatchResponse(service, received, uuid, accepts_gzip(request.headers))
 
@@ -320,7 +298,7 @@ def add_environment_routes(app: FastAPI, service: RolloutService, reader: GroupR
     @app.get("/status-env", **takes(EnvIdentifier, required=False))
     async def status_env(request: Request) -> Response:
         """How an environment should pace itself. The id comes in a JSON body, or as ?env_id=."""
-        env_id = _query_int(request, "env_id")
+        env_id = query_int(request, "env_id")
         if env_id is None:
             env_id = read(EnvIdentifier, await request.body()).env_id
         now = service.clock()

@@ -11,6 +11,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import orjson
+
 from atroposlib.api.committer import Committer
 from atroposlib.api.metrics import Metrics
 from atroposlib.api.rollout_queue import RolloutQueue
@@ -153,7 +155,10 @@ class RolloutService:
             if dropped:
                 logger.error("%s; dropped %d groups of batch %d, and forming it anew", error, dropped, lease.batch_id)
             return None
-        return HandOut(lease, b'{"batch":[' + b",".join(bodies) + b'],"batch_id":' + str(lease.batch_id).encode() + b"}")
+        names = {str(line): self.queue.registry.by_id[line].desired_name for line in {group.line for group in lease.groups}}
+        names.pop(str(NOBODY), None)
+        head = orjson.dumps({"batch_id": lease.batch_id, "environments": names})
+        return HandOut(lease, b'{"batch":[' + b",".join(bodies) + b"]," + head[1:])
 
     def stats(self) -> dict[str, Any]:
         """What waits, what is leased, what was dropped and why, and who is behind; for people and scripts."""

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import orjson
 
+from atroposlib.api.evaluations import Evaluation
 from atroposlib.api.state import Changes, Group, Lease, Receipt, Snapshot
 from atroposlib.api.store import DamagedError, Store, StoreError
 
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 APPLICATION_ID = 0x4C6F636B
 """Marks the file as ours."""
-FORMAT = 3
+FORMAT = 4
 PAGE_SIZE = 65536
 """Bodies are long: larger pages make fewer links."""
 CHECKPOINT_PAGES = 1024
@@ -48,6 +49,7 @@ CREATE TABLE bodies (seq INTEGER PRIMARY KEY, crc INTEGER NOT NULL, body BLOB NO
 CREATE TABLE leases (batch_id INTEGER PRIMARY KEY, sent INTEGER NOT NULL, returned INTEGER NOT NULL);
 CREATE TABLE keys (
     place INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL UNIQUE, status TEXT NOT NULL, buffer_size INTEGER, reason TEXT);
+CREATE TABLE evaluations (id INTEGER PRIMARY KEY, record BLOB NOT NULL);
 """
 
 UPGRADE = {
@@ -59,6 +61,7 @@ INSERT INTO groups SELECT seq, line, size, longest, n_bytes, '[[0,' || version |
 DROP TABLE groups_before;
 DROP TABLE IF EXISTS clean_stop;
 """,
+    3: SCHEMA[SCHEMA.index("CREATE TABLE evaluations") :],
 }
 """From each earlier format to the one after it, for every SQLite: those before 3.35 can drop no column."""
 
@@ -181,6 +184,9 @@ class SqliteStore(Store):
             (key, Receipt(*receipt))
             for key, *receipt in run("SELECT key, status, buffer_size, reason FROM keys ORDER BY place")
         ]
+        snapshot.evaluations = [
+            Evaluation(**orjson.loads(record)) for (record,) in run("SELECT record FROM evaluations ORDER BY id")
+        ]
         return snapshot
 
     def bodies_at_hand(self, seqs: Sequence[int]) -> list[bytes] | None:
@@ -268,6 +274,10 @@ class SqliteStore(Store):
             self._for_all("DELETE FROM keys WHERE key", list(keys))
             kept = [(key, r.status, r.buffer_size, r.reason) for key, r in keys.items() if r is not None]
             self._insert("keys (key, status, buffer_size, reason)", kept)
+        results = [(result.id, orjson.dumps(result)) for changes in together for result in changes.evaluations]
+        if results:
+            self._insert("evaluations", results)
+        self._for_all("DELETE FROM evaluations WHERE id", [id for changes in together for id in changes.evaluations_removed])
         state = next((changes.state for changes in reversed(together) if changes.state is not None), None)
         if state is not None:
             run("INSERT OR REPLACE INTO state VALUES (1, ?)", (orjson.dumps(state),))
@@ -296,7 +306,7 @@ class SqliteStore(Store):
             run("DELETE FROM leases WHERE batch_id = ?", (batch_id,))
 
     def _wipe(self) -> None:
-        for table in ("state", "environments", "groups", "bodies", "leases", "keys"):
+        for table in ("state", "environments", "groups", "bodies", "leases", "keys", "evaluations"):
             self._writer.execute(f"DELETE FROM {table}")
 
     def close(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from atroposlib.api.evaluations import Evaluation
+
 NOBODY = -1
 """The line of groups that name no environment, or one that never registered here."""
 
@@ -149,6 +151,9 @@ class Changes:
     environments: list[dict[str, Any]] = field(default_factory=list)
     keys_added: list[tuple[str, Receipt]] = field(default_factory=list)
     keys_removed: list[str] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    """Those that are new."""
+    evaluations_removed: list[int] = field(default_factory=list)
     state: dict[str, Any] | None = None
 
     def __bool__(self) -> bool:
@@ -163,6 +168,8 @@ class Changes:
                 self.environments,
                 self.keys_added,
                 self.keys_removed,
+                self.evaluations,
+                self.evaluations_removed,
                 self.state,
             )
         )
@@ -179,6 +186,8 @@ class Snapshot:
     buffered: list[Group] = field(default_factory=list)
     leases: list[Lease] = field(default_factory=list)
     keys: list[tuple[str, Receipt]] = field(default_factory=list)
+    """Oldest first."""
+    evaluations: list[Evaluation] = field(default_factory=list)
     """Oldest first."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 from typing import Any
 
 import pytest
@@ -64,12 +65,33 @@ def test_groups_come_back_with_every_field(service: Service) -> None:
         weight_epochs=[0, 0, 9, 9],
         weight_version_spans=[[[3, 2]], [[4, 1], [5, 1]], [[5, 2]], []],
         weight_epoch_spans=[[0], [0, 9], [9], []],
+        sampling_params=[{"temperature": 1.0}] * 3 + [[{"temperature": 1, "tokens": 1}, {"temperature": 0.5, "tokens": 1}]],
+        finish_reasons=["stop", "length", "stop", "abort"],
         unknown_to_the_service=[1],
     )
     service.post("/scored_data", sent)
     assert service.get("/latest_example") == sent
-    (received,) = service.get("/batch")["batch"]
-    assert received == sent
+    answer = service.get("/batch")
+    assert answer["batch"] == [sent]
+    assert answer["environments"] == {"0": "task"}
+
+
+def test_evaluations_are_told_in_the_order_in_which_they_came(service: Service) -> None:
+    env_id, before = service.begin(), max([0, *(known["id"] for known in service.get("/evaluations")["evaluations"])])
+    first = {"env_id": env_id, "name": "task", "weight_version": 3, "metrics": {"accuracy": 0.5, "tokens": 12}}
+    second = {"name": "elsewhere", "metrics": {"accuracy": 1.0}, "idempotency_key": "k"}
+    ids = [service.post("/evaluations", body)["id"] for body in (first, second, second)]
+    assert before < ids[0] < ids[1] == ids[2]
+    one, two = service.get("/evaluations", after=before)["evaluations"]
+    assert one == {"id": ids[0], "time": one["time"]} | first
+    del second["idempotency_key"]
+    assert two == {"id": ids[1], "time": two["time"], "env_id": None, "weight_version": None} | second
+    assert one["time"] <= two["time"] <= time.time()
+    assert service.get("/evaluations", after=ids[0])["evaluations"] == [two]
+    service.post("/register", trainer(model="b"))
+    assert len(service.get("/evaluations", after=before)["evaluations"]) == 2, "the trainer that registered named no model"
+    service.post("/register", trainer(model="c"))
+    assert service.get("/evaluations")["evaluations"] == [], "they are of another run"
 
 
 def test_absent_fields_come_back_as_null(service: Service) -> None:
@@ -338,6 +360,11 @@ def test_gzip_both_ways(service: Service) -> None:
         ("/register-env", environment(min_batch_allocation=1.5), "min_batch_allocation"),
         ("/disconnect-env", {}, "env_id"),
         ("/scored_data", {"tokens": [[1]], "masks": [[1]]}, "scores"),
+        ("/evaluations", {"metrics": {"accuracy": 1.0}}, "name"),
+        ("/evaluations", {"name": "task", "metrics": {}}, "metrics"),
+        ("/evaluations", {"name": "task", "metrics": {"accuracy": "all"}}, "metrics"),
+        ("/evaluations", {"name": "task", "metrics": {"x" * 257: 1.0}}, "metrics"),
+        ("/evaluations", {"name": "task", "metrics": {"accuracy": 1}, "weight_version": -1}, "weight_version"),
     ],
 )
 def test_bodies_that_do_not_validate(service: Service, path: str, body: dict[str, Any], field: str) -> None:
@@ -351,6 +378,7 @@ def test_other_mistakes(service: Service) -> None:
     assert service.http.get("/nope").status_code == 404
     assert service.http.get("/register").status_code == 405
     assert service.http.get("/batch", params={"received": "x"}).status_code == 422
+    assert service.http.get("/evaluations", params={"after": "x"}).status_code == 422
 
 
 def test_metrics_and_openapi(service: Service) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from atroposlib.api.evaluations import MOST_KEPT, Evaluation
 from atroposlib.api.rollout_queue import RolloutQueue
 from atroposlib.api.sqlite_store import MOST_VARIABLES, PAGE_SIZE, SqliteStore, set_aside
 from atroposlib.api.state import Changes, Draft, Group, Limits, Registration
@@ -58,6 +59,7 @@ def state_of(queue: RolloutQueue) -> object:
         {env_id: (e.wandb_name, e.clock, e.connected) for env_id, e in queue.registry.by_id.items()},
         list(queue.keys),
         (queue.held_groups, queue.held_bytes, queue.lines.groups, queue.lines.total_sequences()),
+        queue.evaluations.after(0),
     )
 
 
@@ -91,6 +93,11 @@ def test_a_restart_finds_everything_as_it_was(path: Path) -> None:
     queue.sending(lease)
     queue.sent(lease, complete=True)
     check()
+    told = {"time": 1.5, "env_id": 0, "name": "task", "weight_version": None, "metrics": {"accuracy": 0.1}}
+    numbers = [queue.evaluated(0.0, **told) for _ in range(MOST_KEPT + 2)]
+    assert [known.id for known in queue.evaluations.after(MOST_KEPT)] == numbers[-2:]
+    check()
+    assert queue.evaluations.after(0)[0].id == 3, "the oldest are forgotten first"
     queue.register(registration())
     check()
     queue.register(registration(4))
@@ -103,6 +110,7 @@ def test_a_restart_finds_everything_as_it_was(path: Path) -> None:
     queue.reset()
     check()
     assert queue.held_groups == 0
+    assert queue.evaluated(0.0, **told) == MOST_KEPT + 3, "ids go on, for whoever asks after the last one that it knows"
     store.close()
 
 
@@ -300,6 +308,7 @@ def test_setting_a_store_aside(path: Path) -> None:
 EARLIER = {
     1: "version INTEGER NOT NULL, place INTEGER NOT NULL",
     2: "version INTEGER NOT NULL, place INTEGER NOT NULL, stated INTEGER NOT NULL",
+    3: "weights TEXT NOT NULL, stated INTEGER NOT NULL, place INTEGER NOT NULL",
 }
 
 
@@ -309,18 +318,22 @@ def test_a_store_of_an_earlier_format_is_taken_over(path: Path, version: int) ->
     store.commit([Changes(added=[(Group(0, -1, 1, 1, 2, WEIGHTS), b"{}", False)])])
     store.close()
     columns = f"seq INTEGER PRIMARY KEY, line INTEGER, size INTEGER, longest INTEGER, n_bytes INTEGER, {EARLIER[version]}"
-    row = (0, -1, 1, 1, 2, 7, 0, *([1] if version == 2 else []))
+    row = (0, -1, 1, 1, 2, *{1: (7, 0), 2: (7, 0, 1), 3: ("[[0,7]]", 1, 0)}[version])
     with closing(sqlite3.connect(path)) as old:
-        old.executescript(f"DROP TABLE groups; CREATE TABLE groups ({columns}); INSERT INTO groups VALUES {row};")
+        old.executescript(
+            f"DROP TABLE evaluations; DROP TABLE groups; CREATE TABLE groups ({columns}); INSERT INTO groups VALUES {row};"
+        )
         if version == 2:
             old.execute("CREATE TABLE clean_stop (id INTEGER PRIMARY KEY CHECK (id = 1))")
         old.execute(f"PRAGMA user_version = {version}")
     for _ in range(2):
         store = SqliteStore(path)
-        assert store.load().queued == [Group(0, -1, 1, 1, 2, ((0, 7),), version == 2)]
+        assert store.load().queued == [Group(0, -1, 1, 1, 2, ((0, 7),), version > 1)]
         assert store.bodies([0]) == [b"{}"]
         store.close()
     store = SqliteStore(path)
     store.commit([Changes(added=[(Group(1, -1, 1, 1, 2, ((5, 7), (6, 8)), True), b"{}", False)])])
     assert store.load().queued[1] == Group(1, -1, 1, 1, 2, ((5, 7), (6, 8)), True)
+    store.commit([Changes(evaluations=[Evaluation(1, 0.5, 3, "task", 7, {"accuracy": 0.25}, "k")])])
+    assert store.load().evaluations == [Evaluation(1, 0.5, 3, "task", 7, {"accuracy": 0.25}, "k")]
     store.close()

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from atroposlib.api.evaluations import MOST_KEPT
 from atroposlib.api.rollout_queue import RolloutQueue
 from atroposlib.api.sqlite_store import SqliteStore
 from atroposlib.api.state import Draft, Limits, Registration
@@ -43,6 +44,8 @@ class ServiceMachine(RuleBasedStateMachine):
         self.envs: list[int] = []
         self.uuid = 0
         self.acks = False
+        self.evaluations: list[tuple[int, float]] = []
+        self.evaluation_ids = 0
 
     def counts_as(self, epoch: int, version: int) -> int:
         """What the contract says that weights count as, life by life."""
@@ -97,6 +100,7 @@ class ServiceMachine(RuleBasedStateMachine):
         another_run = old is not None and {old.model, model} == {"a", "b"}
         if another_run:
             self.foreign_epochs |= set(self.epochs) - {0}
+            self.evaluations.clear()
         self.lives = [*([] if another_run else self.lives), (epoch, step)] if named else []
         self.epochs.append(epoch)
         for batch_id, batch in list(self.out.items()):
@@ -215,6 +219,17 @@ class ServiceMachine(RuleBasedStateMachine):
             self.queue.disconnect_env(self.envs.pop(which))
             self.commit()
 
+    @rule(value=st.floats(-1, 1), again=st.booleans())
+    def evaluate(self, value: float, again: bool) -> None:
+        self.evaluation_ids += 1
+        for _ in range(1 + again):  # the client did not get the answer and posts again
+            number = self.queue.evaluated(
+                0.0, time=1.5, env_id=None, name="task", weight_version=3, metrics={"x": value}, key=f"{self.evaluation_ids}"
+            )
+            assert number == self.evaluation_ids, "ids grow, and are never given twice"
+        self.evaluations = [*self.evaluations, (number, value)][-MOST_KEPT:]
+        self.commit()
+
     @rule(half_way=st.booleans())
     def kill(self, half_way: bool) -> None:
         """The process dies; with `half_way`, in the middle of an uncommitted post."""
@@ -237,11 +252,13 @@ class ServiceMachine(RuleBasedStateMachine):
         self.out.clear()
         self.arrived.clear()
         self.envs.clear()
+        self.evaluations.clear()
 
     @invariant()
     def nothing_is_lost_or_doubled(self) -> None:
         if not hasattr(self, "queue"):
             return
+        assert [(known.id, known.metrics["x"]) for known in self.queue.evaluations.after(0)] == self.evaluations
         queued = [group.seq for group in self.queue.lines]
         buffered = [group.seq for buffer in self.queue.buffers.values() for group in buffer]
         leased = [group.seq for lease in self.queue.leases.values() for group in lease.groups]

@@ -1,0 +1,86 @@
+"""What environments measured, kept for whoever asks: the newest results, numbered in the order in which they came. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MOST_KEPT = 1024
+"""Evaluations; the oldest are forgotten first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One evaluation's result."""
+
+    id: int
+    """Order of arrival, from 1. An id is never given twice, not after a reset either."""
+    time: float
+    """When it arrived, in Unix seconds."""
+    env_id: int | None
+    """The environment's; None if it is not registered."""
+    name: str
+    """The environment's, or the evaluation's."""
+    weight_version: int | None
+    """Of the oldest weights that it was measured with; None if that is not known."""
+    metrics: dict[str, float]
+    key: str | None = None
+    """Chosen by the client; the same key again is the same evaluation."""
+
+    def told(self) -> dict[str, Any]:
+        """What GET /evaluations says of it."""
+        names = ("id", "time", "env_id", "name", "weight_version", "metrics")
+        return {name: getattr(self, name) for name in names}
+
+
+class Evaluations:
+    """The newest results. What changed is noted until `take_changed`."""
+
+    def __init__(self, next_id: int = 1) -> None:
+        self.next_id = next_id
+        self._kept: deque[Evaluation] = deque()
+        self._added: list[Evaluation] = []
+        self._removed: list[int] = []
+
+    def restore(self, stored: Iterable[Evaluation], next_id: int) -> None:
+        """Take over what was stored, oldest first."""
+        self._kept.extend(stored)
+        self.next_id = max([next_id, *(known.id + 1 for known in self._kept)])
+
+    def take_changed(self) -> tuple[list[Evaluation], list[int]]:
+        """(results that are new, ids of those that are gone) since the last call."""
+        changed = self._added, self._removed
+        self._added, self._removed = [], []
+        return changed
+
+    def add(
+        self,
+        time: float,
+        env_id: int | None,
+        name: str,
+        weight_version: int | None,
+        metrics: dict[str, float],
+        key: str | None = None,
+    ) -> int:
+        """Note a result. Returns its id; that of the first one, if a result of the same key is kept."""
+        for known in self._kept if key is not None else ():
+            if known.key == key:
+                return known.id
+        evaluation = Evaluation(self.next_id, time, env_id, name, weight_version, metrics, key)
+        self.next_id += 1
+        self._kept.append(evaluation)
+        self._added.append(evaluation)
+        while len(self._kept) > MOST_KEPT:
+            self._removed.append(self._kept.popleft().id)
+        return evaluation.id
+
+    def after(self, id: int) -> Sequence[Evaluation]:
+        """Those that came after the one of this id, oldest first."""
+        return [known for known in self._kept if known.id > id]
+
+    def clear(self) -> None:
+        """They are another run's: forget them, but not their ids."""
+        self._removed.extend(known.id for known in self._kept)
+        self._kept.clear()
