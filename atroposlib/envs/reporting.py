@@ -2,10 +2,14 @@
 
 import importlib
 import logging
+import math
 import random
 import string
 import time
+import uuid
+from collections.abc import Mapping
 from datetime import datetime
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +20,18 @@ from atroposlib.envs.core import EnvironmentCore
 from atroposlib.envs.errors import EnvironmentFailure, UsageError
 from atroposlib.envs.groups import response_lengths
 from atroposlib.envs.jsonl import JsonLinesWriter, unencodable_fields
+from atroposlib.envs.server_handling.generation import current_versions
 from atroposlib.envs.server_handling.server_baseline import MODEL_NOT_NAMED
+from atroposlib.envs.service_client import RejectedByService, RolloutServiceClient
 from atroposlib.utils.display import display_metrics_table
-from atroposlib.utils.keys import open_settings
+from atroposlib.utils.keys import SERVICE_KEY, given_or_variable, open_settings
 from atroposlib.utils.metrics import get_std_min_max_avg
 
 logger = logging.getLogger(__name__)
+
+LONGEST_NAME, MOST_METRICS = 256, 256
+"""What the rollout service takes of an evaluation: characters of a name, and metrics."""
+NO_SUCH_ROUTE = (404, 405)
 
 
 class ReportingMixin(EnvironmentCore):
@@ -29,7 +39,21 @@ class ReportingMixin(EnvironmentCore):
 
     _wandb: Any = None
     _metrics_writer: JsonLinesWriter | None = None
-    _last_evaluation: dict[str, Any] | None = None
+    _service: RolloutServiceClient | None = None
+    _evaluations_taken = True
+    """Until it says that it does not."""
+
+    @property
+    def service(self) -> RolloutServiceClient:
+        """The connection to the rollout service."""
+        if self._service is None:
+            config = self.config
+            self._service = RolloutServiceClient(
+                config.rollout_server_url,
+                config.service_timeout,
+                given_or_variable(config.rollout_server_api_key, SERVICE_KEY),
+            )
+        return self._service
 
     def start_wandb(self, project: str | None, group: str | None) -> None:
         """Start a W&B run, if `use_wandb` is set.
@@ -46,11 +70,10 @@ class ReportingMixin(EnvironmentCore):
                 "--env.use_wandb is set but wandb is not installed: pip install wandb, or --env.use_wandb false"
             ) from error
         suffix = "".join(random.choices(string.ascii_lowercase, k=6))
-        label = self.config.wandb_name or self.name or type(self).__name__
         self._wandb.init(
             project=project,
             group=group,
-            name=f"{label}-{datetime.now():%Y-%m-%d}-{suffix}",
+            name=f"{self._label}-{datetime.now():%Y-%m-%d}-{suffix}",
             config=open_settings(self.config),
         )
 
@@ -166,19 +189,20 @@ class ReportingMixin(EnvironmentCore):
         samples: list[dict[str, Any]] | None = None,
         verbose: bool = True,
     ) -> None:
-        """Report an evaluation: a table in the terminal, and files where a path is set.
+        """Report an evaluation: a table in the terminal, files where a path is set, and to the rollout service, which tells the
+        trainer.
 
         `data_dir_to_save_evals` gets `metrics.json` and `samples.jsonl`; `eval_output` gets the metrics as JSON, with the
         samples as JSON lines next to it.
 
         Args:
-            metrics: name -> value.
+            metrics: name -> value. The service gets those that are numbers.
             start_time: Unix time in seconds, as `end_time`.
             samples: one dict per problem.
         """
         now = time.time()
         start_time, end_time = start_time or now, end_time or now
-        task_name = task_name or f"{self.name or type(self).__name__}_eval"
+        given_name, task_name = task_name, task_name or f"{self.name or type(self).__name__}_eval"
         model_name = model_name or self._model_name()
         if verbose:
             display_metrics_table(task_name, metrics, start_time, end_time)
@@ -198,12 +222,54 @@ class ReportingMixin(EnvironmentCore):
             output = Path(self.config.eval_output)
             write_json(output, {"environment": self.name, "model": model_name, "step": self.curr_step} | metrics)
             write_json_lines(samples_path(output), samples)
+        await self._post_evaluation(given_name or self._label, metrics)
+
+    @property
+    def _label(self) -> str:
+        """What the environment is called where a name is needed."""
+        return self.config.wandb_name or self.name or type(self).__name__
+
+    async def _post_evaluation(self, name: str, metrics: Mapping[str, Any]) -> None:
+        """Tell the rollout service what was measured, if the environment is registered there. That it cannot be told is
+        logged, and ends nothing."""
+        numbers = numbers_of(metrics)
+        if self.env_id is None or not numbers or not self._evaluations_taken:
+            return
+        record = current_versions.get()
+        body = {
+            "env_id": self.env_id,
+            "name": name[:LONGEST_NAME],
+            "weight_version": None if record is None else record.oldest,
+            "metrics": numbers,
+            "idempotency_key": uuid.uuid4().hex,
+        }
+        try:
+            await self.service.post("/evaluations", body)
+        except RejectedByService as rejection:
+            if rejection.status in NO_SUCH_ROUTE:
+                self._evaluations_taken = False
+                logger.info("the rollout service takes no results of evaluations: they stay in the log and files here")
+            else:
+                logger.error("the rollout service refused the result of evaluation %s: %s", name, rejection)
+        except EnvironmentFailure as failure:
+            logger.error("the result of evaluation %s is not posted, the rollouts go on: %s", name, failure)
 
     def _model_name(self) -> str | None:
         config = getattr(self.server.servers[0], "config", None)
         served = getattr(self.server.servers[0], "_served", None) or {}
         named = getattr(config, "model_name", None)
         return served.get("id") if named in MODEL_NOT_NAMED else named
+
+
+def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The finite numbers among metrics, as the rollout service takes them. The weight version goes in a field of its own."""
+    numbers = {
+        str(name): float(value)
+        for name, value in metrics.items()
+        if isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value) and name != "weight_version"
+    }
+    taken = {name: value for name, value in numbers.items() if 0 < len(name) <= LONGEST_NAME}
+    return dict(list(taken.items())[:MOST_METRICS])
 
 
 def samples_path(output: Path) -> Path:

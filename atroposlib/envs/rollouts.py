@@ -16,9 +16,8 @@ from atroposlib.envs.jsonl import encode, unencodable_fields
 from atroposlib.envs.reporting import ReportingMixin
 from atroposlib.envs.server_handling.generation import VersionRecord, current_versions, weight_fields
 from atroposlib.envs.server_handling.server_baseline import APIServer
-from atroposlib.envs.service_client import RejectedByService, RolloutServiceClient
+from atroposlib.envs.service_client import RejectedByService
 from atroposlib.type_definitions import Item
-from atroposlib.utils.keys import SERVICE_KEY, given_or_variable
 
 logger = logging.getLogger(__name__)
 
@@ -34,20 +33,6 @@ _item_number: ContextVar[int] = ContextVar("item_number")
 
 class RolloutMixin(ReportingMixin):
     """One item's way to the service. An error on the way is retried, counted and reported; it never becomes a score."""
-
-    _service: RolloutServiceClient | None = None
-
-    @property
-    def service(self) -> RolloutServiceClient:
-        """The connection to the rollout service."""
-        if self._service is None:
-            config = self.config
-            self._service = RolloutServiceClient(
-                config.rollout_server_url,
-                config.service_timeout,
-                given_or_variable(config.rollout_server_api_key, SERVICE_KEY),
-            )
-        return self._service
 
     async def collect_trajectories(self, item: Item) -> tuple[Any, list[Item]]:
         """`group_size` responses to an item, each by `collect_trajectory`, as a group; and items for the backlog.

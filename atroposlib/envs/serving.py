@@ -10,6 +10,7 @@ from typing import Any
 from atroposlib.envs.config import EvalHandlingEnum
 from atroposlib.envs.errors import EnvironmentFailure, RolloutFailure, ServiceUnavailable
 from atroposlib.envs.rollouts import RolloutMixin
+from atroposlib.envs.server_handling.generation import VersionRecord, current_versions
 from atroposlib.envs.server_handling.server_baseline import APIServer
 from atroposlib.envs.service_client import RejectedByService
 from atroposlib.envs.waiting import Patience
@@ -105,7 +106,7 @@ class ServingMixin(RolloutMixin):
             "/register-env",
             {
                 "max_token_length": self.config.max_token_length,
-                "desired_name": self.config.wandb_name or self.name or type(self).__name__,
+                "desired_name": self._label,
                 "weight": self.config.inference_weight,
                 "min_batch_allocation": self.config.min_batch_allocation,
                 "group_size": self.config.group_size,
@@ -126,6 +127,7 @@ class ServingMixin(RolloutMixin):
         patience.done()
         first_time = self.env_id is None
         self.env_id = data["env_id"]
+        self._evaluations_taken = True
         self.wandb_prepend = data["wandb_name"]
         self.checkpoint_dir = data["checkpoint_dir"]
         self.checkpoint_interval = data["checkpoint_interval"]
@@ -240,12 +242,17 @@ class ServingMixin(RolloutMixin):
             logger.warning("the previous evaluation still runs: the one due at step %d is left out", self.curr_step)
             return
         logger.info("evaluating at step %d", self.curr_step)
-        self.eval_runner = asyncio.create_task(self.evaluate())
+        self.eval_runner = asyncio.create_task(self._recorded_evaluation())
         self.eval_runner.add_done_callback(self._evaluation_done)
         if self.config.eval_handling is EvalHandlingEnum.STOP_TRAIN:
             for item_id, running in list(self.running_items.items()):
                 if not running["collected"]:  # what is sampled already asks nothing more of the servers
                     self._put_back(item_id)
+
+    async def _recorded_evaluation(self) -> Any:
+        """An evaluation that knows which weights it met."""
+        current_versions.set(VersionRecord())  # of this task and what it starts
+        return await self.evaluate()
 
     def _evaluation_done(self, task: asyncio.Task[Any]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -14,9 +14,7 @@ from scripted_env import ScriptedEnv, response
 from atroposlib.envs.errors import EnvironmentFailure, RolloutFailure, UsageError
 from atroposlib.envs.jsonl import JsonLinesWriter
 from atroposlib.envs.processing import ProcessingMixin
-from atroposlib.envs.rollouts import say_that_sampling_differs
-from atroposlib.envs.server_handling.generation import Generation, current_versions
-from atroposlib.envs.server_handling.sampling import sampling_of
+from atroposlib.envs.server_handling.generation import current_versions
 from atroposlib.envs.serving import crossed
 
 
@@ -131,48 +129,6 @@ def test_epochs_go_with_the_versions_and_the_oldest_weights_are_those_served_fir
     assert posted(*without) == ([11, 12], [1000, 1000]), "an epoch that is not told is the oldest that it may be"
     one = [response(1.0, weight_version=11, weight_epoch=2000), response(-1.0, weight_version=11)]
     assert posted(*one) == ([11, 11], [2000, 0])
-
-
-@pytest.mark.parametrize(
-    ("temperatures", "masks", "told"),
-    [
-        ((0.7, 0.7), [-100, -100, 2, 3], [{"temperature": 0.7, "max_tokens": 4}] * 2),
-        ((0.7, 0.2), [-100, -100, 2, 3], [{"temperature": 0.7, "max_tokens": 4}, {"temperature": 0.2, "max_tokens": 4}]),
-        ((0.7, 0.7), [-100, 1, 2, 3], [{"temperature": 0.7, "max_tokens": 4}] * 2),
-        ((0.7, 0.2), [-100, 1, 2, 3], None),
-        ((0.7, None), [-100, 1, 2, 3], None),
-    ],
-    ids=["all alike", "each its own", "turns alike", "an earlier turn may be of either", "one is not known"],
-)
-def test_how_sequences_were_sampled_is_known_again_by_their_tokens(
-    temperatures: tuple[float | None, ...], masks: list[int], told: list[Any] | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Of an environment that carries nothing along. A mask that trains on the prompt is that of a later turn."""
-
-    say_that_sampling_differs.cache_clear()
-
-    class Meets(ScriptedEnv):
-        async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:
-            record, number = current_versions.get(), 2 - len(self.script)
-            assert record is not None
-            asked = {"temperature": temperatures[number], "max_tokens": 4, "top_p": 1.0}
-            generation = Generation([0, 1], [[2, 3 + number]], [[-0.5, -0.5]], [["stop", "length"][number]])
-            generation.sampling = sampling_of(asked, 1)
-            record.note_generation(generation)
-            return await super().collect_trajectory(item)
-
-    script = [response(float(n), tokens=[0, 1, 2, 3 + n], masks=[*masks[:3], 3 + n]) for n in range(2)]
-    env = Meets([*script])
-    run(env)
-    assert env.posted[0].get("sampling_params") == told
-    assert ("different parameters" in caplog.text) == (told is None and None not in temperatures)
-    assert env.posted[0]["finish_reasons"] == ["stop", "length"]
-    own = Meets([entry | {"sampling_params": {"temperature": 0.9}} for entry in script])
-    run(own)
-    assert own.posted[0]["sampling_params"] == [{"temperature": 0.9}] * 2, "what the environment says itself stands"
-    cut = Meets([entry | {"tokens": entry["tokens"][:3], "masks": entry["masks"][:3]} for entry in script])
-    run(cut)
-    assert "finish_reasons" not in cut.posted[0], "these are not the tokens that were sampled"
 
 
 @pytest.mark.parametrize("empty", [{"advantages": [], "ref_logprobs": []}, {"inference_logprobs": [], "distill_logprobs": []}])

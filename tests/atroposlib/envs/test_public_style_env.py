@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from env_stack import Stack
 
@@ -50,6 +51,9 @@ def test_serve_with_one_response_at_a_time(stack: Stack, shared_inference: str, 
     log = finished(environment)
     assert "train/percent_correct=" in log
     assert "evaluating at step" in log
+    told = httpx.get(f"{stack.service_url}/evaluations", timeout=60).json()["evaluations"][0]
+    assert (told["env_id"], told["name"], told["metrics"]) == (0, "sums", {"eval/percent_correct": 1.0})
+    assert told["weight_version"] is None, "a chat completion does not tell"
     kept = list(tmp_path.glob("env_checkpoints/sums_0/step-*.json"))
     assert kept
     assert json.loads(kept[0].read_text())["seen"] > 0

@@ -285,14 +285,6 @@ def test_every_sampled_token_of_a_conversation_keeps_the_parameters_that_it_was_
     assert sequence_fields([node, other]) == {}, "what is not known of all is told of none"
 
 
-def test_what_is_neutral_is_left_out_of_the_parameters() -> None:
-    neutral = {"top_p": 1, "top_k": -1, "min_p": 0.0, "presence_penalty": 0, "repetition_penalty": 1.0, "min_tokens": 0}
-    assert sampling_of({**neutral, "temperature": 0.6, "seed": 3, "stop": None}, 2) == [{"temperature": 0.6}] * 2
-    changed = {"top_p": 0.9, "top_k": 20, "frequency_penalty": 0.1}
-    assert sampling_of({**changed, "temperature": None}, 1, temperature=1.0) == [{"temperature": 1.0, **changed}]
-    assert sampling_of(changed, 1) is None, "a server's own default is not known"
-
-
 def test_a_branch_keeps_the_weights_of_its_own_past() -> None:
     tracker = SequenceTracker(TOKENIZER)
     for text, completion, version in (("<q>", "abc", 1), ("<q>abc<r>", "de", 2), ("<q>abc<other>", "f", 3)):

@@ -3,15 +3,19 @@
 import asyncio
 import gzip
 import json
+import math
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import numpy as np
 import pytest
+from scripted_env import ScriptedEnv
 
 from atroposlib.envs import waiting
 from atroposlib.envs.errors import EnvironmentFailure, ServiceUnavailable
+from atroposlib.envs.server_handling.generation import current_versions
 from atroposlib.envs.service_client import RejectedByService, RolloutServiceClient
 
 
@@ -122,3 +126,58 @@ async def test_large_posts_to_other_machines_are_compressed(server: Scripted) ->
     body = {"tokens": [list(range(5000))]}
     await remote.post("/scored_data", body)
     assert server.bodies == [body]
+
+
+class Evaluated(ScriptedEnv):
+    """Measures under weights of versions 7 and 5."""
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+        record = current_versions.get()
+        if record is not None:
+            record.note([7, 5])
+        metrics = {"accuracy": np.float32(0.5), "tokens": 12, "weight_version": 7}
+        await self.evaluate_log(metrics | {"why": "text", "passed": True, "loss": math.nan}, verbose=False)
+
+
+def evaluated(server: Scripted, times: int = 1, **settings: Any) -> Evaluated:
+    env = Evaluated([], rollout_server_url=f"http://127.0.0.1:{server.server_port}", **settings)
+    env.env_id = 3
+
+    async def run() -> None:
+        for _ in range(times):
+            env._start_evaluation()
+            assert env.eval_runner is not None
+            await env.eval_runner
+        await env.service.close()
+
+    asyncio.run(run())
+    return env
+
+
+def test_an_evaluation_posts_its_numbers_and_the_oldest_weights_that_it_met(server: Scripted) -> None:
+    server.answers = [(503, {}, b""), None]
+    evaluated(server)
+    (first, second, third) = server.bodies
+    assert first == second == third, "the same key each time: a post whose answer was lost is not counted twice"
+    assert len(first.pop("idempotency_key")) == 32
+    assert first == {"env_id": 3, "name": "scripted", "weight_version": 5, "metrics": {"accuracy": 0.5, "tokens": 12.0}}
+
+
+@pytest.mark.parametrize(
+    ("answer", "says", "posts"),
+    [
+        ((404, {}, b"{}"), "takes no results of evaluations", 1),
+        ((405, {}, b"{}"), "takes no results of evaluations", 1),
+        ((422, {}, b"metrics"), "refused the result of evaluation scripted: 422: metrics", 2),
+        ((401, {}, b""), "not posted, the rollouts go on: ", 2),
+        ((500, {}, b""), "not posted, the rollouts go on: ", 2),
+    ],
+)
+def test_a_result_that_cannot_be_posted_ends_nothing(
+    server: Scripted, answer: Any, says: str, posts: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    server.answers = [answer] * 500
+    evaluated(server, times=2, service_timeout=0.3)
+    assert caplog.text.count(says) == posts, "a route that is not there is asked for once"
+    assert len({body["idempotency_key"] for body in server.bodies}) == posts
