@@ -68,6 +68,7 @@ def group_view(group: dict[str, Any], decode: Decoder) -> dict[str, Any]:
     scores = group["scores"]
     ranks = {max(scores): "best", min(scores): "worst"} if min(scores) < max(scores) else {}
     versions, epochs = group.get("weight_versions"), group.get("weight_epochs")
+    sampling, reasons = group.get("sampling_params"), group.get("finish_reasons")
     rollouts = []
     for index, (tokens, mask) in enumerate(zip(group["tokens"], group["masks"], strict=True)):
         logprobs = group["inference_logprobs"][index] if group.get("inference_logprobs") else [None] * len(tokens)
@@ -82,6 +83,8 @@ def group_view(group: dict[str, Any], decode: Decoder) -> dict[str, Any]:
                 "mean_logprob": fmean(known) if known else None,
                 "weight_version": versions[index] if versions else None,
                 "trainer_started": started(epochs[index] if epochs else 0),
+                "sampling": described(sampling[index]) if sampling else "",
+                "finish_reason": reasons[index] if reasons else "",
                 "parts": list(token_parts(tokens, mask, logprobs, decode)),
             }
         )
@@ -138,6 +141,13 @@ def shade(probability: float) -> str:
 def started(epoch: int) -> str:
     """When the trainer started whose weights these are, from its epoch (unix milliseconds); empty where nobody told."""
     return f"{datetime.fromtimestamp(epoch / 1000, UTC):%Y-%m-%d %H:%M:%S} UTC" if epoch > 0 else ""
+
+
+def described(parameters: dict[str, float] | list[dict[str, float]]) -> str:
+    """Sampling parameters as a line: `temperature 0.7, top_p 0.9`, and those of differing turns one after the other."""
+    if isinstance(parameters, list):
+        return "; then ".join(described(part) for part in parameters)
+    return ", ".join(f"{name} {value:g}" for name, value in parameters.items() if name != "tokens")
 
 
 def short(score: float) -> str:

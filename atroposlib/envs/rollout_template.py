@@ -36,6 +36,8 @@ TEMPLATE = """<!doctype html>
       <span>{{ rollout.sampled }} tokens sampled</span>
       {% if rollout.mean_logprob is not none %}<span>mean logprob {{ "%.3f" | format(rollout.mean_logprob) }}</span>{% endif %}
       {% if rollout.weight_version is not none %}<span{% if rollout.trainer_started %} title="of the trainer started {{ rollout.trainer_started }}"{% endif %}>weight version {{ rollout.weight_version }}</span>{% endif %}
+      {% if rollout.sampling %}<span>{{ rollout.sampling }}</span>{% endif %}
+      {% if rollout.finish_reason %}<span>ended by {{ rollout.finish_reason }}</span>{% endif %}
     </header>
     <pre>{% for part in rollout.parts %}{% if part.given %}<span class="given">{{ part.text }}</span>{% else %}<span style="background:{{ part.shade }}" title="{{ part.title }}">{{ part.text }}</span>{% endif %}{% endfor %}</pre>
   </article>

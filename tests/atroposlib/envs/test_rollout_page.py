@@ -96,6 +96,16 @@ def test_a_weight_version_tells_whose_it_is(tmp_path: Path) -> None:
     assert "<span>weight version 3</span>" in shown
 
 
+def test_a_rollout_says_how_it_was_sampled_and_why_it_ended(tmp_path: Path) -> None:
+    turns = [{"temperature": 1.0, "tokens": 1}, {"temperature": 0.5, "tokens": 1}]
+    told = {"sampling_params": [{"temperature": 0.7, "top_p": 0.9}, turns], "finish_reasons": ["length", "stop"]}
+    shown = page_of([group(b"a", b"b", **told)], tmp_path, ByteTokenizer())
+    assert "<span>temperature 0.7, top_p 0.9</span>" in shown
+    assert "<span>temperature 1; then temperature 0.5</span>" in shown
+    assert "<span>ended by length</span>" in shown
+    assert "ended by" not in page_of([group(b"a", b"b")], tmp_path, ByteTokenizer())
+
+
 def test_tokens_that_the_tokenizer_does_not_know_are_shown_by_their_ids(tmp_path: Path) -> None:
     odd = group(b"a", b"b")
     odd["tokens"][0][2] = odd["masks"][0][2] = 10**12
