@@ -20,7 +20,7 @@ from atroposlib.envs.core import EnvironmentCore
 from atroposlib.envs.errors import EnvironmentFailure, UsageError
 from atroposlib.envs.groups import response_lengths
 from atroposlib.envs.jsonl import JsonLinesWriter, unencodable_fields
-from atroposlib.envs.server_handling.generation import current_versions
+from atroposlib.envs.server_handling.generation import VersionRecord, current_versions
 from atroposlib.envs.server_handling.server_baseline import MODEL_NOT_NAMED
 from atroposlib.envs.service_client import RejectedByService, RolloutServiceClient
 from atroposlib.utils.display import display_metrics_table
@@ -177,6 +177,11 @@ class ReportingMixin(EnvironmentCore):
     def note_lengths(self, group: Any) -> None:
         """Keep the lengths of a group's responses, in tokens, for the next metrics."""
         self.completion_lengths.extend(response_lengths(group))
+
+    async def _recorded_evaluation(self) -> Any:
+        """An evaluation that knows which weights it met. A task of its own runs it, for the record stays set."""
+        current_versions.set(VersionRecord())
+        return await self.evaluate()
 
     async def evaluate_log(
         self,

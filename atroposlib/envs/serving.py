@@ -10,7 +10,6 @@ from typing import Any
 from atroposlib.envs.config import EvalHandlingEnum
 from atroposlib.envs.errors import EnvironmentFailure, RolloutFailure, ServiceUnavailable
 from atroposlib.envs.rollouts import RolloutMixin
-from atroposlib.envs.server_handling.generation import VersionRecord, current_versions
 from atroposlib.envs.server_handling.server_baseline import APIServer
 from atroposlib.envs.service_client import RejectedByService
 from atroposlib.envs.waiting import Patience
@@ -248,11 +247,6 @@ class ServingMixin(RolloutMixin):
             for item_id, running in list(self.running_items.items()):
                 if not running["collected"]:  # what is sampled already asks nothing more of the servers
                     self._put_back(item_id)
-
-    async def _recorded_evaluation(self) -> Any:
-        """An evaluation that knows which weights it met."""
-        current_versions.set(VersionRecord())  # of this task and what it starts
-        return await self.evaluate()
 
     def _evaluation_done(self, task: asyncio.Task[Any]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
