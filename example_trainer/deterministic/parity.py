@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from example_trainer.algorithm.losses import k3
+from example_trainer.algorithm.divergence import k3
 from example_trainer.batch.bins import UNKNOWN_VERSION, PackedBin
 from example_trainer.errors import TrainerError
 from vllm_patching.batch_invariant.provenance import provenance_difference

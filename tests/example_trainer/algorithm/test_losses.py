@@ -9,7 +9,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from example_trainer.algorithm.losses import MAX_LOG_RATIO, grpo_loss, k3
+from example_trainer.algorithm.divergence import MAX_LOG_RATIO, k3
+from example_trainer.algorithm.losses import grpo_loss
 
 
 def tensor(*values: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The loss of group-relative policy optimisation as pure functions of tensors, all in float32.
+"""The loss of group-relative policy optimisation, summed over a bin. Goes with its last caller.
 
 Sources: GRPO is equations 3 and 4 of DeepSeekMath (Shao et al., arXiv:2402.03300); the clipped ratio is PPO's (Schulman et
 al., arXiv:1707.06347); k3 is the third estimator of J. Schulman's note "Approximating KL Divergence" (2020,
@@ -12,17 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0
-"""Log ratios are clamped to ± this before they are exponentiated, so that one absurd token gives no infinity."""
-
-
-def k3(log_ratio: Tensor) -> Tensor:
-    """Schulman's estimator of KL(q‖p) from samples of q: (p/q - 1) - log(p/q), never negative, without bias.
-
-    Args:
-        log_ratio: log p(x) - log q(x) at samples x of q.
-    """
-    return torch.expm1(log_ratio) - log_ratio
+from example_trainer.algorithm.divergence import MAX_LOG_RATIO, k3
 
 
 @dataclass(frozen=True)
