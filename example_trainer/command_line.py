@@ -13,6 +13,9 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from example_trainer.algorithm.advantages import find_advantages
+from example_trainer.algorithm.functions import make_importable
+from example_trainer.algorithm.losses import find_loss
 from example_trainer.api_keys import SECRETS
 from example_trainer.config import SECTIONS, TrainerConfig
 from example_trainer.errors import ConfigError
@@ -68,7 +71,8 @@ def parse_config(arguments: Sequence[str]) -> TrainerConfig:
     """Read the options from the command line and from the YAML file that it names.
 
     Raises:
-        ConfigError: an unknown flag or key (the nearest valid name is given), or a value that does not fit.
+        ConfigError: an unknown flag or key (the nearest valid name is given), a value that does not fit, or a function of the
+            user's that does not do what it should. Modules are found in the current directory and beside the YAML file too.
         SystemExit: --help was given.
     """
     given, unknown = _parser().parse_known_args(arguments)
@@ -81,9 +85,13 @@ def parse_config(arguments: Sequence[str]) -> TrainerConfig:
     file = flags.pop("config")
     values = (_read_yaml(file) if file else {}) | flags
     try:
-        return TrainerConfig.model_validate(values)
+        config = TrainerConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError(_one_line(error, from_flags=set(flags), file=file)) from error
+    make_importable([Path.cwd(), *([file.parent] if file else [])])
+    find_loss(config.method.loss)
+    find_advantages(config.method.advantages)
+    return config
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:

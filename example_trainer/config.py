@@ -54,6 +54,15 @@ class TrainerConfig(
         return self
 
     @model_validator(mode="after")
+    def _batches_can_be_divided(self) -> TrainerConfig:
+        if self.minibatches > self.sequences_per_step:
+            raise ValueError(
+                f"--minibatches {self.minibatches} are more than the {self.sequences_per_step} sequences of a batch "
+                "(--batch-size × --gradient-accumulation-steps)"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _determinism_agrees(self) -> TrainerConfig:
         if self.deterministic and self.weight_bridge_mode != "shared_vllm":
             raise ValueError(

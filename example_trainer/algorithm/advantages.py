@@ -1,37 +1,150 @@
 """What each rollout, and each token of it, counts in the loss: pure functions of plain numbers.
 
-Sources: advantages are those of DeepSeekMath (Shao et al., arXiv:2402.03300, section 4.1.2); leaving out the division by the
-standard deviation, and dividing by a constant instead of the response's length, are Dr. GRPO's (Liu et al., arXiv:2503.20783).
+Advantages are a function of the scores of a whole batch, group by group, and give one number per rollout: ours by name, or the
+user's as `module:function`. What a group of rollouts brings along as its own `advantages` replaces them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
+
+from example_trainer.algorithm.functions import built_in, import_function, is_import, refusal, told
+from example_trainer.errors import ConfigError, NonFiniteError
 
 Normalisation = Literal["token", "sequence", "constant"]
 
 
+Advantages = Callable[[Sequence[Sequence[float]]], list[list[float]]]
+"""From the scores of a batch, one finite number per rollout of each group, to as many advantages in the same order."""
+
+_EXPECTED = "a function of the batch's scores, group by group, that returns one finite number per score, in the same order"
+_MADE_UP = ((1.0, 0.0, 0.5), (0.25, 0.25), (1.0,), (-2.0, 3.0))
+"""Scores to try a function on: among them a group whose scores are all equal, and one of a single rollout."""
+
+
 def group_advantages(scores: Sequence[float], divide_by_std: bool = True) -> list[float]:
-    """How much better each rollout of a group is than the group's mean (DeepSeekMath, section 4.1.2).
+    """How much better each rollout of a group is than the group's mean.
 
         A_i = (r_i - mean(r)) / std(r)        with the population's standard deviation
 
-    Args:
-        scores: one finite reward per rollout of the group.
-        divide_by_std: False leaves the difference as it is (Dr. GRPO), so that easy and hard problems weigh alike.
+    Sources: DeepSeekMath (Shao et al., arXiv:2402.03300, section 4.1.2); without the division, so that easy and hard problems
+    weigh alike, Dr. GRPO (Liu et al., arXiv:2503.20783).
 
     Returns:
         One advantage per rollout. A group whose scores are all equal teaches nothing: all zeros.
     """
     values = np.asarray(scores, dtype=np.float64)
-    if values.size == 0 or np.ptp(values) <= 1e-9 * max(1.0, float(np.abs(values).max())):
+    if _all_equal(values):
         return [0.0] * len(scores)
     centred = values - values.mean()
     result: list[float] = (centred / values.std() if divide_by_std else centred).tolist()
     return result
+
+
+def leave_one_out_advantages(scores: Sequence[float]) -> list[float]:
+    """How much better each rollout of a group is than the mean of the others: RLOO (Ahmadian et al., arXiv:2402.14740).
+
+        A_i = r_i - 1/(k-1) Σ_{j≠i} r_j
+
+    The baseline does not depend on the rollout itself, so it adds no bias. It is k/(k-1) times the distance to the group's own
+    mean. A rollout alone in its group has nothing to be compared with: 0.
+    """
+    values = np.asarray(scores, dtype=np.float64)
+    if _all_equal(values):
+        return [0.0] * len(scores)
+    result: list[float] = ((values - values.mean()) * (len(values) / (len(values) - 1))).tolist()
+    return result
+
+
+def batch_advantages(scores: Sequence[Sequence[float]], divide_by_std: bool = True) -> list[list[float]]:
+    """How much better each rollout is than the batch's mean: REINFORCE++ (Hu et al., arXiv:2501.03262).
+
+    A_i = (r_i - mean(all r)) / std(all r)        with the population's standard deviation
+    """
+    flat = group_advantages([score for group in scores for score in group], divide_by_std)
+    return _in_groups(flat, scores)
+
+
+def group_batch_advantages(scores: Sequence[Sequence[float]], divide_by_std: bool = True) -> list[list[float]]:
+    """How much better each rollout is than its group's mean, in units of the whole batch: REINFORCE++ with baseline (Hu et al.,
+    arXiv:2501.03262).
+
+        d_i = r_i - mean(its group's r)        A_i = d_i / std(all d)        the mean of all d is 0
+
+    A group whose rollouts differ by next to nothing stays small, where its own standard deviation would blow it up.
+    """
+    centred = np.array([value for group in scores for value in group_advantages(group, divide_by_std=False)])
+    if divide_by_std and not _all_equal(centred):
+        centred = centred / centred.std()
+    return _in_groups(centred.tolist(), scores)
+
+
+def find_advantages(name: str, divide_by_std: bool = True) -> Advantages:
+    """A function of ours, or one of the user's, which is imported and tried on made-up scores.
+
+    Args:
+        name: one of BUILT_IN, or `module:function`.
+        divide_by_std: of `group`, each group's advantages by its standard deviation; of `batch` and `group_batch`, all by the
+            batch's. Of the others nothing is divided.
+
+    Returns:
+        A function that raises NonFiniteError where a user's gives NaN or infinity, and ConfigError where it fails otherwise.
+
+    Raises:
+        ConfigError: it does not exist, cannot be imported, or does not do what it should. One line says what and why.
+    """
+    if not is_import(name):
+        return built_in("--advantages", name, BUILT_IN)(divide_by_std)
+    function = import_function("--advantages", name, 1, _EXPECTED)
+
+    def checked(scores: Sequence[Sequence[float]]) -> list[list[float]]:
+        try:
+            rows = [[float(value) for value in row] for row in function([list(group) for group in scores])]
+        except Exception as error:
+            raise refusal("--advantages", name, f"it failed with {told(error)}", _EXPECTED) from error
+        lengths, wanted = [len(row) for row in rows], [len(group) for group in scores]
+        if lengths != wanted:
+            group = next((i for i, pair in enumerate(zip(lengths, wanted, strict=False)) if pair[0] != pair[1]), None)
+            what = f"{len(lengths)} groups for {len(wanted)}"
+            if group is not None:
+                what = f"{lengths[group]} advantages for the {wanted[group]} rollouts of group {group}"
+            raise refusal("--advantages", name, f"it returned {what}", _EXPECTED)
+        for group, row in enumerate(rows):
+            if not np.isfinite(row).all():
+                raise NonFiniteError(f"--advantages {name} gave {row} for the scores {list(scores[group])} of group {group}")
+        return rows
+
+    try:
+        checked(_MADE_UP)
+    except NonFiniteError as error:
+        raise ConfigError(f"{error}, which were made up to try it; expected is {_EXPECTED}") from error
+    return checked
+
+
+BUILT_IN: dict[str, Callable[[bool], Advantages]] = {
+    "group": lambda divide: lambda scores: [group_advantages(group, divide) for group in scores],
+    "leave_one_out": lambda _: lambda scores: [leave_one_out_advantages(group) for group in scores],
+    "batch": lambda divide: lambda scores: batch_advantages(scores, divide),
+    "group_batch": lambda divide: lambda scores: group_batch_advantages(scores, divide),
+    "scores": lambda _: lambda scores: [list(group) for group in scores],
+    "zero": lambda _: lambda scores: [[0.0] * len(group) for group in scores],
+}
+"""Name -> whether to divide -> the function."""
+DIVIDED = ("group", "batch", "group_batch")
+"""Those whose advantages may be divided by a standard deviation."""
+
+
+def _all_equal(values: npt.NDArray[np.float64]) -> bool:
+    return values.size == 0 or bool(np.ptp(values) <= 1e-9 * max(1.0, float(np.abs(values).max())))
+
+
+def _in_groups(flat: Sequence[float], groups: Sequence[Sequence[float]]) -> list[list[float]]:
+    rest = iter(flat)
+    return [[next(rest) for _ in group] for group in groups]
 
 
 def token_weights(lengths: Sequence[int], normalisation: Normalisation, max_tokens: int) -> list[float]:

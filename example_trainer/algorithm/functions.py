@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from example_trainer.errors import ConfigError
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Thing = TypeVar("Thing")
 
 
 def make_importable(folders: Iterable[Path]) -> None:
@@ -27,7 +27,7 @@ def is_import(name: str) -> bool:
     return ":" in name
 
 
-def built_in(flag: str, name: str, known: Mapping[str, Function]) -> Function:
+def built_in(flag: str, name: str, known: Mapping[str, Thing]) -> Thing:
     """What a word stands for.
 
     Raises:

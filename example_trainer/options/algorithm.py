@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from example_trainer.algorithm.advantages import Normalisation
-from example_trainer.algorithm.methods import KLPlace, Method, method_named
-from example_trainer.options.section import Section
+from example_trainer.algorithm.advantages import BUILT_IN as ADVANTAGES
+from example_trainer.algorithm.advantages import DIVIDED, Normalisation
+from example_trainer.algorithm.functions import built_in, is_import
+from example_trainer.algorithm.losses import LossSettings
+from example_trainer.algorithm.methods import BOUNDS, KLPlace, Method, method_named
+from example_trainer.options.section import Section, flag_of
 
 Correction = Literal["none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask"]
 
@@ -20,27 +23,37 @@ class AlgorithmOptions(Section):
     loss: str = Field(
         "grpo",
         min_length=1,
-        description="grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, dual_clip, or module:function; sets what follows as "
-        "its paper does, where not given",
+        description="grpo, dr_grpo, dapo, gspo, cispo, reinforce, rloo, reinforce_pp, reinforce_pp_baseline, dual_clip, or "
+        "module:function; sets what follows as its paper does, where not given",
     )
     advantages: str | None = Field(
-        None, description="group, leave_one_out, batch, scores, zero, or module:function; not given: the loss's"
+        None,
+        min_length=1,
+        description="group, leave_one_out, batch, group_batch, scores, zero, or module:function; not given: the loss's",
     )
     advantage_std: bool | None = Field(
-        None, description="divide advantages by the group's standard deviation; not given: the loss's (off for Dr. GRPO)"
+        None, description="divide advantages by the group's, or the batch's, standard deviation; not given: the loss's"
     )
     loss_normalisation: Normalisation | None = Field(
         None, description="average over all tokens, over sequences, or by the constant seq-len; not given: the loss's"
     )
     clip_eps: float | None = Field(
-        None, gt=0, lt=1, description="how far the ratio may fall (and rise) before its gradient stops; not given: the loss's"
+        None, gt=0, le=1, description="how far the ratio may fall (and rise) before its gradient stops; not given: the loss's"
     )
-    clip_eps_high: float | None = Field(None, gt=0, description="how far it may rise, if not as far as it may fall")
+    clip_eps_high: float | None = Field(
+        None, gt=0, description="how far it may rise, if not as far as it may fall; inf: as far as it will"
+    )
     dual_clip: float | None = Field(
-        None, gt=1, description="where the loss of a negative advantage stops growing with the ratio; not given: nowhere"
+        None,
+        gt=1,
+        allow_inf_nan=False,
+        description="where the loss of a negative advantage stops growing with the ratio; not given: nowhere",
     )
     kl_coef: float = Field(
-        0.0, ge=0, description="weight of the divergence from the reference model; 0: no reference is loaded"
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="weight of the divergence from the reference model; 0: no reference is loaded",
     )
     kl_in: KLPlace | None = Field(
         None, description="whether that divergence is part of the loss or taken off the reward; not given: the loss's"
@@ -54,7 +67,10 @@ class AlgorithmOptions(Section):
     ppo_epochs: int = Field(1, ge=1, description="times that a batch is gone through, for one weight version")
     minibatches: int = Field(1, ge=1, description="optimizer updates in each time, with a part of the batch each")
     temperature: float = Field(
-        1.0, gt=0, description="divides the logits of sequences that do not say at which temperature they were sampled"
+        1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="divides the logits of sequences that do not say at which temperature they were sampled",
     )
     allow_truncated_sampling: bool = Field(
         False, description="train on what was sampled with top-p, top-k, min-p or penalties too, with a bias that the log tells"
@@ -79,6 +95,30 @@ class AlgorithmOptions(Section):
         method = self.method
         return method.clip_eps if method.clip_eps_high is None else method.clip_eps_high
 
+    @property
+    def loss_settings(self) -> LossSettings:
+        """What the loss is told."""
+        return LossSettings(self.method.clip_eps, self.clip_high, self.method.dual_clip)
+
+    @model_validator(mode="after")
+    def _choices_agree(self) -> AlgorithmOptions:
+        method = self.method
+        if not is_import(method.advantages):
+            built_in("--advantages", method.advantages, ADVANTAGES)
+        known = BOUNDS.get(method.loss, ("clip_eps", "clip_eps_high", "dual_clip"))
+        for name in ("clip_eps", "clip_eps_high", "dual_clip"):
+            if getattr(self, name) is not None and name not in known:
+                has = " and ".join(map(flag_of, known)) or "no bounds"
+                raise ValueError(f"{flag_of(name)} has no part in --loss {self.loss}, which has {has}; leave it out")
+        if self.advantage_std and method.advantages not in DIVIDED:
+            raise ValueError(
+                f"--advantage-std has no part in --advantages {method.advantages}: only those of {', '.join(DIVIDED)} are "
+                "divided by a standard deviation; leave it out"
+            )
+        if self.kl_in is not None and "kl_coef" not in self.model_fields_set:
+            raise ValueError(f"--kl-in {self.kl_in} needs --kl-coef, without which no divergence is taken")
+        return self
+
 
 class CorrectionOptions(Section):
     """Corrections for a sampler that is not the trainer"""
@@ -99,6 +139,15 @@ class CorrectionOptions(Section):
         None, gt=0, description="leave out sequences whose KL to the sampler is larger, in nats per token; not given: none"
     )
 
+    @model_validator(mode="after")
+    def _bounds_are_used(self) -> CorrectionOptions:
+        if "correction_low" in self.model_fields_set and self.correction.endswith("truncate"):
+            raise ValueError(
+                f"--correction-low has no part in --correction {self.correction}, whose weights have an upper bound alone; "
+                "leave it out, or give token_mask or sequence_mask"
+            )
+        return self
+
 
 class LengthOptions(Section):
     """Lengths"""
@@ -117,6 +166,13 @@ class LengthOptions(Section):
         None, description="forward sequences whose advantage is 0 too; not given: only if something needs them"
     )
 
+    @model_validator(mode="after")
+    def _penalty_is_wanted(self) -> LengthOptions:
+        for name in ("overlong_buffer", "overlong_penalty"):
+            if name in self.model_fields_set and "truncated_answers" not in self.model_fields_set:
+                raise ValueError(f"{flag_of(name)} needs --truncated-answers penalise, which is {self.truncated_answers!r}")
+        return self
+
 
 class DistillationOptions(Section):
     """On-policy distillation"""
@@ -127,3 +183,9 @@ class DistillationOptions(Section):
     distill_in: Literal["advantage", "loss"] = Field(
         "advantage", description="whether it is taken off each token's advantage, or is part of the loss"
     )
+
+    @model_validator(mode="after")
+    def _distils(self) -> DistillationOptions:
+        if "distill_in" in self.model_fields_set and "distill_coef" not in self.model_fields_set:
+            raise ValueError(f"--distill-in {self.distill_in} needs --distill-coef, without which there is no teacher")
+        return self

@@ -55,13 +55,14 @@ def test_every_field_is_a_flag_and_a_key(tmp_path: Path) -> None:
         "vllm_servers": ["a:1"], "weight_transfer": "direct",
         "vllm_api_key": "k", "vllm_restart_interval": 3, "vllm_command": "c", "vllm_gpus": "0,1", "vllm_args": "-x y",
         "lora_target_modules": ["q_proj", "up_proj"], "atropos_url": "http://x:1",
-        "atropos_api_key": "s", "max_staleness": 3, "lr_schedule": "cosine", "num_threads": 2, "clip_eps_high": 0.3,
-        "reference_model": "r", "loss_normalisation": "constant", "save_path": "p", "resume": "auto", "log_dir": "l",
+        "atropos_api_key": "s", "max_staleness": 3, "lr_schedule": "cosine", "num_threads": 2, "clip_eps": 0.1,
+        "clip_eps_high": 0.3, "reference_model": "r", "loss_normalisation": "constant",
+        "save_path": "p", "resume": "auto", "log_dir": "l",
         "wandb_project": "w", "wandb_group": "g", "metrics_host": "h", "profile": "3-5", "share_prefixes": True,
         "tokens_per_microbatch": 512, "logprob_chunk": 64, "loss": "dapo", "advantages": "leave_one_out",
         "advantage_std": False, "dual_clip": 3.5, "kl_in": "reward", "correction": "token_mask",
         "correction_low": 0.4, "correction_ratio": "now",
-        "sequence_kl_limit": 0.5, "truncated_answers": "mask", "too_long": "drop", "forward_zero_advantages": True,
+        "sequence_kl_limit": 0.5, "truncated_answers": "penalise", "too_long": "drop", "forward_zero_advantages": True,
         "distill_in": "loss",
     }  # fmt: skip
     for name, field in TrainerConfig.model_fields.items():
@@ -70,7 +71,6 @@ def test_every_field_is_a_flag_and_a_key(tmp_path: Path) -> None:
             values[name] = (not default) if isinstance(default, bool) else default + (0 if name.startswith("beta") else 1)
     values |= {
         "lora_dropout": 0.5,
-        "clip_eps": 0.1,
         "beta1": 0.5,
         "beta2": 0.6,
         "single_copy": False,
