@@ -10,7 +10,6 @@ from pydantic import Field, model_validator
 from example_trainer.algorithm.advantages import BUILT_IN as ADVANTAGES
 from example_trainer.algorithm.advantages import DIVIDED, Normalisation
 from example_trainer.algorithm.functions import built_in, is_import
-from example_trainer.algorithm.losses import LossSettings
 from example_trainer.algorithm.methods import BOUNDS, KLPlace, Method, method_named
 from example_trainer.options.section import Section, flag_of
 
@@ -94,11 +93,6 @@ class AlgorithmOptions(Section):
         """How far the ratio may rise."""
         method = self.method
         return method.clip_eps if method.clip_eps_high is None else method.clip_eps_high
-
-    @property
-    def loss_settings(self) -> LossSettings:
-        """What the loss is told."""
-        return LossSettings(self.method.clip_eps, self.clip_high, self.method.dual_clip)
 
     @model_validator(mode="after")
     def _choices_agree(self) -> AlgorithmOptions:

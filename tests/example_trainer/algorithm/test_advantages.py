@@ -8,7 +8,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from example_trainer.algorithm.advantages import group_advantages, token_weights
+from example_trainer.algorithm.advantages import (
+    batch_advantages,
+    find_advantages,
+    group_advantages,
+    group_batch_advantages,
+    leave_one_out_advantages,
+    token_weights,
+)
 
 scores = st.lists(st.floats(-100, 100).map(lambda value: round(value, 3)), min_size=1, max_size=12)
 
@@ -39,6 +46,55 @@ class TestAdvantages:
     def test_equal_scores_teach_nothing(self, value: float, size: int) -> None:
         assert group_advantages([value] * size) == [0.0] * size
         assert group_advantages([value] * size, divide_by_std=False) == [0.0] * size
+
+
+class TestOtherBaselines:
+    groups = st.lists(scores, min_size=1, max_size=4)
+
+    def test_closed_forms(self) -> None:
+        assert leave_one_out_advantages([1.0, 0.0, 0.0, 0.5]) == pytest.approx([1 - 0.5 / 3, -0.5, -0.5, 0.5 - 1 / 3])
+        assert batch_advantages([[1.0, 0.0], [3.0]], divide_by_std=False) == [
+            pytest.approx([-1 / 3, -4 / 3]),
+            pytest.approx([5 / 3]),
+        ]
+        # Distances to the groups' means: ±1, ±3, and 0 for the one alone; their mean square is 4.
+        assert group_batch_advantages([[0.0, 2.0], [10.0, 4.0], [7.0]]) == [
+            pytest.approx([-0.5, 0.5]),
+            pytest.approx([1.5, -1.5]),
+            [0.0],
+        ]
+        assert group_batch_advantages([[0.0, 2.0], [10.0, 4.0]], divide_by_std=False) == [[-1.0, 1.0], [3.0, -3.0]]
+
+    @given(scores)
+    def test_leave_one_out_is_the_difference_to_the_others_mean(self, rewards: list[float]) -> None:
+        others = [[*rewards[:i], *rewards[i + 1 :]] for i in range(len(rewards))]
+        expected = [r - math.fsum(rest) / len(rest) if rest else 0.0 for r, rest in zip(rewards, others, strict=True)]
+        assert leave_one_out_advantages(rewards) == pytest.approx(expected, abs=1e-6)
+
+    @given(groups)
+    def test_a_batch_is_one_group_and_its_std_one_unit(self, batch: list[list[float]]) -> None:
+        flat = [score for group in batch for score in group]
+        assert [a for group in batch_advantages(batch) for a in group] == group_advantages(flat)
+        centred = [a for group in group_batch_advantages(batch) for a in group]
+        assert [len(group) for group in group_batch_advantages(batch)] == [len(group) for group in batch]
+        if any(max(group) - min(group) > 1e-3 for group in batch):
+            assert math.fsum(a * a for a in centred) / len(centred) == pytest.approx(1)
+        else:
+            assert not any(centred)
+
+    @pytest.mark.parametrize("name", ["group", "leave_one_out", "batch", "group_batch", "zero"])
+    def test_equal_scores_teach_nothing(self, name: str) -> None:
+        assert find_advantages(name)([[0.1] * 7, [0.1]]) == [[0.0] * 7, [0.0]]
+
+    def test_by_name(self) -> None:
+        batch = [[1.0, 0.0], [3.0, 3.0], [2.0]]
+        assert find_advantages("group")(batch) == [[1.0, -1.0], [0.0, 0.0], [0.0]]
+        assert find_advantages("group", divide_by_std=False)(batch) == [[0.5, -0.5], [0.0, 0.0], [0.0]]
+        assert find_advantages("leave_one_out")(batch) == [[1.0, -1.0], [0.0, 0.0], [0.0]]
+        assert find_advantages("batch")(batch) == batch_advantages(batch)
+        assert find_advantages("group_batch")(batch) == group_batch_advantages(batch)
+        assert find_advantages("scores")(batch) == batch
+        assert find_advantages("zero")(batch) == [[0.0, 0.0], [0.0, 0.0], [0.0]]
 
 
 class TestTokenWeights:
