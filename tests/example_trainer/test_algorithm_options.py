@@ -1,0 +1,139 @@
+"""What the options of the algorithm stand for together, and which of them contradict each other."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from example_trainer.algorithm.advantages import find_advantages
+from example_trainer.algorithm.losses import find_loss
+from example_trainer.algorithm.methods import METHODS, Method
+from example_trainer.command_line import parse_config
+from example_trainer.config import TrainerConfig
+from example_trainer.errors import ConfigError
+
+MINE = """
+def loss(inputs, settings): return -inputs.log_ratio.exp() * inputs.advantages
+def advantages(scores): return [[score - 0.5 for score in group] for group in scores]
+def no_loss(inputs, settings): return None
+"""
+
+
+def parsed(words: str) -> TrainerConfig:
+    return parse_config(["--model-name", "m", *shlex.split(words)])
+
+
+def test_without_a_word_it_is_grpo() -> None:
+    config = parsed("")
+    assert config.method == METHODS["grpo"] == Method("grpo", "group", True, "token", 0.2, None, None, "loss")
+    assert (config.clip_high, config.kl_coef, config.entropy_coef, config.ppo_epochs, config.minibatches) == (0.2, 0, 0, 1, 1)
+    assert (config.correction, config.correction_high, config.correction_ratio) == ("token_truncate", 2.0, "proximal")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_has_functions_and_a_line_of_help(name: str) -> None:
+    config = parsed(f"--loss {name}")
+    assert config.method == METHODS[name]
+    assert callable(find_loss(config.method.loss))
+    assert callable(find_advantages(config.method.advantages, config.method.advantage_std))
+    assert f"{name}," in (TrainerConfig.model_fields["loss"].description or "").replace(" or ", " ")
+
+
+@pytest.mark.parametrize(
+    ("words", "clip", "changed"),
+    [
+        ("--loss dapo", (0.2, 0.28), {}),
+        ("--loss dapo --clip-eps 0.1", (0.1, 0.1), {"clip_eps": 0.1, "clip_eps_high": None}),  # one bound for both sides
+        ("--loss dapo --clip-eps-high 0.4", (0.2, 0.4), {"clip_eps_high": 0.4}),
+        ("--loss gspo --clip-eps 0.001 --clip-eps-high 0.002", (0.001, 0.002), {"clip_eps": 1e-3, "clip_eps_high": 2e-3}),
+        ("--loss cispo --clip-eps-high inf", (1.0, float("inf")), {"clip_eps_high": float("inf")}),
+        ("--loss dual_clip --dual-clip 5", (0.2, 0.2), {"dual_clip": 5.0}),
+        ("--loss dr_grpo --advantage-std --loss-normalisation token", (0.2, 0.2), {"advantage_std": True,
+         "loss_normalisation": "token"}),
+        ("--loss rloo --kl-coef 0.1 --kl-in loss", (0.2, 0.2), {"kl_in": "loss"}),
+        ("--loss grpo --advantages leave_one_out --no-advantage-std", (0.2, 0.2), {"advantages": "leave_one_out",
+         "advantage_std": False}),
+    ],
+)  # fmt: skip
+def test_flags_win_over_the_methods_choices(words: str, clip: tuple[float, float], changed: dict[str, object]) -> None:
+    config = parsed(words)
+    own = METHODS[config.loss]
+    assert (config.method.clip_eps, config.clip_high) == clip
+    assert {key: value for key, value in vars(config.method).items() if value != getattr(own, key)} == changed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--loss drgrpo", "unknown --loss drgrpo; did you mean dr_grpo?"),
+        ("--loss x", "unknown --loss x; there are grpo, dr_grpo, dapo, gspo, cispo, reinforce, rloo, reinforce_pp, "),
+        ("--advantages grup", "unknown --advantages grup; did you mean group?"),
+        ("--loss nowhere:f", "--loss nowhere:f: there is no module nowhere in the current directory, beside the --config file"),
+        ("--advantages nowhere:f", "--advantages nowhere:f: there is no module nowhere in the current directory, beside the"),
+        ("--loss rloo --clip-eps 0.1", "--clip-eps has no part in --loss rloo, which has no bounds; leave it out"),
+        ("--loss reinforce --clip-eps-high 1", "--clip-eps-high has no part in --loss reinforce, which has no bounds"),
+        (
+            "--loss gspo --dual-clip 3",
+            "--dual-clip has no part in --loss gspo, which has --clip-eps and --clip-eps-high; leave",
+        ),
+        ("--clip-eps 1.5", "--clip-eps '1.5': input should be less than or equal to 1"),
+        ("--dual-clip 1", "--dual-clip '1': input should be greater than 1"),
+        ("--kl-coef nan", "--kl-coef 'nan': input should be "),
+        (
+            "--loss rloo --advantage-std",
+            "--advantage-std has no part in --advantages leave_one_out: only those of group, batch, ",
+        ),
+        ("--advantages zero --advantage-std", "--advantage-std has no part in --advantages zero: only those of group, batch, "),
+        ("--kl-in reward", "--kl-in reward needs --kl-coef, without which no divergence is taken"),
+        ("--distill-in loss", "--distill-in loss needs --distill-coef, without which there is no teacher"),
+        (
+            "--correction-low 0.2",
+            "--correction-low has no part in --correction token_truncate, whose weights have an upper bound",
+        ),
+        ("--overlong-buffer 9", "--overlong-buffer needs --truncated-answers penalise, which is 'train'"),
+        ("--minibatches 65", "--minibatches 65 are more than the 64 sequences of a batch (--batch-size × --gradient-accum"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(words: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed(words)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--kl-in reward --kl-coef 0",
+        "--correction none --correction-low 0.2 --correction-high 3",
+        "--correction none --sequence-kl-limit 0.1",
+        "--truncated-answers mask --overlong-buffer 9",
+        "--distill-in loss --distill-coef 0",
+        "--minibatches 64 --ppo-epochs 3 --loss rloo",
+    ],
+)
+def test_what_is_switched_off_in_so_many_words_keeps_its_settings(words: str) -> None:
+    """A flag that switches off what a file sets up must not need the file to be changed."""
+    assert parsed(words).loss
+
+
+@pytest.mark.parametrize("place", ["beside the file", "current directory"])
+def test_functions_of_the_users_are_found(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "mine_" + place.replace(" ", "_")
+    files, here = tmp_path / "files", tmp_path / "here"
+    files.mkdir()
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    ((files if place == "beside the file" else here) / f"{name}.py").write_text(MINE)
+    (files / "c.yaml").write_text(f"loss: {name}:loss\nadvantages: {name}:advantages\n")
+    config = parse_config(["--config", str(files / "c.yaml"), "--model-name", "m", "--dual-clip", "3"])
+    assert config.method == Method(f"{name}:loss", advantages=f"{name}:advantages", dual_clip=3.0)
+    assert find_advantages(config.method.advantages)([[1.0]]) == [[0.5]]
+    with pytest.raises(ConfigError, match=f"^--loss {name}:no_loss: it returned NoneType; expected is a function of LossInp"):
+        parse_config(["--config", str(files / "c.yaml"), "--model-name", "m", "--loss", f"{name}:no_loss"])
+    with pytest.raises(ConfigError, match=f"^--advantage-std has no part in --advantages {name}:advantages: only those of"):
+        parse_config(["--config", str(files / "c.yaml"), "--model-name", "m", "--advantage-std"])
