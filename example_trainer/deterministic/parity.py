@@ -74,9 +74,12 @@ class ParityCheck:
         older: whether tokens of older weights, or of weights that nobody named, may be trained on.
 
     Attributes:
+        compares: whether `compare` looks at anything.
         first: the first token that differed in the whole run.
         compared_in_all, mismatched_in_all: tokens of the whole run.
     """
+
+    compares = True
 
     def __init__(self, ours: Provenance, theirs: Provenance, stop: bool = True, older: bool = False) -> None:
         self._ours, self._theirs, self._stop, self._older_allowed = ours, theirs, stop, older
@@ -189,6 +192,8 @@ class ParityCheck:
 
 class NoParity(ParityCheck):
     """Compares nothing: the mode is off."""
+
+    compares = False
 
     def __init__(self) -> None:
         super().__init__({}, {}, stop=False)

@@ -57,7 +57,8 @@ def load_state(saved: SavedStep, optimizer: MasterAdamW) -> None:
     try:
         with safe_open(file, framework="pt") as opened:
             shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118 - no mapping
-            optimizer.load_state(shapes, opened.get_tensor, saved.step)  # one at a time: the whole may not fit into RAM
+            # One at a time: the whole may not fit into RAM.
+            optimizer.load_state(shapes, opened.get_tensor, saved.step, saved.updates)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read the optimizer state in {file.parent}: {error}") from error
 
@@ -145,6 +146,7 @@ class Checkpoints:
         step = optimizer.steps
         trainer = {
             "step": step,
+            "updates": optimizer.updates,
             "run": self.run.record(),
             "batch": vars(batch) if batch else None,
             "unacknowledged": [vars(one) for one in unacknowledged],

@@ -51,11 +51,11 @@ def learning_rate_factor(step: int, schedule: LearningRateSchedule, warmup_steps
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one optimizer step did.
+    """What one update did.
 
     Attributes:
         grad_norm: global L2 norm of the gradient before clipping.
-        lr: learning rate of the step.
+        lr: learning rate.
     """
 
     grad_norm: float
@@ -64,6 +64,16 @@ class StepReport:
 
 class MasterAdamW:
     """AdamW (arXiv:1711.05101) over float32 copies of a model's trainable parameters.
+
+    A *step* is what is learned from a batch, and makes a weight version. It is one *update* of the masters, or several: after
+    each of these the model needs the new weights for the next, and after the last one the step is ended.
+
+    Example:
+        for part in parts_of_a_batch:
+            ...                         # backward passes
+            optimizer.update()
+            optimizer.write_weights()
+        optimizer.end_step()            # or, for a batch of one update, optimizer.step() instead of both
 
     Made from the weights as they are now: make it after the checkpoint is read, and before a single-copy bridge puts the
     parameters onto the server's memory.
@@ -74,18 +84,19 @@ class MasterAdamW:
         max_grad_norm: gradients are scaled down to this global norm; 0 leaves them as they are.
         schedule, warmup_steps, total_steps: see learning_rate_factor.
         shards: what this rank holds of the parameters; masters, gradients and moments are of the same part. With several
-            ranks `step` is collective.
-        offload: masters and moments are in the host's memory, and pass through the parameters' device in each step. The bits
-            are those of a step without it.
+            ranks `update` is collective.
+        offload: masters and moments are in the host's memory, and pass through the parameters' device in each update. The bits
+            are those of an update without it.
         bucket_elements: how much of them is on the device at once.
 
     Attributes:
-        steps: optimizer steps taken, which is the weight version of the masters.
+        steps: batches learned from, which is the weight version of the masters; the learning rate follows it.
+        updates: updates taken, which AdamW's correction of its moments counts.
         masters: float32 weights by parameter, this rank's part; on the host if they are offloaded.
         sums: where the backward pass may add the gradients itself: set `model.arithmetic.sums` to it. None where gradients
             come through autograd: FSDP2 reduces them, and of adapters they are few.
-        sound: whether masters and moments are those of `steps` whole steps, and finite. False while a step changes them, and
-            for good if it does not come to its end.
+        sound: whether masters and moments are those of `updates` whole updates, and finite. False while an update changes them,
+            and for good if it does not come to its end.
         device: of this rank's parameters.
         wait_for_readers: called before masters and moments change; whoever reads them meanwhile makes it wait.
     """
@@ -112,7 +123,7 @@ class MasterAdamW:
         self.lr, self.max_grad_norm = lr, max_grad_norm
         self.schedule, self.warmup_steps, self.total_steps = schedule, warmup_steps, total_steps
         self._betas, self._eps, self._weight_decay = betas, eps, weight_decay
-        self.steps = 0
+        self.steps = self.updates = 0
         self.sound = True
         self.wait_for_readers: Callable[[], None] = lambda: None
         local = {name: shards.local(p) for name, p in self._parameters.items()}
@@ -169,14 +180,24 @@ class MasterAdamW:
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    @torch.no_grad()
     def step(self) -> StepReport:
+        """The one update of a batch, and the end of its step. Raises what `update` raises."""
+        report = self.update()
+        self.end_step()
+        return report
+
+    def end_step(self) -> None:
+        """The updates of a batch are done: what the masters are now is the next weight version."""
+        self.steps += 1
+
+    @torch.no_grad()
+    def update(self) -> StepReport:
         """Apply the summed gradients to the masters and forget them. The model's parameters stay as they are.
 
         Whatever is raised before the masters are touched leaves `sound` true: the gradients can be dropped.
 
         Raises:
-            NonFiniteError: a gradient or, after the step, a weight is NaN or infinite; names the first such parameter.
+            NonFiniteError: a gradient or, after the update, a weight is NaN or infinite; names the first such parameter.
             RuntimeError: a parameter received no gradient, so it would silently stay what it is.
         """
         self.collect()
@@ -197,7 +218,7 @@ class MasterAdamW:
         self.sound = False
         norms_after = self._update(gradients, lr, divisor)
         self.zero_grad()
-        self.steps += 1
+        self.updates += 1
         self._finite(norms_after, "the weight")
         self.sound = True
         return StepReport(grad_norm=grad_norm, lr=lr)
@@ -233,7 +254,7 @@ class MasterAdamW:
                 first,
                 second,
                 [],
-                list(torch.full((len(chosen),), float(self.steps), device=self.device).unbind()),
+                list(torch.full((len(chosen),), float(self.updates), device=self.device).unbind()),
                 fused=True,
                 grad_scale=divisor,
                 amsgrad=False,
@@ -271,7 +292,7 @@ class MasterAdamW:
         self._host.work(self._host.arenas[:1], work, write_back=False)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything that the next step depends on but `steps`: masters and both moments, by parameter (float32, no copies)."""
+        """Everything that the next update depends on but `steps` and `updates`: masters and both moments, by parameter (float32, no copies)."""
         return {f"{kind}.{name}": self._state[kind][name] for name in self.masters for kind in _KINDS}
 
     def whole_state_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -279,12 +300,15 @@ class MasterAdamW:
         return {f"{kind}.{name}": shape for name, shape in self.whole_shapes.items() for kind in _KINDS}
 
     @torch.no_grad()
-    def load_state(self, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor], steps: int) -> None:
+    def load_state(
+        self, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor], steps: int, updates: int | None = None
+    ) -> None:
         """Continue from a whole model's state after `steps` steps, whatever the number of ranks was.
 
         Args:
             shapes: of everything that is there, by name.
             read: gives one whole tensor; they are asked for one after another.
+            updates: of these steps; not given: one each.
 
         Raises:
             CheckpointError: it belongs to another model.
@@ -298,7 +322,7 @@ class MasterAdamW:
         self.wait_for_readers()
         for key, tensor in self.state_dict().items():
             tensor.copy_(self.shards.take(key.partition(".")[2], read(key)))
-        self.steps = steps
+        self.steps, self.updates = steps, steps if updates is None else updates
 
 
 def make_optimizer(config: TrainerConfig, model: Decoder) -> MasterAdamW:

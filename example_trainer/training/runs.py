@@ -83,6 +83,7 @@ class SavedStep:
         batch: the last one in its weights.
         unacknowledged: earlier ones in its weights that the rollout service had not been told of, because an earlier checkpoint
             was still being written.
+        updates: of the optimizer, in all its steps; None in checkpoints of before a step could have several.
     """
 
     path: Path
@@ -90,6 +91,7 @@ class SavedStep:
     run: Run
     batch: TrainedBatch | None = None
     unacknowledged: tuple[TrainedBatch, ...] = ()
+    updates: int | None = None
 
     @classmethod
     def read(cls, checkpoint: Path) -> SavedStep:
@@ -108,6 +110,7 @@ class SavedStep:
                 Run.from_record(run) if run else Run(UNNAMED, model_identity(content.get("config", {}).get("model_name", ""))),
                 TrainedBatch(int(batch["id"]), batch["uuid"]) if batch else None,
                 tuple(TrainedBatch(int(one["id"]), one["uuid"]) for one in content.get("unacknowledged", [])),
+                None if content.get("updates") is None else int(content["updates"]),
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(

@@ -1,101 +1,243 @@
-"""The gradient of one batch."""
+"""The gradients of one batch: of one update, or of several that go through it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from example_trainer.algorithm.losses import grpo_loss
+from example_trainer.algorithm.corrections import CorrectionSettings
+from example_trainer.algorithm.figures import BinOutcome, StepFigures
+from example_trainer.algorithm.functions import is_import
+from example_trainer.algorithm.losses import LossSettings, find_loss
+from example_trainer.algorithm.objective import Objective, ObjectiveInputs, bin_loss
 from example_trainer.batch.bins import PackedBin
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.parity import NoParity, ParityCheck
+from example_trainer.errors import BatchError, NonFiniteError
 from example_trainer.models import Decoder
 from example_trainer.models.packing import NO_PARENT, Packing
 from example_trainer.process import StopSignal
 from example_trainer.training.optimizer import MasterAdamW
 
 
-@dataclass
-class StepSums:
-    """Figures of a batch: the loss, and means over its trained tokens.
-
-    Attributes:
-        loss: what the gradient is of.
-        kl: KL(rollout policy ‖ current policy) by k3, in nats.
-        reference_kl: KL(current policy ‖ reference) by k3, in nats; 0 without a reference.
-        entropy: of the current policy where it chose the tokens, in nats.
-        clip_fraction: share of the tokens whose gradient is stopped by clipping.
-        missing_rollout_logprobs: share of the tokens that came without a rollout logprob.
-    """
-
-    loss: float = 0.0
-    kl: float = 0.0
-    reference_kl: float = 0.0
-    entropy: float = 0.0
-    clip_fraction: float = 0.0
-    missing_rollout_logprobs: float = 0.0
-
-
-def accumulate_gradients(
-    model: Decoder,
-    optimizer: MasterAdamW,
-    bins: Sequence[PackedBin],
-    config: TrainerConfig,
-    stop: StopSignal,
-    reference: Decoder | None = None,
-    parity: ParityCheck | None = None,
-) -> StepSums:
-    """Add the gradient of a batch to the optimizer's, one bin at a time.
-
-    How the batch is packed does not matter: every token's weight is its weight in the whole batch. With data-parallel ranks
-    each adds the gradient of its own bins, and all get the whole batch's figures. Collective.
-
-    Args:
-        bins: this rank's, on the model's device; every rank has as many.
+def make_objective(config: TrainerConfig) -> Objective:
+    """What the options minimise.
 
     Raises:
-        StopRequested: a signal came; the step must not be taken.
-        ParityError: `parity` found a token whose logprob is not vLLM's; no gradient of it was taken.
+        ConfigError: there is no such loss, or it is no function of the right kind.
     """
-    parity = parity or NoParity()
-    parity.begin(optimizer.steps)
-    totals = torch.zeros(7, dtype=torch.float64, device=model.output_weight.device)
-    for bin in bins:
-        stop.check()
-        packing = bin.packing()
-        logprobs, entropy = response_logprobs(model, bin, packing, config)
-        parity.compare(bin, logprobs)
-        reference_logprobs = None
-        if reference is not None:
-            with torch.no_grad():
-                reference_logprobs, _ = response_logprobs(reference, bin, packing, config)
-                reference.shards.release(reference)
-        loss, sums = grpo_loss(
-            logprobs,
-            bin.rollout_logprobs,
-            bin.advantages,
-            bin.weights,
-            clip_low=config.method.clip_eps,
-            clip_high=config.clip_high,
-            kl_coef=config.kl_coef,
-            reference_logprobs=reference_logprobs,
-        )
-        loss.backward()
-        optimizer.collect()
-        figures = (loss.detach(), sums.kl, sums.reference_kl, entropy.sum(), sums.clipped, sums.missing_rollout_logprobs)
-        totals[:6] += torch.stack([figure.double() for figure in figures])
-        totals[6] += sums.tokens
-    loss_sum, *others, tokens = model.shards.sum_figures(totals).tolist()
-    return StepSums(loss_sum, *(value / tokens for value in others))
+    method = config.method
+    return Objective(
+        name=config.loss,
+        loss=find_loss(method.loss),
+        clip=LossSettings(method.clip_eps, config.clip_high, method.dual_clip),
+        correction=CorrectionSettings(
+            kind=config.correction,
+            low=config.correction_low,
+            high=config.correction_high,
+            ratio=config.correction_ratio,
+            sequence_kl_limit=config.sequence_kl_limit,
+        ),
+        kl_coef=config.kl_coef,
+        kl_in=method.kl_in,
+        entropy_coef=config.entropy_coef,
+        distill_coef=config.distill_coef,
+        distill_in=config.distill_in,
+    )
+
+
+@dataclass
+class _Known:
+    """What is worked out of a bin once and kept for the later updates of its batch.
+
+    Attributes:
+        sequence: [n] int64, which of its sequences each token is of.
+        proximal: [n] float32 logprobs under the weights that the batch began with.
+        reference: [n] float32 under the reference.
+    """
+
+    sequence: Tensor
+    proximal: Tensor | None = None
+    reference: Tensor | None = None
+
+
+class BatchGradients:
+    """The gradients of a batch's updates: of each of its minibatches in turn, and that --ppo-epochs times.
+
+    How the batch is packed does not matter: every token's weight is its weight in its whole minibatch. With data-parallel ranks
+    each adds the gradient of its own bins, and all get the whole batch's figures. Everything but the constructor is collective.
+
+    The logprobs under the weights that the batch began with are those of the first update's own passes, as far as it goes; for
+    the other minibatches there are passes before it, without a gradient, where the objective needs them or parity is checked.
+
+    Args:
+        minibatches: this rank's bins of each, on the model's device; every rank has as many, of as many bins.
+        objective: see make_objective.
+        reference: the model that the loss keeps the policy near.
+        parity: compares all logprobs under the weights that the batch began with.
+
+    Example:
+        gradients = BatchGradients(model, optimizer, minibatches, config, objective, stop)
+        for number in range(gradients.updates):
+            gradients.accumulate(number)
+            optimizer.update()
+            gradients.updated()
+            optimizer.write_weights()
+        optimizer.end_step()
+        row = gradients.row()
+
+    Attributes:
+        updates: how many the batch is for.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        optimizer: MasterAdamW,
+        minibatches: Sequence[Sequence[PackedBin]],
+        config: TrainerConfig,
+        objective: Objective,
+        stop: StopSignal,
+        reference: Decoder | None = None,
+        parity: ParityCheck | None = None,
+    ) -> None:
+        self._model, self._optimizer, self._minibatches = model, optimizer, minibatches
+        self._config, self._objective, self._stop, self._reference = config, objective, stop, reference
+        self._parity = parity or NoParity()
+        self._known = [[_Known(_sequence_of(one)) for one in bins] for bins in minibatches]
+        self._figures = StepFigures(model.output_weight.device, optimizer.steps)
+        self._pending: list[BinOutcome] = []
+        self._counted = 0
+        self.updates = config.ppo_epochs * len(minibatches)
+
+    def bins_of(self, number: int) -> Sequence[PackedBin]:
+        """This rank's bins of an update."""
+        return self._minibatches[number % len(self._minibatches)]
+
+    def accumulate(self, number: int) -> None:
+        """Add the gradient of an update, counted from 0, to the optimizer's, one bin at a time.
+
+        Raises:
+            StopRequested: a signal came; the update must not be taken.
+            ParityError: a token's logprob is not vLLM's; no update of the batch was taken.
+            BatchError: an option asks for a correction, and the batch has no logprobs to correct with.
+            NonFiniteError: the loss function of the user's gave something that is not finite.
+            ConfigError: it gave no loss for each token.
+        """
+        if number == 0:
+            self._parity.begin(self._optimizer.steps)
+            self._require_rollout_logprobs()
+            self._pass_ahead()
+        epoch, place = divmod(number, len(self._minibatches))
+        not_finite = torch.zeros((), dtype=torch.float64, device=self._model.output_weight.device)
+        for bin, known in zip(self._minibatches[place], self._known[place], strict=True):
+            self._stop.check()
+            packing = bin.packing()
+            logprobs, entropy = response_logprobs(self._model, bin, packing, self._config)
+            if number == 0:
+                self._parity.compare(bin, logprobs)
+                known.proximal = logprobs.detach()
+            if self._reference is not None and known.reference is None:
+                with torch.no_grad():
+                    known.reference, _ = response_logprobs(self._reference, bin, packing, self._config)
+                    self._reference.shards.release(self._reference)
+            found = bin_loss(_inputs(bin, known, logprobs, entropy), self._objective)
+            found.loss.backward()
+            self._optimizer.collect()
+            not_finite += found.not_finite
+            # Drift is that of the batch's first weights, and so counted in the first epoch alone.
+            began = known.proximal if epoch == 0 else None
+            unknown = torch.full_like(found.outcome.logprobs, torch.nan)
+            outcome = replace(found.outcome, proximal_logprobs=unknown if began is None else began)
+            if number == 0:
+                self._figures.add(outcome)  # of an update that fails there is no row
+            else:
+                self._pending.append(outcome)
+        self._require_finite(not_finite)
+
+    def updated(self) -> None:
+        """The update was taken: its figures count. Not collective."""
+        for outcome in self._pending:
+            self._figures.add(outcome)
+        self._pending.clear()
+        self._counted += 1
+
+    def row(self) -> dict[str, float | None]:
+        """The figures of the updates that were taken: see StepFigures.row; the loss is their mean."""
+        row = self._figures.row(self._model.shards.sum_figures)
+        loss = row["loss"]
+        return row | {"loss": None if loss is None else loss / self._counted}
+
+    def _pass_ahead(self) -> None:
+        if not (self._objective.correction.needs_proximal or self._parity.compares):
+            return
+        for bins, knowns in zip(self._minibatches[1:], self._known[1:], strict=True):
+            for bin, known in zip(bins, knowns, strict=True):
+                self._stop.check()
+                with torch.no_grad():
+                    known.proximal, _ = response_logprobs(self._model, bin, bin.packing(), self._config)
+                    self._model.shards.release(self._model)
+                self._parity.compare(bin, known.proximal)
+
+    def _require_rollout_logprobs(self) -> None:
+        given = [name for name in ("correction", "sequence_kl_limit") if name in self._config.model_fields_set]
+        if not self._objective.correction.active or not given:
+            return
+        known = torch.zeros((), dtype=torch.float64, device=self._model.output_weight.device)
+        for bin in (bin for bins in self._minibatches for bin in bins):
+            known += (~bin.rollout_logprobs.isnan()).sum()
+        if not self._model.shards.sum_figures(known.reshape(1)).item():
+            flag = f"--{given[0].replace('_', '-')} {getattr(self._config, given[0])}"
+            raise BatchError(
+                f"{flag}: none of the batch's tokens came with the logprob that it was sampled with, so nothing can be "
+                "corrected; let the environment send inference_logprobs, or give --correction none"
+            )
+
+    def _require_finite(self, not_finite: Tensor) -> None:
+        if not is_import(self._objective.name):  # those of the project are; and looking costs waiting for the device
+            return
+        tokens = int(self._model.shards.sum_figures(not_finite.reshape(1)).item())
+        if tokens:
+            raise NonFiniteError(
+                f"--loss {self._objective.name} is NaN or infinite for {tokens} tokens at optimizer step "
+                f"{self._optimizer.steps}, whose logprobs are finite; put the function right, or give --skip-nonfinite N, which "
+                "leaves out up to N such batches in a row"
+            )
+
+
+def _sequence_of(bin: PackedBin) -> Tensor:
+    spans = bin.sequences()
+    if spans is None:
+        return torch.zeros(0, dtype=torch.int64, device=bin.targets.device)
+    places = torch.arange(spans.tokens, device=bin.targets.device, dtype=torch.int32)
+    return torch.searchsorted(spans.cu_seqlens[1:], places, right=True)
+
+
+def _inputs(bin: PackedBin, known: _Known, logprobs: Tensor, entropy: Tensor) -> ObjectiveInputs:
+    return ObjectiveInputs(
+        logprobs=logprobs,
+        entropy=entropy,
+        proximal_logprobs=known.proximal,
+        rollout_logprobs=bin.rollout_logprobs,
+        reference_logprobs=known.reference,
+        teacher_logprobs=bin.teacher_logprobs,
+        advantages=bin.advantages,
+        weights=bin.weights,
+        versions=bin.versions,
+        sequence=known.sequence,
+        sequences=len(bin.counts),
+    )
 
 
 def response_logprobs(model: Decoder, bin: PackedBin, packing: Packing, config: TrainerConfig) -> tuple[Tensor, Tensor]:
     """Logprob and entropy ([n] float32 each) at the trained tokens; only these are projected to the vocabulary."""
     hidden = model.arithmetic.ops.rows(model(bin.tokens, packing), bin.sources)
-    return model.chosen_logprobs(hidden, bin.targets, bin.sequences(), config.logprob_chunk, config.temperature)
+    return model.chosen_logprobs(
+        hidden, bin.targets, bin.sequences(), config.logprob_chunk, bin.temperatures, entropy_gradient=bool(config.entropy_coef)
+    )
 
 
 def warm_up(model: Decoder, optimizer: MasterAdamW, config: TrainerConfig) -> None:
@@ -110,7 +252,9 @@ def warm_up(model: Decoder, optimizer: MasterAdamW, config: TrainerConfig) -> No
     tokens = torch.zeros(packing.tokens, dtype=torch.int64, device=device)
     hidden = model.arithmetic.ops.rows(model(tokens, packing), torch.arange(packing.tokens, device=device))
     counts = Packing([packing.tokens], device)
-    logprobs, _ = model.chosen_logprobs(hidden, tokens, counts, config.logprob_chunk, config.temperature)
-    logprobs.sum().backward()
+    temperatures = torch.full(tokens.shape, config.temperature, device=device)
+    learns_entropy = bool(config.entropy_coef)
+    logprobs, entropy = model.chosen_logprobs(hidden, tokens, counts, config.logprob_chunk, temperatures, learns_entropy)
+    (logprobs + entropy if learns_entropy else logprobs).sum().backward()
     optimizer.collect()
     optimizer.zero_grad()
