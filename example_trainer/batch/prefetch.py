@@ -22,7 +22,7 @@ from atroposlib.utils.lives import Life
 from example_trainer.api_keys import revealed
 from example_trainer.batch.bins import PackedBin
 from example_trainer.batch.client import Registration, RolloutClient, TrainedBatch
-from example_trainer.batch.packing import BatchFigures
+from example_trainer.batch.figures import BatchFigures
 from example_trainer.batch.reader import BatchReader, PackedBatch
 from example_trainer.batch.scatter import scatter_bins, sizes_of
 from example_trainer.config import TrainerConfig

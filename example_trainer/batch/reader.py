@@ -9,8 +9,9 @@ from typing import Any
 
 from atroposlib.utils.lives import Life
 from example_trainer.batch.bins import PackedBin
+from example_trainer.batch.figures import BatchFigures, figures_of
 from example_trainer.batch.groups import Batch, parse_batch
-from example_trainer.batch.packing import BatchFigures, figures_of, pack_batch
+from example_trainer.batch.packing import pack_batch
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BatchError
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from example_trainer.batch.packing import BatchFigures
+from example_trainer.batch.figures import BatchFigures
 from example_trainer.models import Decoder
 from example_trainer.models.geometry import Geometry
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from atroposlib.utils.lives import Life
 from example_trainer.batch.bins import UNKNOWN_VERSION, PackedBin
+from example_trainer.batch.figures import figures_of
 from example_trainer.batch.groups import Batch, TrainedSequence
-from example_trainer.batch.packing import PAIRS_PER_TOKEN, SEEN_PER_TOKEN, empty_bin, figures_of, pack_batch
+from example_trainer.batch.packing import PAIRS_PER_TOKEN, SEEN_PER_TOKEN, empty_bin, pack_batch
 from example_trainer.batch.prefixes import LEAST_SAVING, prefix_tree, reading_order
 from example_trainer.models.packing import NO_PARENT
 

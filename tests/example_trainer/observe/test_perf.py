@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from example_trainer.batch.packing import BatchFigures
+from example_trainer.batch.figures import BatchFigures
 from example_trainer.models.geometry import Geometry
 from example_trainer.observe.perf import Speed, matrix_elements, peak_memory, peak_rate, step_flops
 
