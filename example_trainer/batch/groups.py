@@ -19,12 +19,9 @@ import numpy.typing as npt
 from atroposlib.utils.lives import Life
 from example_trainer.algorithm.advantages import group_advantages
 from example_trainer.batch.ages import age, version_on_line
+from example_trainer.batch.group_error import GroupError
 
 NOT_TRAINED = -100
-
-
-class GroupError(ValueError):
-    """A group does not hold what the wire promises. The message names the field."""
 
 
 @dataclass(frozen=True)

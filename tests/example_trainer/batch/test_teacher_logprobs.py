@@ -1,0 +1,85 @@
+"""A teacher's logprobs out of a group: found by token id, missing where it is not there, refused where nothing lines up."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from example_trainer.batch.group_error import GroupError
+from example_trainer.batch.teacher_logprobs import teacher_logprobs
+
+TOKENS = np.array([5, 7, 9, 7], dtype=np.int64)
+POSITIONS = np.array([1, 2, 3], dtype=np.int64)
+
+
+def group(ids: object, logprobs: object) -> dict[str, object]:
+    """Two sequences, of which the second is asked for."""
+    return {
+        "tokens": [[1], TOKENS.tolist()],
+        "distill_token_ids": [[[1]], ids],
+        "distill_logprobs": [[[0.0]], logprobs],
+    }
+
+
+def read(ids: object, logprobs: object) -> np.ndarray | None:
+    return teacher_logprobs(group(ids, logprobs), 1, TOKENS, POSITIONS)
+
+
+def test_the_sampled_token_is_found_wherever_it_stands_among_the_ids() -> None:
+    found = read([[], [7], [3, 9, 4], [8, 2]], [[], [-0.5], [-4.0, -1.25, -3.0], [-0.1, -0.2]])
+    assert found is not None
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, np.array([-0.5, -1.25, np.nan], dtype=np.float32))
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=4, unique=True), min_size=4, max_size=4), st.randoms())
+def test_what_is_read_is_the_entry_of_the_token(ids: list[list[int]], random: object) -> None:
+    logprobs = [[-random.random() for _ in row] for row in ids]  # type: ignore[attr-defined]
+    found = read(*json.loads(json.dumps([ids, logprobs])))
+    assert found is not None
+    for value, position in zip(found, POSITIONS, strict=True):
+        table = dict(zip(ids[position], logprobs[position], strict=True))
+        assert value == np.float32(table.get(int(TOKENS[position]), math.nan)) or (
+            math.isnan(value) and int(TOKENS[position]) not in table
+        )
+
+
+def test_without_a_teacher_there_is_nothing() -> None:
+    bare = {"tokens": [TOKENS.tolist()]}
+    assert teacher_logprobs(bare, 0, TOKENS, POSITIONS) is None
+    empty = {**bare, "distill_token_ids": None, "distill_logprobs": None}
+    assert teacher_logprobs(empty, 0, TOKENS, POSITIONS) is None
+
+
+ONE = [[], [7], [9], [7]]
+GOOD = [[], [-1.0], [-1.0], [-1.0]]
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs", "named"),
+    [
+        (ONE[:3], GOOD, "distill_token_ids[1] has 3 entries, tokens[1] has 4"),
+        (ONE, GOOD[1:], "distill_logprobs[1] has 3 entries, tokens[1] has 4"),
+        (ONE, None, "distill_logprobs[1] has no entries, tokens[1] has 4"),
+        (ONE, [[], [-1.0], [], [-1.0]], "distill_logprobs[1][2] has 0 entries, distill_token_ids[1][2] has 1"),
+        (ONE, [[], [-1.0], -1.0, [-1.0]], "distill_logprobs[1][2] is no list"),
+        (ONE, [[], [-1.0], [-1.0], [1.0]], "distill_logprobs[1][3] holds 1.0 for token 7, which is no logprob"),
+        (ONE, [[], [-1.0], [math.nan], [-1.0]], "distill_logprobs[1][2] holds nan for token 9"),
+        (ONE, [[], [-math.inf], [-1.0], [-1.0]], "distill_logprobs[1][1] holds -inf for token 7"),
+        (ONE, [[], [None], [-1.0], [-1.0]], "distill_logprobs[1][1] holds None for token 7"),
+    ],
+)
+def test_what_does_not_line_up_is_refused_by_its_index(ids: object, logprobs: object, named: str) -> None:
+    with pytest.raises(GroupError) as error:
+        read(ids, logprobs)
+    assert named in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("field", ["distill_token_ids", "distill_logprobs"])
+def test_one_field_without_the_other_is_refused(field: str) -> None:
+    with pytest.raises(GroupError, match=rf"{field} has no entries, tokens has 2 sequences"):
+        teacher_logprobs({**group(ONE, GOOD), field: None}, 1, TOKENS, POSITIONS)
