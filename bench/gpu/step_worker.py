@@ -64,7 +64,7 @@ class StepWorker:
         for index in range(count):
             batch = random_batch(sequences, (lengths[0], lengths[1]), self.model.geometry.vocab_size, seed + index)
             options = {"normalisation": "token", "max_tokens": 4096, "share_prefixes": False}
-            (bins,) = pack_batch(batch, tokens_per_bin=tokens, ranks=1, **options)  # type: ignore[arg-type]
+            ((bins,),) = pack_batch(batch, tokens_per_bin=tokens, ranks=1, **options)  # type: ignore[arg-type]
             rows.append(self._step([one.to(self.device) for one in bins]))
         counted = rows[2:]
         medians = [statistics.median(row[phase] for row in counted) for phase in range(len(PHASES))]

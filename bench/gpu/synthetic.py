@@ -81,7 +81,7 @@ def random_bin(work: Work, vocab_size: int, device: torch.device, seed: int = 0)
         for number in range(work.group):
             tokens = np.concatenate((prompt, draw.integers(3, vocab_size, work.length - work.prompt)))
             sequences.append(_sequence(tokens, work.prompt, float(draw.normal()), (group, number), vocab_size))
-    ((packed,),) = pack_batch(
+    (((packed,),),) = pack_batch(
         Batch(sequences),
         tokens_per_bin=work.tokens,
         ranks=1,

@@ -27,6 +27,8 @@ class PackedBin:
         advantages, weights: [n] float32.
         versions: [n] int64, the weight version that each was sampled under, UNKNOWN_VERSION where nobody said.
         positions: [n] int64, each one's place among the tokens of its rollout.
+        temperatures: [n] float32, what its logits are divided by: the temperature that it was sampled at.
+        teacher_logprobs: [n] float32, NaN where no teacher scored it.
         counts: [sequences] int64, how many of the n belong to each sequence; none has 0.
         orders: [sequences, 2] int64, each sequence's place in the batch: group, and number within the group.
     """
@@ -41,6 +43,8 @@ class PackedBin:
     weights: Tensor
     versions: Tensor
     positions: Tensor
+    temperatures: Tensor
+    teacher_logprobs: Tensor
     counts: Tensor
     orders: Tensor
 

@@ -45,15 +45,17 @@ class BatchFigures:
     bins: int
 
 
-def figures_of(batch: Batch, packed: Sequence[Sequence[PackedBin]], version: int, lives: Sequence[Life] = ()) -> BatchFigures:
+def figures_of(
+    batch: Batch, minibatches: Sequence[Sequence[Sequence[PackedBin]]], version: int, lives: Sequence[Life] = ()
+) -> BatchFigures:
     """The figures of a batch.
 
     Args:
-        packed: its bins, by rank.
+        minibatches: its bins, by minibatch and rank.
         version: the trainer's when it trains on the batch.
         lives: of its run; see ages.
     """
-    bins = [one for share in packed for one in share if not one.empty]
+    bins = [one for shares in minibatches for share in shares for one in share if not one.empty]
     scores = np.array([sequence.score for sequence in batch.sequences])
     ages = batch.ages(version, lives)
     return BatchFigures(

@@ -39,6 +39,10 @@ class TrainedSequence:
         weight_epoch: of the trainer that made those weights; None if it was not said. See ages.
         versions: [trained] int64, the weight version that each was sampled under, on the trainer's line of weights (see ages);
             that of the oldest for all where no more was said, None where nothing was.
+        temperature: that it was sampled at; None if it was not said.
+        finish_reason: why the sampler ended it, "length" where it ran into its limit; None if it was not said.
+        env_id: the rollout service's number for the environment that it is from; None if it was not said.
+        teacher_logprobs: [trained] float32, NaN where the teacher has none; None where no teacher scored it.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -50,6 +54,10 @@ class TrainedSequence:
     order: tuple[int, int]
     weight_epoch: int | None = None
     versions: npt.NDArray[np.int64] | None = None
+    temperature: float | None = None
+    finish_reason: str | None = None
+    env_id: int | None = None
+    teacher_logprobs: npt.NDArray[np.float32] | None = None
 
 
 @dataclass

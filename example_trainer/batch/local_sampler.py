@@ -118,8 +118,7 @@ class SampledBatches:
         groups = self._sampler.groups(list(itertools.islice(self._problems, self._groups)))
         sampled = time.perf_counter()
         packed = self._reader.read(groups, version)
-        (bins,) = packed.bins
-        on_device = [one.to(self._device) for one in bins]
+        on_device = [[one.to(self._device) for one in bins] for (bins,) in packed.minibatches]
         return ReadyBatch(on_device, packed.figures(version), None, 0, sampled - begun, time.perf_counter() - sampled)
 
     held: tuple[TrainedBatch, ...] = ()

@@ -1,11 +1,11 @@
 """A batch of rollouts as bins of packed tokens, each of one forward and backward pass. Pure: no I/O, no state.
 
-Which rollouts share a bin does not change what is learned, since each token's weight is its weight in the whole batch. It
-decides how long the ranks wait for each other, and how often a prompt is forwarded:
+Which rollouts share a bin does not change what is learned, since each token's weight is its weight in the whole minibatch.
+It decides how long the ranks wait for each other, and how often a prompt is forwarded:
 
-    batch ── groups ──► units: rollouts that share what they begin with, whole groups if they fit
-                        units ──► bins of at most tokens_per_bin tokens, the costliest first
-                                  bins ──► ranks, as many to each, in each pass of about the same cost
+    minibatch ── groups ──► units: rollouts that share what they begin with, whole groups if they fit
+                            units ──► bins of at most tokens_per_bin tokens, the costliest first
+                                      bins ──► ranks, as many to each, in each pass of about the same cost
 
 The same rollouts always come into the same bins, in whatever order they arrived: where length does not decide, content does.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -25,6 +25,7 @@ from torch import Tensor
 from example_trainer.algorithm.advantages import Normalisation, token_weights
 from example_trainer.batch.bins import UNKNOWN_VERSION, PackedBin
 from example_trainer.batch.groups import Batch, TrainedSequence
+from example_trainer.batch.minibatches import divide
 from example_trainer.batch.prefixes import PrefixTree, prefix_tree, reading_order, separate
 from example_trainer.models.packing import NO_PARENT
 
@@ -42,11 +43,25 @@ ends are fewer than they are, and each of these sees no more than one of theirs.
 
 @dataclass(frozen=True)
 class _Rollout:
-    """A sequence with the weight of each of its trained tokens, and a digest that stands for its content."""
+    """A sequence with its temperature, a digest that stands for its content, and the weight of each of its trained tokens."""
 
     sequence: TrainedSequence
-    weight: float
+    temperature: float
     digest: bytes
+    weight: float = 0.0
+
+    @classmethod
+    def of(cls, sequence: TrainedSequence, default_temperature: float) -> _Rollout:
+        temperature = default_temperature if sequence.temperature is None else sequence.temperature
+        # A digest, because the keys of a whole batch exist at once.
+        content = hashlib.sha256()
+        for part in (sequence.tokens, sequence.positions, sequence.advantages, sequence.rollout_logprobs, _versions(sequence)):
+            content.update(np.ascontiguousarray(part).data)
+        if temperature != 1.0:
+            content.update(np.float64(temperature).tobytes())
+        if sequence.teacher_logprobs is not None:
+            content.update(np.ascontiguousarray(sequence.teacher_logprobs).data)
+        return cls(sequence, temperature, content.digest())
 
     @property
     def tokens(self) -> npt.NDArray[np.int64]:
@@ -97,8 +112,15 @@ def pack_batch(
     normalisation: Normalisation,
     max_tokens: int,
     share_prefixes: bool,
-) -> list[list[PackedBin]]:
-    """Lay a batch out in bins. Sequences without a trained token are left out; every other trained token is there once.
+    minibatches: int = 1,
+    temperature: float = 1.0,
+    forward_zero_advantages: bool = True,
+) -> list[list[list[PackedBin]]]:
+    """Lay a batch out in minibatches, and these in bins. Sequences without a trained token are left out.
+
+    Every other trained token is there once, but for those of sequences whose advantages are all 0 where these need not be
+    forwarded: then they are there in the weights of the others alone. One sequence of each minibatch is forwarded in any case,
+    the shortest, so that a batch that teaches nothing is a step like others.
 
     With one rank and nothing shared the sequences follow each other in the same order whatever `tokens_per_bin` is, so that
     sums which are taken in that order come out the same to the bit.
@@ -107,20 +129,29 @@ def pack_batch(
         tokens_per_bin: at most so many are forwarded in one pass, and they see at most SEEN_PER_TOKEN times as many keys:
             activations grow with both. A sequence that is longer itself has a pass of its own.
         ranks: data-parallel ones; each works on its own bins, pass by pass with the others.
-        normalisation, max_tokens: see token_weights; the weights are those of the whole batch.
+        normalisation, max_tokens: see token_weights; the weights are those of the whole minibatch.
         share_prefixes: forward what rollouts of a group have in common once.
+        minibatches: of an optimizer update each; see divide. Fewer are made of a batch with fewer trained sequences.
+        temperature: of sequences that do not say theirs.
+        forward_zero_advantages: forward those too from which nothing is learned.
 
     Returns:
-        The bins of each rank, as many for each; those without work are empty.
+        For each minibatch, the bins of each rank: as many for each; those without work are empty.
     """
-    rollouts = _rollouts(batch, normalisation, max_tokens)
+    rollouts = [_Rollout.of(sequence, temperature) for sequence in batch.sequences if len(sequence.positions)]
     if not rollouts:
-        return [[] for _ in range(ranks)]
-    if share_prefixes:
-        bins = _bins_of_groups(rollouts, tokens_per_bin, ranks)
-    else:
-        bins = _fill([_Unit((rollout,), separate([rollout.tokens])) for rollout in rollouts], tokens_per_bin, ranks)
-    return [[_packed(one.units) if one.units else empty_bin() for one in share] for share in _deal(bins, ranks)]
+        return [[[] for _ in range(ranks)]]
+    packed = []
+    for members in divide([(rollout.sequence.order[0], rollout.digest) for rollout in rollouts], minibatches):
+        chosen = _weighted([rollouts[i] for i in members], normalisation, max_tokens)
+        if not forward_zero_advantages:
+            chosen = _that_teach(chosen)
+        if share_prefixes:
+            bins = _bins_of_groups(chosen, tokens_per_bin, ranks)
+        else:
+            bins = _fill([_Unit((rollout,), separate([rollout.tokens])) for rollout in chosen], tokens_per_bin, ranks)
+        packed.append([[_packed(one.units) if one.units else empty_bin() for one in share] for share in _deal(bins, ranks)])
+    return packed
 
 
 def empty_bin() -> PackedBin:
@@ -138,29 +169,34 @@ def empty_bin() -> PackedBin:
         weights=none,
         versions=ids,
         positions=ids,
+        temperatures=none,
+        teacher_logprobs=none,
         counts=ids,
         orders=torch.zeros((0, 2), dtype=torch.int64),
     )
 
 
-def _rollouts(batch: Batch, normalisation: Normalisation, max_tokens: int) -> list[_Rollout]:
-    weights = token_weights([len(s.positions) for s in batch.sequences], normalisation, max_tokens)
-    pairs = zip(batch.sequences, weights, strict=True)
-    return [_Rollout(sequence, weight, _digest(sequence)) for sequence, weight in pairs if len(sequence.positions)]
+def _weighted(rollouts: Sequence[_Rollout], normalisation: Normalisation, max_tokens: int) -> list[_Rollout]:
+    weights = token_weights([len(rollout.sequence.positions) for rollout in rollouts], normalisation, max_tokens)
+    return [replace(rollout, weight=weight) for rollout, weight in zip(rollouts, weights, strict=True)]
 
 
-def _digest(sequence: TrainedSequence) -> bytes:
-    # A digest, because the keys of a whole batch exist at once.
-    content = hashlib.sha256()
-    for part in (sequence.tokens, sequence.positions, sequence.advantages, sequence.rollout_logprobs, _versions(sequence)):
-        content.update(np.ascontiguousarray(part).data)
-    return content.digest()
+def _that_teach(rollouts: Sequence[_Rollout]) -> list[_Rollout]:
+    """Those with an advantage; if there is none, the shortest."""
+    teaching = [rollout for rollout in rollouts if rollout.sequence.advantages.any()]
+    return teaching or [min(rollouts, key=lambda rollout: (len(rollout.tokens), rollout.digest, rollout.sequence.order))]
 
 
 def _versions(sequence: TrainedSequence) -> npt.NDArray[np.int64]:
     if sequence.versions is not None:
         return sequence.versions
     return np.full(len(sequence.positions), UNKNOWN_VERSION, dtype=np.int64)
+
+
+def _teacher_logprobs(sequence: TrainedSequence) -> npt.NDArray[np.float32]:
+    if sequence.teacher_logprobs is not None:
+        return sequence.teacher_logprobs
+    return np.full(len(sequence.positions), np.nan, dtype=np.float32)
 
 
 def _bins_of_groups(rollouts: Sequence[_Rollout], tokens_per_bin: int, ranks: int) -> list[_Bin]:
@@ -284,7 +320,10 @@ def _packed(units: Iterable[_Unit]) -> PackedBin:
         rollouts += unit.rollouts
     sequences = [rollout.sequence for rollout in rollouts]
     counts = [len(sequence.positions) for sequence in sequences]
-    weights = np.array([rollout.weight for rollout in rollouts], dtype=np.float32)
+    weights, temperatures = (
+        torch.from_numpy(np.repeat(np.array(values, dtype=np.float32), counts))
+        for values in zip(*((rollout.weight, rollout.temperature) for rollout in rollouts), strict=True)
+    )
     return PackedBin(
         tokens=_joined(tokens),
         lengths=torch.tensor([len(part) for part in tokens]),
@@ -293,9 +332,11 @@ def _packed(units: Iterable[_Unit]) -> PackedBin:
         targets=_joined([s.tokens[s.positions] for s in sequences]),
         rollout_logprobs=_joined([s.rollout_logprobs for s in sequences]),
         advantages=_joined([s.advantages for s in sequences]),
-        weights=torch.from_numpy(np.repeat(weights, counts)),
+        weights=weights,
         versions=_joined([_versions(s) for s in sequences]),
         positions=_joined([s.positions for s in sequences]),
+        temperatures=temperatures,
+        teacher_logprobs=_joined([_teacher_logprobs(s) for s in sequences]),
         counts=torch.tensor(counts),
         orders=torch.tensor([s.order for s in sequences]),
     )

@@ -60,7 +60,7 @@ class ReadyBatch:
     """A batch that can be trained on at once.
 
     Attributes:
-        bins: this rank's, on its device.
+        minibatches: of each, this rank's bins, on its device.
         figures: of the whole batch.
         lease: what the service calls it; None on other ranks than 0, and for a service that leases none.
         queue_size: groups that the service held for later batches when it handed this one out.
@@ -68,7 +68,7 @@ class ReadyBatch:
         seconds_prepared: what reading, packing and copying took, behind the step's back but for the first batch.
     """
 
-    bins: Sequence[PackedBin]
+    minibatches: Sequence[Sequence[PackedBin]]
     figures: BatchFigures
     lease: TrainedBatch | None
     queue_size: int
@@ -83,7 +83,7 @@ class _Prepared:
     lease: TrainedBatch | None
     queue_size: int
     packed: PackedBatch | None = None
-    bins: Sequence[PackedBin] = ()
+    minibatches: Sequence[Sequence[PackedBin]] = ()
     copied: torch.cuda.Event | None = None
     error: BatchError | None = None
     seconds: float = 0.0
@@ -222,11 +222,11 @@ class Batches:
         ) is None:
             assert upkeep is not None
             upkeep.work()
-        bins = self._receive(self._taken, told["sizes"])
+        minibatches = self._receive(self._taken, told["sizes"])
         if self._taken is not None:  # of what is trained on now, only the name is needed
-            self._taken = replace(self._taken, packed=None, bins=())
+            self._taken = replace(self._taken, packed=None, minibatches=())
         return ReadyBatch(
-            bins,
+            minibatches,
             BatchFigures(**told["figures"]),
             self._taken.lease if self._taken else None,
             told["queue_size"],
@@ -247,7 +247,7 @@ class Batches:
         assert prepared.packed is not None
         return {
             "figures": asdict(prepared.packed.figures(version)),
-            "sizes": [sizes_of(share) for share in prepared.packed.bins],
+            "sizes": sizes_of(prepared.packed.minibatches),
             "queue_size": prepared.queue_size,
             "seconds": prepared.seconds,
         }
@@ -283,18 +283,18 @@ class Batches:
             self._thread.start()
         self._changed.notify_all()
 
-    def _receive(self, taken: _Prepared | None, sizes: list[list[list[int]]]) -> Sequence[PackedBin]:
-        """This rank's bins on its device; `taken` is rank 0's."""
+    def _receive(self, taken: _Prepared | None, sizes: list[list[list[list[int]]]]) -> Sequence[Sequence[PackedBin]]:
+        """This rank's bins of each minibatch, on its device; `taken` is rank 0's."""
         if self._ranks.world_size > 1:
-            shares = taken.packed.bins if taken and taken.packed else []
-            return [one.handed_to(self._device) for one in scatter_bins(self._ranks, shares, sizes)]
+            packed = taken.packed.minibatches if taken and taken.packed else []
+            return [[one.handed_to(self._device) for one in bins] for bins in scatter_bins(self._ranks, packed, sizes)]
         assert taken is not None
         if taken.copied is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(taken.copied)
-            for tensor in (tensor for one in taken.bins for tensor in one.device_tensors()):
+            for tensor in (tensor for bins in taken.minibatches for one in bins for tensor in one.device_tensors()):
                 tensor.record_stream(stream)  # its memory was taken by the copying stream, and is used by this one
-        return taken.bins
+        return taken.minibatches
 
     # ---- the thread ----
 
@@ -341,14 +341,16 @@ class Batches:
         assert prepared.packed is not None
         if self._ranks.world_size > 1:
             return prepared
-        (bins,) = prepared.packed.bins
         if self._stream is None:
-            return replace(prepared, bins=[one.handed_to(self._device) for one in bins])
+            return replace(prepared, minibatches=self._handed_over(prepared.packed))
         with torch.cuda.stream(self._stream):
-            bins = [one.handed_to(self._device) for one in bins]
-            for one in bins:
+            minibatches = self._handed_over(prepared.packed)
+            for one in (one for bins in minibatches for one in bins):
                 one.device_tensors()  # made here: in the step, each would wait until the device has done all it was given
-            return replace(prepared, bins=bins, copied=self._stream.record_event())
+            return replace(prepared, minibatches=minibatches, copied=self._stream.record_event())
+
+    def _handed_over(self, packed: PackedBatch) -> list[list[PackedBin]]:
+        return [[one.handed_to(self._device) for one in bins] for (bins,) in packed.minibatches]
 
     def close(self) -> None:
         """End the thread and the connection. What it fetched stays leased. Not collective."""

@@ -26,16 +26,16 @@ class PackedBatch:
     """A batch in bins, on the host.
 
     Attributes:
-        bins: of each data-parallel rank.
+        minibatches: of each, the bins of each data-parallel rank.
     """
 
     batch: Batch
-    bins: list[list[PackedBin]]
+    minibatches: list[list[list[PackedBin]]]
     lives: Sequence[Life]
 
     def figures(self, version: int) -> BatchFigures:
         """Its figures when it is trained on at `version`."""
-        return figures_of(self.batch, self.bins, version, self.lives)
+        return figures_of(self.batch, self.minibatches, version, self.lives)
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,14 @@ class BatchReader:
             raise BatchError(
                 f"the batch from {config.atropos_url} holds nothing to train on: {reason}; look at the environment"
             )
-        bins = pack_batch(
+        minibatches = pack_batch(
             batch,
             tokens_per_bin=self.tokens_per_bin,
             ranks=self.data_ranks,
             normalisation=config.method.loss_normalisation,
             max_tokens=config.seq_len,
             share_prefixes=config.shares_prefixes,
+            minibatches=config.minibatches,
+            temperature=config.temperature,
         )
-        return PackedBatch(batch, bins, self.lives)
+        return PackedBatch(batch, minibatches, self.lives)

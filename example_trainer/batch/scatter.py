@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -14,29 +15,38 @@ Sizes = list[int]
 """Of one bin: its tokens, spans, trained tokens and sequences."""
 
 _SPANS, _SEQUENCES = ("lengths", "parents"), ("counts", "orders")
-_FLOATS = ("rollout_logprobs", "advantages", "weights")
+_FLOATS = ("rollout_logprobs", "advantages", "weights", "temperatures", "teacher_logprobs")
 _INTS = ("tokens", *_SPANS, "sources", "targets", "versions", "positions", *_SEQUENCES)
 
 
-def sizes_of(bins: Sequence[PackedBin]) -> list[Sizes]:
-    """What `scatter_bins` must be told about a rank's bins."""
-    return [[len(one.tokens), len(one.lengths), len(one.targets), len(one.counts)] for one in bins]
+def sizes_of(minibatches: Sequence[Sequence[Sequence[PackedBin]]]) -> list[list[list[Sizes]]]:
+    """What `scatter_bins` must be told about the bins of each rank of each minibatch."""
+    return [
+        [[[len(one.tokens), len(one.lengths), len(one.targets), len(one.counts)] for one in share] for share in shares]
+        for shares in minibatches
+    ]
 
 
-def scatter_bins(ranks: Ranks, shares: Sequence[Sequence[PackedBin]], sizes: Sequence[Sequence[Sizes]]) -> list[PackedBin]:
-    """Each rank's bins, on the host. Collective.
+def scatter_bins(
+    ranks: Ranks, minibatches: Sequence[Sequence[Sequence[PackedBin]]], sizes: Sequence[Sequence[Sequence[Sizes]]]
+) -> list[list[PackedBin]]:
+    """Each rank's bins of each minibatch, on the host, all in one message to each. Collective.
 
     Args:
-        shares: on rank 0, the bins of each data-parallel rank; one share is for all ranks. Ignored on the others.
-        sizes: of the bins of each share, on every rank.
+        minibatches: on rank 0, of each the bins of each data-parallel rank; one share is for all ranks. Ignored on the others.
+        sizes: of all these, on every rank.
 
     Raises:
         RankError: a rank is gone, or silent for longer than --rank-timeout.
     """
-    mine = sizes[ranks.rank % len(sizes)]
-    parts = [encode(share) for share in shares] if ranks.is_main else []
-    parts = [parts[rank % len(parts)] for rank in range(ranks.world_size)] if parts else []
-    return decode(ranks.scatter(parts, sum(map(_bytes, mine)), "handing out a batch"), mine)
+    mine = [shares[ranks.rank % len(shares)] for shares in sizes]
+    parts = []
+    if ranks.is_main:
+        parts = [encode([one for share in shares for one in share]) for shares in zip(*minibatches, strict=True)]
+        parts = [parts[rank % len(parts)] for rank in range(ranks.world_size)]
+    joined = [size for share in mine for size in share]
+    bins = iter(decode(ranks.scatter(parts, sum(map(_bytes, joined)), "handing out a batch"), joined))
+    return [list(islice(bins, len(share))) for share in mine]
 
 
 def encode(bins: Sequence[PackedBin]) -> Tensor:

@@ -165,7 +165,9 @@ def train(parts: Parts) -> None:
             try:
                 batch = batches.next(optimizer.steps, upkeep)
                 waited = time.perf_counter()
-                sums, step = guarded_step(model, optimizer, batch.bins, config, stop, parts.reference, parts.parity, ranks)
+                sums, step = guarded_step(
+                    model, optimizer, batch.minibatches[0], config, stop, parts.reference, parts.parity, ranks
+                )
             except BatchError as error:
                 skip(parts, skipped, error)
                 continue

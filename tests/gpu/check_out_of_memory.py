@@ -81,7 +81,7 @@ def bins_of(length: int, seed: int, ranks: int = 1, rank: int = 0) -> list[Packe
     group["masks"] = [[-100, *row[1:]] for row in tokens]
     group["inference_logprobs"] = [[1.0] + [-8.3] * (len(row) - 1) for row in tokens]
     batch = parse_batch([group], CONFIG.seq_len, GEOMETRY.vocab_size)
-    packed = pack_batch(
+    (packed,) = pack_batch(
         batch, tokens_per_bin=8 * length, ranks=ranks, normalisation="token", max_tokens=CONFIG.seq_len, share_prefixes=False
     )
     return [one.to(DEVICE) for one in packed[rank]]

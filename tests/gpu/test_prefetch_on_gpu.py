@@ -45,14 +45,15 @@ def test_what_arrives_on_the_gpu_is_what_was_packed() -> None:
         batch = batches.next(step)
         for _ in range(20):
             busy = torch.nn.functional.normalize(busy @ busy)  # what is copied below waits for this
-        assert all(one.tokens.device == one.weights.device == device for one in batch.bins)
-        assert all(one.lengths.device == one.counts.device == torch.device("cpu") for one in batch.bins)
-        seen.append([{name: tensor.clone() for name, tensor in one.tensors().items()} for one in batch.bins])
-        del batch
+        (bins,) = batch.minibatches
+        assert all(one.tokens.device == one.weights.device == device for one in bins)
+        assert all(one.lengths.device == one.counts.device == torch.device("cpu") for one in bins)
+        seen.append([{name: tensor.clone() for name, tensor in one.tensors().items()} for one in bins])
+        del batch, bins
         batches.acknowledge(step + 1)
     batches.close()
     for number, bins in enumerate(seen):
-        (expected,) = reader.read([groups[number]], number).bins
+        ((expected,),) = reader.read([groups[number]], number).minibatches
         for one, packed in zip(bins, expected, strict=True):
             for name, tensor in packed.tensors().items():
                 assert torch.equal(one[name].cpu(), tensor), f"{name} of batch {number}"

@@ -79,7 +79,7 @@ def main(stop: StopSignal) -> None:
                 client.later.set()
 
         batch = batches.next(4, Upkeep(lambda: not upkept, work))
-        (one,) = batch.bins
+        ((one,),) = batch.minibatches
         seen = {
             "orders": sorted(one.orders.tolist()),
             "targets": sorted(one.targets.tolist()),

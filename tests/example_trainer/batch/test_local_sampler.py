@@ -54,7 +54,7 @@ def test_each_batch_has_the_next_problems_and_the_present_version() -> None:
         batch = made.next(version)
         assert batch.lease is None
         assert (batch.figures.sequences, batch.figures.age_max, batch.queue_size) == (4, 0, 0)
-        versions = torch.cat([one.versions for one in batch.bins])
+        versions = torch.cat([one.versions for bins in batch.minibatches for one in bins])
         assert versions.tolist() == [version] * batch.figures.tokens
         made.acknowledge(version + 1)
     assert sampler.asked == [problem.question for problem in itertools.islice(sums(3), 6)]

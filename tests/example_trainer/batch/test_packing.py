@@ -59,7 +59,7 @@ def batches(draw: st.DrawFn) -> Batch:
 def pack(batch: Batch, budget: int, ranks: int = 1, share: bool = True) -> list[list[PackedBin]]:
     return pack_batch(
         batch, tokens_per_bin=budget, ranks=ranks, normalisation="sequence", max_tokens=MAX_TOKENS, share_prefixes=share
-    )
+    )[0]
 
 
 def contexts(one: PackedBin) -> list[list[int]]:
@@ -150,7 +150,7 @@ def test_the_order_of_arrival_does_not_matter(batch: Batch, budget: int, ranks: 
     for ours, theirs in zip(pack(batch, budget, ranks, share), pack(Batch(moved), budget, ranks, share), strict=True):
         for one, other in zip(ours, theirs, strict=True):
             for name, tensor in one.tensors().items():
-                assert name == "orders" or torch.equal(tensor, other.tensors()[name])
+                assert name == "orders" or torch.equal(tensor.nan_to_num(9.0), other.tensors()[name].nan_to_num(9.0))
 
 
 @given(batches(), st.integers(1, 300), st.integers(1, 300))
@@ -278,7 +278,7 @@ def test_nothing_to_train_on_makes_no_bins() -> None:
 def test_figures_count_what_is_forwarded_and_what_that_spares() -> None:
     batch = Batch([rollout((0, i), [1] * 50 + [10 + i] * 5, list(range(50, 55))) for i in range(4)], ["group 9: bad"], 2)
     batch.sequences.append(rollout((1, 0), [1, 2, 3], []))
-    figures = figures_of(batch, pack(batch, 1000, ranks=2), version=5, lives=[Life(1, 0)])
+    figures = figures_of(batch, [pack(batch, 1000, ranks=2)], version=5, lives=[Life(1, 0)])
     assert (figures.reward_mean, figures.sequences, figures.tokens) == (1.2, 5, 20)
     assert (figures.groups_invalid, figures.sequences_truncated, figures.response_length_mean) == (1, 2, 4.0)
     assert (figures.age_mean, figures.age_max) == (2.0, 2)

@@ -114,7 +114,7 @@ def make() -> Iterator[Make]:
 
 
 def number_of(batch: ReadyBatch) -> int:
-    (one,) = batch.bins
+    ((one,),) = batch.minibatches
     return int(one.targets[0])
 
 

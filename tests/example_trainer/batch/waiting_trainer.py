@@ -33,6 +33,6 @@ if __name__ == "__main__":
     batches = batches_of(sys.argv[1])
     batches.register(registration(sys.argv[2]))
     batch = batches.next(0)
-    sys.stdout.write(f"training on {batch.bins[0].targets.tolist()}\n")
+    sys.stdout.write(f"training on {batch.minibatches[0][0].targets.tolist()}\n")
     sys.stdout.flush()
     time.sleep(600)

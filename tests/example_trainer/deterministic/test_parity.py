@@ -152,6 +152,8 @@ def bin_of(versions: Tensor, logprobs: Tensor) -> PackedBin:
         weights=ones,
         versions=versions,
         positions=rows + 1,
+        temperatures=ones,
+        teacher_logprobs=torch.full((count,), math.nan),
         counts=counts,
         orders=torch.tensor([[7, number] for number in range(len(counts))]),
     )

@@ -98,7 +98,7 @@ def config(folder: Path, **changes: object) -> TrainerConfig:
 
 def bins(batch: Batch, tokens: int = 200) -> list[PackedBin]:
     """A batch packed for one rank, nothing shared."""
-    return pack_batch(batch, tokens_per_bin=tokens, ranks=1, normalisation="token", max_tokens=128, share_prefixes=False)[0]
+    return pack_batch(batch, tokens_per_bin=tokens, ranks=1, normalisation="token", max_tokens=128, share_prefixes=False)[0][0]
 
 
 def train(options: TrainerConfig, steps: int, seed: int = 0, tokens: int = 200) -> list[str]:

@@ -132,7 +132,7 @@ def take_steps(
         batch = parse_batch(
             make_batch(seed * 100 + optimizer.steps, model.geometry.vocab_size), SEQ_LEN, model.geometry.vocab_size
         )
-        packed = pack_batch(
+        (packed,) = pack_batch(
             batch,
             tokens_per_bin=TOKENS,
             ranks=ranks,

@@ -71,10 +71,10 @@ def packed(
         batch,
         tokens_per_bin=tokens,
         ranks=ranks,
-        normalisation=options.loss_normalisation,
+        normalisation=options.method.loss_normalisation,
         max_tokens=options.seq_len,
         share_prefixes=share,
-    )
+    )[0]
 
 
 def gradients_of(
