@@ -22,7 +22,7 @@ bound, or at 0. The mean means the same for every length, and so do its bounds.
 π_now/π_proximal for the updates of the batch (decoupled PPO: Hilton et al., arXiv:2110.00641; AReaL: Fu et al.,
 arXiv:2505.24298, section 5). Or it is the present one ("now"), and c makes up for both.
 
-All in float32; nothing here has a gradient.
+In the dtype of the logprobs, which is float32 in training; nothing here has a gradient.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class CorrectionWeights:
     def of_one(cls, logprobs: Tensor) -> CorrectionWeights:
         """1 for each of [n] tokens."""
         nowhere = torch.zeros_like(logprobs, dtype=torch.bool)
-        return cls(torch.ones_like(logprobs, dtype=torch.float32), nowhere, nowhere)
+        return cls(torch.ones_like(logprobs), nowhere, nowhere)
 
 
 @torch.no_grad()
@@ -116,8 +116,8 @@ def correction_weights(
         return one
     weights, masked, bounded = one.weights, one.masked, one.bounded
     unknown = rollout_logprobs.isnan()
-    log_ratio = clamped_log_ratio(logprobs.float(), rollout_logprobs.float()).masked_fill(unknown, 0.0)
-    known_share = sequence_mean((~unknown).float(), sequence, sequences)
+    log_ratio = clamped_log_ratio(logprobs, rollout_logprobs).masked_fill(unknown, 0.0)
+    known_share = sequence_mean((~unknown).to(log_ratio.dtype), sequence, sequences)
 
     def known_mean(values: Tensor) -> Tensor:
         return torch.where(known_share > 0, sequence_mean(values, sequence, sequences) / known_share, 0.0)

@@ -214,19 +214,3 @@ def needed(logprobs: Tensor | None, which: str) -> Tensor:
     if logprobs is None:
         raise ValueError(f"the objective needs {which} logprobs, and there are none")
     return logprobs
-
-
-def checked(losses: Tensor, logprobs: Tensor, name: str) -> Tensor:
-    """A loss for each token.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    if not isinstance(losses, Tensor):
-        raise ConfigError(f"--loss {name} gave {type(losses).__name__}; it must give TokenLosses, or a loss for each token")
-    if losses.shape != logprobs.shape or losses.dtype != logprobs.dtype:
-        raise ConfigError(
-            f"--loss {name} gave {losses.dtype} of shape {tuple(losses.shape)}; it must give a loss for each of the "
-            f"{len(logprobs)} tokens, in {logprobs.dtype}"
-        )
-    return losses

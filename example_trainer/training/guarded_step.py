@@ -44,7 +44,36 @@ def guarded_step(
         StopRequested, ParityError: see accumulate_gradients.
     """
     ranks = ranks or Ranks()
-    steps = optimizer.steps
+    gradients = BatchGradients(model, optimizer, minibatches, config, objective, stop, reference, parity)
+    reports: list[StepReport] = []
+    before = optimizer.updates
+    try:
+        for number in range(gradients.updates):
+            try:
+                reports.append(_update(optimizer, gradients, number, ranks))
+            except (NonFiniteError, OutOfMemoryError, StopRequested) as error:
+                if not number or not optimizer.sound:
+                    raise
+                if ranks.world_size > 1 and isinstance(error, OutOfMemoryError):  # FSDP2 stands in the middle of a layer
+                    raise OutOfMemoryError(
+                        f"{error}; this was update {number + 1} of {gradients.updates} of its batch, and those before are kept, "
+                        "but several ranks cannot go on from here: start again with --resume auto"
+                    ) from error
+                logger.warning(
+                    "Step %d: updates %d to %d of its batch are left out, what it learned in those before stays: %s",
+                    optimizer.steps + 1, number + 1, gradients.updates, error,
+                )  # fmt: skip
+                break
+            gradients.updated()
+    finally:
+        if optimizer.sound and optimizer.updates > before:
+            optimizer.end_step()  # whatever was raised: there is a name for what the masters are now
+    return gradients.row() | {
+        "grad_norm": max(report.grad_norm for report in reports),
+        "lr": reports[-1].lr,
+        "updates": len(reports),
+        "updates_skipped": gradients.updates - len(reports),
+    }
 
     def work() -> tuple[StepSums, StepReport]:
         sums = accumulate_gradients(model, optimizer, bins, config, stop, reference, parity)

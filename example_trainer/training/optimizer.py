@@ -292,7 +292,7 @@ class MasterAdamW:
         self._host.work(self._host.arenas[:1], work, write_back=False)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything that the next update depends on but `steps` and `updates`: masters and both moments, by parameter (float32, no copies)."""
+        """All that the next update depends on but the two counts: masters and moments, by parameter (float32, no copies)."""
         return {f"{kind}.{name}": self._state[kind][name] for name in self.masters for kind in _KINDS}
 
     def whole_state_shapes(self) -> dict[str, tuple[int, ...]]:
