@@ -289,7 +289,13 @@ class Decoder(nn.Module):
         return hidden
 
     def chosen_logprobs(
-        self, hidden: Tensor, targets: Tensor, counts: Packing | None, chunk: int | None = None, temperature: float = 1.0
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        counts: Packing | None,
+        chunk: int | None = None,
+        temperature: float | Tensor = 1.0,
+        entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Logprobs of given tokens and the entropy of what they were chosen from. Collective if the model is split.
 
@@ -298,16 +304,17 @@ class Decoder(nn.Module):
             targets: [targets] int64 ids.
             counts: how many of the targets belong to each sequence; None if there are no targets at all.
             chunk: targets whose logits exist at the same time, about; not given: see default_chunk.
-            temperature: divides the logits.
+            temperature, entropy_gradient: see `Operations.chosen_logprobs`.
 
         Returns:
-            logprobs [targets] float32, differentiable; entropy [targets] float32 in nats, not differentiable.
+            See `Operations.chosen_logprobs`.
         """
         weight, total = self.output_weight, self._head_total()
         chunk = chunk or default_chunk(hidden.device)
         if self.split.size > 1 or counts is None:  # a rank without targets still has a gradient, of zeros, to hand on
-            return chosen_logprobs_of(hidden, weight, targets, chunk, temperature, total, self.split, self.geometry.vocab_size)
-        return self.arithmetic.ops.chosen_logprobs(hidden, weight, targets, counts, chunk, temperature, total)
+            vocab = self.geometry.vocab_size
+            return chosen_logprobs_of(hidden, weight, targets, chunk, temperature, total, self.split, vocab, entropy_gradient)
+        return self.arithmetic.ops.chosen_logprobs(hidden, weight, targets, counts, chunk, temperature, total, entropy_gradient)
 
     def logits(self, tokens: Tensor) -> Tensor:
         """[batch, length, vocab] logits, in the parameters' dtype, of [batch, length] ids, each row a sequence. For small

@@ -21,6 +21,14 @@ def default_chunk(device: torch.device) -> int:
     return 4096 if device.type == "cuda" else 1024
 
 
+def check_temperature(temperature: float | Tensor, targets: Tensor) -> None:
+    """Raise ValueError unless it is a number, or has one for each target: broadcasting would take anything."""
+    if isinstance(temperature, Tensor) and temperature.shape != targets.shape:
+        raise ValueError(
+            f"temperatures of shape {list(temperature.shape)} for {len(targets)} targets: give each target its own"
+        )
+
+
 class _ChosenLogprobs(torch.autograd.Function):
     """Logits are made for `chunk` tokens at a time, in both directions, and never kept. Ranks exchange a maximum and three
     numbers per token, never logits.
@@ -35,8 +43,9 @@ class _ChosenLogprobs(torch.autograd.Function):
         span: tuple[int, int],
         split: Split,
         chunk: int,
-        temperature: float,
+        temperature: float | Tensor,
         total: Total | None,
+        entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         logprobs = wide(hidden.new_empty(len(targets)))
         entropy, log_sum = torch.empty_like(logprobs), torch.empty_like(logprobs)
@@ -45,7 +54,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         inside, local = _place(targets, *span)
         for start in range(0, len(targets), chunk):
             rows = slice(start, start + chunk)
-            logits = wide(hidden[rows] @ held.t()).div_(temperature)
+            logits = wide(hidden[rows] @ held.t()).div_(_at(temperature, rows))
             top = logits.amax(dim=-1) if len(held) else logits.new_full((len(logits),), -torch.inf)
             split.maximum(top)
             logits -= top[:, None]
@@ -59,14 +68,17 @@ class _ChosenLogprobs(torch.autograd.Function):
             entropy[rows] = partition.log() - weighted / partition
             log_sum[rows] = top + partition.log()
             del logits, exponentials  # their memory is needed for the next chunk's
-        ctx.save_for_backward(hidden, weight, targets, log_sum)
-        ctx.mark_non_differentiable(entropy)
+        if entropy_gradient:
+            ctx.save_for_backward(hidden, weight, targets, log_sum, entropy)
+        else:
+            ctx.save_for_backward(hidden, weight, targets, log_sum)
+            ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor, _entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, _, _ = ctx.saved_tensors
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, *_ = ctx.saved_tensors
         hidden_grad = torch.zeros_like(hidden)
         # A frozen output matrix (under adapters) gets none: it would be the largest tensor of the step.
         weight_grad = None
@@ -74,24 +86,39 @@ class _ChosenLogprobs(torch.autograd.Function):
             weight_grad = deliver(weight, ctx.total, lambda total: _gradients(ctx, upstream, hidden_grad, total))
         else:
             _gradients(ctx, upstream, hidden_grad, None)
-        return ctx.split.total(hidden_grad), weight_grad, None, None, None, None, None, None
+        return ctx.split.total(hidden_grad), weight_grad, None, None, None, None, None, None, None
 
 
-def _gradients(ctx: Any, upstream: Tensor, hidden_grad: Tensor, weight_total: Tensor | None) -> None:
+def _gradients(ctx: Any, upstream: tuple[Tensor, ...], hidden_grad: Tensor, weight_total: Tensor | None) -> None:
     """Fill the gradient of the hidden states, and add the weight's to its total."""
-    hidden, weight, targets, log_sum = ctx.saved_tensors
+    hidden, weight, targets, log_sum, *entropies = ctx.saved_tensors
     held = weight[: ctx.span[1] - ctx.span[0]]
     inside, local = _place(targets, *ctx.span)
     for start in range(0, len(targets) if len(held) else 0, ctx.chunk):
         rows = slice(start, start + ctx.chunk)
-        # d logprob / d logits = onehot(target) - softmax(logits)
-        slope = wide(hidden[rows] @ held.t()).div_(ctx.temperature).sub_(log_sum[rows, None]).exp_().neg_()
-        slope.scatter_add_(1, local[rows, None], inside[rows, None].to(slope.dtype))
-        slope = slope.mul_(upstream[rows, None] / ctx.temperature).to(weight.dtype)
+        temperature, arriving = _at(ctx.temperature, rows), upstream[0][rows, None]
+        slope = wide(hidden[rows] @ held.t()).div_(temperature).sub_(log_sum[rows, None])
+        if entropies:
+            # d entropy / d logits = -softmax(logits) · (log softmax(logits) + entropy), beside that of the logprob
+            chances = slope.exp()
+            slope = slope.add_(entropies[0][rows, None]).mul_(upstream[1][rows, None]).add_(arriving).mul_(chances.neg_())
+            del chances
+            slope.scatter_add_(1, local[rows, None], arriving * inside[rows, None])
+            slope = slope.div_(temperature).to(weight.dtype)
+        else:
+            # d logprob / d logits = onehot(target) - softmax(logits)
+            slope = slope.exp_().neg_()
+            slope.scatter_add_(1, local[rows, None], inside[rows, None].to(slope.dtype))
+            slope = slope.mul_(arriving / temperature).to(weight.dtype)
         hidden_grad[rows] = slope @ held
         if weight_total is not None:
             add_product(weight_total[: len(held)], slope, hidden[rows])
         del slope  # its memory is needed for the next chunk's logits
+
+
+def _at(temperature: float | Tensor, rows: slice) -> float | Tensor:
+    """What divides the logits of some rows: one number, or a column."""
+    return temperature[rows, None] if isinstance(temperature, Tensor) else temperature
 
 
 def _place(targets: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
@@ -105,10 +132,11 @@ def chosen_logprobs_of(
     weight: Tensor,
     targets: Tensor,
     chunk: int = 1024,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     total: Total | None = None,
     split: Split | None = None,
     vocab_size: int | None = None,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Logprobs of given tokens, and the entropy of the distributions they were chosen from. Collective if split.
 
@@ -120,14 +148,14 @@ def chosen_logprobs_of(
             if it requires one.
         targets: [targets] int64 ids.
         chunk: targets at a time.
-        temperature: divides the logits.
-        total: see `Operations`.
+        temperature, total, entropy_gradient: see `Operations.chosen_logprobs`.
         split, vocab_size: over which ranks the rows are split, and the size of the whole vocabulary.
 
     Returns:
-        logprobs [targets] float32, differentiable; entropy [targets] float32 in nats, not differentiable. float64 for float64.
+        See `Operations.chosen_logprobs`; float64 for float64.
     """
+    check_temperature(temperature, targets)
     split = split or Split()
     held = split.vocabulary_range(len(weight) if vocab_size is None else vocab_size)
-    logprobs, entropy = _ChosenLogprobs.apply(hidden, weight, targets, held, split, chunk, temperature, total)
+    logprobs, entropy = _ChosenLogprobs.apply(hidden, weight, targets, held, split, chunk, temperature, total, entropy_gradient)
     return logprobs, entropy

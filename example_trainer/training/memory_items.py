@@ -236,7 +236,8 @@ def logits_bytes(request: MemoryRequest) -> int:
         invariant    the logits, a copy without padding, their gradient
         reference    two float32 tables; in the backward pass one, the same rounded, and that in float32 again
 
-    Where gradients go autograd's way, the output matrix's is made in float32 and then rounded.
+    An entropy that has a gradient needs no more: the reference's second table is then the chances of the first, in the backward
+    pass too. Where gradients go autograd's way, the output matrix's is made in float32 and then rounded.
     """
     g, s = request.local, request.dtype.itemsize
     table = min(request.logprob_chunk, request.tokens) * g.vocab_size

@@ -120,20 +120,33 @@ def silu(dtype: torch.dtype, rows: int, width: int) -> Result:
     return worst(KERNEL_LIMIT[dtype], list(zip(mine, (expected, gradient), strict=True)))
 
 
-def softmax(dtype: torch.dtype, rows: int, vocab: int, temperature: float) -> Result:
-    """Logprobs, entropies and the logits' gradient."""
+def softmax(dtype: torch.dtype, rows: int, vocab: int, temperature: float | None, with_entropy: bool) -> Result:
+    """Logprobs, entropies and the logits' gradient; no temperature: each row has its own."""
     logits, targets = draw(dtype, rows, vocab) * 4, torch.randint(0, vocab, (rows,), device=DEVICE)
-    wide, upstream = leaf(logits), torch.randn(rows, device=DEVICE)
-    table = (wide / temperature).log_softmax(-1)
-    chosen = table.gather(1, targets[:, None]).squeeze(1)
-    logprobs, entropy, lse = fast_kernels.softmax_figures(logits, targets, temperature)
-    forward = worst(
-        5e-6, [(logprobs, chosen), (entropy, -(table.exp() * table).sum(-1)), (lse, (wide / temperature).logsumexp(-1))]
-    )
-    (gradient,) = torch.autograd.grad((chosen * upstream.double()).sum(), wide)
-    triton_gradients.logit_gradient(logits, targets, lse, upstream, temperature)
+    wide, upstream, entropy_upstream = leaf(logits), torch.randn(rows, device=DEVICE), torch.randn(rows, device=DEVICE)
+    inverse = torch.linspace(0.5, 2, rows, device=DEVICE) if temperature is None else 1 / temperature
+    scaled = wide * (inverse[:, None] if isinstance(inverse, Tensor) else inverse)
+    table = scaled.log_softmax(-1)
+    chosen, entropies = table.gather(1, targets[:, None]).squeeze(1), -(table.exp() * table).sum(-1)
+    logprobs, entropy, lse = fast_kernels.softmax_figures(logits, targets, inverse)
+    forward = worst(5e-6, [(logprobs, chosen), (entropy, entropies), (lse, scaled.logsumexp(-1))])
+    loss = (chosen * upstream.double()).sum()
+    if with_entropy:
+        loss = loss + (entropies * entropy_upstream.double()).sum()
+    (gradient,) = torch.autograd.grad(loss, wide)
+    arriving = (entropy, entropy_upstream) if with_entropy else None
+    triton_gradients.logit_gradient(logits, targets, lse, upstream, inverse, arriving)
     backward = worst(KERNEL_LIMIT[dtype], [(logits, gradient)])
     return forward[0] and backward[0], f"{forward[1]} and {backward[1]}"
+
+
+def head(name: str, dtype: torch.dtype, totals: bool) -> Result:
+    """The output head of the fast table: several chunks, a temperature for each row, gradients of logprobs and entropies."""
+    from example_trainer.models.ops import fast
+    from tests.example_trainer.deterministic.cases import Sizes, errors
+
+    found = errors(name, Sizes((80, 1, 60), vocab=300), dtype, DEVICE, ops=fast, totals=totals)
+    return max(found.values()) <= KERNEL_LIMIT[dtype], ", ".join(f"{key} {error:.1e}" for key, error in found.items())
 
 
 def geometry(**changes: Any) -> Geometry:
@@ -229,8 +242,14 @@ def checks() -> list[tuple[str, Callable[[], Result]]]:
             for shape in ((4, 2, 16), (3, 1, 80), (16, 8, 128)):
                 name = f"heads {shape}, {'normed' if normed else 'plain'}, {kind}"
                 found.append((name, lambda d=dtype, s=shape, n=normed: heads(d, 70, s, n)))
-        for vocab, temperature in ((5000, 0.7), (151_936, 1.0)) if DEVICE == "cuda" else ((5000, 0.7),):
-            found.append((f"softmax over {vocab}, {kind}", lambda d=dtype, v=vocab, t=temperature: softmax(d, 6, v, t)))
+        for vocab, temperature in ((5000, 0.7), (5000, None), *([(151_936, 1.0)] if DEVICE == "cuda" else [])):
+            for entropy in (False, True):
+                name = f"softmax over {vocab}, {temperature or 'own'} temperature{', entropy' * entropy}, {kind}"
+                found.append((name, lambda d=dtype, v=vocab, t=temperature, e=entropy: softmax(d, 6, v, t, e)))
+        for case in ("chosen_logprobs", "chosen_logprobs with entropy"):
+            for totals in (False, True):
+                name = f"{case}, {'summed' if totals else 'by autograd'}, {kind}"
+                found.append((name, lambda c=case, d=dtype, t=totals: head(c, d, t)))
     if DEVICE == "cuda":
         llama = {"qk_norm": False, "tie_word_embeddings": False, "qkv_bias": True}
         shapes = {"Qwen3, tied": geometry(), "biases, untied, width 128": geometry(**llama, head_dim=128, num_kv_heads=1)}

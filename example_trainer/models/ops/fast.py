@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from example_trainer.models.gradients import Total, add_product
+from example_trainer.models.head import check_temperature
 from example_trainer.models.ops import fast_attention, fast_kernels
 from example_trainer.models.ops.reference import rotary_table
 from example_trainer.models.ops.triton_gradients import logit_gradient, silu_and_mul_gradient
@@ -281,27 +282,37 @@ class _ChosenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, temperature: float, total: Total | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        chunk: int,
+        inverse_temperature: float | Tensor,
+        total: Total | None,
+        entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         columns = tuple(torch.empty(len(targets), dtype=torch.float32, device=hidden.device) for _ in range(3))
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
             logits = hidden[part] @ weight.t()
-            figures = fast_kernels.softmax_figures(logits, targets[part], temperature)
+            figures = fast_kernels.softmax_figures(logits, targets[part], _at(inverse_temperature, part))
             for column, figure in zip(columns, figures, strict=True):
                 column[part] = figure
             del logits  # its memory is needed for the next chunk's
         logprobs, entropy, lses = columns
-        ctx.save_for_backward(hidden, weight, targets, lses)
-        ctx.chunk, ctx.temperature, ctx.total = chunk, temperature, total
-        ctx.mark_non_differentiable(entropy)
+        ctx.chunk, ctx.inverse_temperature, ctx.total = chunk, inverse_temperature, total
+        if entropy_gradient:
+            ctx.save_for_backward(hidden, weight, targets, lses, entropy)
+        else:
+            ctx.save_for_backward(hidden, weight, targets, lses)
+            ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, lses = ctx.saved_tensors
-        upstream = upstream.contiguous()
+    def backward(ctx: Any, *arriving: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, lses, *entropies = ctx.saved_tensors
+        upstream, entropy_upstream = (one.contiguous() for one in arriving)
         gradient = torch.empty_like(hidden)
         trained = ctx.needs_input_grad[1]
         # A frozen output matrix (under adapters) gets no gradient: it would be the largest tensor of the step.
@@ -309,12 +320,18 @@ class _ChosenLogprobs(torch.autograd.Function):
         for start in range(0, len(targets), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             logits = hidden[part] @ weight.t()
-            logit_gradient(logits, targets[part], lses[part], upstream[part], ctx.temperature)
+            entropy = (entropies[0][part], entropy_upstream[part]) if entropies else None
+            inverse_temperature = _at(ctx.inverse_temperature, part)
+            logit_gradient(logits, targets[part], lses[part], upstream[part], inverse_temperature, entropy)
             torch.mm(logits, weight, out=gradient[part])
             if trained:
                 add_product(ctx.total() if fresh is None else fresh, logits, hidden[part])
             del logits  # its memory is needed for the next chunk's
-        return gradient, None if fresh is None else fresh.to(weight.dtype), None, None, None, None
+        return gradient, None if fresh is None else fresh.to(weight.dtype), None, None, None, None, None
+
+
+def _at(inverse_temperature: float | Tensor, rows: slice) -> float | Tensor:
+    return inverse_temperature[rows] if isinstance(inverse_temperature, Tensor) else inverse_temperature
 
 
 def chosen_logprobs(
@@ -323,9 +340,12 @@ def chosen_logprobs(
     targets: Tensor,
     counts: Packing,
     chunk: int,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     total: Total | None = None,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """See Operations.chosen_logprobs."""
-    logprobs, entropy = _ChosenLogprobs.apply(hidden, weight, targets, chunk, temperature, total)
+    check_temperature(temperature, targets)
+    inverse = temperature.float().reciprocal() if isinstance(temperature, Tensor) else 1.0 / temperature
+    logprobs, entropy = _ChosenLogprobs.apply(hidden, weight, targets, chunk, inverse, total, entropy_gradient)
     return logprobs, entropy

@@ -157,10 +157,19 @@ def _silu_and_mul(x, y, width, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _softmax_figures(logits, targets, logprobs, entropies, lses, width, stride, inverse_temperature, SIZE: tl.constexpr):
-    """Of one row, in one pass: log Σ exp, the target's logprob, and the entropy log Σ exp - Σ softmax · logit."""
+def _softmax_figures(
+    logits, targets, logprobs, entropies, lses, width, stride, inverse_temperature, BY_ROW: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    """Of one row, in one pass: log Σ exp, the target's logprob, and the entropy log Σ exp - Σ softmax · logit.
+
+    BY_ROW: `inverse_temperature` is where each row's is, and not one number for all.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, SIZE)
+    if BY_ROW:
+        inverse = tl.load(inverse_temperature + row)
+    else:
+        inverse = inverse_temperature
     top = tl.full((SIZE,), float("-inf"), dtype=tl.float32)
     mass = tl.zeros((SIZE,), dtype=tl.float32)
     weighted = tl.zeros((SIZE,), dtype=tl.float32)
@@ -168,7 +177,7 @@ def _softmax_figures(logits, targets, logprobs, entropies, lses, width, stride, 
     for first in range(0, width, SIZE):
         live = first + column < width
         value = tl.load(logits + row * stride + first + column, mask=live, other=float("-inf")).to(tl.float32)
-        value *= inverse_temperature
+        value *= inverse
         higher = tl.maximum(top, value)
         fade = tl.where(top == float("-inf"), 0.0, tl.exp(top - higher))
         chance = tl.where(live, tl.exp(value - higher), 0.0)
@@ -179,7 +188,7 @@ def _softmax_figures(logits, targets, logprobs, entropies, lses, width, stride, 
     fade = tl.where(top == float("-inf"), 0.0, tl.exp(top - highest))
     whole = tl.sum(mass * fade, axis=0)
     lse = highest + tl.log(whole)
-    target = tl.load(logits + row * stride + tl.load(targets + row)).to(tl.float32) * inverse_temperature
+    target = tl.load(logits + row * stride + tl.load(targets + row)).to(tl.float32) * inverse
     tl.store(lses + row, lse)
     tl.store(logprobs + row, target - lse)
     tl.store(entropies + row, lse - tl.sum(weighted * fade, axis=0) / whole)
@@ -280,12 +289,17 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 @on_its_device
-def softmax_figures(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Logprob of each target, entropy, and log of the softmax's denominator, all [rows] float32, of logits [rows, vocab]."""
+def softmax_figures(logits: Tensor, targets: Tensor, inverse_temperature: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Logprob of each target, entropy, and log of the softmax's denominator, all [rows] float32, of logits [rows, vocab].
+
+    Args:
+        inverse_temperature: multiplies the logits; a number, or [rows] float32.
+    """
     logprobs, entropies, lses = (torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(3))
     _softmax_figures[(len(logits),)](
-        logits, targets, logprobs, entropies, lses, logits.shape[1], logits.stride(0), 1.0 / temperature, SIZE=4096, num_warps=8
-    )
+        logits, targets, logprobs, entropies, lses, logits.shape[1], logits.stride(0), inverse_temperature,
+        BY_ROW=isinstance(inverse_temperature, Tensor), SIZE=4096, num_warps=8,
+    )  # fmt: skip
     return logprobs, entropies, lses
 
 

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from example_trainer.errors import ModelError
 from example_trainer.models.geometry import Geometry
 from example_trainer.models.gradients import Total, deliver
+from example_trainer.models.head import check_temperature
 from example_trainer.models.ops import torch_gradients
 from example_trainer.models.packing import TILE, Packing
 from vllm_patching.batch_invariant import ops
@@ -284,7 +285,14 @@ class _ChosenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, packing: Packing, chunk: int, total: Total | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        packing: Packing,
+        chunk: int,
+        total: Total | None,
+        entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         padded = _padded_head(weight)
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -295,15 +303,19 @@ class _ChosenLogprobs(torch.autograd.Function):
             logprobs = logits.gather(1, ids[:, None]).squeeze(1).to(lse.dtype) - lse
             parts.append((logprobs, gradients_for(logits).entropy(logits.contiguous(), lse), lse))
         logprobs, entropy, lse = (torch.cat(column) for column in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden, weight, targets, lse)
         ctx.packing, ctx.chunk, ctx.total = packing, chunk, total
-        ctx.mark_non_differentiable(entropy)
+        if entropy_gradient:
+            ctx.save_for_backward(hidden, weight, targets, lse, entropy)
+        else:
+            ctx.save_for_backward(hidden, weight, targets, lse)
+            ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, lse = ctx.saved_tensors
+    def backward(ctx: Any, *arriving: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, lse, *entropies = ctx.saved_tensors
+        upstream, entropy_upstream = (one.contiguous() for one in arriving)
         gradients = gradients_for(hidden)
         padded, back = _padded_head(weight), weight.t()
         hidden_gradient = torch.empty_like(hidden)
@@ -312,7 +324,8 @@ class _ChosenLogprobs(torch.autograd.Function):
             for start, part in _chunks(ctx.packing, ctx.chunk):
                 rows = slice(start, start + part.tokens)
                 logits = ops.linear(hidden[rows], padded)[:, : len(weight)].contiguous()
-                slope = gradients.logit_gradient(logits, targets[rows], lse[rows], upstream[rows].contiguous())
+                entropy = (entropies[0][rows], entropy_upstream[rows]) if entropies else None
+                slope = gradients.logit_gradient(logits, targets[rows], lse[rows], upstream[rows], entropy=entropy)
                 hidden_gradient[rows] = ops.linear(slope, back)
                 add(slope, hidden[rows], part)
 
@@ -323,7 +336,7 @@ class _ChosenLogprobs(torch.autograd.Function):
             )
         else:
             walk(lambda dy, x, part: None)
-        return hidden_gradient, dw, None, None, None, None
+        return hidden_gradient, dw, None, None, None, None, None
 
 
 def _padded_head(weight: Tensor) -> Tensor:
@@ -350,17 +363,30 @@ def chosen_logprobs(
     targets: Tensor,
     counts: Packing | None = None,
     chunk: int = 1024,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     total: Total | None = None,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """See Operations.chosen_logprobs; logits in the model's dtype, then float32. Not given counts: one sequence.
+
+    Temperatures on a GPU are not waited for: who packs a batch refuses those other than 1, and one that comes here anyway makes
+    its token's logprob NaN.
 
     Raises:
         ValueError: a temperature other than 1, whose logprobs vLLM computes in another way.
     """
-    if temperature != 1.0:
-        raise ValueError(f"the invariant operations take temperature 1, not {temperature}")
+    check_temperature(temperature, targets)
+    on_gpu = isinstance(temperature, Tensor) and temperature.is_cuda
+    if not on_gpu and (other := _other_than_one(temperature)) is not None:
+        raise ValueError(f"the invariant operations take temperature 1, not {other:g}")
     logprobs, entropy = _ChosenLogprobs.apply(
-        hidden, weight, targets, counts or Packing([len(targets)], hidden.device), chunk, total
+        hidden, weight, targets, counts or Packing([len(targets)], hidden.device), chunk, total, entropy_gradient
     )
+    if on_gpu:
+        logprobs = torch.where(torch.as_tensor(temperature) == 1, logprobs, torch.nan)
     return logprobs, entropy
+
+
+def _other_than_one(temperature: float | Tensor) -> float | None:
+    given = temperature.tolist() if isinstance(temperature, Tensor) else [temperature]
+    return next((value for value in given if value != 1), None)

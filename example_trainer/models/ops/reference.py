@@ -196,8 +196,9 @@ def chosen_logprobs(
     targets: Tensor,
     counts: Packing | None,
     chunk: int,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     total: Total | None = None,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """See Operations.chosen_logprobs; chunks of exactly `chunk` targets, whichever sequences they are of."""
-    return chosen_logprobs_of(hidden, weight, targets, chunk, temperature, total)
+    return chosen_logprobs_of(hidden, weight, targets, chunk, temperature, total, entropy_gradient=entropy_gradient)

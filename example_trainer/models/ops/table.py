@@ -102,8 +102,9 @@ class Operations(Protocol):
         targets: Tensor,
         counts: Packing,
         chunk: int,
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,
         total: Total | None = None,
+        entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Logprobs of given tokens and the entropy of what they were chosen from; logits are never kept.
 
@@ -113,8 +114,13 @@ class Operations(Protocol):
             targets: [targets] int64 ids.
             counts: how many of the targets belong to each sequence.
             chunk: targets whose logits exist at the same time, about.
-            temperature: divides the logits.
+            temperature: divides the logits: one for all, or [targets] float32, which gets no gradient.
+            entropy_gradient: the entropy is differentiable too: for a chance p_j of entropy H, dH / dlogit_j is
+                -p_j (log p_j + H) / temperature.
 
         Returns:
-            logprobs [targets] float32, differentiable; entropy [targets] float32 in nats, not differentiable.
+            logprobs [targets] float32, differentiable; entropy [targets] float32 in nats, differentiable if asked for.
+
+        Raises:
+            ValueError: as many temperatures as there are not targets, or one that this table does not take.
         """

@@ -71,10 +71,24 @@ def add_embedding_gradient(dy: Tensor, ids: Tensor, total: Tensor) -> None:
         total[sorted_ids[chosen]] += wide(dy[order[chosen]])
 
 
-def logit_gradient(logits: Tensor, targets: Tensor, lse: Tensor, upstream: Tensor) -> Tensor:
-    """upstream · (onehot(target) - softmax(logits)), [rows, vocab] in the logits' dtype."""
-    slope = torch.exp(wide(logits) - lse[:, None]).neg_()
+def logit_gradient(
+    logits: Tensor, targets: Tensor, lse: Tensor, upstream: Tensor, *, entropy: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """upstream · (onehot(target) - softmax(logits)), [rows, vocab] in the logits' dtype.
+
+    Args:
+        entropy: that of each row and the gradient that reaches it, both [rows], if one does: less that gradient ·
+            softmax · (log softmax + entropy).
+    """
     rows = torch.arange(len(targets), device=targets.device)
+    if entropy is not None:
+        entropies, entropy_upstream = (column[:, None] for column in entropy)
+        slope = wide(logits) - lse[:, None]
+        chances = slope.exp()
+        slope = slope.add_(entropies).mul_(entropy_upstream).add_(upstream[:, None]).mul_(chances.neg_())
+        slope[rows, targets] += upstream
+        return slope.to(logits.dtype)
+    slope = torch.exp(wide(logits) - lse[:, None]).neg_()
     slope[rows, targets] += 1
     return (slope * upstream[:, None]).to(logits.dtype)
 

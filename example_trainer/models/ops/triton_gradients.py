@@ -181,14 +181,32 @@ def _embedding_gradient(dy, sorted_ids, order, out, tokens, width, WIDTH: tl.con
 
 
 @triton.jit
-def _logit_gradient(logits, targets, lse, upstream, width, stride, inverse_temperature, SIZE: tl.constexpr):
-    """Over the logits of one row: upstream · (onehot(target) - softmax(logits / temperature)) / temperature."""
+def _logit_gradient(
+    logits, targets, lse, upstream, entropies, entropy_upstream, width, stride, inverse_temperature,
+    BY_ROW: tl.constexpr, ENTROPY: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Over the logits of one row: upstream · (onehot(target) - softmax(logits / temperature)) / temperature.
+
+    BY_ROW: `inverse_temperature` is where each row's is, and not one number for all.
+    ENTROPY: less entropy_upstream · softmax · (log softmax + entropy) / temperature.
+    """
     row = tl.program_id(0).to(tl.int64)
+    if BY_ROW:
+        inverse = tl.load(inverse_temperature + row)
+    else:
+        inverse = inverse_temperature
     column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     live = column < width
-    value = tl.load(logits + row * stride + column, mask=live, other=0.0).to(tl.float32) * inverse_temperature
+    value = tl.load(logits + row * stride + column, mask=live, other=0.0).to(tl.float32) * inverse
     hit = (column == tl.load(targets + row)).to(tl.float32)
-    slope = (hit - tl.exp(value - tl.load(lse + row))) * (tl.load(upstream + row) * inverse_temperature)
+    if ENTROPY:
+        value -= tl.load(lse + row)
+        chance = tl.exp(value)
+        slope = (hit - chance) * tl.load(upstream + row)
+        slope -= chance * (value + tl.load(entropies + row)) * tl.load(entropy_upstream + row)
+        slope *= inverse
+    else:
+        slope = (hit - tl.exp(value - tl.load(lse + row))) * (tl.load(upstream + row) * inverse)
     tl.store(logits + row * stride + column, slope.to(logits.dtype.element_ty), mask=live)
 
 
@@ -280,16 +298,27 @@ def add_embedding_gradient(dy: Tensor, ids: Tensor, total: Tensor) -> None:
 
 
 @on_its_device
-def logit_gradient(logits: Tensor, targets: Tensor, lse: Tensor, upstream: Tensor, temperature: float = 1.0) -> Tensor:
+def logit_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    upstream: Tensor,
+    inverse_temperature: float | Tensor = 1.0,
+    entropy: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """Gradient of logits [rows, vocab] from that of the targets' logprobs, `upstream` [rows] float32; written over the logits.
 
     Args:
-        lse: [rows] float32, log of the denominators of softmax(logits / temperature).
+        lse: [rows] float32, log of the denominators of softmax(logits · inverse_temperature).
+        inverse_temperature: a number, or [rows] float32.
+        entropy: that of each row and the gradient that reaches it, both [rows] float32 and contiguous, if one does.
     """
     rows, vocab = logits.shape
+    entropies, entropy_upstream = entropy or (lse, lse)
     _logit_gradient[(rows, triton.cdiv(vocab, 4096))](
-        logits, targets, lse, upstream, vocab, logits.stride(0), 1.0 / temperature, SIZE=4096, num_warps=8
-    )
+        logits, targets, lse, upstream, entropies, entropy_upstream, vocab, logits.stride(0), inverse_temperature,
+        BY_ROW=isinstance(inverse_temperature, Tensor), ENTROPY=entropy is not None, SIZE=4096, num_warps=8,
+    )  # fmt: skip
     return logits
 
 

@@ -236,6 +236,26 @@ def chosen_logprobs_case(d: Draws, ops: Operations) -> Case:
     return Case(inputs, ours, formula)
 
 
+def entropy_case(d: Draws, ops: Operations) -> Case:
+    """Logprobs and entropies that both have gradients, each row at its own temperature (vLLM's bits are those of 1 alone)."""
+    s = d.sizes
+    targets, inputs = d.ids(s.tokens), chosen_logprobs_case(d, ops).inputs
+    temperatures = 0.8 + torch.rand(s.tokens, generator=d.generator).to(d.device)
+    if ops is invariant:
+        temperatures.fill_(1)
+
+    def ours(hidden: Tensor, weight: Tensor, **totals: Total) -> Outputs:
+        return ops.chosen_logprobs(
+            hidden, weight, targets, d.packing, 70, temperatures, totals.get("weight_total"), entropy_gradient=True
+        )
+
+    def formula(hidden: Tensor, weight: Tensor) -> Outputs:
+        table = F.log_softmax(hidden @ weight.T / temperatures[:, None], dim=-1)
+        return table.gather(1, targets[:, None]).squeeze(1), -(table.exp() * table).sum(-1)
+
+    return Case(inputs, ours, formula)
+
+
 CASES: dict[str, Callable[[Draws, Operations], Case]] = {
     "linear": linear_case,
     "linear with bias": biased_linear_case,
@@ -246,6 +266,7 @@ CASES: dict[str, Callable[[Draws, Operations], Case]] = {
     "attention": attention_case,
     "embedding": embedding_case,
     "chosen_logprobs": chosen_logprobs_case,
+    "chosen_logprobs with entropy": entropy_case,
 }
 """What every table has."""
 INVARIANT_CASES = CASES | {"matmul": matmul_case, "rms_norm of heads": head_norm_case, "rotary_embedding": rotary_case}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +12,9 @@ from example_trainer.models.head import chosen_logprobs_of
 
 
 class TestChosenLogprobs:
-    def naive(self, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+    def naive(
+        self, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float | torch.Tensor
+    ) -> torch.Tensor:
         logits = (hidden @ weight.t()).float() / temperature
         return logits.log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
 
@@ -42,6 +45,26 @@ class TestChosenLogprobs:
         weight = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
         targets = torch.tensor([0, 6, 3, 3, 1])
         assert torch.autograd.gradcheck(lambda h, w: chosen_logprobs_of(h, w, targets, 2, 0.7)[0], (hidden, weight))
+        temperatures = torch.tensor([0.5, 1, 1.7, 0.9, 1])
+        assert torch.autograd.gradcheck(
+            lambda h, w: chosen_logprobs_of(h, w, targets, 2, temperatures, entropy_gradient=True), (hidden, weight)
+        )
+
+    def test_each_row_at_its_own_temperature_and_the_entropys_gradient_equal_the_formulas(self) -> None:
+        torch.manual_seed(2)
+        hidden = torch.randn(9, 4, dtype=torch.float64, requires_grad=True)
+        weight = torch.randn(11, 4, dtype=torch.float64, requires_grad=True)
+        targets, temperatures = torch.randint(0, 11, (9,)), torch.linspace(0.4, 2, 9)
+        logprobs, entropy = chosen_logprobs_of(hidden, weight, targets, 4, temperatures, entropy_gradient=True)
+        logits = hidden @ weight.t()
+        table = (logits / temperatures[:, None]).log_softmax(-1)
+        torch.testing.assert_close(logprobs, table.gather(1, targets[:, None]).squeeze(1))
+        upstream = torch.randn(9, dtype=torch.float64)
+        # dH / dlogit_j = -p_j (log p_j + H) / T
+        slope = -table.exp() * (table + entropy[:, None]) * (upstream / temperatures)[:, None]
+        found = torch.autograd.grad(entropy, (hidden, weight), upstream)
+        for mine, expected in zip(found, (slope @ weight, slope.t() @ hidden), strict=True):
+            torch.testing.assert_close(mine, expected)
 
     def test_bfloat16_weights_get_bfloat16_gradients_and_float32_logprobs(self) -> None:
         torch.manual_seed(1)
@@ -77,6 +100,21 @@ class TestChosenLogprobs:
         trained, much = gradient()
         assert torch.equal(frozen, trained)
         assert much >= little + weight.nbytes
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_the_entropys_gradient_takes_no_further_table_of_logits(self, dtype: torch.dtype) -> None:
+        n, vocab, chunk = 64, 2000, 16
+
+        def peak(entropy_gradient: bool) -> int:
+            hidden, weight = torch.randn(n, 4).to(dtype).requires_grad_(), torch.randn(vocab, 4).to(dtype)
+            with Meter(torch.device("cpu")) as meter:
+                logprobs, entropy = chosen_logprobs_of(
+                    hidden, weight, torch.zeros(n, dtype=torch.long), chunk, entropy_gradient=entropy_gradient
+                )
+                (logprobs.sum() + entropy.detach().sum() + (entropy.sum() if entropy_gradient else 0)).backward()
+            return meter.peak
+
+        assert peak(entropy_gradient=True) < peak(entropy_gradient=False) + chunk * vocab
 
     def test_no_logits_are_kept_for_the_backward_pass(self) -> None:
         n, vocab, chunk = 512, 1000, 16

@@ -19,6 +19,8 @@ from safetensors.torch import load_file, save_file
 from atroposlib.utils.lives import Life
 from example_trainer.errors import CheckpointError
 from example_trainer.models import Decoder, load_model
+from example_trainer.models.head import chosen_logprobs_of
+from example_trainer.models.packing import Packing
 from example_trainer.parallel.fsdp import sharded_decoder
 from example_trainer.parallel.ranks import Ranks, join_ranks
 from example_trainer.parallel.tensor import TensorParallelShards, split_decoder
@@ -37,6 +39,8 @@ def run_case(ranks: Ranks, kind: str, folder: Path, seed: int) -> None:
     config = make_config(seed)
     model = load_model(str(folder / f"model-{seed}"), torch.float32, "cpu", make)
     reference = load_model(str(folder / f"model-{seed}"), torch.float32, "cpu", make).requires_grad_(False)
+    if isinstance(model.shards, TensorParallelShards):
+        check_head(model)
     optimizer = make_optimizer(model, config)
     place = (ranks.rank, ranks.world_size) if kind == "fsdp" else (0, 1)
     figures = take_steps(model, optimizer, reference, config, seed, *place)
@@ -56,6 +60,24 @@ def run_case(ranks: Ranks, kind: str, folder: Path, seed: int) -> None:
     if ranks.is_main:
         save_file({f"weight.{k}": v for k, v in weights.items()} | state, folder / f"{kind}-{seed}.safetensors")
         (folder / f"{kind}-{seed}.json").write_text(json.dumps(figures))
+
+
+def check_head(model: Decoder) -> None:
+    """The split output head gives each row its own temperature, and the entropy its gradient, as the whole matrix does."""
+    generator = torch.Generator().manual_seed(3)
+    vocab, held = model.geometry.vocab_size, model.output_weight
+    whole = torch.cat(model.split.gather(held.detach()))[:vocab].requires_grad_()
+    hidden = torch.randn(7, held.shape[1], generator=generator).requires_grad_()
+    targets, temperatures = torch.randint(0, vocab, (7,), generator=generator), torch.linspace(0.5, 2, 7)
+    upstream = torch.randn(2, 7, generator=generator).unbind()
+    found = model.chosen_logprobs(hidden, targets, Packing([7]), 3, temperatures, entropy_gradient=True)
+    expected = chosen_logprobs_of(hidden, whole, targets, 3, temperatures, entropy_gradient=True)
+    first, end = model.split.vocabulary_range(vocab)
+    mine, part = torch.autograd.grad(found, (hidden, held), upstream)
+    theirs, matrix = torch.autograd.grad(expected, (hidden, whole), upstream)
+    pairs = *zip(found, expected, strict=True), (mine, theirs), (part[: end - first], matrix[first:end])
+    for ours, one_process in pairs:
+        torch.testing.assert_close(ours, one_process, atol=1e-5, rtol=1e-5)
 
 
 def check_checkpoints(

@@ -54,9 +54,36 @@ def test_the_invariant_table_refuses_shared_prefixes() -> None:
 
 
 def test_the_invariant_table_refuses_another_temperature() -> None:
-    hidden = torch.randn(3, 4)
-    with pytest.raises(ValueError, match=r"take temperature 1, not 0\.5"):
-        invariant.chosen_logprobs(hidden, hidden, torch.zeros(3, dtype=torch.long), temperature=0.5)
+    hidden, targets = torch.randn(3, 4), torch.zeros(3, dtype=torch.long)
+    for temperature in (0.5, torch.tensor([1.0, 0.5, 1.0])):
+        with pytest.raises(ValueError, match=r"take temperature 1, not 0\.5"):
+            invariant.chosen_logprobs(hidden, hidden, targets, temperature=temperature)
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_temperatures_of_one_and_a_differentiable_entropy_change_no_bit(table: str) -> None:
+    generator, packing = torch.Generator().manual_seed(5), Packing([130, 20])
+    targets, upstream = torch.randint(0, 211, (150,), generator=generator), torch.randn(150, generator=generator)
+    draws = torch.randn(150, 24, generator=generator), torch.randn(211, 24, generator=generator)
+
+    def found(temperature: float | torch.Tensor, entropy_gradient: bool = False) -> list[torch.Tensor]:
+        hidden, weight = (draw.clone().requires_grad_() for draw in draws)
+        arguments = hidden, weight, targets, packing, 64, temperature
+        logprobs, entropy = TABLES[table].chosen_logprobs(*arguments, entropy_gradient=entropy_gradient)
+        assert entropy.requires_grad == entropy_gradient
+        gradients = torch.autograd.grad(logprobs, (hidden, weight), upstream)
+        return [logprobs, entropy, *(() if entropy_gradient else gradients)]
+
+    plain = found(1.0)
+    for other in (found(torch.ones(150)), found(1.0, entropy_gradient=True)):
+        assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=False))
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_every_target_needs_its_own_temperature(table: str) -> None:
+    hidden, targets = torch.randn(3, 4), torch.zeros(3, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"temperatures of shape \[1\] for 3 targets"):
+        TABLES[table].chosen_logprobs(hidden, hidden, targets, Packing([3]), 8, torch.ones(1))
 
 
 def test_a_table_is_chosen_by_mode_device_and_dtype() -> None:
