@@ -58,8 +58,8 @@ class BinOutcome:
         teacher_kl: scalar, sum of the divergence from the teacher, in nats, over the tokens that have its logprob.
         teacher_tokens: scalar, how many these are; not given: none.
         proximal_logprobs: [n] float32, under the weights that the batch began with, by which drift is measured: ratios, KL by
-            age, perplexities. Not given: `logprobs`, as in a batch's first update. NaN: unknown, as in later updates without
-            a pass for them; what is unknown is not counted.
+            age, perplexities. In a batch's first update they are `logprobs`. None where nobody worked them out, as in later
+            updates that do not need them: nothing of these counts as drift.
     """
 
     logprobs: Tensor
@@ -76,8 +76,8 @@ class BinOutcome:
     loss: Tensor
     reference_kl: Tensor
     teacher_kl: Tensor
+    proximal_logprobs: Tensor | None
     teacher_tokens: Tensor | None = None
-    proximal_logprobs: Tensor | None = None
 
 
 class StepFigures:
@@ -109,7 +109,7 @@ class StepFigures:
         logprobs, rollout = outcome.logprobs.double(), outcome.rollout_logprobs.double()
         known = ~rollout.isnan()
         began = logprobs if outcome.proximal_logprobs is None else outcome.proximal_logprobs.double()
-        drifted = known & ~began.isnan()
+        drifted = torch.zeros_like(known) if outcome.proximal_logprobs is None else known
         # The two perplexities come from one sum of the sampler's logprobs and one of the differences, not from a sum each:
         # differences that are all 0 make them equal to the bit, in whatever order blocks and ranks are added.
         log_ratio = torch.where(drifted, began - rollout, 0.0)

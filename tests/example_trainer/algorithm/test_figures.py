@@ -39,6 +39,7 @@ def outcome(logprobs: list[float], rollout: list[float], **changes: Any) -> BinO
         loss=zero,
         reference_kl=zero,
         teacher_kl=zero,
+        proximal_logprobs=torch.tensor(logprobs),
     )
     return replace(made, **changes)
 
@@ -183,8 +184,8 @@ def test_drift_is_measured_from_the_weights_that_the_batch_began_with() -> None:
     """Of the later updates of a batch, `kl` tells how far the policy has gone, and everything else what sampler and trainer
     disagreed on before it did."""
     first = outcome([-1.0, -2.0], [-1.1, -2.0])
-    later = replace(first, logprobs=torch.tensor([-0.5, -2.5]), proximal_logprobs=first.logprobs)
-    blind = replace(first, logprobs=torch.tensor([-0.5, -2.5]), proximal_logprobs=torch.full((2,), UNKNOWN))
+    later = replace(first, logprobs=torch.tensor([-0.5, -2.5]))
+    blind = replace(first, logprobs=torch.tensor([-0.5, -2.5]), proximal_logprobs=None)
     alone, both, unmeasured = row(first), row(first, later), row(first, blind)
     moved = [name for name in alone if alone[name] != both[name]]
     assert moved == ["kl"]
