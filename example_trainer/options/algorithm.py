@@ -9,11 +9,10 @@ from pydantic import Field, model_validator
 
 from example_trainer.algorithm.advantages import BUILT_IN as ADVANTAGES
 from example_trainer.algorithm.advantages import DIVIDED, Normalisation
+from example_trainer.algorithm.corrections import Correction, RatioTo
 from example_trainer.algorithm.functions import built_in, is_import
 from example_trainer.algorithm.methods import BOUNDS, KLPlace, Method, method_named
 from example_trainer.options.section import Section, flag_of
-
-Correction = Literal["none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask"]
 
 
 class AlgorithmOptions(Section):
@@ -126,7 +125,7 @@ class CorrectionOptions(Section):
         2.0, gt=1, allow_inf_nan=False, description="highest weight, or highest ratio that is not left out"
     )
     correction_low: float = Field(0.5, gt=0, lt=1, description="lowest ratio that is not left out")
-    correction_ratio: Literal["proximal", "now"] = Field(
+    correction_ratio: RatioTo = Field(
         "proximal", description="the ratio to the sampler is that of the batch's first weights, or of the present ones"
     )
     sequence_kl_limit: float | None = Field(

@@ -11,7 +11,6 @@ from example_trainer.algorithm.losses.grpo import grpo
 from example_trainer.algorithm.losses.gspo import gspo
 from example_trainer.algorithm.losses.inputs import Loss, LossInputs, LossSettings, TokenLosses
 from example_trainer.algorithm.losses.reinforce import reinforce
-from example_trainer.algorithm.losses.summed import LossSums, grpo_loss
 from example_trainer.errors import ConfigError, NonFiniteError
 
 __all__ = [
@@ -19,11 +18,9 @@ __all__ = [
     "Loss",
     "LossInputs",
     "LossSettings",
-    "LossSums",
     "TokenLosses",
     "count_nonfinite",
     "find_loss",
-    "grpo_loss",
     "refuse_nonfinite",
     "token_losses",
 ]

@@ -13,7 +13,8 @@ import torch
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from example_trainer.algorithm.losses import grpo_loss
+from example_trainer.algorithm.losses import LossInputs, LossSettings
+from example_trainer.algorithm.losses.grpo import grpo
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
 from example_trainer.models.head import chosen_logprobs_of
@@ -107,14 +108,14 @@ def test_what_a_mode_that_does_not_fit_would_do() -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(400, 16), torch.randn(50, 16)
     targets = torch.multinomial((hidden @ weight.t() / 0.6).softmax(-1), 1).squeeze(1)
-    advantages, weights = torch.randn(400), torch.full((400,), 1 / 400)
+    advantages, one_sequence = torch.randn(400), torch.zeros(400, dtype=torch.int64)
 
     def gradient(rollout_temperature: float) -> torch.Tensor:
         matrix = weight.clone().requires_grad_()
         logprobs, _ = chosen_logprobs_of(hidden, matrix, targets, temperature=0.6)
         rollout, _ = chosen_logprobs_of(hidden, weight, targets, temperature=rollout_temperature)
-        loss, _ = grpo_loss(logprobs, rollout, advantages, weights, clip_low=0.2, clip_high=0.2)
-        (found,) = torch.autograd.grad(loss, matrix)
+        inputs = LossInputs(logprobs, rollout, advantages, one_sequence, 1)
+        (found,) = torch.autograd.grad(grpo(inputs, LossSettings(0.2, 0.2)).losses.mean(), matrix)
         return found.flatten()
 
     right = gradient(0.6)
