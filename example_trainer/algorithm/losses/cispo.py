@@ -13,7 +13,7 @@ def cispo(inputs: LossInputs, settings: LossSettings) -> TokenLosses:
     sg stops the gradient: a bound limits what a token weighs, and never silences it. With ε_low = 1 there is no lower bound,
     as in the paper's runs.
 
-    Source: CISPO, MiniMax-M1 (MiniMax, arXiv:2506.13585, section 3.1).
+    Source: CISPO, MiniMax-M1 (MiniMax, arXiv:2506.13585).
 
     Clipped are the tokens whose weight is at a bound, whatever the sign of their advantage; their gradient is not stopped.
     """

@@ -15,7 +15,7 @@ def grpo(inputs: LossInputs, settings: LossSettings) -> TokenLosses:
 
     Sources: PPO, equation 7 (Schulman et al., arXiv:1707.06347); GRPO, equation 3 (Shao et al., arXiv:2402.03300), without its
     divergence, which is added apart; ε_high ≠ ε_low, "clip-higher", is DAPO's (Yu et al., arXiv:2503.14476); dual clip is
-    Ye et al.'s (arXiv:1912.09729, section "Dual-clip PPO"), with c = 3 there.
+    Ye et al.'s (arXiv:1912.09729), with c = 3 there.
 
     Clipped are the tokens whose gradient is stopped, those of the second bound of a negative advantage among the upper ones.
     """

@@ -1,0 +1,103 @@
+"""docs/algorithms.md: its tables are those of the code, its commands are understood, and its example learns."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from example_trainer.algorithm.advantages import BUILT_IN as ADVANTAGES
+from example_trainer.algorithm.advantages import find_advantages
+from example_trainer.algorithm.methods import BOUNDS, METHODS, Method
+from example_trainer.algorithm.objective import ObjectiveInputs, bin_loss
+from example_trainer.command_line import parse_config
+from example_trainer.config import TrainerConfig
+from example_trainer.options.algorithm import AlgorithmOptions, CorrectionOptions, DistillationOptions, LengthOptions
+from example_trainer.options.section import flag_of
+from example_trainer.training.step import make_objective
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The first table behind a heading, without its head and without the marks of code."""
+    table = re.search(r"^\|.*?(?=^[^|])", PAGE[PAGE.index(f"\n## {heading}\n") :], re.MULTILINE | re.DOTALL)
+    assert table is not None
+    return [[cell.strip().replace("`", "") for cell in line.split("|")[1:-1]] for line in table[0].splitlines()[2:]]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def row_of(name: str, method: Method) -> list[str]:
+    high = method.clip_eps if method.clip_eps_high is None else method.clip_eps_high
+    dual = f", dual {method.dual_clip:g}" if method.dual_clip else ""
+    bounds = f"{method.clip_eps:.4g}, {high:.4g}{dual}" if BOUNDS[method.loss] else "no bounds"
+    divided = "yes" if method.advantage_std else "no"
+    return [name, method.loss, method.advantages, divided, method.loss_normalisation, bounds, method.kl_in]
+
+
+def test_the_methods_are_those_of_the_code() -> None:
+    assert rows("Methods") == [row_of(name, method) for name, method in METHODS.items()]
+
+
+def test_the_advantages_are_those_of_the_code() -> None:
+    assert [row[0] for row in rows("Advantages")] == [*ADVANTAGES, "module:function"]
+
+
+def test_every_option_of_the_algorithm_is_told_of() -> None:
+    sections = (AlgorithmOptions, CorrectionOptions, LengthOptions, DistillationOptions)
+    flags = [flag_of(name) for section in sections for name in section.model_fields if name != "logprob_chunk"]
+    told = set(re.findall(r"--[a-z][a-z-]*[a-z]", PAGE)) | {f"--{name.replace('_', '-')}" for name in re.findall(r"\w+", PAGE)}
+    assert [flag for flag in flags if flag not in told] == []
+    known = {flag_of(name) for name in TrainerConfig.model_fields} | {"--config", "--help", "--no-advantage-std"}
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", PAGE)) - known == set()
+
+
+def test_the_example_is_found_by_its_command_and_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy over five tokens, one of which is rewarded, by the trainer's own objective."""
+    (code,) = blocks("python")
+    (tmp_path / "my_losses.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    configs = [
+        parse_config(shlex.split(line.partition("grpo.py")[2]))
+        for block in blocks("bash")
+        for line in block.replace("\\\n", " ").splitlines()
+    ]
+    (config,) = (config for config in configs if config.loss == "my_losses:pulled_back")
+    assert (len(configs), config.method.clip_eps, config.minibatches) == (2, 0.1, 4)
+    objective, advantages = make_objective(config), find_advantages(config.method.advantages)
+    generator = torch.Generator().manual_seed(0)
+    policy = torch.zeros(5, requires_grad=True)
+    clipped = 0
+    for _ in range(10):
+        tokens = torch.multinomial(policy.detach().softmax(0).expand(64, 5), 1, generator=generator).squeeze(1)
+        began = policy.detach().log_softmax(0)[tokens]
+        given = torch.tensor(advantages([(tokens == 3).float().tolist()])[0])
+        for _ in range(config.minibatches):
+            logprobs = policy.log_softmax(0)[tokens]
+            inputs = ObjectiveInputs(
+                logprobs=logprobs,
+                entropy=torch.zeros(64),
+                proximal_logprobs=began,
+                rollout_logprobs=began,
+                reference_logprobs=None,
+                teacher_logprobs=torch.full((64,), torch.nan),
+                advantages=given,
+                weights=torch.full((64,), 1 / 64),
+                versions=torch.zeros(64, dtype=torch.int64),
+                sequence=torch.arange(64),
+                sequences=64,
+            )
+            found = bin_loss(inputs, objective)
+            clipped += int((found.outcome.clipped_low | found.outcome.clipped_high).sum())
+            (gradient,) = torch.autograd.grad(found.loss, policy)
+            policy = (policy.detach() - 2.0 * gradient).requires_grad_()
+    assert policy.softmax(0)[3] > 0.8
+    assert clipped > 0
