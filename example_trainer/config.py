@@ -32,6 +32,12 @@ class TrainerConfig(
         if (self.use_shared_memory or self.single_copy) and self.weight_bridge_mode != "shared_vllm":
             flag = "--single-copy" if self.single_copy else "--use-shared-memory"
             raise ValueError(f"{flag} needs --weight-bridge-mode shared_vllm, which is {self.weight_bridge_mode!r}")
+        if self.single_copy and self.several_updates:
+            raise ValueError(
+                f"--single-copy and --ppo-epochs {self.ppo_epochs} with --minibatches {self.minibatches} exclude each other: "
+                "between the updates of a batch the trainer's parameters change, and vLLM would sample from them; give "
+                "--use-shared-memory (broadcast), or one of each"
+            )
         if len(self.vllm_servers) > 1 and (self.single_copy or self.weight_bridge_mode == "none"):
             raise ValueError(
                 f"{len(self.vllm_servers)} --vllm-servers can be reached by broadcast (--use-shared-memory) or lora_only alone"
@@ -77,6 +83,11 @@ class TrainerConfig(
                 "summed would depend on which rollouts share a pass; leave one of them out"
             )
         return self
+
+    @property
+    def several_updates(self) -> bool:
+        """Whether a batch may be for more than one optimizer update."""
+        return self.ppo_epochs * self.minibatches > 1
 
     @property
     def oldest_rollouts(self) -> int | None:

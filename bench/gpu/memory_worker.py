@@ -11,7 +11,7 @@ import torch.distributed as dist
 from bench.gpu.live_bytes import Meter
 from bench.gpu.processes import answer_once
 from bench.gpu.shapes import SHAPES
-from bench.gpu.synthetic import Work, joined_group, random_bin, random_weights
+from bench.gpu.synthetic import Work, gradient_of, joined_group, random_bin, random_weights
 from example_trainer.batch.bins import PackedBin
 from example_trainer.config import TrainerConfig
 from example_trainer.models.decoder import Decoder
@@ -21,11 +21,9 @@ from example_trainer.models.lora.layers import attach_adapters
 from example_trainer.models.lora.settings import LoraSettings
 from example_trainer.models.ops import choose_table
 from example_trainer.parallel.fsdp import sharded_decoder
-from example_trainer.process import StopSignal
 from example_trainer.training.memory_items import ALL_PROJECTIONS, GRADIENTS, SEND_BUFFERS, MemoryRequest
 from example_trainer.training.memory_plan import plan_memory
 from example_trainer.training.optimizer import MasterAdamW, make_optimizer
-from example_trainer.training.step import accumulate_gradients
 from example_trainer.weight_bridge.slices import WeightSlices, receivers_of
 from vllm_patching.manifest import Manifest, ManifestEntry, dtype_name
 from vllm_patching.sharding import ModelGeometry, plan_shards
@@ -177,7 +175,7 @@ def take_step(
     outgoing: list[WeightSlices], sends: bool, parts: Parts | None = None,
 ) -> None:  # fmt: skip
     """One step of the training loop, without a server."""
-    accumulate_gradients(model, optimizer, bins, config, StopSignal(), reference)
+    gradient_of(model, optimizer, bins, config, reference)
     if parts:
         parts.end("end of the backward pass")
     optimizer.step()

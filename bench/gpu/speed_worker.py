@@ -18,7 +18,7 @@ import torch.distributed as dist
 from bench.gpu.live_bytes import Meter
 from bench.gpu.plain_decoder import PlainDecoder
 from bench.gpu.processes import answer_once
-from bench.gpu.synthetic import Work, geometry_of, joined_group, random_bin, random_weights
+from bench.gpu.synthetic import Work, geometry_of, gradient_of, joined_group, random_bin, random_weights
 from example_trainer.batch.bins import PackedBin
 from example_trainer.config import TrainerConfig
 from example_trainer.models.decoder import Decoder
@@ -26,11 +26,9 @@ from example_trainer.models.geometry import Geometry
 from example_trainer.models.ops import choose_operations, reference
 from example_trainer.observe.perf import matrix_elements, step_flops
 from example_trainer.parallel.fsdp import sharded_decoder
-from example_trainer.process import StopSignal
 from example_trainer.training.checkpoints import Checkpoints
 from example_trainer.training.optimizer import MasterAdamW
 from example_trainer.training.runs import PREFIX, new_run
-from example_trainer.training.step import accumulate_gradients
 
 PEAK_FLOPS = 790e12
 """Dense bf16 rate of an H200, measured by large matrix products; what every share of the peak here is of."""
@@ -152,7 +150,7 @@ def measure(case: Case, device: torch.device, rank: int = 0) -> dict[str, Any]:
             found["arithmetic"], parameters = case.arithmetic, sum(p.numel() for p in plain.parameters())
         else:
             model, optimizer = ours(case, g, dtype, device, config)
-            gradient = lambda these: accumulate_gradients(model, optimizer, these, config, StopSignal())  # noqa: E731
+            gradient = lambda these: gradient_of(model, optimizer, these, config)  # noqa: E731
             found["arithmetic"] = f"ours, {model.arithmetic.ops.NAME}"
             parameters = sum(p.numel() for p in model.parameters())
         found |= {"parameters": parameters, "sequences": case.work.sequences}

@@ -11,15 +11,13 @@ import torch
 from bench.gpu.processes import Answers, serve
 from bench.gpu.shapes import SHAPES
 from bench.gpu.speed_worker import Timer
-from bench.gpu.synthetic import geometry_of, random_batch, random_weights
+from bench.gpu.synthetic import geometry_of, gradient_of, random_batch, random_weights
 from example_trainer.batch.packing import pack_batch
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.pairing import deterministic_decoder
 from example_trainer.deterministic.parity import weights_sha
 from example_trainer.models import Decoder
-from example_trainer.process import StopSignal
 from example_trainer.training.optimizer import make_optimizer
-from example_trainer.training.step import accumulate_gradients
 from vllm_patching.batch_invariant.settings import enable_settings
 
 PHASES = ("gradient", "optimizer", "weights")
@@ -79,7 +77,7 @@ class StepWorker:
 
     def _step(self, bins: Any) -> list[float]:
         work = (
-            lambda: accumulate_gradients(self.model, self.optimizer, bins, self.config, StopSignal()),
+            lambda: gradient_of(self.model, self.optimizer, bins, self.config),
             self.optimizer.step,
             self.optimizer.write_weights,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +18,13 @@ from bench.gpu.shapes import SHAPES
 from example_trainer.batch.bins import PackedBin
 from example_trainer.batch.groups import Batch, TrainedSequence
 from example_trainer.batch.packing import pack_batch
+from example_trainer.config import TrainerConfig
+from example_trainer.models import Decoder
 from example_trainer.models.geometry import Geometry
 from example_trainer.models.shards import Shards
+from example_trainer.process import StopSignal
+from example_trainer.training.optimizer import MasterAdamW
+from example_trainer.training.step import BatchGradients, make_objective
 
 
 def geometry_of(shape: str, positions: int = 4096) -> Geometry:
@@ -37,6 +42,16 @@ def random_weights(model: nn.Module, shards: Shards | None = None, seed: int = 0
             local.fill_(1.0)
         else:
             local.normal_(std=0.02, generator=torch.Generator(local.device).manual_seed(seed + number))
+
+
+def gradient_of(
+    model: Decoder, optimizer: MasterAdamW, bins: Sequence[PackedBin], config: TrainerConfig, reference: Decoder | None = None
+) -> None:
+    """The gradient of a batch of one update, and its figures: all of a step that comes before the optimizer. Collective."""
+    gradients = BatchGradients(model, optimizer, [bins], config, make_objective(config), StopSignal(), reference)
+    gradients.accumulate(0)
+    gradients.updated()
+    gradients.row()
 
 
 @dataclass(frozen=True)

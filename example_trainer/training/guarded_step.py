@@ -38,8 +38,9 @@ def guarded_step(
     still those of before.
 
     Raises:
-        OutOfMemoryError: memory ran out, and every rank knows; what the batch took is free again.
-        NonFiniteError: see MasterAdamW.step.
+        OutOfMemoryError: memory ran out in the first update, and every rank knows; what the batch took is free again. With
+            several ranks, in any: they cannot go on from there, but the step is complete if there was an update before.
+        NonFiniteError: see MasterAdamW.update and BatchGradients.accumulate, of the first update; of any if a weight is.
         RankError: a rank ran out of memory where others wait for it, and nothing collective is possible any more.
         StopRequested, ParityError: see accumulate_gradients.
     """
@@ -56,8 +57,8 @@ def guarded_step(
                     raise
                 if ranks.world_size > 1 and isinstance(error, OutOfMemoryError):  # FSDP2 stands in the middle of a layer
                     raise OutOfMemoryError(
-                        f"{error}; this was update {number + 1} of {gradients.updates} of its batch, and those before are kept, "
-                        "but several ranks cannot go on from here: start again with --resume auto"
+                        f"{error}; this was update {number + 1} of {gradients.updates} of its batch, and those before are "
+                        "kept, but several ranks cannot go on from here: start again with --resume auto"
                     ) from error
                 logger.warning(
                     "Step %d: updates %d to %d of its batch are left out, what it learned in those before stays: %s",

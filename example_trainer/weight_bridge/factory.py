@@ -58,6 +58,8 @@ def make_bridge(
     elif not single and not config.use_shared_memory:
         info = servers[0].wait_for_info()
         single, why = prefers_single_copy(info) if len(servers) == 1 else (False, f"there are {len(servers)} vLLM servers")
+        if single and config.several_updates:
+            single, why = False, "a batch is for several updates, and vLLM must not sample between them"
         logger.info("[Bridge] %s: %s", "Single copy" if single else "Broadcast", why)
     if single:
         return SingleCopyBridge(servers[0], ranks)

@@ -118,9 +118,9 @@ class Trainers:
         numbers = {tuple(row[3:]): number for number in range(50) for row in made_up_group(number)["tokens"]}
         take_step, register, logprobs = loop.guarded_step, RolloutClient.register, step.response_logprobs
 
-        def take(model: Any, optimizer: Any, bins: Sequence[PackedBin], *rest: Any) -> Any:
-            self._in_hand = min(numbers[tuple(row)] for one in bins for row in responses(one))
-            taken = take_step(model, optimizer, bins, *rest)
+        def take(model: Any, optimizer: Any, minibatches: Sequence[Sequence[PackedBin]], *rest: Any) -> Any:
+            self._in_hand = min(numbers[tuple(row)] for bins in minibatches for one in bins for row in responses(one))
+            taken = take_step(model, optimizer, minibatches, *rest)
             self.line.append(self._in_hand)
             self._passed("stepped")
             return taken

@@ -39,6 +39,7 @@ from example_trainer.process import StopSignal
 from example_trainer.training import guarded_step as guarded
 from example_trainer.training.guarded_step import guarded_step
 from example_trainer.training.optimizer import MasterAdamW
+from example_trainer.training.step import make_objective
 
 Result = tuple[bool, str]
 """Whether a check passed, and what was seen."""
@@ -90,7 +91,7 @@ def bins_of(length: int, seed: int, ranks: int = 1, rank: int = 0) -> list[Packe
 def step(model: Decoder, optimizer: MasterAdamW, length: int, seed: int, ranks: Ranks | None = None) -> None:
     """One step on sequences of about one length, and the weights that it makes."""
     bins = bins_of(length, seed, ranks.world_size if ranks else 1, ranks.rank if ranks else 0)
-    guarded_step(model, optimizer, bins, CONFIG, StopSignal(), ranks=ranks)
+    guarded_step(model, optimizer, [bins], CONFIG, make_objective(CONFIG), StopSignal(), ranks=ranks)
     optimizer.write_weights()
 
 

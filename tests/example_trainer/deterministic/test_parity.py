@@ -27,9 +27,10 @@ from example_trainer.models import Decoder
 from example_trainer.models.geometry import RopeScaling
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal
+from example_trainer.training.guarded_step import guarded_step
 from example_trainer.training.model import decoder_maker, refuse_ranks
 from example_trainer.training.optimizer import make_optimizer
-from example_trainer.training.step import accumulate_gradients, response_logprobs
+from example_trainer.training.step import make_objective, response_logprobs
 from tests.example_trainer.deterministic.training import (
     SMALL,
     bins,
@@ -58,8 +59,9 @@ def test_one_bit_of_one_token_stops_the_run_before_the_step(tmp_path: Path) -> N
     before = weights_sha(optimizer.masters)
     batch = with_one_bit_changed(rollouts(model, 1, 0), sequence=3, token=1)
     (packed,) = bins(batch, tokens=1000)
+    parity = ParityCheck(KERNELS, KERNELS)
     with pytest.raises(ParityError) as error:
-        accumulate_gradients(model, optimizer, [packed], options, StopSignal(), parity=ParityCheck(KERNELS, KERNELS))
+        guarded_step(model, optimizer, [[packed]], options, make_objective(options), StopSignal(), parity=parity)
     sequence = batch.sequences[3]
     theirs, ours = float(sequence.rollout_logprobs[1]), float(rollouts(model, 1, 0).sequences[3].rollout_logprobs[1])
     message = str(error.value)
@@ -84,13 +86,13 @@ def test_without_stopping_differences_are_counted_and_measured(tmp_path: Path) -
     wrong[:2] -= np.float32(0.5)
     parity = ParityCheck(KERNELS, KERNELS, stop=False)
     sequences = [*batch.sequences[:2], replace(sequence, rollout_logprobs=wrong), *batch.sequences[3:]]
-    accumulate_gradients(model, optimizer, bins(Batch(sequences)), options, StopSignal(), parity=parity)
-    optimizer.step()
+    objective = make_objective(options)
+    guarded_step(model, optimizer, [bins(Batch(sequences))], options, objective, StopSignal(), parity=parity)
     row = parity.row(optimizer.masters)
     assert (row["mismatched_tokens"], row["compared_tokens"]) == (2, batch.trained_tokens)
     assert row["max_logprob_difference"] == pytest.approx(0.5, abs=1e-5)
     assert row["parity_kl"] == pytest.approx(2 * (math.exp(0.5) - 1.5) / batch.trained_tokens, rel=1e-4)
-    accumulate_gradients(model, optimizer, bins(rollouts(model, 1, 1)), options, StopSignal(), parity=parity)
+    guarded_step(model, optimizer, [bins(rollouts(model, 1, 1))], options, objective, StopSignal(), parity=parity)
     row = parity.row(optimizer.masters)
     assert (row["mismatched_tokens"], row["parity_kl"]) == (0, 0.0), "a step's figures are its own"
     assert (parity.mismatched_in_all, parity.compared_in_all) == (2, 2 * batch.trained_tokens)

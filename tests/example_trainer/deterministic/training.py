@@ -18,8 +18,9 @@ from example_trainer.models import Decoder, Geometry
 from example_trainer.models.gradients import GradientSums
 from example_trainer.models.packing import Packing
 from example_trainer.process import StopSignal
+from example_trainer.training.guarded_step import guarded_step
 from example_trainer.training.optimizer import make_optimizer
-from example_trainer.training.step import accumulate_gradients
+from example_trainer.training.step import make_objective
 
 SMALL = Geometry(
     architecture="Qwen3ForCausalLM", vocab_size=97, hidden_size=48, intermediate_size=40, num_layers=2, num_heads=4,
@@ -96,9 +97,17 @@ def config(folder: Path, **changes: object) -> TrainerConfig:
     return TrainerConfig.model_validate(values | changes)
 
 
-def bins(batch: Batch, tokens: int = 200) -> list[PackedBin]:
+def minibatches(batch: Batch, tokens: int, count: int) -> list[list[PackedBin]]:
     """A batch packed for one rank, nothing shared."""
-    return pack_batch(batch, tokens_per_bin=tokens, ranks=1, normalisation="token", max_tokens=128, share_prefixes=False)[0][0]
+    packed = pack_batch(
+        batch, tokens_per_bin=tokens, ranks=1, normalisation="token", max_tokens=128, share_prefixes=False, minibatches=count
+    )
+    return [shares[0] for shares in packed]
+
+
+def bins(batch: Batch, tokens: int = 200) -> list[PackedBin]:
+    """A batch of one minibatch."""
+    return minibatches(batch, tokens, 1)[0]
 
 
 def train(options: TrainerConfig, steps: int, seed: int = 0, tokens: int = 200) -> list[str]:
@@ -114,8 +123,9 @@ def train(options: TrainerConfig, steps: int, seed: int = 0, tokens: int = 200) 
     hashes = []
     for step in range(steps):
         batch = rollouts(model, 100 * seed + step, step)
-        accumulate_gradients(model, optimizer, bins(batch, tokens), options, StopSignal(), parity=parity)
-        optimizer.step()
+        parts = minibatches(batch, tokens, options.minibatches)
+        row = guarded_step(model, optimizer, parts, options, make_objective(options), StopSignal(), parity=parity)
+        assert (row["ratio_mean"], row["ess"], row["updates"]) == (1, 1, options.ppo_epochs * options.minibatches)
         optimizer.write_weights()
         assert parity.row(optimizer.masters)["compared_tokens"] == batch.trained_tokens
         hashes.append(weights_sha(optimizer.masters))

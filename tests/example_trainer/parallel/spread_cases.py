@@ -12,8 +12,9 @@ from example_trainer.batch.packing import pack_batch
 from example_trainer.config import TrainerConfig
 from example_trainer.models import Decoder, Geometry
 from example_trainer.process import StopSignal
+from example_trainer.training.guarded_step import guarded_step
 from example_trainer.training.optimizer import MasterAdamW
-from example_trainer.training.step import accumulate_gradients
+from example_trainer.training.step import make_objective
 
 STEPS = 3
 SEQ_LEN = 48
@@ -77,7 +78,8 @@ def make_batch(seed: int, vocab_size: int) -> list[dict[str, Any]]:
 
 
 def make_config(seed: int) -> TrainerConfig:
-    """Options that exercise what ranks must agree on: clipping of the norm, divergence from a reference, recomputation."""
+    """Options that exercise what ranks must agree on: clipping of the norm, divergence from a reference, recomputation; several
+    updates of a batch, corrections by sequence, a gradient of the entropy."""
     return TrainerConfig(
         model_name="-",
         seq_len=SEQ_LEN,
@@ -88,6 +90,10 @@ def make_config(seed: int) -> TrainerConfig:
         weight_decay=0.05,
         kl_coef=0.05 if seed % 4 == 1 else 0.0,
         gradient_checkpointing=seed % 4 == 2,
+        ppo_epochs=2 if seed % 3 == 0 else 1,
+        minibatches=2 if seed % 3 == 0 else 1,
+        correction="sequence_truncate" if seed % 2 else "token_truncate",
+        entropy_coef=0.01 if seed % 4 == 3 else 0.0,
         temperature=0.9,
         logprob_chunk=16,
     )
@@ -132,17 +138,24 @@ def take_steps(
         batch = parse_batch(
             make_batch(seed * 100 + optimizer.steps, model.geometry.vocab_size), SEQ_LEN, model.geometry.vocab_size
         )
-        (packed,) = pack_batch(
+        packed = pack_batch(
             batch,
             tokens_per_bin=TOKENS,
             ranks=ranks,
             normalisation=config.method.loss_normalisation,
             max_tokens=config.seq_len,
             share_prefixes=seed % 2 == 0,
+            minibatches=config.minibatches,
         )
-        frozen = reference if config.kl_coef else None
-        sums = accumulate_gradients(model, optimizer, packed[rank], config, StopSignal(), frozen)
-        step = optimizer.step()
+        mine, frozen = [shares[rank] for shares in packed], reference if config.kl_coef else None
+        row = guarded_step(model, optimizer, mine, config, make_objective(config), StopSignal(), frozen)
         optimizer.write_weights()
-        figures.append({**vars(sums), "grad_norm": step.grad_norm})
+        figures.append(comparable(row))
     return figures
+
+
+def comparable(row: dict[str, float | None]) -> dict[str, float]:
+    """A batch's figures, what is not known as -1; without those of classes in a histogram, at whose edges a token can be in
+    either."""
+    chosen = {name: value for name, value in row.items() if not name.startswith(("ratio_p", "ratio_max"))}
+    return {name: -1.0 if value is None else value for name, value in chosen.items()}

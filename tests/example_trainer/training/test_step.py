@@ -16,8 +16,10 @@ from example_trainer.batch.packing import empty_bin, pack_batch
 from example_trainer.config import TrainerConfig
 from example_trainer.models import Decoder, Geometry
 from example_trainer.process import StopRequested, StopSignal
+from example_trainer.training.guarded_step import guarded_step
 from example_trainer.training.optimizer import MasterAdamW
-from example_trainer.training.step import StepSums, accumulate_gradients, warm_up
+from example_trainer.training.step import BatchGradients, make_objective, warm_up
+from tests.example_trainer.parallel.spread_cases import comparable
 
 GEOMETRY = Geometry(
     architecture="Qwen3ForCausalLM",
@@ -64,22 +66,24 @@ def config(**options: Any) -> TrainerConfig:
     return TrainerConfig(model_name="-", seq_len=64, **options)
 
 
-def packed(
-    batch: Batch, options: TrainerConfig, tokens: int = 60, ranks: int = 1, share: bool = False
-) -> list[list[PackedBin]]:
-    return pack_batch(
+def packed(batch: Batch, options: TrainerConfig, tokens: int = 60, share: bool = False) -> list[list[PackedBin]]:
+    """The bins of each minibatch."""
+    minibatches = pack_batch(
         batch,
         tokens_per_bin=tokens,
-        ranks=ranks,
+        ranks=1,
         normalisation=options.method.loss_normalisation,
         max_tokens=options.seq_len,
         share_prefixes=share,
-    )[0]
+        minibatches=options.minibatches,
+        temperature=options.temperature,
+    )
+    return [shares[0] for shares in minibatches]
 
 
 def gradients_of(
     bins: Sequence[PackedBin], options: TrainerConfig, reference: Decoder | None = None, summed: bool = True
-) -> tuple[dict[str, torch.Tensor], StepSums]:
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """
     Args:
         summed: let the backward pass add the gradients to sums; else autograd leaves them at the parameters.
@@ -88,8 +92,10 @@ def gradients_of(
     optimizer = MasterAdamW(model, lr=0.1)
     assert optimizer.sums is not None
     model.arithmetic.sums = optimizer.sums if summed else None
-    sums = accumulate_gradients(model, optimizer, bins, options, StopSignal(), reference)
-    return {name: value for name, value in optimizer.gradients().items() if value is not None}, sums
+    gradients = BatchGradients(model, optimizer, [bins], options, make_objective(options), StopSignal(), reference)
+    gradients.accumulate(0)
+    gradients.updated()
+    return dict(optimizer.gradients()), gradients.row()
 
 
 def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
@@ -102,23 +108,23 @@ def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
 def test_however_a_batch_is_packed_its_gradient_is_the_same(normalisation: str) -> None:
     batch = parse_batch(make_groups(1, prompt_length=25), 64, 31)
     options = config(loss_normalisation=normalisation)
-    whole, whole_sums = gradients_of(packed(batch, options, tokens=1000)[0], options)
+    whole, whole_row = gradients_of(packed(batch, options, tokens=1000)[0], options)
     assert len(whole) == len(list(make_model().parameters()))
     for tokens, share, summed in ((1, False, True), (70, False, False), (70, True, True), (1000, True, False)):
         bins = packed(batch, options, tokens, share=share)[0]
         assert any(bool((bin.parents >= 0).any()) for bin in bins) == share
-        parts, sums = gradients_of(bins, config(loss_normalisation=normalisation, logprob_chunk=7), summed=summed)
+        parts, row = gradients_of(bins, config(loss_normalisation=normalisation, logprob_chunk=7), summed=summed)
         assert_same(parts, whole)
-        assert vars(sums) == pytest.approx(vars(whole_sums), rel=1e-4)
+        assert comparable(row) == pytest.approx(comparable(whole_row), rel=1e-4)
 
 
 def test_empty_bins_add_nothing() -> None:
     batch, options = parse_batch(make_groups(1), 64, 31), config()
     bins = packed(batch, options)[0]
-    expected, sums = gradients_of(bins, options)
+    expected, row = gradients_of(bins, options)
     found, same = gradients_of([*bins, empty_bin()], options, summed=False)
     assert_same(found, expected)
-    assert vars(same) == pytest.approx(vars(sums), rel=1e-6)
+    assert comparable(same) == pytest.approx(comparable(row), rel=1e-6)
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.05])
@@ -126,8 +132,8 @@ def test_loss_gradient_and_figures_equal_the_naive_computation(kl_coef: float) -
     groups = make_groups(2)
     batch = parse_batch(groups, 64, 31)
     reference = make_model(seed=9)
-    options = config(kl_coef=kl_coef, clip_eps=0.2, clip_eps_high=0.3, temperature=0.8)
-    ours, sums = gradients_of(packed(batch, options)[0], options, reference if kl_coef else None)
+    options = config(kl_coef=kl_coef, clip_eps=0.2, clip_eps_high=0.3, temperature=0.8, correction="none")
+    ours, row = gradients_of(packed(batch, options)[0], options, reference if kl_coef else None)
     model = make_model()
     loss = torch.zeros(())
     kl = entropy = clipped = 0.0
@@ -149,9 +155,9 @@ def test_loss_gradient_and_figures_equal_the_naive_computation(kl_coef: float) -
                 stopped = (advantage > 0 and ratio.item() > 1.3) or (advantage < 0 and ratio.item() < 0.8)
                 clipped += stopped / count
     loss.backward()
-    assert sums.loss == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
-    assert (sums.kl, sums.entropy, sums.clip_fraction) == pytest.approx((kl, entropy, clipped), rel=1e-4)
-    assert 0 < sums.clip_fraction < 1
+    assert row["loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
+    assert (row["kl"], row["entropy"], row["clip_fraction"]) == pytest.approx((kl, entropy, clipped), rel=1e-4)
+    assert 0 < row["clip_fraction"] < 1
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         torch.testing.assert_close(ours[name], parameter.grad, atol=2e-6, rtol=2e-3, msg=lambda text, n=name: f"{n}: {text}")
@@ -168,11 +174,11 @@ def test_on_policy_rollouts_have_ratio_one() -> None:
             chosen = [1.0] + [logprobs[t - 1, tokens[t]].item() for t in range(1, len(tokens))]
             group["inference_logprobs"][i] = chosen
     batch = parse_batch(groups, 64, 31)
-    _, sums = gradients_of(packed(batch, config())[0], config())
+    _, row = gradients_of(packed(batch, config())[0], config())
     advantages = [a for sequence in batch.sequences for a in sequence.advantages.tolist()]
-    assert sums.clip_fraction == 0
-    assert sums.kl == pytest.approx(0, abs=1e-9)
-    assert sums.loss == pytest.approx(-sum(advantages) / len(advantages), abs=1e-5)
+    assert row["clip_fraction"] == 0
+    assert row["kl"] == pytest.approx(0, abs=1e-9)
+    assert row["loss"] == pytest.approx(-sum(advantages) / len(advantages), abs=1e-5)
 
 
 def test_rewarded_tokens_become_more_likely() -> None:
@@ -197,10 +203,10 @@ def test_rewarded_tokens_become_more_likely() -> None:
             wire = {"tokens": tokens, "masks": masks, "scores": scores, "inference_logprobs": logprobs}
             groups.append({name: value.tolist() for name, value in wire.items()})
         rewards.append(sum(sum(group["scores"]) for group in groups) / 32)
-        bins = packed(parse_batch(groups, 64, 31), config())[0]
-        sums = accumulate_gradients(model, optimizer, bins, config(), StopSignal())
-        assert sums.kl < 1e-6, "rollouts were sampled from the very policy that is trained"
-        optimizer.step()
+        minibatches = packed(parse_batch(groups, 64, 31), config())
+        row = guarded_step(model, optimizer, minibatches, config(), make_objective(config()), StopSignal())
+        assert row["kl"] is not None
+        assert row["kl"] < 1e-6, "rollouts were sampled from the very policy that is trained"
         optimizer.write_weights()
     assert sum(rewards[:3]) / 3 < 0.65
     assert sum(rewards[-3:]) / 3 > 0.9
@@ -213,13 +219,13 @@ def test_stop_is_obeyed_between_bins() -> None:
 
     model = make_model()
     with pytest.raises(StopRequested, match="SIGTERM"):
-        accumulate_gradients(model, MasterAdamW(model, lr=0.1), [empty_bin()], config(), Stopped())
+        guarded_step(model, MasterAdamW(model, lr=0.1), [[empty_bin()]], config(), make_objective(config()), Stopped())
 
 
 @pytest.mark.parametrize("share", [True, False])
 def test_warming_up_leaves_nothing_behind(share: bool) -> None:
     options = config(share_prefixes=share)
-    bins = packed(parse_batch(make_groups(3), 64, 31), options)[0]
+    minibatches = packed(parse_batch(make_groups(3), 64, 31), options)
     found = []
     for warm in (False, True):
         model = make_model()
@@ -228,7 +234,6 @@ def test_warming_up_leaves_nothing_behind(share: bool) -> None:
         if warm:
             warm_up(model, optimizer, options)
             assert optimizer.gradients() == {}
-        accumulate_gradients(model, optimizer, bins, options, StopSignal())
-        optimizer.step()
+        guarded_step(model, optimizer, minibatches, options, make_objective(options), StopSignal())
         found.append({name: master.clone() for name, master in optimizer.masters.items()})
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
