@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, model_validator
 
+from example_trainer.algorithm.functions import is_import
 from example_trainer.api_keys import SECRETS
 from example_trainer.models.lora.settings import LoraSettings
 from example_trainer.options.algorithm import AlgorithmOptions, CorrectionOptions, DistillationOptions, LengthOptions
@@ -69,6 +70,15 @@ class TrainerConfig(
         return self
 
     @model_validator(mode="after")
+    def _zero_advantages_are_forwarded_where_needed(self) -> TrainerConfig:
+        if self.forward_zero_advantages is False and self.needs_zero_advantages is not None:
+            raise ValueError(
+                "--no-forward-zero-advantages would leave out sequences that are learned from with "
+                f"{self.needs_zero_advantages}; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _determinism_agrees(self) -> TrainerConfig:
         if self.deterministic and self.weight_bridge_mode != "shared_vllm":
             raise ValueError(
@@ -108,6 +118,19 @@ class TrainerConfig(
     def shares_prefixes(self) -> bool:
         """Whether what rollouts of a group begin with is forwarded once."""
         return not self.deterministic if self.share_prefixes is None else self.share_prefixes
+
+    @property
+    def needs_zero_advantages(self) -> str | None:
+        """What is learned from sequences whose advantages are all 0; None if nothing is."""
+        given = [flag_of(name) for name in ("kl_coef", "entropy_coef", "distill_coef") if getattr(self, name)]
+        return " and ".join(given) or (f"--loss {self.loss}" if is_import(self.method.loss) else None)
+
+    @property
+    def forwards_zero_advantages(self) -> bool:
+        """Whether sequences whose advantages are all 0 are forwarded. Exact runs compare every token with vLLM's."""
+        if self.forward_zero_advantages is None:
+            return self.deterministic or self.needs_zero_advantages is not None
+        return self.forward_zero_advantages
 
     @property
     def fetches_ahead(self) -> bool:

@@ -96,7 +96,7 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
         for learned in (*start.saved.unacknowledged, start.saved.batch) if start.saved else ():
             if learned is not None:
                 batches.settle(learned, optimizer.steps)
-        check_logprobs(config, ranks)  # before there is anything to train on
+        batches.heed(check_logprobs(config, ranks))  # before there is anything to train on
         batches.register(registration(config, optimizer.steps, start.run.epoch))
         take_steps(
             Parts(

@@ -10,6 +10,7 @@ import numpy as np
 from atroposlib.utils.lives import Life
 from example_trainer.batch.bins import PackedBin
 from example_trainer.batch.groups import Batch
+from example_trainer.batch.lengths import LENGTH
 
 
 @dataclass(frozen=True)
@@ -17,15 +18,18 @@ class BatchFigures:
     """A batch in numbers, as they stand in the trainer's log. Of several ranks, those of the whole batch.
 
     Attributes:
-        reward_mean, reward_std: of the rollouts' scores.
+        reward_mean, reward_std: of the rollouts' scores, as the environments gave them.
         tokens: trained ones.
         sequences: rollouts.
-        response_length_mean: trained tokens of a rollout.
+        response_length_mean, response_length_p50, response_length_p95, response_length_max: sampled tokens of a rollout.
+        truncated_share: of the rollouts that say why their sampling ended, those that ran into their limit; None if none says.
+        sequences_too_long: how many were longer than the length limit, and so not trained on.
+        zero_advantage_share: of the rollouts that are trained on, those whose advantages are all 0.
         groups_invalid: groups that were left out.
-        sequences_truncated: how many were cut to the length limit.
         age_mean, age_max: weight versions since the rollouts were begun; None if no environment says.
         forwarded_tokens: those of all bins.
-        sequence_tokens: those of all rollouts that are trained on, what they share counted for each.
+        forwarded_targets: trained tokens of all bins: all of them, but for those of advantage 0 where these are not forwarded.
+        sequence_tokens: those of all rollouts in bins, what they share counted for each.
         attended_pairs: pairs of a forwarded token and one that it attends to.
         bins: forward and backward passes with work in them, over all ranks.
     """
@@ -35,11 +39,17 @@ class BatchFigures:
     tokens: int
     sequences: int
     response_length_mean: float
+    response_length_p50: float
+    response_length_p95: float
+    response_length_max: int
+    truncated_share: float | None
+    sequences_too_long: int
+    zero_advantage_share: float
     groups_invalid: int
-    sequences_truncated: int
     age_mean: float | None
     age_max: int | None
     forwarded_tokens: int
+    forwarded_targets: int
     sequence_tokens: int
     attended_pairs: int
     bins: int
@@ -56,20 +66,30 @@ def figures_of(
         lives: of its run; see ages.
     """
     bins = [one for shares in minibatches for share in shares for one in share if not one.empty]
+    forwarded = {(group, number) for one in bins for group, number in one.orders.tolist()}
     scores = np.array([sequence.score for sequence in batch.sequences])
+    lengths = np.array([sequence.response_length for sequence in batch.sequences])
+    reasons = [sequence.finish_reason for sequence in batch.sequences if sequence.finish_reason is not None]
+    trained = [sequence for sequence in batch.sequences if len(sequence.positions)]
     ages = batch.ages(version, lives)
     return BatchFigures(
         reward_mean=float(scores.mean()),
         reward_std=float(scores.std()),
         tokens=batch.trained_tokens,
         sequences=len(batch.sequences),
-        response_length_mean=batch.trained_tokens / len(batch.sequences),
+        response_length_mean=float(lengths.mean()),
+        response_length_p50=float(np.percentile(lengths, 50)),
+        response_length_p95=float(np.percentile(lengths, 95)),
+        response_length_max=int(lengths.max()),
+        truncated_share=reasons.count(LENGTH) / len(reasons) if reasons else None,
+        sequences_too_long=batch.too_long,
+        zero_advantage_share=sum(not sequence.advantages.any() for sequence in trained) / len(trained),
         groups_invalid=len(batch.invalid),
-        sequences_truncated=batch.truncated,
         age_mean=float(np.mean(ages)) if ages else None,
         age_max=max(ages) if ages else None,
         forwarded_tokens=sum(len(one.tokens) for one in bins),
-        sequence_tokens=sum(len(s.tokens) for s in batch.sequences if len(s.positions)),
+        forwarded_targets=sum(len(one.targets) for one in bins),
+        sequence_tokens=sum(len(s.tokens) for s in batch.sequences if s.order in forwarded),
         attended_pairs=sum(one.packing().attended_pairs for one in bins),
         bins=len(bins),
     )

@@ -20,6 +20,7 @@ from example_trainer.vllm_client import VLLMClient
 
 _SECONDS = 600.0
 """One group may take this long."""
+TEMPERATURE = 1.0
 
 
 class Sampler:
@@ -69,7 +70,7 @@ class Sampler:
             "prompt": {"prompt_token_ids": prompt},
             "n": self._group_size,
             "max_tokens": self._max_tokens,
-            "temperature": 1.0,
+            "temperature": TEMPERATURE,
             "seed": seed,
             "return_text": False,  # decoded here, and so off the server's way
             "token_logprobs": True,
@@ -84,6 +85,8 @@ class Sampler:
             "scores": [problem.score(text) for text in texts],
             "weight_versions": answer["weight_versions"],
             "weight_version_spans": answer["weight_version_spans"],
+            "sampling_params": [{"temperature": TEMPERATURE, "max_tokens": self._max_tokens}] * len(sampled),
+            "finish_reasons": answer["finish_reasons"],
         }
 
     def close(self) -> None:

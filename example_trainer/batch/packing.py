@@ -43,25 +43,27 @@ ends are fewer than they are, and each of these sees no more than one of theirs.
 
 @dataclass(frozen=True)
 class _Rollout:
-    """A sequence with its temperature, a digest that stands for its content, and the weight of each of its trained tokens."""
+    """A sequence with its temperatures, a digest that stands for its content, and the weight of each of its trained tokens."""
 
     sequence: TrainedSequence
-    temperature: float
+    temperatures: npt.NDArray[np.float32]
     digest: bytes
     weight: float = 0.0
 
     @classmethod
     def of(cls, sequence: TrainedSequence, default_temperature: float) -> _Rollout:
-        temperature = default_temperature if sequence.temperature is None else sequence.temperature
+        temperatures = sequence.temperatures
+        if temperatures is None:
+            temperatures = np.full(len(sequence.positions), default_temperature, dtype=np.float32)
         # A digest, because the keys of a whole batch exist at once.
         content = hashlib.sha256()
         for part in (sequence.tokens, sequence.positions, sequence.advantages, sequence.rollout_logprobs, _versions(sequence)):
             content.update(np.ascontiguousarray(part).data)
-        if temperature != 1.0:
-            content.update(np.float64(temperature).tobytes())
+        if (temperatures != 1.0).any():
+            content.update(np.ascontiguousarray(temperatures).data)
         if sequence.teacher_logprobs is not None:
             content.update(np.ascontiguousarray(sequence.teacher_logprobs).data)
-        return cls(sequence, temperature, content.digest())
+        return cls(sequence, temperatures, content.digest())
 
     @property
     def tokens(self) -> npt.NDArray[np.int64]:
@@ -320,10 +322,7 @@ def _packed(units: Iterable[_Unit]) -> PackedBin:
         rollouts += unit.rollouts
     sequences = [rollout.sequence for rollout in rollouts]
     counts = [len(sequence.positions) for sequence in sequences]
-    weights, temperatures = (
-        torch.from_numpy(np.repeat(np.array(values, dtype=np.float32), counts))
-        for values in zip(*((rollout.weight, rollout.temperature) for rollout in rollouts), strict=True)
-    )
+    weights = np.array([rollout.weight for rollout in rollouts], dtype=np.float32)
     return PackedBin(
         tokens=_joined(tokens),
         lengths=torch.tensor([len(part) for part in tokens]),
@@ -332,10 +331,10 @@ def _packed(units: Iterable[_Unit]) -> PackedBin:
         targets=_joined([s.tokens[s.positions] for s in sequences]),
         rollout_logprobs=_joined([s.rollout_logprobs for s in sequences]),
         advantages=_joined([s.advantages for s in sequences]),
-        weights=weights,
+        weights=torch.from_numpy(np.repeat(weights, counts)),
         versions=_joined([_versions(s) for s in sequences]),
         positions=_joined([s.positions for s in sequences]),
-        temperatures=temperatures,
+        temperatures=_joined([rollout.temperatures for rollout in rollouts]),
         teacher_logprobs=_joined([_teacher_logprobs(s) for s in sequences]),
         counts=torch.tensor(counts),
         orders=torch.tensor([s.order for s in sequences]),

@@ -24,6 +24,7 @@ from example_trainer.batch.bins import PackedBin
 from example_trainer.batch.client import Registration, RolloutClient, TrainedBatch
 from example_trainer.batch.figures import BatchFigures
 from example_trainer.batch.reader import BatchReader, PackedBatch
+from example_trainer.batch.sampling import SamplerLogprobs
 from example_trainer.batch.scatter import scatter_bins, sizes_of
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BatchError, OutOfMemoryError
@@ -145,6 +146,10 @@ class Batches:
     def register(self, registration: Registration) -> None:
         """See RolloutClient.register."""
         self._ranks.on_main("registering with the service", lambda: self._main.register(registration), self._longest_call)
+
+    def heed(self, servers: SamplerLogprobs) -> None:
+        """See BatchReader.heed. Before the first batch is asked for; not collective."""
+        self._reader.heed(servers)
 
     def settle(self, batch: TrainedBatch, weight_version: int) -> None:
         """See RolloutClient.settle."""

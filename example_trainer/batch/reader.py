@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from atroposlib.utils.lives import Life
+from example_trainer.algorithm.advantages import find_advantages
 from example_trainer.batch.bins import PackedBin
 from example_trainer.batch.figures import BatchFigures, figures_of
-from example_trainer.batch.groups import Batch, parse_batch
+from example_trainer.batch.groups import Batch, Rules, parse_batch
+from example_trainer.batch.lengths import LENGTH, LengthRules
 from example_trainer.batch.packing import pack_batch
+from example_trainer.batch.sampling import BIAS, TAKEN_ON_TRUST, SamplerLogprobs, SamplingRules
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BatchError
 
@@ -38,27 +41,40 @@ class PackedBatch:
         return figures_of(self.batch, self.minibatches, version, self.lives)
 
 
-@dataclass(frozen=True)
 class BatchReader:
-    """Reads the batches of a run.
+    """Reads the batches of a run. What holds for a whole run, and may be a mistake, is said once.
 
-    Attributes:
-        config: how long sequences may be, how advantages and weights are made, whether beginnings are shared.
+    Args:
+        config: what is trained on, how advantages and weights are made, whether beginnings are shared.
         vocab_size: token ids lie below it.
         tokens_per_bin: see pack_batch.
         data_ranks: ranks that work on bins of their own. Ranks that split each layer between them all work on the same ones,
             and count as one.
         lives: of the trainer's run; see ages.
+
+    Raises:
+        ConfigError: there are no such --advantages.
     """
 
-    config: TrainerConfig
-    vocab_size: int
-    tokens_per_bin: int
-    data_ranks: int = 1
-    lives: Sequence[Life] = ()
+    def __init__(
+        self, config: TrainerConfig, vocab_size: int, tokens_per_bin: int, data_ranks: int = 1, lives: Sequence[Life] = ()
+    ) -> None:
+        self.config, self.lives = config, lives
+        self._vocab_size, self._tokens_per_bin, self._data_ranks = vocab_size, tokens_per_bin, data_ranks
+        self._rules = Rules(
+            advantages=find_advantages(config.method.advantages, config.method.advantage_std),
+            lengths=LengthRules(config.truncated_answers, config.overlong_buffer, config.overlong_penalty, config.too_long),
+            sampling=SamplingRules(config.allow_truncated_sampling, config.deterministic),
+            teacher=config.distill_coef > 0,
+        )
+        self._said: set[str] = set()
+
+    def heed(self, servers: SamplerLogprobs) -> None:
+        """Refuse from now on what these servers' logprobs are not good for."""
+        self._rules = replace(self._rules, sampling=replace(self._rules.sampling, servers=servers))
 
     def read(self, groups: Sequence[Mapping[str, Any]], version: int) -> PackedBatch:
-        """Parse and pack a batch. Says what it had to leave out or cut.
+        """Parse and pack a batch. Says what it had to leave out.
 
         Args:
             groups: as `/batch` returns them.
@@ -66,13 +82,35 @@ class BatchReader:
 
         Raises:
             BatchError: nothing in the batch can be trained on.
+            ConfigError: the function for advantages is the user's, and fails.
         """
         config = self.config
-        batch = parse_batch(groups, config.seq_len, self.vocab_size, config.method.advantage_std, version, self.lives)
+        batch = parse_batch(groups, config.seq_len, self._vocab_size, self._rules, version, self.lives)
+        self._tell(batch)
+        if not batch.trained_tokens:
+            raise BatchError(
+                f"the batch from {config.atropos_url} holds nothing to train on: {self._why_empty(batch)}; "
+                "look at the environment"
+            )
+        minibatches = pack_batch(
+            batch,
+            tokens_per_bin=self._tokens_per_bin,
+            ranks=self._data_ranks,
+            normalisation=config.method.loss_normalisation,
+            max_tokens=config.seq_len,
+            share_prefixes=config.shares_prefixes,
+            minibatches=config.minibatches,
+            temperature=config.temperature,
+            forward_zero_advantages=config.forwards_zero_advantages,
+        )
+        return PackedBatch(batch, minibatches, self.lives)
+
+    def _tell(self, batch: Batch) -> None:
         for problem in batch.invalid:
             logger.warning("Left out of the batch: %s", problem)
-        if batch.truncated:
-            logger.warning("%d sequences were longer than --seq-len %d and were cut", batch.truncated, config.seq_len)
+        if batch.too_long:
+            how = "are masked: in the baseline, and not trained on" if self.config.too_long == "mask" else "are dropped"
+            logger.warning("%d sequences are longer than --seq-len %d and %s", batch.too_long, self.config.seq_len, how)
         if batch.ignored_overrides:
             logger.warning("Overrides that this trainer does not know: %s", ", ".join(sorted(batch.ignored_overrides)))
         if batch.unusable_spans:
@@ -81,19 +119,35 @@ class BatchReader:
                 len(batch.unusable_spans),
                 batch.unusable_spans[0],
             )
-        if not batch.trained_tokens:
-            reason = batch.invalid[0] if batch.invalid else "every token is masked with -100"
-            raise BatchError(
-                f"the batch from {config.atropos_url} holds nothing to train on: {reason}; look at the environment"
+        if batch.narrowed:
+            self._say_once(
+                "narrowed",
+                f"Training on sequences that were sampled with {', '.join(sorted(batch.narrowed))} "
+                f"(--allow-truncated-sampling) is biased: {BIAS}",
             )
-        minibatches = pack_batch(
-            batch,
-            tokens_per_bin=self.tokens_per_bin,
-            ranks=self.data_ranks,
-            normalisation=config.method.loss_normalisation,
-            max_tokens=config.seq_len,
-            share_prefixes=config.shares_prefixes,
-            minibatches=config.minibatches,
-            temperature=config.temperature,
-        )
-        return PackedBatch(batch, minibatches, self.lives)
+        silent = sum(sequence.temperatures is None for sequence in batch.sequences)
+        if silent:
+            self._say_once(
+                "silent",
+                f"{silent} of {len(batch.sequences)} sequences do not say at which temperature they were sampled; such are "
+                f"taken to be of --temperature {self.config.temperature:g}",
+            )
+        unknown = self._rules.sampling.servers.unknown
+        warm = next((t for s in batch.sequences if s.temperatures is not None for t in s.temperatures if t != 1.0), None)
+        if unknown and warm is not None:
+            self._say_once("unknown", TAKEN_ON_TRUST % (unknown[0], warm))
+
+    def _say_once(self, what: str, message: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            logger.warning("%s", message)
+
+    def _why_empty(self, batch: Batch) -> str:
+        if batch.invalid:
+            return batch.invalid[0]
+        config = self.config
+        if batch.too_long:
+            return f"{batch.too_long} sequences are longer than --seq-len {config.seq_len} (--too-long {config.too_long})"
+        if config.truncated_answers == "mask" and any(sequence.finish_reason == LENGTH for sequence in batch.sequences):
+            return "every answer ran into its limit (--truncated-answers mask)"
+        return "every token is masked with -100"

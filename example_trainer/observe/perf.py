@@ -117,7 +117,7 @@ class Speed:
         flops = step_flops(
             self.geometry,
             figures.forwarded_tokens,
-            figures.tokens,
+            figures.forwarded_targets,
             figures.attended_pairs,
             self.adapter_elements,
             self.reference,

@@ -1,15 +1,16 @@
-"""Are the logprobs that vLLM hands out those that --temperature says they are?
+"""Are the logprobs that vLLM hands out those of the distribution that it samples from?
 
-A rollout's logprobs are divided into the trainer's own, token by token, so both must be of the same distribution. By default
-vLLM's are those of the model itself, whatever temperature it samples at (`--logprobs-mode raw_logprobs`): only --temperature 1
-computes the same. Started with `--logprobs-mode processed_logprobs` it hands out those of the distribution that it samples
-from; --temperature must then be what the environments sample at, which the trainer cannot see.
+A rollout's logprobs are divided into the trainer's own, token by token, so both must be of the same distribution. Started with
+`--logprobs-mode processed_logprobs`, vLLM hands out those of the distribution that it samples from, and the trainer computes
+its own at the temperature that each sequence says. By vLLM's own default they are those of the model itself, whatever
+temperature it samples at (`raw_logprobs`): right for what was sampled at temperature 1 alone, and the rest is refused.
 """
 
 from __future__ import annotations
 
 import logging
 
+from example_trainer.batch.sampling import TAKEN_ON_TRUST, SamplerLogprobs
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
 from example_trainer.parallel.ranks import Ranks
@@ -21,32 +22,37 @@ logger = logging.getLogger(__name__)
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 
 
-def check_logprobs(config: TrainerConfig, ranks: Ranks) -> None:
+def check_logprobs(config: TrainerConfig, ranks: Ranks) -> SamplerLogprobs:
     """Ask every vLLM server which logprobs it hands out. Collective. Call it when the servers are there.
 
-    A server that cannot be asked (another program, or none where the options name one) is taken to hand out what
-    --temperature says, which is logged if that is not 1.
+    A server that cannot be asked (another program, or none where the options name one) is taken to hand out those of what it
+    samples from, which is logged if that is not temperature 1.
+
+    Returns:
+        which servers' logprobs are not those of what they sample from, or not known to be: see BatchReader.heed.
 
     Raises:
         ConfigError: a server's logprobs are not of the distribution that the trainer computes; says what to change.
     """
     longest = len(config.vllm_addresses) * QUICK_SECONDS + ranks.timeout
-    ranks.on_main("asking vLLM for its logprobs", lambda: _check(config), longest)
+    raw, unknown = ranks.on_main("asking vLLM for its logprobs", lambda: _check(config), longest)
+    return SamplerLogprobs(tuple(raw), tuple(unknown))
 
 
-def _check(config: TrainerConfig) -> None:
+def _check(config: TrainerConfig) -> tuple[list[str], list[str]]:
+    raw, unknown = [], []
     for server in configured_servers(BridgeServer, config):
         answer = server.look("/sampling") or {}
         server.close()
         url, mode = server.url, answer.get("logprobs_mode")
         if isinstance(mode, str):
             require_fitting(url, mode, config.temperature)
-        elif config.temperature != 1.0:
-            logger.warning(
-                "%s cannot be asked which logprobs it hands out; they are taken to be of temperature %g (--temperature). If it "
-                "is a vLLM without --logprobs-mode processed_logprobs they are not, and training goes in a wrong direction",
-                url, config.temperature,
-            )  # fmt: skip
+            raw += [url] if mode == RAW else []
+            continue
+        unknown.append(url)
+        if config.temperature != 1.0:
+            logger.warning(TAKEN_ON_TRUST, url, config.temperature)
+    return raw, unknown
 
 
 def require_fitting(url: str, mode: str, temperature: float) -> None:

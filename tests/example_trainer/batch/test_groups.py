@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atroposlib.utils.lives import Life
-from example_trainer.batch.groups import NOT_TRAINED, Batch, parse_batch
+from example_trainer.algorithm.advantages import find_advantages
+from example_trainer.batch.groups import NOT_TRAINED, Batch, Rules, parse_batch
+from example_trainer.batch.lengths import LengthRules
 
 VOCAB = 50
 
@@ -43,14 +45,31 @@ def groups(draw: st.DrawFn) -> list[dict[str, Any]]:
     return made
 
 
-@given(groups(), st.integers(2, 10))
-def test_long_sequences_are_cut_and_counted(group_list: list[dict[str, Any]], limit: int) -> None:
-    whole, cut = parse_batch(group_list, 100, VOCAB), parse_batch(group_list, limit, VOCAB)
-    assert cut.truncated == sum(len(tokens) > limit for group in group_list for tokens in group["tokens"])
-    for long, short in zip(whole.sequences, cut.sequences, strict=True):
-        assert np.array_equal(short.tokens, long.tokens[:limit])
-        assert np.array_equal(short.positions, long.positions[long.positions < limit])
-        assert len(short.rollout_logprobs) == len(short.advantages) == len(short.positions)
+@given(groups(), st.integers(2, 10), st.booleans(), st.sets(st.integers(0, 4)))
+def test_what_is_masked_is_in_the_baseline_and_what_is_dropped_is_not(
+    group_list: list[dict[str, Any]], limit: int, drop: bool, cut_short: set[int]
+) -> None:
+    """Every other rollout keeps its advantage if those that are not trained on are masked; if they are dropped, it has the one
+    of a group without them."""
+    for group in group_list:
+        group["finish_reasons"] = ["length" if i in cut_short else "stop" for i in range(len(group["tokens"]))]
+    lengths = LengthRules(truncated_answers="mask", too_long="drop" if drop else "mask")
+    found = parse_batch(group_list, limit, VOCAB, Rules(lengths=lengths))
+    kept = [
+        {
+            name: [value for value, row in zip(group[name], group["tokens"], strict=True) if not drop or len(row) <= limit]
+            for name in group
+        }
+        for group in group_list
+    ]
+    whole = parse_batch([group for group in kept if group["tokens"]], 100, VOCAB)
+    assert found.too_long == sum(len(tokens) > limit for group in group_list for tokens in group["tokens"])
+    for ours, theirs in zip(found.sequences, whole.sequences, strict=True):
+        masked = len(ours.tokens) > limit or ours.finish_reason == "length"
+        assert np.array_equal(ours.positions, [] if masked else theirs.positions)
+        assert np.array_equal(ours.advantages, [] if masked else theirs.advantages)
+        assert len(ours.rollout_logprobs) == len(ours.versions if ours.versions is not None else ()) == len(ours.positions)
+        assert (ours.response_length, ours.score) == (len(theirs.positions), theirs.score)
 
 
 def only(batch: Batch, index: int = 0) -> list[float]:
@@ -60,8 +79,38 @@ def only(batch: Batch, index: int = 0) -> list[float]:
 def test_advantages_are_those_of_the_group() -> None:
     batch = parse_batch([make_group(), make_group(scores=[3.0, 3.0])], 100, VOCAB)
     assert [only(batch, i) for i in range(4)] == [[1.0, 1.0], [-1.0, -1.0, -1.0], [0.0, 0.0], [0.0, 0.0, 0.0]]
-    halved = parse_batch([make_group(scores=[0.5, 0.0])], 100, VOCAB, divide_by_std=False)
-    assert only(halved) == [0.25, 0.25]
+    undivided = Rules(advantages=find_advantages("group", divide_by_std=False))
+    assert only(parse_batch([make_group(scores=[0.5, 0.0])], 100, VOCAB, undivided)) == [0.25, 0.25]
+
+
+def test_advantages_may_be_those_of_the_whole_batch() -> None:
+    """Of groups that are valid and bring none along."""
+    batched = Rules(advantages=find_advantages("batch"))
+    groups = [
+        make_group(scores=[3.0, 3.0]),
+        make_group(scores=[math.nan, 9.0]),
+        make_group(advantages=[8.0, 9.0]),
+        make_group(scores=[1.0, 1.0]),
+    ]
+    batch = parse_batch(groups, 100, VOCAB, batched)
+    assert [only(batch, i)[0] for i in range(6)] == [1.0, 1.0, 8.0, 9.0, -1.0, -1.0]
+
+
+def test_penalties_are_in_the_advantages_and_not_in_the_rewards() -> None:
+    """The second answer is one token short of its limit; where nobody said one, it is the trainer's, less the prompt."""
+    rules = Rules(advantages=find_advantages("scores"), lengths=LengthRules("penalise", buffer=2, most=0.5))
+    said = make_group(sampling_params=[{"temperature": 1, "max_tokens": limit} for limit in (9, 4)])
+    batch = parse_batch([said, make_group()], 6, VOCAB, rules)
+    assert [only(batch, i)[0] for i in range(4)] == [1.0, -1.25, 1.0, -1.25]
+    assert [sequence.score for sequence in batch.sequences] == [1.0, -1.0, 1.0, -1.0]
+
+
+def test_of_several_turns_the_last_answer_is_penalised() -> None:
+    rules = Rules(advantages=find_advantages("scores"), lengths=LengthRules("penalise", buffer=2))
+    group = make_group(
+        masks=[[-100, 2, 3, 4], [-100, 2, 5, -100, 7]], sampling_params=[{"temperature": 1, "max_tokens": 3}] * 2
+    )
+    assert [only(parse_batch([group], 100, VOCAB, rules), i)[0] for i in range(2)] == [0.0, -1.0]
 
 
 def test_given_advantages_replace_them() -> None:
@@ -99,8 +148,8 @@ def test_ages_count_on_the_line_of_weights_that_is_trained_on() -> None:
     """Sampled at 17 by a trainer that was killed; the present one went on from 10."""
     group = make_group(weight_versions=[17, 11], weight_epochs=[100, 200])
     assert parse_batch([group], 100, VOCAB).ages(12, [Life(100, 0), Life(200, 10)]) == [3, 1]
-    cut = parse_batch([group], 4, VOCAB)
-    assert [sequence.weight_epoch for sequence in cut.sequences] == [100, 200]
+    masked = parse_batch([group], 4, VOCAB)
+    assert [sequence.weight_epoch for sequence in masked.sequences] == [100, 200]
     no_epochs = make_group(weight_versions=[17, 11], weight_epochs=None)
     assert parse_batch([no_epochs], 100, VOCAB).ages(12, [Life(100, 0), Life(200, 10)]) == [3, 1]
 
@@ -129,6 +178,8 @@ def test_ages_count_on_the_line_of_weights_that_is_trained_on() -> None:
         ({"advantages": [1.0, math.inf]}, "advantages[1] is neither a finite number"),
         ({"advantages": [1.0, "x"]}, "advantages[1] is neither a number nor a list"),
         ({"overrides": [{}]}, "overrides has 1 entries"),
+        ({"finish_reasons": ["stop"]}, "finish_reasons has 1 entries"),
+        ({"sampling_params": {"temperature": 1}}, "sampling_params has no entries"),
     ],
 )
 def test_an_invalid_group_is_left_out_and_named(changes: dict[str, Any], message: str) -> None:
@@ -161,7 +212,6 @@ def test_each_token_knows_the_weights_that_it_was_sampled_under() -> None:
     )
     batch = parse_batch([group], 100, VOCAB, version=12, lives=LIVES)
     assert versions(batch) == [[11, 12], [9, 9, 12]]
-    assert versions(parse_batch([group], 4, VOCAB, version=12, lives=LIVES)) == [[11, 12], [9, 9]]
     assert not batch.unusable_spans
 
 

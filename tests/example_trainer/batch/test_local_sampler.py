@@ -78,7 +78,8 @@ def test_the_sampler_asks_for_ids_and_numbers_and_reads_the_text_itself(monkeypa
         asked.append((path, body))
         spans = [[[4, len(right)]], [[4, 1], [5, len(wrong) - 1]]]
         return {
-            "token_ids": [right, wrong], "token_logprobs": numbers, "weight_versions": [4, 4], "weight_version_spans": spans
+            "token_ids": [right, wrong], "token_logprobs": numbers, "weight_versions": [4, 4], "weight_version_spans": spans,
+            "finish_reasons": ["stop", "length"],
         }  # fmt: skip
 
     monkeypatch.setattr(VLLMClient, "call", answer)
@@ -91,6 +92,8 @@ def test_the_sampler_asks_for_ids_and_numbers_and_reads_the_text_itself(monkeypa
     assert groups[0]["scores"] == [1.0, -1.0]
     one, two = parse_batch(groups, max_tokens=1000, vocab_size=len(tokenizer), version=5).sequences
     assert [s.rollout_logprobs.tolist() for s in (one, two)] == numbers
+    assert [s.finish_reason for s in (one, two)] == ["stop", "length"]
+    assert groups[0]["sampling_params"] == [{"temperature": body["temperature"], "max_tokens": body["max_tokens"]}] * 2
     assert one.versions is not None
     assert one.versions.tolist() == [4] * len(right)
     assert two.versions is not None

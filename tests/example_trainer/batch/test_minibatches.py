@@ -107,4 +107,9 @@ def test_temperatures_and_teachers_come_along() -> None:
 def batches_of_two() -> Batch:
     """One group: a sequence that says its temperature, and one that a teacher scored."""
     first, second = rollout((0, 0), [1, 2, 3], [1, 2]), rollout((0, 1), [1, 4, 5], [1, 2])
-    return Batch([replace(first, temperature=0.7), replace(second, teacher_logprobs=np.array([-1, -2], dtype=np.float32))])
+    return Batch(
+        [
+            replace(first, temperatures=np.full(2, 0.7, dtype=np.float32)),
+            replace(second, teacher_logprobs=np.array([-1, -2], dtype=np.float32)),
+        ]
+    )

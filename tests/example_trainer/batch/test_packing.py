@@ -277,10 +277,19 @@ def test_nothing_to_train_on_makes_no_bins() -> None:
 
 def test_figures_count_what_is_forwarded_and_what_that_spares() -> None:
     batch = Batch([rollout((0, i), [1] * 50 + [10 + i] * 5, list(range(50, 55))) for i in range(4)], ["group 9: bad"], 2)
-    batch.sequences.append(rollout((1, 0), [1, 2, 3], []))
+    batch.sequences.append(replace(rollout((1, 0), [1, 2, 3], []), sampled=2, finish_reason="length"))
+    batch.sequences[0] = replace(batch.sequences[0], finish_reason="stop")
     figures = figures_of(batch, [pack(batch, 1000, ranks=2)], version=5, lives=[Life(1, 0)])
     assert (figures.reward_mean, figures.sequences, figures.tokens) == (1.2, 5, 20)
-    assert (figures.groups_invalid, figures.sequences_truncated, figures.response_length_mean) == (1, 2, 4.0)
+    assert (figures.groups_invalid, figures.sequences_too_long, figures.truncated_share) == (1, 2, 0.5)
+    assert (figures.response_length_mean, figures.response_length_p50, figures.response_length_max) == (4.4, 5.0, 5)
     assert (figures.age_mean, figures.age_max) == (2.0, 2)
     assert (figures.sequence_tokens, figures.forwarded_tokens, figures.bins) == (220, 2 * 60, 2)
+    assert (figures.forwarded_targets, figures.zero_advantage_share) == (20, 0.0)
     assert figures.attended_pairs == 2 * (50 * 51 // 2 + 2 * (5 * 50 + 15))
+    batch.sequences[1:4] = [replace(s, advantages=0 * s.advantages) for s in batch.sequences[1:4]]
+    settings: dict[str, Any] = {"tokens_per_bin": 1000, "ranks": 1, "normalisation": "token", "max_tokens": MAX_TOKENS}
+    less = pack_batch(batch, **settings, share_prefixes=True, forward_zero_advantages=False)
+    figures = figures_of(batch, less, version=5)
+    assert (figures.tokens, figures.forwarded_targets, figures.zero_advantage_share) == (20, 5, 0.75)
+    assert (figures.sequence_tokens, figures.forwarded_tokens) == (55, 55)

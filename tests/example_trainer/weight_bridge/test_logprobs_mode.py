@@ -73,7 +73,9 @@ def test_every_server_is_asked(serve: Serve, mode: str, temperature: float, prob
     good, asked = serve(200, {"logprobs_mode": "processed_logprobs"}), serve(200, {"logprobs_mode": mode})
     config = options(good, asked, temperature=temperature)
     if problem is None:
-        check_logprobs(config, Ranks())
+        found = check_logprobs(config, Ranks())
+        assert found.raw == ((f"http://127.0.0.1:{asked}",) if mode == "raw_logprobs" else ())
+        assert found.unknown == ()
         return
     with pytest.raises(ConfigError, match=problem) as caught:
         check_logprobs(config, Ranks())
@@ -86,7 +88,7 @@ def test_of_a_server_that_does_not_say_it_is_told_what_is_assumed(
     serve: Serve, free_port: Callable[[], int], caplog: pytest.LogCaptureFixture, answer: tuple[int, object] | None
 ) -> None:
     port = free_port() if answer is None else serve(*answer)
-    check_logprobs(options(port), Ranks())
+    assert check_logprobs(options(port), Ranks()).unknown == (f"http://127.0.0.1:{port}",)
     assert not caplog.records
     check_logprobs(options(port, temperature=0.6), Ranks())
     assert f":{port} cannot be asked" in caplog.text
