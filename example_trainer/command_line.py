@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from example_trainer.algorithm.advantages import find_advantages
-from example_trainer.algorithm.functions import make_importable
+from example_trainer.algorithm.functions import is_import, make_importable
 from example_trainer.algorithm.losses import find_loss
 from example_trainer.api_keys import SECRETS
 from example_trainer.config import SECTIONS, TrainerConfig
@@ -88,10 +88,17 @@ def parse_config(arguments: Sequence[str]) -> TrainerConfig:
         config = TrainerConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError(_one_line(error, from_flags=set(flags), file=file)) from error
-    make_importable([Path.cwd(), *([file.parent] if file else [])])
-    find_loss(config.method.loss)
-    find_advantages(config.method.advantages)
+    _try_functions(config, [Path.cwd(), *([file.parent] if file else [])])
     return config
+
+
+def _try_functions(config: TrainerConfig, folders: Sequence[Path]) -> None:
+    """Import the user's own functions, if there are any, and try them out, before anything is loaded."""
+    method = config.method
+    if is_import(method.loss) or is_import(method.advantages):
+        make_importable(folders)
+    find_loss(method.loss)
+    find_advantages(method.advantages)
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class AlgorithmOptions(Section):
         None, gt=0, le=1, description="how far the ratio may fall (and rise) before its gradient stops; not given: the loss's"
     )
     clip_eps_high: float | None = Field(
-        None, gt=0, description="how far it may rise, if not as far as it may fall; inf: as far as it will"
+        None, gt=0, allow_inf_nan=False, description="how far it may rise, if not as far as it may fall"
     )
     dual_clip: float | None = Field(
         None,

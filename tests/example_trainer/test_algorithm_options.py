@@ -49,7 +49,7 @@ def test_every_method_has_functions_and_a_line_of_help(name: str) -> None:
         ("--loss dapo --clip-eps 0.1", (0.1, 0.1), {"clip_eps": 0.1, "clip_eps_high": None}),  # one bound for both sides
         ("--loss dapo --clip-eps-high 0.4", (0.2, 0.4), {"clip_eps_high": 0.4}),
         ("--loss gspo --clip-eps 0.001 --clip-eps-high 0.002", (0.001, 0.002), {"clip_eps": 1e-3, "clip_eps_high": 2e-3}),
-        ("--loss cispo --clip-eps-high inf", (1.0, float("inf")), {"clip_eps_high": float("inf")}),
+        ("--loss cispo --clip-eps-high 4", (1.0, 4.0), {"clip_eps_high": 4.0}),
         ("--loss dual_clip --dual-clip 5", (0.2, 0.2), {"dual_clip": 5.0}),
         ("--loss dr_grpo --advantage-std --loss-normalisation token", (0.2, 0.2), {"advantage_std": True,
          "loss_normalisation": "token"}),
@@ -80,6 +80,7 @@ def test_flags_win_over_the_methods_choices(words: str, clip: tuple[float, float
             "--dual-clip has no part in --loss gspo, which has --clip-eps and --clip-eps-high; leave",
         ),
         ("--clip-eps 1.5", "--clip-eps '1.5': input should be less than or equal to 1"),
+        ("--clip-eps-high inf", "--clip-eps-high 'inf': input should be a finite number"),
         ("--dual-clip 1", "--dual-clip '1': input should be greater than 1"),
         ("--kl-coef nan", "--kl-coef 'nan': input should be "),
         (
