@@ -12,6 +12,7 @@ import torch
 
 from example_trainer.algorithm.advantages import BUILT_IN as ADVANTAGES
 from example_trainer.algorithm.advantages import find_advantages
+from example_trainer.algorithm.figures import StepFigures
 from example_trainer.algorithm.methods import BOUNDS, METHODS, Method
 from example_trainer.algorithm.objective import ObjectiveInputs, bin_loss
 from example_trainer.command_line import parse_config
@@ -57,6 +58,13 @@ def test_every_option_of_the_algorithm_is_told_of() -> None:
     assert [flag for flag in flags if flag not in told] == []
     known = {flag_of(name) for name in TrainerConfig.model_fields} | {"--config", "--help", "--no-advantage-std"}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", PAGE)) - known == set()
+
+
+def test_the_figures_are_those_of_a_step() -> None:
+    table = PAGE[PAGE.index("| question | figure |") : PAGE.index("## Several updates")]
+    named = set(re.findall(r"`([a-z_0-9]+)`", table))
+    assert len(named) > 10
+    assert named - StepFigures(torch.device("cpu"), 0).row(lambda sums: sums).keys() == set()
 
 
 def test_the_example_is_found_by_its_command_and_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
