@@ -21,6 +21,7 @@ import torch
 
 from example_trainer.api_keys import revealed
 from example_trainer.batch.client import RolloutClient, registration
+from example_trainer.batch.evaluations import EvaluationFeed
 from example_trainer.batch.prefetch import make_batches
 from example_trainer.command_line import parse_config
 from example_trainer.config import TrainerConfig
@@ -98,6 +99,11 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
                 batches.settle(learned, optimizer.steps)
         batches.heed(check_logprobs(config, ranks))  # before there is anything to train on
         batches.register(registration(config, optimizer.steps, start.run.epoch))
+        evaluations = None
+        if ranks.is_main:  # before the first batch is asked for, since environments are let in then
+            seen, key = metrics.evaluations.seen, revealed(config.atropos_api_key)
+            evaluations = EvaluationFeed(config.atropos_url, key, seen, only_new=not start.saved)
+            stack.callback(evaluations.close)
         take_steps(
             Parts(
                 config=config,
@@ -114,6 +120,7 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
                 profiler=profiler,
                 reference=reference,
                 trained=start.saved.batch if start.saved else None,
+                evaluations=evaluations,
             )
         )
         batches.end_run()

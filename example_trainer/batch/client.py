@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import httpx
@@ -83,11 +83,13 @@ class FetchedBatch:
         groups: as they were posted.
         lease: names it; None if the service leases none.
         queue_size: groups that the service then held for later batches.
+        environments: names of the environments that the groups are from, by id; empty if the service says none.
     """
 
     groups: list[dict[str, Any]]
     lease: TrainedBatch | None
     queue_size: int
+    environments: dict[str, Any] = field(default_factory=dict)
 
 
 class Interrupted(Exception):
@@ -188,7 +190,8 @@ class RolloutClient:
                 lease = self._leased(answer.get("batch_id"))
                 with self._changed:
                     self._held.append(lease)
-                return FetchedBatch(groups, lease, self.queue_size())
+                names = answer.get("environments")
+                return FetchedBatch(groups, lease, self.queue_size(), names if isinstance(names, dict) else {})
             seconds = waited()
             if seconds > self.batch_timeout:
                 raise RolloutServiceError(

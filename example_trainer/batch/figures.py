@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from atroposlib.utils.lives import Life
 from example_trainer.batch.bins import PackedBin
+from example_trainer.batch.environment_names import safe_names
 from example_trainer.batch.groups import Batch
 from example_trainer.batch.lengths import LENGTH
+
+LENGTH = "length"
+"""The finish reason of an answer that ran into its limit."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,11 @@ class BatchFigures:
         sequence_tokens: those of all rollouts in bins, what they share counted for each.
         attended_pairs: pairs of a forwarded token and one that it attends to.
         bins: forward and backward passes with work in them, over all ranks.
+        response_length_max: trained tokens of the longest rollout.
+        answers_cut_off: share of the rollouts that the sampler ended at their limit, among those that say why they ended; None
+            if none does.
+        rewards: mean score of each environment's rollouts, by a name that is safe as a key; none of an environment that the
+            rollouts do not name.
     """
 
     reward_mean: float
@@ -53,10 +63,23 @@ class BatchFigures:
     sequence_tokens: int
     attended_pairs: int
     bins: int
+    response_length_max: int
+    answers_cut_off: float | None = None
+    rewards: dict[str, float] = field(default_factory=dict)
+
+    def row(self) -> dict[str, Any]:
+        """The figures by name, the reward of an environment as `reward/<its name>`."""
+        figures = dict(vars(self))
+        rewards = figures.pop("rewards")
+        return figures | {f"reward/{name}": value for name, value in rewards.items()}
 
 
 def figures_of(
-    batch: Batch, minibatches: Sequence[Sequence[Sequence[PackedBin]]], version: int, lives: Sequence[Life] = ()
+    batch: Batch,
+    minibatches: Sequence[Sequence[Sequence[PackedBin]]],
+    version: int,
+    lives: Sequence[Life] = (),
+    environments: Mapping[str, Any] | None = None,
 ) -> BatchFigures:
     """The figures of a batch.
 
@@ -64,6 +87,7 @@ def figures_of(
         minibatches: its bins, by minibatch and rank.
         version: the trainer's when it trains on the batch.
         lives: of its run; see ages.
+        environments: their names by id, as `/batch` says them.
     """
     bins = [one for shares in minibatches for share in shares for one in share if not one.empty]
     forwarded = {(group, number) for one in bins for group, number in one.orders.tolist()}
@@ -72,6 +96,7 @@ def figures_of(
     reasons = [sequence.finish_reason for sequence in batch.sequences if sequence.finish_reason is not None]
     trained = [sequence for sequence in batch.sequences if len(sequence.positions)]
     ages = batch.ages(version, lives)
+    ended = [sequence.finish_reason == LENGTH for sequence in batch.sequences if sequence.finish_reason is not None]
     return BatchFigures(
         reward_mean=float(scores.mean()),
         reward_std=float(scores.std()),
@@ -92,4 +117,15 @@ def figures_of(
         sequence_tokens=sum(len(s.tokens) for s in batch.sequences if s.order in forwarded),
         attended_pairs=sum(one.packing().attended_pairs for one in bins),
         bins=len(bins),
+        response_length_max=max(len(sequence.positions) for sequence in batch.sequences),
+        answers_cut_off=float(np.mean(ended)) if ended else None,
+        rewards=_rewards(batch, environments or {}),
     )
+
+
+def _rewards(batch: Batch, environments: Mapping[str, Any]) -> dict[str, float]:
+    scores: dict[int, list[float]] = {}
+    for sequence in batch.sequences:
+        if sequence.env_id is not None:
+            scores.setdefault(sequence.env_id, []).append(sequence.score)
+    return {name: float(np.mean(scores[number])) for number, name in safe_names(scores, environments).items()}

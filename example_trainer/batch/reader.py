@@ -30,15 +30,18 @@ class PackedBatch:
 
     Attributes:
         minibatches: of each, the bins of each data-parallel rank.
+        lives: of the run; see ages.
+        environments: their names by id, as `/batch` says them.
     """
 
     batch: Batch
     minibatches: list[list[list[PackedBin]]]
     lives: Sequence[Life]
+    environments: Mapping[str, Any]
 
     def figures(self, version: int) -> BatchFigures:
         """Its figures when it is trained on at `version`."""
-        return figures_of(self.batch, self.minibatches, version, self.lives)
+        return figures_of(self.batch, self.minibatches, version, self.lives, self.environments)
 
 
 class BatchReader:
@@ -73,12 +76,15 @@ class BatchReader:
         """Refuse from now on what these servers' logprobs are not good for."""
         self._rules = replace(self._rules, sampling=replace(self._rules.sampling, servers=servers))
 
-    def read(self, groups: Sequence[Mapping[str, Any]], version: int) -> PackedBatch:
-        """Parse and pack a batch. Says what it had to leave out.
+    def read(
+        self, groups: Sequence[Mapping[str, Any]], version: int, environments: Mapping[str, Any] | None = None
+    ) -> PackedBatch:
+        """Parse and pack a batch. Says what it had to leave out or cut.
 
         Args:
             groups: as `/batch` returns them.
             version: the highest that the trainer can have when it trains on the batch.
+            environments: names by id, as `/batch` says them.
 
         Raises:
             BatchError: nothing in the batch can be trained on.
@@ -125,29 +131,14 @@ class BatchReader:
                 f"Training on sequences that were sampled with {', '.join(sorted(batch.narrowed))} "
                 f"(--allow-truncated-sampling) is biased: {BIAS}",
             )
-        silent = sum(sequence.temperatures is None for sequence in batch.sequences)
-        if silent:
-            self._say_once(
-                "silent",
-                f"{silent} of {len(batch.sequences)} sequences do not say at which temperature they were sampled; such are "
-                f"taken to be of --temperature {self.config.temperature:g}",
-            )
-        unknown = self._rules.sampling.servers.unknown
-        warm = next((t for s in batch.sequences if s.temperatures is not None for t in s.temperatures if t != 1.0), None)
-        if unknown and warm is not None:
-            self._say_once("unknown", TAKEN_ON_TRUST % (unknown[0], warm))
-
-    def _say_once(self, what: str, message: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            logger.warning("%s", message)
-
-    def _why_empty(self, batch: Batch) -> str:
-        if batch.invalid:
-            return batch.invalid[0]
-        config = self.config
-        if batch.too_long:
-            return f"{batch.too_long} sequences are longer than --seq-len {config.seq_len} (--too-long {config.too_long})"
-        if config.truncated_answers == "mask" and any(sequence.finish_reason == LENGTH for sequence in batch.sequences):
-            return "every answer ran into its limit (--truncated-answers mask)"
-        return "every token is masked with -100"
+        minibatches = pack_batch(
+            batch,
+            tokens_per_bin=self.tokens_per_bin,
+            ranks=self.data_ranks,
+            normalisation=config.method.loss_normalisation,
+            max_tokens=config.seq_len,
+            share_prefixes=config.shares_prefixes,
+            minibatches=config.minibatches,
+            temperature=config.temperature,
+        )
+        return PackedBatch(batch, minibatches, self.lives, environments or {})

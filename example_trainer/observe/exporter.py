@@ -9,16 +9,38 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
+from example_trainer.batch.environment_names import safe_name
+from example_trainer.batch.evaluations import Evaluation
 from example_trainer.errors import ConfigError
 
 GAUGES = {
     "reward_mean": ("reward_mean", "Mean score of the step's sequences"),
     "reward_std": ("reward_std", "Standard deviation of the step's scores"),
-    "loss": ("loss", "GRPO loss of the step"),
+    "loss": ("loss", "Loss of the step"),
     "kl": ("kl_nats", "KL divergence from the rollout policy, k3 estimate"),
     "reference_kl": ("reference_kl_nats", "KL divergence from the reference model, k3 estimate"),
     "entropy": ("entropy_nats", "Entropy where the trained tokens were chosen"),
     "clip_fraction": ("clip_fraction", "Share of the tokens whose gradient was stopped by clipping"),
+    "clip_fraction_low": ("clip_fraction_low", "Share of the tokens whose gradient was stopped because the ratio fell"),
+    "clip_fraction_high": ("clip_fraction_high", "Share of the tokens whose gradient was stopped because the ratio rose"),
+    "missing_rollout_logprobs": ("missing_rollout_logprobs", "Share of the tokens that came without a rollout logprob"),
+    "teacher_kl": ("teacher_kl_nats", "Divergence from the teacher"),
+    "mismatch_kl": ("mismatch_kl_nats", "KL divergence of sampler and trainer at equal weights, k3 estimate"),
+    "ratio_mean": ("ratio_mean", "Mean ratio trainer by sampler of the sampled tokens"),
+    "ratio_max": ("ratio_max", "Largest ratio trainer by sampler"),
+    "ratio_p01": ("ratio_p01", "1st percentile of the ratio trainer by sampler"),
+    "ratio_p50": ("ratio_p50", "Median ratio trainer by sampler"),
+    "ratio_p95": ("ratio_p95", "95th percentile of the ratio trainer by sampler"),
+    "ratio_p99": ("ratio_p99", "99th percentile of the ratio trainer by sampler"),
+    "ess": ("effective_sample_share", "Kish's effective sample size of the ratios, by the tokens"),
+    "correction_weight": ("correction_weight_mean", "Mean weight of the correction, 0 for what is left out"),
+    "correction_ess": ("correction_effective_sample_share", "Kish's effective sample size of the correction's weights"),
+    "correction_masked": ("correction_masked_share", "Share of the tokens that the correction left out"),
+    "correction_masked_sequences": ("correction_masked_sequences_share", "Share of the sequences that it left out whole"),
+    "correction_bounded": ("correction_bounded_share", "Share of the tokens whose weight was the correction's bound"),
+    "perplexity_rollout": ("rollout_perplexity", "Perplexity of the sampled tokens under the sampler"),
+    "perplexity_trainer": ("trainer_perplexity", "Perplexity of the sampled tokens under the batch's first weights"),
+    "answers_cut_off": ("answers_cut_off_share", "Share of the rollouts that ran into their limit"),
     "grad_norm": ("grad_norm", "Global norm of the gradient before clipping"),
     "lr": ("learning_rate", "Learning rate of the step"),
     "tokens_per_second": ("tokens_per_second", "Trained tokens by the step's whole duration"),
@@ -28,6 +50,7 @@ GAUGES = {
     "peak_memory_bytes": ("peak_memory_bytes", "Most bytes of tensors on the GPU in the step; of the process on a CPU"),
     "waiting_share": ("waiting_share", "Share of the step in which it waited for its batch"),
     "response_length_mean": ("response_length_mean_tokens", "Mean length of the trained responses"),
+    "response_length_max": ("response_length_max_tokens", "Length of the longest trained response"),
     "queue_size": ("queue_groups", "Groups that waited in the rollout service after the step"),
     "age_mean": ("staleness_mean_versions", "Mean age of what was trained on, in weight versions"),
     "age_max": ("staleness_max_versions", "Greatest age of what was trained on, in weight versions"),
@@ -46,7 +69,12 @@ COUNTERS = {
     "bytes_moved": ("weight_bytes_sent", "Bytes of weights sent to the inference server since this process began"),
 }
 _PREFIX = "lockstep_trainer_"
-_SYNC = "sync/"
+LABELLED = {
+    "sync/": ("sync_phase_seconds", "Seconds of a phase of the last handing over", "phase"),
+    "reward/": ("environment_reward_mean", "Mean score of the step's sequences of an environment", "environment"),
+    "kl_age_": ("kl_by_age_nats", "KL divergence from the rollout policy, by the age of what was sampled", "age"),
+}
+"""Beginning of keys of a row -> (name after `lockstep_trainer_`, help, label, whose value is the rest of the key)."""
 
 
 class MetricsServer:
@@ -63,8 +91,18 @@ class MetricsServer:
         self._at = Gauge(f"{_PREFIX}step_timestamp_seconds", "Unix time of the last step's end", registry=self.registry)
         self._gauges = {key: Gauge(_PREFIX + name, text, registry=self.registry) for key, (name, text) in GAUGES.items()}
         self._counters = {key: Counter(_PREFIX + name, text, registry=self.registry) for key, (name, text) in COUNTERS.items()}
-        self._sync = Gauge(f"{_PREFIX}sync_phase_seconds", "Seconds of a phase of the last handing over", ["phase"],
-                           registry=self.registry)  # fmt: skip
+        self._labelled = {
+            beginning: Gauge(_PREFIX + name, text, [label], registry=self.registry)
+            for beginning, (name, text, label) in LABELLED.items()
+        }
+        self._evaluation = Gauge(
+            f"{_PREFIX}evaluation", "Last evaluation that an environment reported", ["environment", "metric"],
+            registry=self.registry,
+        )  # fmt: skip
+        self._evaluated = Gauge(
+            f"{_PREFIX}evaluated_weight_version", "Weight version of the last evaluation", ["environment"],
+            registry=self.registry,
+        )  # fmt: skip
         try:
             self._server, self._thread = start_http_server(port, host, self.registry)
         except OSError as error:
@@ -87,10 +125,19 @@ class MetricsServer:
             gauge.set(math.nan if value is None else value)
         for key, counter in self._counters.items():
             counter.inc(row.get(key) or 0)
-        self._sync.clear()
-        for key, value in row.items():
-            if key.startswith(_SYNC) and value is not None:
-                self._sync.labels(key.removeprefix(_SYNC)).set(value)
+        for beginning, gauge in self._labelled.items():
+            gauge.clear()
+            for key, value in row.items():
+                if key.startswith(beginning) and value is not None:
+                    gauge.labels(key.removeprefix(beginning)).set(value)
+
+    def update_evaluation(self, evaluation: Evaluation) -> None:
+        """Show an evaluation, in place of an earlier one of that name."""
+        name = safe_name(evaluation.name)
+        for metric, value in evaluation.metrics.items():
+            self._evaluation.labels(name, metric).set(value)
+        version = evaluation.weight_version
+        self._evaluated.labels(name).set(math.nan if version is None else version)
 
     def close(self) -> None:
         """Stop listening."""

@@ -7,12 +7,15 @@ import logging
 import queue
 import sys
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from example_trainer.api_keys import without_secrets
+from example_trainer.batch.evaluations import Evaluation
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
+from example_trainer.observe.evaluations import EvaluationFile, move_aside, scalars
 from example_trainer.observe.exporter import MetricsServer
 
 if TYPE_CHECKING:
@@ -36,25 +39,33 @@ def step_line(step: int, steps: int, row: Row) -> str:
         older = (
             f"  kl of present weights {row['parity_kl']:.5f}  older {row['older_tokens']}  kl of older {row['older_kl']:.5f}"
         )
-    mfu = "?" if row["mfu"] is None else f"{row['mfu']:.3f}"
+    perplexities = f"{_known(row, 'perplexity_rollout', '.4g')}/{_known(row, 'perplexity_trainer', '.4g')}"
     return (
-        f"Step {step}/{steps}  reward {row['reward_mean']:.3f}  loss {row['loss']:.4f}  kl {row['kl']:.5f}  "
+        f"Step {step}/{steps}  reward {row['reward_mean']:.3f}  loss {row['loss']:.4f}  "
+        f"kl {_known(row, 'kl', '.5f')}  "
         f"entropy {row['entropy']:.3f}  clipped {row['clip_fraction']:.3f}  grad norm {row['grad_norm']:.3f}  "
         f"length {row['response_length_mean']:.1f}  {row['tokens_per_second']:.0f} tok/s  queue {row['queue_size']}  {age}  "
         f"wait {row['seconds_wait']:.2f} s  train {row['seconds_train']:.2f} s  sync {row['seconds_sync']:.2f} s{parity}  "
-        f"forwarded {row['forwarded_tokens_per_second']:.0f} tok/s  packed {row['packing_ratio']:.2f}  mfu {mfu}  "
-        f"waiting {100 * row['waiting_share']:.0f} %  peak {row['peak_memory_bytes'] / 2**30:.2f} GiB{older}"
+        f"forwarded {row['forwarded_tokens_per_second']:.0f} tok/s  packed {row['packing_ratio']:.2f}  "
+        f"mfu {_known(row, 'mfu', '.3f')}  "
+        f"waiting {100 * row['waiting_share']:.0f} %  peak {row['peak_memory_bytes'] / 2**30:.2f} GiB{older}  "
+        f"ratio p99 {_known(row, 'ratio_p99', '.3f')}  ess {_known(row, 'ess', '.3f')}  "
+        f"mismatch kl {_known(row, 'mismatch_kl', '.1e')}  ppl {perplexities}"
     )
+
+
+def _known(row: Row, name: str, form: str) -> str:
+    return "?" if row[name] is None else format(row[name], form)
 
 
 class MetricsLog:
     """Writes rows. A row is on the disk when `write` returns.
 
     A new run moves an earlier metrics.jsonl aside; a resumed one continues it, without the rows after the step that it
-    resumes from.
+    resumes from. Likewise evaluations.jsonl, of which a resumed run keeps all.
 
     Args:
-        folder: gets metrics.jsonl and tensorboard/.
+        folder: gets metrics.jsonl, evaluations.jsonl and tensorboard/.
         config: the run's options, for W&B.
         first_step: the step that the run starts from, 0 unless resumed.
         wandb: project and group, or None.
@@ -79,6 +90,7 @@ class MetricsLog:
             folder.mkdir(parents=True, exist_ok=True)
             _prepare(path, first_step)
             self._file = path.open("a", encoding="utf-8")
+            self.evaluations = EvaluationFile(folder / "evaluations.jsonl", continued=first_step > 0)
             self._others = _Background(_tensorboard(folder / "tensorboard", first_step + 1), wandb_run)
         except OSError as error:
             raise ConfigError(f"cannot write metrics to --log-dir {folder}: {error.strerror or error}") from error
@@ -89,11 +101,26 @@ class MetricsLog:
         self._file.flush()
         if self._exporter is not None:
             self._exporter.update(step, row)
-        self._others.write(step, {name: value for name, value in row.items() if isinstance(value, int | float)})
+        numbers = {f"train/{name}": value for name, value in row.items() if isinstance(value, int | float)}
+        self._others.write(_Scalars(step, numbers, step))
+
+    def write_evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """Write what an environment measured; in TensorBoard and W&B it stands at the weights that were measured.
+
+        Args:
+            step: the trainer's present one.
+        """
+        self.evaluations.write(step, evaluation)
+        if self._exporter is not None:
+            self._exporter.update_evaluation(evaluation)
+        axis, numbers = scalars(evaluation)
+        version = step if evaluation.weight_version is None else evaluation.weight_version
+        self._others.write(_Scalars(step, numbers, version, axis))
 
     def close(self) -> None:
         """Finish all logs."""
         self._file.close()
+        self.evaluations.close()
         self._others.close()
         if self._exporter is not None:
             self._exporter.close()
@@ -106,6 +133,9 @@ class NoMetrics(MetricsLog):
         return
 
     def write(self, step: int, row: Row) -> None:
+        return
+
+    def write_evaluation(self, step: int, evaluation: Evaluation) -> None:
         return
 
     def close(self) -> None:
@@ -122,6 +152,22 @@ def make_metrics(
     return MetricsLog(config.log_dir, config.shareable, first_step, wandb, exporter)
 
 
+@dataclass(frozen=True)
+class _Scalars:
+    """Numbers for TensorBoard and W&B.
+
+    Attributes:
+        step: at which they are told; W&B takes none that is earlier than one before.
+        at: where they stand, for evaluations the weight version.
+        axis: what W&B calls it, if it is not the step.
+    """
+
+    step: int
+    numbers: dict[str, float]
+    at: int
+    axis: str | None = None
+
+
 class _Background:
     """Hands numbers to TensorBoard and Weights & Biases in a thread of its own, so that no step waits for them.
 
@@ -130,39 +176,47 @@ class _Background:
 
     def __init__(self, tensorboard: SummaryWriter | None, wandb: Any) -> None:
         self._tensorboard, self._wandb = tensorboard, wandb
-        self._rows: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(_WAITING_ROWS)
+        self._rows: queue.Queue[_Scalars | None] = queue.Queue(_WAITING_ROWS)
         self._failure: Exception | None = None
+        self._axes: set[str] = set()
         self._thread: threading.Thread | None = None
         if tensorboard is not None or wandb is not None:
             self._thread = threading.Thread(target=self._work, name="metrics", daemon=True)
             self._thread.start()
 
-    def write(self, step: int, numbers: dict[str, float]) -> None:
+    def write(self, scalars: _Scalars) -> None:
         if self._thread is None or self._failure is not None:
             return
         try:
-            self._rows.put_nowait((step, numbers))
+            self._rows.put_nowait(scalars)
         except queue.Full:
-            logger.warning("TensorBoard or W&B is %d rows behind: step %d is in metrics.jsonl alone", _WAITING_ROWS, step)
+            logger.warning(
+                "TensorBoard or W&B is %d rows behind: step %d is in metrics.jsonl alone", _WAITING_ROWS, scalars.step
+            )
 
     def _work(self) -> None:
         while (row := self._rows.get()) is not None:
             try:
-                self._hand_over(*row)
+                self._hand_over(row)
             except Exception as error:  # noqa: BLE001 - whatever another library raises; the run goes on without its view
                 self._failure = error
                 told = " ".join(str(error).split())
                 logger.error("No more rows for TensorBoard and W&B, metrics.jsonl only: %s: %s", type(error).__name__, told)
                 return
 
-    def _hand_over(self, step: int, numbers: dict[str, float]) -> None:
-        named = {f"train/{name}": value for name, value in numbers.items()}
+    def _hand_over(self, scalars: _Scalars) -> None:
         if self._tensorboard is not None:
-            for name, value in named.items():
-                self._tensorboard.add_scalar(name, value, step)
+            for name, value in scalars.numbers.items():
+                self._tensorboard.add_scalar(name, value, scalars.at)
             self._tensorboard.flush()
         if self._wandb is not None:
-            self._wandb.log(named, step=step)
+            numbers = scalars.numbers
+            if scalars.axis is not None:
+                numbers = numbers | {scalars.axis: scalars.at}
+                if scalars.axis not in self._axes:
+                    self._axes.add(scalars.axis)
+                    self._wandb.define_metric(f"{scalars.axis.rpartition('/')[0]}/*", step_metric=scalars.axis)
+            self._wandb.log(numbers, step=scalars.step)
 
     def close(self) -> None:
         """Wait until every row is handed over, within a deadline, and finish both."""
@@ -191,11 +245,7 @@ def _prepare(path: Path, first_step: int) -> None:
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= first_step]
         path.write_text("".join(kept), encoding="utf-8")
         return
-    number = 1
-    while (aside := path.with_name(f"metrics.{number}.jsonl")).exists():
-        number += 1
-    path.rename(aside)
-    logger.info("Moved the metrics of an earlier run to %s", aside)
+    logger.info("Moved the metrics of an earlier run to %s", move_aside(path))
 
 
 def _tensorboard(folder: Path, first_step: int) -> SummaryWriter | None:

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from example_trainer.batch.client import TrainedBatch
+from example_trainer.batch.evaluations import EvaluationFeed
 from example_trainer.batch.prefetch import ReadyBatch, Upkeep
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.parity import ParityCheck
 from example_trainer.errors import BatchError, CheckpointError, NonFiniteError, OutOfMemoryError, RankError, TrainerError
 from example_trainer.models import Decoder
+from example_trainer.observe.evaluations import evaluation_line
 from example_trainer.observe.metrics import MetricsLog, Row, step_line
 from example_trainer.observe.perf import Speed, peak_memory
 from example_trainer.observe.profiling import StepProfiler
@@ -30,6 +32,9 @@ from example_trainer.training.step import StepSums, warm_up
 from example_trainer.weight_bridge.base import SyncReport, WeightBridge
 
 logger = logging.getLogger(__name__)
+
+LAST_EVALUATIONS_SECONDS = 5.0
+"""How long the end of a run waits for the results of evaluations that the service has."""
 
 
 class BatchSource(Protocol):
@@ -112,6 +117,7 @@ class Parts:
         speed: what a step's time is measured against.
         reference: the model that the loss keeps the policy near.
         trained: the last batch that the weights learned from, as the rollout service calls it.
+        evaluations: what environments measure; on rank 0, where there is a rollout service.
     """
 
     config: TrainerConfig
@@ -128,6 +134,7 @@ class Parts:
     profiler: StepProfiler
     reference: Decoder | None = None
     trained: TrainedBatch | None = None
+    evaluations: EvaluationFeed | None = None
 
     def begin_saving(self) -> None:
         """Start to write the checkpoint of the present step, unless it is there or on its way."""
@@ -187,6 +194,7 @@ def train(parts: Parts) -> None:
             stop.check()
         parts.checkpoints.wait()
         batches.release()
+        record_evaluations(parts, LAST_EVALUATIONS_SECONDS)
     except Exception as error:
         keep_what_was_learned(parts, error)
         raise
@@ -245,7 +253,7 @@ def record(
     """Write the figures of a step: its row, and its line in the log."""
     bridge, optimizer, figures = parts.bridge, parts.optimizer, batch.figures
     row: Row = {
-        **vars(figures),
+        **figures.row(),
         **vars(sums),
         **vars(step),
         "tokens_per_second": figures.tokens / sum(seconds),
@@ -267,6 +275,21 @@ def record(
     }
     parts.metrics.write(optimizer.steps, row)
     logger.info("%s", step_line(optimizer.steps, parts.config.training_steps, row))
+    record_evaluations(parts)
+
+
+def record_evaluations(parts: Parts, seconds: float = 0.0) -> None:
+    """Write down what evaluations have come in, and ask for what comes next.
+
+    Args:
+        seconds: how long to wait for those that are there by now; not at all between steps.
+    """
+    if parts.evaluations is None:
+        return
+    parts.evaluations.ask()
+    for evaluation in parts.evaluations.take(seconds):
+        parts.metrics.write_evaluation(parts.optimizer.steps, evaluation)
+        logger.info("%s", evaluation_line(evaluation))
 
 
 def keep_what_was_learned(parts: Parts, error: Exception) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from example_trainer.batch.client import RolloutClient
 from example_trainer.process import StopSignal
+from tests.example_trainer.batch.scripted import Scripted
 
 
 @pytest.fixture
@@ -24,3 +25,17 @@ def client_of() -> Iterator[Callable[..., RolloutClient]]:
     yield make
     for client in clients:
         client.close()
+
+
+@pytest.fixture
+def scripted() -> Iterator[Callable[[dict[str, list[Any]]], Scripted]]:
+    servers: list[Scripted] = []
+
+    def make(answers: dict[str, list[Any]]) -> Scripted:
+        servers.append(Scripted({"/register": [{"uuid": 1}], "/status": [{"queue_size": 0}]} | answers))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.server.shutdown()
+        server.server.server_close()

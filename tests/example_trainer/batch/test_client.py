@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -18,58 +16,7 @@ from example_trainer.batch.client import FetchedBatch, Interrupted, RolloutClien
 from example_trainer.errors import RolloutServiceError
 from example_trainer.process import StopRequested, StopSignal
 from tests.example_trainer.batch.registration import REGISTRATION, group
-
-
-class Scripted:
-    """An HTTP server that answers each path from a list, the last entry for ever: an int is a status, None a cut connection."""
-
-    def __init__(self, answers: dict[str, list[Any]]) -> None:
-        self.seen: list[tuple[str, Any]] = []
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, format: str, *args: Any) -> None:
-                """Stay silent."""
-
-            def serve(self) -> None:
-                path = self.path.split("?")[0]
-                length = int(self.headers.get("content-length") or 0)
-                outer.seen.append((self.path, json.loads(self.rfile.read(length)) if length else None))
-                script = answers[path]
-                answer = script.pop(0) if len(script) > 1 else script[0]
-                if answer is None:
-                    self.connection.close()
-                    return
-                status = answer if isinstance(answer, int) else 200
-                body = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
-                self.send_response(status)
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            do_GET = do_POST = serve
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def paths(self) -> list[str]:
-        return [path for path, _ in self.seen]
-
-
-@pytest.fixture
-def scripted() -> Iterator[Callable[[dict[str, list[Any]]], Scripted]]:
-    servers: list[Scripted] = []
-
-    def make(answers: dict[str, list[Any]]) -> Scripted:
-        servers.append(Scripted({"/register": [{"uuid": 1}], "/status": [{"queue_size": 0}]} | answers))
-        return servers[-1]
-
-    yield make
-    for server in servers:
-        server.server.shutdown()
-        server.server.server_close()
-
+from tests.example_trainer.batch.scripted import Scripted
 
 MakeServer = Callable[[dict[str, list[Any]]], Scripted]
 MakeClient = Callable[..., RolloutClient]

@@ -8,10 +8,17 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
+from example_trainer.algorithm.figures import StepFigures
+from example_trainer.batch.evaluations import Evaluation
+from example_trainer.batch.figures import BatchFigures
 from example_trainer.errors import ConfigError
-from example_trainer.observe.exporter import MetricsServer, serve_metrics
+from example_trainer.observe.exporter import COUNTERS, GAUGES, LABELLED, MetricsServer, serve_metrics
 from example_trainer.observe.metrics import MetricsLog
+
+UNSHOWN = {"groups_invalid", "sequences_truncated", "sequence_tokens", "attended_pairs", "bins"}
+"""What the log tells already, or what other figures are worked out from."""
 
 
 @pytest.fixture
@@ -51,6 +58,27 @@ def test_what_metrics_jsonl_gets_is_what_is_shown(server: MetricsServer, tmp_pat
     log.close()
     with pytest.raises(httpx.ConnectError):
         scrape(server)
+
+
+def test_every_figure_of_a_step_is_shown(server: MetricsServer) -> None:
+    """Those of the batch's making and of its passes; a new one needs a gauge."""
+    passes = StepFigures(torch.device("cpu"), 0).row(lambda vector: vector)
+    own = {name for name, kind in BatchFigures.__annotations__.items() if name != "rewards"} - UNSHOWN
+    assert [key for key in (*passes, *own) if key not in GAUGES | COUNTERS and not key.startswith(tuple(LABELLED))] == []
+    server.update(1, {"kl_age_0": 0.25, "kl_age_16_up": None, "reward/sums_0": 0.5, "reward/maths_1": 0.25})
+    server.update(2, {"kl_age_0": 0.5, "kl_age_unknown": 1.5, "reward/sums_0": 0.75})
+    metrics = {"eval/percent_correct": 0.5, "length": 8}
+    server.update_evaluation(Evaluation(1, 0.0, 3, "sums 0", 2, metrics))
+    server.update_evaluation(Evaluation(2, 1.0, 3, "sums 0", None, {"length": 9}))
+    found = {name.removeprefix("lockstep_trainer_"): value for name, value in scrape(server).items() if "{" in name}
+    assert found == {
+        'kl_by_age_nats{age="0"}': "0.5",
+        'kl_by_age_nats{age="unknown"}': "1.5",
+        'environment_reward_mean{environment="sums_0"}': "0.75",
+        'evaluation{environment="sums_0",metric="eval/percent_correct"}': "0.5",
+        'evaluation{environment="sums_0",metric="length"}': "9.0",
+        'evaluated_weight_version{environment="sums_0"}': "NaN",
+    }
 
 
 def test_a_port_that_is_taken_is_one_line() -> None:

@@ -87,23 +87,27 @@ def row_of_a_step(**changes: object) -> dict[str, Any]:
         "response_length_mean": 2.5, "tokens_per_second": 2.0, "queue_size": 9, "age_mean": 1.0, "age_max": 2,
         "seconds_wait": 1.0, "seconds_train": 0.5, "seconds_sync": 1.0, "forwarded_tokens_per_second": 20.0,
         "packing_ratio": 0.83, "mfu": 0.4123, "waiting_share": 0.4, "peak_memory_bytes": 3 << 29,
+        "ratio_p99": 1.25, "ess": 0.98, "mismatch_kl": 1.5e-5, "perplexity_rollout": 1.2345678, "perplexity_trainer": 1.25,
     }  # fmt: skip
     return row | changes
+
+
+DRIFT = ("ratio_p99", "ess", "mismatch_kl", "perplexity_rollout", "perplexity_trainer")
 
 
 def test_the_line_of_a_step() -> None:
     assert step_line(7, 100, row_of_a_step()) == (
         "Step 7/100  reward 0.500  loss -0.5000  kl 0.01000  entropy 0.100  clipped 0.000  grad norm 2.000  length 2.5  "
         "2 tok/s  queue 9  age 1.0 (max 2)  wait 1.00 s  train 0.50 s  sync 1.00 s  forwarded 20 tok/s  packed 0.83  "
-        "mfu 0.412  waiting 40 %  peak 1.50 GiB"
+        "mfu 0.412  waiting 40 %  peak 1.50 GiB  ratio p99 1.250  ess 0.980  mismatch kl 1.5e-05  ppl 1.235/1.25"
     )
-    unknown = step_line(7, 100, row_of_a_step(age_mean=None, age_max=None, mfu=None))
-    assert "  age ?  wait" in unknown
-    assert "  mfu ?  waiting" in unknown
+    unknown = step_line(7, 100, row_of_a_step() | dict.fromkeys(("age_mean", "age_max", "mfu", "kl", *DRIFT)))
+    for part in ("  age ?  wait", "  mfu ?  waiting", "  kl ?  entropy", " GiB  ratio p99 ?  ess ?  mismatch kl ?  ppl ?/?"):
+        assert part in unknown
     parity = {"mismatched_tokens": 0, "compared_tokens": 12, "older_tokens": 3, "parity_kl": 0.0, "older_kl": 0.25}
     exact = step_line(7, 100, row_of_a_step(**parity, weights_sha="ab"))
     assert "  sync 1.00 s  mismatched 0/12  weights ab  forwarded" in exact
-    assert exact.endswith("  kl of present weights 0.00000  older 3  kl of older 0.25000")
+    assert "GiB  kl of present weights 0.00000  older 3  kl of older 0.25000  ratio p99 1.250" in exact
 
 
 class SlowWandb:

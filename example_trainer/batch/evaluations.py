@@ -1,0 +1,175 @@
+"""Results of evaluations, as environments report them to the rollout service.
+
+    training ── ask ──► thread: GET /evaluations?after=… ──► take ── training writes them into its logs
+
+No step waits for them: what has not come when one ends is taken at the end of another.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import threading
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import orjson
+from httpx import codes
+
+from example_trainer.http_client import direct_client
+
+logger = logging.getLogger(__name__)
+
+_REQUEST_SECONDS = 10.0
+_CLOSE_SECONDS = 12.0
+_NOT_OFFERED = (codes.NOT_FOUND, codes.METHOD_NOT_ALLOWED)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an environment measured.
+
+    Attributes:
+        id: the rollout service's number for it; later ones have higher ones.
+        time: when the service got it, in Unix seconds; with `id` it tells evaluations apart across services.
+        env_id: the service's number for the environment; None if it was not said.
+        name: of the environment or its evaluation.
+        weight_version: of the weights that were evaluated; None if it was not said.
+        metrics: finite numbers by name.
+    """
+
+    id: int
+    time: float
+    env_id: int | None
+    name: str
+    weight_version: int | None
+    metrics: Mapping[str, float]
+
+    @property
+    def key(self) -> tuple[int, float]:
+        """What no other evaluation has, not of another service either."""
+        return self.id, self.time
+
+    @classmethod
+    def parse(cls, entry: Mapping[str, Any]) -> Evaluation:
+        """One as the service tells it.
+
+        Raises:
+            KeyError, TypeError, ValueError, AttributeError: it is something else.
+        """
+        env_id, version = entry.get("env_id"), entry.get("weight_version")
+        return cls(
+            int(entry["id"]),
+            float(entry["time"]),
+            None if env_id is None else int(env_id),
+            str(entry["name"]),
+            None if version is None else int(version),
+            {str(name): value for name, value in entry["metrics"].items() if _is_number(value)},
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class EvaluationFeed:
+    """Asks the rollout service for new results, in a thread of its own.
+
+    A service without the route (the original wire) is asked once. One that is away is asked again with the next step.
+
+    Args:
+        url: of the service.
+        api_key: bearer token, if it asks for one.
+        seen: keys of evaluations that were written down before.
+        only_new: leave out what the service has already, which is another run's.
+    """
+
+    def __init__(
+        self, url: str, api_key: str | None = None, seen: Collection[tuple[int, float]] = (), only_new: bool = False
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._http = direct_client(self.url, _REQUEST_SECONDS, api_key)
+        self._seen = set(seen)
+        self._after = 0
+        self._arrived: queue.SimpleQueue[Evaluation] = queue.SimpleQueue()
+        self._warned = False
+        self._changed = threading.Condition()
+        """Guards what follows."""
+        self._asked = self._answered = 0
+        self._over = False  # closed, or there is nothing to be had
+        if only_new:
+            self._read()
+            self.take()
+        self._thread = threading.Thread(target=self._run, name="evaluations", daemon=True)
+        self._thread.start()
+
+    def ask(self) -> None:
+        """Look for new results; returns at once."""
+        with self._changed:
+            self._asked += 1
+            self._changed.notify_all()
+
+    def take(self, seconds: float = 0.0) -> list[Evaluation]:
+        """What has come since the last call, oldest first.
+
+        Args:
+            seconds: how long to wait for the answer to the last `ask`.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or self._answered >= self._asked, seconds)
+        found = []
+        while not self._arrived.empty():
+            found.append(self._arrived.get())
+        return found
+
+    def close(self) -> None:
+        """End the thread and the connection."""
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+        self._thread.join(_CLOSE_SECONDS)
+        if not self._thread.is_alive():  # else its request would end in an error of its own
+            self._http.close()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._over and self._answered >= self._asked:
+                    self._changed.wait(_CLOSE_SECONDS)
+                if self._over:
+                    return
+                asked = self._asked
+            self._read()
+            with self._changed:
+                self._answered = asked
+                self._changed.notify_all()
+
+    def _read(self) -> None:
+        """One request, and what to make of its answer."""
+        try:
+            response = self._http.get("/evaluations", params={"after": self._after})
+            if response.status_code in _NOT_OFFERED:
+                logger.info("The rollout service at %s tells of no evaluations", self.url)
+                self._end()
+                return
+            response.raise_for_status()
+            for entry in orjson.loads(response.content)["evaluations"]:
+                self._after = max(self._after, entry["id"])
+                evaluation = Evaluation.parse(entry)
+                if evaluation.key not in self._seen:
+                    self._seen.add(evaluation.key)
+                    self._arrived.put(evaluation)
+            self._warned = False
+        except (httpx.HTTPError, KeyError, TypeError, ValueError, AttributeError) as error:
+            if not self._warned:  # what comes behind an entry that cannot be read is there with the next answer
+                told = " ".join(str(error).split())[:200]
+                logger.warning("Evaluations from %s could not be read: %s: %s", self.url, type(error).__name__, told)
+            self._warned = True
+
+    def _end(self) -> None:
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()

@@ -1,0 +1,93 @@
+"""Evaluations come in behind the steps' back, once each, from whatever service there is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from example_trainer.batch.environment_names import safe_name
+from example_trainer.batch.evaluations import Evaluation, EvaluationFeed
+from tests.example_trainer.batch.scripted import Scripted
+
+FeedOf = Callable[..., EvaluationFeed]
+
+
+def told(number: int, **changes: Any) -> dict[str, Any]:
+    entry = {"id": number, "time": 1000.5 + number, "env_id": 3, "name": "gsm8k_0", "weight_version": 12}
+    return entry | {"metrics": {"eval/percent_correct": 0.5}} | changes
+
+
+@pytest.fixture
+def feed_of() -> Iterator[FeedOf]:
+    feeds: list[EvaluationFeed] = []
+
+    def make(service: Scripted, **options: Any) -> EvaluationFeed:
+        feeds.append(EvaluationFeed(service.url, **options))
+        return feeds[-1]
+
+    yield make
+    for feed in feeds:
+        feed.close()
+
+
+def next_of(feed: EvaluationFeed) -> list[int]:
+    feed.ask()
+    return [evaluation.id for evaluation in feed.take(30)]
+
+
+def test_each_comes_once_and_is_asked_for_behind_the_last(scripted: Callable[..., Scripted], feed_of: FeedOf) -> None:
+    answers = [[told(4), told(5)], [told(5), told(6)], []]
+    service = scripted({"/evaluations": [{"evaluations": entries} for entries in answers]})
+    feed = feed_of(service, seen={(4, 1004.5), (6, 17.0)})
+    assert feed.take() == []
+    assert [next_of(feed) for _ in range(3)] == [[5], [6], []]
+    assert service.paths() == ["/evaluations?after=0", "/evaluations?after=5", "/evaluations?after=6"]
+
+
+def test_a_new_run_passes_over_what_was_there_before_it(scripted: Callable[..., Scripted], feed_of: FeedOf) -> None:
+    service = scripted({"/evaluations": [{"evaluations": [told(4)]}, {"evaluations": [told(7)]}]})
+    feed = feed_of(service, only_new=True)
+    assert next_of(feed) == [7]
+    assert service.paths() == ["/evaluations?after=0", "/evaluations?after=4"]
+
+
+def test_what_is_said_arrives_and_what_is_no_number_does_not(scripted: Callable[..., Scripted], feed_of: FeedOf) -> None:
+    metrics = {"accuracy": 0.5, "solved": 3, "passed": True, "note": "text", "nothing": None}
+    entries = [told(1, metrics=metrics, weight_version=None, env_id=None), told(2)]
+    feed = feed_of(scripted({"/evaluations": [{"evaluations": entries}]}), only_new=False)
+    feed.ask()
+    first, second = feed.take(30)
+    assert first == Evaluation(1, 1001.5, None, "gsm8k_0", None, {"accuracy": 0.5, "solved": 3})
+    assert second == Evaluation(2, 1002.5, 3, "gsm8k_0", 12, {"eval/percent_correct": 0.5})
+
+
+@pytest.mark.parametrize("status", [404, 405])
+def test_a_service_without_evaluations_is_noticed_once(
+    status: int, scripted: Callable[..., Scripted], feed_of: FeedOf, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    service = scripted({"/evaluations": [status]})
+    feed = feed_of(service)
+    assert [next_of(feed) for _ in range(3)] == [[], [], []]
+    assert service.paths() == ["/evaluations?after=0"]
+    assert caplog.text.count("tells of no evaluations") == 1
+
+
+def test_a_service_that_fails_is_warned_of_once_and_asked_again(
+    scripted: Callable[..., Scripted], feed_of: FeedOf, caplog: pytest.LogCaptureFixture
+) -> None:
+    strange = {"evaluations": [told(2), told(3, metrics=[1]), told(4)]}
+    answers = [None, 500, 401, "no json", {"groups": []}, strange, {"evaluations": [told(4)]}]
+    feed = feed_of(scripted({"/evaluations": answers}))
+    assert [next_of(feed) for _ in range(7)] == [[], [], [], [], [], [2], [4]]
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "could not be read" in warnings[0]
+
+
+@pytest.mark.parametrize(("name", "safe"), [("gsm8k_0", "gsm8k_0"), ("a b/c:d", "a_b_c_d"), ("Überall", "_berall"), ("", "_")])
+def test_names_for_dashboards(name: str, safe: str) -> None:
+    assert safe_name(name) == safe
