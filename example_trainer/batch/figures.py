@@ -14,9 +14,6 @@ from example_trainer.batch.environment_names import safe_names
 from example_trainer.batch.groups import Batch
 from example_trainer.batch.lengths import LENGTH
 
-LENGTH = "length"
-"""The finish reason of an answer that ran into its limit."""
-
 
 @dataclass(frozen=True)
 class BatchFigures:
@@ -37,9 +34,6 @@ class BatchFigures:
         sequence_tokens: those of all rollouts in bins, what they share counted for each.
         attended_pairs: pairs of a forwarded token and one that it attends to.
         bins: forward and backward passes with work in them, over all ranks.
-        response_length_max: trained tokens of the longest rollout.
-        answers_cut_off: share of the rollouts that the sampler ended at their limit, among those that say why they ended; None
-            if none does.
         rewards: mean score of each environment's rollouts, by a name that is safe as a key; none of an environment that the
             rollouts do not name.
     """
@@ -63,8 +57,6 @@ class BatchFigures:
     sequence_tokens: int
     attended_pairs: int
     bins: int
-    response_length_max: int
-    answers_cut_off: float | None = None
     rewards: dict[str, float] = field(default_factory=dict)
 
     def row(self) -> dict[str, Any]:
@@ -96,7 +88,6 @@ def figures_of(
     reasons = [sequence.finish_reason for sequence in batch.sequences if sequence.finish_reason is not None]
     trained = [sequence for sequence in batch.sequences if len(sequence.positions)]
     ages = batch.ages(version, lives)
-    ended = [sequence.finish_reason == LENGTH for sequence in batch.sequences if sequence.finish_reason is not None]
     return BatchFigures(
         reward_mean=float(scores.mean()),
         reward_std=float(scores.std()),
@@ -117,8 +108,6 @@ def figures_of(
         sequence_tokens=sum(len(s.tokens) for s in batch.sequences if s.order in forwarded),
         attended_pairs=sum(one.packing().attended_pairs for one in bins),
         bins=len(bins),
-        response_length_max=max(len(sequence.positions) for sequence in batch.sequences),
-        answers_cut_off=float(np.mean(ended)) if ended else None,
         rewards=_rewards(batch, environments or {}),
     )
 

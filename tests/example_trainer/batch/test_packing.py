@@ -275,25 +275,19 @@ def test_nothing_to_train_on_makes_no_bins() -> None:
     assert pack(Batch([rollout((0, 0), [1, 2], [])]), 100, ranks=2) == [[], []]
 
 
-def test_figures_tell_environments_and_ends_of_answers_apart() -> None:
-    told = [(0, "stop"), (1, "length"), (1, None), (4, "length"), (None, None)]
+def test_figures_tell_environments_apart() -> None:
     batch = Batch(
-        [
-            replace(rollout((i, 0), [1, 2, 3], [1, 2][: 1 + i % 2]), score=float(i), env_id=env_id, finish_reason=reason)
-            for i, (env_id, reason) in enumerate(told)
-        ]
+        [replace(rollout((i, 0), [1, 2], [1]), score=float(i), env_id=env_id) for i, env_id in enumerate((0, 1, 1, 4, None))]
     )
     names = {"0": "maths: sums", "1": "maths_sums", "9": "elsewhere"}
     figures = figures_of(batch, [pack(batch, 1000)], version=5, environments=names)
     assert figures.rewards == {"maths_sums": 0.0, "maths_sums_1": 1.5, "environment_4": 3.0}
-    assert (figures.answers_cut_off, figures.response_length_max) == (2 / 3, 2)
     row = figures.row()
     assert {key: value for key, value in row.items() if key.startswith("reward/")} == {
         "reward/maths_sums": 0.0, "reward/maths_sums_1": 1.5, "reward/environment_4": 3.0,
     }  # fmt: skip
     assert "rewards" not in row
-    plain = figures_of(Batch([rollout((0, 0), [1, 2], [1])]), [], version=5)
-    assert (plain.rewards, plain.answers_cut_off) == ({}, None)
+    assert figures_of(Batch([rollout((0, 0), [1, 2], [1])]), [], version=5).rewards == {}
 
 
 def test_figures_count_what_is_forwarded_and_what_that_spares() -> None:

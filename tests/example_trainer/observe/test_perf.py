@@ -76,7 +76,6 @@ def test_rates_by_name(name: str, rate: float | None) -> None:
 FIGURES = BatchFigures(
     reward_mean=0.5, reward_std=0.5, tokens=300, sequences=4, response_length_mean=75.0, groups_invalid=0,
     sequences_truncated=0, age_mean=1.0, age_max=2, forwarded_tokens=600, sequence_tokens=1000, attended_pairs=90_000, bins=1,
-    response_length_max=100,
 )  # fmt: skip
 
 
