@@ -93,7 +93,7 @@ class EvaluationFeed:
         self.url = url.rstrip("/")
         self._http = direct_client(self.url, _REQUEST_SECONDS, api_key)
         self._seen = set(seen)
-        self._after = 0
+        self._last: tuple[int, float] | None = None  # key of the last one that the service told
         self._arrived: queue.SimpleQueue[Evaluation] = queue.SimpleQueue()
         self._warned = False
         self._changed = threading.Condition()
@@ -148,26 +148,45 @@ class EvaluationFeed:
                 self._changed.notify_all()
 
     def _read(self) -> None:
-        """One request, and what to make of its answer."""
+        """Ask once, and again from the beginning if the service no longer has what it told last: it was restarted empty, and
+        numbers its evaluations anew."""
+        last = self._last
+        keys = self._request(0 if last is None else last[0] - 1)
+        if keys is not None and last is not None and last not in keys:
+            self._request(0)
+
+    def _request(self, after: int) -> set[tuple[int, float]] | None:
+        """Put what is new among the evaluations behind this id where `take` finds it. The keys of all that were told; None if
+        it cannot be asked."""
         try:
-            response = self._http.get("/evaluations", params={"after": self._after})
+            response = self._http.get("/evaluations", params={"after": after})
             if response.status_code in _NOT_OFFERED:
                 logger.info("The rollout service at %s tells of no evaluations", self.url)
                 self._end()
-                return
+                return None
             response.raise_for_status()
-            for entry in orjson.loads(response.content)["evaluations"]:
-                self._after = max(self._after, entry["id"])
+            entries = list(orjson.loads(response.content)["evaluations"])
+        except (httpx.HTTPError, KeyError, TypeError, ValueError) as error:
+            self._warn(f"{type(error).__name__}: {error}")
+            return None
+        told = set()
+        for entry in entries:
+            try:
                 evaluation = Evaluation.parse(entry)
-                if evaluation.key not in self._seen:
-                    self._seen.add(evaluation.key)
-                    self._arrived.put(evaluation)
-            self._warned = False
-        except (httpx.HTTPError, KeyError, TypeError, ValueError, AttributeError) as error:
-            if not self._warned:  # what comes behind an entry that cannot be read is there with the next answer
-                told = " ".join(str(error).split())[:200]
-                logger.warning("Evaluations from %s could not be read: %s: %s", self.url, type(error).__name__, told)
+            except (KeyError, TypeError, ValueError, AttributeError):
+                self._warn(f"this is none: {entry}")
+                continue
+            told.add(evaluation.key)
+            self._last = evaluation.key
+            if evaluation.key not in self._seen:
+                self._seen.add(evaluation.key)
+                self._arrived.put(evaluation)
+        return told
+
+    def _warn(self, reason: str) -> None:
+        if not self._warned:
             self._warned = True
+            logger.warning("Evaluations from %s could not be read: %s", self.url, " ".join(reason.split())[:200])
 
     def _end(self) -> None:
         with self._changed:

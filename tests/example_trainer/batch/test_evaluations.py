@@ -39,19 +39,28 @@ def next_of(feed: EvaluationFeed) -> list[int]:
 
 
 def test_each_comes_once_and_is_asked_for_behind_the_last(scripted: Callable[..., Scripted], feed_of: FeedOf) -> None:
-    answers = [[told(4), told(5)], [told(5), told(6)], []]
+    answers = [[], [told(4), told(5)], [told(5), told(6)], [told(6)]]
     service = scripted({"/evaluations": [{"evaluations": entries} for entries in answers]})
     feed = feed_of(service, seen={(4, 1004.5), (6, 17.0)})
     assert feed.take() == []
-    assert [next_of(feed) for _ in range(3)] == [[5], [6], []]
-    assert service.paths() == ["/evaluations?after=0", "/evaluations?after=5", "/evaluations?after=6"]
+    assert [next_of(feed) for _ in answers] == [[], [5], [6], []]
+    assert service.paths() == [f"/evaluations?after={after}" for after in (0, 0, 4, 5)]
 
 
 def test_a_new_run_passes_over_what_was_there_before_it(scripted: Callable[..., Scripted], feed_of: FeedOf) -> None:
-    service = scripted({"/evaluations": [{"evaluations": [told(4)]}, {"evaluations": [told(7)]}]})
+    service = scripted({"/evaluations": [{"evaluations": [told(4)]}, {"evaluations": [told(4), told(7)]}]})
     feed = feed_of(service, only_new=True)
     assert next_of(feed) == [7]
-    assert service.paths() == ["/evaluations?after=0", "/evaluations?after=4"]
+    assert service.paths() == ["/evaluations?after=0", "/evaluations?after=3"]
+
+
+def test_a_service_that_was_restarted_empty_numbers_anew(scripted: Callable[..., Scripted], feed_of: FeedOf) -> None:
+    anew = [told(1, time=2000.0), told(2, time=2001.0)]
+    answers = [[told(1), told(2), told(3)], anew[2:], anew, anew]
+    service = scripted({"/evaluations": [{"evaluations": entries} for entries in answers]})
+    feed = feed_of(service)
+    assert [next_of(feed) for _ in range(3)] == [[1, 2, 3], [1, 2], []]
+    assert service.paths() == [f"/evaluations?after={after}" for after in (0, 2, 0, 1)]
 
 
 def test_what_is_said_arrives_and_what_is_no_number_does_not(scripted: Callable[..., Scripted], feed_of: FeedOf) -> None:
@@ -79,10 +88,9 @@ def test_a_service_without_evaluations_is_noticed_once(
 def test_a_service_that_fails_is_warned_of_once_and_asked_again(
     scripted: Callable[..., Scripted], feed_of: FeedOf, caplog: pytest.LogCaptureFixture
 ) -> None:
-    strange = {"evaluations": [told(2), told(3, metrics=[1]), told(4)]}
-    answers = [None, 500, 401, "no json", {"groups": []}, strange, {"evaluations": [told(4)]}]
-    feed = feed_of(scripted({"/evaluations": answers}))
-    assert [next_of(feed) for _ in range(7)] == [[], [], [], [], [], [2], [4]]
+    strange = {"evaluations": [told(2), told(3, metrics=[1]), "nothing", told(4)]}
+    feed = feed_of(scripted({"/evaluations": [None, 500, 401, "no json", {"groups": []}, strange]}))
+    assert [next_of(feed) for _ in range(7)] == [[], [], [], [], [], [2, 4], []]
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
     assert "could not be read" in warnings[0]
