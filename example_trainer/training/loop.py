@@ -204,6 +204,26 @@ def train(parts: Parts) -> None:
         raise
 
 
+def learn(parts: Parts, batch: ReadyBatch) -> dict[str, float | None]:
+    """Take the step of a batch; see guarded_step, also for what it raises. The figures of it."""
+    before = parts.optimizer.steps
+    try:
+        learned = guarded_step(
+            parts.model, parts.optimizer, batch.minibatches, parts.config, parts.objective, parts.stop, parts.reference,
+            parts.parity, parts.ranks,
+        )  # fmt: skip
+    finally:
+        if parts.optimizer.steps > before:  # also where it then could not go on
+            parts.trained = batch.lease
+    if learned["missing_rollout_logprobs"] == 1 and parts.objective.correction.active and not parts.uncorrected:
+        parts.uncorrected = True
+        logger.warning(
+            "The environments send no logprobs of what they sampled: that sampler and trainer differ is not corrected "
+            "(--correction %s does nothing)", parts.config.correction,
+        )  # fmt: skip
+    return learned
+
+
 def make_upkeep(parts: Parts) -> Upkeep:
     """What is looked after while a batch is waited for: servers that were restarted, and acknowledgements that were held until
     a checkpoint is complete, for an environment may wait for them."""

@@ -136,6 +136,10 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
             "--model-name m --weight-bridge-mode shared_vllm --single-copy --use-shared-memory",
             "--use-shared-memory and --single-copy exclude each other",
         ),
+        (
+            "--model-name m --weight-bridge-mode shared_vllm --single-copy --ppo-epochs 2",
+            "--single-copy and --ppo-epochs 2 with --minibatches 1 exclude each other: between the updates",
+        ),
         ("--model-name m --profile 5-3", "--profile '5-3': no step lies in it; steps are counted from 1, as in 3 or 3-5"),
         ("--model-name m --profile 0-3", "--profile '0-3': no step lies in it"),
         ("--model-name m --profile all", "--profile 'all': string should match"),

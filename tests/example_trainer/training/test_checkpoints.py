@@ -41,8 +41,8 @@ def test_a_checkpoint_holds_the_weights_that_are_served(start: Path, tmp_path: P
     state = json.loads((folder / "trainer_state" / "trainer.json").read_text())
     run = {"name": "a", "model": "model", "lives": [[1000, 0]]}
     batches = {"batch": {"id": 7, "uuid": 99}, "unacknowledged": [{"id": 6, "uuid": 99}]}
-    assert state == {"step": 2, "run": run, "config": {"lr": 0.02}} | batches
-    assert SavedStep.read(folder) == SavedStep(folder, 2, RUN, TrainedBatch(7, 99), (TrainedBatch(6, 99),))
+    assert state == {"step": 2, "updates": 2, "run": run, "config": {"lr": 0.02}} | batches
+    assert SavedStep.read(folder) == SavedStep(folder, 2, RUN, TrainedBatch(7, 99), (TrainedBatch(6, 99),), 2)
 
 
 def test_saving_does_not_touch_the_model(start: Path, tmp_path: Path) -> None:
@@ -59,17 +59,32 @@ def test_saving_does_not_touch_the_model(start: Path, tmp_path: Path) -> None:
     assert not torch.equal(saved, before["model.norm.weight"])
 
 
-def test_resuming_is_exact(start: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("updates", [1, 3])
+def test_resuming_is_exact(start: Path, tmp_path: Path, updates: int) -> None:
     model, optimizer = load(start)
-    train(model, optimizer, 3)
+    train(model, optimizer, 3, updates)
     folder = Checkpoints(tmp_path / "out", RUN).save(model, optimizer, {})
-    train(model, optimizer, 7)
+    train(model, optimizer, 5, updates)
     resumed, continued = load(folder)
     load_state(SavedStep.read(folder), continued)
-    assert continued.steps == 3
-    train(resumed, continued, 7)
+    assert (continued.steps, continued.updates) == (3, 3 * updates)
+    train(resumed, continued, 5, updates)
+    assert (continued.steps, continued.updates) == (optimizer.steps, optimizer.updates) == (5, 5 * updates)
     for key, tensor in optimizer.state_dict().items():
         assert torch.equal(tensor, continued.state_dict()[key]), key
+
+
+def test_a_checkpoint_without_a_count_of_updates_had_one_a_step(start: Path, tmp_path: Path) -> None:
+    model, optimizer = load(start)
+    train(model, optimizer, 2)
+    folder = Checkpoints(tmp_path / "out", RUN).save(model, optimizer, {})
+    file = folder / "trainer_state" / "trainer.json"
+    state = json.loads(file.read_text())
+    del state["updates"]
+    file.write_text(json.dumps(state))
+    _, continued = load(folder)
+    load_state(SavedStep.read(folder), continued)
+    assert (continued.steps, continued.updates) == (2, 2)
 
 
 def test_only_the_newest_keep_their_optimizer_state(start: Path, tmp_path: Path) -> None:

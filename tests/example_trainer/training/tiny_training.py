@@ -54,11 +54,13 @@ def load(folder: Path, offload: bool = False) -> tuple[Decoder, MasterAdamW]:
     return model, MasterAdamW(model, lr=0.02, schedule="cosine", total_steps=10, offload=offload, bucket_elements=64)
 
 
-def train(model: Decoder, optimizer: MasterAdamW, until: int) -> None:
+def train(model: Decoder, optimizer: MasterAdamW, until: int, updates: int = 1) -> None:
     while optimizer.steps < until:
-        give_gradient(model, optimizer)
-        optimizer.step()
-        optimizer.write_weights()
+        for _ in range(updates):
+            give_gradient(model, optimizer)
+            optimizer.update()
+            optimizer.write_weights()
+        optimizer.end_step()
 
 
 def give_gradient(model: Decoder, optimizer: MasterAdamW) -> None:
