@@ -1,4 +1,4 @@
-"""Several updates of a batch: PPO as one would write it down, what is worked out once, and what a later update's failure leaves."""
+"""Several updates of a batch: PPO written down, what is worked out once, and what a later update's failure leaves."""
 
 from __future__ import annotations
 
