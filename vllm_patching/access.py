@@ -25,6 +25,7 @@ MONITORING = frozenset({"/health", "/health_generate", "/metrics", "/metrics/", 
 """Needs no key: neither a prompt nor a weight can be read there."""
 FROM_AFAR = MONITORING | {
     "/deterministic", "/detokenize", "/generate", "/inference/v1/generate", "/invocations", "/load", "/sampling", "/tokenize",
+    "/vocabulary",
     "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/v1/embeddings", "/v1/messages",
     "/v1/messages/count_tokens", "/v1/models", "/v1/realtime", "/v1/responses",
 }  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from vllm_patching.compat import tokenizer_of
+from vllm_patching.compat import logprobs_mode, tokenizer_of
 from vllm_patching.version_spans import Span, VersionSpans
 
 
@@ -53,20 +53,36 @@ class GenerateRequest(BaseModel):
         description="answer the sampled tokens' logprobs as numbers in `token_logprobs`, and no tables in `logprobs`",
     )
     return_text: bool = Field(default=True, description="answer the completions as text too")
+    prompt_logprobs: int | None = Field(
+        default=None, ge=0, le=20, description="score the prompt's tokens: alternatives beside each; 0: the token itself alone"
+    )
+    prompt_token_logprobs: bool = Field(
+        default=False,
+        description="score the prompt's tokens and answer the logprobs as numbers in `prompt_token_logprobs`, and no tables",
+    )
 
     @model_validator(mode="after")
     def _numbers_or_tables(self) -> GenerateRequest:
-        if self.token_logprobs and self.logprobs:
-            raise ValueError(
-                f"logprobs {self.logprobs} asks for alternatives, for which token_logprobs has no place: leave one out"
-            )
+        for tables, numbers in (("logprobs", "token_logprobs"), ("prompt_logprobs", "prompt_token_logprobs")):
+            if getattr(self, numbers) and getattr(self, tables):
+                raise ValueError(
+                    f"{tables} {getattr(self, tables)} asks for alternatives, for which {numbers} has no place: leave one out"
+                )
         return self
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether logprobs of the prompt's tokens are asked for."""
+        return self.prompt_token_logprobs or self.prompt_logprobs is not None
 
     def sampling_parameters(self, sample: int) -> dict[str, Any]:
         """Keyword arguments of vLLM's SamplingParams for one sample of the group; each sample has a seed of its own."""
-        values = self.model_dump(exclude={"prompt", "n", "seed", "token_logprobs", "return_text"}, exclude_none=True)
+        ours = {"prompt", "n", "seed", "token_logprobs", "return_text", "prompt_logprobs", "prompt_token_logprobs"}
+        values = self.model_dump(exclude=ours, exclude_none=True)
         if self.seed is not None:
             values["seed"] = self.seed + sample
+        if self.scores_prompt and sample == 0:  # the samples share the prompt, and its logprobs with it
+            values["prompt_logprobs"] = self.prompt_logprobs or 0
         # Of each token vLLM would otherwise make an object, and its text twice: for the completion and for the logprob.
         values["flat_logprobs"] = True
         values["detokenize"] = self.return_text or bool(self.stop)
@@ -88,6 +104,10 @@ class GenerateResponse(msgspec.Struct, kw_only=True):
     `weight_version_spans` has [version, number of tokens] in the order in which the weights were served, `weight_epoch_spans`
     the weight epoch of each. `weight_versions` and `weight_epochs` are those of the first span: the oldest weights that a token
     of the completion was sampled with. Their version need not be the smallest, for a trainer that resumes goes back.
+
+    `prompt_token_logprobs[position]` or `prompt_logprobs[position]`, where they were asked for, is the same of the prompt's
+    tokens given those before each: null or {} for the first, which nothing predicts. They are those of the model itself, at
+    temperature 1, whatever the sampling parameters and `--logprobs-mode` are.
     """
 
     text: list[str] | msgspec.UnsetType = msgspec.UNSET
@@ -95,6 +115,8 @@ class GenerateResponse(msgspec.Struct, kw_only=True):
     finish_reasons: list[str | None]
     logprobs: list[list[dict[int, float]]] | msgspec.UnsetType = msgspec.UNSET
     token_logprobs: list[list[float]] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: list[dict[int, float]] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_logprobs: list[float | None] | msgspec.UnsetType = msgspec.UNSET
     token_ids: list[list[int]]
     prompt_token_ids: list[int]
     weight_versions: list[int]
@@ -127,6 +149,8 @@ class Generator:
                 raise ValueError("prompt is empty")
         else:
             token_ids = request.prompt.prompt_token_ids
+        if request.scores_prompt and (mode := logprobs_mode(self._engine)).endswith("_logits"):
+            raise ValueError(f"this server runs with --logprobs-mode {mode} and has logits where logprobs are asked for")
         tasks = [asyncio.create_task(self._one(token_ids, request.sampling_parameters(i))) for i in range(request.n)]
         try:
             outputs = await asyncio.gather(*tasks)
@@ -136,17 +160,21 @@ class Generator:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
-        completions = [completion for completion, _ in outputs]
+        completions = [output.outputs[0] for output, _ in outputs]
         sampled = [_sampled(completion.logprobs) for completion in completions]
         for completion, logprobs in zip(completions, sampled, strict=True):
-            _require_finite(completion.token_ids, logprobs)
+            _require_finite(completion.token_ids, logprobs, "a completion")
         served = [spans for _, spans in outputs]
+        of_prompt = outputs[0][0].prompt_logprobs
+        as_tables = request.scores_prompt and not request.prompt_token_logprobs
         return GenerateResponse(
             text=[c.text for c in completions] if request.return_text else msgspec.UNSET,
             prompt=text,
             finish_reasons=[c.finish_reason for c in completions],
             logprobs=msgspec.UNSET if request.token_logprobs else [_tables(c.logprobs) for c in completions],
             token_logprobs=sampled if request.token_logprobs else msgspec.UNSET,
+            prompt_logprobs=_tables(of_prompt) if as_tables else msgspec.UNSET,
+            prompt_token_logprobs=_of_prompt(token_ids, of_prompt) if request.prompt_token_logprobs else msgspec.UNSET,
             token_ids=[list(c.token_ids) for c in completions],
             prompt_token_ids=token_ids,
             weight_versions=[spans[0].weights.version for spans in served],
@@ -163,6 +191,7 @@ class Generator:
         return time.perf_counter() - started
 
     async def _one(self, token_ids: list[int], parameters: dict[str, Any]) -> tuple[Any, list[Span]]:
+        """vLLM's final RequestOutput, which has one completion, and under which weights its tokens were sampled."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -175,8 +204,7 @@ class Generator:
                 final = output
             if final is None:
                 raise RuntimeError("the engine ended the request without an output")
-            completion = final.outputs[0]
-            return completion, self._spans.finish(request_id, len(completion.token_ids))
+            return final, self._spans.finish(request_id, len(final.outputs[0].token_ids))
         finally:
             self._spans.forget(request_id)
 
@@ -188,6 +216,21 @@ def _sampled(flat: Any) -> list[float]:
     return [flat.logprobs[start] for start in flat.start_indices]
 
 
+def _of_prompt(tokens: Sequence[int], flat: Any) -> list[float | None]:
+    """Logprobs of the prompt's tokens, which vLLM puts first at each position of its FlatLogprobs; the first token has none.
+
+    Raises:
+        RuntimeError: vLLM scored other tokens than the prompt's, or not all of them.
+    """
+    if [flat.token_ids[start] for start in flat.start_indices[1:]] != list(tokens[1:]):
+        raise RuntimeError(
+            f"vLLM scored {len(flat.start_indices)} positions of a prompt, which are not those of its {len(tokens)} tokens"
+        )
+    logprobs = [flat.logprobs[start] for start in flat.start_indices[1:]]
+    _require_finite(tokens[1:], logprobs, "the prompt but for its first token")
+    return [None, *logprobs]
+
+
 def _tables(flat: Any) -> list[dict[int, float]]:
     """For each position of vLLM's FlatLogprobs, the logprobs by token id, but for alternatives of probability 0."""
     rows = (slice(start, end) for start, end in zip(flat.start_indices, flat.end_indices, strict=True))
@@ -197,7 +240,7 @@ def _tables(flat: Any) -> list[dict[int, float]]:
     ]
 
 
-def _require_finite(tokens: Sequence[int], logprobs: list[float]) -> None:
+def _require_finite(tokens: Sequence[int], logprobs: list[float], what: str) -> None:
     """
     Raises:
         LogprobNotFinite: names the first token whose logprob is NaN or infinite.
@@ -206,6 +249,6 @@ def _require_finite(tokens: Sequence[int], logprobs: list[float]) -> None:
         return
     at = next(i for i, logprob in enumerate(logprobs) if not math.isfinite(logprob))
     raise LogprobNotFinite(
-        f"the logprob of token {tokens[at]} at position {at} of a completion is {logprobs[at]}: the weights that are "
+        f"the logprob of token {tokens[at]} at position {at} of {what} is {logprobs[at]}: the weights that are "
         "served hold NaN or overflow; see /bridge/state, and have the trainer send whole ones"
     )

@@ -20,6 +20,7 @@ OPEN_PATHS = frozenset(
         "/openapi.json",
         "/deterministic",
         "/sampling",
+        "/vocabulary",
         "/health_generate",  # says itself why nothing can be generated
     }
 )

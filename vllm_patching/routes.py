@@ -1,4 +1,4 @@
-"""The routes that are added to vLLM's app: /generate, /health_generate, /deterministic, /sampling and /bridge/*."""
+"""The routes that are added to vLLM's app: /generate, /health_generate, /deterministic, /sampling, /vocabulary, /bridge/*."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vllm_patching.writers import Writer
 logger = logging.getLogger("vllm.lockstep.routes")
 
 HEALTH_GENERATE_SECONDS = 30.0
-GENERATE_OPTIONS = ["return_text", "token_logprobs"]
+GENERATE_OPTIONS = ["return_text", "token_logprobs", "prompt_token_logprobs"]
 """Fields of /generate that other servers refuse; GET /sampling names them for clients that speak to several kinds."""
 NOT_SHARED = (
     "this server does not share its weights: VLLM_ENABLE_SHARED_WEIGHTS was not 1 when it started. "
@@ -151,6 +151,17 @@ def make_router(service: LockstepService) -> APIRouter:
         if service.engine is None:
             return _error(503, "the engine is still loading")
         return JSONResponse({"logprobs_mode": compat.logprobs_mode(service.engine), "generate_options": GENERATE_OPTIONS})
+
+    @router.get("/vocabulary")
+    async def vocabulary() -> JSONResponse:
+        if service.engine is None:
+            return _error(503, "the engine is still loading")
+        try:
+            tokenizer = await compat.tokenizer_of(service.engine)
+        except ValueError as error:
+            return _error(404, f"this server has no tokenizer: {error}")
+        # Hundreds of thousands of entries: not in the event loop.
+        return await asyncio.to_thread(lambda: JSONResponse({"vocabulary": tokenizer.get_vocab()}))
 
     def bridge_route(
         path: str, step: Callable[[BridgeController, Any], Awaitable[dict[str, Any]]], body: type[BaseModel]

@@ -54,15 +54,22 @@ def completion(*positions: list[tuple[int, float]]) -> Completion:
     return Completion([position[0][0] for position in positions], flat)
 
 
-def answer_of(monkeypatch: pytest.MonkeyPatch, completions: list[Completion], **fields: Any) -> dict[str, Any]:
-    """What /generate writes when the engine gives these completions."""
+def answer_of(
+    monkeypatch: pytest.MonkeyPatch,
+    completions: list[Completion],
+    prompt: Flat | None = None,
+    mode: str = "raw_logprobs",
+    **fields: Any,
+) -> dict[str, Any]:
+    """What /generate writes when the engine gives these completions, and these logprobs of the prompt [1, 2]."""
     spans = VersionSpans()
-    generator = Generator(None, spans)
+    generator = Generator(SimpleNamespace(model_config=SimpleNamespace(logprobs_mode=mode)), spans)
     left = list(completions)
 
     async def one(token_ids: list[int], parameters: dict[str, Any]) -> tuple[Any, list[Span]]:
         given = left.pop(0)
-        return given, [Span(Weights(9, 4), 1), Span(Weights(9, 5), len(given.token_ids) - 1)]
+        output = SimpleNamespace(outputs=[given], prompt_logprobs=prompt if "prompt_logprobs" in parameters else None)
+        return output, [Span(Weights(9, 4), 1), Span(Weights(9, 5), len(given.token_ids) - 1)]
 
     monkeypatch.setattr(generator, "_one", one)
     request = GenerateRequest(prompt=TokenPrompt(prompt_token_ids=[1, 2]), n=len(completions), **fields)
@@ -124,6 +131,45 @@ def test_vllm_makes_text_only_where_it_is_needed(fields: dict[str, Any], detoken
 def test_numbers_have_no_place_for_alternatives() -> None:
     with pytest.raises(ValidationError, match=r"logprobs 3 asks for alternatives.*leave one out"):
         GenerateRequest(prompt="x", logprobs=3, token_logprobs=True)
+    with pytest.raises(ValidationError, match=r"prompt_logprobs 1 asks for alternatives.*prompt_token_logprobs.*leave one out"):
+        GenerateRequest(prompt="x", prompt_logprobs=1, prompt_token_logprobs=True)
+
+
+def scored(*positions: list[tuple[int, float]]) -> Flat:
+    """vLLM's logprobs of a prompt: nothing at the first position."""
+    flat = Flat()
+    flat.add()
+    for position in positions:
+        flat.add(*position)
+    return flat
+
+
+def test_a_prompt_is_scored_once_however_many_samples_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = answer_of(monkeypatch, TWO, scored([(2, -0.75)]), token_logprobs=True, prompt_token_logprobs=True)
+    assert numbers["prompt_token_logprobs"] == [None, -0.75]
+    assert "prompt_logprobs" not in numbers
+    tables = answer_of(monkeypatch, TWO, scored([(2, -0.75), (9, -0.5), (8, -math.inf)]), prompt_logprobs=2)
+    assert tables["prompt_logprobs"] == [{}, {"2": -0.75, "9": -0.5}]
+    assert "prompt_token_logprobs" not in tables
+    assert not {"prompt_logprobs", "prompt_token_logprobs"} & answer_of(monkeypatch, TWO, scored([(2, -0.75)])).keys()
+    asked = GenerateRequest(prompt="x", n=2, prompt_token_logprobs=True)
+    assert [asked.sampling_parameters(sample).get("prompt_logprobs") for sample in (0, 1)] == [0, None]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "mode", "error", "message"),
+    [
+        (scored([(2, math.nan)]), "raw_logprobs", LogprobNotFinite, "token 2 at position 0 of the prompt but for its first"),
+        (scored(), "raw_logprobs", RuntimeError, "scored 1 positions of a prompt, which are not those of its 2 tokens"),
+        (scored([(3, -1.0)]), "raw_logprobs", RuntimeError, "not those of its 2 tokens"),
+        (scored([(2, -1.0)]), "raw_logits", ValueError, "--logprobs-mode raw_logits and has logits"),
+    ],
+)
+def test_a_prompt_that_was_not_scored_is_no_answer(
+    monkeypatch: pytest.MonkeyPatch, prompt: Flat, mode: str, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        answer_of(monkeypatch, TWO, prompt, mode, prompt_token_logprobs=True)
 
 
 @pytest.mark.parametrize("num_logprobs", [0, 2])
