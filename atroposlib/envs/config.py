@@ -69,6 +69,21 @@ class BaseEnvConfig(WarnsOfUnknownKeys):
         default=None, ge=0, le=1, description="Least share of each batch that is reserved for this environment"
     )
 
+    # A teacher, for on-policy distillation
+    teacher_url: str | None = Field(
+        default=None,
+        description="vLLM server of a teacher that scores every sampled token (docs/distillation.md); groups with equal scores "
+        "are then sent, too",
+    )
+    teacher_model_name: str | None = Field(default=None, description="Model to ask for there; by default the first one served")
+    teacher_api_key: str | None = Field(
+        default=None, exclude=True, repr=False, description="Bearer token of the teacher; by default $TEACHER_API_KEY"
+    )
+    teacher_timeout: float = Field(
+        default=1800.0, gt=0, description="Longest wait for the teacher while it is away; groups are kept meanwhile"
+    )
+    teacher_max_requests: int = Field(default=64, ge=1, description="Most sequences that the teacher scores at once")
+
     # How many rollouts run at once
     max_num_workers: int = Field(default=-1, description="Most items in work at once; -1: max_num_workers_per_node per server")
     max_num_workers_per_node: int = Field(default=8, ge=1, description="Most items in work at once per inference server")

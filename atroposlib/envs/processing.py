@@ -24,11 +24,13 @@ class ProcessingMixin(RolloutMixin):
         try:
             await self.setup()
             await self.wait_for_inference()
+            await self.wait_for_teacher()
             self.start_wandb(self.wandb_project, self.wandb_group)
             await self._make_groups()
             await self.wandb_log({})
         finally:
             await self.server.close()
+            await self.close_teacher()
             if self.jsonl_writer is not None:
                 self.jsonl_writer.close()
             if self._wandb is not None:

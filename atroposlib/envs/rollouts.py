@@ -13,10 +13,12 @@ from typing import Any, TypeVar
 from atroposlib.envs.errors import EnvironmentFailure, RolloutFailure
 from atroposlib.envs.groups import all_scores_equal, group_from_items, without_empty_fields, wrong_shape
 from atroposlib.envs.jsonl import encode, unencodable_fields
-from atroposlib.envs.reporting import ReportingMixin
-from atroposlib.envs.server_handling.generation import VersionRecord, current_versions, weight_fields
+from atroposlib.envs.server_handling.generation import VersionRecord, Weights, current_versions, weight_fields
 from atroposlib.envs.server_handling.server_baseline import APIServer
-from atroposlib.envs.service_client import RejectedByService
+from atroposlib.envs.server_handling.teacher_server import TeacherRefused
+from atroposlib.envs.service_client import RejectedByService, RolloutServiceClient
+from atroposlib.envs.teaching import TeachingMixin
+from atroposlib.envs.waiting import gather_or_cancel
 from atroposlib.type_definitions import Item
 
 logger = logging.getLogger(__name__)
@@ -31,7 +33,7 @@ _item_number: ContextVar[int] = ContextVar("item_number")
 """Of the item that the present task works on, in the order in which they were begun."""
 
 
-class RolloutMixin(ReportingMixin):
+class RolloutMixin(TeachingMixin):
     """One item's way to the service. An error on the way is retried, counted and reported; it never becomes a score."""
 
     async def collect_trajectories(self, item: Item) -> tuple[Any, list[Item]]:
@@ -210,15 +212,27 @@ class RolloutMixin(ReportingMixin):
             item: what they answer, for logging.
             do_send_to_api: False to keep them only.
             abort_on_any_max_length_exceeded: drop groups with a sequence longer than the trainer takes.
+
+        Raises:
+            RolloutFailure: the teacher refused all that there was.
+            EnvironmentFailure: the teacher or the service was away for too long.
         """
         groups = scored_data if isinstance(scored_data, list) else [scored_data]
-        accepted = []
+        accepted: list[Any] = []
+        refused: TeacherRefused | None = None
         for group in groups:
             if group is None:
                 continue
             group = without_empty_fields(group)
             if reason := self._reason_to_drop(group, abort_on_any_max_length_exceeded):
                 self.drops.add(reason)
+                continue
+            try:
+                await self.have_scored(group)
+            except TeacherRefused as refusal:
+                self.drops.add("teacher_refused")
+                logger.error("a group was dropped: %s", refusal)
+                refused = refusal
                 continue
             self.note_lengths(group)
             if self.config.include_messages and group.get("messages") is None:
@@ -228,6 +242,8 @@ class RolloutMixin(ReportingMixin):
             if self.jsonl_writer is not None:
                 self._keep(group, needed=not do_send_to_api)
             accepted.append(group)
+        if refused is not None and not accepted:
+            raise refused
         if accepted and do_send_to_api:
             await self._send_scored_data_to_api(accepted if isinstance(scored_data, list) else accepted[0])
         return len(accepted)
@@ -252,8 +268,11 @@ class RolloutMixin(ReportingMixin):
         except TypeError:
             logger.error("a group was dropped: %s", "; ".join(f"{k!r}: {why}" for k, why in unencodable_fields(group).items()))
             return "malformed"
-        # One response alone (group_size 1) is always "all equal", yet methods without groups train on it.
-        if self.config.ensure_scores_are_not_same and len(group["scores"]) > 1 and all_scores_equal(group["scores"]):
+        # One response alone (group_size 1) is always "all equal", yet methods without groups train on it; and where the scores
+        # say nothing a teacher still does.
+        taught = self.teacher is not None or group.get("distill_logprobs") is not None
+        must_differ = self.config.ensure_scores_are_not_same and len(group["scores"]) > 1 and not taught
+        if must_differ and all_scores_equal(group["scores"]):
             return "equal_scores"
         longest = max(len(tokens) for tokens in group["tokens"])
         if abort_when_too_long and 0 < self.max_token_len <= longest:
@@ -305,13 +324,3 @@ async def stopped(task: asyncio.Future[Any]) -> None:
         logger.warning("a rollout that was cut off goes on after %g s: its code ignores the cancellation", CLEAN_UP_SECONDS)
     elif not task.cancelled() and (error := task.exception()) is not None:
         logger.warning("a rollout that was cut off ended with %r", error)
-
-
-async def gather_or_cancel(calls: list[Awaitable[T]]) -> list[T]:
-    """As `asyncio.gather`, but when one fails the others are cancelled rather than left running."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()

@@ -47,6 +47,7 @@ class ServingMixin(RolloutMixin):
         try:
             await self.setup()
             await self.wait_for_inference()
+            await self.wait_for_teacher()
             await self.setup_wandb()
             await self.register_env()
             await self.get_server_info()
@@ -383,6 +384,7 @@ class ServingMixin(RolloutMixin):
                 await self._service.disconnect(self.env_id)
             await self._service.close()
         await self.server.close()
+        await self.close_teacher()
         if self.jsonl_writer is not None:
             self.jsonl_writer.close()
         if self._wandb is not None:

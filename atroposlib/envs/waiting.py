@@ -3,8 +3,12 @@
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable
+from typing import TypeVar
 
 from atroposlib.envs.errors import EnvironmentFailure
+
+T = TypeVar("T")
 
 LOG_EVERY = 10.0
 FIRST_PAUSE = 0.2
@@ -54,3 +58,13 @@ class Patience:
         """Say that the wait is over, if it was worth a line."""
         if self.last_logged > 0:
             self.logger.info("%s: there after %.1f s", self.what, self.waited)
+
+
+async def gather_or_cancel(calls: list[Awaitable[T]]) -> list[T]:
+    """As `asyncio.gather`, but when one fails the others are cancelled rather than left running."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -18,6 +18,8 @@ SERVICE_KEY = "ROLLOUT_API_KEY"
 VLLM_KEY = "VLLM_API_KEY"
 """A vLLM server's, under the name that vLLM itself reads."""
 OPENAI_KEY = "OPENAI_API_KEY"
+TEACHER_KEY = "TEACHER_API_KEY"
+"""A teacher's, which may be on somebody else's server."""
 PROXY_KEY = "ATROPOS_PROXY_API_KEY"
 """The managed-server proxy's."""
 

@@ -19,11 +19,20 @@ class HealthGate:
     Args:
         url: the server's address, for messages.
         probe: returns None when the server is well, else what is wrong with it.
+        role: what it is, for messages.
+        address_flag: how its address is passed.
     """
 
-    def __init__(self, url: str, probe: Callable[[], Awaitable[str | None]]):
+    def __init__(
+        self,
+        url: str,
+        probe: Callable[[], Awaitable[str | None]],
+        role: str = "inference server",
+        address_flag: str = "--openai.base_url",
+    ):
         self.url = url
         self.probe = probe
+        self.role, self.address_flag = role, address_flag
         self.outage_timeout = DEFAULT_OUTAGE_TIMEOUT
         self.failure: InferenceUnavailable | None = None
         self._recovery: asyncio.Task[None] | None = None
@@ -54,11 +63,11 @@ class HealthGate:
 
     async def _recover(self, why: str) -> None:
         patience = Patience(
-            f"inference server at {self.url}",
+            f"{self.role} at {self.url}",
             self.outage_timeout,
             InferenceUnavailable,
             logger,
-            "start it, or pass its address as --openai.base_url",
+            f"start it, or pass its address as {self.address_flag}",
         )
         self._away_since = time.monotonic()
         try:

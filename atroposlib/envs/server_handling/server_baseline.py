@@ -84,12 +84,15 @@ class APIServer(ABC):
     for; other failures are tried three times.
     """
 
+    role = "inference server"
+    address_flag = "--openai.base_url"
+
     def __init__(self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None):
         self.config = config
         self.reasoning_config = reasoning_config
         self.sem = AsyncSemWithAdaptiveWeight(config.num_max_requests_at_once)
         self.eval_sem = AsyncSemWithAdaptiveWeight(config.num_requests_for_eval)
-        self.gate = HealthGate(self.root_url, self.probe)
+        self.gate = HealthGate(self.root_url, self.probe, self.role, self.address_flag)
         self.max_sequence_length: int | None = None
         """Most tokens of prompt and completion together that a trainer takes; set by the environment."""
         length = config.rolling_buffer_length
@@ -203,7 +206,7 @@ class APIServer(ABC):
                     waited = time.monotonic() - away_since
                     if waited > self.gate.outage_timeout:
                         raise InferenceUnavailable(
-                            f"inference server at {self.root_url}: {describe(error)} for {waited:.0f} s, giving up"
+                            f"{self.role} at {self.root_url}: {describe(error)} for {waited:.0f} s, giving up"
                         ) from error
                     await self.gate.wait_until_well(f"cannot be reached ({describe(error)})")
                     attempts -= 1

@@ -1,0 +1,112 @@
+"""A small real HTTP server in the place of a teacher, for what does not depend on a model. It runs in a thread of the test.
+
+As `ours` it has /generate with `prompt_token_logprobs`, /sampling and /vocabulary; as `stock` only what any vLLM has.
+"""
+
+import asyncio
+import socket
+import threading
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+
+
+def expected(tokens: list[int]) -> list[float | None]:
+    """The logprobs that it answers for a sequence."""
+    return [None, *(-(token + 1) / 1024 - at for at, token in enumerate(tokens[1:]))]
+
+
+class StandinTeacher:
+    """Start it with `with`; `stop` and `start` are a crash and a restart on the same port."""
+
+    def __init__(self, tokenizer: Any, kind: str = "ours"):
+        self.tokenizer, self.kind = tokenizer, kind
+        self.vocabulary: dict[str, int] = tokenizer.get_vocab()
+        self.shift = 0  # of every id that /tokenize answers
+        self.context = 512
+        self.key: str | None = None
+        self.status = 200
+        self.answer: Any = None
+        self.paths: list[str] = []
+        self.at_once = self.most_at_once = 0
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def app(self) -> FastAPI:
+        app = FastAPI()
+
+        @app.middleware("http")
+        async def watch(request: Request, call_next: Any) -> Any:
+            self.paths.append(request.url.path)
+            if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
+                return JSONResponse({"error": "no"}, 401)
+            if self.status != 200 and request.method == "POST":
+                return JSONResponse({"error": "asked to fail"}, self.status)
+            return await call_next(request)
+
+        @app.get("/health")
+        async def health() -> dict[str, Any]:
+            return {}
+
+        @app.get("/v1/models")
+        async def models() -> dict[str, Any]:
+            return {"data": [{"id": "the-teacher", "max_model_len": self.context}]}
+
+        async def score(tokens: list[int]) -> list[float | None]:
+            self.at_once += 1
+            self.most_at_once = max(self.most_at_once, self.at_once)
+            await asyncio.sleep(0.01)
+            self.at_once -= 1
+            return self.answer if self.answer is not None else expected(tokens)
+
+        @app.post("/v1/completions")
+        async def completions(body: dict[str, Any]) -> JSONResponse:
+            if body["model"] != "the-teacher" or body["max_tokens"] < 1 or body["prompt_logprobs"] != 0:
+                return JSONResponse({"error": f"no such model or request: {body}"}, 404)
+            rows = zip(body["prompt"], await score(body["prompt"]), strict=True)
+            tables = [None if v is None else {str(token): {"logprob": v, "rank": 1}} for token, v in rows]
+            return JSONResponse({"choices": [{"text": "x", "prompt_logprobs": tables}]})
+
+        @app.post("/tokenize")
+        async def tokenize(body: dict[str, Any]) -> dict[str, Any]:
+            ids = self.tokenizer.encode(body["prompt"], add_special_tokens=body["add_special_tokens"])
+            return {"tokens": [token + self.shift for token in ids]}
+
+        if self.kind == "ours":
+
+            @app.get("/sampling")
+            async def sampling() -> dict[str, Any]:
+                return {"generate_options": ["prompt_token_logprobs"]}
+
+            @app.get("/vocabulary")
+            async def vocabulary() -> dict[str, Any]:
+                return {"vocabulary": self.vocabulary}
+
+            @app.post("/generate")
+            async def generate(body: dict[str, Any]) -> dict[str, Any]:
+                return {"prompt_token_logprobs": await score(body["prompt"]["prompt_token_ids"])}
+
+        return app
+
+    def start(self) -> None:
+        self.server = uvicorn.Server(uvicorn.Config(self.app(), "127.0.0.1", self.port, log_level="error", lifespan="off"))
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.thread.start()
+        while not self.server.started:
+            if not self.thread.is_alive():
+                raise RuntimeError("the stand-in for a teacher did not start")
+
+    def stop(self) -> None:
+        self.server.should_exit = self.server.force_exit = True
+        self.thread.join(30)
+
+    def __enter__(self) -> "StandinTeacher":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
