@@ -126,6 +126,12 @@ class Batch:
         """Tokens with a loss."""
         return sum(len(sequence.positions) for sequence in self.sequences)
 
+    @property
+    def taught_tokens(self) -> int:
+        """Trained tokens that have a teacher's logprob."""
+        rows = (sequence.teacher_logprobs for sequence in self.sequences)
+        return sum(int(np.isfinite(row).sum()) for row in rows if row is not None)
+
     def ages(self, version: int, lives: Sequence[Life] = ()) -> list[int]:
         """How many weight versions ago each sequence was begun, for those that say so, in a run of these lives."""
         return [age(s.weight_version, s.weight_epoch, version, lives) for s in self.sequences if s.weight_version is not None]

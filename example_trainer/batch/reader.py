@@ -9,6 +9,7 @@ from typing import Any
 
 from atroposlib.utils.lives import Life
 from example_trainer.algorithm.advantages import find_advantages
+from example_trainer.algorithm.distillation import untaught_share
 from example_trainer.batch.bins import PackedBin
 from example_trainer.batch.figures import BatchFigures, figures_of
 from example_trainer.batch.groups import Batch, Rules, parse_batch
@@ -87,7 +88,7 @@ class BatchReader:
             environments: names by id, as `/batch` says them.
 
         Raises:
-            BatchError: nothing in the batch can be trained on.
+            BatchError: nothing in the batch can be trained on, or a teacher is to be learned from and said nothing.
             ConfigError: the function for advantages is the user's, and fails.
         """
         config = self.config
@@ -98,6 +99,8 @@ class BatchReader:
                 f"the batch from {config.atropos_url} holds nothing to train on: {self._why_empty(batch)}; "
                 "look at the environment"
             )
+        if config.distill_coef:
+            self._require_teacher(batch)
         minibatches = pack_batch(
             batch,
             tokens_per_bin=self._tokens_per_bin,
@@ -131,14 +134,37 @@ class BatchReader:
                 f"Training on sequences that were sampled with {', '.join(sorted(batch.narrowed))} "
                 f"(--allow-truncated-sampling) is biased: {BIAS}",
             )
-        minibatches = pack_batch(
-            batch,
-            tokens_per_bin=self.tokens_per_bin,
-            ranks=self.data_ranks,
-            normalisation=config.method.loss_normalisation,
-            max_tokens=config.seq_len,
-            share_prefixes=config.shares_prefixes,
-            minibatches=config.minibatches,
-            temperature=config.temperature,
-        )
-        return PackedBatch(batch, minibatches, self.lives, environments or {})
+        silent = sum(sequence.temperatures is None for sequence in batch.sequences)
+        if silent:
+            self._say_once(
+                "silent",
+                f"{silent} of {len(batch.sequences)} sequences do not say at which temperature they were sampled; such are "
+                f"taken to be of --temperature {self.config.temperature:g}",
+            )
+        unknown = self._rules.sampling.servers.unknown
+        warm = next((t for s in batch.sequences if s.temperatures is not None for t in s.temperatures if t != 1.0), None)
+        if unknown and warm is not None:
+            self._say_once("unknown", TAKEN_ON_TRUST % (unknown[0], warm))
+
+    def _require_teacher(self, batch: Batch) -> None:
+        share = untaught_share(batch.taught_tokens, batch.trained_tokens)
+        if share:
+            self._say_once(
+                "untaught",
+                f"{share:.1%} of the trained tokens of a batch have no teacher's logprob, and count as if the teacher agreed",
+            )
+
+    def _say_once(self, what: str, message: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            logger.warning("%s", message)
+
+    def _why_empty(self, batch: Batch) -> str:
+        if batch.invalid:
+            return batch.invalid[0]
+        config = self.config
+        if batch.too_long:
+            return f"{batch.too_long} sequences are longer than --seq-len {config.seq_len} (--too-long {config.too_long})"
+        if config.truncated_answers == "mask" and any(sequence.finish_reason == LENGTH for sequence in batch.sequences):
+            return "every answer ran into its limit (--truncated-answers mask)"
+        return "every token is masked with -100"

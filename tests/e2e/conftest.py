@@ -78,6 +78,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny-qwen3")
 
 
+def vllm_command(model: Path, port: int, *flags: str) -> list[str | Path]:
+    return [sys.executable, "-u", ROOT / "example_trainer/vllm_api_server.py", "--model", model, "--port", str(port), *flags]
+
+
 def start_vllm(
     processes: Processes,
     free_port: Callable[[], int],
@@ -90,8 +94,7 @@ def start_vllm(
     """Start a server and wait until it generates, or until it answers `ready`."""
     port = free_port()
     environment = {"VLLM_ENABLE_SHARED_WEIGHTS": "1" if shared else None, "LOGDIR": str(folder), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-u", ROOT / "example_trainer/vllm_api_server.py", "--model", model, "--port", str(port), *flags]
-    process = processes.start("vllm", command, environment=environment)
+    process = processes.start("vllm", vllm_command(model, port, *flags), environment=environment)
     url = f"http://localhost:{port}"
     processes.wait_for_http(f"{url}{ready}", SERVER_SECONDS)
     return VllmServer(url, port, model, process)

@@ -1,4 +1,4 @@
-"""A teacher's logprobs out of a group: found by token id, missing where it is not there, refused where nothing lines up."""
+"""A teacher's logprobs from a group into a batch: found by token id, missing where it is not there, refused by index."""
 
 import json
 import math
@@ -9,7 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from example_trainer.batch.group_error import GroupError
+from example_trainer.batch.reader import BatchReader
 from example_trainer.batch.teacher_logprobs import teacher_logprobs
+from example_trainer.config import TrainerConfig
+from example_trainer.errors import BatchError
 
 TOKENS = np.array([5, 7, 9, 7], dtype=np.int64)
 POSITIONS = np.array([1, 2, 3], dtype=np.int64)
@@ -83,3 +86,32 @@ def test_what_does_not_line_up_is_refused_by_its_index(ids: object, logprobs: ob
 def test_one_field_without_the_other_is_refused(field: str) -> None:
     with pytest.raises(GroupError, match=rf"{field} has no entries, tokens has 2 sequences"):
         teacher_logprobs({**group(ONE, GOOD), field: None}, 1, TOKENS, POSITIONS)
+
+
+def posted(ids: object, logprobs: object) -> dict[str, object]:
+    """A group of two sequences of equal scores, of which the teacher scored what is given."""
+    return {
+        "tokens": [TOKENS.tolist()] * 2,
+        "masks": [[-100, *TOKENS.tolist()[1:]]] * 2,
+        "scores": [1.0, 1.0],
+        "distill_token_ids": ids,
+        "distill_logprobs": logprobs,
+    }
+
+
+def test_a_batch_carries_them_to_its_bins(caplog: pytest.LogCaptureFixture) -> None:
+    reader = BatchReader(TrainerConfig(model_name="m", distill_coef=0.5), vocab_size=16, tokens_per_bin=64)
+    for _ in range(2):
+        packed = reader.read([posted([ONE, [[], [7], [3], [7]]], [GOOD, GOOD]), posted(None, None)], 0)
+        (minibatch,) = packed.minibatches
+        found = np.concatenate([bin.teacher_logprobs.numpy() for bin in minibatch[0]])
+        assert np.isfinite(found).sum() == 5, "equal scores are forwarded, too: a teacher has to say something of them"
+        assert len(found) == 12
+    assert caplog.text.count("58.3% of the trained tokens of a batch have no teacher's logprob") == 1
+
+
+def test_a_batch_that_no_teacher_scored_is_refused_where_one_is_to_be_learned_from() -> None:
+    bare = [posted(None, None)]
+    with pytest.raises(BatchError, match=r"none of the 6 trained tokens of this batch has a teacher's logprob"):
+        BatchReader(TrainerConfig(model_name="m", distill_coef=0.5), vocab_size=16, tokens_per_bin=64).read(bare, 0)
+    assert BatchReader(TrainerConfig(model_name="m"), vocab_size=16, tokens_per_bin=64).read(bare, 0).minibatches

@@ -1,0 +1,107 @@
+"""A student learns from a teacher on its own samples, with every process real; the teacher is killed and started again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from example_trainer.models.hf_checkpoint import load_model
+from tests.conftest import ROOT, Processes
+from tests.e2e.bridge_helpers import TOLERANCE, trainer_logprobs
+from tests.e2e.conftest import SERVER_SECONDS, vllm_command
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(480)]
+
+STARTER = ROOT / "assets" / "starter_model"
+STEPS, STEPS_BEFORE = 6, 2
+NOT_TRAINED = -100
+
+
+def make_teacher(folder: Path) -> Path:
+    """The starter model with other weights, and so another opinion of what it samples."""
+    shutil.copytree(STARTER, folder)
+    generator = torch.Generator().manual_seed(0)
+    weights = load_file(folder / "model.safetensors")
+    noise = {n: torch.randn(w.shape, generator=generator) * 0.3 * w.float().std() for n, w in weights.items() if w.dim() == 2}
+    moved = {name: (weight + noise[name].to(weight.dtype) if name in noise else weight) for name, weight in weights.items()}
+    save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_student_comes_closer_to_its_teacher_which_dies_on_the_way(
+    processes: Processes, free_port: Callable[[], int], tmp_path: Path
+) -> None:
+    teacher_model = make_teacher(tmp_path / "teacher")
+    ports = {"student": free_port(), "teacher": free_port(), "service": free_port()}
+    urls = {name: f"http://localhost:{port}" for name, port in ports.items()}
+
+    def start_teacher() -> Any:
+        command = vllm_command(teacher_model, ports["teacher"], "--max-model-len", "256")
+        return processes.start("teacher", command, {"VLLM_ENABLE_SHARED_WEIGHTS": None, "OMP_NUM_THREADS": "1"})
+
+    teacher = start_teacher()
+    command = vllm_command(STARTER, ports["student"], "--max-model-len", "256")
+    environment = {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "LOGDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    processes.start("student", command, environment)
+    processes.start("service", [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(ports["service"]), "--new-run"])
+    sender = processes.start(
+        "environment",
+        [
+            *(sys.executable, ROOT / "environments/arithmetic_server.py", "--env.teacher_url", urls["teacher"]),
+            *("--env.rollout_server_url", urls["service"], "--openai.base_url", urls["student"]),
+            *("--env.group_size", "4", "--env.max_token_length", "24", "--env.max_batches_offpolicy", "1"),
+            *("--env.data_path_to_save_groups", tmp_path / "groups.jsonl", "--env.eval_size", "2"),
+        ],
+        may_finish=True,
+    )
+    processes.wait_for_http(f"{urls['student']}/health_generate", SERVER_SECONDS)
+    log = tmp_path / "logs-of-the-trainer"
+    trainer = processes.start(
+        "trainer",
+        [
+            *(sys.executable, "-u", ROOT / "example_trainer/grpo.py", "--model-name", STARTER),
+            *("--weight-bridge-mode", "shared_vllm", "--single-copy", "--vllm-port", str(ports["student"])),
+            *("--atropos-url", urls["service"], "--advantages", "zero", "--distill-coef", "1", "--lr", "2e-3"),
+            *("--training-steps", str(STEPS), "--batch-size", "16", "--gradient-accumulation-steps", "1"),
+            *("--seq-len", "256", "--save-path", tmp_path / "checkpoints", "--log-dir", log, "--num-threads", "1"),
+        ],
+    )
+
+    def rows() -> list[dict[str, Any]]:
+        file = log / "metrics.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    processes.wait_until("two steps", lambda: None if len(rows()) >= STEPS_BEFORE else f"{len(rows())} steps", 240)
+    processes.kill(teacher)
+    processes.wait_for_text(sender, f"waiting for teacher at {urls['teacher']}", 60)
+    start_teacher()
+    processes.finish(trainer, 240)
+    text = processes.finish(sender, 60)
+
+    assert "(none dropped)" in text, "a group that waited is a group that was sent"
+    assert f"teacher at {urls['teacher']}: there after" in text
+    found = rows()
+    assert [row["step"] for row in found] == list(range(1, STEPS + 1))
+    assert found[-1]["teacher_kl"] < 0.7 * found[0]["teacher_kl"]
+    assert all(row["grad_norm"] > 0 for row in found)
+
+    model = load_model(str(teacher_model), torch.float32)
+    groups = [json.loads(line) for line in (tmp_path / "groups.jsonl").read_text().splitlines()]
+    for group in groups[:2] + groups[-2:]:
+        for tokens, mask, ids, logprobs in zip(
+            *(group[name] for name in ("tokens", "masks", "distill_token_ids", "distill_logprobs")), strict=True
+        ):
+            sampled = [at for at, token in enumerate(mask) if token != NOT_TRAINED]
+            assert [at for at, entry in enumerate(ids) if entry] == sampled
+            assert [ids[at] for at in sampled] == [[tokens[at]] for at in sampled]
+            said = torch.tensor([logprobs[at][0] for at in sampled])
+            own = trainer_logprobs(model, tokens[: sampled[0]], tokens[sampled[0] :])
+            torch.testing.assert_close(said, own, rtol=0, atol=10 * TOLERANCE)
