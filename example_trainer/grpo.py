@@ -102,7 +102,7 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
         evaluations = None
         if ranks.is_main:  # before the first batch is asked for, since environments are let in then
             seen, key = metrics.evaluations.seen, revealed(config.atropos_api_key)
-            evaluations = EvaluationFeed(config.atropos_url, key, seen, only_new=not start.saved)
+            evaluations = EvaluationFeed(config.atropos_url, key, seen, start.run.begun / 1000, start.saved is None)
             stack.callback(evaluations.close)
         take_steps(
             Parts(

@@ -11,7 +11,7 @@ import logging
 import math
 import queue
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,17 +83,25 @@ class EvaluationFeed:
     Args:
         url: of the service.
         api_key: bearer token, if it asks for one.
-        seen: keys of evaluations that were written down before.
-        only_new: leave out what the service has already, which is another run's.
+        seen: keys of the evaluations that the run has written down, in their order.
+        began: when the run began, in Unix seconds. What a service had before is another run's; how its clock differs from this
+            machine's matters as long as nothing was seen.
+        only_new: the run begins now; what the service has already is another run's, whatever the clocks say.
     """
 
     def __init__(
-        self, url: str, api_key: str | None = None, seen: Collection[tuple[int, float]] = (), only_new: bool = False
+        self,
+        url: str,
+        api_key: str | None = None,
+        seen: Sequence[tuple[int, float]] = (),
+        began: float = 0.0,
+        only_new: bool = False,
     ) -> None:
         self.url = url.rstrip("/")
         self._http = direct_client(self.url, _REQUEST_SECONDS, api_key)
         self._seen = set(seen)
-        self._last: tuple[int, float] | None = None  # key of the last one that the service told
+        self._began = 0.0 if seen or only_new else began
+        self._last = seen[-1] if seen else None  # key of the last one that the service told
         self._arrived: queue.SimpleQueue[Evaluation] = queue.SimpleQueue()
         self._warned = False
         self._changed = threading.Condition()
@@ -178,7 +186,7 @@ class EvaluationFeed:
                 continue
             told.add(evaluation.key)
             self._last = evaluation.key
-            if evaluation.key not in self._seen:
+            if evaluation.key not in self._seen and evaluation.time >= self._began:
                 self._seen.add(evaluation.key)
                 self._arrived.put(evaluation)
         return told

@@ -113,8 +113,9 @@ def figures_of(
 
 
 def _rewards(batch: Batch, environments: Mapping[str, Any]) -> dict[str, float]:
-    scores: dict[int, list[float]] = {}
+    names = safe_names({s.env_id for s in batch.sequences if s.env_id is not None}, environments)
+    scores: dict[str, list[float]] = {}
     for sequence in batch.sequences:
         if sequence.env_id is not None:
-            scores.setdefault(sequence.env_id, []).append(sequence.score)
-    return {name: float(np.mean(scores[number])) for number, name in safe_names(scores, environments).items()}
+            scores.setdefault(names[sequence.env_id], []).append(sequence.score)
+    return {name: float(np.mean(of_name)) for name, of_name in scores.items()}

@@ -32,8 +32,8 @@ class EvaluationFile:
             rows = [json.loads(line) for line in whole.splitlines()]
             if whole != text:
                 path.write_text(whole, encoding="utf-8")
-        self.seen = {(int(row["id"]), float(row["time"])) for row in rows}
-        """Keys of the evaluations that are in the file already."""
+        self.seen = [(int(row["id"]), float(row["time"])) for row in rows]
+        """Keys of the evaluations that are in the file already, in their order."""
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, evaluation: Evaluation) -> None:

@@ -44,7 +44,12 @@ def test_batches_arrive_are_acknowledged_and_survive_a_trainer(
     second = again.next_batch()
     assert second.groups[0]["tokens"][0][1] == 6
     again.acknowledge(second.lease, 5)
-    assert again.next_batch().groups[0]["tokens"][0][1] == 7
+    third = again.next_batch()
+    assert (third.groups[0]["tokens"][0][1], third.environments) == (7, {})
+    asked = {"desired_name": "sums", "weight": 1.0, "group_size": 2, "max_token_length": 64}
+    env_id = httpx.post(f"{url}/register-env", json=asked, timeout=60).raise_for_status().json()["env_id"]
+    httpx.post(f"{url}/scored_data", json=group(8) | {"env_id": env_id}, timeout=60).raise_for_status()
+    assert again.next_batch().environments == {str(env_id): "sums"}
 
 
 def test_a_service_that_is_restarted_empty_is_registered_with_again(

@@ -277,14 +277,14 @@ def test_nothing_to_train_on_makes_no_bins() -> None:
 
 def test_figures_tell_environments_apart() -> None:
     batch = Batch(
-        [replace(rollout((i, 0), [1, 2], [1]), score=float(i), env_id=env_id) for i, env_id in enumerate((0, 1, 1, 4, None))]
+        [replace(rollout((i, 0), [1, 2], [1]), score=float(i), env_id=env_id) for i, env_id in enumerate((0, 1, 1, 4, None, 2))]
     )
-    names = {"0": "maths: sums", "1": "maths_sums", "9": "elsewhere"}
+    names = {"0": "maths: sums", "1": "maths_sums", "2": "maths: sums", "9": "elsewhere"}
     figures = figures_of(batch, [pack(batch, 1000)], version=5, environments=names)
-    assert figures.rewards == {"maths_sums": 0.0, "maths_sums_1": 1.5, "environment_4": 3.0}
+    assert figures.rewards == {"maths_sums": 2.5, "maths_sums_2": 1.5, "environment_4": 3.0}
     row = figures.row()
     assert {key: value for key, value in row.items() if key.startswith("reward/")} == {
-        "reward/maths_sums": 0.0, "reward/maths_sums_1": 1.5, "reward/environment_4": 3.0,
+        "reward/maths_sums": 2.5, "reward/maths_sums_2": 1.5, "reward/environment_4": 3.0,
     }  # fmt: skip
     assert "rewards" not in row
     assert figures_of(Batch([rollout((0, 0), [1, 2], [1])]), [], version=5).rewards == {}

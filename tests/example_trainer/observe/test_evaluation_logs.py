@@ -59,7 +59,7 @@ def test_an_evaluation_goes_to_a_file_and_to_its_weights_on_dashboards(tmp_path:
 
 def test_a_resumed_run_knows_what_it_has_written(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, {})
-    assert log.evaluations.seen == set()
+    assert log.evaluations.seen == []
     log.write_evaluation(14, FIRST)
     log.write_evaluation(14, SECOND)
     log.close()
@@ -67,7 +67,7 @@ def test_a_resumed_run_knows_what_it_has_written(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"id": 6, "ti')  # killed while it wrote
     log = MetricsLog(tmp_path, {}, first_step=10)
-    assert log.evaluations.seen == {FIRST.key, SECOND.key}
+    assert log.evaluations.seen == [FIRST.key, SECOND.key]
     log.close()
     assert [row["id"] for row in rows(path)] == [4, 5]
     MetricsLog(tmp_path, {}).close()

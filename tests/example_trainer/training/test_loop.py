@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 
+import httpx
 import pytest
 
 from example_trainer.errors import ConfigError
@@ -36,6 +37,37 @@ def test_the_row_of_a_step_is_of_its_batch(trainers: Trainers, caplog: pytest.Lo
         assert math.isclose(row["waiting_share"], row["seconds_wait"] / seconds)
         assert math.isclose(row["tokens_per_second"], trained / seconds)
         assert step_line(number + 1, STEPS, row) in caplog.messages
+        assert 0 < row["ratio_p01"] <= row["ratio_p50"] <= row["ratio_max"]
+        assert 0 < row["ess"] < 1
+        assert row["perplexity_trainer"] > 1
+        by_age = {name: value for name, value in row.items() if name.startswith("kl_age_") and value is not None}
+        assert by_age == {f"kl_age_{number}": pytest.approx(row["kl"], rel=1e-5)}, "one update, of the batch's first weights"
+
+
+def test_evaluations_are_written_down_once_by_a_run_that_is_resumed(
+    trainers: Trainers, caplog: pytest.LogCaptureFixture
+) -> None:
+    def evaluated(version: int, percent: float) -> None:
+        result = {"name": "sums", "weight_version": version, "metrics": {"eval/percent_correct": percent}}
+        httpx.post(f"{trainers.url}/evaluations", json=result, timeout=30).raise_for_status()
+
+    def written() -> list[tuple[int, dict[str, float]]]:
+        lines = (trainers.folder / "logs" / "evaluations.jsonl").read_text().splitlines()
+        return [(row["weight_version"], row["metrics"]) for row in map(json.loads, lines)]
+
+    caplog.set_level("INFO")
+    trainers.post(*range(STEPS + 1))
+    evaluated(9, 0.125)  # before the run: another one's
+    assert not trainers.train("--checkpoint-interval", "1", point="acknowledging", passes=2)
+    evaluated(1, 0.25)
+    assert trainers.train("--checkpoint-interval", "1", "--resume", "auto")
+    first = (1, {"eval/percent_correct": 0.25})
+    assert written() == [first]
+    evaluated(4, 0.5)
+    assert trainers.train("--checkpoint-interval", "1", "--resume", "auto", "--training-steps", str(STEPS + 1))
+    assert written() == [first, (4, {"eval/percent_correct": 0.5})]
+    told = [message for message in caplog.messages if message.startswith("Evaluation ")]
+    assert told == [f"Evaluation sums at version {v}: eval/percent_correct {p}" for v, p in ((1, 0.25), (4, 0.5))]
 
 
 def test_the_steps_that_are_named_are_traced(trainers: Trainers) -> None:
