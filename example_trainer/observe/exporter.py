@@ -63,6 +63,10 @@ COUNTERS = {
     "forwarded_tokens": ("forwarded_tokens", "Tokens forwarded since this process began"),
     "flops": ("flops", "Operations of forward and backward passes since this process began"),
     "sequences": ("sequences", "Sequences trained on since this process began"),
+    "sequences_too_long": ("sequences_too_long", "Sequences above the length limit since this process began"),
+    "groups_invalid": ("groups_invalid", "Groups that were left out of their batch since this process began"),
+    "updates": ("updates", "Optimizer updates since this process began"),
+    "updates_skipped": ("updates_skipped", "Updates of batches that could not be taken since this process began"),
     "batches_skipped": ("batches_skipped", "Batches that could not be trained on since this process began"),
     "bytes_moved": ("weight_bytes_sent", "Bytes of weights sent to the inference server since this process began"),
 }

@@ -92,9 +92,13 @@ def test_without_stopping_differences_are_counted_and_measured(tmp_path: Path) -
     assert (row["mismatched_tokens"], row["compared_tokens"]) == (2, batch.trained_tokens)
     assert row["max_logprob_difference"] == pytest.approx(0.5, abs=1e-5)
     assert row["parity_kl"] == pytest.approx(2 * (math.exp(0.5) - 1.5) / batch.trained_tokens, rel=1e-4)
-    guarded_step(model, optimizer, [bins(rollouts(model, 1, 1))], options, objective, StopSignal(), parity=parity)
+    learned = guarded_step(model, optimizer, [bins(rollouts(model, 1, 1))], options, objective, StopSignal(), parity=parity)
     row = parity.row(optimizer.masters)
     assert (row["mismatched_tokens"], row["parity_kl"]) == (0, 0.0), "a step's figures are its own"
+    assert learned["perplexity_trainer"] == learned["perplexity_rollout"] > 1, "to the bit"
+    exact = ("ess", "ratio_mean", "ratio_p01", "ratio_max", "correction_weight", "correction_ess")
+    assert {learned[name] for name in exact} == {1.0}
+    assert (learned["mismatch_kl"], learned["kl"]) == (0.0, 0.0)
     assert (parity.mismatched_in_all, parity.compared_in_all) == (2, 2 * batch.trained_tokens)
 
 
