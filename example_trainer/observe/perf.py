@@ -68,6 +68,7 @@ def step_flops(
     attended_pairs: int,
     adapter_elements: int | None = None,
     reference: bool = False,
+    epochs: float = 1.0,
 ) -> float:
     """Operations of a step's forward and backward passes; see above.
 
@@ -80,13 +81,15 @@ def step_flops(
         trained_tokens: whose logits are made.
         attended_pairs: of a query and a key that it sees, of all spans.
         adapter_elements: of LoRA's matrices; None where the whole model is trained.
-        reference: a second model of this geometry is run forward.
+        reference: a second model of this geometry is run forward, once for a batch.
+        epochs: how often a batch is gone through, forward and backward. Passes that are only forward, for the logprobs under
+            the weights that a batch began with, are not counted.
     """
     matrices = matrix_elements(geometry) * forwarded_tokens + geometry.hidden_size * geometry.vocab_size * trained_tokens
     attention = 4.0 * geometry.num_layers * geometry.q_size * attended_pairs
     passes = 6.0 if adapter_elements is None else 4.0
     total = passes * matrices + 3.0 * attention + 6.0 * (adapter_elements or 0) * forwarded_tokens
-    return total + (2.0 * matrices + attention if reference else 0.0)
+    return epochs * total + (2.0 * matrices + attention if reference else 0.0)
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ class Speed:
     reference: bool = False
 
     def row(
-        self, figures: BatchFigures, seconds: tuple[float, float, float], peak_memory: int
+        self, figures: BatchFigures, seconds: tuple[float, float, float], peak_memory: int, epochs: float = 1.0
     ) -> dict[str, int | float | None]:
         """The figures of a step.
 
@@ -113,6 +116,7 @@ class Speed:
             figures: of its batch, all ranks together.
             seconds: waiting for the batch, computing the step, handing over the weights.
             peak_memory: bytes, see peak_memory.
+            epochs: see step_flops.
         """
         flops = step_flops(
             self.geometry,
@@ -121,10 +125,11 @@ class Speed:
             figures.attended_pairs,
             self.adapter_elements,
             self.reference,
+            epochs,
         )
         waited, computed, _ = seconds
         return {
-            "forwarded_tokens_per_second": figures.forwarded_tokens / computed,
+            "forwarded_tokens_per_second": epochs * figures.forwarded_tokens / computed,
             "packing_ratio": figures.forwarded_tokens / figures.sequence_tokens,
             "flops": flops,
             "mfu": flops / computed / self.peak if self.peak else None,

@@ -272,6 +272,7 @@ def record(
 ) -> None:
     """Write the figures of a step: its row, and its line in the log."""
     bridge, optimizer, figures = parts.bridge, parts.optimizer, batch.figures
+    epochs = (learned["updates"] or 0) / len(batch.minibatches)
     row: Row = {
         **figures.row(),
         **vars(sums),
@@ -291,7 +292,7 @@ def record(
         **{f"server/{phase.removeprefix('to_')}": value for phase, value in report.server_seconds.items()},
         "batches_skipped": batches_skipped,
         **parts.parity.row(optimizer.masters),
-        **parts.speed.row(figures, seconds, peak_memory(parts.model.output_weight.device)),
+        **parts.speed.row(figures, seconds, peak_memory(parts.model.output_weight.device), epochs),
     }
     parts.metrics.write(optimizer.steps, row)
     logger.info("%s", step_line(optimizer.steps, parts.config.training_steps, row))
