@@ -132,13 +132,12 @@ def test_a_batch_of_which_nothing_is_left_says_why(options: dict[str, Any], chan
 def test_what_teaches_nothing_is_forwarded_where_something_needs_it() -> None:
     """Two groups, of which one teaches nothing: 5 of its 10 tokens are forwarded, or all."""
     groups = [make_group(scores=[1.0, 1.0]), make_group()]
-    needing: list[dict[str, Any]] = [
-        {"kl_coef": 0.1}, {"entropy_coef": 0.1}, {"distill_coef": 0.1}, {"loss": "somebody:loss"},
-        {"forward_zero_advantages": True}, {"deterministic": True, "weight_bridge_mode": "shared_vllm"},
-    ]  # fmt: skip
-    for options, targets in [({}, 5), *((options, 10) for options in needing)]:
+    for options, targets in (({}, 5), ({"entropy_coef": 0.1}, 10), ({"forward_zero_advantages": True}, 10)):
         packed = reader(**options).read(groups, 0)
         assert packed.figures(0).forwarded_targets == targets
         assert packed.figures(0).tokens == 10
+    exact = {"deterministic": True, "weight_bridge_mode": "shared_vllm"}
+    for needing in ({"kl_coef": 0.1}, {"distill_coef": 0.1}, {"loss": "somebody:loss"}, exact):
+        assert TrainerConfig.model_validate({"model_name": "m", **needing}).forwards_zero_advantages
     with pytest.raises(ValueError, match=r"--no-forward-zero-advantages would leave out .* with --kl-coef"):
         TrainerConfig(model_name="m", kl_coef=0.1, forward_zero_advantages=False)
