@@ -141,10 +141,17 @@ class BatchReader:
                 f"{silent} of {len(batch.sequences)} sequences do not say at which temperature they were sampled; such are "
                 f"taken to be of --temperature {self.config.temperature:g}",
             )
-        unknown = self._rules.sampling.servers.unknown
-        warm = next((t for s in batch.sequences if s.temperatures is not None for t in s.temperatures if t != 1.0), None)
-        if unknown and warm is not None:
-            self._say_once("unknown", TAKEN_ON_TRUST % (unknown[0], warm))
+        endless = sum(sequence.finish_reason is None for sequence in batch.sequences)
+        if endless and self.config.truncated_answers == "mask":
+            self._say_once(
+                "endless",
+                f"{endless} of {len(batch.sequences)} sequences do not say why their sampling ended, so "
+                "--truncated-answers mask takes them for whole",
+            )
+        if unknown := self._rules.sampling.servers.unknown:
+            said = [sequence.temperatures for sequence in batch.sequences if sequence.temperatures is not None]
+            if other := [float(row[row != 1.0][0]) for row in said if (row != 1.0).any()]:
+                self._say_once("unknown", TAKEN_ON_TRUST % (unknown[0], other[0]))
 
     def _require_teacher(self, batch: Batch) -> None:
         share = untaught_share(batch.taught_tokens, batch.trained_tokens)

@@ -85,6 +85,17 @@ def test_old_rollouts_train_at_the_options_temperature_with_one_note(caplog: pyt
     assert other.temperatures.tolist() == [1.0] * 5
 
 
+def test_masking_by_finish_reasons_that_nobody_says_is_noted_once(caplog: pytest.LogCaptureFixture) -> None:
+    made = reader(truncated_answers="mask")
+    made.read([at(1, 1) | {"finish_reasons": ["length", "stop"]}], 0)
+    assert not caplog.records
+    for _ in range(2):
+        packed = made.read([at(1, 1)], 0)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("2 of 2 sequences do not say why their sampling ended, so --truncated-answers mask")
+    assert packed.batch.trained_tokens == 5
+
+
 def test_truncated_sampling_is_allowed_with_the_bias_told_once(caplog: pytest.LogCaptureFixture) -> None:
     made = reader(allow_truncated_sampling=True)
     for _ in range(2):
