@@ -16,7 +16,6 @@ from example_trainer.models import Decoder, load_model
 from example_trainer.models.geometry import Geometry
 from example_trainer.models.lora.layers import BaseModel, attach_adapters
 from example_trainer.models.lora.peft_format import check_same_adapter
-from example_trainer.parallel.fsdp import sharded_decoder
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.parallel.tensor import split_decoder
 
@@ -47,6 +46,9 @@ def decoder_maker(config: TrainerConfig, ranks: Ranks) -> DecoderMaker:
         return deterministic_decoder if config.deterministic else Decoder
     if config.single_copy:
         return partial(split_decoder, rank=ranks.rank, size=ranks.world_size, group=dist.group.WORLD)
+    # Only where it is used: it takes a third of a trainer's time to import everything.
+    from example_trainer.parallel.fsdp import sharded_decoder
+
     return partial(sharded_decoder, world_size=ranks.world_size)
 
 
