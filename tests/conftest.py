@@ -19,8 +19,8 @@ from example_trainer.child_processes.ports import PortReservations  # noqa: E402
 from example_trainer.child_processes.processes import ManagedProcess, Supervisor  # noqa: E402
 from example_trainer.child_processes.readiness import Probe, http_probe, wait_until  # noqa: E402
 
-# Two threads at most: the machine that the suite must pass on has two cores, and several processes share them.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# One thread each: the models are tiny, several processes share two cores, and threads that wait for one another burn them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # What the tests themselves ask their servers goes through no proxy.
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "localhost,127.0.0.1"
