@@ -1,6 +1,6 @@
 """grpo.py with memory that runs out in one batch: in the middle of a layer, on the ranks that are named.
 
-torchrun --nproc-per-node 2 faulty_trainer.py RANKS CALL OPTIONS…     RANKS: such as 0,1; CALL: of the last layer, from 1
+python -m tests.forked_ranks faulty_trainer.py RANKS CALL OPTIONS…     RANKS: such as 0,1; CALL: of the last layer, from 1
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What torchrun starts in test_ranks.py: two ranks that agree, disagree, fail or fall silent. Argument: which of these."""
+"""What test_ranks.py starts: two ranks that agree, disagree, fail or fall silent. Argument: which of these."""
 
 from __future__ import annotations
 

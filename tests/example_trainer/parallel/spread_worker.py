@@ -1,6 +1,6 @@
-"""What torchrun starts in test_spread_training.py: train made-up models spread over the ranks, and write the whole results.
+"""What test_spread_training.py starts: train made-up models spread over the ranks, and write the whole results.
 
-torchrun --nproc-per-node 2 spread_worker.py KIND FOLDER SEED…      KIND: fsdp or tensor_parallel
+python -m tests.forked_ranks spread_worker.py KIND FOLDER SEED…      KIND: fsdp or tensor_parallel
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ WORKER = Path(__file__).resolve().parent / "ranks_worker.py"
 
 
 def run_two(processes: Processes, case: str) -> tuple[int, list[str]]:
-    """Run two ranks to their end. Returns torchrun's exit status and the lines."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", WORKER, case]
+    """Run two ranks to their end. Returns the exit status and the lines."""
+    command = [sys.executable, "-m", "tests.forked_ranks", WORKER, case]
     process = processes.start(case, command, environment={"PYTHONPATH": str(ROOT)}, may_finish=True)
     status = process.guard.wait(timeout=120)
     return status, process.log_path.read_text().splitlines()

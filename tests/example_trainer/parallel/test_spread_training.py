@@ -87,8 +87,7 @@ def cases(folder: Path) -> dict[int, Case]:
 
 @pytest.mark.parametrize("kind", ["fsdp", "tensor_parallel"])
 def test_two_ranks_train_as_one_process_does(kind: str, processes: Processes, folder: Path, cases: dict[int, Case]) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, HERE / "spread_worker.py", kind, folder, *map(str, SEEDS)]
+    command = [sys.executable, "-m", "tests.forked_ranks", HERE / "spread_worker.py", kind, folder, *map(str, SEEDS)]
     processes.finish(processes.start(kind, command, environment={"PYTHONPATH": str(ROOT)}), seconds=480)
     for seed, case in cases.items():
         for one, many in zip(case.figures, json.loads((folder / f"{kind}-{seed}.json").read_text()), strict=True):

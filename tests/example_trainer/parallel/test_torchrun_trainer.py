@@ -1,4 +1,7 @@
-"""The trainer under torchrun as processes, with the real rollout service and no inference server."""
+"""The trainer as processes of two ranks, with the real rollout service and no inference server.
+
+Where torchrun has a part in what happens it starts the ranks; where they settle it between them, `tests.forked_ranks` does.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +23,26 @@ from tests.example_trainer.test_grpo import Run
 
 pytestmark = pytest.mark.e2e
 
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 STEPS = 4
 OPTIONS = ["--training-steps", str(STEPS), "--batch-size", "1", "--gradient-accumulation-steps", "4", "--rank-timeout", "60"]
 
 
 class ParallelRun(Run):
-    """One rollout service, and a trainer of one process or of two under torchrun."""
+    """One rollout service, and a trainer of one process or of two."""
 
-    def two_ranks(self, *options: str, script: Sequence[str] = (str(ROOT / "example_trainer" / "grpo.py"),)) -> ManagedProcess:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command += [*script, "--model-name", str(self.model), "--lr", "1e-2"]
+    def two_ranks(
+        self,
+        *options: str,
+        script: Sequence[str] = (str(ROOT / "example_trainer" / "grpo.py"),),
+        launcher: Sequence[str] = ("tests.forked_ranks",),
+    ) -> ManagedProcess:
+        command = [sys.executable, "-m", *launcher, *script]
+        command += ["--model-name", str(self.model), "--lr", "1e-2"]
         command += ["--atropos-url", self.url, "--seq-len", "64", "--num-threads", "1", "--lr-schedule", "linear"]
         command += ["--save-path", str(self.folder / "checkpoints"), "--log-dir", str(self.folder / "logs")]
         return self.processes.start(
-            "torchrun",
+            "trainer of two ranks",
             [*command, *OPTIONS, *options],
             {"PYTHONPATH": str(ROOT)},
             directory=self.folder,
@@ -73,7 +82,7 @@ def make_run(
 def test_a_killed_rank_ends_the_others_and_one_process_goes_on(make_run: Callable[[str], ParallelRun]) -> None:
     run = make_run("parts")
     run.post(0, 1)
-    trainer = run.two_ranks("--checkpoint-interval", "1")
+    trainer = run.two_ranks("--checkpoint-interval", "1", launcher=TORCHRUN)
     run.processes.wait_for_text(trainer, f"Saved checkpoint {run.file(2, '')}", seconds=120)
     run.processes.wait_until("both batches are given back", run.all_given_back, seconds=60)
     os.kill(worker(trainer, 1).pid, signal.SIGKILL)
@@ -104,7 +113,7 @@ def test_a_killed_rank_ends_the_others_and_one_process_goes_on(make_run: Callabl
 def test_sigterm_ends_every_rank_at_the_same_step_and_keeps_it(make_run: Callable[[str], ParallelRun]) -> None:
     run = make_run("run")
     run.post(0, 1)
-    trainer = run.two_ranks("--checkpoint-interval", "0")
+    trainer = run.two_ranks("--checkpoint-interval", "0", launcher=TORCHRUN)
     run.processes.wait_for_text(trainer, f"Step 2/{STEPS}", seconds=120)
     os.kill(trainer.command_pid(), signal.SIGTERM)
     assert trainer.guard.wait(timeout=60) != 0

@@ -1,0 +1,64 @@
+"""Two ranks as torchrun starts them, forked from one process that has imported torch: a third of the work of three that do.
+
+python -m tests.forked_ranks SCRIPT ARGUMENTS…
+
+For what ranks say to one another. What torchrun itself does (it is killed, it gets a signal) is tested with torchrun.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+import example_trainer.grpo
+import example_trainer.parallel.fsdp  # noqa: F401 - imported once, before the ranks part
+
+RANKS = 2
+
+
+def be_rank(rank: int, port: int, command: list[str]) -> None:
+    """Run the script as if torchrun had started it by its path."""
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+    sys.argv, sys.path[0] = command, str(Path(command[0]).parent)
+    runpy.run_path(command[0], run_name="__main__")
+
+
+def main(command: list[str]) -> int:
+    """Status 1 if a rank failed; the others are then asked to end, as by torchrun."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        port = listening.getsockname()[1]
+        living: set[int] = set()
+        for rank in range(RANKS):
+            if child := os.fork():
+                living.add(child)
+            else:
+                listening.close()
+                be_rank(rank, port, command)
+                return 0
+        # The store is the launcher's, so that it outlives the ranks.
+        store = dist.TCPStore("127.0.0.1", port, RANKS, True, wait_for_workers=False, master_listen_fd=listening.detach())
+    failed = False
+    while living:
+        child, status = os.wait()
+        living.discard(child)
+        if status and not failed:
+            failed = True
+            for other in living:
+                os.kill(other, signal.SIGTERM)
+    del store
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
