@@ -20,7 +20,7 @@ from example_trainer.models.head import default_chunk
 from example_trainer.models.lora.layers import attach_adapters
 from example_trainer.models.lora.settings import LoraSettings
 from example_trainer.models.ops import choose_table
-from example_trainer.parallel.fsdp import sharded_decoder
+from example_trainer.process import StopSignal
 from example_trainer.training.memory_items import ALL_PROJECTIONS, GRADIENTS, SEND_BUFFERS, MemoryRequest
 from example_trainer.training.memory_plan import plan_memory
 from example_trainer.training.optimizer import MasterAdamW, make_optimizer
@@ -96,7 +96,12 @@ def manifests(shape: str, dtype: torch.dtype, tp_size: int) -> list[Manifest]:
 
 def random_model(asked: Configuration, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Decoder:
     """A decoder with small random weights, of this rank."""
-    model = sharded_decoder(geometry, dtype, device, asked.ranks) if asked.ranks > 1 else Decoder(geometry, dtype, device)
+    if asked.ranks > 1:
+        from example_trainer.parallel.fsdp import sharded_decoder  # takes a second to import
+
+        model = sharded_decoder(geometry, dtype, device, asked.ranks)
+    else:
+        model = Decoder(geometry, dtype, device)
     random_weights(model, model.shards)
     model.gradient_checkpointing = asked.checkpointing
     if asked.lora_rank:

@@ -25,7 +25,7 @@ from example_trainer.models.decoder import Decoder
 from example_trainer.models.geometry import Geometry
 from example_trainer.models.ops import choose_operations, reference
 from example_trainer.observe.perf import matrix_elements, step_flops
-from example_trainer.parallel.fsdp import sharded_decoder
+from example_trainer.process import StopSignal
 from example_trainer.training.checkpoints import Checkpoints
 from example_trainer.training.optimizer import MasterAdamW
 from example_trainer.training.runs import PREFIX, new_run
@@ -121,6 +121,8 @@ def ours(case: Case, g: Geometry, dtype: torch.dtype, device: torch.device, conf
     deterministic = case.arithmetic == DETERMINISTIC
     table = reference if case.arithmetic.endswith("reference table") else choose_operations(device, dtype, deterministic)
     if case.ranks > 1:
+        from example_trainer.parallel.fsdp import sharded_decoder  # takes a second to import
+
         model = sharded_decoder(g, dtype, device, world_size=case.ranks)
     else:
         model = Decoder(g, dtype, device, ops=table)
