@@ -263,6 +263,8 @@ def test_equal_runs_have_equal_hashes_and_packing_does_not_matter(tmp_path: Path
     assert train(config(tmp_path, gradient_checkpointing=True), steps=3) == reference
     for tokens, chunk in ((1, 1024), (1000, 70)):
         assert train(config(tmp_path, logprob_chunk=chunk), steps=3, tokens=tokens) == reference, tokens
+    none = config(tmp_path, correction="none")
+    assert train(none, steps=3) == reference, "the default correction changes no bit"
     assert train(config(tmp_path, lr=1.1e-2), steps=1) != reference[:1]
     assert train(config(tmp_path), steps=1, seed=1) != reference[:1]
 
@@ -296,3 +298,11 @@ def test_logprobs_are_those_of_the_plain_operations(tmp_path: Path) -> None:
     assert torch.equal(ours, packed.rollout_logprobs)
     torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(entropy, other, atol=2e-5, rtol=1e-5)
+
+
+def test_several_updates_of_a_batch_are_compared_before_the_first_and_repeat(tmp_path: Path) -> None:
+    """That every token is compared, under the weights that sampled it, is in `train`."""
+    options = config(tmp_path, ppo_epochs=2, minibatches=2)
+    reference = train(options, steps=2)
+    assert train(options, steps=2, tokens=1) == reference
+    assert train(config(tmp_path), steps=2) != reference

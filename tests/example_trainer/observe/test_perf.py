@@ -48,6 +48,8 @@ def test_operations_of_passes_add_up(forwarded: int, trained: int, pairs: int, a
     one = step_flops(QWEN3_1_7B, forwarded, trained, pairs)
     assert step_flops(QWEN3_1_7B, 3 * forwarded, 3 * trained, 3 * pairs) == pytest.approx(3 * one)
     assert step_flops(QWEN3_1_7B, forwarded, trained, pairs, reference=True) == pytest.approx(one * 4 / 3)
+    twice = step_flops(QWEN3_1_7B, forwarded, trained, pairs, reference=True, epochs=2)
+    assert twice == pytest.approx(one * 7 / 3), "the reference is run once"
     frozen = step_flops(QWEN3_1_7B, forwarded, trained, pairs, adapter_elements=adapters)
     forward = one / 3
     attention = 4 * 28 * 2048 * pairs
