@@ -215,7 +215,8 @@ def learn(parts: Parts, batch: ReadyBatch) -> dict[str, float | None]:
     finally:
         if parts.optimizer.steps > before:  # also where it then could not go on
             parts.trained = batch.lease
-    if learned["missing_rollout_logprobs"] == 1 and parts.objective.correction.active and not parts.uncorrected:
+    unknown = learned["missing_rollout_logprobs"] == 1 and parts.objective.correction.active
+    if unknown and parts.ranks.is_main and not parts.uncorrected:
         parts.uncorrected = True
         logger.warning(
             "The environments send no logprobs of what they sampled: that sampler and trainer differ is not corrected "

@@ -175,6 +175,25 @@ def test_ranks_that_all_run_out_of_memory_keep_what_was_learned_and_go_on_behind
     assert httpx.get(f"{run.url}/status", timeout=30).json()["queue_size"] == 0, "five batches for four steps"
 
 
+def test_ranks_that_run_out_behind_the_first_update_of_a_batch_keep_that(make_run: Callable[[str], ParallelRun]) -> None:
+    run = make_run("run")
+    run.post(*range(STEPS))
+    # Four passes of one sequence for each rank in a step of two updates: the seventh is of the second update of the second.
+    updates = ["--ppo-epochs", "2", "--checkpoint-interval", "0"]
+    trainer = run.two_ranks(*updates, *ONE_BY_ONE, script=[FAULTY, "0,1", "7"])
+    assert trainer.guard.wait(timeout=120) == 1
+    text = trainer.log_path.read_text()
+    errors = [line for line in text.splitlines() if line.startswith("ERROR ")]
+    assert len(errors) == 2
+    assert all("this was update 2 of 2 of its batch, and those before are kept, but several ranks" in line for line in errors)
+    assert "Skipping a batch" not in text
+    assert run.saved() == ["step_2"]
+    run.processes.stop(trainer)
+    text = run.processes.finish(run.trainer(*OPTIONS, "--resume", "auto"), seconds=120)
+    assert f"Step 3/{STEPS} " in text
+    assert httpx.get(f"{run.url}/status", timeout=30).json()["queue_size"] == 0, "four batches for four steps"
+
+
 def test_one_rank_that_runs_out_of_memory_ends_the_others_with_its_reason(make_run: Callable[[str], ParallelRun]) -> None:
     run = make_run("run")
     run.post(*range(STEPS))
