@@ -96,6 +96,7 @@ def trainer_config(options: argparse.Namespace, port: int) -> TrainerConfig:
             "seq_len": options.max_model_len,
             "seed": options.seed,
             "deterministic": options.batch_invariant,
+            "forward_zero_advantages": True,  # every token is compared, in the control too
             "log_dir": options.output,
             "save_path": options.output / "checkpoints",
         }
