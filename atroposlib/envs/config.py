@@ -118,7 +118,8 @@ class BaseEnvConfig(WarnsOfUnknownKeys):
     metrics_path: str | None = Field(default=None, description="Append every logged set of metrics to this JSON lines file")
     data_path_to_save_groups: str | None = Field(default=None, description="Write every scored group to this JSON lines file")
     ensure_scores_are_not_same: bool = Field(
-        default=True, description="Drop groups whose scores are all equal: their advantages are zero, they teach nothing"
+        default=True,
+        description="Drop groups whose scores are all equal: without a teacher they teach nothing, for their advantages are zero",
     )
     include_messages: bool = Field(default=False, description="Send the messages to the trainer too")
 

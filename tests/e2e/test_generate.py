@@ -8,9 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+import torch
 
+from atroposlib.envs.core import load_tokenizer
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
+from atroposlib.envs.server_handling.teacher_server import TeacherServer
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
+from example_trainer.models.hf_checkpoint import load_model
+from tests.e2e.bridge_helpers import TOLERANCE, trainer_logprobs
 from tests.e2e.conftest import VllmServer
 from vllm_patching.gathered_outputs import TOKENS_PER_MESSAGE
 
@@ -70,6 +75,29 @@ def test_the_sdk_asks_for_the_short_form(server: VllmServer) -> None:
         assert [[span.tokens for span in row] for row in generation.weight_spans or []] == [[24]] * 3
 
     asyncio.run(ask())
+
+
+def test_a_prompt_is_scored_as_the_trainer_would_whatever_is_cached_and_sampled(server: VllmServer) -> None:
+    sequence = [(7 * at * at + 3 * at + 5) % 256 for at in range(400)]  # several blocks of the prefix cache
+    own = trainer_logprobs(load_model(str(server.model), torch.float32), sequence[:1], sequence[1:])
+    tables = server.generate(sequence, max_tokens=1, temperature=0.5, prompt_logprobs=2)["prompt_logprobs"]
+    assert [len(table) >= 2 for table in tables] == [False] + [True] * 399
+    scored = [[table[str(token)] for table, token in zip(tables[1:], sequence[1:], strict=True)]]
+
+    async def ask() -> None:
+        for model in (None, str(server.model)):  # by /generate, and as any vLLM is asked
+            teacher = TeacherServer(server.url, model, None, timeout=60, max_requests=2)
+            teacher.tokenizer = load_tokenizer(str(server.model))
+            try:
+                await teacher.start()
+                scored.extend((await teacher.score(sequence))[1:] for _ in range(2))
+            finally:
+                await teacher.close()
+
+    asyncio.run(ask())
+    assert len(scored) == 5
+    for row in scored:
+        torch.testing.assert_close(torch.tensor(row), own, rtol=0, atol=TOLERANCE)
 
 
 def test_tokens_reach_the_front_end_in_few_messages(server: VllmServer) -> None:
