@@ -119,7 +119,7 @@ class BaseEnvConfig(WarnsOfUnknownKeys):
     data_path_to_save_groups: str | None = Field(default=None, description="Write every scored group to this JSON lines file")
     ensure_scores_are_not_same: bool = Field(
         default=True,
-        description="Drop groups whose scores are all equal: without a teacher they teach nothing, for their advantages are zero",
+        description="Drop groups whose scores are all equal: without a teacher they teach nothing (advantages of zero)",
     )
     include_messages: bool = Field(default=False, description="Send the messages to the trainer too")
 
