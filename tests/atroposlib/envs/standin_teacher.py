@@ -6,6 +6,7 @@ As `ours` it has /generate with `prompt_token_logprobs`, /sampling and /vocabula
 import asyncio
 import socket
 import threading
+import time
 from typing import Any
 
 import uvicorn
@@ -99,6 +100,7 @@ class StandinTeacher:
         while not self.server.started:
             if not self.thread.is_alive():
                 raise RuntimeError("the stand-in for a teacher did not start")
+            time.sleep(0.01)
 
     def stop(self) -> None:
         self.server.should_exit = self.server.force_exit = True
