@@ -1,4 +1,4 @@
-"""A student learns from a teacher on its own samples, with every process real; the teacher is killed and started again."""
+"""A student trains on what a teacher says of its samples, all processes real; the teacher is killed and started again."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make_teacher(folder: Path) -> Path:
     return folder
 
 
-def test_a_student_comes_closer_to_its_teacher_which_dies_on_the_way(
+def test_a_student_trains_on_what_its_teacher_says_which_dies_on_the_way(
     processes: Processes, free_port: Callable[[], int], tmp_path: Path
 ) -> None:
     teacher_model = make_teacher(tmp_path / "teacher")
@@ -69,7 +69,7 @@ def test_a_student_comes_closer_to_its_teacher_which_dies_on_the_way(
         [
             *(sys.executable, "-u", ROOT / "example_trainer/grpo.py", "--model-name", STARTER),
             *("--weight-bridge-mode", "shared_vllm", "--single-copy", "--vllm-port", str(ports["student"])),
-            *("--atropos-url", urls["service"], "--advantages", "zero", "--distill-coef", "1", "--lr", "2e-3"),
+            *("--atropos-url", urls["service"], "--advantages", "zero", "--distill-coef", "1", "--lr", "1e-4"),
             *("--training-steps", str(STEPS), "--batch-size", "16", "--gradient-accumulation-steps", "1"),
             *("--seq-len", "256", "--save-path", tmp_path / "checkpoints", "--log-dir", log, "--num-threads", "1"),
         ],
@@ -102,6 +102,6 @@ def test_a_student_comes_closer_to_its_teacher_which_dies_on_the_way(
             sampled = [at for at, token in enumerate(mask) if token != NOT_TRAINED]
             assert [at for at, entry in enumerate(ids) if entry] == sampled
             assert [ids[at] for at in sampled] == [[tokens[at]] for at in sampled]
-            said = torch.tensor([logprobs[at][0] for at in sampled])
-            own = trainer_logprobs(model, tokens[: sampled[0]], tokens[sampled[0] :])
-            torch.testing.assert_close(said, own, rtol=0, atol=10 * TOLERANCE)
+            sequences.append((tokens, sampled[0], torch.tensor([logprobs[at][0] for at in sampled])))
+    for tokens, prompt, said in sequences[:4] + sequences[-4:]:  # before the teacher died and after
+        torch.testing.assert_close(said, trainer_logprobs(its_model, tokens[:prompt], tokens[prompt:]), rtol=0, atol=1e-4)

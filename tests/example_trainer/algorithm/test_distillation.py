@@ -52,6 +52,29 @@ def test_the_expected_gradient_is_that_of_the_exact_reverse_kl(form: str) -> Non
     torch.testing.assert_close(expected, exact, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("form", ["loss", "advantage"])
+def test_a_student_that_samples_and_is_scored_becomes_its_teacher(form: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(8, generator=generator, dtype=torch.float64).requires_grad_()
+    teacher = (2 * torch.randn(8, generator=generator, dtype=torch.float64)).log_softmax(0)
+
+    def reverse_kl() -> float:
+        logprobs = logits.detach().log_softmax(0)
+        return float((logprobs.exp() * (logprobs - teacher)).sum())
+
+    before = reverse_kl()
+    for _ in range(200):
+        sampled = torch.multinomial(logits.detach().softmax(0), 64, replacement=True, generator=generator)
+        logprobs = logits.log_softmax(0)[sampled]
+        if form == "loss":
+            loss = distillation_loss(logprobs, teacher[sampled], 1.0).mean()
+        else:
+            loss = -(distillation_advantage(logprobs, teacher[sampled], 1.0) * logprobs).mean()
+        (gradient,) = torch.autograd.grad(loss, logits)
+        logits.data -= 0.5 * gradient
+    assert reverse_kl() < 0.02 * before
+
+
 def test_the_figure_is_the_kl_in_expectation_and_counts_what_is_known() -> None:
     generator = torch.Generator().manual_seed(1)
     student, teacher = torch.randn(2, 5, generator=generator, dtype=torch.float64).log_softmax(1)
