@@ -33,7 +33,7 @@ from transformers import PreTrainedTokenizerFast
 
 from environments.arithmetic_problems import MAX_HELD_OUT, OPERAND_DIGITS
 from scripts.starter_model.report import write_readme
-from scripts.starter_model.tokenizer import save_tokenizer, train_tokenizer
+from scripts.starter_model.tokenizer import save_tokenizer, starter_corpus, train_tokenizer
 from scripts.starter_model.training import MAX_POSITIONS, TrainingPlan, measure_habits, train
 
 logger = logging.getLogger("make_starter_model")
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
     output.mkdir(parents=True, exist_ok=True)
     plan = dataclasses.replace(TrainingPlan(), seed=options.seed, steps=options.steps)
 
-    tokenizer = train_tokenizer(plan.seed, MAX_POSITIONS)
+    tokenizer = train_tokenizer(starter_corpus(plan.seed), MAX_POSITIONS)
     log_path = output / "training_log.jsonl"
     started = time.monotonic()
     with log_path.open("w", encoding="utf-8") as log_file:

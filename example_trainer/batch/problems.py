@@ -1,10 +1,11 @@
-r"""Questions with a number for an answer, for `simple_rl.py`: sums made on the fly, or a file such as GSM8K's."""
+r"""Questions with a number for an answer, for `simple_rl.py`: sums made on the fly, a file such as GSM8K's, or somebody's task."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,40 @@ class Problem:
         return 1.0 if number is not None and number == as_number(self.answer) else -1.0
 
 
+@dataclass(frozen=True)
+class Task:
+    """Problems to train on, and others to measure with.
+
+    Attributes:
+        training: an endless stream, the same for the same seed.
+        held_out: so many problems of which none is in the stream, the same ones each time; None where there are none.
+    """
+
+    training: Callable[[int], Iterator[Problem]]
+    held_out: Callable[[int], Sequence[Problem]] | None = None
+
+
+def find_task(name: str | None, digits: int = 2) -> Task:
+    """What --problems names: a task as `module:name`, or a file of problems; sums of so many digits if nothing.
+
+    Raises:
+        ConfigError: there is no such task or file, or the file holds no problems.
+    """
+    if name is None:
+        return Task(lambda seed: sums(seed, digits))
+    module, colon, attribute = name.partition(":")
+    if colon and all(part.isidentifier() for part in [*module.split("."), attribute]):
+        try:
+            found = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"--problems {name}: {error}; give a file, or module:name of a Task") from error
+        if not isinstance(found, Task):
+            raise ConfigError(f"--problems {name} is of type {type(found).__name__}; give a Task of batch/problems.py")
+        return found
+    problems = read_problems(Path(name))
+    return Task(lambda seed: _shuffled(problems, random.Random(seed)))
+
+
 def sums(seed: int, digits: int = 2) -> Iterator[Problem]:
     """An endless stream of additions and subtractions, the same for the same seed.
 
@@ -47,8 +82,8 @@ def sums(seed: int, digits: int = 2) -> Iterator[Problem]:
             yield Problem(f"What is {left} minus {right}?", str(left - right))
 
 
-def from_file(path: Path, seed: int) -> Iterator[Problem]:
-    """The problems of a JSON lines file with `question` and `answer`, shuffled anew each time round.
+def read_problems(path: Path) -> list[Problem]:
+    """The problems of a JSON lines file with `question` and `answer`.
 
     Args:
         path: an answer is a number, or has one behind `####`, as in GSM8K.
@@ -66,7 +101,7 @@ def from_file(path: Path, seed: int) -> Iterator[Problem]:
             problems.append(_read(line, f"--problems: {path} line {number}"))
     if not problems:
         raise ConfigError(f"--problems: {path} holds no problem; give JSON lines with question and answer")
-    return _shuffled(problems, random.Random(seed))
+    return problems
 
 
 def _read(line: str, where: str) -> Problem:
@@ -81,6 +116,7 @@ def _read(line: str, where: str) -> Problem:
 
 
 def _shuffled(problems: list[Problem], rng: random.Random) -> Iterator[Problem]:
+    """All of them again and again, in another order each time."""
     while True:
         order = list(problems)
         rng.shuffle(order)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +45,11 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(seed: int, max_length: int) -> PreTrainedTokenizerFast:
-    """Train the tokenizer; the same seed gives the same merges.
+def train_tokenizer(corpus: Iterable[str], max_length: int) -> PreTrainedTokenizerFast:
+    """Train the tokenizer; the same corpus gives the same merges.
 
     Args:
-        seed: of the generated problems that it is trained on.
+        corpus: the texts that it is trained on.
         max_length: positions that the model supports, which becomes ``model_max_length``.
     """
     tokenizer = Tokenizer(models.BPE())
@@ -66,7 +66,7 @@ def train_tokenizer(seed: int, max_length: int) -> PreTrainedTokenizerFast:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_corpus(seed), trainer=trainer)
+    tokenizer.train_from_iterator(corpus, trainer=trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **_settings(max_length))
     fast.chat_template = CHAT_TEMPLATE
     return fast
@@ -93,8 +93,8 @@ def _settings(max_length: int) -> dict[str, Any]:
     }
 
 
-def _corpus(seed: int) -> Iterator[str]:
-    """Problems as the model will see them, and the English page as often as it takes to weigh as much."""
+def starter_corpus(seed: int) -> Iterator[str]:
+    """Problems as the starter model will see them, and the English page as often as it takes to weigh as much."""
     for example in itertools.islice(examples(seed, Mixture(worked=0.5, story=0.3)), 2_000):
         yield from (example.system or "", f"user\n{example.question}", f"assistant\n{example.reply}", "system\n")
     english = ENGLISH.read_text(encoding="utf-8")

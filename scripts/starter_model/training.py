@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -246,34 +246,45 @@ def measure_habits(
     )
 
 
+class Asked(Protocol):
+    """A question to be answered."""
+
+    @property
+    def question(self) -> str: ...
+
+
 @torch.no_grad()
 def generate(
     model: Qwen3ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
-    problems: Sequence[Problem],
+    problems: Sequence[Asked],
     *,
     temperature: float = 0.0,
     first_token: int | None = None,
     forbidden_first: int | None = None,
     max_tokens: int = 48,
 ) -> list[list[int]]:
-    """Replies as token ids, each up to and including its end-of-turn token; temperature 0 is greedy."""
+    """Replies as token ids, each up to and including its end-of-turn token; temperature 0 is greedy.
+
+    Args:
+        problems: whatever has a `question`.
+    """
     prompts = [
         tokenizer.apply_chat_template([{"role": "user", "content": p.question}], add_generation_prompt=True, tokenize=False)
         for p in problems
     ]
-    batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
+    batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(model.device)
     attention, cache, tokens = batch.attention_mask, None, batch.input_ids
     positions = (attention.cumsum(-1) - 1).clamp(min=0)
     replies: list[Tensor] = []
-    done = torch.zeros(len(prompts), dtype=torch.bool)
+    done = torch.zeros(len(prompts), dtype=torch.bool, device=model.device)
     for i in range(max_tokens):
         out = model(tokens, attention_mask=attention, position_ids=positions, past_key_values=cache, logits_to_keep=1)
         cache, logits = out.past_key_values, out.logits[:, -1]
         if i == 0 and forbidden_first is not None:
             logits[:, forbidden_first] = -math.inf
         if i == 0 and first_token is not None:
-            chosen = torch.full((len(prompts),), first_token)
+            chosen = torch.full_like(tokens[:, 0], first_token)
         elif temperature > 0:
             chosen = torch.multinomial((logits / temperature).softmax(-1), 1).squeeze(-1)
         else:
