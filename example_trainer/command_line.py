@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from example_trainer.algorithm.advantages import find_advantages
@@ -33,10 +33,20 @@ def _parser() -> argparse.ArgumentParser:
         "--config", type=Path, metavar="FILE", help="YAML file with any of the options below; flags win over it"
     )
     for section in SECTIONS:
-        group = parser.add_argument_group(section.__doc__)
-        for name, field in section.model_fields.items():
-            group.add_argument(flag_of(name), **_argument(name, field))
+        add_section(parser, section)
     return parser
+
+
+def add_section(parser: argparse.ArgumentParser, section: type[BaseModel], leave_out: Collection[str] = ()) -> None:
+    """Add the flags of a section. Those that are not given leave no trace in what is parsed.
+
+    Args:
+        leave_out: fields that get no flag.
+    """
+    group = parser.add_argument_group(section.__doc__)
+    for name, field in section.model_fields.items():
+        if name not in leave_out:
+            group.add_argument(flag_of(name), **_argument(name, field))
 
 
 def _argument(name: str, field: FieldInfo) -> dict[str, Any]:
@@ -83,7 +93,19 @@ def parse_config(arguments: Sequence[str]) -> TrainerConfig:
         raise ConfigError(f"{kind} {flag}{_nearest(flag, known)}")
     flags = vars(given)
     file = flags.pop("config")
-    values = (_read_yaml(file) if file else {}) | flags
+    return checked_config((_read_yaml(file) if file else {}) | flags, flags, file)
+
+
+def checked_config(values: Mapping[str, Any], flags: Collection[str], file: Path | None = None) -> TrainerConfig:
+    """The options of these values.
+
+    Args:
+        flags: names of the values that came as flags.
+        file: where the others came from.
+
+    Raises:
+        ConfigError: a value does not fit.
+    """
     try:
         config = TrainerConfig.model_validate(values)
     except ValidationError as error:

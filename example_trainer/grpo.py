@@ -70,7 +70,7 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
             return
         bridge = make_bridge(config, stop, ranks, weight_epoch=start.run.epoch)
         stack.callback(bridge.close)
-        dtype = choose_dtype(config, bridge.serving_dtype(), device)
+        dtype = choose_dtype(config, bridge.serving_dtype(), device, bridge.converts)
         tokens_per_bin = check_memory(config, bridge, dtype, device)
         make = decoder_maker(config, ranks)
         model = make_model(config, start.checkpoint, dtype, device, make)

@@ -3,10 +3,13 @@ r"""Reinforcement learning in one process tree on one GPU: sample, score, compar
     python example_trainer/simple_rl.py                                # the starter model learns sums, bitwise on-policy
     python example_trainer/simple_rl.py --no-batch-invariant           # the same with the ordinary kernels, for comparison
     python example_trainer/simple_rl.py --model Qwen/Qwen3-1.7B --problems train.jsonl --max-tokens 512 --lr 1e-6
+    python example_trainer/simple_rl.py --no-batch-invariant --staleness 4 --loss gspo --correction sequence_mask
 
 Starts vLLM as its child, on the same GPU and the same copy of the weights. Sampler and trainer take turns, so that every token
-is trained on under the weights that it was sampled with. `tensorboard --logdir runs/simple_rl` shows train/reward_mean and
-train/entropy.
+is trained on under the weights that it was sampled with; with --staleness K, under those of K steps before, for every batch
+alike. The trainer's flags of the algorithm, its corrections, lengths and optimizer are flags here too.
+`tensorboard --logdir runs/simple_rl` shows train/reward_mean and train/entropy; evaluations.jsonl beside it has what
+--evaluate-every saw.
 """
 
 from __future__ import annotations
@@ -19,19 +22,21 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
 import contextlib
+import json
 import logging
 import os
-from collections.abc import Iterator
+import shlex
 
 import torch
 
 from example_trainer.api_keys import revealed
-from example_trainer.batch.local_sampler import SampledBatches, Sampler
-from example_trainer.batch.problems import Problem, from_file, sums
+from example_trainer.batch.local_sampler import HeldOut, SampledBatches, Sampler
+from example_trainer.batch.problems import Task, find_task
 from example_trainer.batch.reader import BatchReader
 from example_trainer.child_processes.ports import PortReservations
 from example_trainer.child_processes.processes import ProcessError, Supervisor
 from example_trainer.child_processes.readiness import http_probe, wait_until
+from example_trainer.command_line import add_section, checked_config
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.pairing import make_parity, pin_settings
 from example_trainer.deterministic.parity import ParityCheck
@@ -40,28 +45,41 @@ from example_trainer.models.hf_checkpoint import find_checkpoint
 from example_trainer.observe.metrics import make_metrics
 from example_trainer.observe.perf import make_speed
 from example_trainer.observe.profiling import StepProfiler
+from example_trainer.options.algorithm import AlgorithmOptions, CorrectionOptions, LengthOptions
+from example_trainer.options.model import ModelOptions, OptimizerOptions
+from example_trainer.options.section import Section
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal, run
 from example_trainer.training.device_and_dtype import choose_device, choose_dtype
 from example_trainer.training.loop import NoCheckpoints, Parts
 from example_trainer.training.loop import train as take_steps
-from example_trainer.training.model import decoder_maker, make_model
+from example_trainer.training.model import decoder_maker, make_model, make_reference
 from example_trainer.training.optimizer import make_optimizer
 from example_trainer.weight_bridge.factory import make_bridge
 
 logger = logging.getLogger("example_trainer.simple_rl")
 ROOT = Path(__file__).resolve().parents[1]
 START_SECONDS = 600.0
+PASSED_ON: dict[type[Section], tuple[str, ...]] = {
+    AlgorithmOptions: (),
+    CorrectionOptions: (),
+    LengthOptions: (),
+    OptimizerOptions: ("lr",),
+    ModelOptions: tuple(name for name in ModelOptions.model_fields if name not in ("dtype", "num_threads")),
+}
+"""The trainer's sections whose flags are flags here too, but for those fields."""
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    """The options."""
-    parser = argparse.ArgumentParser(prog="simple_rl.py", description="GRPO with bitwise equal sampler and trainer.")
+    """The options; those of PASSED_ON are there only where they are given."""
+    about = "Reinforcement learning with bitwise equal sampler and trainer."
+    parser = argparse.ArgumentParser(prog="simple_rl.py", description=about, allow_abbrev=False)
     add = parser.add_argument
     switch = "vLLM's and the trainer's kernels give the same bits, or the run stops; off: count how many tokens differ"
     add("--batch-invariant", action=argparse.BooleanOptionalAction, default=True, help=switch)
     add("--model", default=str(ROOT / "assets" / "starter_model"), help="folder or hub id (default: the starter model)")
-    add("--problems", type=Path, help="JSON lines with question and answer; not given: sums of --digits digits")
+    told = "JSON lines with question and answer, or module:name of a Task; not given: sums of --digits digits"
+    add("--problems", help=told)
     add("--digits", type=int, default=2, help="of each operand (default: %(default)s)")
     add("--steps", type=int, default=100, help="optimizer steps (default: %(default)s)")
     add("--groups", type=int, default=8, help="problems in a step (default: %(default)s)")
@@ -70,23 +88,42 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--max-model-len", type=int, default=1024, help="prompt and answer (default: %(default)s)")
     passes = "sequences of --max-model-len tokens that fit into a forward pass (default: %(default)s)"
     add("--micro-batch", type=int, default=32, help=passes)
+    stale = "train each batch this many steps after the weights that sampled it (default: %(default)s)"
+    add("--staleness", type=int, default=0, help=stale)
+    every = "steps between greedy answers to the task's held-out problems; 0: never (default: %(default)s)"
+    add("--evaluate-every", type=int, default=0, help=every)
+    add("--held-out", type=int, default=200, help="so many of them (default: %(default)s)")
+    copies = (
+        "the trainer has a copy of the weights of its own, and vLLM is on the last GPU; --dtype float32 then trains in that"
+    )
+    add("--two-copies", action="store_true", help=copies)
     add("--lr", type=float, default=3e-4, help="learning rate (default: %(default)s)")
     add("--seed", type=int, default=0, help="of problems and samples (default: %(default)s)")
     add("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
     add("--gpu-memory", type=float, default=0.45, help="vLLM's share of the GPU (default: %(default)s)")
     add("--cache-gib", type=float, help="exact size of vLLM's cache instead, for a GPU that other runs use at the same time")
+    add("--vllm-args", default="", help='more flags for vLLM, in quotes: --vllm-args "--max-num-seqs 64"')
     add("--output", type=Path, default=Path("runs/simple_rl"), help="metrics, logs, TensorBoard (default: %(default)s)")
-    return parser.parse_args(arguments)
+    for section, left_out in PASSED_ON.items():
+        add_section(parser, section, left_out)
+    options = parser.parse_args(arguments)
+    for name, least in (("staleness", 0), ("evaluate_every", 0), ("held_out", 1)):
+        if getattr(options, name) < least:
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: give at least {least}")
+    return options
 
 
 def trainer_config(options: argparse.Namespace, port: int) -> TrainerConfig:
-    """The same options as grpo.py's."""
-    return TrainerConfig.model_validate(
+    """The same options as grpo.py's. Raises ConfigError if one does not fit."""
+    passed_on = {name for section in PASSED_ON for name in section.model_fields} & vars(options).keys() - {"device", "seed"}
+    return checked_config(
         {
+            **{name: getattr(options, name) for name in passed_on},
             "model_name": options.model,
             "device": options.device,
             "weight_bridge_mode": "shared_vllm",
-            "single_copy": True,
+            "single_copy": not options.two_copies,
+            "use_shared_memory": options.two_copies,
             "vllm_port": port,
             "training_steps": options.steps,
             "batch_size": options.group_size,
@@ -96,11 +133,25 @@ def trainer_config(options: argparse.Namespace, port: int) -> TrainerConfig:
             "seq_len": options.max_model_len,
             "seed": options.seed,
             "deterministic": options.batch_invariant,
-            "forward_zero_advantages": True,  # every token is compared, in the control too
+            "max_staleness": options.staleness,
             "log_dir": options.output,
             "save_path": options.output / "checkpoints",
-        }
+        },
+        passed_on,
     )
+
+
+def gpu_of_vllm(device: torch.device) -> str:
+    """The last GPU that this process sees, which is not the trainer's.
+
+    Raises:
+        ConfigError: it sees but one.
+    """
+    count = torch.cuda.device_count()
+    if count < 2:
+        raise ConfigError(f"--two-copies needs a GPU for vLLM beside the trainer's, and {count} can be seen; leave it out")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return (visible.split(",") if visible else [str(number) for number in range(count)])[-1]
 
 
 def start_vllm(supervisor: Supervisor, options: argparse.Namespace, device: torch.device, ports: tuple[int, int]) -> None:
@@ -117,6 +168,8 @@ def start_vllm(supervisor: Supervisor, options: argparse.Namespace, device: torc
     command += ["--port", str(port), "--host", "127.0.0.1", "--max-model-len", str(options.max_model_len)]
     command += ["--seed", str(options.seed)]
     if device.type == "cuda":
+        if options.two_copies:
+            variables["CUDA_VISIBLE_DEVICES"] = gpu_of_vllm(device)
         command += ["--dtype", "bfloat16", "--gpu-memory-utilization", str(options.gpu_memory)]
         if options.cache_gib:
             command += ["--kv-cache-memory-bytes", str(int(options.cache_gib * 2**30))]
@@ -125,6 +178,7 @@ def start_vllm(supervisor: Supervisor, options: argparse.Namespace, device: torc
         variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_WAIT_POLICY": "passive"}
     if options.batch_invariant:
         command.append("--deterministic")
+    command += shlex.split(options.vllm_args)
     log = folder / "vllm.log"
     logger.info("Starting vLLM, log: %s", log)
     try:
@@ -137,14 +191,26 @@ def start_vllm(supervisor: Supervisor, options: argparse.Namespace, device: torc
     logger.info("vLLM is ready after %.0f s", seconds)
 
 
-def problems_of(options: argparse.Namespace) -> Iterator[Problem]:
-    """What --problems names, or sums."""
-    return from_file(options.problems, options.seed) if options.problems else sums(options.seed, options.digits)
+def make_held_out(options: argparse.Namespace, task: Task, sampler: Sampler) -> HeldOut | None:
+    """What measures the weights while they are trained, if --evaluate-every asks for it. Writes evaluations.jsonl."""
+    if not options.evaluate_every or task.held_out is None:
+        return None
+    path: Path = options.output / "evaluations.jsonl"
+    path.unlink(missing_ok=True)
+
+    def record(version: int, solved: float, length: float) -> None:
+        row = {"name": "held_out", "weight_version": version, "metrics": {"solved": solved, "response_length_mean": length}}
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    return HeldOut(sampler, task.held_out(options.held_out), options.evaluate_every, record)
 
 
 def train(options: argparse.Namespace, stop: StopSignal) -> None:
     """The whole run."""
-    problems = problems_of(options)
+    task = find_task(options.problems, options.digits)
+    if options.evaluate_every and task.held_out is None:
+        raise ConfigError("--evaluate-every needs held-out problems, which only a Task has: --problems module:name")
     with contextlib.ExitStack() as stack:
         ports = stack.enter_context(PortReservations())
         port, rendezvous = ports.pick(), ports.pick()
@@ -160,15 +226,20 @@ def train(options: argparse.Namespace, stop: StopSignal) -> None:
         ranks = Ranks()
         bridge = make_bridge(config, stop, ranks)
         stack.callback(bridge.close)
-        dtype = choose_dtype(config, bridge.serving_dtype(), device)
-        model = make_model(config, None, dtype, device, decoder_maker(config, ranks))
+        dtype = choose_dtype(config, bridge.serving_dtype(), device, bridge.converts)
+        make = decoder_maker(config, ranks)
+        model = make_model(config, None, dtype, device, make)
+        reference = make_reference(config, model, dtype, device, make)
         parity = make_parity(config, model, stop) if options.batch_invariant else ParityCheck({}, {}, stop=False)
         optimizer = make_optimizer(config, model)
         metrics = make_metrics(config, 0)
         stack.callback(metrics.close)
         folder = str(find_checkpoint(options.model))
         key = revealed(config.vllm_api_key)
-        sampler = Sampler(f"http://127.0.0.1:{port}", folder, options.group_size, options.max_tokens, options.seed, key)
+        url = f"http://127.0.0.1:{port}"
+        sampler = Sampler(url, folder, options.group_size, options.max_tokens, options.seed, key, config.temperature)
+        held_out = make_held_out(options, task, sampler)
+        problems = task.training(options.seed)
         stack.callback(sampler.close)
         reader = BatchReader(config, model.geometry.vocab_size, options.micro_batch * options.max_model_len)
         bridge.connect(model)
@@ -181,15 +252,20 @@ def train(options: argparse.Namespace, stop: StopSignal) -> None:
                 ranks=ranks,
                 model=model,
                 optimizer=optimizer,
-                batches=SampledBatches(sampler, problems, options.groups, reader, device),
+                batches=SampledBatches(
+                    sampler, problems, options.groups, reader, device, options.staleness, options.steps, held_out
+                ),
                 bridge=bridge,
                 parity=parity,
                 checkpoints=NoCheckpoints(),
                 metrics=metrics,
-                speed=make_speed(model, device, dtype),
+                speed=make_speed(model, device, dtype, reference=reference is not None),
                 profiler=StepProfiler(config.profiled_steps, config.log_dir),
+                reference=reference,
             )
         )
+        if held_out is not None:
+            held_out.look(options.steps, last=True)
         compared, mismatched = parity.compared_in_all, parity.mismatched_in_all
         if options.batch_invariant:
             logger.info("✓ vLLM-TorchTitan bitwise determinism verified: %d tokens match exactly", compared)

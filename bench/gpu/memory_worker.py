@@ -133,7 +133,7 @@ def measure(asked: Configuration, device: torch.device) -> dict[str, Any]:
         geometry=geometry, dtype=dtype, tokens_per_microbatch=asked.batch * asked.length, seq_len=asked.length,
         table=choose_table(device, dtype), offload=asked.offload,
         gradient_checkpointing=asked.checkpointing, logprob_chunk=config.logprob_chunk or default_chunk(device),
-        receivers=receivers_of(layouts),
+        receivers=receivers_of(layouts, dtype),
         reference=asked.reference, lora=(asked.lora_rank, ALL_PROJECTIONS) if asked.lora_rank else None,
         world_size=asked.ranks,
     )  # fmt: skip

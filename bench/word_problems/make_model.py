@@ -3,9 +3,9 @@
     python -m bench.word_problems.make_model --output DIR                            one GPU, minutes
     python -m bench.word_problems.make_model --output DIR --shape tiny --device cpu  to try it
 
-It is shown worked-out stories (problems.py) until its samples solve a share of those that it will be rewarded for, some of which
-have more steps than it was ever shown; then its learning rate falls to zero over the last steps. DIR gets what Hugging Face
-writes, bfloat16 if it was made on a GPU, and training_log.jsonl: plan, versions, loss, and the share solved by number of steps.
+It is shown worked-out stories (problems.py) until its samples solve a share of those that it will be rewarded for, some of
+which have more steps than it was ever shown; then its learning rate falls to zero over the last steps. DIR gets what Hugging
+Face writes, bfloat16 if it was made on a GPU, and training_log.jsonl: plan, versions, loss, and the share solved by steps.
 """
 
 from __future__ import annotations

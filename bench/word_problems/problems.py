@@ -21,6 +21,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from environments import arithmetic_problems
 from environments.arithmetic_problems import ITEMS, NAMES
 from example_trainer.batch.problems import Problem, Task
 
@@ -162,3 +163,8 @@ def task(steps: Sequence[int]) -> Task:
 
 REWARDED = task(REWARDED_STEPS)
 EASY = task(EASY_STEPS)
+STARTER = Task(
+    training=lambda seed: (Problem(one.question, str(one.answer)) for one in arithmetic_problems.training_problems(seed, 1)),
+    held_out=lambda count: [Problem(one.question, str(one.answer)) for one in arithmetic_problems.held_out_problems(count, 1)],
+)
+"""What the starter model was made for: one sum."""

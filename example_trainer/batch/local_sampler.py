@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,9 +21,12 @@ from example_trainer.batch.reader import BatchReader
 from example_trainer.errors import ModelError
 from example_trainer.vllm_client import VLLMClient
 
+logger = logging.getLogger(__name__)
+
 _SECONDS = 600.0
 """One group may take this long."""
-TEMPERATURE = 1.0
+_AT_ONCE = 64
+"""Requests of one answer that are under way at the same time, at most; groups all are."""
 
 
 class Sampler:
@@ -32,13 +38,23 @@ class Sampler:
         group_size: completions of each question.
         max_tokens: of each completion.
         seed: of the first request; every sample of a run has another one.
+        temperature: of the completions that are trained on.
         api_key: bearer token, if the server asks for one.
 
     Raises:
         ModelError: there is no tokenizer, or it has no chat template.
     """
 
-    def __init__(self, url: str, folder: str, group_size: int, max_tokens: int, seed: int, api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        folder: str,
+        group_size: int,
+        max_tokens: int,
+        seed: int,
+        api_key: str | None = None,
+        temperature: float = 1.0,
+    ) -> None:
         from transformers import AutoTokenizer
 
         try:
@@ -48,6 +64,7 @@ class Sampler:
         if not self._tokenizer.chat_template:
             raise ModelError(f"the tokenizer in {folder} has no chat template; give an instruction-tuned model")
         self._group_size, self._max_tokens, self._next_seed = group_size, max_tokens, seed << 32
+        self._temperature = temperature
         self._client = VLLMClient(url, _SECONDS, api_key)
 
     def groups(self, problems: Sequence[Problem]) -> list[dict[str, Any]]:
@@ -61,68 +78,141 @@ class Sampler:
         with ThreadPoolExecutor(max_workers=len(problems)) as pool:
             return list(pool.map(self._group, problems, seeds))
 
+    def greedy(self, problems: Sequence[Problem]) -> list[tuple[float, int]]:
+        """Score and length in tokens of one answer to each problem, sampled at temperature 0.
+
+        Raises:
+            BridgeError: the server refused, or did not answer.
+        """
+
+        def answered(problem: Problem) -> tuple[float, int]:
+            _, answer = self._ask(problem, {"n": 1, "temperature": 0.0})
+            (tokens,) = answer["token_ids"]
+            return problem.score(self._text(tokens)), len(tokens)
+
+        with ThreadPoolExecutor(max_workers=min(_AT_ONCE, len(problems))) as pool:
+            return list(pool.map(answered, problems))
+
     def _group(self, problem: Problem, seed: int) -> dict[str, Any]:
+        wanted = {"n": self._group_size, "temperature": self._temperature, "seed": seed}
+        prompt, answer = self._ask(problem, wanted)
+        sampled, logprobs = answer["token_ids"], answer["token_logprobs"]
+        return {
+            "tokens": [prompt + tokens for tokens in sampled],
+            "masks": [[NOT_TRAINED] * len(prompt) + tokens for tokens in sampled],
+            "inference_logprobs": [[1.0] * len(prompt) + values for values in logprobs],
+            "scores": [problem.score(self._text(tokens)) for tokens in sampled],
+            "weight_versions": answer["weight_versions"],
+            "weight_version_spans": answer["weight_version_spans"],
+        }
+
+    def _ask(self, problem: Problem, wanted: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
+        """The prompt's tokens, and the server's answer to a request that says so much beside it."""
         text = self._tokenizer.apply_chat_template(
             [{"role": "user", "content": problem.question}], add_generation_prompt=True, tokenize=False
         )
         prompt = self._tokenizer.encode(text, add_special_tokens=False)
         body = {
             "prompt": {"prompt_token_ids": prompt},
-            "n": self._group_size,
             "max_tokens": self._max_tokens,
-            "temperature": TEMPERATURE,
-            "seed": seed,
             "return_text": False,  # decoded here, and so off the server's way
             "token_logprobs": True,
+            **wanted,
         }
-        answer = self._client.call("/generate", body)
-        sampled, logprobs = answer["token_ids"], answer["token_logprobs"]
-        texts = [self._tokenizer.decode(tokens, skip_special_tokens=True) for tokens in sampled]
-        return {
-            "tokens": [prompt + tokens for tokens in sampled],
-            "masks": [[NOT_TRAINED] * len(prompt) + tokens for tokens in sampled],
-            "inference_logprobs": [[1.0] * len(prompt) + values for values in logprobs],
-            "scores": [problem.score(text) for text in texts],
-            "weight_versions": answer["weight_versions"],
-            "weight_version_spans": answer["weight_version_spans"],
-            "sampling_params": [{"temperature": TEMPERATURE, "max_tokens": self._max_tokens}] * len(sampled),
-            "finish_reasons": answer["finish_reasons"],
-        }
+        return prompt, self._client.call("/generate", body)
+
+    def _text(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
 
     def close(self) -> None:
         """Hang up."""
         self._client.close()
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """Measures the weights that a server serves, by greedy answers to problems that are not trained on.
+
+    Attributes:
+        every: weight versions between measurements.
+        record: gets the weight version, the share solved (0 to 1) and the mean length in tokens.
+    """
+
+    sampler: Sampler
+    problems: Sequence[Problem]
+    every: int
+    record: Callable[[int, float, float], None]
+
+    def look(self, version: int, last: bool = False) -> None:
+        """Measure, if the version's turn has come or it is the last one."""
+        if version % self.every and not last:
+            return
+        answers = self.sampler.greedy(self.problems)
+        solved = sum(score > 0 for score, _ in answers) / len(answers)
+        length = sum(length for _, length in answers) / len(answers)
+        logger.info("Held out, weights %d: %.1f %% of %d solved, length %.1f", version, 100 * solved, len(answers), length)
+        self.record(version, solved, length)
+
+
 class SampledBatches:
     """What a training takes its batches from where sampler and trainer take turns; see prefetch.Batches.
 
-    Every batch is sampled under the weights that it is trained on with, and nobody needs to be told what became of it.
+    Nobody needs to be told what became of a batch. Without staleness, each is sampled under the weights that it is trained on
+    with. With a staleness of K, the batch of version t is sampled under version max(0, t - K), always and exactly: what an
+    asynchronous run has by chance, at will.
+
+        K = 2    trained at    0  1  2  3  4
+                 sampled at    0  0  0  1  2
 
     Args:
         groups: problems in a batch.
         device: the trainer's.
+        staleness: K.
+        last_version: at which the run ends; nothing is sampled ahead for later ones.
+        held_out: measures the weights before each batch is sampled.
     """
 
     def __init__(
-        self, sampler: Sampler, problems: Iterator[Problem], groups: int, reader: BatchReader, device: torch.device
+        self,
+        sampler: Sampler,
+        problems: Iterator[Problem],
+        groups: int,
+        reader: BatchReader,
+        device: torch.device,
+        staleness: int = 0,
+        last_version: int | None = None,
+        held_out: HeldOut | None = None,
     ) -> None:
         self._sampler, self._problems, self._groups = sampler, problems, groups
         self._reader, self._device = reader, device
+        self._staleness, self._last_version, self._held_out = staleness, last_version, held_out
+        self._sampled: deque[list[dict[str, Any]]] = deque()
 
     def next(self, version: int, upkeep: Upkeep | None = None) -> ReadyBatch:
-        """Sample a batch.
+        """The batch whose turn it is.
 
         Raises:
             BatchError: nothing in it can be trained on.
             BridgeError: the server refused, or did not answer.
         """
+        if self._held_out is not None:
+            self._held_out.look(version)
         begun = time.perf_counter()
-        groups = self._sampler.groups(list(itertools.islice(self._problems, self._groups)))
+        self._sample_ahead(version)
+        groups = self._sampled.popleft()
         sampled = time.perf_counter()
         packed = self._reader.read(groups, version)
         on_device = [[one.to(self._device) for one in bins] for (bins,) in packed.minibatches]
         return ReadyBatch(on_device, packed.figures(version), None, 0, sampled - begun, time.perf_counter() - sampled)
+
+    def _sample_ahead(self, version: int) -> None:
+        """Sample under the weights of `version` as many batches as are missing; never none at all."""
+        ahead = self._staleness + 1
+        if self._last_version is not None:
+            ahead = min(ahead, self._last_version - version)
+        while len(self._sampled) < max(1, ahead):
+            self._sampled.append(self._sampler.groups(list(itertools.islice(self._problems, self._groups))))
 
     held: tuple[TrainedBatch, ...] = ()
     owes = False

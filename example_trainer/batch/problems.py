@@ -1,4 +1,4 @@
-r"""Questions with a number for an answer, for `simple_rl.py`: sums made on the fly, a file such as GSM8K's, or somebody's task."""
+r"""Questions with a number for an answer, for `simple_rl.py`: sums made on the fly, a file such as GSM8K's, or a `Task`."""
 
 from __future__ import annotations
 

@@ -46,14 +46,19 @@ def choose_device(config: TrainerConfig) -> torch.device:
     return device
 
 
-def choose_dtype(config: TrainerConfig, serving: torch.dtype | None, device: torch.device) -> torch.dtype:
+def choose_dtype(
+    config: TrainerConfig, serving: torch.dtype | None, device: torch.device, converts: bool = False
+) -> torch.dtype:
     """The dtype of the model's parameters: the server's, if it serves them.
+
+    Args:
+        converts: see WeightBridge; --dtype float32 is then obeyed whatever the server serves.
 
     Raises:
         ConfigError: --dtype asks for another one than the server serves, or it would be float16, in which gradients vanish: a
             token's share of a large batch is smaller than the least number there is.
     """
-    dtype = _dtype(config, serving, device)
+    dtype = _dtype(config, serving, device, converts and not config.deterministic)
     if dtype is torch.float16:
         whose = "the vLLM server holds" if serving is not None else "--dtype asks for" if config.dtype == "float16" else "has"
         what = f"--model-name {config.model_name} {whose}" if whose == "has" else whose
@@ -65,9 +70,11 @@ def choose_dtype(config: TrainerConfig, serving: torch.dtype | None, device: tor
     return dtype
 
 
-def _dtype(config: TrainerConfig, serving: torch.dtype | None, device: torch.device) -> torch.dtype:
+def _dtype(config: TrainerConfig, serving: torch.dtype | None, device: torch.device, converts: bool) -> torch.dtype:
     asked = None if config.dtype == "auto" else getattr(torch, config.dtype)
     if serving is not None:
+        if converts and asked is torch.float32 and serving is not torch.float16:
+            return torch.float32
         if asked not in (None, serving):
             raise ConfigError(
                 f"--dtype {config.dtype}, but the vLLM server holds {str(serving).removeprefix('torch.')}; give both the same"

@@ -236,7 +236,7 @@ def memory_request(config: TrainerConfig, bridge: WeightBridge, dtype: torch.dty
         gradient_checkpointing=config.gradient_checkpointing,
         logprob_chunk=config.logprob_chunk or default_chunk(device),
         single_copy=isinstance(bridge, SingleCopyBridge),
-        receivers=bridge.receivers(),
+        receivers=bridge.receivers(dtype),
         reference=bool(config.kl_coef) and not (lora and config.reference_model is None),
         lora=(config.lora_r, tuple(config.lora_target_modules)) if lora else None,
         world_size=_ranks("WORLD_SIZE"),

@@ -27,7 +27,8 @@ class Receiver:
     Attributes:
         tp_rank: which of vLLM's ranks holds it.
         shard_bytes: all of it.
-        column_bytes: of slices that a process with whole parameters cannot send from where they are.
+        column_bytes: of slices that a process with whole parameters cannot send from where they are: columns, and all if the
+            parameters have another dtype.
     """
 
     tp_rank: int
@@ -82,18 +83,24 @@ class WeightBridge(ABC):
     params_mapped: int = 0
     """How many of the model's parameters the bridge delivers. Equal to params_total once connected."""
     params_total: int = 0
+    converts: bool = False
+    """Whether the trainer's model may have another dtype than the server's: what is sent is rounded to the latter."""
 
     @abstractmethod
     def serving_dtype(self) -> torch.dtype | None:
-        """The dtype in which the server holds its weights, which the trainer's model must share; None if any will do.
+        """The dtype in which the server holds its weights; None if it has none of its own. The trainer's model has it too, but
+        for a bridge that converts.
 
         Asked before the model is loaded. Raises BridgeError if the server cannot be reached within the deadline.
         """
 
-    def receivers(self) -> tuple[Receiver, ...]:
+    def receivers(self, dtype: torch.dtype) -> tuple[Receiver, ...]:
         """The layouts that weights are packed for, which the memory plan counts; empty if nothing is packed.
 
         Asked after `serving_dtype`, before the model is loaded.
+
+        Args:
+            dtype: that it will have.
         """
         return ()
 

@@ -18,6 +18,7 @@ from example_trainer.weight_bridge.server import BridgeServer, Shapes, served_dt
 from example_trainer.weight_bridge.slices import WeightSlices, receivers_of
 from vllm_patching.checksum import WeightSummary
 from vllm_patching.distributed_utils import RendezvousError, host_store, rendezvous_address
+from vllm_patching.manifest import dtype_name
 from vllm_patching.shared_memory import gpu_uuid
 
 logger = logging.getLogger(__name__)
@@ -28,8 +29,11 @@ _T = TypeVar("_T")
 class BroadcastBridge(WeightBridge):
     """Sends each rank of each server the shards that it holds, one server after the other.
 
-    A server that is killed and started again is found, and gets the weights of the present version before it serves.
+    A server that is killed and started again is found, and gets the weights of the present version before it serves. A float32
+    model is rounded to the server's dtype.
     """
+
+    converts = True
 
     def __init__(
         self, servers: BridgeServer | Sequence[BridgeServer], transfer: str = "auto", ranks: Ranks | None = None
@@ -58,12 +62,15 @@ class BroadcastBridge(WeightBridge):
             session.ask()
         return served_dtype(self._sessions[0].info)
 
-    def receivers(self) -> tuple[Receiver, ...]:
-        return receivers_of(manifest for session in self._sessions for manifest in session.manifests)
+    def receivers(self, dtype: torch.dtype) -> tuple[Receiver, ...]:
+        return receivers_of((manifest for session in self._sessions for manifest in session.manifests), dtype)
 
     def connect(self, model: torch.nn.Module) -> None:
         self._model = model
         self._shapes = shapes_of(model)
+        if all(parameter.dtype is torch.float32 for parameter in model.parameters()):
+            served = dtype_name(served_dtype(self._sessions[0].info))  # what is sent has it, see WeightSlices
+            self._shapes = {name: (shape, served) for name, (shape, _) in self._shapes.items()}
         self._device = next(model.parameters()).device
         self._address = _translate(rendezvous_address)
         timeout = self._sessions[0].server.timeout

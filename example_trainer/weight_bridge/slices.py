@@ -12,15 +12,23 @@ from vllm_patching.distributed_utils import PART_BYTES
 from vllm_patching.manifest import FlatSlice, Manifest, flat_layout, parts, source_view
 
 
-def receivers_of(manifests: Iterable[Manifest]) -> tuple[Receiver, ...]:
-    """What each layout among these needs in buffers; ranks of several servers with the same one share them."""
-    return tuple(_receiver(manifest) for manifest in {manifest.digest(): manifest for manifest in manifests}.values())
+def receivers_of(manifests: Iterable[Manifest], dtype: torch.dtype) -> tuple[Receiver, ...]:
+    """What each layout among these needs in buffers; ranks of several servers with the same one share them.
+
+    Args:
+        dtype: of the trainer's parameters.
+    """
+    return tuple(_receiver(manifest, dtype) for manifest in {manifest.digest(): manifest for manifest in manifests}.values())
 
 
-def _receiver(manifest: Manifest) -> Receiver:
+def _receiver(manifest: Manifest, dtype: torch.dtype) -> Receiver:
     layout, _ = flat_layout(manifest)
     full = {entry.shard.name: entry.shard.full_shape for entry in manifest.entries}
-    columns = sum(item.num_bytes for item in layout if item.slice.dim == 1 and item.slice.length < full[item.name][1])
+    columns = sum(
+        item.num_bytes
+        for item in layout
+        if item.dtype != dtype or (item.slice.dim == 1 and item.slice.length < full[item.name][1])
+    )
     return Receiver(manifest.tp_rank, sum(item.num_bytes for item in layout), columns)
 
 
@@ -28,8 +36,9 @@ class WeightSlices:
     """Contiguous tensors, one for each slice of a rank's layout, in its order.
 
     A slice that is contiguous in the trainer's parameter (rows) is sent from where it is. The others (columns, for
-    tensor-parallel ranks), and all slices of parameters that no process holds whole, are packed first, each into a buffer that
-    stays for as long as the object does: `packed_bytes` in all, which `receivers_of` tells the memory plan beforehand.
+    tensor-parallel ranks), those of parameters of another dtype than the layout's, and all slices of parameters that no process
+    holds whole, are packed first, each into a buffer that stays for as long as the object does: `packed_bytes` in all, which
+    `receivers_of` tells the memory plan beforehand.
 
     Attributes:
         digest: identifies the layout; ranks of several servers with the same one get the same tensors.
@@ -53,7 +62,7 @@ class WeightSlices:
         named: list[tuple[str, torch.Tensor]] = []
         for item in layout:
             tensor = source_view(item, parameters[item.name].data) if whole else None
-            if tensor is None or not tensor.is_contiguous():
+            if tensor is None or tensor.dtype != item.dtype or not tensor.is_contiguous():
                 tensor = torch.empty(item.shape, dtype=item.dtype, device=device)
                 self._by_name.setdefault(item.name, []).append((item, tensor))
             named.append((item.name, tensor))

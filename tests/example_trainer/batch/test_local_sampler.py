@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from example_trainer.batch.groups import parse_batch
-from example_trainer.batch.local_sampler import SampledBatches, Sampler
+from example_trainer.batch.local_sampler import HeldOut, SampledBatches, Sampler
 from example_trainer.batch.problems import Problem, sums
 from example_trainer.batch.reader import BatchReader
 from example_trainer.config import TrainerConfig
@@ -41,9 +41,12 @@ class MadeUpSampler:
         }
 
 
-def batches(sampler: MadeUpSampler, vocab_size: int = 50) -> SampledBatches:
+def batches(
+    sampler: MadeUpSampler, vocab_size: int = 50, staleness: int = 0, last_version: int | None = None
+) -> SampledBatches:
     reader = BatchReader(TrainerConfig(model_name="m"), vocab_size, tokens_per_bin=16)
-    return SampledBatches(sampler, sums(3), 2, reader, torch.device("cpu"))  # type: ignore[arg-type]
+    device = torch.device("cpu")
+    return SampledBatches(sampler, sums(3), 2, reader, device, staleness, last_version)  # type: ignore[arg-type]
 
 
 def test_each_batch_has_the_next_problems_and_the_present_version() -> None:
@@ -58,6 +61,42 @@ def test_each_batch_has_the_next_problems_and_the_present_version() -> None:
         assert versions.tolist() == [version] * batch.figures.tokens
         made.acknowledge(version + 1)
     assert sampler.asked == [problem.question for problem in itertools.islice(sums(3), 6)]
+
+
+@pytest.mark.parametrize(("staleness", "steps"), [(0, 3), (1, 4), (4, 12), (16, 5)])
+def test_every_batch_is_exactly_as_old_as_asked_for_and_nothing_is_sampled_in_vain(staleness: int, steps: int) -> None:
+    """The problems are those of a run without staleness, in the same order."""
+    sampler = MadeUpSampler()
+    made = batches(sampler, staleness=staleness, last_version=steps)
+    for version in range(steps):
+        sampler.version = version
+        batch = made.next(version)
+        seen = torch.cat([one.versions for one in batch.bins])
+        assert seen.tolist() == [max(0, version - staleness)] * batch.figures.tokens
+        assert batch.figures.age_max == min(version, staleness)
+        made.acknowledge(version + 1)
+    assert sampler.asked == [problem.question for problem in itertools.islice(sums(3), 2 * steps)]
+
+
+def test_held_out_problems_are_answered_greedily_when_their_turn_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = Sampler("http://127.0.0.1:1", str(ROOT / "assets" / "starter_model"), group_size=8, max_tokens=9, seed=0)
+    two = sampler._tokenizer.encode(r"\boxed{2}", add_special_tokens=False)
+    asked: list[dict[str, Any]] = []
+
+    def answer(client: VLLMClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        asked.append(body)
+        return {"token_ids": [two]}
+
+    monkeypatch.setattr(VLLMClient, "call", answer)
+    rows: list[tuple[int, float, float]] = []
+    problems = [Problem("1 + 1", "2"), Problem("1 + 2", "3"), Problem("5 - 3", "2"), Problem("2", "2")]
+    held_out = HeldOut(sampler, problems, every=10, record=lambda *row: rows.append(row))
+    for version in (0, 1, 9, 10):
+        held_out.look(version)
+    held_out.look(13, last=True)
+    sampler.close()
+    assert rows == [(version, 0.75, len(two)) for version in (0, 10, 13)]
+    assert all((body["n"], body["temperature"], body["max_tokens"]) == (1, 0.0, 9) for body in asked)
 
 
 def test_a_batch_of_another_tokenizer_can_be_skipped() -> None:

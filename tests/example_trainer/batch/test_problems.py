@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.batch.problems import INSTRUCTION, Problem, from_file, sums
+from example_trainer.batch.problems import INSTRUCTION, Problem, find_task, sums
 from example_trainer.errors import ConfigError
 
 
@@ -45,12 +45,14 @@ def test_a_file_in_gsm8ks_form_is_shuffled_anew_each_time_round(tmp_path: Path) 
     path = tmp_path / "problems.jsonl"
     rows = [{"question": f"q{i}", "answer": f"since {i} it is\n#### 1,{i:03d}"} for i in range(20)]
     path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n" + json.dumps({"question": "q20", "answer": 5}) + "\n")
-    drawn = list(islice(from_file(path, 0), 42))
+    task = find_task(str(path))
+    assert task.held_out is None
+    drawn = list(islice(task.training(0), 42))
     expected = {f"q{i}{INSTRUCTION}": f"1,{i:03d}" for i in range(20)} | {f"q20{INSTRUCTION}": "5"}
     assert {problem.question: problem.answer for problem in drawn[:21]} == expected
     assert {problem.question for problem in drawn[21:]} == expected.keys()
     assert drawn[:21] != drawn[21:]
-    assert drawn == list(islice(from_file(path, 0), 42))
+    assert drawn == list(islice(task.training(0), 42))
     assert drawn[0].score(rf"\boxed{{{drawn[0].answer}}}") == 1.0
 
 
@@ -69,4 +71,19 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, content: str | None, mes
     if content is not None:
         path.write_text(content)
     with pytest.raises(ConfigError, match=message):
-        from_file(path, 0)
+        find_task(str(path))
+
+
+def test_a_task_is_found_by_module_and_name() -> None:
+    task = find_task("bench.word_problems.problems:EASY")
+    assert task.held_out is not None
+    questions = {problem.question for problem in islice(task.training(0), 100)}
+    assert not questions & {problem.question for problem in task.held_out(100)}
+    assert next(find_task(None, digits=1).training(5)) == next(sums(5, 1))
+    for name, message in (
+        ("bench.word_problems.problems:HARD", "has no attribute 'HARD'; give a file, or module:name of a Task"),
+        ("bench.nowhere:EASY", "No module named 'bench.nowhere'"),
+        ("bench.word_problems.problems:tell", "is of type function; give a Task"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            find_task(name)

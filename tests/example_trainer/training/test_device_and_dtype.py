@@ -30,6 +30,13 @@ def test_the_servers_comes_first() -> None:
         choose_dtype(options("float32"), torch.bfloat16, CPU)
 
 
+def test_a_bridge_that_rounds_lets_the_trainer_be_float32_beside_any_server() -> None:
+    assert choose_dtype(options("float32"), torch.bfloat16, CPU, converts=True) is torch.float32
+    assert choose_dtype(options(), torch.bfloat16, CPU, converts=True) is torch.bfloat16
+    with pytest.raises(ConfigError, match="--dtype bfloat16, but the vLLM server holds float32"):
+        choose_dtype(options("bfloat16"), torch.float32, CPU, converts=True)
+
+
 def test_float16_is_refused_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"the vLLM server holds float16 .* start server and trainer with --dtype bfloat16"):
         choose_dtype(options(), torch.float16, GPU)
