@@ -51,6 +51,7 @@ class Plan:
         target: share of sampled answers to held-out problems of `rewarded` steps that must be right before the rate falls.
         cooldown: steps over which it then falls.
         measure_every: steps between measurements, each of `measured_on` problems.
+        longest: tokens of an answer, at most; solutions of `rewarded` steps are well below.
         shown, rewarded: steps of the stories that it is shown and measured on.
     """
 
@@ -67,6 +68,7 @@ class Plan:
     warmup: int = 100
     measure_every: int = 100
     measured_on: int = 250
+    longest: int = 256
     matrix_rate: float = 0.02
     other_rate: float = 2e-3
     shown: tuple[int, ...] = SUPERVISED_STEPS
@@ -78,11 +80,9 @@ PLANS = {
     "medium": Plan(),
     "tiny": Plan(
         hidden=128, layers=2, heads=2, kv_heads=2, head_dim=64, intermediate=256, batch=16, most_steps=20, cooldown=5, warmup=5,
-        measure_every=10, measured_on=4, shown=EASY_STEPS, rewarded=EASY_STEPS,
+        measure_every=10, measured_on=4, longest=24, shown=EASY_STEPS, rewarded=EASY_STEPS,
     ),
 }  # fmt: skip
-MAX_ANSWER = 256
-"""Tokens; the longest solution of problems.py is well below."""
 
 
 def make_tokenizer(seed: int = 0) -> PreTrainedTokenizerFast:
@@ -159,7 +159,7 @@ def solved_by_steps(
     stories = held_out(plan.measured_on, plan.rewarded)
     torch.manual_seed(plan.seed)
     with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
-        replies = generate(model, tokenizer, stories, temperature=temperature, max_tokens=MAX_ANSWER)
+        replies = generate(model, tokenizer, stories, temperature=temperature, max_tokens=plan.longest)
     right = [
         story.problem.score(tokenizer.decode(reply, skip_special_tokens=True)) > 0
         for story, reply in zip(stories, replies, strict=True)

@@ -1,0 +1,167 @@
+"""bench/learning.py without its trainings: what is compared, in which order, what counts as divergence, tables and pictures."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench import learning, learning_plots
+from bench.learning_figures import NAMED
+from bench.learning_plan import CHAPTERS, CORRECTIONS, TINY, VARIANTS, estimated_seconds, gpus_of, plan, refusal, shown_in
+from bench.learning_summary import (
+    HEADS,
+    POINTS,
+    band,
+    curves,
+    divergence,
+    downsampled,
+    figures,
+    over_seeds,
+    steps_of,
+    variant_rows,
+)
+from bench.results_book import Book
+from example_trainer.simple_rl import parse_arguments, trainer_config
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_is_a_command_of_simple_rl(name: str) -> None:
+    variant = VARIANTS[name]
+    config = trainer_config(parse_arguments(list(variant.flags)), port=1)
+    assert config.deterministic == (name == "exact")
+    assert (config.max_staleness or 0) == (int(name.rpartition("_")[2]) if name.rpartition("_")[2].isdigit() else 0)
+    assert (config.correction != "none") == any(name.startswith(c) for c in CORRECTIONS if c != "sequence_kl")
+    assert (config.ppo_epochs, config.minibatches) == ((2, 2) if name.endswith("_2x2") else (1, 1))
+    assert config.dtype == ("float32" if name == "two_dtypes" else "auto")
+
+
+def test_every_variant_is_shown_and_every_first_seed_comes_first() -> None:
+    assert {variant for chapter in CHAPTERS for variant in shown_in(chapter)} == set(VARIANTS.values())
+    trainings = plan(list(VARIANTS), (7, 8))
+    assert [training.seed for training in trainings] == [7] * len(VARIANTS) + [8] * len(VARIANTS)
+    assert [training.name for training in plan(["gspo", "exact"], (3,))] == ["exact 3", "gspo 3"]
+
+
+def test_a_variant_gets_the_gpus_that_it_needs_or_a_reason() -> None:
+    (two,) = plan(["two_dtypes"], (0,))
+    (one,) = plan(["stale_4"], (0,))
+    assert [gpus_of(two, slot, 4) for slot in range(4)] == ["0,1", "1,2", "2,3", "3,0"]
+    assert [gpus_of(one, slot, 4) for slot in range(4)] == ["0", "1", "2", "3"]
+    assert refusal(two.variant, 1, on_cpu=False) == "it needs 2 GPUs, and 1 are here"
+    assert refusal(VARIANTS["exact"], 1, on_cpu=True) == "its kernels want a GPU"
+    assert [refusal(VARIANTS[name], 1, on_cpu=True) for name in TINY] == [None] * len(TINY)
+    assert estimated_seconds(69, 24, 400.0) == 3 * 400.0
+
+
+@given(st.lists(st.one_of(st.none(), st.floats(-10, 10)), max_size=500))
+def test_a_kept_curve_is_short_and_has_the_same_mean(values: list[float | None]) -> None:
+    kept = downsampled(values)
+    assert len(kept) == len(steps_of(len(values))) <= POINTS
+    places = steps_of(len(values))
+    assert places == sorted(places)
+    assert all(1 <= place <= len(values) for place in places)
+    if None not in values and values and len(values) % len(kept) == 0:
+        assert sum(kept) / len(kept) == pytest.approx(sum(values) / len(values), abs=1e-3)  # type: ignore[arg-type]
+
+
+def rows_of(rewards: list[float], kl: float = 1e-4) -> list[dict[str, Any]]:
+    noise = random.Random(0)
+    return [
+        {"reward_mean": r + noise.uniform(-0.1, 0.1), "kl": kl, "seconds_wait": 1.0, "seconds_train": 0.5, "ess": None}
+        for r in rewards
+    ]
+
+
+RISING = [-0.5 + step / 100 for step in range(100)]
+
+
+def test_only_a_run_that_falls_apart_has_diverged() -> None:
+    assert divergence(rows_of(RISING), "") is None
+    assert divergence(rows_of([-0.9] * 100), "") is None, "nothing was there to be lost"
+    assert divergence(rows_of([*RISING[:60], *[0.0] * 40]), "") is None, "a slump"
+    fallen = divergence(rows_of([*RISING[:90], *[-0.9] * 10]), "")
+    assert fallen is not None
+    assert fallen.startswith("reward fell from 0.")
+    apart = rows_of(RISING)
+    for row in apart[40:]:
+        row["kl"] = 3.0
+    assert divergence(apart, "") == "KL of 3 nats a token at step 50"
+    assert divergence(rows_of(RISING[:5]), "ERROR 07:00:00 the gradient of x is NaN or infinite at optimizer step 5; …") == (
+        "not finite after step 5"
+    )
+    assert divergence([], "") is None
+
+
+def run_of(variant: str, seed: int, rewards: list[float], solved: float) -> dict[str, Any]:
+    rows = rows_of(rewards)
+    evaluations = [{"weight_version": v, "metrics": {"solved": s}} for v, s in ((0, 0.2), (100, solved))]
+    return {
+        "variant": variant, "seed": seed, "status": "done", "diverged": divergence(rows, ""), "last_line": "", "seconds": 9.0,
+        "steps": len(rows), "figures": figures(rows, evaluations), "curves": curves(rows),
+        "evaluation": {"weight_version": [0, 100], "solved": [0.2, solved]},
+        "measured": {"commit": "abc", "date": "2026-11-22 14:00", "run": "one"},
+    }  # fmt: skip
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """Two variants of the staleness chapter, two seeds each; one run of theirs has diverged, and a third has failed."""
+    fallen = [*RISING[:90], *[-0.9] * 10]
+    runs = {
+        "ordinary 0": run_of("ordinary", 0, RISING, 0.6),
+        "ordinary 1": run_of("ordinary", 1, RISING, 0.4),
+        "stale_16 0": run_of("stale_16", 0, fallen, 0.0),
+        "stale_16 1": run_of("stale_16", 1, RISING, 0.5),
+        "stale_4 0": run_of("stale_4", 0, RISING[:3], 0.5) | {"status": "failed", "last_line": "out of memory"},
+    }
+    path = tmp_path / "learning.json"
+    path.write_text(json.dumps({"measured": {"commit": "abc", "date": "2026-11-22 14:00", "run": "one"}, "runs": runs}))
+    return path
+
+
+def test_tables_have_means_over_seeds_and_say_what_diverged(results: Path) -> None:
+    book = Book(results.parent)
+    assert book.undated() == []
+    runs = book.get("learning", "runs")
+    rows = variant_rows(runs, [(variant.name, variant.label) for variant in shown_in("staleness")])
+    assert [row[:2] for row in rows] == [["ordinary kernels", "2"], ["16 steps old", "2"]]
+    found = dict(zip(HEADS, rows[0], strict=True))
+    assert found["solved after"] == "50.0% ± 14.1%"
+    assert found["diverged"] == "0"
+    assert rows[1][-1].startswith("reward fell from ")
+    assert over_seeds([runs["ordinary 0"]], "solved_last") == (0.6, 0.0)
+    assert over_seeds([], "solved_last") is None
+    table = NAMED["learning_staleness"](book)
+    assert "| 16 steps old | 2 |" in table
+    assert table.endswith("One run of 2026-11-22, commit abc.")
+    assert NAMED["learning_divergences"](book).startswith("1 of 5 trainings diverged: stale_16 0 (reward fell")
+    told = learning.report(json.loads(results.read_text()) | {"skipped": {"exact": "its kernels want a GPU"}})
+    assert "stale_4 0: failed: out of memory" in told
+    assert "exact: not trained: its kernels want a GPU" in told
+
+
+def test_bands_reach_from_the_least_to_the_greatest() -> None:
+    runs = [([1.0, 2.0, 3.0], [0.0, None, 4.0]), ([1.0, 2.0], [2.0, 6.0])]
+    assert band(runs) == ([1.0, 2.0, 3.0], [1.0, 6.0, 4.0], [0.0, 6.0, 4.0], [2.0, 6.0, 4.0])
+
+
+def test_a_picture_is_drawn_of_each_chapter_that_was_trained(
+    results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert learning_plots.main([str(results), "--output", str(tmp_path / "images")]) == 0
+    drawn = {path.name: path.stat().st_size for path in (tmp_path / "images").iterdir()}
+    assert set(drawn) == {"learning_arithmetic.png", "learning_staleness.png"}
+    assert min(drawn.values()) > 20_000
+    assert "nothing of losses_2x2 was trained" in capsys.readouterr().out
+
+
+def test_without_a_model_it_ends_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--output", str(tmp_path / "out"), "--model", str(tmp_path / "none"), "--device", "cpu"]
+    assert learning.main(arguments) == 1
+    assert "there is no model in" in capsys.readouterr().out
