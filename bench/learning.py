@@ -171,7 +171,7 @@ class Learning:
         flags = [word for name, value in common.items() for word in (f"--{name}", str(value))]
         vllm = f"--max-num-seqs {args.max_num_seqs}"
         if self.on_cpu:
-            vllm += " --dtype bfloat16" if "--two-copies" in training.variant.flags else ""
+            vllm += " --dtype bfloat16" if "--dtype" in training.variant.flags else ""
         else:
             # A share of the GPU is measured at the start, and would be measured wrong beside other starts.
             flags += ["--gpu-memory", "0.02", "--cache-gib", str(args.cache_gib)]

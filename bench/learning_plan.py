@@ -15,7 +15,8 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
     "sequence_mask": ("--correction", "sequence_mask"),
     "sequence_kl": (*UNCORRECTED, "--sequence-kl-limit", "0.02"),
 }
-TWICE = ("--ppo-epochs", "2", "--minibatches", "2")
+TWICE = ("--ppo-epochs", "2", "--minibatches", "2", "--two-copies")
+"""What vLLM holds must not change between the updates of a batch."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Variant:
         chapter: what it is compared with, see CHAPTERS.
         label: in tables and plots.
         flags: of simple_rl.py.
-        gpus: that it needs at once; 0 where it needs one and no CPU will do.
+        gpus: that it needs at once.
+        cpu: whether it can be trained without one.
     """
 
     name: str
@@ -61,7 +63,7 @@ def _variants() -> list[Variant]:
         found.append(Variant(loss, "losses", loss.upper(), (*ORDINARY, *UNCORRECTED, "--loss", loss)))
     for loss in ("grpo", "dapo", "gspo", "cispo"):
         flags = (*ORDINARY, *UNCORRECTED, "--loss", loss, *TWICE)
-        found.append(Variant(f"{loss}_2x2", "losses_2x2", loss.upper(), flags))
+        found.append(Variant(f"{loss}_2x2", "losses_2x2", loss.upper(), flags, gpus=2))
     return found
 
 

@@ -71,7 +71,7 @@ def test_every_batch_is_exactly_as_old_as_asked_for_and_nothing_is_sampled_in_va
     for version in range(steps):
         sampler.version = version
         batch = made.next(version)
-        seen = torch.cat([one.versions for one in batch.bins])
+        seen = torch.cat([one.versions for bins in batch.minibatches for one in bins])
         assert seen.tolist() == [max(0, version - staleness)] * batch.figures.tokens
         assert batch.figures.age_max == min(version, staleness)
         made.acknowledge(version + 1)
