@@ -22,7 +22,6 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
 import contextlib
-import json
 import logging
 import os
 import shlex
@@ -30,6 +29,7 @@ import shlex
 import torch
 
 from example_trainer.api_keys import revealed
+from example_trainer.batch.evaluations import Evaluation
 from example_trainer.batch.local_sampler import HeldOut, SampledBatches, Sampler
 from example_trainer.batch.problems import Task, find_task
 from example_trainer.batch.reader import BatchReader
@@ -42,7 +42,8 @@ from example_trainer.deterministic.pairing import make_parity, pin_settings
 from example_trainer.deterministic.parity import ParityCheck
 from example_trainer.errors import ConfigError, TrainerError
 from example_trainer.models.hf_checkpoint import find_checkpoint
-from example_trainer.observe.metrics import make_metrics
+from example_trainer.observe.evaluations import evaluation_line
+from example_trainer.observe.metrics import MetricsLog, make_metrics
 from example_trainer.observe.perf import make_speed
 from example_trainer.observe.profiling import StepProfiler
 from example_trainer.options.algorithm import AlgorithmOptions, CorrectionOptions, LengthOptions
@@ -191,17 +192,14 @@ def start_vllm(supervisor: Supervisor, options: argparse.Namespace, device: torc
     logger.info("vLLM is ready after %.0f s", seconds)
 
 
-def make_held_out(options: argparse.Namespace, task: Task, sampler: Sampler) -> HeldOut | None:
-    """What measures the weights while they are trained, if --evaluate-every asks for it. Writes evaluations.jsonl."""
+def make_held_out(options: argparse.Namespace, task: Task, sampler: Sampler, metrics: MetricsLog) -> HeldOut | None:
+    """What measures the weights while they are trained, if --evaluate-every asks for it."""
     if not options.evaluate_every or task.held_out is None:
         return None
-    path: Path = options.output / "evaluations.jsonl"
-    path.unlink(missing_ok=True)
 
-    def record(version: int, solved: float, length: float) -> None:
-        row = {"name": "held_out", "weight_version": version, "metrics": {"solved": solved, "response_length_mean": length}}
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+    def record(evaluation: Evaluation) -> None:
+        metrics.write_evaluation(evaluation.weight_version or 0, evaluation)
+        logger.info("%s", evaluation_line(evaluation))
 
     return HeldOut(sampler, task.held_out(options.held_out), options.evaluate_every, record)
 
@@ -238,7 +236,7 @@ def train(options: argparse.Namespace, stop: StopSignal) -> None:
         key = revealed(config.vllm_api_key)
         url = f"http://127.0.0.1:{port}"
         sampler = Sampler(url, folder, options.group_size, options.max_tokens, options.seed, key, config.temperature)
-        held_out = make_held_out(options, task, sampler)
+        held_out = make_held_out(options, task, sampler, metrics)
         problems = task.training(options.seed)
         stack.callback(sampler.close)
         reader = BatchReader(config, model.geometry.vocab_size, options.micro_batch * options.max_model_len)

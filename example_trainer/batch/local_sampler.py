@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -14,14 +13,13 @@ from typing import Any
 import torch
 
 from example_trainer.batch.client import TrainedBatch
+from example_trainer.batch.evaluations import Evaluation
 from example_trainer.batch.groups import NOT_TRAINED
 from example_trainer.batch.prefetch import ReadyBatch, Upkeep
 from example_trainer.batch.problems import Problem
 from example_trainer.batch.reader import BatchReader
 from example_trainer.errors import ModelError
 from example_trainer.vllm_client import VLLMClient
-
-logger = logging.getLogger(__name__)
 
 _SECONDS = 600.0
 """One group may take this long."""
@@ -136,13 +134,13 @@ class HeldOut:
 
     Attributes:
         every: weight versions between measurements.
-        record: gets the weight version, the share solved (0 to 1) and the mean length in tokens.
+        record: gets each: `solved`, a share, and `response_length_mean`, in tokens.
     """
 
     sampler: Sampler
     problems: Sequence[Problem]
     every: int
-    record: Callable[[int, float, float], None]
+    record: Callable[[Evaluation], None]
 
     def look(self, version: int, last: bool = False) -> None:
         """Measure, if the version's turn has come or it is the last one."""
@@ -151,8 +149,8 @@ class HeldOut:
         answers = self.sampler.greedy(self.problems)
         solved = sum(score > 0 for score, _ in answers) / len(answers)
         length = sum(length for _, length in answers) / len(answers)
-        logger.info("Held out, weights %d: %.1f %% of %d solved, length %.1f", version, 100 * solved, len(answers), length)
-        self.record(version, solved, length)
+        metrics = {"solved": solved, "response_length_mean": length}
+        self.record(Evaluation(version, time.time(), None, "held_out", version, metrics))
 
 
 class SampledBatches:

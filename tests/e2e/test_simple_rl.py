@@ -15,20 +15,28 @@ from tests.conftest import ROOT, Processes
 pytestmark = pytest.mark.e2e
 
 SCRIPT = str(ROOT / "example_trainer" / "simple_rl.py")
-STEPS = 2
+STEPS = 3
+TASK = "bench.word_problems.problems:STARTER"
 
 
 def test_the_negative_control_trains_and_sees_other_bits(processes: Processes, tmp_path: Path) -> None:
-    """vLLM's ordinary kernels against the trainer's: rewards and entropy are logged, and the comparison finds differences."""
+    """vLLM's ordinary kernels against the trainer's: rewards and entropy are logged, and the comparison finds differences. The
+    second and the third batch are one step old, which the comparison knows, and held-out problems are answered."""
     command = [sys.executable, "-u", SCRIPT, "--no-batch-invariant", "--device", "cpu", "--steps", str(STEPS)]
     command += ["--groups", "2", "--group-size", "4", "--max-tokens", "24", "--output", str(tmp_path / "run")]
+    command += ["--staleness", "1", "--problems", TASK, "--evaluate-every", "2", "--held-out", "4", "--loss", "cispo"]
     text = processes.finish(processes.start("simple-rl", command, environment={"OMP_NUM_THREADS": "1"}), seconds=280)
     assert f"Step {STEPS}/{STEPS}  reward " in text
     assert "bitwise determinism verified" not in text, "only a run that checked it may say so"
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["weight_version"] for row in rows] == [1, 2]
+    assert [row["weight_version"] for row in rows] == [1, 2, 3]
+    assert [(row["age_mean"], row["age_max"]) for row in rows] == [(0.0, 0), (1.0, 1), (1.0, 1)]
+    evaluations = [json.loads(line) for line in (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()]
+    assert [row["weight_version"] for row in evaluations] == [0, 2, 3]
+    assert all(0 <= row["metrics"]["solved"] <= 1 for row in evaluations)
     compared, mismatched = (sum(row[name] for row in rows) for name in ("compared_tokens", "mismatched_tokens"))
-    assert compared == sum(row["tokens"] for row in rows)
+    assert compared == rows[0]["tokens"]
+    assert sum(row["older_tokens"] for row in rows) == rows[1]["tokens"] + rows[2]["tokens"]
     assert mismatched > compared / 4, "if so few tokens differed, equal bits would prove little"
     assert f"{mismatched} of {compared} tokens have another logprob in the trainer than in vLLM" in text
     assert max(row["max_logprob_difference"] for row in rows) < 1e-3, "other bits, but the same model and weights"
@@ -40,7 +48,7 @@ def test_the_negative_control_trains_and_sees_other_bits(processes: Processes, t
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
     for tag in ("train/reward_mean", "train/entropy", "train/mismatched_tokens"):
-        assert [event.step for event in events.Scalars(tag)] == [1, 2]
+        assert [event.step for event in events.Scalars(tag)] == [1, 2, 3]
 
 
 def test_without_a_gpu_the_exact_mode_ends_with_one_line(tmp_path: Path) -> None:

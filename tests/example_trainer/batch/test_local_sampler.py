@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from example_trainer.batch.evaluations import Evaluation
 from example_trainer.batch.groups import parse_batch
 from example_trainer.batch.local_sampler import HeldOut, SampledBatches, Sampler
 from example_trainer.batch.problems import Problem, sums
@@ -88,14 +89,17 @@ def test_held_out_problems_are_answered_greedily_when_their_turn_has_come(monkey
         return {"token_ids": [two]}
 
     monkeypatch.setattr(VLLMClient, "call", answer)
-    rows: list[tuple[int, float, float]] = []
+    found: list[Evaluation] = []
     problems = [Problem("1 + 1", "2"), Problem("1 + 2", "3"), Problem("5 - 3", "2"), Problem("2", "2")]
-    held_out = HeldOut(sampler, problems, every=10, record=lambda *row: rows.append(row))
+    held_out = HeldOut(sampler, problems, every=10, record=found.append)
     for version in (0, 1, 9, 10):
         held_out.look(version)
     held_out.look(13, last=True)
     sampler.close()
-    assert rows == [(version, 0.75, len(two)) for version in (0, 10, 13)]
+    assert [(one.weight_version, one.metrics) for one in found] == [
+        (version, {"solved": 0.75, "response_length_mean": len(two)}) for version in (0, 10, 13)
+    ]
+    assert len({one.key for one in found}) == 3
     assert all((body["n"], body["temperature"], body["max_tokens"]) == (1, 0.0, 9) for body in asked)
 
 
