@@ -3,7 +3,7 @@ r"""Which methods learn, and which fall apart: trainings of a small model on wor
     python -m bench.word_problems.make_model --output model             first, once: minutes on one GPU
     python bench/learning.py --output DIR --model model                  every variant, 3 seeds, all GPUs of this machine
     python bench/learning.py --output DIR --model model --only stale_16 sequence_mask_16 --seeds 0 1 --steps 60
-    python bench/learning.py --output DIR --device cpu --tiny            four trainings of the starter model, to try it all
+    python bench/learning.py --output DIR --device cpu --tiny            three trainings of the starter model, to try it all
     python bench/learning.py --output DIR --list                         the variants
 
 Each training is simple_rl.py with a vLLM server of its own; sampler and trainer take turns, so that the staleness of a variant
@@ -170,9 +170,7 @@ class Learning:
         }  # fmt: skip
         flags = [word for name, value in common.items() for word in (f"--{name}", str(value))]
         vllm = f"--max-num-seqs {args.max_num_seqs}"
-        if self.on_cpu:
-            vllm += " --dtype bfloat16" if "--dtype" in training.variant.flags else ""
-        else:
+        if not self.on_cpu:
             # A share of the GPU is measured at the start, and would be measured wrong beside other starts.
             flags += ["--gpu-memory", "0.02", "--cache-gib", str(args.cache_gib)]
             vllm += "" if "--batch-invariant" in training.variant.flags else f" {GRAPHS}"
@@ -286,7 +284,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--evaluate-every", type=int, default=25, help="steps (default: %(default)s)")
     add("--held-out", type=int, default=250, help="problems of an evaluation (default: %(default)s)")
     add("--device", choices=["cuda", "cpu"], default="cuda")
-    add("--tiny", action="store_true", help="the starter model, few steps, one seed and four variants, to try the script")
+    add("--tiny", action="store_true", help="the starter model, few steps, one seed and three variants, to try the script")
     add("--jobs", type=int, default=6, help="trainings at a time on each GPU (default: %(default)s); --tiny: 1")
     add("--cache-gib", type=float, default=3.0, help="of each vLLM server (default: %(default)s)")
     add("--mps", action="store_true", help="start CUDA's MPS for the trainings")

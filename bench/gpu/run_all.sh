@@ -12,6 +12,7 @@
 #       4-late (three or more: a rank that is late) · deterministic (one: parity) · deterministic-cost (one: speed, learning) ·
 #       memory (one; two for sharded training: the memory plan against real steps, needs no vLLM) ·
 #       trainer-speed (one; two for 14B over both) · whole-run (two: ours beside TRL; QUESTIONS names GSM8K's train.jsonl) ·
+#       learning (any number: methods compared, MODEL names what bench/word_problems/make_model.py wrote; the same again goes on) ·
 #       modes (whole trainings, those that the GPUs suffice for; all with four) · cpu (a tiny model, to try the scripts)
 # Each kind ends within nine minutes; a machine's first server start is part of the first kind that is run on it.
 # LOCKSTEP_COMMIT names the commit that is measured, where there is no .git folder.
@@ -75,6 +76,7 @@ case $kind in
   memory) run 530 memory_plan memory_plan.py ;;
   trainer-speed) run 550 trainer_speed trainer_speed.py --seconds 530 ;;
   whole-run) run 570 whole_run whole_run.py --seconds 550 ${QUESTIONS:+--questions "$QUESTIONS"} ;;
+  learning) run 575 learning learning.py --model "${MODEL:?the folder of bench/word_problems/make_model.py}" --seconds 550 ;;
   modes) run 530 training_modes training_modes.py --eager ;;
   cpu)
     for script in weight_sync single_copy lora_swap bridge_faults; do

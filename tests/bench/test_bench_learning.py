@@ -54,7 +54,7 @@ def test_a_variant_gets_the_gpus_that_it_needs_or_a_reason() -> None:
     assert [gpus_of(two, slot, 4) for slot in range(4)] == ["0,1", "1,2", "2,3", "3,0"]
     assert [gpus_of(one, slot, 4) for slot in range(4)] == ["0", "1", "2", "3"]
     assert refusal(two.variant, 1, on_cpu=False) == "it needs 2 GPUs, and 1 are here"
-    assert refusal(VARIANTS["exact"], 1, on_cpu=True) == "its kernels want a GPU"
+    assert refusal(VARIANTS["exact"], 1, on_cpu=True) == "what it compares is on GPUs alone"
     assert [refusal(VARIANTS[name], 1, on_cpu=True) for name in TINY] == [None] * len(TINY)
     assert estimated_seconds(69, 24, 400.0) == 3 * 400.0
 
