@@ -162,9 +162,10 @@ class Learning:
         return path
 
     def _flags(self, training: Training) -> list[str]:
+        """What simple_rl.py is told but for the folders of model and output, which are this machine's."""
         args = self.args
         common = {
-            "model": args.model, "problems": args.problems, "steps": args.steps, "groups": args.groups,
+            "problems": args.problems, "steps": args.steps, "groups": args.groups,
             "group-size": args.group_size, "max-tokens": args.max_tokens, "max-model-len": args.max_model_len, "lr": args.lr,
             "evaluate-every": args.evaluate_every, "held-out": args.held_out, "device": args.device, "seed": training.seed,
         }  # fmt: skip
@@ -183,7 +184,7 @@ class Learning:
         environment = dict(self.environment)
         if not self.on_cpu:
             environment["CUDA_VISIBLE_DEVICES"] = gpus_of(training, slot[0], self.gpus)
-        command += ["--output", str(folder)]
+        command += ["--model", str(self.args.model), "--output", str(folder)]
         self._last_start = time.monotonic()
         child = Child(training.name, command, folder / "run.log", environment, pipes=False)
         self.running.append(Running(training, slot, child, folder, self._last_start))

@@ -57,7 +57,12 @@ def draw(chapter: str, runs: Runs) -> Figure | None:
     figure = Figure(figsize=(12, 4.2), dpi=170, facecolor="white", layout="constrained")
     seeds = sorted({int(run["seed"]) for _, mine in variants for run in mine})
     figure.suptitle(
-        f"{CHAPTERS[chapter][0]} ({len(seeds)} seeds)", x=0.014, ha="left", fontsize=12, color=INK, fontweight="bold"
+        f"{CHAPTERS[chapter][0]} ({len(seeds)} seed{'s' if len(seeds) > 1 else ''})",
+        x=0.014,
+        ha="left",
+        fontsize=12,
+        color=INK,
+        fontweight="bold",
     )
     reward, solved, kl = figure.subplots(1, 3)
     style(reward, "Reward of sampled answers")
