@@ -17,7 +17,7 @@ On a machine with GPUs whose commands have a time limit, let this run on by itse
     python bench/learning.py --output out --model model --seeds 0 --steps 20 --only exact ordinary stale_4 two_dtypes   minutes
     setsid nohup python bench/learning.py --output out --model model --seconds 1200 > out/log 2>&1 &
     tail out/log                                                         repeat; learning.json grows as trainings end
-    python bench/learning_plots.py out/learning.json --output docs/images
+    cp out/learning.json bench/results/ && python bench/learning_plots.py && python bench/figures.py
 
 The trial run shows what a step costs beside others, which --step-seconds and --start-seconds tell the next one. `--mps` lets
 processes of one GPU compute at the same time instead of in turns. Prints a table and writes learning.json.

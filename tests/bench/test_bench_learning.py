@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import learning, learning_plots
-from bench.learning_figures import NAMED
+from bench.learning_figures import NAMED, NOT_YET
 from bench.learning_plan import CHAPTERS, CORRECTIONS, TINY, VARIANTS, estimated_seconds, gpus_of, plan, refusal, shown_in
 from bench.learning_summary import (
     HEADS,
@@ -139,7 +139,9 @@ def test_tables_have_means_over_seeds_and_say_what_diverged(results: Path) -> No
     assert over_seeds([], "solved_last") is None
     table = NAMED["learning_staleness"](book)
     assert "| 16 steps old | 2 |" in table
+    assert table.startswith("![Uncorrected, of one age throughout](images/learning_staleness.png)\n\n| ")
     assert table.endswith("One run of 2026-11-22, commit abc.")
+    assert {text(Book(results.parent / "nowhere")) for text in NAMED.values()} == {NOT_YET}
     assert NAMED["learning_divergences"](book).startswith("1 of 5 trainings diverged: stale_16 0 (reward fell")
     told = learning.report(json.loads(results.read_text()) | {"skipped": {"exact": "its kernels want a GPU"}})
     assert "stale_4 0: failed: out of memory" in told
