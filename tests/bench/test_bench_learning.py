@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,33 @@ def test_a_picture_is_drawn_of_each_chapter_that_was_trained(
     assert set(drawn) == {"learning_arithmetic.png", "learning_staleness.png"}
     assert min(drawn.values()) > 20_000
     assert "nothing of losses_2x2 was trained" in capsys.readouterr().out
+
+
+def test_what_is_there_is_kept_what_fails_is_told_and_what_has_no_time_is_not_begun(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One training is finished already; of the other, simple_rl.py does not know a flag. Then there are three, and no time."""
+    arguments = ["--output", str(tmp_path), "--device", "cpu", "--tiny", "--only", "stale_1"]
+    other = ["--", "--no-such-flag"]
+    args = learning.parse_arguments([*arguments, "--seeds", "0", *other])
+    with ExitStack() as stack:
+        flags = learning.Learning(args, tmp_path, stack)._flags(plan(["stale_1"], (0,))[0])
+    assert not any(str(tmp_path) in flag for flag in flags), "no folder of this machine in the results"
+    finished = run_of("stale_1", 0, RISING, 0.5) | {"flags": flags}
+    kept = tmp_path / "trainings" / "stale_1-0" / "result.json"
+    kept.parent.mkdir(parents=True)
+    kept.write_text(json.dumps(finished))
+    assert learning.main([*arguments, "--seeds", "0", "1", *other]) == 1
+    runs = json.loads((tmp_path / "learning.json").read_text())["runs"]
+    assert runs["stale_1 0"] == finished
+    assert (runs["stale_1 1"]["status"], runs["stale_1 1"]["steps"]) == ("failed", 0)
+    assert "unrecognized arguments: --no-such-flag" in runs["stale_1 1"]["last_line"]
+    assert not (tmp_path / "trainings" / "stale_1-1" / "result.json").exists(), "the next time it is tried again"
+    capsys.readouterr()
+    assert learning.main([*arguments, "--seeds", "0", "1", "2", "--seconds", "30", *other]) == 0
+    told = capsys.readouterr().out
+    assert "2 trainings of 3 steps, 1 at a time on 1 CPU, 106 s each: about 3.5 minutes" in told
+    assert "no time is left for 2 trainings; the same command goes on with them" in told
 
 
 def test_without_a_model_it_ends_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
