@@ -90,7 +90,7 @@ def test_a_prompt_is_scored_as_the_trainer_would_whatever_is_cached_and_sampled(
             teacher.tokenizer = load_tokenizer(str(server.model))
             try:
                 await teacher.start()
-                scored.extend((await teacher.score(sequence))[1:] for _ in range(2))
+                scored.extend([(await teacher.score(sequence))[1:] for _ in range(2)])
             finally:
                 await teacher.close()
 
