@@ -2,7 +2,8 @@
 
 Conventions of the wire: `tokens`, `masks` and `inference_logprobs` of a sequence have the same length; `masks` holds -100
 where a token is not trained (the prompt) and the token's id where it is; `inference_logprobs[t]` is the logprob of
-`tokens[t]` given those before it, 1.0 at prompt positions.
+`tokens[t]` given those before it, 1.0 at prompt positions. Above 0 it is a placeholder wherever it stands, and not taken for a
+logprob.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from example_trainer.batch.ages import age
 from example_trainer.batch.group_error import GroupError
 from example_trainer.batch.lengths import LENGTH, LengthRules
 from example_trainer.batch.sampling import Sampling, SamplingRules, sampling_of
-from example_trainer.batch.teacher_logprobs import teacher_logprobs
+from example_trainer.batch.teacher_logprobs import ROUNDING, teacher_logprobs
 from example_trainer.batch.version_spans import versions_of
 
 NOT_TRAINED = -100
@@ -36,7 +37,7 @@ class TrainedSequence:
         tokens: [length] int64, prompt and response.
         positions: [trained] int64, ascending: which tokens are trained. Position 0 never is, since nothing predicts it. None
             of them where the sequence is masked for its length.
-        rollout_logprobs: [trained] float32, NaN where the environment sent none.
+        rollout_logprobs: [trained] float32, NaN where the environment sent none, or a placeholder.
         advantages: [trained] float32.
         score: the reward, as the environment gave it.
         weight_version: of the oldest weights that any of its tokens was sampled under; None if it was not said.
@@ -112,6 +113,7 @@ class Batch:
         ignored_overrides: names of overrides that this trainer does not know.
         unusable_spans: what was wrong with each statement of versions by span that was passed over.
         narrowed: what changed the distribution that sequences were sampled from, besides their temperature.
+        no_logprobs: trained tokens at which an environment sent a number above 0 as a logprob, which is unknown then.
     """
 
     sequences: list[TrainedSequence] = field(default_factory=list)
@@ -120,6 +122,7 @@ class Batch:
     ignored_overrides: set[str] = field(default_factory=set)
     unusable_spans: list[str] = field(default_factory=list)
     narrowed: set[str] = field(default_factory=set)
+    no_logprobs: int = 0
 
     @property
     def trained_tokens(self) -> int:
@@ -243,7 +246,7 @@ class _GroupReader:
         zeroed = fields.zeroed(group, count, self.batch.ignored_overrides)
         said = fields.per_sequence(group, "sampling_params", count)
         reasons = fields.per_sequence(group, "finish_reasons", count)
-        sequences, shaped, masked, unusable, narrowed = [], [], [], [], set[str]()
+        sequences, shaped, masked, unusable, narrowed, no_logprobs = [], [], [], [], set[str](), 0
         for i, row in enumerate(tokens):
             self._check_tokens(row, masks[i], i)
             sampled = np.flatnonzero(masks[i] != NOT_TRAINED).astype(np.int64)
@@ -255,10 +258,12 @@ class _GroupReader:
             sampling = sampling_of(said[i], i, len(sampled), self.rules.sampling)
             narrowed.update(sampling.narrowed)
             warmth = sampling.temperatures
+            taken = _logprobs_at(logprobs, i, row, positions)
+            no_logprobs += int((taken > ROUNDING).sum())
             sequence = TrainedSequence(
                 tokens=row,
                 positions=positions,
-                rollout_logprobs=_logprobs_at(logprobs, i, row, positions),
+                rollout_logprobs=np.where(taken > ROUNDING, np.float32(np.nan), taken),
                 advantages=np.zeros(len(positions), dtype=np.float32),
                 score=scores[i],
                 weight_version=versions[i],
@@ -277,6 +282,7 @@ class _GroupReader:
         # Only now: of a group that is not valid, what it says is passed over.
         self.batch.unusable_spans += unusable
         self.batch.narrowed |= narrowed
+        self.batch.no_logprobs += no_logprobs
         read = _Group(sequences, shaped, own, zeroed, masked)
         return self._without_long(read)
 

@@ -134,6 +134,12 @@ class BatchReader:
                 f"Training on sequences that were sampled with {', '.join(sorted(batch.narrowed))} "
                 f"(--allow-truncated-sampling) is biased: {BIAS}",
             )
+        if batch.no_logprobs:
+            self._say_once(
+                "no_logprobs",
+                f"inference_logprobs above 0 at {batch.no_logprobs} sampled tokens of a batch are placeholders, no logprobs: "
+                "such tokens count as sent without (missing_rollout_logprobs); let the environment send what the server said",
+            )
         silent = sum(sequence.temperatures is None for sequence in batch.sequences)
         if silent:
             self._say_once(

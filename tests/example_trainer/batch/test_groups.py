@@ -139,6 +139,18 @@ def test_missing_rollout_logprobs_are_marked() -> None:
     assert all(np.isnan(sequence.rollout_logprobs).all() for sequence in batch.sequences)
 
 
+def test_a_number_above_0_is_no_logprob() -> None:
+    """1.0 is the wire's own placeholder; what rounding leaves above 0 is a logprob."""
+    sent = [[1.0, 1.0, 1.0, -0.25], [1.0, 1.0, 5e-4, 0.5, -2.0]]
+    batch = parse_batch([make_group(inference_logprobs=sent), make_group(inference_logprobs=sent, scores=[1.0])], 100, VOCAB)
+    found = [sequence.rollout_logprobs for sequence in batch.sequences]
+    assert all(row.dtype == np.float32 for row in found)
+    assert [row.tolist() for row in found] == [
+        [pytest.approx(math.nan, nan_ok=True), -0.25], [pytest.approx(5e-4), pytest.approx(math.nan, nan_ok=True), -2.0],
+    ]  # fmt: skip
+    assert (batch.no_logprobs, len(batch.invalid)) == (2, 1), "of a group that is left out nothing is counted"
+
+
 def test_ages_count_versions_since_sampling() -> None:
     batch = parse_batch([make_group(weight_versions=[3, 5]), make_group()], 100, VOCAB)
     assert batch.ages(6) == [3, 1]
