@@ -155,8 +155,9 @@ def bin_loss(inputs: ObjectiveInputs, objective: Objective) -> BinLoss:
         weights=corrected.weights,
         masked=corrected.masked,
         bounded=corrected.bounded,
-        clipped_low=losses.clipped_low,
-        clipped_high=losses.clipped_high,
+        # What is left out has no gradient to stop.
+        clipped_low=losses.clipped_low & ~corrected.masked,
+        clipped_high=losses.clipped_high & ~corrected.masked,
         sequence=inputs.sequence,
         sequences=inputs.sequences,
         loss=loss.detach(),

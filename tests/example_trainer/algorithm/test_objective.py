@@ -207,6 +207,15 @@ def test_what_is_missing_or_wrong_is_named() -> None:
     assert bin_loss(inputs, Objective("mine:two", spoiled, CLIP, none)).not_finite == LENGTHS[1]
 
 
+def test_what_is_left_out_is_not_clipped_too() -> None:
+    inputs, narrow, limit = made_up(), LossSettings(clip_low=0.001, clip_high=0.001), CorrectionSettings(sequence_kl_limit=0.02)
+    some, every = (bin_loss(inputs, Objective("grpo", grpo, narrow, c)).outcome for c in (limit, CorrectionSettings()))
+    for side in ("clipped_low", "clipped_high"):
+        clipped = getattr(every, side)
+        assert (clipped & some.masked).any()
+        assert torch.equal(getattr(some, side), clipped & ~some.masked)
+
+
 def test_suffix_sums_keep_to_their_sequence() -> None:
     values, sequence = torch.arange(1.0, 13.0), made_up().sequence
     assert suffix_sums(values, sequence).tolist() == [1, 14, 12, 9, 5, 13, 7, 50, 42, 33, 23, 12]
