@@ -129,7 +129,10 @@ class CorrectionOptions(Section):
         "proximal", description="the ratio to the sampler is that of the batch's first weights, or of the present ones"
     )
     sequence_kl_limit: float | None = Field(
-        None, gt=0, description="leave out sequences whose KL to the sampler is larger, in nats per token; not given: none"
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="leave out sequences whose KL to the sampler is larger, in nats per token; not given: none",
     )
 
     @model_validator(mode="after")

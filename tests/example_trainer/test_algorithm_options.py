@@ -81,6 +81,7 @@ def test_flags_win_over_the_methods_choices(words: str, clip: tuple[float, float
         ),
         ("--clip-eps 1.5", "--clip-eps '1.5': input should be less than or equal to 1"),
         ("--clip-eps-high inf", "--clip-eps-high 'inf': input should be a finite number"),
+        ("--sequence-kl-limit inf", "--sequence-kl-limit 'inf': input should be a finite number"),
         ("--dual-clip 1", "--dual-clip '1': input should be greater than 1"),
         ("--kl-coef nan", "--kl-coef 'nan': input should be "),
         (
