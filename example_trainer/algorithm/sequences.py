@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -32,6 +34,23 @@ def sequence_mean(values: Tensor, sequence: Tensor, sequences: int) -> Tensor:
     """
     if not len(values):
         return values
-    lengths = sequence_lengths(sequence, sequences)
-    sums = torch.segment_reduce(values.double(), "sum", lengths=lengths, unsafe=True)
-    return (sums / lengths)[sequence].to(values.dtype)
+    mean: Tensor = _Mean.apply(values, sequence, sequence_lengths(sequence, sequences))
+    return mean
+
+
+class _Mean(torch.autograd.Function):
+    """Its gradient is the mean of the gradients, by the same sums: to put a mean in the place of each value is a symmetric map.
+
+    Autograd's own way back through the index adds the gradients at equal indices one after the other on a GPU.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, sequence: Tensor, lengths: Tensor) -> Tensor:
+        ctx.save_for_backward(sequence, lengths)
+        sums = torch.segment_reduce(values.double(), "sum", lengths=lengths, unsafe=True)
+        return (sums / lengths)[sequence].to(values.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        sequence, lengths = ctx.saved_tensors
+        return _Mean.apply(gradients[0], sequence, lengths), None, None

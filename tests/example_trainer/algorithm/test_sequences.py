@@ -27,6 +27,24 @@ def test_the_mean_has_a_gradient() -> None:
     values = torch.randn(5, dtype=torch.float64, requires_grad=True)
     sequence = torch.tensor([0, 0, 0, 1, 1])
     assert torch.autograd.gradcheck(lambda x: sequence_mean(x, sequence, 2).square(), values)
+    assert torch.autograd.gradgradcheck(lambda x: sequence_mean(x, sequence, 2).pow(3), values)
+
+
+def test_the_gradient_is_the_mean_of_the_gradients_to_the_bit() -> None:
+    """Summed as the mean is, not by index: so it depends on no neighbour, and on no order of a GPU's threads."""
+    values, gradient = torch.randn(2, 3000).unbind()
+    sequence = torch.arange(3).repeat_interleave(torch.tensor([1, 2000, 999]))
+    values.requires_grad_()
+    mean = sequence_mean(values, sequence, 3)
+    (found,) = torch.autograd.grad(mean, values, gradient)
+    assert torch.equal(found, sequence_mean(gradient, sequence, 3))
+    graph, nodes = [mean.grad_fn], set()
+    while graph:
+        node = graph.pop()
+        if node is not None:
+            nodes.add(node.name())
+            graph += [below for below, _ in node.next_functions]
+    assert not any("Index" in name for name in nodes), nodes
 
 
 def test_no_tokens_have_no_mean() -> None:
