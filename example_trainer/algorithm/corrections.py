@@ -117,9 +117,9 @@ def correction_weights(
     weights, masked, bounded = one.weights, one.masked, one.bounded
     unknown = rollout_logprobs.isnan()
     log_ratio = clamped_log_ratio(logprobs, rollout_logprobs).masked_fill(unknown, 0.0)
-    known_share = sequence_mean((~unknown).to(log_ratio.dtype), sequence, sequences)
 
     def known_mean(values: Tensor) -> Tensor:
+        known_share = sequence_mean((~unknown).to(log_ratio.dtype), sequence, sequences)
         return torch.where(known_share > 0, sequence_mean(values, sequence, sequences) / known_share, 0.0)
 
     ratio = (known_mean(log_ratio) if settings.kind.startswith("sequence") else log_ratio).exp()

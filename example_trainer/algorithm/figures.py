@@ -10,6 +10,7 @@ http://joschu.net/blog/kl-approx.html); the effective sample size is Kish's, "Su
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -101,7 +102,7 @@ class StepFigures:
         self._kl_by_age = torch.zeros(len(AGES) + 1, dtype=torch.float64, device=device)  # the last: of unknown age
         self._tokens_by_age = torch.zeros_like(self._kl_by_age)
         self._histogram = torch.zeros(2 * _LAST_CLASS + 1, dtype=torch.float64, device=device)
-        self._edges = torch.tensor(AGES[1:], device=device)
+        self._edges = _edges(device)
 
     @torch.no_grad()
     def add(self, outcome: BinOutcome) -> None:
@@ -221,6 +222,12 @@ class StepFigures:
             "perplexity_rollout": _perplexity(sums["rollout_logprobs"], drifted),
             "perplexity_trainer": _perplexity(sums["rollout_logprobs"] + sums["log_ratio"], drifted),
         }
+
+
+@functools.cache
+def _edges(device: torch.device) -> Tensor:
+    """Copied once for a device: a copy from the host's ordinary memory waits for all that a GPU was given before."""
+    return torch.tensor(AGES[1:], device=device)
 
 
 def _share(part: float, whole: float) -> float | None:
