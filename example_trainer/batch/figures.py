@@ -31,6 +31,7 @@ class BatchFigures:
         age_mean, age_max: weight versions since the rollouts were begun; None if no environment says.
         forwarded_tokens: those of all bins.
         forwarded_targets: trained tokens of all bins: all of them, but for those of advantage 0 where these are not forwarded.
+        targets_with_logprobs: those of them that came with the logprob that they were sampled with.
         sequence_tokens: those of all rollouts in bins, what they share counted for each.
         attended_pairs: pairs of a forwarded token and one that it attends to.
         bins: forward and backward passes with work in them, over all ranks.
@@ -54,6 +55,7 @@ class BatchFigures:
     age_max: int | None
     forwarded_tokens: int
     forwarded_targets: int
+    targets_with_logprobs: int
     sequence_tokens: int
     attended_pairs: int
     bins: int
@@ -105,6 +107,7 @@ def figures_of(
         age_max=max(ages) if ages else None,
         forwarded_tokens=sum(len(one.tokens) for one in bins),
         forwarded_targets=sum(len(one.targets) for one in bins),
+        targets_with_logprobs=sum(int((~one.rollout_logprobs.isnan()).sum()) for one in bins),
         sequence_tokens=sum(len(s.tokens) for s in batch.sequences if s.order in forwarded),
         attended_pairs=sum(one.packing().attended_pairs for one in bins),
         bins=len(bins),

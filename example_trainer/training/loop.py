@@ -27,8 +27,9 @@ from example_trainer.observe.profiling import StepProfiler
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopRequested, StopSignal
 from example_trainer.training.guarded_step import guarded_step
-from example_trainer.training.optimizer import MasterAdamW, StepReport
-from example_trainer.training.step import StepSums, warm_up
+from example_trainer.training.optimizer import MasterAdamW
+from example_trainer.training.rollout_logprobs import require_rollout_logprobs, uncorrected_note
+from example_trainer.training.step import warm_up
 from example_trainer.weight_bridge.base import SyncReport, WeightBridge
 
 logger = logging.getLogger(__name__)
@@ -118,6 +119,7 @@ class Parts:
         reference: the model that the loss keeps the policy near.
         trained: the last batch that the weights learned from, as the rollout service calls it.
         evaluations: what environments measure; on rank 0, where there is a rollout service.
+        uncorrected: whether the log says that tokens without logprobs are not corrected.
     """
 
     config: TrainerConfig
@@ -205,9 +207,10 @@ def train(parts: Parts) -> None:
 
 
 def learn(parts: Parts, batch: ReadyBatch) -> dict[str, float | None]:
-    """Take the step of a batch; see guarded_step, also for what it raises. The figures of it."""
+    """Take the step of a batch; see require_rollout_logprobs and guarded_step for what is raised. The figures of it."""
     before = parts.optimizer.steps
     try:
+        require_rollout_logprobs(parts.config, batch.figures)
         learned = guarded_step(
             parts.model, parts.optimizer, batch.minibatches, parts.config, parts.objective, parts.stop, parts.reference,
             parts.parity, parts.ranks,
@@ -215,13 +218,10 @@ def learn(parts: Parts, batch: ReadyBatch) -> dict[str, float | None]:
     finally:
         if parts.optimizer.steps > before:  # also where it then could not go on
             parts.trained = batch.lease
-    unknown = learned["missing_rollout_logprobs"] == 1 and parts.objective.correction.active
-    if unknown and parts.ranks.is_main and not parts.uncorrected:
+    note = uncorrected_note(parts.config, batch.figures)
+    if note is not None and parts.ranks.is_main and not parts.uncorrected:
         parts.uncorrected = True
-        logger.warning(
-            "The environments send no logprobs of what they sampled: that sampler and trainer differ is not corrected "
-            "(--correction %s does nothing)", parts.config.correction,
-        )  # fmt: skip
+        logger.warning("%s", note)
     return learned
 
 

@@ -16,7 +16,6 @@ from example_trainer.algorithm.objective import Objective, ObjectiveInputs, bin_
 from example_trainer.batch.bins import PackedBin
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.parity import NoParity, ParityCheck
-from example_trainer.errors import BatchError, NonFiniteError
 from example_trainer.models import Decoder
 from example_trainer.models.packing import NO_PARENT, Packing
 from example_trainer.process import StopSignal
@@ -123,13 +122,11 @@ class BatchGradients:
         Raises:
             StopRequested: a signal came; the update must not be taken.
             ParityError: a token's logprob is not vLLM's; no update of the batch was taken.
-            BatchError: an option asks for a correction, and the batch has no logprobs to correct with.
             NonFiniteError: the loss function of the user's gave something that is not finite.
             ConfigError: it gave no loss for each token.
         """
         if number == 0:
             self._parity.begin(self._optimizer.steps)
-            self._require_rollout_logprobs()
             self._pass_ahead()
         epoch, place = divmod(number, len(self._minibatches))
         not_finite = torch.zeros((), dtype=torch.float64, device=self._model.output_weight.device)
@@ -182,21 +179,7 @@ class BatchGradients:
                     self._model.shards.release(self._model)
                 self._parity.compare(bin, known.proximal)
 
-    def _require_rollout_logprobs(self) -> None:
-        given = [name for name in ("correction", "sequence_kl_limit") if name in self._config.model_fields_set]
-        if not self._objective.correction.active or not given:
-            return
-        known = torch.zeros((), dtype=torch.float64, device=self._model.output_weight.device)
-        for bin in (bin for bins in self._minibatches for bin in bins):
-            known += (~bin.rollout_logprobs.isnan()).sum()
-        if not self._model.shards.sum_figures(known.reshape(1)).item():
-            flag = f"--{given[0].replace('_', '-')} {getattr(self._config, given[0])}"
-            raise BatchError(
-                f"{flag}: none of the batch's tokens came with the logprob that it was sampled with, so nothing can be "
-                "corrected; let the environment send inference_logprobs, or give --correction none"
-            )
-
-    def _require_finite(self, not_finite: Tensor) -> None:
+    def _require_finite(self, counts: Tensor) -> None:
         if not is_import(self._objective.name):  # those of the project are; and looking costs waiting for the device
             return
         tokens = int(self._model.shards.sum_figures(not_finite.reshape(1)).item())

@@ -76,8 +76,10 @@ def test_rates_by_name(name: str, rate: float | None) -> None:
 
 
 FIGURES = BatchFigures(
-    reward_mean=0.5, reward_std=0.5, tokens=300, sequences=4, response_length_mean=75.0, groups_invalid=0,
-    sequences_truncated=0, age_mean=1.0, age_max=2, forwarded_tokens=600, sequence_tokens=1000, attended_pairs=90_000, bins=1,
+    reward_mean=0.5, reward_std=0.5, tokens=320, sequences=4, response_length_mean=80.0, response_length_p50=80.0,
+    response_length_p95=110.0, response_length_max=120, truncated_share=None, sequences_too_long=0, zero_advantage_share=0.25,
+    groups_invalid=0, age_mean=1.0, age_max=2, forwarded_tokens=600, forwarded_targets=300, targets_with_logprobs=300,
+    sequence_tokens=1000, attended_pairs=90_000, bins=1,
 )  # fmt: skip
 
 
