@@ -35,7 +35,7 @@ _LAST_CLASS = math.ceil(math.asinh(MAX_LOG_RATIO / _FINEST) / _STEP)
 _SUMS = (
     "tokens", "loss", "kl", "reference_kl", "entropy", "clipped_low", "clipped_high", "known", "rollout_logprobs",
     "drifted", "log_ratio", "ratio", "ratio_squared", "weight", "weight_squared", "masked", "bounded", "sequences",
-    "masked_sequences", "teacher_kl", "teacher_tokens",
+    "masked_sequences", "teacher_kl", "teacher_tokens", "expected",
 )  # fmt: skip
 
 
@@ -90,6 +90,7 @@ class StepFigures:
 
     Example:
         figures = StepFigures(device, optimizer.steps)
+        figures.expect(sum(len(bin.targets) for bin in bins))
         for bin in bins:
             ...
             figures.add(outcome)
@@ -103,6 +104,10 @@ class StepFigures:
         self._tokens_by_age = torch.zeros_like(self._kl_by_age)
         self._histogram = torch.zeros(2 * _LAST_CLASS + 1, dtype=torch.float64, device=device)
         self._edges = _edges(device)
+
+    def expect(self, tokens: int) -> None:
+        """So many tokens of this rank's are in the batch."""
+        self._sums[_SUMS.index("expected")] += tokens
 
     @torch.no_grad()
     def add(self, outcome: BinOutcome) -> None:
@@ -143,6 +148,7 @@ class StepFigures:
             "masked_sequences": (kept == 0).sum(),
             "teacher_kl": outcome.teacher_kl,
             "teacher_tokens": zero if outcome.teacher_tokens is None else outcome.teacher_tokens,
+            "expected": zero,
         }
         self._sums += torch.stack([sums[name].double() for name in _SUMS])
         self._add_by_age(k3(clamped), drifted, outcome.versions)
@@ -176,6 +182,8 @@ class StepFigures:
             clip_fraction, clip_fraction_low, clip_fraction_high: share of the tokens whose gradient is stopped by clipping, and
                 those of them whose ratio fell or rose.
             missing_rollout_logprobs: share of the tokens that came without a rollout logprob.
+            drift_share: share of the batch's tokens that ratio_…, ess, kl_age_…, mismatch_kl and perplexity_… are of: those
+                with a rollout logprob, in minibatches whose logprobs at the batch's first weights were worked out.
             ratio_mean, ratio_max, ratio_p01, …: of trainer ÷ sampler, at the batch's first weights. The mean is exact. The
                 largest and the percentiles (nearest rank) are those of a class: off by at most 0.5 % of their logarithm and
                 5e-7; a ratio of 1 is 1.
@@ -209,6 +217,7 @@ class StepFigures:
             "clip_fraction_low": _share(sums["clipped_low"], tokens),
             "clip_fraction_high": _share(sums["clipped_high"], tokens),
             "missing_rollout_logprobs": _share(tokens - sums["known"], tokens),
+            "drift_share": _share(drifted, sums["expected"]),
             "ratio_mean": _share(sums["ratio"], drifted),
             **_percentiles(histogram),
             "ess": _share(sums["ratio"] ** 2, drifted * sums["ratio_squared"]),

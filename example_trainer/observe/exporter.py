@@ -26,6 +26,7 @@ GAUGES = {
     "missing_rollout_logprobs": ("missing_rollout_logprobs", "Share of the tokens that came without a rollout logprob"),
     "teacher_kl": ("teacher_kl_nats", "Divergence from the teacher"),
     "mismatch_kl": ("mismatch_kl_nats", "KL divergence of sampler and trainer at equal weights, k3 estimate"),
+    "drift_share": ("drift_share", "Share of the batch's tokens that the figures of trainer by sampler are of"),
     "ratio_mean": ("ratio_mean", "Mean ratio trainer by sampler of the sampled tokens"),
     "ratio_max": ("ratio_max", "Largest ratio trainer by sampler"),
     "ratio_p01": ("ratio_p01", "1st percentile of the ratio trainer by sampler"),

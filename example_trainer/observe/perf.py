@@ -69,6 +69,7 @@ def step_flops(
     adapter_elements: int | None = None,
     reference: bool = False,
     epochs: float = 1.0,
+    ahead: float = 0.0,
 ) -> float:
     """Operations of a step's forward and backward passes; see above.
 
@@ -82,14 +83,16 @@ def step_flops(
         attended_pairs: of a query and a key that it sees, of all spans.
         adapter_elements: of LoRA's matrices; None where the whole model is trained.
         reference: a second model of this geometry is run forward, once for a batch.
-        epochs: how often a batch is gone through, forward and backward. Passes that are only forward, for the logprobs under
-            the weights that a batch began with, are not counted.
+        epochs: how often a batch is gone through, forward and backward.
+        ahead: share of the batch that is also run forward without a gradient, for its logprobs under the batch's first weights.
     """
     matrices = matrix_elements(geometry) * forwarded_tokens + geometry.hidden_size * geometry.vocab_size * trained_tokens
     attention = 4.0 * geometry.num_layers * geometry.q_size * attended_pairs
     passes = 6.0 if adapter_elements is None else 4.0
     total = passes * matrices + 3.0 * attention + 6.0 * (adapter_elements or 0) * forwarded_tokens
-    return epochs * total + (2.0 * matrices + attention if reference else 0.0)
+    forward = 2.0 * matrices + attention
+    own_forward = forward + 2.0 * (adapter_elements or 0) * forwarded_tokens
+    return epochs * total + (forward if reference else 0.0) + ahead * own_forward
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,12 @@ class Speed:
     reference: bool = False
 
     def row(
-        self, figures: BatchFigures, seconds: tuple[float, float, float], peak_memory: int, epochs: float = 1.0
+        self,
+        figures: BatchFigures,
+        seconds: tuple[float, float, float],
+        peak_memory: int,
+        epochs: float = 1.0,
+        ahead: float = 0.0,
     ) -> dict[str, int | float | None]:
         """The figures of a step.
 
@@ -116,7 +124,7 @@ class Speed:
             figures: of its batch, all ranks together.
             seconds: waiting for the batch, computing the step, handing over the weights.
             peak_memory: bytes, see peak_memory.
-            epochs: see step_flops.
+            epochs, ahead: see step_flops.
         """
         flops = step_flops(
             self.geometry,
@@ -126,6 +134,7 @@ class Speed:
             self.adapter_elements,
             self.reference,
             epochs,
+            ahead,
         )
         waited, computed, _ = seconds
         return {

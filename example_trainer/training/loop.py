@@ -29,7 +29,7 @@ from example_trainer.process import StopRequested, StopSignal
 from example_trainer.training.guarded_step import guarded_step
 from example_trainer.training.optimizer import MasterAdamW
 from example_trainer.training.rollout_logprobs import require_rollout_logprobs, uncorrected_note
-from example_trainer.training.step import warm_up
+from example_trainer.training.step import passes_ahead, warm_up
 from example_trainer.weight_bridge.base import SyncReport, WeightBridge
 
 logger = logging.getLogger(__name__)
@@ -274,6 +274,7 @@ def record(
     """Write the figures of a step: its row, and its line in the log."""
     bridge, optimizer, figures = parts.bridge, parts.optimizer, batch.figures
     epochs = (learned["updates"] or 0) / len(batch.minibatches)
+    ahead = 1 - 1 / len(batch.minibatches) if passes_ahead(parts.objective, parts.parity) else 0.0
     row: Row = {
         **figures.row(),
         **vars(sums),
@@ -293,7 +294,7 @@ def record(
         **{f"server/{phase.removeprefix('to_')}": value for phase, value in report.server_seconds.items()},
         "batches_skipped": batches_skipped,
         **parts.parity.row(optimizer.masters),
-        **parts.speed.row(figures, seconds, peak_memory(parts.model.output_weight.device), epochs),
+        **parts.speed.row(figures, seconds, peak_memory(parts.model.output_weight.device), epochs, ahead),
     }
     parts.metrics.write(optimizer.steps, row)
     logger.info("%s", step_line(optimizer.steps, parts.config.training_steps, row))

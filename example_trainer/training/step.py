@@ -127,6 +127,7 @@ class BatchGradients:
         """
         if number == 0:
             self._parity.begin(self._optimizer.steps)
+            self._figures.expect(sum(len(bin.targets) for bins in self._minibatches for bin in bins))
             self._pass_ahead()
         epoch, place = divmod(number, len(self._minibatches))
         not_finite = torch.zeros((), dtype=torch.float64, device=self._model.output_weight.device)
@@ -169,7 +170,7 @@ class BatchGradients:
         return row | {"loss": None if loss is None else loss / self._counted}
 
     def _pass_ahead(self) -> None:
-        if not (self._objective.correction.needs_proximal or self._parity.compares):
+        if not passes_ahead(self._objective, self._parity):
             return
         for bins, knowns in zip(self._minibatches[1:], self._known[1:], strict=True):
             for bin, known in zip(bins, knowns, strict=True):
@@ -189,6 +190,11 @@ class BatchGradients:
                 f"{self._optimizer.steps}, whose logprobs are finite; put the function right, or give --skip-nonfinite N, which "
                 "leaves out up to N such batches in a row"
             )
+
+
+def passes_ahead(objective: Objective, parity: ParityCheck | None = None) -> bool:
+    """Whether minibatches after the first are forwarded before the first update, for logprobs under the weights until then."""
+    return objective.correction.needs_proximal or (parity is not None and parity.compares)
 
 
 def _sequence_of(bin: PackedBin) -> Tensor:

@@ -46,6 +46,7 @@ def outcome(logprobs: list[float], rollout: list[float], **changes: Any) -> BinO
 
 def row(*outcomes: BinOutcome, version: int = 7) -> dict[str, float | None]:
     figures = StepFigures(CPU, version)
+    figures.expect(sum(len(one.logprobs) for one in outcomes))
     for one in outcomes:
         figures.add(one)
     return figures.row(lambda vector: vector)
@@ -80,7 +81,7 @@ def test_closed_forms() -> None:
     expected = {
         "loss": 0.25, "kl": (k3(logs[0]) + k3(logs[1])) / 3, "reference_kl": 0.5, "teacher_kl": 0.5, "entropy": 3.0,
         "clip_fraction": 0.75, "clip_fraction_low": 0.25, "clip_fraction_high": 0.5, "missing_rollout_logprobs": 0.25,
-        "ratio_mean": 3.5 / 3, "ess": 3.5**2 / (3 * 5.25),
+        "drift_share": 0.75, "ratio_mean": 3.5 / 3, "ess": 3.5**2 / (3 * 5.25),
         "correction_weight": 3.5 / 4, "correction_ess": 3.5**2 / (4 * (1.5**2 + 2)), "correction_masked": 0.25,
         "correction_masked_sequences": 1 / 3, "correction_bounded": 0.25,
         "kl_age_0": k3(logs[0]) / 2, "mismatch_kl": k3(logs[0]) / 2, "kl_age_1": k3(logs[1]),
@@ -160,7 +161,9 @@ def test_bins_and_ranks_change_nothing(count: int, seed: int, cuts: list[int]) -
     parts = [cut(whole, begin, end) for begin, end in pairwise(edges)]
     other, mine = StepFigures(CPU, 7), StepFigures(CPU, 7)
     for number, part in enumerate(parts):
-        (other if number % 2 else mine).add(part)
+        side = other if number % 2 else mine
+        side.expect(len(part.logprobs))
+        side.add(part)
     theirs: list[Tensor] = []
     other.row(lambda vector: theirs.append(vector.clone()) or vector)  # type: ignore[func-returns-value]
     found = mine.row(lambda vector: vector + theirs[0])
@@ -189,7 +192,7 @@ def test_drift_is_measured_from_the_weights_that_the_batch_began_with() -> None:
     alone, both, unmeasured = row(first), row(first, later), row(first, blind)
     moved = [name for name in alone if alone[name] != both[name]]
     assert moved == ["kl"]
-    assert both == unmeasured
+    assert both | {"drift_share": 0.5} == unmeasured
     assert both["kl"] == pytest.approx((k3(0.1) + k3(0.6) + k3(-0.5)) / 4, rel=1e-5)
 
 

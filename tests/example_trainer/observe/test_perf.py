@@ -50,10 +50,13 @@ def test_operations_of_passes_add_up(forwarded: int, trained: int, pairs: int, a
     assert step_flops(QWEN3_1_7B, forwarded, trained, pairs, reference=True) == pytest.approx(one * 4 / 3)
     twice = step_flops(QWEN3_1_7B, forwarded, trained, pairs, reference=True, epochs=2)
     assert twice == pytest.approx(one * 7 / 3), "the reference is run once"
+    assert step_flops(QWEN3_1_7B, forwarded, trained, pairs, epochs=2, ahead=0.75) == pytest.approx(one * 2.25)
     frozen = step_flops(QWEN3_1_7B, forwarded, trained, pairs, adapter_elements=adapters)
     forward = one / 3
     attention = 4 * 28 * 2048 * pairs
     assert frozen == pytest.approx(2 * forward + attention + 6 * adapters * forwarded)
+    ahead = step_flops(QWEN3_1_7B, forwarded, trained, pairs, adapter_elements=adapters, ahead=1.0)
+    assert ahead == pytest.approx(frozen + forward + 2 * adapters * forwarded)
 
 
 @pytest.mark.parametrize(

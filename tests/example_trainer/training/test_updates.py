@@ -18,7 +18,7 @@ from example_trainer.process import StopRequested, StopSignal
 from example_trainer.training import step
 from example_trainer.training.guarded_step import guarded_step
 from example_trainer.training.optimizer import MasterAdamW
-from example_trainer.training.step import make_objective
+from example_trainer.training.step import make_objective, passes_ahead
 from tests.example_trainer.in_process import STEPS, Trainers
 from tests.example_trainer.test_grpo import made_up_group
 from tests.example_trainer.training.test_skipping import not_a_number, nothing_left
@@ -129,6 +129,10 @@ def test_passes_that_nothing_needs_are_not_made(options: dict[str, Any], ahead: 
     assert passes.of.count(model) == 3 * sum(bins) + (sum(bins[1:]) if ahead else 0)
     assert row["reference_kl"]
     assert row["ratio_mean"]
+    assert passes_ahead(make_objective(chosen)) == (ahead or chosen.minibatches == 1)
+    tokens = [sum(len(bin.targets) for bin in minibatch) for minibatch in minibatches]
+    whole = ahead or len(minibatches) == 1
+    assert row["drift_share"] == pytest.approx(1 if whole else tokens[0] / sum(tokens)), "and what it is of is told"
 
 
 def stop_is_asked(_: torch.Tensor) -> None:
