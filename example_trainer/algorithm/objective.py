@@ -65,6 +65,15 @@ class Objective:
     distill_coef: float = 0.0
     distill_in: Literal["advantage", "loss"] = "advantage"
 
+    def ratio_is_one(self, several_updates: bool) -> bool:
+        """Whether π_old is the present policy wherever the loss is taken, so that bounds of their ratio never act.
+
+        Args:
+            several_updates: whether a batch may be for more than one.
+        """
+        correction = self.correction
+        return correction.corrects_present or (not several_updates and correction.kind != "none" and correction.needs_proximal)
+
 
 @dataclass(frozen=True)
 class ObjectiveInputs:

@@ -27,6 +27,7 @@ from example_trainer.observe.profiling import StepProfiler
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopRequested, StopSignal
 from example_trainer.training.guarded_step import guarded_step
+from example_trainer.training.idle_options import idle_options
 from example_trainer.training.optimizer import MasterAdamW
 from example_trainer.training.rollout_logprobs import require_rollout_logprobs, uncorrected_note
 from example_trainer.training.step import passes_ahead, warm_up
@@ -164,6 +165,8 @@ def train(parts: Parts) -> None:
     batches, bridge = parts.batches, parts.bridge
     upkeep = make_upkeep(parts)
     skipped = SkippedBatches(config)
+    for note in idle_options(config, parts.objective) if parts.ranks.is_main else ():
+        logger.warning("%s", note)
     try:
         batches.begin(optimizer.steps)
         if model.output_weight.is_cuda:

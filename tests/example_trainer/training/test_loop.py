@@ -20,7 +20,8 @@ pytestmark = pytest.mark.timeout(120)
 def test_the_row_of_a_step_is_of_its_batch(trainers: Trainers, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     trainers.post(*range(STEPS))
-    assert trainers.train()
+    assert trainers.train("--clip-eps", "0.3")
+    assert caplog.text.count("--clip-eps 0.3 does nothing: ") == 1
     for number, row in enumerate(trainers.rows()):
         group = made_up_group(number)
         trained = sum(token != -100 for mask in group["masks"] for token in mask)
