@@ -15,7 +15,6 @@ from pydantic.fields import FieldInfo
 
 from example_trainer.algorithm.advantages import find_advantages
 from example_trainer.algorithm.functions import is_import, make_importable
-from example_trainer.algorithm.losses import find_loss
 from example_trainer.api_keys import SECRETS
 from example_trainer.config import SECTIONS, TrainerConfig
 from example_trainer.errors import ConfigError
@@ -81,8 +80,8 @@ def parse_config(arguments: Sequence[str]) -> TrainerConfig:
     """Read the options from the command line and from the YAML file that it names.
 
     Raises:
-        ConfigError: an unknown flag or key (the nearest valid name is given), a value that does not fit, or a function of the
-            user's that does not do what it should. Modules are found in the current directory and beside the YAML file too.
+        ConfigError: an unknown flag or key (the nearest valid name is given), a value that does not fit, or advantages of the
+            user's that are none. From here on modules are found in the current directory and beside the YAML file too.
         SystemExit: --help was given.
     """
     given, unknown = _parser().parse_known_args(arguments)
@@ -110,17 +109,11 @@ def checked_config(values: Mapping[str, Any], flags: Collection[str], file: Path
         config = TrainerConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError(_one_line(error, from_flags=set(flags), file=file)) from error
-    _try_functions(config, [Path.cwd(), *([file.parent] if file else [])])
-    return config
-
-
-def _try_functions(config: TrainerConfig, folders: Sequence[Path]) -> None:
-    """Import the user's own functions, if there are any, and try them out, before anything is loaded."""
     method = config.method
     if is_import(method.loss) or is_import(method.advantages):
-        make_importable(folders)
-    find_loss(method.loss)
-    find_advantages(method.advantages)
+        make_importable([Path.cwd(), *([file.parent] if file else [])])
+    find_advantages(method.advantages)  # long before the first batch; the loss is tried when the objective is made of it
+    return config
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:

@@ -51,6 +51,7 @@ ROOMS = (
     "http_client",
     "process",
     "api_keys",
+    "out_of_memory",
     "errors",
     "child_processes",
 )

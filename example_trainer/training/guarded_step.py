@@ -12,6 +12,7 @@ from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.parity import ParityCheck
 from example_trainer.errors import NonFiniteError, OutOfMemoryError, RankError
 from example_trainer.models import Decoder
+from example_trainer.out_of_memory import ran_out_of_memory
 from example_trainer.parallel.ranks import Ranks, first_line
 from example_trainer.process import StopSignal
 from example_trainer.training.optimizer import MasterAdamW, StepReport
@@ -19,7 +20,6 @@ from example_trainer.training.step import StepSums, accumulate_gradients
 
 GRACE_SECONDS = 20.0
 """How long a rank that ran out of memory waits for the others to say the same, and a GPU has to finish what it was given."""
-_SIGNS = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
 
 def guarded_step(
@@ -108,11 +108,6 @@ def _attempt(
         if not ran_out_of_memory(error):
             raise
         return None, first_line(error)
-
-
-def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is one of the many ways in which PyTorch and its libraries say that there is no memory left."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(sign in str(error) for sign in _SIGNS)
 
 
 def _agree(ranks: Ranks, optimizer: MasterAdamW, told: str | None) -> str | None:

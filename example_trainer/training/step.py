@@ -23,16 +23,17 @@ from example_trainer.training.optimizer import MasterAdamW
 
 
 def make_objective(config: TrainerConfig) -> Objective:
-    """What the options minimise.
+    """What the options minimise. A loss of the user's is imported and tried here, and nowhere else.
 
     Raises:
         ConfigError: there is no such loss, or it is no function of the right kind.
     """
     method = config.method
+    clip = LossSettings(method.clip_eps, config.clip_high, method.dual_clip)
     return Objective(
         name=config.loss,
-        loss=find_loss(method.loss),
-        clip=LossSettings(method.clip_eps, config.clip_high, method.dual_clip),
+        loss=find_loss(method.loss, clip),
+        clip=clip,
         correction=CorrectionSettings(
             kind=config.correction,
             low=config.correction_low,

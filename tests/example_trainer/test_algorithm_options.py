@@ -9,14 +9,17 @@ from pathlib import Path
 import pytest
 
 from example_trainer.algorithm.advantages import find_advantages
-from example_trainer.algorithm.losses import find_loss
 from example_trainer.algorithm.methods import METHODS, Method
 from example_trainer.command_line import parse_config
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
+from example_trainer.training.step import make_objective
 
 MINE = """
-def loss(inputs, settings): return -inputs.log_ratio.exp() * inputs.advantages
+tried = []
+def loss(inputs, settings):
+    tried.append(settings.dual_clip)
+    return -inputs.log_ratio.exp() * inputs.advantages
 def advantages(scores): return [[score - 0.5 for score in group] for group in scores]
 def no_loss(inputs, settings): return None
 """
@@ -37,7 +40,7 @@ def test_without_a_word_it_is_grpo() -> None:
 def test_every_method_has_functions_and_a_line_of_help(name: str) -> None:
     config = parsed(f"--loss {name}")
     assert config.method == METHODS[name]
-    assert callable(find_loss(config.method.loss))
+    assert callable(make_objective(config).loss)
     assert callable(find_advantages(config.method.advantages, config.method.advantage_std))
     assert f"{name}," in (TrainerConfig.model_fields["loss"].description or "").replace(" or ", " ")
 
@@ -71,7 +74,6 @@ def test_flags_win_over_the_methods_choices(words: str, clip: tuple[float, float
         ("--loss drgrpo", "unknown --loss drgrpo; did you mean dr_grpo?"),
         ("--loss x", "unknown --loss x; there are grpo, dr_grpo, dapo, gspo, cispo, reinforce, rloo, reinforce_pp, "),
         ("--advantages grup", "unknown --advantages grup; did you mean group?"),
-        ("--loss nowhere:f", "--loss nowhere:f: there is no module nowhere in the current directory, beside the --config file"),
         ("--advantages nowhere:f", "--advantages nowhere:f: there is no module nowhere in the current directory, beside the"),
         ("--loss rloo --clip-eps 0.1", "--clip-eps has no part in --loss rloo, which has no bounds; leave it out"),
         ("--loss reinforce --clip-eps-high 1", "--clip-eps-high has no part in --loss reinforce, which has no bounds"),
@@ -135,7 +137,17 @@ def test_functions_of_the_users_are_found(place: str, tmp_path: Path, monkeypatc
     config = parse_config(["--config", str(files / "c.yaml"), "--model-name", "m", "--dual-clip", "3"])
     assert config.method == Method(f"{name}:loss", advantages=f"{name}:advantages", dual_clip=3.0)
     assert find_advantages(config.method.advantages)([[1.0]]) == [[0.5]]
+    module = sys.modules[name]
+    assert module.tried == [], "a loss is tried once, when the objective is made of it"
+    objective = make_objective(config)
+    assert objective.loss is module.loss
+    assert module.tried == [3.0] * 3, "with what the flags say"
+    other = parse_config(["--config", str(files / "c.yaml"), "--model-name", "m", "--loss", f"{name}:no_loss"])
     with pytest.raises(ConfigError, match=f"^--loss {name}:no_loss: it returned NoneType; expected is a function of LossInp"):
-        parse_config(["--config", str(files / "c.yaml"), "--model-name", "m", "--loss", f"{name}:no_loss"])
+        make_objective(other)
+    with pytest.raises(
+        ConfigError, match=r"^--loss nowhere:f: there is no module nowhere in the current directory, beside the"
+    ):
+        make_objective(parsed("--loss nowhere:f"))
     with pytest.raises(ConfigError, match=f"^--advantage-std has no part in --advantages {name}:advantages: only those of"):
         parse_config(["--config", str(files / "c.yaml"), "--model-name", "m", "--advantage-std"])

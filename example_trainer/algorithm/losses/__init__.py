@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from example_trainer.algorithm.divergence import MAX_LOG_RATIO
 from example_trainer.algorithm.functions import built_in, import_function, is_import, refusal, told
 from example_trainer.algorithm.losses.cispo import cispo
 from example_trainer.algorithm.losses.grpo import grpo
@@ -12,6 +13,7 @@ from example_trainer.algorithm.losses.gspo import gspo
 from example_trainer.algorithm.losses.inputs import Loss, LossInputs, LossSettings, TokenLosses
 from example_trainer.algorithm.losses.reinforce import reinforce
 from example_trainer.errors import ConfigError, NonFiniteError
+from example_trainer.out_of_memory import ran_out_of_memory
 
 __all__ = [
     "BUILT_IN",
@@ -33,11 +35,12 @@ _EXPECTED = (
 )
 
 
-def find_loss(name: str) -> Loss:
-    """A loss of ours, or one of the user's, which is imported and tried on a made-up batch.
+def find_loss(name: str, settings: LossSettings) -> Loss:
+    """A loss of ours, or one of the user's, which is imported and tried on made-up batches.
 
     Args:
         name: a key of BUILT_IN, or `module:function`.
+        settings: what it will be called with, and is tried with: it may need what a flag says.
 
     Raises:
         ConfigError: it does not exist, cannot be imported, or does not do what a loss does. One line says what and why.
@@ -45,8 +48,12 @@ def find_loss(name: str) -> Loss:
     if not is_import(name):
         return built_in("--loss", name, BUILT_IN)
     function: Loss = import_function("--loss", name, 2, _EXPECTED)
-    for shift in (0.0, 0.3):  # the present policy is the old one, and is not
-        _try(name, function, shift)
+    present = torch.tensor([-0.1, -2.0, -1.0, -0.7, -3.0, -0.01])
+    near = torch.tensor([1.3, 0.7, 1.3, 0.7, 1.3, 0.7])
+    far = torch.tensor([MAX_LOG_RATIO, 0.0, MAX_LOG_RATIO, 0.0, MAX_LOG_RATIO, 0.0])
+    _try(name, function, settings, present, present)
+    _try(name, function, settings, present, present * near)
+    _try(name, function, settings, present - far, present - far.roll(1))
     return function
 
 
@@ -59,19 +66,30 @@ def token_losses(name: str, loss: Loss, inputs: LossInputs, settings: LossSettin
         name: of the loss, for errors.
 
     Raises:
-        ConfigError: the function did not return what a loss returns.
+        ConfigError: the function is the user's and failed, other than for want of memory; or it did not return what a loss
+            returns.
     """
-    shape = inputs.logprobs.shape
     if not len(inputs.logprobs):
         return TokenLosses.unclipped(inputs.logprobs * 0.0)
-    result = loss(inputs, settings)
+    try:
+        result = loss(inputs, settings)
+    except Exception as error:
+        # What a GPU reports late is not the function's doing, and what went wrong in a loss of ours is a bug.
+        if not is_import(name) or ran_out_of_memory(error) or isinstance(error, torch.AcceleratorError):
+            raise
+        raise refusal("--loss", name, f"it failed with {told(error)}", _EXPECTED) from error
+    return _checked(name, result, inputs)
+
+
+def _checked(name: str, result: object, inputs: LossInputs) -> TokenLosses:
+    shape = inputs.logprobs.shape
     if isinstance(result, Tensor):
         result = TokenLosses.unclipped(result)
     if not isinstance(result, TokenLosses):
         raise refusal("--loss", name, f"it returned {type(result).__name__}", _EXPECTED)
     if result.losses.shape != shape:
         raise refusal("--loss", name, f"it returned losses of shape {[*result.losses.shape]} for {shape[0]} tokens", _EXPECTED)
-    if not result.losses.is_floating_point():
+    if result.losses.dtype != inputs.logprobs.dtype:
         raise refusal("--loss", name, f"it returned {result.losses.dtype}", _EXPECTED)
     if not result.losses.requires_grad and inputs.logprobs.requires_grad:
         raise refusal("--loss", name, "what it returned has no gradient: it does not depend on logprobs", _EXPECTED)
@@ -105,18 +123,22 @@ def refuse_nonfinite(name: str, count: int, tokens: int) -> None:
         )
 
 
-def _try(name: str, function: Loss, shift: float) -> None:
-    """Call a loss with three sequences, one of them of a single token, and advantages of both signs and 0."""
-    logprobs = torch.tensor([-0.1, -2.0, -1.0, -0.7, -3.0, -0.01], requires_grad=True)
+def _try(name: str, function: Loss, settings: LossSettings, present: Tensor, old: Tensor) -> None:
+    """Call a loss with three sequences, one of them of a single token, and advantages of both signs and 0.
+
+    Args:
+        present, old: [6] float32 logprobs under the two policies.
+    """
+    logprobs = present.clone().requires_grad_()
     inputs = LossInputs(
         logprobs=logprobs,
-        old_logprobs=logprobs.detach() + shift * torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0]),
+        old_logprobs=old.clone(),
         advantages=torch.tensor([1.0, 1.0, 1.0, -0.5, 0.0, 0.0]),
         sequence=torch.tensor([0, 0, 0, 1, 2, 2]),
         sequences=3,
     )
     try:
-        losses = token_losses(name, function, inputs, LossSettings(clip_low=0.2, clip_high=0.2)).losses
+        losses = _checked(name, function(inputs, settings), inputs).losses
         gradient = torch.autograd.grad(losses.sum(), logprobs, allow_unused=True)[0]
     except ConfigError:
         raise

@@ -13,6 +13,7 @@ import torch
 from example_trainer.algorithm.advantages import find_advantages
 from example_trainer.algorithm.functions import make_importable
 from example_trainer.algorithm.losses import (
+    Loss,
     LossInputs,
     LossSettings,
     count_nonfinite,
@@ -38,6 +39,9 @@ class Family:
 def one_argument(inputs): return inputs.logprobs
 def summed(inputs, settings): return mine(inputs, settings).sum()
 def whole_numbers(inputs, settings): return inputs.sequence
+def in_half(inputs, settings): return mine(inputs, settings).bfloat16()
+def unbounded(inputs, settings): return mine(inputs, settings) * (5 * inputs.log_ratio).exp()
+def bounded_twice(inputs, settings): return -inputs.log_ratio.exp().clamp(max=settings.dual_clip * 1.0) * inputs.advantages
 def nothing(inputs, settings): pass
 def without_gradient(inputs, settings): return mine(inputs, settings).detach()
 def of_another(inputs, settings): return mine(inputs, settings).detach() + torch.ones(6, requires_grad=True)
@@ -61,6 +65,8 @@ def flat(scores): return [[r] for g in scores for r in g]
 def large_only(scores): return [[math.inf if r > 100 else r for r in g] for g in scores]
 """
 
+SETTINGS = LossSettings(0.2, 0.2)
+
 
 @pytest.fixture
 def module(tmp_path: Path) -> Iterator[str]:
@@ -82,14 +88,24 @@ def batch(tokens: int = 3) -> LossInputs:
 
 
 def test_a_loss_of_the_users(module: str) -> None:
-    settings, inputs = LossSettings(0.2, 0.2), batch()
+    inputs = batch()
     for name, scale in (("mine", 1), ("Family.member", 2)):
-        result = token_losses(name, find_loss(f"{module}:{name}"), inputs, settings)
+        result = token_losses(name, find_loss(f"{module}:{name}", SETTINGS), inputs, SETTINGS)
         torch.testing.assert_close(result.losses, torch.full((3,), -scale * math.exp(0.5)))
         assert not (result.clipped_low | result.clipped_high).any()
-    counted = token_losses("counted", find_loss(f"{module}:counted"), inputs, settings)
+    counted = token_losses("counted", find_loss(f"{module}:counted", SETTINGS), inputs, SETTINGS)
     assert counted.clipped_low.all()
-    assert find_loss("grpo") is find_loss("grpo")
+    assert find_loss("grpo", SETTINGS) is find_loss("grpo", SETTINGS)
+
+
+def test_a_loss_is_tried_with_what_the_flags_say(module: str) -> None:
+    """One that needs --dual-clip can be used with it, and without it is refused before anything is loaded."""
+    name = f"{module}:bounded_twice"
+    loss = find_loss(name, LossSettings(0.2, 0.2, dual_clip=3.0))
+    result = token_losses(name, loss, batch(), LossSettings(0.2, 0.2, dual_clip=1.5))
+    torch.testing.assert_close(result.losses, torch.full((3,), -1.5))
+    with pytest.raises(ConfigError, match=rf"^--loss {name}: a made-up batch made it fail with "):
+        find_loss(name, SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +114,8 @@ def test_a_loss_of_the_users(module: str) -> None:
         ("one_argument", "it cannot be called with 2 arguments (too many positional arguments)"),
         ("summed", "it returned losses of shape [] for 6 tokens"),
         ("whole_numbers", "it returned torch.int64"),
+        ("in_half", "it returned torch.bfloat16"),
+        ("unbounded", "on a made-up batch its loss is ["),
         ("nothing", "it returned NoneType"),
         ("without_gradient", "what it returned has no gradient: it does not depend on logprobs"),
         ("of_another", "its gradient does not reach logprobs"),
@@ -111,7 +129,7 @@ def test_a_loss_of_the_users(module: str) -> None:
 )
 def test_losses_that_are_none_are_refused_in_one_line(module: str, name: str, problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        find_loss(f"{module}:{name}")
+        find_loss(f"{module}:{name}", SETTINGS)
     assert str(caught.value).startswith(f"--loss {module}:{name}: {problem}")
     assert "; expected is a function of LossInputs and LossSettings that returns one loss per trained token" in str(
         caught.value
@@ -138,7 +156,7 @@ def test_losses_that_are_none_are_refused_in_one_line(module: str, name: str, pr
 )
 def test_names_that_lead_nowhere(module: str, name: str, problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        find_loss(name)
+        find_loss(name, SETTINGS)
     assert str(caught.value).startswith(problem)
     assert "\n" not in str(caught.value)
 
@@ -146,9 +164,52 @@ def test_names_that_lead_nowhere(module: str, name: str, problem: str) -> None:
 def test_a_loss_that_goes_wrong_on_a_later_batch(module: str) -> None:
     """The trial has as many tokens as it returns."""
     name = f"{module}:later"
-    loss = find_loss(name)
+    loss = find_loss(name, SETTINGS)
     with pytest.raises(ConfigError, match=rf"^--loss {name}: it returned losses of shape \[6\] for 9 tokens; expected is"):
-        token_losses(name, loss, batch(9), LossSettings(0.2, 0.2))
+        token_losses(name, loss, batch(9), SETTINGS)
+
+
+def failing_with(error: Exception) -> Loss:
+    def loss(inputs: LossInputs, settings: LossSettings) -> torch.Tensor:
+        raise error
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (KeyError("a\nb"), "KeyError: 'a"),
+        (
+            RuntimeError("Expected all tensors to be on the same device\nException raised from"),
+            "RuntimeError: Expected all tens",
+        ),
+    ],
+)
+def test_a_loss_that_fails_on_a_later_batch_is_named_in_one_line(error: Exception, told: str) -> None:
+    """A made-up batch is on the CPU and small: what a GPU or a long sequence shows comes in a step."""
+    with pytest.raises(ConfigError) as caught:
+        token_losses("m:f", failing_with(error), batch(), SETTINGS)
+    assert str(caught.value).startswith(f"--loss m:f: it failed with {told}")
+    assert str(caught.value).endswith("or TokenLosses")
+    assert "\n" not in str(caught.value)
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("m:f", torch.OutOfMemoryError("CUDA out of memory.")),
+        ("m:f", RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")),
+        ("m:f", torch.AcceleratorError("CUDA error: an illegal memory access was encountered")),
+        ("grpo", KeyError("a bug of ours")),
+    ],
+)
+def test_what_is_not_a_losss_own_doing_comes_through(name: str, error: Exception) -> None:
+    """Memory that runs out is the step's to see; a GPU's late errors and bugs of ours keep their place."""
+    with pytest.raises(type(error)) as caught:
+        token_losses(name, failing_with(error), batch(), SETTINGS)
+    assert caught.value is error
 
 
 def test_losses_that_are_not_finite_end_a_step_and_name_the_function() -> None:
