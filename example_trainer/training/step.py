@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from example_trainer.algorithm.corrections import CorrectionSettings
-from example_trainer.algorithm.figures import BinOutcome, StepFigures
+from example_trainer.algorithm.figures import StepFigures
 from example_trainer.algorithm.functions import is_import
 from example_trainer.algorithm.losses import LossSettings, find_loss
 from example_trainer.algorithm.objective import Objective, ObjectiveInputs, bin_loss
@@ -107,9 +108,9 @@ class BatchGradients:
         self._model, self._optimizer, self._minibatches = model, optimizer, minibatches
         self._config, self._objective, self._stop, self._reference = config, objective, stop, reference
         self._parity = parity or NoParity()
-        self._known = [[_Known(_sequence_of(one)) for one in bins] for bins in minibatches]
-        self._figures = StepFigures(model.output_weight.device, optimizer.steps)
-        self._pending: list[BinOutcome] = []
+        self._known: list[list[_Known]] = []
+        self._figures: StepFigures | None = None
+        self._figures_with_this: StepFigures | None = None
         self._counted = 0
         self.updates = config.ppo_epochs * len(minibatches)
 
@@ -126,10 +127,15 @@ class BatchGradients:
             NonFiniteError: the loss function of the user's gave something that is not finite.
             ConfigError: it gave no loss for each token.
         """
+        # All that is asked of the device is asked for here, where its want can be survived; nothing once an update is taken.
         if number == 0:
+            self._known = [[_Known(_sequence_of(one)) for one in bins] for bins in self._minibatches]
+            figures = StepFigures(self._model.output_weight.device, self._optimizer.steps)
             self._parity.begin(self._optimizer.steps)
             self._figures.expect(sum(len(bin.targets) for bins in self._minibatches for bin in bins))
             self._pass_ahead()
+        else:
+            figures = copy.deepcopy(self._taken)  # of an update that fails there is nothing in the row
         epoch, place = divmod(number, len(self._minibatches))
         not_finite = torch.zeros((), dtype=torch.float64, device=self._model.output_weight.device)
         for bin, known in zip(self._minibatches[place], self._known[place], strict=True):
@@ -148,27 +154,25 @@ class BatchGradients:
             self._optimizer.collect()
             not_finite += found.not_finite
             # Drift is that of the batch's first weights, and so counted in the first epoch alone.
-            began = known.proximal if epoch == 0 else None
-            unknown = torch.full_like(found.outcome.logprobs, torch.nan)
-            outcome = replace(found.outcome, proximal_logprobs=unknown if began is None else began)
-            if number == 0:
-                self._figures.add(outcome)  # of an update that fails there is no row
-            else:
-                self._pending.append(outcome)
-        self._require_finite(not_finite)
+            figures.add(replace(found.outcome, proximal_logprobs=known.proximal if epoch == 0 else None))
+        self._require_finite(counts)
+        self._figures_with_this = figures
 
     def updated(self) -> None:
         """The update was taken: its figures count. Not collective."""
-        for outcome in self._pending:
-            self._figures.add(outcome)
-        self._pending.clear()
+        self._figures = self._figures_with_this
         self._counted += 1
 
     def row(self) -> dict[str, float | None]:
         """The figures of the updates that were taken: see StepFigures.row; the loss is their mean."""
-        row = self._figures.row(self._model.shards.sum_figures)
+        row = self._taken.row(self._model.shards.sum_figures)
         loss = row["loss"]
         return row | {"loss": None if loss is None else loss / self._counted}
+
+    @property
+    def _taken(self) -> StepFigures:
+        assert self._figures is not None, "no update was taken"
+        return self._figures
 
     def _pass_ahead(self) -> None:
         if not passes_ahead(self._objective, self._parity):
