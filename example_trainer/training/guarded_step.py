@@ -16,7 +16,10 @@ from example_trainer.out_of_memory import ran_out_of_memory
 from example_trainer.parallel.ranks import Ranks, first_line
 from example_trainer.process import StopSignal
 from example_trainer.training.optimizer import MasterAdamW, StepReport
-from example_trainer.training.step import StepSums, accumulate_gradients
+from example_trainer.training.skipping import SkippedBatches
+from example_trainer.training.step import BatchGradients
+
+logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 20.0
 """How long a rank that ran out of memory waits for the others to say the same, and a GPU has to finish what it was given."""
@@ -31,20 +34,36 @@ def guarded_step(
     reference: Decoder | None = None,
     parity: ParityCheck | None = None,
     ranks: Ranks | None = None,
-) -> tuple[StepSums, StepReport]:
-    """The gradient of a batch, of which `bins` are this rank's part, and the step along it. Collective.
+    skipped: SkippedBatches | None = None,
+) -> dict[str, float | None]:
+    """The updates of a batch, and the end of its step. Collective.
 
-    After the first two errors the gradients are gone, and `optimizer.sound` says, alike on every rank, whether the weights are
-    still those of before.
+    If the first update fails, nothing was learned. If a later one does, or a signal comes, what was learned stays: the other
+    updates are left out, and the step is complete. After the first two errors the gradients are gone, and `optimizer.sound`
+    says, alike on every rank, whether the weights can be gone on with. Batches whose later updates fail are counted with those
+    that are left out: one more in a row than the options allow is an error here too, behind the end of its step.
+
+    Between updates the model's parameters are written; after the last one that is the bridge's.
+
+    Args:
+        minibatches: this rank's bins of each; see BatchGradients for these and what follows.
+        skipped: counts the failures of this run; not given: this batch's alone.
+
+    Returns:
+        The figures of the batch, with
+            grad_norm: the largest of the updates';
+            lr: learning rate;
+            updates, updates_skipped: how many were taken, and left out.
 
     Raises:
         OutOfMemoryError: memory ran out in the first update, and every rank knows; what the batch took is free again. With
             several ranks, in any: they cannot go on from there, but the step is complete if there was an update before.
         NonFiniteError: see MasterAdamW.update and BatchGradients.accumulate, of the first update; of any if a weight is.
+        BatchError: of either kind, in a later update, if there have been too many in a row.
         RankError: a rank ran out of memory where others wait for it, and nothing collective is possible any more.
         StopRequested, ParityError: see accumulate_gradients.
     """
-    ranks = ranks or Ranks()
+    ranks, skipped = ranks or Ranks(), skipped or SkippedBatches(config)
     gradients = BatchGradients(model, optimizer, minibatches, config, objective, stop, reference, parity)
     reports: list[StepReport] = []
     before = optimizer.updates
@@ -60,10 +79,13 @@ def guarded_step(
                         f"{error}; this was update {number + 1} of {gradients.updates} of its batch, and those before are "
                         "kept, but several ranks cannot go on from here: start again with --resume auto"
                     ) from error
-                logger.warning(
-                    "Step %d: updates %d to %d of its batch are left out, what it learned in those before stays: %s",
-                    optimizer.steps + 1, number + 1, gradients.updates, error,
-                )  # fmt: skip
+                if isinstance(error, StopRequested):
+                    logger.warning(
+                        "Step %d: updates %d to %d of its batch are left out, what it learned in those before stays: %s",
+                        optimizer.steps + 1, number + 1, gradients.updates, error,
+                    )  # fmt: skip
+                else:
+                    skipped.cut_short(error, optimizer.steps + 1, number + 1, gradients.updates)
                 break
             gradients.updated()
     finally:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,7 +17,7 @@ from example_trainer.batch.evaluations import EvaluationFeed
 from example_trainer.batch.prefetch import ReadyBatch, Upkeep
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.parity import ParityCheck
-from example_trainer.errors import BatchError, CheckpointError, NonFiniteError, OutOfMemoryError, RankError, TrainerError
+from example_trainer.errors import BatchError, CheckpointError, OutOfMemoryError, RankError, TrainerError
 from example_trainer.models import Decoder
 from example_trainer.observe.evaluations import evaluation_line
 from example_trainer.observe.metrics import MetricsLog, Row, step_line
@@ -29,8 +28,8 @@ from example_trainer.process import StopRequested, StopSignal
 from example_trainer.training.guarded_step import guarded_step
 from example_trainer.training.idle_options import idle_options
 from example_trainer.training.optimizer import MasterAdamW
-from example_trainer.training.rollout_logprobs import require_rollout_logprobs, uncorrected_note
-from example_trainer.training.step import passes_ahead, warm_up
+from example_trainer.training.skipping import SkippedBatches
+from example_trainer.training.step import warm_up
 from example_trainer.weight_bridge.base import SyncReport, WeightBridge
 
 logger = logging.getLogger(__name__)
@@ -177,9 +176,7 @@ def train(parts: Parts) -> None:
             try:
                 batch = batches.next(optimizer.steps, upkeep)
                 waited = time.perf_counter()
-                sums, step = guarded_step(
-                    model, optimizer, batch.minibatches[0], config, stop, parts.reference, parts.parity, ranks
-                )
+                learned = learn(parts, batch, skipped)
             except BatchError as error:
                 skip(parts, skipped, error)
                 continue
@@ -209,14 +206,14 @@ def train(parts: Parts) -> None:
         raise
 
 
-def learn(parts: Parts, batch: ReadyBatch) -> dict[str, float | None]:
-    """Take the step of a batch; see require_rollout_logprobs and guarded_step for what is raised. The figures of it."""
+def learn(parts: Parts, batch: ReadyBatch, skipped: SkippedBatches) -> dict[str, float | None]:
+    """Take the step of a batch; see guarded_step, also for what it raises. The figures of it."""
     before = parts.optimizer.steps
     try:
         require_rollout_logprobs(parts.config, batch.figures)
         learned = guarded_step(
             parts.model, parts.optimizer, batch.minibatches, parts.config, parts.objective, parts.stop, parts.reference,
-            parts.parity, parts.ranks,
+            parts.parity, parts.ranks, skipped,
         )  # fmt: skip
     finally:
         if parts.optimizer.steps > before:  # also where it then could not go on
@@ -332,32 +329,3 @@ def keep_what_was_learned(parts: Parts, error: Exception) -> None:
     except Exception as failure:  # noqa: BLE001 - logged, and the error that led here is raised
         told = " ".join(str(failure).split())
         logger.error("What was learned since the last checkpoint could not be saved: %s", told)
-
-
-class SkippedBatches:
-    """Counts the batches since the last step that were left out, by reason: a gradient that is not finite, or anything else."""
-
-    def __init__(self, config: TrainerConfig) -> None:
-        self._limits = {True: config.skip_nonfinite, False: config.max_skipped_batches}
-        self._counts: Counter[bool] = Counter()
-
-    def skip(self, error: BatchError) -> None:
-        """Leave a batch out.
-
-        Raises:
-            BatchError: `error`, if there have been too many in a row; the batch is then not to be acknowledged.
-        """
-        kind = isinstance(error, NonFiniteError)
-        flag, limit = ("--skip-nonfinite" if kind else "--max-skipped-batches"), self._limits[kind]
-        if self._counts[kind] >= limit:
-            if not limit:
-                raise error
-            raise type(error)(f"{limit + 1} batches in a row could not be trained on ({flag} {limit}); the last: {error}")
-        self._counts[kind] += 1
-        logger.warning("Skipping a batch (%d of %d in a row, %s): %s", self._counts[kind], limit, flag, error)
-
-    def stepped(self) -> int:
-        """A step was taken: how many batches were left out before it. Counting begins anew."""
-        skipped = self._counts.total()
-        self._counts.clear()
-        return skipped

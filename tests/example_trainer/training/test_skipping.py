@@ -8,9 +8,11 @@ import httpx
 import pytest
 import torch
 
+from example_trainer.config import TrainerConfig
 from example_trainer.errors import BatchError, NonFiniteError, OutOfMemoryError
 from example_trainer.out_of_memory import ran_out_of_memory
 from example_trainer.training import optimizer as optimizing
+from example_trainer.training.skipping import SkippedBatches
 from example_trainer.weight_bridge.base import NoBridge
 from tests.example_trainer.in_process import STEPS, Trainers
 from tests.example_trainer.test_grpo import made_up_group
@@ -146,6 +148,27 @@ def test_memory_that_runs_out_elsewhere_ends_the_run_with_what_was_learned(
     with pytest.raises(torch.OutOfMemoryError):
         trainers.train("--checkpoint-interval", "0")
     assert trainers.saved().keys() == {2}
+
+
+def test_batches_that_taught_in_part_are_in_the_row_of_those_that_taught_nothing() -> None:
+    skipped = SkippedBatches(TrainerConfig(model_name="m", skip_nonfinite=2, max_skipped_batches=1))
+    nan, memory = NonFiniteError("the gradient of w is NaN"), OutOfMemoryError("out of memory")
+    skipped.skip(nan)
+    skipped.cut_short(nan, step=1, first=2, last=4)
+    assert skipped.stepped() == 1, "one was left out, the other trained on"
+    with pytest.raises(
+        NonFiniteError, match=r"^3 batches in a row could .*\(--skip-nonfinite 2\); the last: the gradient of w"
+    ):
+        skipped.skip(nan)
+    skipped.cut_short(memory, step=2, first=2, last=4)
+    assert skipped.stepped() == 0
+    skipped.skip(nan)
+    with pytest.raises(OutOfMemoryError, match=r"^2 batches in a row .* \(--max-skipped-batches 1\); the last: out of memory"):
+        skipped.cut_short(memory, step=3, first=2, last=4)
+    assert skipped.stepped() == 1
+    for _ in range(2):
+        skipped.skip(nan)
+    assert skipped.stepped() == 2
 
 
 @pytest.mark.parametrize(

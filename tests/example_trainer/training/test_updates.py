@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from example_trainer.algorithm.advantages import group_advantages
+from example_trainer.algorithm.figures import StepFigures
 from example_trainer.algorithm.losses import LossInputs, LossSettings
 from example_trainer.batch.groups import parse_batch
 from example_trainer.errors import BatchError, NonFiniteError, OutOfMemoryError
@@ -150,7 +151,7 @@ def stop_is_asked(_: torch.Tensor) -> None:
 def test_what_a_batch_taught_before_a_failure_stays(
     fault: Callable[[Any], Any], told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = config(ppo_epochs=2, minibatches=2, correction="none")
+    options = config(ppo_epochs=2, minibatches=2, correction="none", skip_nonfinite=1)
     minibatches = packed(parse_batch(make_groups(4), 64, 31), options, tokens=1000)
     assert [len(bins) for bins in minibatches] == [1, 1]
     found = []
@@ -168,6 +169,52 @@ def test_what_a_batch_taught_before_a_failure_stays(
     assert row == whole | {"updates_skipped": 2}, "of what failed there are no figures"
     assert "Step 1: updates 3 to 4 of its batch are left out, what it learned in those before stays: " in caplog.text
     assert told in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("fault", "limit", "error"),
+    [(nothing_left, "max_skipped_batches", OutOfMemoryError), (not_a_number, "skip_nonfinite", NonFiniteError)],
+)
+def test_a_later_update_that_fails_is_counted_as_a_batch_is(
+    fault: Callable[[Any], Any], limit: str, error: type[BatchError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = config(ppo_epochs=2, correction="none", **{limit: 0})
+    minibatches = packed(parse_batch(make_groups(4), 64, 31), options, tokens=1000)
+    model, optimizer = made()
+    Passes(monkeypatch, 1, fault)
+    with pytest.raises(error, match=r"; this was update 2 of 2 of its batch, and those before are kept$"):
+        guarded_step(model, optimizer, minibatches, options, make_objective(options), StopSignal())
+    assert (optimizer.steps, optimizer.updates, optimizer.sound) == (1, 1, True), "the end of its step can be saved"
+
+
+@pytest.mark.parametrize(("what", "number"), [("__init__", 0), ("add", 0), ("add", 2)])
+def test_figures_that_find_no_memory_are_as_a_pass_that_finds_none(
+    what: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first update's leave the batch out; a later one's leave that update out, before it is taken."""
+    options = config(ppo_epochs=2, minibatches=2)
+    minibatches = packed(parse_batch(make_groups(4), 64, 31), options, tokens=1000)
+    model, optimizer = made()
+    real, calls = getattr(StepFigures, what), 0
+
+    def greedy(*arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls - 1 == number:
+            torch.empty(1 << 52)
+        real(*arguments)
+
+    monkeypatch.setattr(StepFigures, what, greedy)
+    if number == 0:
+        with pytest.raises(OutOfMemoryError, match=r"^out of memory at optimizer step 0, in a pass over up to "):
+            guarded_step(model, optimizer, minibatches, options, make_objective(options), StopSignal())
+        assert (optimizer.steps, optimizer.updates, optimizer.sound, optimizer.gradients()) == (0, 0, True, {})
+        return
+    row = guarded_step(model, optimizer, minibatches, options, make_objective(options), StopSignal())
+    assert (optimizer.updates, optimizer.steps, optimizer.gradients()) == (2, 1, {})
+    once = config(ppo_epochs=1, minibatches=2)
+    expected = guarded_step(*made(), minibatches, once, make_objective(options), StopSignal())
+    assert row == expected | {"updates_skipped": 2}, "of what failed there are no figures"
 
 
 @pytest.mark.parametrize(
@@ -209,6 +256,31 @@ def test_a_run_goes_on_behind_a_batch_that_taught_in_part(trainers: Trainers, ca
     ]  # fmt: skip
     assert [trainers.saved()[number].updates for number in sorted(trainers.saved())] == [14]
     assert "Step 2: updates 3 to 4 of its batch are left out" in caplog.text
+
+
+def test_a_run_whose_later_updates_all_fail_ends_with_what_was_learned(
+    trainers: Trainers, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first update of each batch is sound, and its step complete: that is no reason to go on with half of them for ever."""
+    passes = 0
+
+    def second(logprobs: torch.Tensor) -> torch.Tensor:
+        nonlocal passes
+        passes += 1
+        return logprobs if passes % 2 else not_a_number(logprobs)
+
+    trainers.post(*range(STEPS))
+    trainers.faults = dict.fromkeys(range(STEPS), second)
+    with pytest.raises(NonFiniteError) as caught:
+        trainers.train("--ppo-epochs", "2", "--checkpoint-interval", "0", "--skip-nonfinite", "1")
+    assert str(caught.value).startswith(
+        "2 batches in a row could not be trained on (--skip-nonfinite 1); the last: the gradient of"
+    )
+    assert str(caught.value).endswith("; this was update 2 of 2 of its batch, and those before are kept")
+    assert "Step 1: updates 2 to 2 of its batch are left out" in caplog.text
+    assert "(1 of 1 in a row, --skip-nonfinite)" in caplog.text
+    assert [(saved.step, saved.updates) for saved in trainers.saved().values()] == [(2, 2)]
+    assert trainers.skipped == []
 
 
 def post_without_logprobs(trainers: Trainers, number: int) -> None:
