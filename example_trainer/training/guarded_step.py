@@ -10,7 +10,7 @@ import torch
 from example_trainer.batch.bins import PackedBin
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.parity import ParityCheck
-from example_trainer.errors import NonFiniteError, OutOfMemoryError, RankError
+from example_trainer.errors import ConfigError, NonFiniteError, OutOfMemoryError, RankError
 from example_trainer.models import Decoder
 from example_trainer.out_of_memory import ran_out_of_memory
 from example_trainer.parallel.ranks import Ranks, first_line
@@ -60,8 +60,9 @@ def guarded_step(
             several ranks, in any: they cannot go on from there, but the step is complete if there was an update before.
         NonFiniteError: see MasterAdamW.update and BatchGradients.accumulate, of the first update; of any if a weight is.
         BatchError: of either kind, in a later update, if there have been too many in a row.
-        RankError: a rank ran out of memory where others wait for it, and nothing collective is possible any more.
-        StopRequested, ParityError: see accumulate_gradients.
+        RankError: a rank ran out of memory, or its loss function failed, where others wait for it, and nothing collective is
+            possible any more.
+        StopRequested, ParityError, BatchError, ConfigError: see BatchGradients.accumulate; ConfigError only of a single rank.
     """
     ranks, skipped = ranks or Ranks(), skipped or SkippedBatches(config)
     gradients = BatchGradients(model, optimizer, minibatches, config, objective, stop, reference, parity)
@@ -107,6 +108,14 @@ def guarded_step(
     except NonFiniteError:
         _discard(optimizer)
         raise
+    except ConfigError as error:
+        if ranks.world_size == 1:
+            raise
+        # What a loss function does depends on the bin. Here an error is this rank's alone, and its end must not be collective.
+        raise RankError(
+            f"rank {ranks.rank}: {error}; others wait for it in a transfer, so this trainer cannot go on, nor save what is "
+            "newer than its last checkpoint; mend the function, and start again with --resume auto"
+        ) from error
     if ranks.world_size > 1:
         told = _agree(ranks, optimizer, told)
     if told is None:

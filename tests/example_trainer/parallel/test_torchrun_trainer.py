@@ -194,6 +194,35 @@ def test_ranks_that_run_out_behind_the_first_update_of_a_batch_keep_that(make_ru
     assert httpx.get(f"{run.url}/status", timeout=30).json()["queue_size"] == 0, "four batches for four steps"
 
 
+LOSS = """
+import os
+seen = 0
+
+def shorter(inputs, settings):
+    global seen
+    seen += inputs.sequences == 1  # a made-up batch has more
+    losses = -inputs.log_ratio.exp() * inputs.advantages
+    return losses[1:] if seen == 3 and os.environ.get("RANK") == "1" else losses
+"""
+
+
+def test_a_loss_that_fails_on_one_rank_ends_the_others_with_its_reason(make_run: Callable[[str], ParallelRun]) -> None:
+    """Nothing is saved then: that takes all of them, and the others are in the pass of that bin."""
+    run = make_run("run")
+    (run.folder / "my_losses.py").write_text(LOSS)
+    run.post(*range(STEPS))
+    trainer = run.two_ranks("--checkpoint-interval", "2", *ONE_BY_ONE, "--loss", "my_losses:shorter")
+    assert trainer.guard.wait(timeout=120) == 1
+    text = trainer.log_path.read_text()
+    errors = [line for line in text.splitlines() if line.startswith("ERROR ")]
+    told = "rank 1: --loss my_losses:shorter: it returned losses of shape ["
+    assert any(f"[rank 1] {told}" in line and "others wait for it in a transfer" in line for line in errors)
+    assert any("[rank 1]" not in line and f"rank 1 failed: RankError: {told}" in line for line in errors)
+    assert len(errors) == 2, "and none of a checkpoint"
+    assert f"Step 1/{STEPS}" in text
+    assert run.saved() == []
+
+
 def test_one_rank_that_runs_out_of_memory_ends_the_others_with_its_reason(make_run: Callable[[str], ParallelRun]) -> None:
     run = make_run("run")
     run.post(*range(STEPS))
