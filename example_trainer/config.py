@@ -39,6 +39,12 @@ class TrainerConfig(
                 "between the updates of a batch the trainer's parameters change, and vLLM would sample from them; give "
                 "--use-shared-memory (broadcast), or one of each"
             )
+        if self.lora is not None and self.lora.dropout and self.several_updates:
+            raise ValueError(
+                f"--lora-dropout {self.lora.dropout:g} and --ppo-epochs {self.ppo_epochs} with --minibatches "
+                f"{self.minibatches} exclude each other: the ratio to the batch's first weights would be that of two random "
+                "masks, and bounds would act on noise; give --lora-dropout 0, or one of each"
+            )
         if len(self.vllm_servers) > 1 and (self.single_copy or self.weight_bridge_mode == "none"):
             raise ValueError(
                 f"{len(self.vllm_servers)} --vllm-servers can be reached by broadcast (--use-shared-memory) or lora_only alone"
