@@ -95,7 +95,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--evaluate-every", type=int, default=0, help=every)
     add("--held-out", type=int, default=200, help="so many of them (default: %(default)s)")
     copies = (
-        "the trainer has a copy of the weights of its own, and vLLM is on the last GPU; --dtype float32 then trains in that"
+        "the trainer has a copy of the weights of its own, and vLLM is on the last GPU; --dtype float32 then trains in that, "
+        "and a batch may be for several updates (--minibatches, --ppo-epochs)"
     )
     add("--two-copies", action="store_true", help=copies)
     add("--lr", type=float, default=3e-4, help="learning rate (default: %(default)s)")
@@ -111,6 +112,13 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     for name, least in (("staleness", 0), ("evaluate_every", 0), ("held_out", 1)):
         if getattr(options, name) < least:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: give at least {least}")
+    for name in ("ppo_epochs", "minibatches"):
+        given = getattr(options, name, "1")  # text; what is no number the trainer's options refuse
+        if given.isdecimal() and int(given) > 1 and not options.two_copies:
+            parser.error(
+                f"--{name.replace('_', '-')} {given} needs --two-copies: between the updates of a batch the trainer's weights "
+                "change, and with one copy vLLM would sample from them"
+            )
     return options
 
 
