@@ -180,7 +180,7 @@ class ReportingMixin(EnvironmentCore):
 
     async def _recorded_evaluation(self) -> Any:
         """An evaluation that knows which weights it met. A task of its own runs it, for the record stays set."""
-        current_versions.set(VersionRecord())
+        current_versions.set(VersionRecord(sampled=None))
         return await self.evaluate()
 
     async def evaluate_log(

@@ -184,10 +184,11 @@ class RolloutMixin(TeachingMixin):
         """What the environment itself does not say of how its sequences were sampled. Of their weights: the oldest that its
         rollout met."""
         rows, masks, oldest = group.get("tokens"), group.get("masks"), record.oldest_weights
-        if rows is not None and masks is not None and len(rows) == len(masks):
+        if rows is not None and masks is not None and len(rows) == len(masks) and record.sampled is not None:
             told = record.sampled.fields_of(rows, masks)
-            group.update({name: values for name, values in told.items() if group.get(name) is None})
-            if group.get("sampling_params") is None and record.sampled.differ:
+            group.update({name: filled(group.get(name), values) for name, values in told.items()})
+            unknown = any(entry is None for entry in group.get("sampling_params") or [None])
+            if unknown and record.sampled.differ:
                 say_that_sampling_differs()
         if oldest is None:
             return
@@ -304,12 +305,21 @@ class RolloutMixin(TeachingMixin):
         self.groups_sent += len(groups) - dropped
 
 
+def filled(own: Any, told: list[Any]) -> Any:
+    """What an environment says of its sequences, with what else is known of those of which it says nothing."""
+    if own is None:
+        return told
+    if not isinstance(own, list) or len(own) != len(told):
+        return own
+    return [known if said is None else said for said, known in zip(own, told, strict=True)]
+
+
 @cache
 def say_that_sampling_differs() -> None:
     """Once for each process."""
     logger.warning(
-        "a rollout's requests were sampled with different parameters, and its group does not say which sequence with which: "
-        "the trainer takes its --temperature for all of them. Give the group sequence_fields(nodes), or sampling_params of "
+        "a rollout's requests were sampled with different parameters, and its group does not say of every sequence with which: "
+        "the trainer takes its --temperature for the others. Give the group sequence_fields(nodes), or sampling_params of "
         "your own. This is said once"
     )
 

@@ -250,6 +250,8 @@ class ServingMixin(RolloutMixin):
                     self._put_back(item_id)
 
     def _evaluation_done(self, task: asyncio.Task[Any]) -> None:
+        if self.eval_runner is task:
+            self.eval_runner = None  # with it goes all that the evaluation held on to
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("the evaluation failed; training goes on", exc_info=error)
             if isinstance(error, EnvironmentFailure):

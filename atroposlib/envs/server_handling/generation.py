@@ -5,7 +5,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from atroposlib.envs.server_handling.sampling import Sampled, SampledRecord, Sampling, SamplingSpan
+from atroposlib.envs.server_handling.sampling import SampledRecord, Sampling, SamplingSpan
 
 
 class Weights(NamedTuple):
@@ -125,11 +125,14 @@ class VersionRecord:
 
     An environment that builds its groups by hand need not carry versions along: the oldest weights met during the rollout are
     a true bound for every sequence in it.
+
+    Attributes:
+        sampled: None where nothing is trained on, as in an evaluation.
     """
 
     oldest_weights: Weights | None = None
     newest_weights: Weights | None = None
-    sampled: SampledRecord = field(default_factory=SampledRecord)
+    sampled: SampledRecord | None = field(default_factory=SampledRecord)
 
     @property
     def oldest(self) -> int | None:
@@ -147,12 +150,15 @@ class VersionRecord:
             self.oldest_weights = min(self.oldest_weights or weights, weights)
             self.newest_weights = max(self.newest_weights or weights, weights)
 
-    def note_generation(self, generation: Generation) -> None:
-        """The answer to a request."""
+    def note_generation(self, generation: Generation, training: bool = True) -> None:
+        """The answer to a request. `training`: it may be trained on, which what was asked for an evaluation is not."""
         self.note(generation.weight_versions, generation.weight_epochs)
-        for index, (output, reason) in enumerate(zip(generation.output_tokens, generation.finish_reasons, strict=True)):
-            how = None if generation.sampling is None else [SamplingSpan(generation.sampling[index], len(output))]
-            self.sampled.sequences.append(Sampled(generation.prompt_tokens, output, how, reason))
+        if self.sampled is None or not training:
+            return
+        outputs = generation.output_tokens
+        sampling = generation.sampling or [None] * len(outputs)
+        spans = [how and [SamplingSpan(how, len(output))] for how, output in zip(sampling, outputs, strict=True)]
+        self.sampled.note(generation.prompt_tokens, outputs, spans, generation.finish_reasons)
 
 
 # Set around each rollout; tasks that the rollout starts inherit it.

@@ -8,7 +8,6 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from atroposlib.envs.server_handling.generation import current_versions
-from atroposlib.envs.server_handling.sampling import Sampled
 from atroposlib.envs.server_handling.sequence_tracker import SequenceNode, node_of
 from atroposlib.utils.keys import PROXY_KEY, bearer, given_or_variable
 
@@ -70,9 +69,8 @@ class ProxyManagedServer:
         if record := current_versions.get():
             known = [node.weights for node in self.nodes if node.weights is not None]
             record.note([weights.version for weights in known], [weights.epoch for weights in known])
-            for node in self.nodes:
-                reason = (node.metadata or {}).get("finish_reason")
-                record.sampled.sequences.append(Sampled([], node.tokens, node.sampling, reason))
+            for node in self.nodes if record.sampled is not None else ():
+                record.sampled.note([], [node.tokens], [node.sampling], [(node.metadata or {}).get("finish_reason")])
         return self.get_state()
 
     def reset(self) -> None:

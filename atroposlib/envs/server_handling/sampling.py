@@ -4,7 +4,9 @@ What is neutral (`NEUTRAL`) is left out, so that parameters that hold only a tem
 distribution.
 """
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from atroposlib.envs.groups import PROMPT_MASK
@@ -23,8 +25,6 @@ NEUTRAL: dict[str, tuple[float, ...]] = {
 }
 """Parameter -> the values at which it changes nothing. `min_tokens` forbids the end of the answer for so many tokens."""
 
-END = 16
-"""Tokens."""
 WHOLE = ("top_k", "min_tokens", "max_tokens")
 
 
@@ -83,34 +83,51 @@ def on_the_wire(spans: Sequence[SamplingSpan]) -> Sampling | list[Sampling]:
     return [{**span.parameters, "tokens": span.tokens} for span in spans]
 
 
+class Place(NamedTuple):
+    """How far a sequence goes, and which tokens it has up to there, without the tokens themselves."""
+
+    tokens: int
+    digest: bytes
+
+
+class Prefix:
+    """The places along one sequence of token ids, read once from its beginning to its end."""
+
+    def __init__(self) -> None:
+        self._tokens, self._hash = 0, blake2b(digest_size=16)
+
+    def goes_on(self, tokens: Sequence[int]) -> Place:
+        """The place after these tokens too.
+
+        Raises:
+            TypeError, OverflowError: they are no token ids.
+        """
+        self._hash.update(array("q", tokens).tobytes())
+        self._tokens += len(tokens)
+        return Place(self._tokens, self._hash.digest())
+
+    def branch(self) -> "Prefix":
+        """One that goes on from here by itself."""
+        other = Prefix()
+        other._tokens, other._hash = self._tokens, self._hash.copy()
+        return other
+
+
 class Sampled(NamedTuple):
-    """A sequence that was sampled, as far as one request knows it.
+    """A sequence that was sampled, as far as one request knows it. A rollout makes many requests, each with the whole
+    conversation before it, so that tokens are not kept.
 
     Attributes:
-        prompt: token ids that were given. Some may have been sampled by an earlier request.
-        output: token ids after those.
-        sampling: with which parameters the sampled tokens of `output` were; None where that is not known.
+        prompt: where what was given ended. Some of it may have been sampled by an earlier request.
+        whole: where the sequence ended.
+        sampling: with which parameters the sampled tokens between the two were; None where that is not known.
         finish_reason: why its sampling ended; None where that is not known.
     """
 
-    prompt: Sequence[int]
-    output: Sequence[int]
+    prompt: Place
+    whole: Place
     sampling: list[SamplingSpan] | None
     finish_reason: str | None
-
-    @property
-    def end(self) -> tuple[int, ...]:
-        """What tells most sequences apart; see `end_of`."""
-        return end_of([*self.prompt[-END:], *self.output[-END:]], len(self.prompt) + len(self.output))
-
-    def is_of(self, tokens: list[int]) -> bool:
-        """Whether these are its tokens."""
-        return tokens[len(self.prompt) :] == [*self.output] and tokens[: len(self.prompt)] == [*self.prompt]
-
-
-def end_of(tokens: Sequence[int], length: int) -> tuple[int, ...]:
-    """A sequence's length and last tokens."""
-    return (length, *tokens[-END:])
 
 
 class SampledRecord:
@@ -118,54 +135,90 @@ class SampledRecord:
     sequences are known again by their tokens."""
 
     def __init__(self) -> None:
-        self.sequences: list[Sampled] = []
+        self._known: dict[Place, list[Sampled]] = {}
+        """By `whole`. Equal ones are one."""
+
+    def note(
+        self,
+        prompt: Sequence[int],
+        outputs: Sequence[Sequence[int]],
+        sampling: Sequence[list[SamplingSpan] | None],
+        reasons: Sequence[str | None],
+    ) -> None:
+        """What one request sampled: completions of a prompt."""
+        given = Prefix()
+        begin = given.goes_on(prompt)
+        for output, how, reason in zip(outputs, sampling, reasons, strict=True):
+            found = Sampled(begin, given.branch().goes_on(output), how, reason)
+            known = self._known.setdefault(found.whole, [])
+            if found not in known:
+                known.append(found)
+
+    @property
+    def sequences(self) -> list[Sampled]:
+        """All that differ, in the order in which they were noted first."""
+        return [sampled for known in self._known.values() for sampled in known]
 
     def fields_of(self, tokens: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]) -> dict[str, list[Any]]:
-        """`sampling_params` and `finish_reasons` of a group, each only where it is known of every sequence.
+        """`sampling_params` and `finish_reasons` of a group, None for a sequence of which it is not known; each only where it
+        is known of one.
 
         Args:
             tokens, masks: of the group, [n][length].
         """
-        fields: dict[str, list[Any]] = {}
-        by_end: dict[tuple[int, ...], list[Sampled]] = {}
-        for known in self.sequences:
-            by_end.setdefault(known.end, []).append(known)
-        rows = [[*row] for row in tokens]
-        met = [[known for known in by_end.get(end_of(row, len(row)), []) if known.is_of(row)] for row in rows]
-        reasons = [only([known.finish_reason for known in found]) for found in met]
-        if all(reason is not None for reason in reasons):
-            fields["finish_reasons"] = reasons
-        common = self._common()
-        sampling = [self._sampling(found, mask) or common for found, mask in zip(met, masks, strict=True)]
-        if all(entry is not None for entry in sampling):
-            fields["sampling_params"] = sampling
-        return fields
+        sequences = self.sequences
+        lengths = {place.tokens for sampled in sequences for place in (sampled.prompt, sampled.whole)}
+        told = [self._told(sequences, places_of(row, lengths), mask) for row, mask in zip(tokens, masks, strict=True)]
+        fields = {"sampling_params": [how for how, _ in told], "finish_reasons": [reason for _, reason in told]}
+        return {name: values for name, values in fields.items() if any(value is not None for value in values)}
 
     @staticmethod
-    def _sampling(found: Sequence[Sampled], mask: Sequence[int]) -> Sampling | list[Sampling] | None:
-        """How the sequence was sampled that these are; None if it is trained on tokens that an earlier request sampled."""
-        whole = [known for known in found if all(token == PROMPT_MASK for token in mask[: len(known.prompt)])]
-        spans = only([known.sampling for known in whole])
-        return on_the_wire(spans) if spans else None
+    def _told(
+        sequences: Iterable[Sampled], places: Mapping[int, Place], mask: Sequence[int]
+    ) -> tuple[Sampling | list[Sampling] | None, str | None]:
+        """How a sequence with these places was sampled, and why its sampling ended; None for what is not known.
 
-    @property
-    def _parameters(self) -> list[Sampling]:
-        """Of all requests that told them."""
-        return [span.parameters for known in self.sequences for span in known.sampling or []]
+        Of one that is not token for token what a request gave back, or is trained on what earlier requests sampled: what the
+        requests say whose prompt it begins with, if they say the same. Requests of another conversation, as of a judge, say
+        nothing of it.
+        """
+        near = [sampled for sampled in sequences if places.get(sampled.prompt.tokens) == sampled.prompt]
+        met = [sampled for sampled in near if sampled.whole.tokens == len(mask) and places.get(len(mask)) == sampled.whole]
+        reason = only([sampled.finish_reason for sampled in met])
+        whole = [sampled for sampled in met if all(token == PROMPT_MASK for token in mask[: sampled.prompt.tokens])]
+        spans = only([sampled.sampling for sampled in whole])
+        if spans:
+            return on_the_wire(spans), reason
+        return common_of([sampled for sampled in near if sampled.prompt.tokens or sampled in met]), reason
 
     @property
     def differ(self) -> bool:
         """Whether the requests sampled from different distributions."""
-        parameters = self._parameters
+        parameters = [span.parameters for sampled in self.sequences for span in sampled.sampling or []]
         return not all(same_distribution(parameters[0], other) for other in parameters)
 
-    def _common(self) -> Sampling | None:
-        """The parameters of all requests, where they differ in `max_tokens` at most."""
-        parameters = self._parameters
-        if self.differ or not parameters or any(known.sampling is None for known in self.sequences):
-            return None
-        limit = only([entry.get("max_tokens") for entry in parameters])
-        return {name: value for name, value in parameters[0].items() if name != "max_tokens" or limit is not None}
+
+def places_of(tokens: Sequence[int], lengths: Iterable[int]) -> dict[int, Place]:
+    """A sequence's places at these lengths, by length; none beyond its end, and none of what are no token ids."""
+    prefix, begin, found = Prefix(), 0, {}
+    try:
+        for end in sorted(length for length in lengths if length <= len(tokens)):
+            found[end] = prefix.goes_on([*tokens[begin:end]])
+            begin = end
+    except (TypeError, OverflowError):  # the checks of the group's shape say what is wrong with it
+        return {}
+    return found
+
+
+def common_of(sequences: Sequence[Sampled]) -> Sampling | None:
+    """The parameters of all of them, where they differ in `max_tokens` at most; None where one is not known."""
+    if not sequences or any(sampled.sampling is None for sampled in sequences):
+        return None
+    parameters = [span.parameters for sampled in sequences for span in sampled.sampling or []]
+    if not parameters or not all(same_distribution(parameters[0], other) for other in parameters):
+        return None
+    limit = only([entry.get("max_tokens") for entry in parameters])
+    return {name: value for name, value in parameters[0].items() if name != "max_tokens" or limit is not None}
 
 
 def only(values: Sequence[Any]) -> Any:

@@ -170,9 +170,10 @@ class APIServer(ABC):
 
     async def generate(self, **kwargs: Any) -> Generation:
         """Token ids in (`input_ids`, or `prompt` as text), token ids, logprobs and weight versions out."""
+        training = kwargs.get("split") != "eval"
         generation = await self._request(self._generate_wrapper, kwargs)
         if record := current_versions.get():
-            record.note_generation(generation)
+            record.note_generation(generation, training)
         return generation
 
     async def tokens_and_logprobs_completion(self, **kwargs: Any) -> tuple[list, list, list, list]:

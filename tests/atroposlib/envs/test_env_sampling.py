@@ -1,14 +1,17 @@
 """How sequences were sampled, where the environment does not say it itself."""
 
 import asyncio
+import pickle
 from typing import Any
 
 import pytest
 from scripted_env import ScriptedEnv, response
 
 from atroposlib.envs.rollouts import say_that_sampling_differs
-from atroposlib.envs.server_handling.generation import Generation, current_versions
-from atroposlib.envs.server_handling.sampling import sampling_of
+from atroposlib.envs.server_handling.generation import Generation, VersionRecord, current_versions
+from atroposlib.envs.server_handling.sampling import SampledRecord, SamplingSpan, sampling_of
+from atroposlib.envs.server_handling.server_baseline import APIServerConfig
+from atroposlib.envs.server_handling.vllm_server import VLLMServer
 
 
 def run(env: ScriptedEnv) -> None:
@@ -66,3 +69,70 @@ def test_how_sequences_were_sampled_is_known_again_by_their_tokens(
     cut = Meets([entry | {"tokens": entry["tokens"][:3], "masks": entry["masks"][:3]} for entry in script])
     run(cut)
     assert "finish_reasons" not in cut.posted[0], "these are not the tokens that were sampled"
+    half = Meets([script[0], script[1] | {"tokens": [5, 6, 7], "masks": [-100, 6, 7]}])
+    run(half)
+    assert half.posted[0]["finish_reasons"] == ["stop", None], "of one it is not known, of the other it is"
+    assert half.posted[0].get("sampling_params") == (None if told is None else [told[0], None])
+
+
+def record_of(*requests: tuple[list[int], list[int], float]) -> VersionRecord:
+    """What a rollout sampled: (prompt, output, temperature) of each request."""
+    record = VersionRecord()
+    for prompt, output, temperature in requests:
+        sampling = sampling_of({"temperature": temperature}, 1)
+        record.note_generation(Generation(prompt, [output], [[-0.5] * len(output)], ["stop"], sampling=sampling))
+    return record
+
+
+def test_what_a_judge_was_asked_says_nothing_of_the_sequences_that_it_judged() -> None:
+    """They came from elsewhere, as from the OpenAI routes, of which no tokens are known."""
+    rows, masks = [[1, 2, 3, 4]], [[-100, -100, 3, 4]]
+    judged = record_of(([9, 1, 2, 3, 4], [7], 0.0), ([2, 3, 4], [7], 0.3))
+    assert judged.sampled is not None
+    assert judged.sampled.fields_of(rows, masks) == {}
+    both = record_of(([1, 2], [3, 4], 0.7), ([9, 1, 2, 3, 4], [7], 0.0))
+    assert both.sampled is not None
+    assert both.sampled.fields_of(rows, masks) == {"sampling_params": [{"temperature": 0.7}], "finish_reasons": ["stop"]}
+    cut = both.sampled.fields_of([[1, 2, 3], [1, 5, 6]], [[-100, -100, 3], [-100, 5, 6]])
+    assert cut == {"sampling_params": [{"temperature": 0.7}, None]}, "an answer to the prompt that was cut off afterwards"
+
+
+def test_requests_of_an_evaluation_are_not_noted() -> None:
+    class Answers(VLLMServer):
+        async def _generate_wrapper(self, **kwargs: Any) -> Generation:
+            return Generation([1], [[2]], [[-0.5]], ["stop"], weight_versions=[4], sampling=[{"temperature": 0.0}])
+
+    async def ask() -> VersionRecord:
+        server, record = Answers(APIServerConfig(base_url="http://x", model_name="m")), VersionRecord()
+        current_versions.set(record)
+        await server.generate(input_ids=[1], split="eval")
+        assert record.sampled is not None
+        assert (record.sampled.sequences, record.oldest) == ([], 4)
+        await server.generate(input_ids=[1])
+        return record
+
+    sampled = asyncio.run(ask()).sampled
+    assert sampled is not None
+    assert len(sampled.sequences) == 1
+
+
+def test_a_record_does_not_grow_with_the_conversation() -> None:
+    """Each of many turns has all before it in its prompt; a proxy tells the same sequences again each time."""
+    conversation = list(range(100))
+    turns = [(conversation * turn, [7] * 100, 0.5) for turn in range(1, 51)]
+    record = record_of(*turns)
+    assert len(pickle.dumps(record)) < 50 * 400, "tokens are not kept"
+    again = SampledRecord()
+    for _ in range(3):
+        again.note([], [conversation], [[SamplingSpan({"temperature": 0.5}, 100)]], ["stop"])
+    assert len(again.sequences) == 1
+    assert again.fields_of([conversation], [conversation]) == {
+        "sampling_params": [{"temperature": 0.5}],
+        "finish_reasons": ["stop"],
+    }
+
+
+def test_what_are_no_token_ids_is_left_to_the_checks_of_the_group() -> None:
+    sampled = record_of(([1, 2], [3, 4], 0.7)).sampled
+    assert sampled is not None
+    assert sampled.fields_of([[1, 2, "3", None]], [[-100, -100, 3, 4]]) == {}  # type: ignore[list-item]

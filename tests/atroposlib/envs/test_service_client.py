@@ -15,7 +15,7 @@ from scripted_env import ScriptedEnv
 
 from atroposlib.envs import waiting
 from atroposlib.envs.errors import EnvironmentFailure, ServiceUnavailable
-from atroposlib.envs.server_handling.generation import current_versions
+from atroposlib.envs.server_handling.generation import Generation, current_versions
 from atroposlib.envs.service_client import RejectedByService, RolloutServiceClient
 
 
@@ -135,6 +135,8 @@ class Evaluated(ScriptedEnv):
         record = current_versions.get()
         if record is not None:
             record.note([7, 5])
+            record.note_generation(Generation([1] * 999, [[2] * 999], [[-1.0] * 999], ["stop"]))
+            assert record.sampled is None, "tokens of an evaluation are of no use to anybody, and there are many"
         metrics = {"accuracy": np.float32(0.5), "tokens": 12, "weight_version": 7}
         await self.evaluate_log(metrics | {"why": "text", "passed": True, "loss": math.nan}, verbose=False)
 
@@ -148,6 +150,8 @@ def evaluated(server: Scripted, times: int = 1, **settings: Any) -> Evaluated:
             env._start_evaluation()
             assert env.eval_runner is not None
             await env.eval_runner
+            await asyncio.sleep(0)
+            assert env.eval_runner is None, "nothing is held on to until the next one"
         await env.service.close()
 
     asyncio.run(run())
