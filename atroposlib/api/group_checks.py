@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from array import array
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from atroposlib.api.refusals import InvalidRequestError, invalid, path, short
 
 if TYPE_CHECKING:
     from atroposlib.api.schemas import ScoredData
+
+logger = logging.getLogger(__name__)
 
 LARGEST_ID = 2**31 - 1
 """Token ids fit into 32 bits."""
@@ -19,6 +23,22 @@ SIGN_BYTE = 3 if sys.byteorder == "little" else 0
 WITHOUT_SIGN = bytes(range(128))
 NOT_TRAINED = -100
 """In masks: nothing is learned from this token."""
+LONGEST_REASON = 64
+"""Characters of a finish reason."""
+PARAMETERS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "constrained",
+    "max_tokens",
+    "tokens",
+)
+"""What is read of an entry of sampling_params."""
 
 
 def check_group(group: ScoredData, at: list[str | int]) -> None:
@@ -46,8 +66,8 @@ def check_group(group: ScoredData, at: list[str | int]) -> None:
         ("weight_epochs", group.weight_epochs),
         ("weight_version_spans", group.weight_version_spans),
         ("weight_epoch_spans", group.weight_epoch_spans),
-        ("sampling_params", group.sampling_params),
-        ("finish_reasons", group.finish_reasons),
+        ("sampling_params", listed(group, "sampling_params")),
+        ("finish_reasons", listed(group, "finish_reasons")),
     ]
     for name, values in rows + flat:
         if values is not None and len(values) != len(lengths):
@@ -61,9 +81,14 @@ def check_group(group: ScoredData, at: list[str | int]) -> None:
                 message = f"{path(where)} has {len(row)} entries for the {lengths[index]} tokens of that sequence"
                 raise invalid(where, len(row), message)
     _check_spans(group, lengths, at)
-    for index, entry in enumerate(group.sampling_params or []):
+    for index, entry in enumerate(listed(group, "sampling_params") or []):
         _check_sampling(entry, lengths[index], [*at, "sampling_params", index])
-    free = ("messages", "generation_params", "overrides", "group_overrides", "images")
+    for index, reason in enumerate(listed(group, "finish_reasons") or []):
+        if reason is not None and not (isinstance(reason, str) and len(reason) <= LONGEST_REASON):
+            where = [*at, "finish_reasons", index]
+            rule = f"it must be a string of at most {LONGEST_REASON} characters, or null"
+            raise invalid(where, short(reason), f"{path(where)} is {short(reason)!r}: {rule}")
+    free = ("messages", "generation_params", "overrides", "group_overrides", "images", "sampling_params", "finish_reasons")
     for name, value in [*((name, getattr(group, name)) for name in free), *(group.model_extra or {}).items()]:
         _refuse_non_finite(value, [*at, name])
     for index, row in enumerate(group.tokens):
@@ -103,8 +128,31 @@ def _check_spans(group: ScoredData, lengths: list[int], at: list[str | int]) -> 
             raise invalid(where, epochs, f"{path(where)} has {epochs} entries for {len(spans)} spans in weight_version_spans")
 
 
+def listed(group: ScoredData, name: str) -> list[Any] | None:
+    """The entries of a field for each sequence; None where there are none. What is no list is a field of the client's own that
+    happens to have this name, and is handed on: the name was free once."""
+    value = getattr(group, name)
+    if value is not None and not isinstance(value, list):
+        _say_that_it_is_no_list(name)
+        return None
+    return value
+
+
+@cache
+def _say_that_it_is_no_list(name: str) -> None:
+    """Once for each name."""
+    logger.warning(
+        "a group's %s is no list with an entry for each sequence: it is handed on as it is, as a field of the client's own, "
+        "and says nothing of how sequences were sampled. This is said once",
+        name,
+    )
+
+
 def _check_sampling(entry: Any, length: int, where: list[str | int]) -> None:
-    """How one sequence was sampled: one object of numbers for all of it, or one for each part, which say their `tokens`."""
+    """How one sequence was sampled: one object of numbers for all of it, or one for each part, which say their `tokens`; None
+    where that is not known."""
+    if entry is None:
+        return
     if not isinstance(entry, list):
         _check_parameters(entry, where)
         return
@@ -124,19 +172,20 @@ def _check_sampling(entry: Any, length: int, where: list[str | int]) -> None:
 
 
 def _check_parameters(parameters: Any, where: list[str | int]) -> None:
-    """Finite numbers by name, with a temperature."""
+    """Finite numbers by name, or null where nothing is said. Other names than these are the client's own affair."""
     if not isinstance(parameters, dict):
         message = f'{path(where)} is {short(parameters)!r}: it must be an object of numbers, such as {{"temperature": 1.0}}'
         raise invalid(where, short(parameters), message)
-    for name, value in parameters.items():
+    for name in (name for name in PARAMETERS if parameters.get(name) is not None):
+        value = parameters[name]
         exact = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
         if not exact and not (isinstance(value, float) and math.isfinite(value)):
-            said = [*where, short(name)]
+            said = [*where, name]
             raise invalid(said, short(value), f"{path(said)} is {short(value)!r}: it must be a finite number")
     temperature = parameters.get("temperature")
-    if temperature is None or temperature < 0:
+    if temperature is not None and temperature < 0:
         said = [*where, "temperature"]
-        raise invalid(said, temperature, f"{path(said)} is {temperature}: it must be there, and at least 0")
+        raise invalid(said, temperature, f"{path(said)} is {temperature}: it must be at least 0")
 
 
 def _negatives(row: list[int]) -> int:

@@ -24,7 +24,6 @@ Size = Annotated[int, Field(ge=1, le=LARGEST_BATCH)]
 Name = Annotated[str, Field(max_length=4096)]
 Key = Annotated[str, Field(min_length=1, max_length=256)]
 MetricName = Annotated[str, Field(min_length=1, max_length=256)]
-Reason = Annotated[str, Field(max_length=64)]
 
 # The first wrong value ends the reading: a million wrong values would otherwise become a million error records.
 Ints = Annotated[list[int], Field(fail_fast=True)]
@@ -161,13 +160,15 @@ class ScoredData(BaseModel):
     """[n][spans][2]: a version and the number of tokens sampled under it, in the order of the sequence's sampled tokens."""
     weight_epoch_spans: Annotated[list[Versions], Field(fail_fast=True)] | None = None
     """[n][spans]: the epoch of the weights of each span."""
-    sampling_params: list[Any] | None = None
+    sampling_params: Any | None = None
     """[n]: of the distribution that the sequence's tokens were sampled from, an object of numbers: `temperature`, and what was
     not neutral of `top_p`, `top_k`, `min_p`, `presence_penalty`, `frequency_penalty`, `repetition_penalty` and `min_tokens`;
-    and `max_tokens` of the last request. A sequence whose turns were sampled in different ways has a list of such objects
-    instead, each with `tokens`, the number of sampled tokens that it is of, in their order."""
-    finish_reasons: Annotated[list[Reason], Field(fail_fast=True)] | None = None
-    """[n]: why the sampling of the sequence ended: "stop", "length" or another word of the server's. Of its last turn."""
+    `constrained` if something else changed it; and `max_tokens` of the last request. A sequence whose turns were sampled in
+    different ways has a list of such objects instead, each with `tokens`, the number of sampled tokens that it is of, in their
+    order. Null where it is not known. What is no list is a client's own, and is handed on as it is."""
+    finish_reasons: Any | None = None
+    """[n]: why the sampling of the sequence ended: "stop", "length" or another word of the server's. Of its last turn; null
+    where it is not known. What is no list is a client's own, and is handed on as it is."""
     idempotency_key: Key | None = None
     """Chosen by the client; the same key again is answered again but not counted again."""
 

@@ -5,7 +5,7 @@ length. `masks[i]` holds the token id where the token is trained and -100 at pro
 the logprob under which the token was sampled and 1.0 at prompt positions. `weight_version_spans[i]` is [[version, tokens], …]
 over the tokens that are not -100 in `masks[i]`, in their order, and `weight_epoch_spans[i]` has the epoch of each span.
 `sampling_params[i]` says with which parameters they were sampled (see `server_handling.sampling`), `finish_reasons[i]` why the
-sampling ended.
+sampling ended; both are None where that is not known of a sequence.
 """
 
 import math
@@ -34,8 +34,8 @@ class ScoredDataGroup(TypedDict, total=False):
     weight_epochs: list[int] | None
     weight_version_spans: list[list[list[int]]] | None
     weight_epoch_spans: list[list[int]] | None
-    sampling_params: list[dict[str, float] | list[dict[str, float]]] | None
-    finish_reasons: list[str] | None
+    sampling_params: list[dict[str, float] | list[dict[str, float]] | None] | None
+    finish_reasons: list[str | None] | None
     group_overrides: dict[str, Any] | None
     overrides: list[dict[str, Any]] | None
     images: Any | None
@@ -91,8 +91,8 @@ PER_SEQUENCE_FIELDS = {
 
 SPANS = ("weight_version_spans", "weight_epoch_spans")
 
-WHERE_ALL_TELL = (*SPANS, "sampling_params", "finish_reason")
-"""Fields of an item that the group leaves out where some of its items have none: what some servers tell and some do not."""
+NULL_WHERE_UNKNOWN = ("sampling_params", "finish_reason")
+"""Fields of an item that are None in the group for items that have none: what some servers tell and some do not."""
 
 MAY_BE_EMPTY = ("advantages", "ref_logprobs", "inference_logprobs", "distill_token_ids", "distill_logprobs")
 """Fields of numbers for each token, where an empty list can only mean that there are none."""
@@ -103,7 +103,7 @@ def group_from_items(items: Sequence[Mapping[str, Any]]) -> ScoredDataGroup:
 
     An optional field is kept when every response has it; when only some do, the group would not line up, so it is refused.
     Only of how it was sampled something may be missing, which some servers tell and some do not: an epoch is 0 then, which
-    stands for one not told, and spans, sampling parameters and finish reasons are left out.
+    stands for one not told, sampling parameters and finish reasons are None, and spans are left out.
 
     Raises:
         ValueError: a required field is missing, or only some of the responses have an optional one.
@@ -114,11 +114,11 @@ def group_from_items(items: Sequence[Mapping[str, Any]]) -> ScoredDataGroup:
         if single == "weight_epoch" and any(values):
             values = [epoch or 0 for epoch in values]
         present = sum(value is not None for value in values)
-        if single in WHERE_ALL_TELL and present < len(items):
+        if single in SPANS and present < len(items):
             continue
         if single in ("tokens", "masks", "scores") and present < len(items):
             raise ValueError(f"{len(items) - present} of {len(items)} trajectories have no {single!r}")
-        if 0 < present < len(items):
+        if 0 < present < len(items) and single not in NULL_WHERE_UNKNOWN:
             raise ValueError(f"only {present} of {len(items)} trajectories have {single!r}: give it in all of them or in none")
         if present:
             group[plural] = values
@@ -168,6 +168,8 @@ def wrong_shape(group: Mapping[str, Any], group_size: int) -> str | None:
             return f"tokens[{index}] is empty"
     for field in ("weight_versions", "weight_epochs", *SPANS, "sampling_params", "finish_reasons"):
         rows = group.get(field)
+        if field in ("sampling_params", "finish_reasons") and not isinstance(rows, list):
+            continue  # the environment's own, which the service hands on
         if rows is not None and len(rows) != group_size:
             return f"{field!r} has {len(rows)} entries, the group size is {group_size}"
     return None

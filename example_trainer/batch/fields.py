@@ -43,6 +43,15 @@ def per_sequence(group: Mapping[str, Any], name: str, count: int) -> list[Any]:
     return values
 
 
+def told_of_each(group: Mapping[str, Any], name: str, count: int) -> list[Any]:
+    """As `per_sequence`, of a name that was free once: what is no list is something of an environment's own, and says nothing.
+
+    Raises:
+        GroupError: there are more or fewer.
+    """
+    return per_sequence(group, name, count) if isinstance(group.get(name), list) else [None] * count
+
+
 def optional_ints(group: Mapping[str, Any], name: str, count: int) -> list[int | None]:
     """One number for each sequence, None where there is none."""
     return [None if value is None else int(value) for value in per_sequence(group, name, count)]

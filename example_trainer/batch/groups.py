@@ -244,9 +244,9 @@ class _GroupReader:
         versions, epochs = (fields.optional_ints(group, f"weight_{name}", count) for name in ("versions", "epochs"))
         own = fields.own_advantages(group, [len(row) for row in tokens])
         zeroed = fields.zeroed(group, count, self.batch.ignored_overrides)
-        said = fields.per_sequence(group, "sampling_params", count)
-        reasons = fields.per_sequence(group, "finish_reasons", count)
-        sequences, shaped, masked, unusable, narrowed, no_logprobs = [], [], [], [], set[str](), 0
+        said = fields.told_of_each(group, "sampling_params", count)
+        reasons = fields.told_of_each(group, "finish_reasons", count)
+        sequences, shaped, masked, unusable, narrowed = [], [], [], [], set[str]()
         for i, row in enumerate(tokens):
             self._check_tokens(row, masks[i], i)
             sampled = np.flatnonzero(masks[i] != NOT_TRAINED).astype(np.int64)

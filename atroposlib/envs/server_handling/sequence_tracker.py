@@ -55,16 +55,14 @@ def sequence_fields(nodes: Sequence[SequenceNode]) -> dict[str, list[Any]]:
         nodes: one for each sequence of the group, in its order.
 
     Returns:
-        only what is known of every sequence.
+        weights only where they are known of every sequence; of the rest, None for the sequences of which it is not known.
     """
     weights = [node.weights for node in nodes if node.weights is not None]
     fields = weight_fields(weights, [node.weight_spans for node in nodes]) if len(weights) == len(nodes) else {}
-    sampling = [on_the_wire(node.sampling) for node in nodes if node.sampling]
-    if len(sampling) == len(nodes):
-        fields["sampling_params"] = sampling
-    reasons = [node.metadata["finish_reason"] for node in nodes if node.metadata and node.metadata.get("finish_reason")]
-    if len(reasons) == len(nodes):
-        fields["finish_reasons"] = reasons
+    sampling = [on_the_wire(node.sampling) if node.sampling else None for node in nodes]
+    reasons = [(node.metadata or {}).get("finish_reason") for node in nodes]
+    told: dict[str, list[Any]] = {"sampling_params": sampling, "finish_reasons": reasons}
+    fields.update({name: values for name, values in told.items() if any(value is not None for value in values)})
     return fields
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from atroposlib.api.group_checks import _say_that_it_is_no_list
 from atroposlib.api.refusals import InvalidRequestError
 from atroposlib.api.schemas import PER_SEQUENCE, RETURNED, RegisterEnv, RegisterTrainer, read, read_groups
 
@@ -54,12 +55,8 @@ def refusal(body: dict[str, Any] | list[Any], many: bool = False) -> dict[str, A
             "has 2 entries for 1 spans",
         ),
         ({"sampling_params": [{"temperature": 1}] * 3}, ["sampling_params"], "has 3 entries for 4 sequences"),
-        (
-            {"sampling_params": [{"temperature": 1}] * 3 + [None]},
-            ["sampling_params", 3],
-            "is None: it must be an obj",
-        ),
-        ({"sampling_params": [{"top_p": 0.9}] * 4}, ["sampling_params", 0, "temperature"], "is None: it must be there"),
+        ({"sampling_params": [{"temperature": 1}] * 3 + ["hot"]}, ["sampling_params", 3], "is 'hot': it must be an obj"),
+        ({"sampling_params": {"temperature": NAN}}, ["sampling_params", "temperature"], "is nan: every number"),
         (
             {"sampling_params": [{"temperature": -0.5}] * 4},
             ["sampling_params", 0, "temperature"],
@@ -86,7 +83,8 @@ def refusal(body: dict[str, Any] | list[Any], many: bool = False) -> dict[str, A
             "1 parts of 4 tokens, the",
         ),
         ({"finish_reasons": ["stop"] * 3}, ["finish_reasons"], "has 3 entries for 4 sequences"),
-        ({"finish_reasons": ["stop"] * 3 + [None]}, ["finish_reasons", 3], "string"),
+        ({"finish_reasons": ["stop"] * 3 + [7]}, ["finish_reasons", 3], "is 7: it must be a string of at most 64"),
+        ({"finish_reasons": ["x" * 65] * 4}, ["finish_reasons", 0], "of at most 64 characters, or null"),
         ({"tokens": [[1, 2, 3]] * 3 + [[1, -2, 3]]}, ["tokens", 3, 1], "is -2: a token id is from 0"),
         ({"tokens": [[-100, 2, 3]] * 4}, ["tokens", 0, 0], "is -100: a token id is from 0"),
         ({"masks": [[-100, 2, 3]] * 3 + [[-100, 2, -1]]}, ["masks", 3, 2], "is -1: a mask holds -100 where nothing"),
@@ -165,6 +163,29 @@ def test_how_each_sequence_was_sampled_is_handed_on(many: bool) -> None:
     (draft,) = read_groups(json.dumps([sent] if many else sent).encode(), many)
     assert json.loads(draft.body) == {name: None for name in RETURNED} | sent
     assert b'"top_k":20,' in draft.body.replace(b" ", b"")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"finish_reasons": ["stop", None, "length", None], "sampling_params": [{"temperature": 0.5}, None, None, None]},
+        {"sampling_params": [{"temperature": 0.5, "top_p": None, "stop": "x", "seed": 2**80, "own": {"a": [1]}}] * 4},
+        {"sampling_params": [{"temperature": None, "top_p": 0.9}, {"top_p": 0.9}, {}, {"temperature": 0}]},
+        {"sampling_params": {"temperature": 0.7, "stop": "x"}, "finish_reasons": "stop"},
+    ],
+    ids=["not known of every one", "names that nobody reads", "no temperature", "a client's own"],
+)
+def test_what_clients_of_the_original_wire_may_have_sent_goes_through(
+    fields: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    _say_that_it_is_no_list.cache_clear()
+    sent = group(**fields)
+    for _ in range(2):
+        (draft,) = read_groups(json.dumps(sent).encode(), False)
+        assert json.loads(draft.body) == {name: None for name in RETURNED} | sent
+    own = [name for name, value in fields.items() if not isinstance(value, list)]
+    assert [f"a group's {name} is no list" in caplog.text for name in own] == [True] * len(own)
+    assert len(caplog.records) == len(own), "once each"
 
 
 @pytest.mark.parametrize("many", [False, True])

@@ -55,12 +55,16 @@ def test_spans_of_weights_are_left_out_unless_every_response_has_them() -> None:
         assert not {"weight_version_spans", "weight_epoch_spans"} & group_from_items(items).keys()
 
 
-def test_how_responses_were_sampled_is_told_of_all_or_of_none() -> None:
+def test_how_responses_were_sampled_is_told_of_each_of_which_it_is_known() -> None:
     told = {"sampling_params": {"temperature": 0.7}, "finish_reason": "length"}
     group = group_from_items([item(**told), item(**told)])
     assert group["sampling_params"] == [{"temperature": 0.7}] * 2
     assert group["finish_reasons"] == ["length"] * 2
-    assert not {"sampling_params", "finish_reasons"} & group_from_items([item(**told), item()]).keys()
+    some = group_from_items([item(), item(**told)])
+    assert some["sampling_params"] == [None, {"temperature": 0.7}]
+    assert some["finish_reasons"] == [None, "length"], "a truncated answer is known as one, whatever is known of its siblings"
+    assert not {"sampling_params", "finish_reasons"} & group_from_items([item(), item()]).keys()
+    assert wrong_shape(group | {"sampling_params": {"stop": "x"}, "finish_reasons": "an environment's own"}, 2) is None
 
 
 def test_group_overrides_are_merged() -> None:

@@ -282,7 +282,7 @@ def test_every_sampled_token_of_a_conversation_keeps_the_parameters_that_it_was_
         assert [part["temperature"] for part in told for _ in range(part["tokens"])] == expected
         assert len(set(expected)) > 1
     other = SequenceNode(full_text="", tokens=[1], masked_tokens=[1], logprobs=[0.0])
-    assert sequence_fields([node, other]) == {}, "what is not known of all is told of none"
+    assert sequence_fields([other, node]) == {"finish_reasons": [None, "stop"], "sampling_params": [None, told]}
 
 
 def test_a_branch_keeps_the_weights_of_its_own_past() -> None:

@@ -191,7 +191,7 @@ def test_ages_count_on_the_line_of_weights_that_is_trained_on() -> None:
         ({"advantages": [1.0, "x"]}, "advantages[1] is neither a number nor a list"),
         ({"overrides": [{}]}, "overrides has 1 entries"),
         ({"finish_reasons": ["stop"]}, "finish_reasons has 1 entries"),
-        ({"sampling_params": {"temperature": 1}}, "sampling_params has no entries"),
+        ({"sampling_params": [{"temperature": 1}]}, "sampling_params has 1 entries"),
     ],
 )
 def test_an_invalid_group_is_left_out_and_named(changes: dict[str, Any], message: str) -> None:
@@ -200,6 +200,12 @@ def test_an_invalid_group_is_left_out_and_named(changes: dict[str, Any], message
     assert len(batch.invalid) == 1
     assert batch.invalid[0].startswith("group 1: ")
     assert message in batch.invalid[0]
+
+
+def test_what_has_these_names_and_is_no_list_is_the_environments_own() -> None:
+    batch = parse_batch([make_group(sampling_params={"stop": "x"}, finish_reasons="stop")], 100, VOCAB)
+    assert not batch.invalid
+    assert [(one.temperatures, one.finish_reason) for one in batch.sequences] == [(None, None)] * 2
 
 
 def test_nan_at_a_prompt_position_does_not_matter() -> None:
