@@ -28,8 +28,10 @@ NEUTRAL: dict[str, tuple[float, ...]] = {
     "frequency_penalty": (0.0,),
     "repetition_penalty": (1.0,),
     "min_tokens": (0.0,),
+    "constrained": (0.0,),
 }
-"""Parameter that changes the distribution -> the values at which it does not."""
+"""Parameter that changes the distribution -> the values at which it does not. `constrained` is how many fields of another kind
+the request had that may: a grammar, biases, whatever the environment's side does not know to be harmless."""
 BIAS = (
     "the server's logprobs are of the distribution that was left or shifted, the trainer's of the whole one: ratios are off by "
     "the probability that was cut away or moved, clipping and corrections take that for drift, and tokens that could not be "

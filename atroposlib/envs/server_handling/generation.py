@@ -156,8 +156,10 @@ class VersionRecord:
         if self.sampled is None or not training:
             return
         outputs = generation.output_tokens
-        sampling = generation.sampling or [None] * len(outputs)
-        spans = [how and [SamplingSpan(how, len(output))] for how, output in zip(sampling, outputs, strict=True)]
+        spans: list[list[SamplingSpan] | None] = [None] * len(outputs)
+        if generation.sampling is not None:
+            parameters = zip(generation.sampling, outputs, strict=True)
+            spans = [[SamplingSpan(how, len(output))] for how, output in parameters]
         self.sampled.note(generation.prompt_tokens, outputs, spans, generation.finish_reasons)
 
 

@@ -69,8 +69,9 @@ class ProxyManagedServer:
         if record := current_versions.get():
             known = [node.weights for node in self.nodes if node.weights is not None]
             record.note([weights.version for weights in known], [weights.epoch for weights in known])
-            for node in self.nodes if record.sampled is not None else ():
-                record.sampled.note([], [node.tokens], [node.sampling], [(node.metadata or {}).get("finish_reason")])
+            if record.sampled is not None:
+                for node in self.nodes:
+                    record.sampled.note([], [node.tokens], [node.sampling], [(node.metadata or {}).get("finish_reason")])
         return self.get_state()
 
     def reset(self) -> None:

@@ -4,15 +4,20 @@ What is neutral (`NEUTRAL`) is left out, so that parameters that hold only a tem
 distribution.
 """
 
+import logging
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from atroposlib.envs.groups import PROMPT_MASK
 
+logger = logging.getLogger(__name__)
+
 Sampling = dict[str, float | int]
-"""Parameters of one request by name: `temperature`, what of `NEUTRAL` was not neutral, and `max_tokens` where it was sent."""
+"""Parameters of one request by name: `temperature`, what of `NEUTRAL` was not neutral, `CONSTRAINED`, and `max_tokens` where it
+was sent."""
 
 NEUTRAL: dict[str, tuple[float, ...]] = {
     "top_p": (1.0,),
@@ -26,6 +31,22 @@ NEUTRAL: dict[str, tuple[float, ...]] = {
 """Parameter -> the values at which it changes nothing. `min_tokens` forbids the end of the answer for so many tokens."""
 
 WHOLE = ("top_k", "min_tokens", "max_tokens")
+ALIASES = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens"}
+"""What other interfaces call parameters of `Sampling`."""
+
+HARMLESS = frozenset(
+    {
+        *("model", "prompt", "input_ids", "n", "split", "seed", "sampling_seed", "user", "request_id", "priority", "rid"),
+        *("stop", "stop_token_ids", "stop_regex", "include_stop_str_in_output", "no_stop_trim", "ignore_eos"),
+        *("skip_special_tokens", "spaces_between_special_tokens", "detokenize", "return_text", "echo"),
+        *("logprobs", "top_logprobs", "token_logprobs", "prompt_logprobs", "prompt_token_logprobs", "flat_logprobs"),
+        *("return_logprob", "logprob_start_len", "top_logprobs_num", "return_token_ids", "return_tokens_as_token_ids"),
+        *("stream", "stream_options", "stream_interval", "output_kind", "cache_salt", "add_special_tokens", "timeout"),
+    }
+)
+"""Fields of requests that leave the distribution of each token as it is. What else a request has (a grammar, biases, allowed
+or forbidden words, the best of several answers) may change it: `CONSTRAINED` counts such fields."""
+CONSTRAINED = "constrained"
 
 
 class SamplingSpan(NamedTuple):
@@ -39,14 +60,15 @@ def sampling_of(request: Mapping[str, Any], completions: int, temperature: float
     """The parameters that each completion of a request was sampled with.
 
     Args:
-        request: its fields by the names of `Sampling`; others are ignored, and None counts as not given.
+        request: its fields by the names of `Sampling` or of `ALIASES`; None counts as not given. Of the others, those that are
+            not `HARMLESS` and hold something are counted as `CONSTRAINED`, and named in the log once.
         completions: how many there are.
         temperature: what the server takes for a request that names none; None where that is not known.
 
     Returns:
         None where the temperature is not known.
     """
-    asked = {name: value for name, value in request.items() if value is not None}
+    asked = {ALIASES.get(name, name): value for name, value in request.items() if value is not None}
     warmth = asked.get("temperature", temperature)
     if warmth is None:
         return None
@@ -54,7 +76,29 @@ def sampling_of(request: Mapping[str, Any], completions: int, temperature: float
     for name in (*NEUTRAL, "max_tokens"):
         if name in asked and float(asked[name]) not in NEUTRAL.get(name, ()):
             told[name] = int(asked[name]) if name in WHOLE else float(asked[name])
+    own = {"temperature", "max_tokens", *NEUTRAL}
+    # Empty as {} and False: asked for, and nothing is.
+    strange = sorted(name for name, value in asked.items() if name not in HARMLESS | own and has_something(value))
+    if strange:
+        say_that_it_may_be_constrained(tuple(strange))
+        told[CONSTRAINED] = len(strange)
     return [told] * completions
+
+
+def has_something(value: Any) -> bool:
+    """Whether a field asks for anything: not {}, [], "" or False."""
+    return bool(value) or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
+@cache
+def say_that_it_may_be_constrained(names: tuple[str, ...]) -> None:
+    """Once for each of them."""
+    logger.warning(
+        "requests for tokens to train on have %s, which is not known to leave the distribution as it is: their groups say "
+        "%s, and the trainer leaves them out without --allow-truncated-sampling. This is said once",
+        ", ".join(names),
+        CONSTRAINED,
+    )
 
 
 def same_distribution(one: Sampling, other: Sampling) -> bool:
@@ -169,7 +213,10 @@ class SampledRecord:
         sequences = self.sequences
         lengths = {place.tokens for sampled in sequences for place in (sampled.prompt, sampled.whole)}
         told = [self._told(sequences, places_of(row, lengths), mask) for row, mask in zip(tokens, masks, strict=True)]
-        fields = {"sampling_params": [how for how, _ in told], "finish_reasons": [reason for _, reason in told]}
+        fields: dict[str, list[Any]] = {
+            "sampling_params": [how for how, _ in told],
+            "finish_reasons": [reason for _, reason in told],
+        }
         return {name: values for name, values in fields.items() if any(value is not None for value in values)}
 
     @staticmethod

@@ -9,7 +9,12 @@ from scripted_env import ScriptedEnv, response
 
 from atroposlib.envs.rollouts import say_that_sampling_differs
 from atroposlib.envs.server_handling.generation import Generation, VersionRecord, current_versions
-from atroposlib.envs.server_handling.sampling import SampledRecord, SamplingSpan, sampling_of
+from atroposlib.envs.server_handling.sampling import (
+    SampledRecord,
+    SamplingSpan,
+    sampling_of,
+    say_that_it_may_be_constrained,
+)
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 
@@ -27,6 +32,46 @@ def test_what_is_neutral_is_left_out_of_the_parameters() -> None:
     changed = {"top_p": 0.9, "top_k": 20, "frequency_penalty": 0.1}
     assert sampling_of({**changed, "temperature": None}, 1, temperature=1.0) == [{"temperature": 1.0, **changed}]
     assert sampling_of(changed, 1) is None, "a server's own default is not known"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"regex": "[0-9]+"},
+        {"json_schema": "{}"},
+        {"logit_bias": {"5": 1.0}},
+        {"allowed_token_ids": [0]},
+        {"bad_words": ["no"]},
+        {"structured_outputs": {"choice": ["a"]}},
+        {"best_of": 0},
+        {"of_a_server_that_nobody_here_knows": 0.5},
+    ],
+)
+def test_what_may_have_changed_the_distribution_is_told_as_such(
+    asked: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    say_that_it_may_be_constrained.cache_clear()
+    for _ in range(2):
+        assert sampling_of({"temperature": 1.0, **asked}, 1) == [{"temperature": 1.0, "constrained": 1}]
+    (record,) = caplog.records
+    assert next(iter(asked)) in record.getMessage()
+    assert "--allow-truncated-sampling" in record.getMessage()
+
+
+def test_what_is_harmless_says_nothing() -> None:
+    harmless = {
+        "stop": ["x"],
+        "seed": 3,
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "logprobs": 5,
+        "n": 2,
+        "split": "train",
+    }
+    nothing = {"regex": None, "logit_bias": {}, "bad_words": [], "json_schema": "", "of_another_server": False}
+    assert sampling_of({"temperature": 1.0, **harmless, **nothing}, 1) == [{"temperature": 1.0}]
+    of_sglang = {"temperature": 1.0, "min_new_tokens": 8, "max_new_tokens": 32}
+    assert sampling_of(of_sglang, 1) == [{"temperature": 1.0, "min_tokens": 8, "max_tokens": 32}]
 
 
 @pytest.mark.parametrize(

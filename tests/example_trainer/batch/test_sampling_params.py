@@ -49,6 +49,7 @@ def test_turns_say_what_each_of_their_tokens_was_sampled_at() -> None:
         ({"temperature": 1, "frequency_penalty": 0.5}, SamplingRules(), "frequency_penalty 0.5"),
         ({"temperature": 1, "repetition_penalty": 1.1}, SamplingRules(), "repetition_penalty 1.1"),
         ({"temperature": 1, "min_tokens": 8}, SamplingRules(), "min_tokens 8"),
+        ({"temperature": 1, "constrained": 2}, SamplingRules(), "constrained 2, .*--allow-truncated-sampling"),
         ({"temperature": 0.6}, SamplingRules(deterministic=True), "--deterministic computes at 1 alone"),
         ({"temperature": 0.6}, SamplingRules(servers=RAW), "http://one:9001 .*--logprobs-mode processed_logprobs"),
         ({"temperature": "warm"}, SamplingRules(), r"sampling_params\[2\] has temperature 'warm', which is no finite number"),
