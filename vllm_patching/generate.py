@@ -89,6 +89,11 @@ class GenerateRequest(BaseModel):
         return values
 
 
+IMPOSSIBLE = -9999.0
+"""The logprob, in nats, that is answered for a token of the prompt that the model holds impossible: JSON has no infinity.
+vLLM's own routes answer the same."""
+
+
 class LogprobNotFinite(RuntimeError):
     """The model gave a logprob that is no number, which JSON does not have and nobody can learn from."""
 
@@ -106,8 +111,9 @@ class GenerateResponse(msgspec.Struct, kw_only=True):
     of the completion was sampled with. Their version need not be the smallest, for a trainer that resumes goes back.
 
     `prompt_token_logprobs[position]` or `prompt_logprobs[position]`, where they were asked for, is the same of the prompt's
-    tokens given those before each: null or {} for the first, which nothing predicts. They are those of the model itself, at
-    temperature 1, whatever the sampling parameters and `--logprobs-mode` are.
+    tokens given those before each: null or {} for the first, which nothing predicts; as a number never below -9999, which
+    stands for a token that is impossible. They are those of the model itself, at temperature 1, whatever the sampling parameters and
+    `--logprobs-mode` are.
     """
 
     text: list[str] | msgspec.UnsetType = msgspec.UNSET
@@ -226,7 +232,8 @@ def _of_prompt(tokens: Sequence[int], flat: Any) -> list[float | None]:
         raise RuntimeError(
             f"vLLM scored {len(flat.start_indices)} positions of a prompt, which are not those of its {len(tokens)} tokens"
         )
-    logprobs = [flat.logprobs[start] for start in flat.start_indices[1:]]
+    # A prompt may hold what the model cannot sample: ids that no token has, or what a mask forbids.
+    logprobs = [max(flat.logprobs[start], IMPOSSIBLE) for start in flat.start_indices[1:]]
     _require_finite(tokens[1:], logprobs, "the prompt but for its first token")
     return [None, *logprobs]
 

@@ -148,6 +148,8 @@ def test_a_prompt_is_scored_once_however_many_samples_there_are(monkeypatch: pyt
     numbers = answer_of(monkeypatch, TWO, scored([(2, -0.75)]), token_logprobs=True, prompt_token_logprobs=True)
     assert numbers["prompt_token_logprobs"] == [None, -0.75]
     assert "prompt_logprobs" not in numbers
+    impossible = answer_of(monkeypatch, TWO, scored([(2, -math.inf)]), token_logprobs=True, prompt_token_logprobs=True)
+    assert impossible["prompt_token_logprobs"] == [None, -9999.0], "the weights are whole, and JSON has no infinity"
     tables = answer_of(monkeypatch, TWO, scored([(2, -0.75), (9, -0.5), (8, -math.inf)]), prompt_logprobs=2)
     assert tables["prompt_logprobs"] == [{}, {"2": -0.75, "9": -0.5}]
     assert "prompt_token_logprobs" not in tables

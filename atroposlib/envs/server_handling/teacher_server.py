@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import time
 from typing import Any
 
 import httpx
@@ -28,6 +29,11 @@ logger = logging.getLogger(__name__)
 LONGEST_REQUEST = 300.0
 """Seconds without an answer after which a request is sent anew: the server may hang, and its next start may not."""
 VOCABULARY_SECONDS = 60.0
+LOOK_AGAIN_SECONDS = 5.0
+"""How old what is known of the served model may be when a sequence is scored. A server takes longer to be started anew, so
+that one that was exchanged while nobody asked is noticed before it scores anything."""
+IDENTITY = ("id", "root", "max_model_len")
+"""What /v1/models says of a model, but for `created`, which vLLM makes up for each answer."""
 ROUNDING = 1e-3
 """How far above 0 a logprob may lie by rounding, in nats."""
 
@@ -40,12 +46,17 @@ class TeacherRefused(RolloutFailure):
     """The teacher cannot score this sequence, however often it is asked."""
 
 
+class NoLogprob(ValueError):
+    """A number among the teacher's that is no logprob."""
+
+
 class TeacherServer(VLLMServer):
     """Scores sequences of token ids.
 
     A server that says in `GET /sampling` that it knows `prompt_token_logprobs` is asked by `/generate`, any other by
     `/v1/completions` with `prompt_logprobs`, which vLLM has. Before the first sequence, and again after the server was away,
-    its vocabulary is compared with that of `tokenizer`, which must be set.
+    its vocabulary is compared with that of `tokenizer`, which must be set; and so it is when /v1/models names another model
+    than before, for which it is asked every LOOK_AGAIN_SECONDS at most.
 
     Args:
         url: address, with or without /v1.
@@ -73,6 +84,9 @@ class TeacherServer(VLLMServer):
         self.gate.outage_timeout = self._timeout = timeout
         self._comparing = asyncio.Lock()
         self._same_vocabulary = False
+        self._looked = -math.inf
+        self._scores = False
+        """It has scored a sequence: from then on what is wrong with one is wrong with that one."""
 
     async def probe(self) -> str | None:
         # Asked after an outage: what comes back may be another server.
@@ -94,6 +108,7 @@ class TeacherServer(VLLMServer):
             await self.gate.wait_until_well(wrong)
         try:
             await self.score(sorted(self.tokenizer.get_vocab().values())[:2])
+            self._scores = True
         except TeacherRefused as refusal:
             raise UsageError(str(refusal)) from refusal
 
@@ -101,7 +116,8 @@ class TeacherServer(VLLMServer):
         """The logprob of each token given those before it, at temperature 1; None for the first, which nothing predicts.
 
         Raises:
-            TeacherRefused: it will not score this sequence, which may be too long for it.
+            TeacherRefused: it will not score this sequence, which may be too long for it, or has no logprob of one of its
+                tokens.
             EnvironmentFailure: it was away for too long, refuses the key, has another vocabulary, or answers something else.
         """
         patience: Patience | None = None
@@ -132,6 +148,8 @@ class TeacherServer(VLLMServer):
         return TeacherRefused(f"teacher at {self.root_url} will not score: {what}")
 
     async def _score_wrapper(self, tokens: list[int], model: str) -> list[float | None]:
+        await self._look_again()
+        model = await self.model()  # if it is not named, that which is served now
         await self._compare_vocabularies(model)
         context = await self._context_length()
         if context and len(tokens) >= context:
@@ -146,11 +164,31 @@ class TeacherServer(VLLMServer):
             else:
                 logprobs = await self._by_completions(tokens, model)
             return checked_scores(logprobs, len(tokens))
+        except NoLogprob as error:
+            if self._scores:
+                raise TeacherRefused(f"teacher at {self.root_url}: of a sequence of {len(tokens)} tokens, {error}") from error
+            raise self._no_scoring(error) from error
         except (ValueError, LookupError, TypeError) as error:
-            raise TeacherUnavailable(
-                f"teacher at {self.root_url}: its answer is no scoring of the tokens sent ({error}); serve it with vLLM, "
-                "and without logits in place of logprobs (--logprobs-mode)"
-            ) from error
+            raise self._no_scoring(error) from error
+
+    def _no_scoring(self, error: Exception) -> TeacherUnavailable:
+        return TeacherUnavailable(
+            f"teacher at {self.root_url}: its answer is no scoring of the tokens sent ({error}); serve it with vLLM, "
+            "and without logits in place of logprobs (--logprobs-mode)"
+        )
+
+    async def _look_again(self) -> None:
+        """See now and then whether it is still the same model that is served."""
+        async with self._comparing:
+            if time.monotonic() - self._looked < LOOK_AGAIN_SECONDS:
+                return
+            before, self._served = self._served, None  # where this fails, the next one compares
+            now = await self.served_model()
+            if before is None or any(before.get(name) != now.get(name) for name in IDENTITY):
+                self._options, self._same_vocabulary = None, False
+                if before is not None:
+                    logger.warning("teacher at %s: another model is served there now, %s", self.root_url, now.get("id"))
+            self._looked = time.monotonic()
 
     async def _by_generate(self, tokens: list[int]) -> list[Any]:
         body = {"prompt": {"prompt_token_ids": tokens}, "max_tokens": 1, "temperature": 0.0}
@@ -167,7 +205,7 @@ class TeacherServer(VLLMServer):
         return [None, *(table[str(token)]["logprob"] for table, token in zip(tables[1:], tokens[1:], strict=True))]
 
     async def _compare_vocabularies(self, model: str) -> None:
-        """Once after each start or outage.
+        """Once after each start or outage, and for each model.
 
         Raises:
             UsageError: an id means another token there, or it cannot be asked.
@@ -204,11 +242,12 @@ def checked_scores(logprobs: list[Any], length: int) -> list[float | None]:
     """The logprobs of a sequence's tokens, None for the first.
 
     Raises:
-        ValueError: they are not as many as the tokens, or one is no logprob.
+        ValueError: they are not as many as the tokens.
+        NoLogprob: one is no logprob.
     """
     if len(logprobs) != length:
         raise ValueError(f"{len(logprobs)} logprobs of {length} tokens")
     wrong = [v for v in logprobs[1:] if not isinstance(v, float | int) or not -math.inf < v <= ROUNDING]
     if wrong:
-        raise ValueError(f"{wrong[0]} is no logprob")
+        raise NoLogprob(f"{wrong[0]} is no logprob")
     return [None, *logprobs[1:]]

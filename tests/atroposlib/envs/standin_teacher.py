@@ -27,6 +27,8 @@ class StandinTeacher:
         self.vocabulary: dict[str, int] = tokenizer.get_vocab()
         self.shift = 0  # of every id that /tokenize answers
         self.context = 512
+        self.root = "/models/first"
+        self.wrong_token: int | None = None  # of which it has no logprob
         self.key: str | None = None
         self.status = 200
         self.answer: Any = None
@@ -55,14 +57,15 @@ class StandinTeacher:
 
         @app.get("/v1/models")
         async def models() -> dict[str, Any]:
-            return {"data": [{"id": "the-teacher", "max_model_len": self.context}]}
+            return {"data": [{"id": "the-teacher", "root": self.root, "created": time.time(), "max_model_len": self.context}]}
 
         async def score(tokens: list[int]) -> list[float | None]:
             self.at_once += 1
             self.most_at_once = max(self.most_at_once, self.at_once)
             await asyncio.sleep(0.01)
             self.at_once -= 1
-            return self.answer if self.answer is not None else expected(tokens)
+            scores = self.answer if self.answer is not None else expected(tokens)
+            return [0.5 if token == self.wrong_token else score for token, score in zip(tokens, scores, strict=False)]
 
         @app.post("/v1/completions")
         async def completions(body: dict[str, Any]) -> JSONResponse:

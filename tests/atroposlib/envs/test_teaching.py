@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atroposlib.envs.errors import EnvironmentFailure, InferenceUnavailable, RolloutFailure, UsageError
+from atroposlib.envs.server_handling import teacher_server
 from atroposlib.envs.server_handling.vocabulary import differing_ids, first_difference
 from atroposlib.utils.keys import TEACHER_KEY
 from tests.atroposlib.envs.scripted_env import ScriptedEnv, response
@@ -201,6 +202,50 @@ def test_what_a_person_must_mend_is_said_at_the_start(
     for name, value in change.items():
         setattr(ours, name, value)
     assert said in refused(environment(ours, tokenizer))
+
+
+def test_a_token_that_the_teacher_has_no_logprob_of_costs_its_group_alone(teacher: StandinTeacher, tokenizer: Any) -> None:
+    scripts = [response(1.0, 8), response(0.0, 8), response(1.0, 3), response(0.0, 3)]
+    env = environment(teacher, tokenizer, scripts)
+    teacher.wrong_token = 8
+
+    async def work() -> None:
+        await env.wait_for_teacher()
+        with pytest.raises(RolloutFailure, match=r"of a sequence of 8 tokens, 0\.5 is no logprob"):
+            await env.work_on("item")
+        await env.work_on("item")
+        await env.close_servers()
+
+    asyncio.run(asyncio.wait_for(work(), SECONDS))
+    assert str(env.drops) == "teacher_refused=1"
+    assert len(env.posted) == 1
+
+
+def test_a_teacher_that_is_exchanged_while_nobody_asks_is_compared_again(
+    teacher: StandinTeacher, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = "/vocabulary" if teacher.kind == "ours" else "/tokenize"
+    env = environment(teacher, tokenizer, [response(float(n % 2)) for n in range(6)])
+
+    async def work() -> None:
+        await env.wait_for_teacher()
+        teacher.paths.clear()
+        await env.work_on("item")
+        assert "/v1/models" not in teacher.paths, "it was looked at a moment ago"
+        monkeypatch.setattr(teacher_server, "LOOK_AGAIN_SECONDS", 0.0)
+        await env.work_on("item")
+        assert "/v1/models" in teacher.paths
+        assert compared not in teacher.paths, "it is the same"
+        teacher.root = "/models/second"
+        teacher.vocabulary, teacher.shift = {"other": 0}, 1
+        try:
+            with pytest.raises(UsageError, match="has another vocabulary"):
+                await env.work_on("item")
+        finally:
+            await env.close_servers()
+
+    asyncio.run(asyncio.wait_for(work(), SECONDS))
+    assert len(env.posted) == 2
 
 
 def test_the_teachers_key_is_its_own(ours: StandinTeacher, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
