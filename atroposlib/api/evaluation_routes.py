@@ -31,6 +31,7 @@ def add_evaluation_routes(app: FastAPI, service: RolloutService) -> None:
                 env_id=posted.env_id,
                 name=posted.name,
                 weight_version=posted.weight_version,
+                weight_epoch=posted.weight_epoch,
                 metrics=posted.metrics,
                 key=posted.idempotency_key,
             )

@@ -7,8 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 MOST_KEPT = 1024
 """Evaluations; the oldest are forgotten first."""
+MOST_BYTES = 8 << 20
+"""Of JSON that all of them are together, for all may be asked for at once. The newest is kept whatever its size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +32,18 @@ class Evaluation:
     metrics: dict[str, float]
     key: str | None = None
     """Chosen by the client; the same key again is the same evaluation."""
+    weight_epoch: int | None = None
+    """Of those weights: which life of the trainer made them. One that resumes counts versions again from its checkpoint's."""
 
     def told(self) -> dict[str, Any]:
         """What GET /evaluations says of it."""
-        names = ("id", "time", "env_id", "name", "weight_version", "metrics")
+        names = ("id", "time", "env_id", "name", "weight_version", "weight_epoch", "metrics")
         return {name: getattr(self, name) for name in names}
+
+    @property
+    def size(self) -> int:
+        """Bytes of JSON."""
+        return len(orjson.dumps(self.told()))
 
 
 class Evaluations:
@@ -41,12 +52,14 @@ class Evaluations:
     def __init__(self, next_id: int = 1) -> None:
         self.next_id = next_id
         self._kept: deque[Evaluation] = deque()
+        self._bytes = 0
         self._added: list[Evaluation] = []
         self._removed: list[int] = []
 
     def restore(self, stored: Iterable[Evaluation], next_id: int) -> None:
         """Take over what was stored, oldest first."""
-        self._kept.extend(stored)
+        for evaluation in stored:
+            self._keep(evaluation)
         self.next_id = max([next_id, *(known.id + 1 for known in self._kept)])
 
     def take_changed(self) -> tuple[list[Evaluation], list[int]]:
@@ -63,18 +76,26 @@ class Evaluations:
         weight_version: int | None,
         metrics: dict[str, float],
         key: str | None = None,
+        weight_epoch: int | None = None,
     ) -> int:
         """Note a result. Returns its id; that of the first one, if a result of the same key is kept."""
         for known in self._kept if key is not None else ():
             if known.key == key:
                 return known.id
-        evaluation = Evaluation(self.next_id, time, env_id, name, weight_version, metrics, key)
+        evaluation = Evaluation(self.next_id, time, env_id, name, weight_version, metrics, key, weight_epoch)
         self.next_id += 1
-        self._kept.append(evaluation)
         self._added.append(evaluation)
-        while len(self._kept) > MOST_KEPT:
-            self._removed.append(self._kept.popleft().id)
+        self._keep(evaluation)
         return evaluation.id
+
+    def _keep(self, evaluation: Evaluation) -> None:
+        """Keep it, and forget the oldest beyond the bounds."""
+        self._kept.append(evaluation)
+        self._bytes += evaluation.size
+        while len(self._kept) > MOST_KEPT or (self._bytes > MOST_BYTES and len(self._kept) > 1):
+            oldest = self._kept.popleft()
+            self._bytes -= oldest.size
+            self._removed.append(oldest.id)
 
     def after(self, id: int) -> Sequence[Evaluation]:
         """Those that came after the one of this id, oldest first."""
@@ -84,3 +105,4 @@ class Evaluations:
         """They are another run's: forget them, but not their ids."""
         self._removed.extend(known.id for known in self._kept)
         self._kept.clear()
+        self._bytes = 0

@@ -120,6 +120,8 @@ class PostedEvaluation(Request):
     """Of the environment, or of the evaluation."""
     weight_version: Version | None = None
     """Of the oldest weights that it was measured with; null if that is not known."""
+    weight_epoch: Version | None = None
+    """Of those weights; null if that is not known, 0 for those that no trainer made, or where the server does not say."""
     metrics: Annotated[dict[MetricName, FiniteFloat], Field(min_length=1, max_length=256)]
     idempotency_key: Key | None = None
     """Chosen by the client; the same key again is answered again but not counted again."""

@@ -241,10 +241,12 @@ class ReportingMixin(EnvironmentCore):
         if self.env_id is None or not numbers or not self._evaluations_taken:
             return
         record = current_versions.get()
+        oldest = None if record is None else record.oldest_weights
         body = {
             "env_id": self.env_id,
             "name": name[:LONGEST_NAME],
-            "weight_version": None if record is None else record.oldest,
+            "weight_version": None if oldest is None else oldest.version,
+            "weight_epoch": None if oldest is None else oldest.epoch,
             "metrics": numbers,
             "idempotency_key": uuid.uuid4().hex,
         }

@@ -39,6 +39,8 @@ class Evaluation:
         name: of the environment or its evaluation.
         weight_version: of the weights that were evaluated; None if it was not said.
         metrics: finite numbers by name.
+        weight_epoch: which life of the trainer made those weights, for after a resume the same versions come again; None if it
+            was not said.
     """
 
     id: int
@@ -47,6 +49,7 @@ class Evaluation:
     name: str
     weight_version: int | None
     metrics: Mapping[str, float]
+    weight_epoch: int | None = None
 
     @property
     def key(self) -> tuple[int, float]:
@@ -60,7 +63,7 @@ class Evaluation:
         Raises:
             KeyError, TypeError, ValueError, AttributeError: it is something else.
         """
-        env_id, version = entry.get("env_id"), entry.get("weight_version")
+        env_id, version, epoch = (entry.get(name) for name in ("env_id", "weight_version", "weight_epoch"))
         return cls(
             int(entry["id"]),
             float(entry["time"]),
@@ -68,6 +71,7 @@ class Evaluation:
             str(entry["name"]),
             None if version is None else int(version),
             {str(name): value for name, value in entry["metrics"].items() if _is_number(value)},
+            None if epoch is None else int(epoch),
         )
 
 

@@ -78,14 +78,20 @@ def test_groups_come_back_with_every_field(service: Service) -> None:
 
 def test_evaluations_are_told_in_the_order_in_which_they_came(service: Service) -> None:
     env_id, before = service.begin(), max([0, *(known["id"] for known in service.get("/evaluations")["evaluations"])])
-    first = {"env_id": env_id, "name": "task", "weight_version": 3, "metrics": {"accuracy": 0.5, "tokens": 12}}
+    first = {
+        "env_id": env_id,
+        "name": "task",
+        "weight_version": 3,
+        "weight_epoch": 7,
+        "metrics": {"accuracy": 0.5, "tokens": 12},
+    }
     second = {"name": "elsewhere", "metrics": {"accuracy": 1.0}, "idempotency_key": "k"}
     ids = [service.post("/evaluations", body)["id"] for body in (first, second, second)]
     assert before < ids[0] < ids[1] == ids[2]
     one, two = service.get("/evaluations", after=before)["evaluations"]
     assert one == {"id": ids[0], "time": one["time"]} | first
     del second["idempotency_key"]
-    assert two == {"id": ids[1], "time": two["time"], "env_id": None, "weight_version": None} | second
+    assert two == {"id": ids[1], "time": two["time"], "env_id": None, "weight_version": None, "weight_epoch": None} | second
     assert one["time"] <= two["time"] <= time.time()
     assert service.get("/evaluations", after=ids[0])["evaluations"] == [two]
     service.post("/register", trainer(model="b"))

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import orjson
 import pytest
 
-from atroposlib.api.evaluations import MOST_KEPT, Evaluation
+from atroposlib.api.evaluations import MOST_BYTES, MOST_KEPT, Evaluation, Evaluations
 from atroposlib.api.rollout_queue import RolloutQueue
 from atroposlib.api.sqlite_store import MOST_VARIABLES, PAGE_SIZE, SqliteStore, set_aside
 from atroposlib.api.state import Changes, Draft, Group, Limits, Registration
@@ -334,6 +335,26 @@ def test_a_store_of_an_earlier_format_is_taken_over(path: Path, version: int) ->
     store = SqliteStore(path)
     store.commit([Changes(added=[(Group(1, -1, 1, 1, 2, ((5, 7), (6, 8)), True), b"{}", False)])])
     assert store.load().queued[1] == Group(1, -1, 1, 1, 2, ((5, 7), (6, 8)), True)
-    store.commit([Changes(evaluations=[Evaluation(1, 0.5, 3, "task", 7, {"accuracy": 0.25}, "k")])])
-    assert store.load().evaluations == [Evaluation(1, 0.5, 3, "task", 7, {"accuracy": 0.25}, "k")]
+    store.commit([Changes(evaluations=[Evaluation(1, 0.5, 3, "task", 7, {"accuracy": 0.25}, "k", 99)])])
+    assert store.load().evaluations == [Evaluation(1, 0.5, 3, "task", 7, {"accuracy": 0.25}, "k", 99)]
     store.close()
+
+
+def test_evaluations_are_kept_within_so_many_bytes() -> None:
+    """All that is kept may be asked for at once, and names of metrics may be long."""
+    kept = Evaluations()
+    metrics = {f"{n:0256}": 0.5 for n in range(256)}
+    size = len(orjson.dumps(metrics))
+    for _ in range(2 * MOST_BYTES // size):
+        kept.add(1.5, None, "task", 3, metrics, weight_epoch=99)
+    told = orjson.dumps([known.told() for known in kept.after(0)])
+    assert MOST_BYTES - 2 * size < len(told) <= MOST_BYTES + MOST_KEPT
+    assert kept.after(0)[-1].id == kept.next_id - 1, "the oldest are forgotten first"
+    added, removed = kept.take_changed()
+    assert removed == [known.id for known in added if known.id < kept.after(0)[0].id]
+    again = Evaluations()
+    again.restore(added, kept.next_id)
+    assert again.after(0) == kept.after(0)
+    kept.clear()
+    kept.add(1.5, None, "task", 3, metrics)
+    assert len(kept.after(0)) == 1

@@ -134,7 +134,7 @@ class Evaluated(ScriptedEnv):
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
         record = current_versions.get()
         if record is not None:
-            record.note([7, 5])
+            record.note([7, 5], [20, 21])
             record.note_generation(Generation([1] * 999, [[2] * 999], [[-1.0] * 999], ["stop"]))
             assert record.sampled is None, "tokens of an evaluation are of no use to anybody, and there are many"
         metrics = {"accuracy": np.float32(0.5), "tokens": 12, "weight_version": 7}
@@ -164,7 +164,13 @@ def test_an_evaluation_posts_its_numbers_and_the_oldest_weights_that_it_met(serv
     (first, second, third) = server.bodies
     assert first == second == third, "the same key each time: a post whose answer was lost is not counted twice"
     assert len(first.pop("idempotency_key")) == 32
-    assert first == {"env_id": 3, "name": "scripted", "weight_version": 5, "metrics": {"accuracy": 0.5, "tokens": 12.0}}
+    assert first == {
+        "env_id": 3,
+        "name": "scripted",
+        "weight_version": 7,
+        "weight_epoch": 20,
+        "metrics": {"accuracy": 0.5, "tokens": 12.0},
+    }
 
 
 @pytest.mark.parametrize(

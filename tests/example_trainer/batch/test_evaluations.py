@@ -16,7 +16,7 @@ FeedOf = Callable[..., EvaluationFeed]
 
 
 def told(number: int, **changes: Any) -> dict[str, Any]:
-    entry = {"id": number, "time": 1000.5 + number, "env_id": 3, "name": "gsm8k_0", "weight_version": 12}
+    entry = {"id": number, "time": 1000.5 + number, "env_id": 3, "name": "gsm8k_0", "weight_version": 12, "weight_epoch": 99}
     return entry | {"metrics": {"eval/percent_correct": 0.5}} | changes
 
 
@@ -72,12 +72,12 @@ def test_a_service_that_was_restarted_empty_numbers_anew(scripted: Callable[...,
 
 def test_what_is_said_arrives_and_what_is_no_number_does_not(scripted: Callable[..., Scripted], feed_of: FeedOf) -> None:
     metrics = {"accuracy": 0.5, "solved": 3, "passed": True, "note": "text", "nothing": None}
-    entries = [told(1, metrics=metrics, weight_version=None, env_id=None), told(2)]
+    entries = [told(1, metrics=metrics, weight_version=None, env_id=None, weight_epoch=None), told(2)]
     feed = feed_of(scripted({"/evaluations": [{"evaluations": entries}]}), only_new=False)
     feed.ask()
     first, second = feed.take(30)
     assert first == Evaluation(1, 1001.5, None, "gsm8k_0", None, {"accuracy": 0.5, "solved": 3})
-    assert second == Evaluation(2, 1002.5, 3, "gsm8k_0", 12, {"eval/percent_correct": 0.5})
+    assert second == Evaluation(2, 1002.5, 3, "gsm8k_0", 12, {"eval/percent_correct": 0.5}, 99)
 
 
 @pytest.mark.parametrize("status", [404, 405])

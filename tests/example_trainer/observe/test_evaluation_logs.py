@@ -15,7 +15,7 @@ from example_trainer.batch.evaluations import Evaluation
 from example_trainer.observe.evaluations import evaluation_line
 from example_trainer.observe.metrics import MetricsLog
 
-FIRST = Evaluation(4, 1000.5, 3, "gsm8k 0", 12, {"eval/percent_correct": 0.4123456, "eval/length": 80})
+FIRST = Evaluation(4, 1000.5, 3, "gsm8k 0", 12, {"eval/percent_correct": 0.4123456, "eval/length": 80}, 99)
 SECOND = Evaluation(5, 1001.5, None, "gsm8k 0", None, {"eval/percent_correct": 0.5})
 
 
@@ -46,6 +46,7 @@ def test_an_evaluation_goes_to_a_file_and_to_its_weights_on_dashboards(tmp_path:
     log.close()
     path = tmp_path / "evaluations.jsonl"
     assert rows(path) == [{**vars(FIRST), "step": 14}, {**vars(SECOND), "step": 15}]
+    assert [row["weight_epoch"] for row in rows(path)] == [99, None], "versions come again after a resume, epochs do not"
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     percent = "eval/gsm8k_0/percent_correct"
