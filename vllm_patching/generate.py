@@ -112,8 +112,8 @@ class GenerateResponse(msgspec.Struct, kw_only=True):
 
     `prompt_token_logprobs[position]` or `prompt_logprobs[position]`, where they were asked for, is the same of the prompt's
     tokens given those before each: null or {} for the first, which nothing predicts; as a number never below -9999, which
-    stands for a token that is impossible. They are those of the model itself, at temperature 1, whatever the sampling parameters and
-    `--logprobs-mode` are.
+    stands for a token that is impossible. They are those of the model itself, at temperature 1, whatever the sampling
+    parameters and `--logprobs-mode` are.
     """
 
     text: list[str] | msgspec.UnsetType = msgspec.UNSET

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
@@ -68,7 +68,7 @@ def group_view(group: dict[str, Any], decode: Decoder) -> dict[str, Any]:
     scores = group["scores"]
     ranks = {max(scores): "best", min(scores): "worst"} if min(scores) < max(scores) else {}
     versions, epochs = group.get("weight_versions"), group.get("weight_epochs")
-    sampling, reasons = group.get("sampling_params"), group.get("finish_reasons")
+    sampling, reasons = told_of_each(group, "sampling_params"), told_of_each(group, "finish_reasons")
     rollouts = []
     for index, (tokens, mask) in enumerate(zip(group["tokens"], group["masks"], strict=True)):
         logprobs = group["inference_logprobs"][index] if group.get("inference_logprobs") else [None] * len(tokens)
@@ -83,8 +83,8 @@ def group_view(group: dict[str, Any], decode: Decoder) -> dict[str, Any]:
                 "mean_logprob": fmean(known) if known else None,
                 "weight_version": versions[index] if versions else None,
                 "trainer_started": started(epochs[index] if epochs else 0),
-                "sampling": described(sampling[index]) if sampling else "",
-                "finish_reason": reasons[index] if reasons else "",
+                "sampling": described(sampling[index]),
+                "finish_reason": reasons[index] or "",
                 "parts": list(token_parts(tokens, mask, logprobs, decode)),
             }
         )
@@ -143,11 +143,24 @@ def started(epoch: int) -> str:
     return f"{datetime.fromtimestamp(epoch / 1000, UTC):%Y-%m-%d %H:%M:%S} UTC" if epoch > 0 else ""
 
 
-def described(parameters: dict[str, float] | list[dict[str, float]]) -> str:
-    """Sampling parameters as a line: `temperature 0.7, top_p 0.9`, and those of differing turns one after the other."""
+def told_of_each(group: Mapping[str, Any], name: str) -> list[Any]:
+    """An entry for each sequence, None where nothing is said. What is no list is the environment's own."""
+    return group[name] if isinstance(group.get(name), list) else [None] * len(group["tokens"])
+
+
+def described(parameters: dict[str, Any] | list[dict[str, Any]] | None) -> str:
+    """Sampling parameters as a line: `temperature 0.7, top_p 0.9`, and those of differing turns one after the other; empty
+    where they are not known."""
+    if parameters is None:
+        return ""
     if isinstance(parameters, list):
         return "; then ".join(described(part) for part in parameters)
-    return ", ".join(f"{name} {value:g}" for name, value in parameters.items() if name != "tokens")
+    return ", ".join(f"{name} {of_any_kind(value)}" for name, value in parameters.items() if name != "tokens")
+
+
+def of_any_kind(value: Any) -> str:
+    """A parameter's value; a client may send others than numbers."""
+    return f"{value:g}" if isinstance(value, int | float) else str(value)
 
 
 def short(score: float) -> str:

@@ -103,7 +103,12 @@ def test_a_rollout_says_how_it_was_sampled_and_why_it_ended(tmp_path: Path) -> N
     assert "<span>temperature 0.7, top_p 0.9</span>" in shown
     assert "<span>temperature 1; then temperature 0.5</span>" in shown
     assert "<span>ended by length</span>" in shown
-    assert "ended by" not in page_of([group(b"a", b"b")], tmp_path, ByteTokenizer())
+    half = {"sampling_params": [None, {"temperature": 0.25, "stop": "x"}], "finish_reasons": [None, "stop"]}
+    shown = page_of([group(b"a", b"b", **half)], tmp_path, ByteTokenizer())
+    assert shown.count("<span>temperature 0.25, stop x</span>") == shown.count("<span>ended by stop</span>") == 1
+    own = {"sampling_params": {"stop": "x"}, "finish_reasons": "stop"}
+    for silent in ({}, own):
+        assert "ended by" not in page_of([group(b"a", b"b", **silent)], tmp_path, ByteTokenizer())
 
 
 def test_tokens_that_the_tokenizer_does_not_know_are_shown_by_their_ids(tmp_path: Path) -> None:
