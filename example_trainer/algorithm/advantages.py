@@ -147,17 +147,21 @@ def _in_groups(flat: Sequence[float], groups: Sequence[Sequence[float]]) -> list
     return [[next(rest) for _ in group] for group in groups]
 
 
-def token_weights(lengths: Sequence[int], normalisation: Normalisation, max_tokens: int) -> list[float]:
+def token_weights(
+    lengths: Sequence[int], normalisation: Normalisation, max_tokens: int, sequences: float | None = None
+) -> list[float]:
     """The weight of each trained token of each sequence in the loss of a whole batch.
 
     The weights are those of the whole batch, not of a bin: summing the weighted loss over bins, in any split, then gives
     the loss, and the gradient, of one large batch.
 
     Args:
-        lengths: trained tokens of each sequence of the batch.
-        normalisation: "token", every token of the batch weighs the same; "sequence", every sequence does, as in equation 3
-            of DeepSeekMath; "constant", the sum over tokens divided by sequences × `max_tokens` (Dr. GRPO).
+        lengths: trained tokens of each sequence of the batch; 0 of those that are masked.
+        normalisation: "token", every trained token of the batch weighs the same; "sequence", every sequence with a trained
+            token does, as in equation 3 of DeepSeekMath; "constant", the sum over tokens divided by sequences × `max_tokens`
+            (Dr. GRPO), masked sequences included: what is left does not weigh more when more is masked.
         max_tokens: the constant.
+        sequences: by which "constant" divides; not given: as many as there are lengths.
 
     Returns:
         For each sequence the weight of any one of its tokens.
@@ -168,4 +172,5 @@ def token_weights(lengths: Sequence[int], normalisation: Normalisation, max_toke
         return [1.0 / total if length > 0 else 0.0 for length in lengths]
     if normalisation == "sequence":
         return [1.0 / (length * len(trained)) if length > 0 else 0.0 for length in lengths]
-    return [1.0 / (len(trained) * max_tokens) if length > 0 else 0.0 for length in lengths]
+    count = len(lengths) if sequences is None else sequences
+    return [1.0 / (count * max_tokens) if length > 0 else 0.0 for length in lengths]

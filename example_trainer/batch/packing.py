@@ -131,7 +131,8 @@ def pack_batch(
         tokens_per_bin: at most so many are forwarded in one pass, and they see at most SEEN_PER_TOKEN times as many keys:
             activations grow with both. A sequence that is longer itself has a pass of its own.
         ranks: data-parallel ones; each works on its own bins, pass by pass with the others.
-        normalisation, max_tokens: see token_weights; the weights are those of the whole minibatch.
+        normalisation, max_tokens: see token_weights; the weights are those of the whole minibatch. A constant is the same for
+            all minibatches, whatever is masked: it counts as many sequences as the batch has for each of them.
         share_prefixes: forward what rollouts of a group have in common once.
         minibatches: of an optimizer update each; see divide. Fewer are made of a batch with fewer trained sequences.
         temperature: of sequences that do not say theirs.
@@ -143,9 +144,13 @@ def pack_batch(
     rollouts = [_Rollout.of(sequence, temperature) for sequence in batch.sequences if len(sequence.positions)]
     if not rollouts:
         return [[[] for _ in range(ranks)]]
+    sequences = len(batch.sequences) / min(minibatches, len(batch.sequences))
     packed = []
     for members in divide([(rollout.sequence.order[0], rollout.digest) for rollout in rollouts], minibatches):
-        chosen = _weighted([rollouts[i] for i in members], normalisation, max_tokens)
+        chosen = [rollouts[i] for i in members]
+        lengths = [len(rollout.sequence.positions) for rollout in chosen]
+        weights = token_weights(lengths, normalisation, max_tokens, sequences)
+        chosen = [replace(rollout, weight=weight) for rollout, weight in zip(chosen, weights, strict=True)]
         if not forward_zero_advantages:
             chosen = _that_teach(chosen)
         if share_prefixes:
@@ -176,11 +181,6 @@ def empty_bin() -> PackedBin:
         counts=ids,
         orders=torch.zeros((0, 2), dtype=torch.int64),
     )
-
-
-def _weighted(rollouts: Sequence[_Rollout], normalisation: Normalisation, max_tokens: int) -> list[_Rollout]:
-    weights = token_weights([len(rollout.sequence.positions) for rollout in rollouts], normalisation, max_tokens)
-    return [replace(rollout, weight=weight) for rollout, weight in zip(rollouts, weights, strict=True)]
 
 
 def _that_teach(rollouts: Sequence[_Rollout]) -> list[_Rollout]:

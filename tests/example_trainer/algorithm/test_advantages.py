@@ -109,7 +109,8 @@ class TestTokenWeights:
     def test_closed_forms(self) -> None:
         assert token_weights([1, 3, 0], "token", 10) == [0.25, 0.25, 0.0]
         assert token_weights([1, 4, 0], "sequence", 10) == [0.5, 0.125, 0.0]
-        assert token_weights([1, 4, 0], "constant", 10) == [0.05, 0.05, 0.0]
+        assert token_weights([1, 3, 0, 0], "constant", 10) == [0.025, 0.025, 0.0, 0.0], "masked ones are in the divisor"
+        assert token_weights([1, 3], "constant", 10, sequences=4) == [0.025, 0.025]
 
     def test_a_batch_without_trained_tokens_has_no_weights(self) -> None:
         for normalisation in ("token", "sequence", "constant"):

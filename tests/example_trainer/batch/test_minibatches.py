@@ -92,6 +92,18 @@ def test_what_teaches_nothing_is_left_out_and_counts_as_before(batch: Batch, cou
         assert forwarded == max(len(products[0]), min(1, sum(len(one.counts) for one in whole)))
 
 
+@given(batches(), st.integers(1, 4), st.integers(0, 2**24 - 1))
+def test_a_constant_does_not_depend_on_what_is_masked(batch: Batch, count: int, masked: int) -> None:
+    """A trained token weighs the same in every minibatch, however many sequences lost all of theirs."""
+    some = [s.masked() if masked >> number & 1 else s for number, s in enumerate(batch.sequences)]
+    packed = pack_batch(
+        Batch(some), tokens_per_bin=200, ranks=1, normalisation="constant", max_tokens=MAX_TOKENS, share_prefixes=True,
+        minibatches=count,
+    )  # fmt: skip
+    weights = {weight for (bins,) in packed for one in bins for weight in one.weights.tolist()}
+    assert weights <= {float(np.float32(1 / (len(some) / min(count, len(some)) * MAX_TOKENS)))}
+
+
 def test_temperatures_and_teachers_come_along() -> None:
     rows = batches_of_two()
     ((bins,),) = pack(rows, 1)
