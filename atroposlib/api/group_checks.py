@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 LARGEST_ID = 2**31 - 1
 """Token ids fit into 32 bits."""
+LEAST_FLOAT32, LARGEST_FLOAT32 = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
+"""Between them a number is neither 0 nor infinite in 32 bits."""
 SIGN_BYTE = 3 if sys.byteorder == "little" else 0
 """Of the four of a 32-bit integer."""
 WITHOUT_SIGN = bytes(range(128))
@@ -183,9 +185,11 @@ def _check_parameters(parameters: Any, where: list[str | int]) -> None:
             said = [*where, name]
             raise invalid(said, short(value), f"{path(said)} is {short(value)!r}: it must be a finite number")
     temperature = parameters.get("temperature")
-    if temperature is not None and temperature < 0:
-        said = [*where, "temperature"]
-        raise invalid(said, temperature, f"{path(said)} is {temperature}: it must be at least 0")
+    said = [*where, "temperature"]
+    if temperature is None or temperature < 0:
+        raise invalid(said, temperature, f"{path(said)} is {temperature}: it must be there, and at least 0")
+    if temperature and not LEAST_FLOAT32 <= temperature <= LARGEST_FLOAT32:
+        raise invalid(said, temperature, f"{path(said)} is {temperature}: it must be 0, or a number that float32 holds")
 
 
 def _negatives(row: list[int]) -> int:

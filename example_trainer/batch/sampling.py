@@ -38,6 +38,11 @@ BIAS = (
     "sampled are never learned"
 )
 
+LEAST_TEMPERATURE = 1e-2
+"""Below it samplers take the likeliest token, or another temperature than they were asked for (vLLM this one), and logits
+divided by it leave float32."""
+GREATEST_TEMPERATURE = float(np.finfo(np.float32).max)
+
 TAKEN_ON_TRUST = (
     "%s cannot be asked which logprobs it hands out; they are taken to be of temperature %g, as its tokens. If it is a vLLM "
     "without --logprobs-mode processed_logprobs they are not, and training goes in a wrong direction"
@@ -107,10 +112,18 @@ def sampling_of(entry: Any, sequence: int, sampled: int, rules: SamplingRules) -
     numbers = [
         {name: _number(span, name, where) for name in (*NEUTRAL, "temperature", "max_tokens", "tokens")} for span in spans
     ]
-    counts = [sampled] if not isinstance(entry, list) else [int(span["tokens"] or 0) for span in numbers]
-    if min(counts) < 0 or sum(counts) != sampled:
-        raise GroupError(f"{where} says how {counts} tokens were sampled, and {sampled} were")
     temperatures = [span["temperature"] for span in numbers]
+    counts = [sampled] if not isinstance(entry, list) else [int(span["tokens"] or 0) for span in numbers]
+    if min(counts) < 0:
+        raise GroupError(f"{where} says how {counts} tokens were sampled, of which none can be fewer than 0")
+    if sum(counts) != sampled:
+        # An environment may train on fewer tokens than were sampled; which ones, only their temperatures ask.
+        if len(set(temperatures)) > 1:
+            raise GroupError(
+                f"{where} says how {counts} tokens were sampled, at different temperatures, and the mask leaves {sampled} that "
+                "are not -100: parts must add up to these, so leave out those of turns that are masked"
+            )
+        temperatures, counts = temperatures[:1], [sampled]
     for temperature in temperatures:
         _require_usable(temperature, sequence, rules)
     narrowed = {
@@ -142,11 +155,11 @@ def _require_usable(temperature: float | None, sequence: int, rules: SamplingRul
     if temperature is None or temperature == 1.0:
         return
     told = f"sequence {sequence} was sampled at temperature {temperature:g}"
-    if not (math.isfinite(temperature) and temperature > 0):
-        how = ", greedily" if temperature == 0 else ""
+    if not LEAST_TEMPERATURE <= temperature <= GREATEST_TEMPERATURE:
+        how = ", greedily" if 0 <= temperature < LEAST_TEMPERATURE else ""
         raise GroupError(
             f"{told}{how}, which is no distribution to learn from: let the environment sample training data at a temperature "
-            "above 0, and send no evaluations"
+            f"of at least {LEAST_TEMPERATURE:g}, and send no evaluations"
         )
     if rules.deterministic:
         raise GroupError(f"{told}, and --deterministic computes at 1 alone: let the environment sample at temperature 1")

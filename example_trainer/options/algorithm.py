@@ -66,7 +66,7 @@ class AlgorithmOptions(Section):
     minibatches: int = Field(1, ge=1, description="optimizer updates in each time, with a part of the batch each")
     temperature: float = Field(
         1.0,
-        gt=0,
+        ge=0.01,
         allow_inf_nan=False,
         description="divides the logits of sequences that do not say at which temperature they were sampled",
     )

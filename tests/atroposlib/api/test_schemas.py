@@ -62,6 +62,16 @@ def refusal(body: dict[str, Any] | list[Any], many: bool = False) -> dict[str, A
             ["sampling_params", 0, "temperature"],
             "is -0.5: it must be",
         ),
+        (
+            {"sampling_params": [{"temperature": 1e-46}] * 4},
+            ["sampling_params", 0, "temperature"],
+            "1e-46: it must be 0, or a n",
+        ),
+        (
+            {"sampling_params": [{"temperature": 1e39}] * 4},
+            ["sampling_params", 0, "temperature"],
+            "a number that float32 holds",
+        ),
         ({"sampling_params": [{"temperature": NAN}] * 4}, ["sampling_params", 0, "temperature"], "'nan': it must be a finite"),
         (
             {"sampling_params": [{"temperature": 1, "top_p": INF}] * 4},

@@ -35,6 +35,16 @@ def test_turns_say_what_each_of_their_tokens_was_sampled_at() -> None:
     assert silent.temperatures is None, "of some of its tokens it is not known"
 
 
+def test_parts_of_one_temperature_need_not_add_up() -> None:
+    """A rollout of two turns that is trained on its last answer: which tokens are missing does not matter then."""
+    turns = [{"temperature": 0.5, "tokens": 7, "max_tokens": 9}, {"temperature": 0.5, "tokens": 3, "max_tokens": 5}]
+    found = sampling_of(turns, 0, 3, SamplingRules())
+    assert found.temperatures is not None
+    assert found.temperatures.tolist() == [0.5] * 3
+    assert found.max_tokens == 5
+    assert sampling_of([{"temperature": 0.01, "tokens": 2}], 0, 3, SamplingRules()).temperatures is not None
+
+
 @pytest.mark.parametrize(
     ("entry", "rules", "message"),
     [
@@ -56,7 +66,16 @@ def test_turns_say_what_each_of_their_tokens_was_sampled_at() -> None:
         ({"temperature": 1, "top_p": math.nan}, SamplingRules(), "top_p nan, which is no finite number"),
         ("hot", SamplingRules(), r"sampling_params\[2\] is no object of numbers"),
         ([], SamplingRules(), "is no object of numbers"),
-        ([{"temperature": 1, "tokens": 2}], SamplingRules(), r"says how \[2\] tokens were sampled, and 3 were"),
+        ({"temperature": 1e-46}, SamplingRules(), "temperature 1e-46, greedily, .* of at least 0.01"),
+        ({"temperature": 0.0099}, SamplingRules(), "temperature 0.0099, greedily"),
+        ({"temperature": 1e39}, SamplingRules(), r"at temperature 1e\+39, which is no distribution"),
+        (
+            [{"temperature": 1, "tokens": 2}, {"temperature": 0.5, "tokens": 2}],
+            SamplingRules(),
+            r"says how \[2, 2\] tokens were sampled, at different temperatures, and the mask leaves 3 .*turns that are masked",
+        ),
+        ([{"tokens": 2}, {"temperature": 0.5, "tokens": 2}], SamplingRules(), r"says how \[2, 2\] tokens"),
+        ([{"temperature": 1, "tokens": -1}], SamplingRules(), r"says how \[-1\] tokens were sampled, of which none"),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused_in_one_line(entry: Any, rules: SamplingRules, message: str) -> None:
