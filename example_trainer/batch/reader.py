@@ -15,7 +15,7 @@ from example_trainer.batch.figures import BatchFigures, figures_of
 from example_trainer.batch.groups import Batch, Rules, parse_batch
 from example_trainer.batch.lengths import LENGTH, LengthRules
 from example_trainer.batch.packing import pack_batch
-from example_trainer.batch.sampling import BIAS, TAKEN_ON_TRUST, SamplerLogprobs, SamplingRules
+from example_trainer.batch.sampling import BIAS, MUST_BE_SAID, TAKEN_ON_TRUST, SamplerLogprobs, SamplingRules
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BatchError
 
@@ -142,10 +142,12 @@ class BatchReader:
             )
         silent = sum(sequence.temperatures is None for sequence in batch.sequences)
         if silent:
+            processed = self._rules.sampling.servers.processed
             self._say_once(
                 "silent",
                 f"{silent} of {len(batch.sequences)} sequences do not say at which temperature they were sampled; such are "
-                f"taken to be of --temperature {self.config.temperature:g}",
+                f"taken to be of --temperature {self.config.temperature:g}"
+                + (MUST_BE_SAID % processed[0] if processed else ""),
             )
         endless = sum(sequence.finish_reason is None for sequence in batch.sequences)
         if endless and self.config.truncated_answers == "mask":

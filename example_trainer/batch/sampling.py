@@ -49,6 +49,12 @@ TAKEN_ON_TRUST = (
 )
 
 
+MUST_BE_SAID = (
+    ". The logprobs of %s are those at the temperature that it sampled at: unless that is the same, every ratio is wrong. Give "
+    "that temperature as --temperature, or let the environment send sampling_params"
+)
+
+
 @dataclass(frozen=True)
 class SamplerLogprobs:
     """What the vLLM servers say of the logprobs that they hand out.
@@ -56,10 +62,12 @@ class SamplerLogprobs:
     Attributes:
         raw: addresses of those whose logprobs are before any temperature.
         unknown: of those that could not be asked.
+        processed: of those whose logprobs are of the distribution that they sample from, at its temperature.
     """
 
     raw: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
+    processed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

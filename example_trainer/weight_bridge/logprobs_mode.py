@@ -29,30 +29,34 @@ def check_logprobs(config: TrainerConfig, ranks: Ranks) -> SamplerLogprobs:
     samples from, which is logged if that is not temperature 1.
 
     Returns:
-        which servers' logprobs are not those of what they sample from, or not known to be: see BatchReader.heed.
+        which servers' logprobs are those of what they sample from, which are not, and of which it is not known: see
+        BatchReader.heed.
 
     Raises:
         ConfigError: a server's logprobs are not of the distribution that the trainer computes; says what to change.
     """
     longest = len(config.vllm_addresses) * QUICK_SECONDS + ranks.timeout
-    raw, unknown = ranks.on_main("asking vLLM for its logprobs", lambda: _check(config), longest)
-    return SamplerLogprobs(tuple(raw), tuple(unknown))
+    found: dict[str, list[str]] = ranks.on_main("asking vLLM for its logprobs", lambda: _check(config), longest)
+    return SamplerLogprobs(**{name: tuple(urls) for name, urls in found.items()})
 
 
-def _check(config: TrainerConfig) -> tuple[list[str], list[str]]:
-    raw, unknown = [], []
+def _check(config: TrainerConfig) -> dict[str, list[str]]:
+    """Addresses by the names of SamplerLogprobs."""
+    raw: list[str] = []
+    processed: list[str] = []
+    unknown: list[str] = []
     for server in configured_servers(BridgeServer, config):
         answer = server.look("/sampling") or {}
         server.close()
         url, mode = server.url, answer.get("logprobs_mode")
         if isinstance(mode, str):
             require_fitting(url, mode, config.temperature)
-            raw += [url] if mode == RAW else []
+            (raw if mode == RAW else processed).append(url)
             continue
         unknown.append(url)
         if config.temperature != 1.0:
             logger.warning(TAKEN_ON_TRUST, url, config.temperature)
-    return raw, unknown
+    return {"raw": raw, "unknown": unknown, "processed": processed}
 
 
 def require_fitting(url: str, mode: str, temperature: float) -> None:

@@ -105,12 +105,19 @@ def test_old_rollouts_train_at_the_options_temperature_with_one_note(caplog: pyt
     assert other.temperatures.tolist() == [1.0] * 5
 
 
-def test_placeholders_in_the_place_of_logprobs_are_unknown_with_one_note(caplog: pytest.LogCaptureFixture) -> None:
+def test_processed_logprobs_of_a_temperature_that_nobody_said_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     made = reader()
+    made.heed(SamplerLogprobs(processed=("http://two:9001",)))
+    made.read([at(0.5, 0.5)], 0)
+    assert not caplog.records
     for _ in range(2):
-        (minibatch,) = made.read([at(1, 1) | {"inference_logprobs": [[1.0] * 4, [1.0, 1.0, -1.5, 1.0, -2.0]]}], 0).minibatches
-        assert sum(int(bin.rollout_logprobs.isnan().sum()) for bin in minibatch[0]) == 3
-    assert caplog.text.count("inference_logprobs above 0 at 3 sampled tokens of a batch are placeholders, no logprobs") == 1
+        made.read([make_group()], 0)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "2 of 2 sequences do not say at which temperature they were sampled; such are taken to be of --temperature 1. The "
+        "logprobs of http://two:9001 are those at the temperature that it sampled at: unless that is the same, every ratio is "
+        "wrong. Give that temperature as --temperature, or let the environment send sampling_params"
+    )
 
 
 def test_masking_by_finish_reasons_that_nobody_says_is_noted_once(caplog: pytest.LogCaptureFixture) -> None:

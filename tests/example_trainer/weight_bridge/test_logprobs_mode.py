@@ -74,7 +74,9 @@ def test_every_server_is_asked(serve: Serve, mode: str, temperature: float, prob
     config = options(good, asked, temperature=temperature)
     if problem is None:
         found = check_logprobs(config, Ranks())
-        assert found.raw == ((f"http://127.0.0.1:{asked}",) if mode == "raw_logprobs" else ())
+        urls = tuple(f"http://127.0.0.1:{port}" for port in (good, asked))
+        assert found.processed + found.raw == urls
+        assert found.raw == (urls[1:] if mode == "raw_logprobs" else ())
         assert found.unknown == ()
         return
     with pytest.raises(ConfigError, match=problem) as caught:
