@@ -97,7 +97,11 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
         for learned in (*start.saved.unacknowledged, start.saved.batch) if start.saved else ():
             if learned is not None:
                 batches.settle(learned, optimizer.steps)
-        batches.heed(check_logprobs(config, ranks))  # before there is anything to train on
+
+        def ask_servers() -> None:
+            batches.heed(check_logprobs(config, ranks))
+
+        ask_servers()  # before there is anything to train on
         batches.register(registration(config, optimizer.steps, start.run.epoch))
         evaluations = None
         if ranks.is_main:  # before the first batch is asked for, since environments are let in then
@@ -121,6 +125,7 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
                 reference=reference,
                 trained=start.saved.batch if start.saved else None,
                 evaluations=evaluations,
+                ask_servers=ask_servers,
             )
         )
         batches.end_run()

@@ -148,7 +148,7 @@ class Batches:
         self._ranks.on_main("registering with the service", lambda: self._main.register(registration), self._longest_call)
 
     def heed(self, servers: SamplerLogprobs) -> None:
-        """See BatchReader.heed. Before the first batch is asked for; not collective."""
+        """See BatchReader.heed. Holds from the next batch on that is read; not collective."""
         self._reader.heed(servers)
 
     def settle(self, batch: TrainedBatch, weight_version: int) -> None:

@@ -74,7 +74,7 @@ class BatchReader:
         self._said: set[str] = set()
 
     def heed(self, servers: SamplerLogprobs) -> None:
-        """Refuse from now on what these servers' logprobs are not good for."""
+        """Refuse from now on what these servers' logprobs are not good for. Another thread may be reading a batch."""
         self._rules = replace(self._rules, sampling=replace(self._rules.sampling, servers=servers))
 
     def read(

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from example_trainer.batch.client import TrainedBatch
@@ -119,7 +120,9 @@ class Parts:
         reference: the model that the loss keeps the policy near.
         trained: the last batch that the weights learned from, as the rollout service calls it.
         evaluations: what environments measure; on rank 0, where there is a rollout service.
-        uncorrected: whether the log says that tokens without logprobs are not corrected.
+        uncorrected: whether the log says that rollouts without logprobs are not corrected.
+        ask_servers: asks the servers anew what was asked of them before the first batch; collective.
+        joins: the bridge's when that was done last.
     """
 
     config: TrainerConfig
@@ -137,6 +140,12 @@ class Parts:
     reference: Decoder | None = None
     trained: TrainedBatch | None = None
     evaluations: EvaluationFeed | None = None
+    uncorrected: bool = False
+    ask_servers: Callable[[], None] | None = None
+    joins: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.joins = self.bridge.joins
 
     def begin_saving(self) -> None:
         """Start to write the checkpoint of the present step, unless it is there or on its way."""
@@ -193,6 +202,7 @@ def train(parts: Parts) -> None:
                 parts.begin_saving()
             # Last, so that no batch is gone from the service before the checkpoint that is due holds what was learned.
             batches.acknowledge(optimizer.steps, hold=not parts.checkpoints.written())
+            ask_restarted_servers(parts)
             stop.check()
         parts.checkpoints.wait()
         batches.release()
@@ -237,13 +247,25 @@ def make_upkeep(parts: Parts) -> Upkeep:
 
     def work() -> None:
         parts.bridge.keep_serving(parts.optimizer.write_weights)
+        ask_restarted_servers(parts)
         if parts.checkpoints.written():
             parts.batches.release()
 
     return Upkeep(due, work, urgent=complete)
 
 
-def skip(parts: Parts, skipped: SkippedBatches, error: BatchError) -> None:
+def ask_restarted_servers(parts: Parts) -> None:
+    """Ask the servers anew if one of them was joined since, as after a restart: it may have come back with other options.
+
+    Raises:
+        ConfigError: what one says now does not go with the trainer's options.
+    """
+    if parts.ask_servers is not None and parts.joins != parts.bridge.joins:
+        parts.ask_servers()
+        parts.joins = parts.bridge.joins
+
+
+def skip(parts: Parts, skipped: SkippedBatches, error: BatchError, version: int) -> None:
     """Leave a batch out, and say so to whoever gave it.
 
     Raises:

@@ -83,6 +83,9 @@ class WeightBridge(ABC):
     params_mapped: int = 0
     """How many of the model's parameters the bridge delivers. Equal to params_total once connected."""
     params_total: int = 0
+    joins: int = 0
+    """How many times a server was joined: more than before where one was restarted, and may run with other options now. The
+    same number on every rank."""
     converts: bool = False
     """Whether the trainer's model may have another dtype than the server's: what is sent is rounded to the latter."""
 

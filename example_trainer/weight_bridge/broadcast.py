@@ -137,6 +137,7 @@ class BroadcastBridge(WeightBridge):
             if manifest.digest() not in self._slices:
                 self._slices[manifest.digest()] = WeightSlices(manifest, parameters, whole, self._device)
         session.join(self._shapes, *self._address, self._store, self._device, self._transfer)
+        self.joins += 1
 
     def _pack(self, seconds: dict[str, float]) -> dict[str, WeightSummary]:
         """Put together what will be sent, and sum it up. Returns the summaries by layout, of every rank's share."""

@@ -35,7 +35,8 @@ class LoraServer(VLLMClient):
     """The /lora routes of one server.
 
     Attributes:
-        serves: name of the adapter that this trainer has loaded last; None before the first.
+        serves: name of the adapter that this trainer has loaded last; None before the first, and of a server that lost it.
+        joins: how many times it got an adapter while it had none.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class LoraServer(VLLMClient):
         super().__init__(f"http://{host}:{port}", timeout, api_key, startup_timeout, sleep)
         self._weight_epoch = weight_epoch
         self.serves: str | None = None
+        self.joins = 0
 
     def wait_for_info(self) -> dict[str, Any]:
         """GET /lora/info, waiting for a server that is still loading.
@@ -93,6 +95,7 @@ class LoraServer(VLLMClient):
             raise BridgeError(
                 f"{error}; trainer and server must see the same --save-path: the same machine, or a file system that both mount"
             ) from error
+        self.joins += self.serves is None
         self.serves = answer["name"]
         return answer
 
@@ -166,7 +169,7 @@ class LoraBridge(WeightBridge):
         self._mine.append(folder)
         on_disk = time.perf_counter()
         self._last = (folder, version, written)
-        answers = [server.load(folder, version, written.checksum) for server in self._servers]
+        answers = [self._load(server, folder, version, written.checksum) for server in self._servers]
         loaded = time.perf_counter()
         self._remove_unused({Path(path) for answer in answers for path in answer["paths_in_use"]})
         return SyncReport(
@@ -190,7 +193,12 @@ class LoraBridge(WeightBridge):
             if server.has_lost_adapter():
                 logger.warning("[Bridge] %s was restarted: it gets the adapter of version %d again", server.url, version)
                 server.serves = None
-                server.load(folder, version, written.checksum)
+                self._load(server, folder, version, written.checksum)
+
+    def _load(self, server: LoraServer, folder: Path, version: int, checksum: str) -> dict[str, Any]:
+        answer = server.load(folder, version, checksum)
+        self.joins = sum(server.joins for server in self._servers)
+        return answer
 
     def close(self) -> None:
         # The folders of the last adapters stay: the servers may still serve them. A later trainer removes them.

@@ -128,6 +128,7 @@ class SingleCopyBridge(WeightBridge):
         self._layout, self._master_sums = layout, {}
         self._sums = WeightSums([(item.name, local_view(item, shared[item.name])) for item in layout])
         self._sums.all()  # compiles the kernel now, and not while the server waits
+        self.joins += 1
         logger.info("[Bridge] ✓ Single copy: the trainer's %d parameters are vLLM's own memory", self.params_mapped)
 
     def _join(self, device: torch.device) -> None:

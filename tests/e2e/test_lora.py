@@ -303,7 +303,9 @@ def test_a_server_that_lost_the_adapter_gets_it_again(lora_server: VllmServer, j
     bridge.keep_serving(lambda: None)
     assert status(lora_server)["current"]["version"] == 6
     httpx.post(f"{lora_server.url}/lora/unload", timeout=30).raise_for_status()  # what a restart leaves: no adapter
+    before = bridge.joins
     bridge.keep_serving(lambda: None)
+    assert bridge.joins == before + 1
     assert max(difference(answer, merged(model, lora_server.model)) for answer in sample(lora_server, 6)) < TOLERANCE
 
 

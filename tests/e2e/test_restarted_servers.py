@@ -74,7 +74,9 @@ def test_a_server_that_was_killed_gets_the_present_weights_before_it_serves(
         refused = httpx.get(f"{again.url}/health", timeout=30)
         assert (refused.status_code, again.state()["weight_version"]) == (503, 0)
         assert "waiting for its weights" in refused.json()["error"]
+        before = bridge.joins
         bridge.keep_serving(write_again)
+        assert bridge.joins == before + 1
         assert httpx.get(f"{again.url}/health", timeout=30).status_code == 200
         assert (again.state()["weight_version"], again.generate([1], max_tokens=1)["weight_versions"]) == (1, [1])
         assert largest_difference(again, model) < TOLERANCE

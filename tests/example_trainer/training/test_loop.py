@@ -5,12 +5,19 @@ from __future__ import annotations
 import gzip
 import json
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
 
+from example_trainer import grpo
+from example_trainer.batch.prefetch import Batches
+from example_trainer.batch.sampling import SamplerLogprobs
 from example_trainer.errors import ConfigError
 from example_trainer.observe.metrics import step_line
+from example_trainer.training.loop import NoCheckpoints, make_upkeep
+from example_trainer.weight_bridge.base import NoBridge, SyncReport
 from tests.example_trainer.in_process import STEPS, Trainers
 from tests.example_trainer.test_grpo import made_up_group
 
@@ -69,6 +76,42 @@ def test_evaluations_are_written_down_once_by_a_run_that_is_resumed(
     assert written() == [first, (4, {"eval/percent_correct": 0.5})]
     told = [message for message in caplog.messages if message.startswith("Evaluation ")]
     assert told == [f"Evaluation sums at version {v}: eval/percent_correct {p}" for v, p in ((1, 0.25), (4, 0.5))]
+
+
+def test_a_server_that_was_restarted_is_asked_again_for_its_logprobs(
+    trainers: Trainers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes back, in the second step's update, with the other mode."""
+    asked = [SamplerLogprobs(raw=("http://one:9001",)), SamplerLogprobs(processed=("http://one:9001",))]
+    real, heeded = NoBridge.sync, []
+
+    def sync(bridge: NoBridge, version: int, *rest: Any) -> SyncReport:
+        bridge.joins += version == 2
+        return real(bridge, version, *rest)
+
+    def heed(batches: Batches, servers: SamplerLogprobs) -> None:
+        heeded.append((len(trainers.line), servers.raw))
+
+    monkeypatch.setattr(NoBridge, "sync", sync)
+    monkeypatch.setattr(Batches, "heed", heed)
+    monkeypatch.setattr(grpo, "check_logprobs", lambda config, ranks: asked.pop())
+    trainers.post(*range(STEPS))
+    assert trainers.train()
+    assert heeded == [(0, ()), (2, ("http://one:9001",))]
+
+
+def test_restarted_servers_are_asked_while_a_batch_is_waited_for() -> None:
+    bridge, asked = NoBridge(), []
+    parts = SimpleNamespace(
+        bridge=bridge, joins=0, ask_servers=lambda: asked.append(bridge.joins), optimizer=SimpleNamespace(write_weights=None),
+        checkpoints=NoCheckpoints(), batches=SimpleNamespace(release=lambda: None),
+    )  # fmt: skip
+    work = make_upkeep(parts).work  # type: ignore[arg-type]
+    work()
+    bridge.joins += 1
+    work()
+    work()
+    assert asked == [1]
 
 
 def test_the_steps_that_are_named_are_traced(trainers: Trainers) -> None:
