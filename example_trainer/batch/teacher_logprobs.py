@@ -7,8 +7,8 @@ first. Positions that are not trained hold anything, or nothing.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ from example_trainer.batch.group_error import GroupError
 
 ROUNDING = 1e-3
 """How far above 0 a logprob may lie by rounding, in nats; further up it is no logprob, such as the 1.0 of prompt positions."""
+LEAST = float(np.finfo(np.float32).min)
+_first = itemgetter(0)
 
 
 def teacher_logprobs(
@@ -40,8 +42,12 @@ def teacher_logprobs(
     if group.get("distill_token_ids") is None and group.get("distill_logprobs") is None:
         return None
     ids, logprobs = (_rows(group, name, sequence, len(tokens)) for name in ("distill_token_ids", "distill_logprobs"))
+    trained, places = tokens[positions].tolist(), positions.tolist()
+    told = _of_first_entries(list(map(ids.__getitem__, places)), list(map(logprobs.__getitem__, places)), trained)
+    if told is not None:
+        return told
     found = np.full(len(positions), np.nan, dtype=np.float32)
-    for n, (position, token) in enumerate(zip(positions.tolist(), tokens[positions].tolist(), strict=True)):
+    for n, (position, token) in enumerate(zip(places, trained, strict=True)):
         where, candidates, scores = f"[{sequence}][{position}]", ids[position], logprobs[position]
         if not isinstance(candidates, list) or not isinstance(scores, list):
             raise GroupError(f"distill_token_ids{where} or distill_logprobs{where} is no list")
@@ -52,10 +58,30 @@ def teacher_logprobs(
         if token not in candidates:
             continue
         score = scores[candidates.index(token)]
-        if isinstance(score, bool) or not isinstance(score, int | float) or not -math.inf < score <= ROUNDING:
+        if isinstance(score, bool) or not isinstance(score, int | float) or not LEAST <= score <= ROUNDING:
             raise GroupError(f"distill_logprobs{where} holds {score!r:.40} for token {token}, which is no logprob")
         found[n] = score
     return found
+
+
+def _of_first_entries(ids: Sequence[Any], logprobs: Sequence[Any], tokens: Sequence[int]) -> npt.NDArray[np.float32] | None:
+    """The logprobs if everything is in order and each token's entry is the first, as it is in what the SDK sends; else None.
+
+    No statement is run for each token: a batch has a million of them, and the thread that reads it shares its interpreter with
+    the one that trains.
+    """
+    if not set(map(type, ids)) | set(map(type, logprobs)) <= {list}:
+        return None
+    if not all(ids) or list(map(len, ids)) != list(map(len, logprobs)) or list(map(_first, ids)) != tokens:
+        return None
+    scores = list(map(_first, logprobs))
+    if not set(map(type, scores)) <= {int, float}:
+        return None
+    try:
+        values = np.array(scores, dtype=np.float64)
+    except OverflowError:
+        return None
+    return values.astype(np.float32) if ((values >= LEAST) & (values <= ROUNDING)).all() else None
 
 
 def _rows(group: Mapping[str, Any], name: str, sequence: int, length: int) -> list[Any]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -50,6 +51,37 @@ def test_what_is_read_is_the_entry_of_the_token(ids: list[list[int]], random: ob
         )
 
 
+def statements(tokens: int) -> int:
+    """Lines of Python that reading so many trained tokens takes."""
+    row = np.arange(tokens, dtype=np.int64)
+    whole = {
+        "tokens": [row.tolist()],
+        "distill_token_ids": [[[t] for t in row.tolist()]],
+        "distill_logprobs": [[[-1]] * tokens],
+    }
+    seen = 0
+
+    def count(frame: object, event: str, argument: object) -> object:
+        nonlocal seen
+        seen += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)  # type: ignore[arg-type]
+    try:
+        found = teacher_logprobs(whole, 0, row, row[1:])
+    finally:
+        sys.settrace(before)
+    assert found is not None
+    assert found.tolist() == [-1.0] * (tokens - 1)
+    assert found.dtype == np.float32
+    return seen
+
+
+def test_what_the_sdk_sends_is_read_without_a_statement_for_each_token() -> None:
+    assert 0 < statements(20) == statements(400)
+
+
 def test_without_a_teacher_there_is_nothing() -> None:
     bare = {"tokens": [TOKENS.tolist()]}
     assert teacher_logprobs(bare, 0, TOKENS, POSITIONS) is None
@@ -73,6 +105,10 @@ GOOD = [[], [-1.0], [-1.0], [-1.0]]
         (ONE, [[], [-1.0], [math.nan], [-1.0]], "distill_logprobs[1][2] holds nan for token 9"),
         (ONE, [[], [-math.inf], [-1.0], [-1.0]], "distill_logprobs[1][1] holds -inf for token 7"),
         (ONE, [[], [None], [-1.0], [-1.0]], "distill_logprobs[1][1] holds None for token 7"),
+        (ONE, [[], [True], [-1.0], [-1.0]], "distill_logprobs[1][1] holds True for token 7"),
+        (ONE, [[], ["-1"], [-1.0], [-1.0]], "distill_logprobs[1][1] holds '-1' for token 7"),
+        (ONE, [[], [-1e39], [-1.0], [-1.0]], "distill_logprobs[1][1] holds -1e+39 for token 7"),
+        (ONE, [[], [-(10**400)], [-1.0], [-1.0]], "distill_logprobs[1][1] holds -1000000"),
     ],
 )
 def test_what_does_not_line_up_is_refused_by_its_index(ids: object, logprobs: object, named: str) -> None:
