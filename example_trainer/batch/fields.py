@@ -53,8 +53,16 @@ def told_of_each(group: Mapping[str, Any], name: str, count: int) -> list[Any]:
 
 
 def optional_ints(group: Mapping[str, Any], name: str, count: int) -> list[int | None]:
-    """One number for each sequence, None where there is none."""
-    return [None if value is None else int(value) for value in per_sequence(group, name, count)]
+    """One number for each sequence, None where there is none.
+
+    Raises:
+        GroupError: there are more or fewer, or something else.
+    """
+    values = per_sequence(group, name, count)
+    try:
+        return [None if value is None else int(np.int64(int(value))) for value in values]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise GroupError(f"{name} holds something that is no number ({error!s:.80})") from error
 
 
 def scores(group: Mapping[str, Any], count: int) -> list[float]:
@@ -86,7 +94,7 @@ def own_advantages(group: Mapping[str, Any], lengths: Sequence[int]) -> list[npt
     for i, (value, length) in enumerate(zip(given, lengths, strict=True)):
         try:
             row = np.asarray(value, dtype=np.float32)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise GroupError(f"advantages[{i}] is neither a number nor a list of numbers") from error
         row = np.full(length, row.item(), dtype=np.float32) if row.shape in ((), (1,)) else row
         if row.shape != (length,) or not np.isfinite(row).all():
@@ -96,11 +104,15 @@ def own_advantages(group: Mapping[str, Any], lengths: Sequence[int]) -> list[npt
 
 
 def zeroed(group: Mapping[str, Any], count: int, ignored: set[str]) -> list[bool]:
-    """Which sequences an override sets to advantage 0. Names of overrides that mean nothing here are added to `ignored`."""
-    overrides = group.get("overrides") or [{}] * count
-    if len(overrides) != count:
-        raise GroupError(f"overrides has {len(overrides)} entries, tokens has {count} sequences")
+    """Which sequences an override sets to advantage 0. Names of overrides that mean nothing here are added to `ignored`.
+
+    Raises:
+        GroupError: there is not one object for each sequence, or none for the group.
+    """
+    overrides = [one or {} for one in per_sequence(group, "overrides", count)]
     whole = group.get("group_overrides") or {}
-    for one in [whole, *overrides]:
-        ignored.update(set(one or {}) - {"set_advantage_to_zero"})
-    return [bool(whole.get("set_advantage_to_zero") or (one or {}).get("set_advantage_to_zero")) for one in overrides]
+    for name, one in [("group_overrides", whole), *((f"overrides[{i}]", one) for i, one in enumerate(overrides))]:
+        if not isinstance(one, Mapping):
+            raise GroupError(f"{name} is no object: {one!r:.80}")
+        ignored.update(set(one) - {"set_advantage_to_zero"})
+    return [bool(whole.get("set_advantage_to_zero") or one.get("set_advantage_to_zero")) for one in overrides]

@@ -41,6 +41,8 @@ def versions_of(
         group.get(name) or [] for name in ("weight_version_spans", "weight_epoch_spans")
     )  # fmt: skip
     try:
+        if not isinstance(spans, list) or not isinstance(epochs, list):
+            raise TypeError("weight_version_spans or weight_epoch_spans is no list")
         if sequence >= len(spans) or spans[sequence] is None:
             return versions, None
         said = _expand(spans[sequence], epochs[sequence] if sequence < len(epochs) else None, sampled, present, lives)

@@ -190,6 +190,13 @@ def test_ages_count_on_the_line_of_weights_that_is_trained_on() -> None:
         ({"advantages": [1.0, math.inf]}, "advantages[1] is neither a finite number"),
         ({"advantages": [1.0, "x"]}, "advantages[1] is neither a number nor a list"),
         ({"overrides": [{}]}, "overrides has 1 entries"),
+        ({"overrides": 3}, "overrides has no entries"),
+        ({"overrides": [{}, 3]}, "overrides[1] is no object: 3"),
+        ({"group_overrides": ["set_advantage_to_zero"]}, "group_overrides is no object: ['set_advantage_to_zero']"),
+        ({"weight_versions": [1, "x"]}, "weight_versions holds something that is no number (invalid literal"),
+        ({"weight_versions": [1, [2]]}, "weight_versions holds something that is no number"),
+        ({"weight_versions": [1, 2**64 - 1]}, "weight_versions holds something that is no number"),
+        ({"weight_versions": [1, 2], "weight_epochs": [1, math.inf]}, "weight_epochs holds something that is no number"),
         ({"finish_reasons": ["stop"]}, "finish_reasons has 1 entries"),
         ({"sampling_params": [{"temperature": 1}]}, "sampling_params has 1 entries"),
     ],
@@ -269,3 +276,10 @@ def test_spans_that_do_not_fit_are_named_and_the_oldest_version_stands(changes: 
     assert not batch.invalid, "the group is trained on all the same"
     assert len(batch.unusable_spans) == 1
     assert message in batch.unusable_spans[0]
+
+
+def test_spans_that_are_no_list_are_passed_over() -> None:
+    group = make_group(weight_versions=[4, 5], weight_version_spans={"0": [[5, 2]], "1": [[5, 3]]})
+    batch = parse_batch([group], 100, VOCAB, version=6)
+    assert versions(batch) == [[4, 4], [5, 5, 5]]
+    assert batch.unusable_spans[1] == "sequence 1 of group 0: weight_version_spans or weight_epoch_spans is no list"
