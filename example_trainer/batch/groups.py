@@ -113,7 +113,8 @@ class Batch:
         ignored_overrides: names of overrides that this trainer does not know.
         unusable_spans: what was wrong with each statement of versions by span that was passed over.
         narrowed: what changed the distribution that sequences were sampled from, besides their temperature.
-        no_logprobs: trained tokens at which an environment sent a number above 0 as a logprob, which is unknown then.
+        least_limit: the least limit of an answer that may be penalised for its length; None if none may.
+        unpenalised: groups whose answers would be, but for the advantages that they bring along.
     """
 
     sequences: list[TrainedSequence] = field(default_factory=list)
@@ -122,7 +123,8 @@ class Batch:
     ignored_overrides: set[str] = field(default_factory=set)
     unusable_spans: list[str] = field(default_factory=list)
     narrowed: set[str] = field(default_factory=set)
-    no_logprobs: int = 0
+    least_limit: int | None = None
+    unpenalised: int = 0
 
     @property
     def trained_tokens(self) -> int:
@@ -277,12 +279,12 @@ class _GroupReader:
                 sampled=len(sampled),
             )
             sequences.append(sequence)
-            shaped.append(scores[i] + self._penalty(sequence, sampling))
+            shaped.append(scores[i] + self._penalty(sequence, sampling, own is not None))
             masked.append(self._is_masked(sequence))
         # Only now: of a group that is not valid, what it says is passed over.
         self.batch.unusable_spans += unusable
         self.batch.narrowed |= narrowed
-        self.batch.no_logprobs += no_logprobs
+        self.batch.unpenalised += self.rules.lengths.penalises and own is not None
         read = _Group(sequences, shaped, own, zeroed, masked)
         return self._without_long(read)
 
@@ -296,15 +298,17 @@ class _GroupReader:
                 "use?"
             )
 
-    def _penalty(self, sequence: TrainedSequence, sampling: Sampling) -> float:
+    def _penalty(self, sequence: TrainedSequence, sampling: Sampling, has_own: bool) -> float:
         """Of the last answer: the sampled tokens behind the last one that was given."""
         places = sequence.positions
-        if not len(places):
+        if not self.rules.lengths.penalises or has_own or not len(places):
             return 0.0
         gaps = np.flatnonzero(np.diff(places) > 1)
         begin = int(places[gaps[-1] + 1] if len(gaps) else places[0])
         tokens = int(places[-1]) + 1 - begin
         limit = self.max_tokens - begin if sampling.max_tokens is None else sampling.max_tokens
+        if not self._is_masked(sequence):
+            self.batch.least_limit = limit if self.batch.least_limit is None else min(limit, self.batch.least_limit)
         return self.rules.lengths.penalty(tokens, limit)
 
     def _is_masked(self, sequence: TrainedSequence) -> bool:

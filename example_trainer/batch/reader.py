@@ -134,11 +134,17 @@ class BatchReader:
                 f"Training on sequences that were sampled with {', '.join(sorted(batch.narrowed))} "
                 f"(--allow-truncated-sampling) is biased: {BIAS}",
             )
-        if batch.no_logprobs:
+        if batch.least_limit is not None and batch.least_limit < self.config.overlong_buffer:
             self._say_once(
-                "no_logprobs",
-                f"inference_logprobs above 0 at {batch.no_logprobs} sampled tokens of a batch are placeholders, no logprobs: "
-                "such tokens count as sent without (missing_rollout_logprobs); let the environment send what the server said",
+                "buffer",
+                f"Answers may be {batch.least_limit} tokens long, and --overlong-buffer is {self.config.overlong_buffer}: they "
+                "are penalised from their first token on; give a smaller buffer",
+            )
+        if batch.unpenalised:
+            self._say_once(
+                "unpenalised",
+                f"{batch.unpenalised} of a batch's groups bring advantages of their own, which --truncated-answers penalise "
+                "leaves as they are",
             )
         silent = sum(sequence.temperatures is None for sequence in batch.sequences)
         if silent:
