@@ -61,7 +61,7 @@ class Evaluation:
         """One as the service tells it.
 
         Raises:
-            KeyError, TypeError, ValueError, AttributeError: it is something else.
+            KeyError, TypeError, ValueError, AttributeError, OverflowError: it is something else.
         """
         env_id, version, epoch = (entry.get(name) for name in ("env_id", "weight_version", "weight_epoch"))
         return cls(
@@ -82,7 +82,8 @@ def _is_number(value: Any) -> bool:
 class EvaluationFeed:
     """Asks the rollout service for new results, in a thread of its own.
 
-    A service without the route (the original wire) is asked once. One that is away is asked again with the next step.
+    A service without the route (the original wire) is asked once. One that is away, or answers something else, is asked again
+    with the next step; each kind of failure is told once.
 
     Args:
         url: of the service.
@@ -90,7 +91,8 @@ class EvaluationFeed:
         seen: keys of the evaluations that the run has written down, in their order.
         began: when the run began, in Unix seconds. What a service had before is another run's; how its clock differs from this
             machine's matters as long as nothing was seen.
-        only_new: the run begins now; what the service has already is another run's, whatever the clocks say.
+        only_new: the run begins now; what the service has already is another run's, whatever the clocks say. If it cannot be
+            asked now, they decide.
     """
 
     def __init__(
@@ -107,13 +109,14 @@ class EvaluationFeed:
         self._began = 0.0 if seen or only_new else began
         self._last = seen[-1] if seen else None  # key of the last one that the service told
         self._arrived: queue.SimpleQueue[Evaluation] = queue.SimpleQueue()
-        self._warned = False
+        self._told: set[str] = set()  # kinds of failures that the log names
         self._changed = threading.Condition()
         """Guards what follows."""
         self._asked = self._answered = 0
         self._over = False  # closed, or there is nothing to be had
         if only_new:
-            self._read()
+            if not self._read():
+                self._began = began
             self.take()
         self._thread = threading.Thread(target=self._run, name="evaluations", daemon=True)
         self._thread.start()
@@ -159,34 +162,35 @@ class EvaluationFeed:
                 self._answered = asked
                 self._changed.notify_all()
 
-    def _read(self) -> None:
+    def _read(self) -> bool:
         """Ask once, and again from the beginning if the service no longer has what it told last: it was restarted empty, and
-        numbers its evaluations anew."""
+        numbers its evaluations anew. Whether it answered."""
         last = self._last
-        keys = self._request(0 if last is None else last[0] - 1)
-        if keys is not None and last is not None and last not in keys:
-            self._request(0)
+        try:
+            keys = self._request(0 if last is None else last[0] - 1)
+            if keys is not None and last is not None and last not in keys:
+                self._request(0)
+        except Exception as error:  # noqa: BLE001 - named in the log; the thread and the training go on
+            self._warn(_kind(error), f"{type(error).__name__}: {error}")
+            return False
+        return True
 
     def _request(self, after: int) -> set[tuple[int, float]] | None:
         """Put what is new among the evaluations behind this id where `take` finds it. The keys of all that were told; None if
-        it cannot be asked."""
-        try:
-            response = self._http.get("/evaluations", params={"after": after})
-            if response.status_code in _NOT_OFFERED:
-                logger.info("The rollout service at %s tells of no evaluations", self.url)
-                self._end()
-                return None
-            response.raise_for_status()
-            entries = list(orjson.loads(response.content)["evaluations"])
-        except (httpx.HTTPError, KeyError, TypeError, ValueError) as error:
-            self._warn(f"{type(error).__name__}: {error}")
+        the service has no evaluations."""
+        response = self._http.get("/evaluations", params={"after": after})
+        if response.status_code in _NOT_OFFERED:
+            logger.info("The rollout service at %s tells of no evaluations", self.url)
+            self._end()
             return None
+        response.raise_for_status()
+        entries = list(orjson.loads(response.content)["evaluations"])
         told = set()
         for entry in entries:
             try:
                 evaluation = Evaluation.parse(entry)
-            except (KeyError, TypeError, ValueError, AttributeError):
-                self._warn(f"this is none: {entry}")
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+                self._warn("entry", f"this is none: {entry}")
                 continue
             told.add(evaluation.key)
             self._last = evaluation.key
@@ -195,12 +199,18 @@ class EvaluationFeed:
                 self._arrived.put(evaluation)
         return told
 
-    def _warn(self, reason: str) -> None:
-        if not self._warned:
-            self._warned = True
+    def _warn(self, kind: str, reason: str) -> None:
+        if kind not in self._told:
+            self._told.add(kind)
             logger.warning("Evaluations from %s could not be read: %s", self.url, " ".join(reason.split())[:200])
 
     def _end(self) -> None:
         with self._changed:
             self._over = True
             self._changed.notify_all()
+
+
+def _kind(error: Exception) -> str:
+    """What failures have in common that differ in words alone."""
+    status = f" {error.response.status_code}" if isinstance(error, httpx.HTTPStatusError) else ""
+    return type(error).__name__ + status

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from example_trainer.batch.environment_names import safe_name
@@ -56,8 +57,8 @@ def test_a_resumed_run_goes_on_behind_what_it_has_written(scripted: Callable[...
 
 def test_a_new_run_passes_over_what_was_there_before_it(scripted: Callable[..., Scripted], feed_of: FeedOf) -> None:
     service = scripted({"/evaluations": [{"evaluations": [told(4)]}, {"evaluations": [told(4), told(7)]}]})
-    feed = feed_of(service, only_new=True)
-    assert next_of(feed) == [7]
+    feed = feed_of(service, began=3000.0, only_new=True)
+    assert next_of(feed) == [7], "though its clock is ahead of the service's"
     assert service.paths() == ["/evaluations?after=0", "/evaluations?after=3"]
 
 
@@ -92,15 +93,45 @@ def test_a_service_without_evaluations_is_noticed_once(
     assert caplog.text.count("tells of no evaluations") == 1
 
 
-def test_a_service_that_fails_is_warned_of_once_and_asked_again(
+def test_a_service_that_fails_is_asked_again_and_each_failure_told_once(
     scripted: Callable[..., Scripted], feed_of: FeedOf, caplog: pytest.LogCaptureFixture
 ) -> None:
     strange = {"evaluations": [told(2), told(3, metrics=[1]), "nothing", told(4)]}
-    feed = feed_of(scripted({"/evaluations": [None, 500, 401, "no json", {"groups": []}, strange]}))
-    assert [next_of(feed) for _ in range(7)] == [[], [], [], [], [], [2, 4], []]
+    feed = feed_of(scripted({"/evaluations": [None, 500, 500, 401, "no json", {"groups": []}, strange]}))
+    assert [next_of(feed) for _ in range(8)] == [[], [], [], [], [], [], [2, 4], []]
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warnings) == 1
-    assert "could not be read" in warnings[0]
+    assert all("could not be read" in warning for warning in warnings)
+    named = ("disconnected", "500", "401", "JSONDecodeError", "KeyError: 'evaluations'", "this is none: ")
+    assert len(warnings) == len(named)
+    assert all(name in warning for name, warning in zip(named, warnings, strict=True))
+
+
+def test_no_failure_ends_the_thread(
+    scripted: Callable[..., Scripted],
+    feed_of: FeedOf,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A pool that was closed, an address that is none: what httpx raises is not always its own."""
+    service = scripted({"/evaluations": [{"evaluations": [told(1)]}]})
+    feed = feed_of(service)
+    answer, failures = feed._http.get, [RuntimeError("the pool is closed"), httpx.InvalidURL("no address")]
+
+    def get(*arguments: Any, **options: Any) -> httpx.Response:
+        if failures:
+            raise failures.pop(0)
+        return answer(*arguments, **options)
+
+    monkeypatch.setattr(feed._http, "get", get)
+    assert [next_of(feed) for _ in range(3)] == [[], [], [1]]
+    assert "RuntimeError: the pool is closed" in caplog.text
+    assert "InvalidURL: no address" in caplog.text
+
+
+def test_a_new_run_whose_service_is_away_at_first_goes_by_the_clock(scripted: Callable[..., Scripted], feed_of: FeedOf) -> None:
+    service = scripted({"/evaluations": [500, {"evaluations": [told(4), told(7)]}]})
+    feed = feed_of(service, began=1006.0, only_new=True)
+    assert next_of(feed) == [7], "4 is another run's"
 
 
 @pytest.mark.parametrize(("name", "safe"), [("gsm8k_0", "gsm8k_0"), ("a b/c:d", "a_b_c_d"), ("Überall", "_berall"), ("", "_")])
