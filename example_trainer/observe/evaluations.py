@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 from pathlib import Path
-from typing import Any
 
 from example_trainer.batch.environment_names import safe_name
 from example_trainer.batch.evaluations import Evaluation
+
+logger = logging.getLogger(__name__)
 
 _OWN = "eval/"
 """What names of metrics begin with in many environments, and all names on dashboards do here."""
@@ -19,22 +22,35 @@ class EvaluationFile:
     Args:
         path: the file. A new run moves that of an earlier one aside, as it does with metrics.jsonl.
         continued: whether the run is resumed. What is in the file then stays, later steps than the one resumed from too: the
-            weights that were measured there were those, even if they have been learned anew.
+            weights that were measured there were those, even if they have been learned anew. Lines that cannot be read stay,
+            with a warning; half a line at the end, as of a trainer that was killed, is cut off.
     """
 
     def __init__(self, path: Path, continued: bool) -> None:
-        rows: list[dict[str, Any]] = []
+        self.seen: list[tuple[int, float]] = []
+        """Keys of the evaluations that are in the file already, in their order."""
         if path.exists() and not continued:
             move_aside(path)
         elif path.exists():
-            text = path.read_text(encoding="utf-8")
-            whole = text[: text.rfind("\n") + 1]  # killed while it wrote
-            rows = [json.loads(line) for line in whole.splitlines()]
-            if whole != text:
-                path.write_text(whole, encoding="utf-8")
-        self.seen = [(int(row["id"]), float(row["time"])) for row in rows]
-        """Keys of the evaluations that are in the file already, in their order."""
+            self._continue(path)
         self._file = path.open("a", encoding="utf-8")
+
+    def _continue(self, path: Path) -> None:
+        *lines, half = path.read_bytes().split(b"\n")
+        unreadable = []
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                self.seen.append((int(row["id"]), float(row["time"])))
+            except (ValueError, KeyError, TypeError, OverflowError):
+                unreadable.append(number)
+        if unreadable:
+            logger.warning(
+                "%d lines of %s are no evaluations, the first is line %d; they stay, and are passed over",
+                len(unreadable), path, unreadable[0],
+            )  # fmt: skip
+        if half:
+            os.truncate(path, path.stat().st_size - len(half))  # in place: there is no moment without what is whole
 
     def write(self, step: int, evaluation: Evaluation) -> None:
         """Add one. `step` is that of the trainer when it learned of it."""

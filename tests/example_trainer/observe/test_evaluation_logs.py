@@ -12,7 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from example_trainer.batch.evaluations import Evaluation
-from example_trainer.observe.evaluations import evaluation_line
+from example_trainer.observe.evaluations import EvaluationFile, evaluation_line
 from example_trainer.observe.metrics import MetricsLog
 
 FIRST = Evaluation(4, 1000.5, 3, "gsm8k 0", 12, {"eval/percent_correct": 0.4123456, "eval/length": 80}, 99)
@@ -74,3 +74,29 @@ def test_a_resumed_run_knows_what_it_has_written(tmp_path: Path) -> None:
     MetricsLog(tmp_path, {}).close()
     assert rows(path) == []
     assert [row["id"] for row in rows(tmp_path / "evaluations.1.jsonl")] == [4, 5]
+
+
+def test_lines_that_are_no_evaluations_do_not_end_a_resumed_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A disk may do that; nothing that is in the file is lost, and its whole lines are never written anew."""
+    path = tmp_path / "evaluations.jsonl"
+    file = EvaluationFile(path, continued=False)
+    file.write(14, FIRST)
+    file.close()
+    torn = [b"\x00\x00\x00", b'{"id": 5}', b"[4, 1000.5]", b'{"id": Infinity, "time": 1}', b"\xff", b""]
+    with path.open("ab") as raw:
+        raw.write(b"".join(line + b"\n" for line in torn))
+    file = EvaluationFile(path, continued=True)
+    file.write(15, SECOND)
+    file.close()
+    with path.open("ab") as raw:
+        raw.write(b'{"id": 6, "ti')
+    inode = path.stat().st_ino
+    file = EvaluationFile(path, continued=True)
+    assert file.seen == [FIRST.key, SECOND.key]
+    file.close()
+    whole = path.read_bytes().splitlines()
+    assert [json.loads(whole[0])["id"], json.loads(whole[-1])["id"]] == [4, 5]
+    assert whole[1:-1] == torn
+    assert path.stat().st_ino == inode
+    assert caplog.text.count("6 lines of ") == 2
+    assert "the first is line 2; they stay" in caplog.text
