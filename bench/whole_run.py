@@ -66,13 +66,14 @@ def summarise(rows: list[tuple[float, Row]], leave_out: int) -> dict[str, Any]:
     names = list(dict.fromkeys(name for row in counted for name in row if name.startswith("seconds_")))
     phases = {name.removeprefix("seconds_"): sum(row[name] or 0.0 for row in counted) for name in names}
     sums = {name: sum(row[name] for row in counted) for name in ("tokens", "sequences")}
+    trained = sum(row.get("forwarded_targets", row["tokens"]) for row in counted)  # others than ours forward all
     found = {
         "steps": len(counted),
         "seconds": round(seconds, 2),
-        "trained_tokens": sums["tokens"],
+        "trained_tokens": trained,
         "sequences": sums["sequences"],
         "mean_length": round(sums["tokens"] / max(1, sums["sequences"]), 1),
-        "trained_tokens_per_second": round(sums["tokens"] / seconds, 1),
+        "trained_tokens_per_second": round(trained / seconds, 1),
         "waiting_share": round(phases["wait"] / seconds, 4),
         "seconds_by_phase": {name: round(value, 2) for name, value in phases.items()},
     }

@@ -21,7 +21,7 @@ class BatchFigures:
 
     Attributes:
         reward_mean, reward_std: of the rollouts' scores, as the environments gave them.
-        tokens: trained ones.
+        tokens: trained ones, forwarded or not.
         sequences: rollouts.
         response_length_mean, response_length_p50, response_length_p95, response_length_max: sampled tokens of a rollout.
         truncated_share: of the rollouts that say why their sampling ended, those that ran into their limit; None if none says.

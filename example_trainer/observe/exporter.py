@@ -43,7 +43,7 @@ GAUGES = {
     "perplexity_trainer": ("trainer_perplexity", "Perplexity of the sampled tokens under the batch's first weights"),
     "grad_norm": ("grad_norm", "Global norm of the gradient before clipping"),
     "lr": ("learning_rate", "Learning rate of the step"),
-    "tokens_per_second": ("tokens_per_second", "Trained tokens by the step's whole duration"),
+    "tokens_per_second": ("tokens_per_second", "Trained tokens that were forwarded by the step's whole duration"),
     "forwarded_tokens_per_second": ("forwarded_tokens_per_second", "Forwarded tokens by the time of computing the step"),
     "packing_ratio": ("packing_ratio", "Forwarded tokens by the tokens of all sequences, which share what they begin with"),
     "mfu": ("model_flops_utilisation", "The model's arithmetic by the time of computing the step and the device's rate"),
@@ -60,7 +60,7 @@ GAUGES = {
 }
 """Key of a row of metrics.jsonl -> (name after `lockstep_trainer_`, help)."""
 COUNTERS = {
-    "tokens": ("tokens", "Tokens trained on since this process began"),
+    "forwarded_targets": ("tokens", "Trained tokens that were forwarded since this process began"),
     "forwarded_tokens": ("forwarded_tokens", "Tokens forwarded since this process began"),
     "flops": ("flops", "Operations of forward and backward passes since this process began"),
     "sequences": ("sequences", "Sequences trained on since this process began"),

@@ -299,9 +299,8 @@ def record(
     ahead = 1 - 1 / len(batch.minibatches) if passes_ahead(parts.objective, parts.parity) else 0.0
     row: Row = {
         **figures.row(),
-        **vars(sums),
-        **vars(step),
-        "tokens_per_second": figures.tokens / sum(seconds),
+        **learned,
+        "tokens_per_second": figures.forwarded_targets / sum(seconds),
         "queue_size": batch.queue_size,
         "weight_version": report.version,
         "params_mapped": bridge.params_mapped,

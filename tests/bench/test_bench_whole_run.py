@@ -30,6 +30,8 @@ def test_the_first_steps_are_left_out_and_the_rest_is_over_the_wall_clock() -> N
     assert found["seconds_by_phase"] == {"wait": 5.0, "train": 10.0}
     assert found["forwarded_tokens_per_second_of_training"] == 300.0
     assert found["mean_length"] == 250.0
+    rows[1][1]["forwarded_targets"] = 100
+    assert summarise(rows, 1) == found | {"trained_tokens": 700, "trained_tokens_per_second": 35.0}, "only what is computed"
     with pytest.raises(BenchError, match="3 steps are too few, of which 3 are left out"):
         summarise(rows, 3)
 

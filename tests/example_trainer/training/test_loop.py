@@ -52,6 +52,18 @@ def test_the_row_of_a_step_is_of_its_batch(trainers: Trainers, caplog: pytest.Lo
         assert by_age == {f"kl_age_{number}": pytest.approx(row["kl"], rel=1e-5)}, "one update, of the batch's first weights"
 
 
+def test_the_speed_counts_what_went_through_the_model(trainers: Trainers) -> None:
+    """A group whose scores are all alike teaches nothing, and one of its four rollouts, the shortest, stands for it."""
+    for number in range(STEPS):
+        group = made_up_group(number) | {"scores": [0.5] * 4}
+        httpx.post(f"{trainers.url}/scored_data", json=group, timeout=30).raise_for_status()
+    assert trainers.train()
+    for row in trainers.rows():
+        seconds = row["seconds_wait"] + row["seconds_train"] + row["seconds_sync"]
+        assert 0 < row["forwarded_targets"] < row["tokens"]
+        assert math.isclose(row["tokens_per_second"], row["forwarded_targets"] / seconds)
+
+
 def test_evaluations_are_written_down_once_by_a_run_that_is_resumed(
     trainers: Trainers, caplog: pytest.LogCaptureFixture
 ) -> None:
