@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from example_trainer.batch.groups import NOT_TRAINED
 from example_trainer.batch.prefetch import ReadyBatch, Upkeep
 from example_trainer.batch.problems import Problem
 from example_trainer.batch.reader import BatchReader
-from example_trainer.errors import ModelError
+from example_trainer.errors import ModelError, TrainerError
 from example_trainer.vllm_client import VLLMClient
 
 _SECONDS = 600.0
@@ -128,28 +128,31 @@ class Sampler:
         self._client.close()
 
 
-@dataclass(frozen=True)
+@dataclass
 class HeldOut:
     """Measures the weights that a server serves, by greedy answers to problems that are not trained on.
 
     Attributes:
         every: weight versions between measurements.
         record: gets each: `solved`, a share, and `response_length_mean`, in tokens.
+        measured: the version that was measured last.
     """
 
     sampler: Sampler
     problems: Sequence[Problem]
     every: int
     record: Callable[[Evaluation], None]
+    measured: int | None = field(default=None, init=False)
 
     def look(self, version: int, last: bool = False) -> None:
-        """Measure, if the version's turn has come or it is the last one."""
-        if version % self.every and not last:
+        """Measure, if the version's turn has come or it is the last one; never the same version twice in a row."""
+        if version == self.measured or (version % self.every and not last):
             return
         answers = self.sampler.greedy(self.problems)
         solved = sum(score > 0 for score, _ in answers) / len(answers)
         length = sum(length for _, length in answers) / len(answers)
         metrics = {"solved": solved, "response_length_mean": length}
+        self.measured = version
         self.record(Evaluation(version, time.time(), None, "held_out", version, metrics))
 
 
@@ -162,6 +165,9 @@ class SampledBatches:
 
         K = 2    trained at    0  1  2  3  4
                  sampled at    0  0  0  1  2
+
+    Each of those batches is there once. Where one is left out, no other of its age is left, and the run ends; without
+    staleness, or before the first step, another is sampled in its place.
 
     Args:
         groups: problems in a batch.
@@ -219,7 +225,16 @@ class SampledBatches:
         """Nothing is sampled before it is asked for."""
 
     def acknowledge(self, version: int, skipped: str | None = None, hold: bool = False) -> None:
-        """Nobody waits to hear of it."""
+        """Nobody waits to hear of it, but a batch that is left out may be missing.
+
+        Raises:
+            TrainerError: there is none to take its place that is as old.
+        """
+        if skipped is not None and self._staleness and version:
+            raise TrainerError(
+                f"a batch was left out at step {version}, and the next one is not --staleness {self._staleness} steps old, as "
+                f"all are to be; give --staleness 0, or mend why it was left out: {skipped}"
+            )
 
     def release(self) -> None:
         """Nobody waits to hear of it."""

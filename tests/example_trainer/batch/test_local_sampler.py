@@ -15,7 +15,7 @@ from example_trainer.batch.local_sampler import HeldOut, SampledBatches, Sampler
 from example_trainer.batch.problems import Problem, sums
 from example_trainer.batch.reader import BatchReader
 from example_trainer.config import TrainerConfig
-from example_trainer.errors import BatchError
+from example_trainer.errors import BatchError, TrainerError
 from example_trainer.vllm_client import VLLMClient
 from tests.conftest import ROOT
 
@@ -79,6 +79,32 @@ def test_every_batch_is_exactly_as_old_as_asked_for_and_nothing_is_sampled_in_va
     assert sampler.asked == [problem.question for problem in itertools.islice(sums(3), 2 * steps)]
 
 
+@pytest.mark.parametrize(("staleness", "at"), [(0, 2), (2, 0), (1, 1), (2, 3)])
+def test_behind_a_batch_that_is_left_out_all_are_as_old_as_asked_for_or_the_run_ends(staleness: int, at: int) -> None:
+    sampler, steps = MadeUpSampler(), 7
+    made = batches(sampler, staleness=staleness, last_version=steps)
+    ages: list[int] = []
+    for version in range(at):
+        sampler.version = version
+        made.next(version)
+        made.acknowledge(version + 1)
+    sampler.version = at
+    made.next(at)
+    if staleness and at:
+        with pytest.raises(
+            TrainerError, match=f"at step {at}, and .* not --staleness {staleness} .*: its gradient is NaN"
+        ) as told:
+            made.acknowledge(at, skipped="its gradient is NaN")
+        assert not isinstance(told.value, BatchError), "which would be left out as well"
+        return
+    made.acknowledge(at, skipped="its gradient is NaN")
+    for version in range(at, steps):
+        sampler.version = version
+        ages.append(made.next(version).figures.age_max or 0)
+        made.acknowledge(version + 1)
+    assert ages == [min(version, staleness) for version in range(at, steps)]
+
+
 def test_held_out_problems_are_answered_greedily_when_their_turn_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = Sampler("http://127.0.0.1:1", str(ROOT / "assets" / "starter_model"), group_size=8, max_tokens=9, seed=0)
     two = sampler._tokenizer.encode(r"\boxed{2}", add_special_tokens=False)
@@ -92,14 +118,16 @@ def test_held_out_problems_are_answered_greedily_when_their_turn_has_come(monkey
     found: list[Evaluation] = []
     problems = [Problem("1 + 1", "2"), Problem("1 + 2", "3"), Problem("5 - 3", "2"), Problem("2", "2")]
     held_out = HeldOut(sampler, problems, every=10, record=found.append)
-    for version in (0, 1, 9, 10):
+    for version in (0, 0, 1, 9, 10, 10):  # a version comes again where a batch was left out
         held_out.look(version)
+    held_out.look(13, last=True)
     held_out.look(13, last=True)
     sampler.close()
     assert [(one.weight_version, one.metrics) for one in found] == [
         (version, {"solved": 0.75, "response_length_mean": len(two)}) for version in (0, 10, 13)
     ]
     assert len({one.key for one in found}) == 3
+    assert len(asked) == 3 * len(problems)
     assert all((body["n"], body["temperature"], body["max_tokens"]) == (1, 0.0, 9) for body in asked)
 
 
