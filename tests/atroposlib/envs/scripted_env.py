@@ -1,5 +1,6 @@
 """An environment that needs no process around it: its responses come from a list, what it posts goes to another."""
 
+import asyncio
 from typing import Any
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
@@ -39,3 +40,15 @@ class ScriptedEnv(BaseEnv):
 
     async def _send_scored_data_to_api(self, scored_data: Any) -> None:
         self.posted.append(scored_data)
+
+
+def run(env: ScriptedEnv) -> Any:
+    """One item's way to the service. What became of it."""
+
+    async def whole() -> Any:
+        groups = await env.roll_out("item")
+        if groups is not None:
+            await env.handle_send_to_api(groups, "item")
+        return groups
+
+    return asyncio.run(whole())
