@@ -8,7 +8,8 @@ r"""Which methods learn, and which fall apart: trainings of a small model on wor
 
 Each training is simple_rl.py with a vLLM server of its own; sampler and trainer take turns, so that the staleness of a variant
 is exact and a seed means the same problems to all. Several share a GPU. A training that is finished is kept in DIR and not run
-again, whatever ends this program; one is not begun if it would not end in --seconds. A training that diverges is a result.
+again, whatever ends this program, as long as its flags, the model's weights and the code that trains are the same; one is not
+begun if it would not end in --seconds. A training that diverges is a result.
 
 On a machine with GPUs whose commands have a time limit, let this run on by itself and look at it now and then:
 
@@ -32,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)
 
 import argparse
+import hashlib
 import json
 import os
 import shlex
@@ -56,6 +58,8 @@ from bench.measured import measured
 
 STARTER = ROOT / "assets" / "starter_model"
 TASK = "bench.word_problems.problems:"
+CODE = ("atroposlib/utils", "bench/word_problems", "example_trainer", "vllm_patching")
+"""Folders whose Python decides what a training comes to."""
 # As vLLM runs in deterministic mode: graphs of layers that are not compiled, which starts soon.
 GRAPHS = '--compilation-config \'{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}\''
 GRACE_SECONDS = 25.0
@@ -82,6 +86,7 @@ class Learning:
         self.gpus = 1 if self.on_cpu else torch.cuda.device_count()
         self.results = Results(args.output / "learning.json", settings=self._settings())
         self.running: list[Running] = []
+        self.made_of: dict[str, str] = {}
         self.environment: dict[str, str] = {"OMP_NUM_THREADS": "1" if self.on_cpu else "2", "VLLM_API_KEY": ""}
         self.environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         self.folders = args.output / "trainings"
@@ -105,6 +110,7 @@ class Learning:
         if not self.gpus:
             raise BenchError("no GPU can be seen; --device cpu --tiny tries it without one")
         self.results.put("machine", value=describe())
+        self.made_of = made_of(self.args.model)
         waiting = self._left_to_do()
         free = [(number, job) for job in range(self.args.jobs) for number in range(self.gpus)]
         self._say_how_long(len(waiting), len(free))
@@ -125,17 +131,33 @@ class Learning:
 
     def _left_to_do(self) -> list[Training]:
         """The trainings that DIR does not hold yet; those that it holds go into the results."""
-        todo = []
+        todo, kept_ones = [], []
         for training in plan(self.args.only, self.args.seeds):
             reason = refusal(training.variant, self.gpus, self.on_cpu)
             kept = self._folder(training) / "result.json"
+            found = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() and not reason else {}
+            others = self._differences(training, found)
             if reason:
                 self.results.put("skipped", training.variant.name, value=reason)
-            elif kept.exists() and (found := json.loads(kept.read_text()))["flags"] == self._flags(training):
+            elif found and not others:
                 self.results.put("runs", training.name, value=found)
+                kept_ones.append(training.name)
             else:
                 todo.append(training)
+                if found:
+                    print(
+                        f"{training.name} is trained again: what {self.folders} has is of other {' and '.join(others)}",
+                        flush=True,
+                    )
+        if kept_ones:
+            print(f"kept, and not trained again: {', '.join(kept_ones)}", flush=True)
         return todo
+
+    def _differences(self, training: Training, found: dict[str, Any]) -> list[str]:
+        """Which of flags, model and code a kept result has others of."""
+        now = {"flags": self._flags(training), **self.made_of}
+        before = {"flags": found.get("flags"), **found.get("made_of", {})}
+        return [name for name, value in now.items() if before.get(name) != value]
 
     def _say_how_long(self, trainings: int, places: int) -> None:
         seconds = estimated_seconds(trainings, places, self._seconds_each())
@@ -216,6 +238,7 @@ class Learning:
                 "solved": [round(row["metrics"]["solved"], 5) for row in evaluations],
             },
             "flags": self._flags(one.training),
+            "made_of": self.made_of,
             "measured": measured(),
         }
         if failed:
@@ -238,6 +261,24 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a JSON lines file; none if it is not there."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def made_of(model: Path, root: Path = ROOT) -> dict[str, str]:
+    """What decides beside the flags what a training comes to, as digests: `model` of its weights, `code` of the Python in CODE.
+
+    A commit would not do: it says nothing of edited files, and changes with those that no training reads.
+    """
+    code = sorted(path for folder in CODE for path in (root / folder).rglob("*.py"))
+    return {"model": _digest(model, sorted(model.glob("*.safetensors"))), "code": _digest(root, code)}
+
+
+def _digest(folder: Path, files: list[Path]) -> str:
+    """Of names and contents, 16 hexadecimal digits."""
+    whole = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            whole.update(f"{path.relative_to(folder)} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return whole.hexdigest()[:16]
 
 
 def start_mps(folder: Path, stack: ExitStack) -> dict[str, str]:

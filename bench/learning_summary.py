@@ -55,17 +55,21 @@ def curves(rows: Sequence[Row]) -> dict[str, list[float | None]]:
 def divergence(rows: Sequence[Row], last_line: str) -> str | None:
     """How a run went wrong, in a few words; None if it did not.
 
+    An error that has nothing to do with numbers is no divergence, whatever the curves had come to.
+
     Args:
         rows: of its steps.
         last_line: of its log, if it ended with an error; else empty.
     """
     if any(words in last_line for words in NOT_FINITE):
         return f"not finite after step {len(rows)}"
+    if last_line:
+        return None
     span = window_of(len(rows), round(1 / WINDOW))
     rewards, kls = (_windows([row.get(name) for row in rows], span) for name in ("reward_mean", "kl"))
     large = next((number for number, kl in enumerate(kls) if kl is not None and not kl <= KL_LIMIT), None)
     if large is not None:
-        return f"KL of {kls[large]:.2g} nats a token at step {(large + 1) * span}"
+        return f"KL of {kls[large]:.2g} nats a token at step {min((large + 1) * span, len(rows))}"
     known = [reward for reward in rewards if reward is not None]
     if known and max(known) - known[-1] > COLLAPSE * (max(known) - LOWEST_REWARD):
         return f"reward fell from {max(known):.2f} to {known[-1]:.2f}"
@@ -78,7 +82,7 @@ def figures(rows: Sequence[Row], evaluations: Sequence[Row]) -> dict[str, float]
     found: dict[str, float] = {}
     if rows:
         rewards, kls = _windows([r["reward_mean"] for r in rows], span), _windows([r["kl"] for r in rows], span)
-        found |= {"reward_first": rewards[0] or 0.0, "reward_last": _mean([r["reward_mean"] for r in rows[-span:]]) or 0.0}
+        found |= {"reward_first": rewards[0] or 0.0, "reward_last": rewards[-1] or 0.0}
         found |= {"kl_max": max((kl for kl in kls if kl is not None), default=0.0)}
         found["step_seconds"] = round(statistics.median(r["seconds_wait"] + r["seconds_train"] for r in rows), 3)
     if evaluations:
@@ -149,9 +153,8 @@ def band(
 
 
 def _windows(values: Sequence[float | None], span: int) -> list[float | None]:
-    """Means over whole windows; of all if there is none."""
-    whole = [_mean(values[start : start + span]) for start in range(0, len(values) - span + 1, span)]
-    return whole or [_mean(values)]
+    """Means over neighbours, `span` of them each. The last one is over the last `span`, which may overlap those before."""
+    return [_mean(values[max(0, min(start, len(values) - span)) :][:span]) for start in range(0, max(1, len(values)), span)]
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -99,6 +99,26 @@ def test_only_a_run_that_falls_apart_has_diverged() -> None:
     assert divergence([], "") is None
 
 
+@pytest.mark.parametrize("tail", [1, 5, 9])
+def test_the_last_steps_count_where_the_windows_do_not_come_out_even(tail: int) -> None:
+    """Of 101 to 109 steps a window has eleven."""
+    steps = 100 + tail
+    rows = rows_of([0.8] * (steps - 11) + [-0.9] * 11)
+    assert (divergence(rows, "") or "").startswith("reward fell from 0.")
+    assert figures(rows, [])["reward_last"] == pytest.approx(-0.9, abs=0.1)
+    rows = rows_of([0.8] * steps)
+    for row in rows[-2:]:
+        row["kl"] = 4.0
+    assert (divergence(rows, "") or "").endswith(f"nats a token at step {steps}")
+    assert figures(rows, [])["kl_max"] == pytest.approx(4.0 * 2 / 11, rel=1e-2)
+
+
+def test_a_run_that_another_error_ends_is_no_result_even_if_it_had_diverged() -> None:
+    rows = rows_of(RISING, kl=3.0)
+    assert divergence(rows, "") is not None
+    assert divergence(rows, "ERROR 07:00:00 the vLLM server ended with code -9") is None
+
+
 def run_of(variant: str, seed: int, rewards: list[float], solved: float) -> dict[str, Any]:
     rows = rows_of(rewards)
     evaluations = [{"weight_version": v, "metrics": {"solved": s}} for v, s in ((0, 0.2), (100, solved))]
@@ -174,7 +194,7 @@ def test_what_is_there_is_kept_what_fails_is_told_and_what_has_no_time_is_not_be
     with ExitStack() as stack:
         flags = learning.Learning(args, tmp_path, stack)._flags(plan(["stale_1"], (0,))[0])
     assert not any(str(tmp_path) in flag for flag in flags), "no folder of this machine in the results"
-    finished = run_of("stale_1", 0, RISING, 0.5) | {"flags": flags}
+    finished = run_of("stale_1", 0, RISING, 0.5) | {"flags": flags, "made_of": learning.made_of(args.model)}
     kept = tmp_path / "trainings" / "stale_1-0" / "result.json"
     kept.parent.mkdir(parents=True)
     kept.write_text(json.dumps(finished))
@@ -184,11 +204,46 @@ def test_what_is_there_is_kept_what_fails_is_told_and_what_has_no_time_is_not_be
     assert (runs["stale_1 1"]["status"], runs["stale_1 1"]["steps"]) == ("failed", 0)
     assert "unrecognized arguments: --no-such-flag" in runs["stale_1 1"]["last_line"]
     assert not (tmp_path / "trainings" / "stale_1-1" / "result.json").exists(), "the next time it is tried again"
-    capsys.readouterr()
+    assert "kept, and not trained again: stale_1 0\n" in capsys.readouterr().out
     assert learning.main([*arguments, "--seeds", "0", "1", "2", "--seconds", "30", *other]) == 0
     told = capsys.readouterr().out
     assert "2 trainings of 3 steps, 1 at a time on 1 CPU, 106 s each: about 3.5 minutes" in told
     assert "no time is left for 2 trainings; the same command goes on with them" in told
+
+
+def test_what_another_model_or_other_code_came_to_is_not_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--output", str(tmp_path), "--device", "cpu", "--tiny", "--only", "stale_1", "--seeds", "0", "1", "2"]
+    args = learning.parse_arguments(arguments)
+    now = learning.made_of(args.model)
+    with ExitStack() as stack:
+        sitting = learning.Learning(args, tmp_path, stack)
+        sitting.made_of = now
+        for training, made_of in zip(
+            plan(["stale_1"], (0, 1, 2)), ({"model": "another"}, {"model": "another", "code": "other"}, {}), strict=True
+        ):
+            kept = sitting._folder(training) / "result.json"
+            kept.parent.mkdir(parents=True)
+            kept.write_text(json.dumps({"flags": sitting._flags(training), "made_of": now | made_of, "status": "done"}))
+        assert [training.seed for training in sitting._left_to_do()] == [0, 1]
+    told = capsys.readouterr().out.splitlines()
+    assert [line.rpartition(" is of other ")[2] for line in told[:2]] == ["model", "model and code"]
+    assert told[2:] == ["kept, and not trained again: stale_1 2"]
+
+
+def test_weights_and_code_have_digests_of_their_own(tmp_path: Path) -> None:
+    model, code = tmp_path / "model" / "model.safetensors", tmp_path / "example_trainer" / "deep" / "step.py"
+    for path in (model, code):
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"one")
+    first = learning.made_of(model.parent, tmp_path)
+    assert first == learning.made_of(model.parent, tmp_path)
+    model.write_bytes(b"two")
+    second = learning.made_of(model.parent, tmp_path)
+    assert (second["model"] != first["model"], second["code"] == first["code"]) == (True, True)
+    code.rename(code.with_name("other.py"))
+    third = learning.made_of(model.parent, tmp_path)
+    assert (third["model"] == second["model"], third["code"] != second["code"]) == (True, True)
+    assert all((learning.ROOT / folder).is_dir() for folder in learning.CODE)
 
 
 def test_without_a_model_it_ends_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
