@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -50,7 +50,7 @@ class BroadcastBridge(WeightBridge):
         self._sessions = [ServerSession(server, number, self._ranks) for number, server in enumerate(given)]
         self._transfer = transfer
         self._model: torch.nn.Module | None = None
-        self._shapes: Shapes = {}
+        self._shapes: Shapes = {}  # as sent to the server that was joined last
         self._device = torch.device("cpu")
         self._address = ("", 0)
         self._store: torch.distributed.TCPStore | None = None
@@ -67,10 +67,6 @@ class BroadcastBridge(WeightBridge):
 
     def connect(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._shapes = shapes_of(model)
-        if all(parameter.dtype is torch.float32 for parameter in model.parameters()):
-            served = dtype_name(served_dtype(self._sessions[0].info))  # what is sent has it, see WeightSlices
-            self._shapes = {name: (shape, served) for name, (shape, _) in self._shapes.items()}
         self._device = next(model.parameters()).device
         self._address = _translate(rendezvous_address)
         timeout = self._sessions[0].server.timeout
@@ -121,6 +117,8 @@ class BroadcastBridge(WeightBridge):
     def _join(self, session: ServerSession) -> None:
         assert self._store is not None
         assert self._model is not None
+        session.ask()
+        self._shapes = _as_sent(self._model, session.info)
         self.params_mapped, self.params_total = session.compare(self._shapes), len(self._shapes)
         if self._device.type != session.info["device"]:
             raise BridgeError(
@@ -226,3 +224,12 @@ def _translate(step: Callable[[], _T]) -> _T:
         return step()
     except RendezvousError as error:
         raise BridgeError(str(error)) from error
+
+
+def _as_sent(model: torch.nn.Module, info: dict[str, Any]) -> Shapes:
+    """What a server of this /bridge/info is told of the parameters. If all are float32, they are sent in its own dtype."""
+    shapes = shapes_of(model)
+    if any(parameter.dtype is not torch.float32 for parameter in model.parameters()):
+        return shapes
+    served = dtype_name(served_dtype(info))
+    return {name: (shape, served) for name, (shape, _) in shapes.items()}

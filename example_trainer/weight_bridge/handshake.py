@@ -55,8 +55,7 @@ class ServerSession:
         self.manifests = manifests_of(self.info)
 
     def compare(self, shapes: Shapes) -> int:
-        """Ask the server what it holds and compare. Returns the number of parameters mapped, which is all of them."""
-        self.ask()
+        """Compare with what the server holds (`ask`). Returns the number of parameters mapped, which is all of them."""
         self.num_bytes = sum(item.num_bytes for manifest in self.manifests for item in flat_layout(manifest)[0])
         return check_layout(self.info, shapes)
 
