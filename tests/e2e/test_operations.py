@@ -9,6 +9,7 @@ import re
 import signal
 import stat
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,7 +36,9 @@ class Operations:
     def __init__(self, folder: Path, ports: dict[str, int]) -> None:
         self.folder, self.run_folder, self.ports = folder, folder / "run", ports
         variables = {f"LOCKSTEP_{name}_PORT": str(port) for name, port in ports.items()}
-        self.environment = {**os.environ, **variables, "LOCKSTEP_RUN": str(self.run_folder), "OMP_NUM_THREADS": "1"}
+        # The packages of these tests, wherever they are installed.
+        self.environment = {"LOCKSTEP_VENV": sys.prefix, **os.environ, **variables, "LOCKSTEP_RUN": str(self.run_folder)}
+        self.environment["OMP_NUM_THREADS"] = "1"
 
     def type(self, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
