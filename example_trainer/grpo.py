@@ -42,6 +42,7 @@ from example_trainer.training.model import decoder_maker, make_model, make_refer
 from example_trainer.training.optimizer import make_optimizer
 from example_trainer.training.resume import agreed_start
 from example_trainer.training.runs import SavedStep, mark_run
+from example_trainer.training.step import make_objective
 from example_trainer.weight_bridge.factory import make_bridge
 from example_trainer.weight_bridge.logprobs_mode import check_logprobs
 
@@ -53,6 +54,7 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
     torch.manual_seed(config.seed)
     if config.use_wandb:
         import_wandb()  # told now rather than after minutes of loading
+    objective = make_objective(config)
     pin_settings(config)
     device = choose_device(config)
     with contextlib.ExitStack() as stack:
@@ -115,6 +117,7 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
                 ranks=ranks,
                 model=model,
                 optimizer=optimizer,
+                objective=objective,
                 batches=batches,
                 bridge=bridge,
                 parity=parity,

@@ -56,6 +56,7 @@ from example_trainer.training.loop import NoCheckpoints, Parts
 from example_trainer.training.loop import train as take_steps
 from example_trainer.training.model import decoder_maker, make_model, make_reference
 from example_trainer.training.optimizer import make_optimizer
+from example_trainer.training.step import make_objective
 from example_trainer.weight_bridge.factory import make_bridge
 
 logger = logging.getLogger("example_trainer.simple_rl")
@@ -127,6 +128,7 @@ def trainer_config(options: argparse.Namespace, port: int) -> TrainerConfig:
     passed_on = {name for section in PASSED_ON for name in section.model_fields} & vars(options).keys() - {"device", "seed"}
     return checked_config(
         {
+            "forward_zero_advantages": True,  # every token is compared, in the control too
             **{name: getattr(options, name) for name in passed_on},
             "model_name": options.model,
             "device": options.device,
@@ -221,6 +223,7 @@ def train(options: argparse.Namespace, stop: StopSignal) -> None:
         ports = stack.enter_context(PortReservations())
         port, rendezvous = ports.pick(), ports.pick()
         config = trainer_config(options, port)
+        objective = make_objective(config)
         pin_settings(config)
         device = choose_device(config)
         if options.batch_invariant and device.type == "cpu":
@@ -258,6 +261,7 @@ def train(options: argparse.Namespace, stop: StopSignal) -> None:
                 ranks=ranks,
                 model=model,
                 optimizer=optimizer,
+                objective=objective,
                 batches=SampledBatches(
                     sampler, problems, options.groups, reader, device, options.staleness, options.steps, held_out
                 ),

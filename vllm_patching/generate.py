@@ -103,9 +103,9 @@ class GenerateResponse(msgspec.Struct, kw_only=True):
 
     `token_logprobs[completion][position]` is the float32 logprob of the sampled token under the distribution that it was
     sampled from: after penalties, temperature, top-k, top-p and min-p (at temperature 0, before the choice of the likeliest).
-    With `--logprobs-mode raw_logprobs`, and in deterministic mode, it is before all of them. `logprobs[completion][position]`
-    maps token ids to such logprobs; it always holds the sampled token. An answer has one of the two, and `text` only where it
-    was asked for.
+    With `--logprobs-mode raw_logprobs`, and in deterministic mode, it is before all of them.
+    `logprobs[completion][position]` maps token ids to such logprobs; it always holds the sampled token. An answer has one of
+    the two, and `text` only where it was asked for.
     `weight_version_spans` has [version, number of tokens] in the order in which the weights were served, `weight_epoch_spans`
     the weight epoch of each. `weight_versions` and `weight_epochs` are those of the first span: the oldest weights that a token
     of the completion was sampled with. Their version need not be the smallest, for a trainer that resumes goes back.

@@ -186,8 +186,8 @@ def _check_parameters(parameters: Any, where: list[str | int]) -> None:
             raise invalid(said, short(value), f"{path(said)} is {short(value)!r}: it must be a finite number")
     temperature = parameters.get("temperature")
     said = [*where, "temperature"]
-    if temperature is None or temperature < 0:
-        raise invalid(said, temperature, f"{path(said)} is {temperature}: it must be there, and at least 0")
+    if temperature is not None and temperature < 0:
+        raise invalid(said, temperature, f"{path(said)} is {temperature}: it must be at least 0")
     if temperature and not LEAST_FLOAT32 <= temperature <= LARGEST_FLOAT32:
         raise invalid(said, temperature, f"{path(said)} is {temperature}: it must be 0, or a number that float32 holds")
 

@@ -23,14 +23,12 @@ class ProcessingMixin(RolloutMixin):
         self.config.group_size = self.group_size_to_process
         try:
             await self.setup()
-            await self.wait_for_inference()
-            await self.wait_for_teacher()
+            await self.wait_for_servers()
             self.start_wandb(self.wandb_project, self.wandb_group)
             await self._make_groups()
             await self.wandb_log({})
         finally:
-            await self.server.close()
-            await self.close_teacher()
+            await self.close_servers()
             if self.jsonl_writer is not None:
                 self.jsonl_writer.close()
             if self._wandb is not None:
@@ -79,6 +77,6 @@ class ProcessingMixin(RolloutMixin):
             self.start_wandb(self.wandb_project, self.wandb_group)
             await self.evaluate()
         finally:
-            await self.server.close()
+            await self.close_servers()
             if self._wandb is not None:
                 self._wandb.finish()

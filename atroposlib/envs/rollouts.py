@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 from atroposlib.envs.errors import EnvironmentFailure, RolloutFailure
 from atroposlib.envs.groups import all_scores_equal, group_from_items, without_empty_fields, wrong_shape
 from atroposlib.envs.jsonl import encode, unencodable_fields
-from atroposlib.envs.server_handling.generation import VersionRecord, Weights, current_versions, weight_fields
+from atroposlib.envs.server_handling.generation import VersionRecord, current_versions, weight_fields
 from atroposlib.envs.server_handling.server_baseline import APIServer
 from atroposlib.envs.server_handling.teacher_server import TeacherRefused
-from atroposlib.envs.service_client import RejectedByService, RolloutServiceClient
+from atroposlib.envs.service_client import RejectedByService
 from atroposlib.envs.teaching import TeachingMixin
 from atroposlib.envs.waiting import gather_or_cancel
 from atroposlib.type_definitions import Item

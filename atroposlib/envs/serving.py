@@ -46,8 +46,7 @@ class ServingMixin(RolloutMixin):
         self._wake = asyncio.Event()
         try:
             await self.setup()
-            await self.wait_for_inference()
-            await self.wait_for_teacher()
+            await self.wait_for_servers()
             await self.setup_wandb()
             await self.register_env()
             await self.get_server_info()
@@ -385,8 +384,7 @@ class ServingMixin(RolloutMixin):
             if self.env_id is not None:
                 await self._service.disconnect(self.env_id)
             await self._service.close()
-        await self.server.close()
-        await self.close_teacher()
+        await self.close_servers()
         if self.jsonl_writer is not None:
             self.jsonl_writer.close()
         if self._wandb is not None:

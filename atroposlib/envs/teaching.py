@@ -35,8 +35,13 @@ class TeachingMixin(ReportingMixin):
             )
         return self._teacher
 
+    async def wait_for_servers(self) -> None:
+        """Wait until inference servers and teacher answer; see wait_for_teacher."""
+        await self.wait_for_inference()
+        await self.wait_for_teacher()
+
     async def wait_for_teacher(self) -> None:
-        """Wait until the teacher answers, and see that its tokens are ours.
+        """Wait until the teacher answers, if there is one, and see that its tokens are ours.
 
         Raises:
             EnvironmentFailure: it does not come, has another vocabulary, or does not score.
@@ -95,7 +100,9 @@ class TeachingMixin(ReportingMixin):
             self._kl_sum, self._kl_tokens = 0.0, 0
         await super().wandb_log(metrics)
 
-    async def close_teacher(self) -> None:
+    async def close_servers(self) -> None:
+        """Close the connections to inference servers and teacher."""
+        await self.server.close()
         teacher, self._teacher = self._teacher, None
         if teacher is not None:
             await teacher.close()

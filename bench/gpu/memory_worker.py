@@ -20,7 +20,6 @@ from example_trainer.models.head import default_chunk
 from example_trainer.models.lora.layers import attach_adapters
 from example_trainer.models.lora.settings import LoraSettings
 from example_trainer.models.ops import choose_table
-from example_trainer.process import StopSignal
 from example_trainer.training.memory_items import ALL_PROJECTIONS, GRADIENTS, SEND_BUFFERS, MemoryRequest
 from example_trainer.training.memory_plan import plan_memory
 from example_trainer.training.optimizer import MasterAdamW, make_optimizer

@@ -25,7 +25,6 @@ from example_trainer.models.decoder import Decoder
 from example_trainer.models.geometry import Geometry
 from example_trainer.models.ops import choose_operations, reference
 from example_trainer.observe.perf import matrix_elements, step_flops
-from example_trainer.process import StopSignal
 from example_trainer.training.checkpoints import Checkpoints
 from example_trainer.training.optimizer import MasterAdamW
 from example_trainer.training.runs import PREFIX, new_run

@@ -4,8 +4,7 @@ All is summed in float64, and nothing is read on the host before `StepFigures.ro
 before. Everything that is kept is a sum over tokens. So it does not matter which bin or rank a token was in, and one sum over
 the ranks makes the figures of the whole batch: percentiles and the largest ratio come from a histogram, whose counts are sums.
 
-Sources: k3 is the third estimator of J. Schulman's note "Approximating KL Divergence" (2020,
-http://joschu.net/blog/kl-approx.html); the effective sample size is Kish's, "Survey Sampling" (1965), for given weights.
+The effective sample size is that of L. Kish, "Survey Sampling" (1965), for given weights.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from example_trainer.algorithm.losses import MAX_LOG_RATIO, k3
+from example_trainer.algorithm.divergence import MAX_LOG_RATIO, clamped_log_ratio, k3
 
 AGES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 16)
 """The least age of each class in which the KL is told apart, in weight versions; the last class has no end."""
@@ -122,7 +121,7 @@ class StepFigures:
         clamped = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio = torch.where(drifted, clamped.exp(), 0.0)
         weights = torch.where(outcome.masked, 0.0, outcome.weights.double())
-        present = torch.where(known, logprobs - rollout, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        present = torch.where(known, clamped_log_ratio(logprobs, rollout), 0.0)
         kept = torch.zeros(outcome.sequences, dtype=torch.int64, device=logprobs.device)
         kept.scatter_add_(0, outcome.sequence, (~outcome.masked).long())
         zero = self._sums.new_zeros(())

@@ -34,11 +34,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from example_trainer.algorithm.corrections import CorrectionSettings, correction_weights
+from example_trainer.algorithm.distillation import distillation_advantage, distillation_loss, teacher_kl
 from example_trainer.algorithm.divergence import clamped_log_ratio, k3
 from example_trainer.algorithm.figures import BinOutcome
-from example_trainer.algorithm.losses import Loss, LossInputs, LossSettings, TokenLosses
+from example_trainer.algorithm.losses import Loss, LossInputs, LossSettings, count_nonfinite, token_losses
 from example_trainer.algorithm.methods import KLPlace
-from example_trainer.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class BinLoss:
     Attributes:
         loss: scalar float32, with gradient.
         outcome: what its figures are made of.
-        not_finite: scalar int64, tokens of which the loss function made something that is not finite, out of logprobs that are.
+        not_finite: scalar int64, tokens whose policy loss is not finite.
     """
 
     loss: Tensor
@@ -125,7 +125,7 @@ def bin_loss(inputs: ObjectiveInputs, objective: Objective) -> BinLoss:
     """The loss of a bin.
 
     Raises:
-        ConfigError: the loss function of the user's gave something else than a number for each token.
+        ConfigError: see token_losses.
         ValueError: the objective needs logprobs that are not among the inputs.
     """
     present, correction = inputs.logprobs.detach(), objective.correction
@@ -134,25 +134,19 @@ def bin_loss(inputs: ObjectiveInputs, objective: Objective) -> BinLoss:
     old = old_logprobs(inputs, correction)
     with torch.no_grad():
         advantages = shaped_advantages(inputs, objective, old)
-    found = objective.loss(
-        LossInputs(inputs.logprobs, old, advantages, inputs.sequence, inputs.sequences), objective.clip
-    )
-    losses = found if isinstance(found, TokenLosses) else TokenLosses.unclipped(checked(found, inputs.logprobs, objective.name))
-    checked(losses.losses, inputs.logprobs, objective.name)
+    loss_inputs = LossInputs(inputs.logprobs, old, advantages, inputs.sequence, inputs.sequences)
+    losses = token_losses(objective.name, objective.loss, loss_inputs, objective.clip)
     per_token = losses.losses * corrected.weights if correction.active else losses.losses
-    reference_kl = teacher_kl = teacher_tokens = torch.zeros((), device=present.device)
+    reference_kl = taught_kl = taught = torch.zeros((), device=present.device)
     if objective.kl_coef:
-        reference = needed(inputs.reference_logprobs, "reference")
-        divergence = k3(clamped_log_ratio(reference, inputs.logprobs))
+        divergence = k3(clamped_log_ratio(needed(inputs.reference_logprobs, "reference"), inputs.logprobs))
         reference_kl = divergence.detach().sum()
         if objective.kl_in == "loss":
             per_token = per_token + objective.kl_coef * divergence
     if objective.distill_coef:
-        taught = ~inputs.teacher_logprobs.isnan()
-        gap = torch.where(taught, inputs.logprobs - inputs.teacher_logprobs.nan_to_num(), 0.0)
-        teacher_kl, teacher_tokens = gap.detach().sum(), taught.sum()
+        taught_kl, taught = teacher_kl(present, inputs.teacher_logprobs), inputs.teacher_logprobs.isfinite().sum()
         if objective.distill_in == "loss":
-            per_token = per_token + objective.distill_coef * 0.5 * gap.square()
+            per_token = per_token + distillation_loss(inputs.logprobs, inputs.teacher_logprobs, objective.distill_coef)
     loss = (per_token * inputs.weights).sum()
     if objective.entropy_coef:
         loss = loss - objective.entropy_coef * (inputs.entropy * inputs.weights).sum()
@@ -171,12 +165,11 @@ def bin_loss(inputs: ObjectiveInputs, objective: Objective) -> BinLoss:
         sequences=inputs.sequences,
         loss=loss.detach(),
         reference_kl=reference_kl,
-        teacher_kl=teacher_kl,
-        teacher_tokens=teacher_tokens,
+        teacher_kl=taught_kl,
+        teacher_tokens=taught,
         proximal_logprobs=inputs.proximal_logprobs,
     )
-    not_finite = (present.isfinite() & ~losses.losses.detach().isfinite()).sum()
-    return BinLoss(loss, outcome, not_finite)
+    return BinLoss(loss, outcome, count_nonfinite(losses.losses.detach()))
 
 
 def old_logprobs(inputs: ObjectiveInputs, correction: CorrectionSettings) -> Tensor:
@@ -196,8 +189,7 @@ def shaped_advantages(inputs: ObjectiveInputs, objective: Objective, old: Tensor
         reference = needed(inputs.reference_logprobs, "reference")
         advantages = advantages - objective.kl_coef * suffix_sums(old - reference, inputs.sequence)
     if objective.distill_coef and objective.distill_in == "advantage":
-        taught = torch.where(inputs.teacher_logprobs.isnan(), old, inputs.teacher_logprobs)
-        advantages = advantages - objective.distill_coef * (old - taught)
+        advantages = advantages + distillation_advantage(old, inputs.teacher_logprobs, objective.distill_coef)
     return advantages
 
 

@@ -113,6 +113,7 @@ class Batch:
         ignored_overrides: names of overrides that this trainer does not know.
         unusable_spans: what was wrong with each statement of versions by span that was passed over.
         narrowed: what changed the distribution that sequences were sampled from, besides their temperature.
+        no_logprobs: trained tokens at which an environment sent a number above 0 as a logprob, which is unknown then.
         least_limit: the least limit of an answer that may be penalised for its length; None if none may.
         unpenalised: groups whose answers would be, but for the advantages that they bring along.
     """
@@ -123,6 +124,7 @@ class Batch:
     ignored_overrides: set[str] = field(default_factory=set)
     unusable_spans: list[str] = field(default_factory=list)
     narrowed: set[str] = field(default_factory=set)
+    no_logprobs: int = 0
     least_limit: int | None = None
     unpenalised: int = 0
 
@@ -248,7 +250,7 @@ class _GroupReader:
         zeroed = fields.zeroed(group, count, self.batch.ignored_overrides)
         said = fields.told_of_each(group, "sampling_params", count)
         reasons = fields.told_of_each(group, "finish_reasons", count)
-        sequences, shaped, masked, unusable, narrowed = [], [], [], [], set[str]()
+        sequences, shaped, masked, unusable, narrowed, no_logprobs = [], [], [], [], set[str](), 0
         for i, row in enumerate(tokens):
             self._check_tokens(row, masks[i], i)
             sampled = np.flatnonzero(masks[i] != NOT_TRAINED).astype(np.int64)
@@ -284,6 +286,7 @@ class _GroupReader:
         # Only now: of a group that is not valid, what it says is passed over.
         self.batch.unusable_spans += unusable
         self.batch.narrowed |= narrowed
+        self.batch.no_logprobs += no_logprobs
         self.batch.unpenalised += self.rules.lengths.penalises and own is not None
         read = _Group(sequences, shaped, own, zeroed, masked)
         return self._without_long(read)

@@ -102,6 +102,8 @@ class Sampler:
             "scores": [problem.score(self._text(tokens)) for tokens in sampled],
             "weight_versions": answer["weight_versions"],
             "weight_version_spans": answer["weight_version_spans"],
+            "sampling_params": [{"temperature": self._temperature, "max_tokens": self._max_tokens}] * len(sampled),
+            "finish_reasons": answer["finish_reasons"],
         }
 
     def _ask(self, problem: Problem, wanted: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:

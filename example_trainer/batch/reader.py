@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from atroposlib.utils.lives import Life
 from example_trainer.algorithm.advantages import find_advantages
 from example_trainer.algorithm.distillation import untaught_share
 from example_trainer.batch.bins import PackedBin
 from example_trainer.batch.figures import BatchFigures, figures_of
-from example_trainer.batch.groups import Batch, Rules, parse_batch
+from example_trainer.batch.groups import Batch, Rules, TrainedSequence, parse_batch
 from example_trainer.batch.lengths import LENGTH, LengthRules
 from example_trainer.batch.packing import pack_batch
 from example_trainer.batch.sampling import BIAS, MUST_BE_SAID, TAKEN_ON_TRUST, SamplerLogprobs, SamplingRules
@@ -80,7 +83,7 @@ class BatchReader:
     def read(
         self, groups: Sequence[Mapping[str, Any]], version: int, environments: Mapping[str, Any] | None = None
     ) -> PackedBatch:
-        """Parse and pack a batch. Says what it had to leave out or cut.
+        """Parse and pack a batch. Says what it had to leave out.
 
         Args:
             groups: as `/batch` returns them.
@@ -112,7 +115,7 @@ class BatchReader:
             temperature=config.temperature,
             forward_zero_advantages=config.forwards_zero_advantages,
         )
-        return PackedBatch(batch, minibatches, self.lives)
+        return PackedBatch(batch, minibatches, self.lives, environments or {})
 
     def _tell(self, batch: Batch) -> None:
         for problem in batch.invalid:
@@ -133,6 +136,12 @@ class BatchReader:
                 "narrowed",
                 f"Training on sequences that were sampled with {', '.join(sorted(batch.narrowed))} "
                 f"(--allow-truncated-sampling) is biased: {BIAS}",
+            )
+        if batch.no_logprobs:
+            self._say_once(
+                "no_logprobs",
+                f"inference_logprobs above 0 at {batch.no_logprobs} sampled tokens of a batch are placeholders, no logprobs: "
+                "such tokens count as sent without (missing_rollout_logprobs); let the environment send what the server said",
             )
         if batch.least_limit is not None and batch.least_limit < self.config.overlong_buffer:
             self._say_once(
@@ -174,6 +183,22 @@ class BatchReader:
                 "untaught",
                 f"{share:.1%} of the trained tokens of a batch have no teacher's logprob, and count as if the teacher agreed",
             )
+        tempered = [row for row in map(self._temperatures, batch.sequences) if (row != 1.0).any()]
+        if tempered:
+            self._say_once(
+                "tempered",
+                f"{len(tempered)} of {len(batch.sequences)} sequences were sampled at another temperature than 1, such as "
+                f"{tempered[0][tempered[0] != 1.0][0]:g}: the policy at that temperature learns from the teacher at 1, and is "
+                "another at 1 than the teacher; sample at temperature 1",
+            )
+
+    def _temperatures(self, sequence: TrainedSequence) -> npt.NDArray[np.float32]:
+        """Of each trained token that a teacher scored."""
+        if sequence.teacher_logprobs is None:
+            return np.ones(0, dtype=np.float32)
+        said = sequence.temperatures
+        every = np.full(len(sequence.positions), self.config.temperature, dtype=np.float32) if said is None else said
+        return every[np.isfinite(sequence.teacher_logprobs)]
 
     def _say_once(self, what: str, message: str) -> None:
         if what not in self._said:

@@ -1,12 +1,14 @@
-"""One optimizer step on one batch, after which the trainer can go on whatever the batch did to its memory."""
+"""One step on one batch, after which the trainer can go on whatever the batch did to its memory."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 
 import torch
 
+from example_trainer.algorithm.objective import Objective
 from example_trainer.batch.bins import PackedBin
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.parity import ParityCheck
@@ -14,7 +16,7 @@ from example_trainer.errors import ConfigError, NonFiniteError, OutOfMemoryError
 from example_trainer.models import Decoder
 from example_trainer.out_of_memory import ran_out_of_memory
 from example_trainer.parallel.ranks import Ranks, first_line
-from example_trainer.process import StopSignal
+from example_trainer.process import StopRequested, StopSignal
 from example_trainer.training.optimizer import MasterAdamW, StepReport
 from example_trainer.training.skipping import SkippedBatches
 from example_trainer.training.step import BatchGradients
@@ -28,8 +30,9 @@ GRACE_SECONDS = 20.0
 def guarded_step(
     model: Decoder,
     optimizer: MasterAdamW,
-    bins: Sequence[PackedBin],
+    minibatches: Sequence[Sequence[PackedBin]],
     config: TrainerConfig,
+    objective: Objective,
     stop: StopSignal,
     reference: Decoder | None = None,
     parity: ParityCheck | None = None,
@@ -99,13 +102,19 @@ def guarded_step(
         "updates_skipped": gradients.updates - len(reports),
     }
 
-    def work() -> tuple[StepSums, StepReport]:
-        sums = accumulate_gradients(model, optimizer, bins, config, stop, reference, parity)
-        return sums, optimizer.step()
+
+def _update(optimizer: MasterAdamW, gradients: BatchGradients, number: int, ranks: Ranks) -> StepReport:
+    """One update, for all ranks or for none."""
+
+    def work() -> StepReport:
+        if number:
+            optimizer.write_weights()
+        gradients.accumulate(number)
+        return optimizer.update()
 
     try:
         done, told = _attempt(work)
-    except NonFiniteError:
+    except (NonFiniteError, StopRequested):
         _discard(optimizer)
         raise
     except ConfigError as error:
@@ -122,16 +131,14 @@ def guarded_step(
         assert done is not None
         return done
     _discard(optimizer)
-    tokens, sequences = max((len(bin.tokens), len(bin.counts)) for bin in bins)
+    tokens, sequences = max((len(bin.tokens), len(bin.counts)) for bin in gradients.bins_of(number))
     raise OutOfMemoryError(
-        f"out of memory at optimizer step {steps}, in a pass over up to {tokens} tokens of {sequences} sequences ({told}); "
-        "lower --tokens-per-microbatch or --seq-len, or add --gradient-checkpointing"
+        f"out of memory at optimizer step {optimizer.steps}, in a pass over up to {tokens} tokens of {sequences} sequences "
+        f"({told}); lower --tokens-per-microbatch or --seq-len, or add --gradient-checkpointing"
     )
 
 
-def _attempt(
-    work: Callable[[], tuple[StepSums, StepReport]],
-) -> tuple[tuple[StepSums, StepReport] | None, str | None]:
+def _attempt(work: Callable[[], StepReport]) -> tuple[StepReport | None, str | None]:
     """What the work gave, or how it ran out of memory. The error is let go of here: its frames hold the batch's tensors."""
     try:
         return work(), None
@@ -146,7 +153,7 @@ def _agree(ranks: Ranks, optimizer: MasterAdamW, told: str | None) -> str | None
     where = f"rank {ranks.rank} ran out of memory in a step ({told})"
     try:
         # Whoever fails comes at once. Ranks that wait for it in a transfer cannot come, and are told by its end.
-        mine = [told, optimizer.steps, optimizer.sound]
+        mine = [told, optimizer.updates, optimizer.sound]
         outcomes = ranks.gather(mine, "taking a step", None if told is None else GRACE_SECONDS)
     except RankError as error:
         if told is None:
@@ -159,8 +166,8 @@ def _agree(ranks: Ranks, optimizer: MasterAdamW, told: str | None) -> str | None
     failed = [(rank, text) for rank, (text, _, _) in enumerate(outcomes) if text is not None]
     if not failed:
         return None
-    if len({steps for _, steps, _ in outcomes}) > 1 or not all(sound for _, _, sound in outcomes):
-        optimizer.sound = False  # some have taken the step, others have not
+    if len({updates for _, updates, _ in outcomes}) > 1 or not all(sound for _, _, sound in outcomes):
+        optimizer.sound = False  # some have taken the update, others have not
     ranks.together("finishing the ranks' transfers", _finish_transfers, 2 * GRACE_SECONDS)
     return f"on rank {failed[0][0]}: {failed[0][1]}"
 

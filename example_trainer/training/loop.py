@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from example_trainer.algorithm.objective import Objective
 from example_trainer.batch.client import TrainedBatch
 from example_trainer.batch.evaluations import EvaluationFeed
 from example_trainer.batch.prefetch import ReadyBatch, Upkeep
@@ -29,8 +29,9 @@ from example_trainer.process import StopRequested, StopSignal
 from example_trainer.training.guarded_step import guarded_step
 from example_trainer.training.idle_options import idle_options
 from example_trainer.training.optimizer import MasterAdamW
+from example_trainer.training.rollout_logprobs import require_rollout_logprobs, uncorrected_note
 from example_trainer.training.skipping import SkippedBatches
-from example_trainer.training.step import warm_up
+from example_trainer.training.step import passes_ahead, warm_up
 from example_trainer.weight_bridge.base import SyncReport, WeightBridge
 
 logger = logging.getLogger(__name__)
@@ -112,6 +113,7 @@ class Parts:
     """What a training is made of.
 
     Attributes:
+        objective: what is minimised; see make_objective.
         batches: where the next batch comes from, and who is told what became of it.
         bridge: hands the weights to the inference server; connected, and the server serves those of the present step.
         parity: compares logprobs bit for bit, or not at all.
@@ -120,7 +122,7 @@ class Parts:
         reference: the model that the loss keeps the policy near.
         trained: the last batch that the weights learned from, as the rollout service calls it.
         evaluations: what environments measure; on rank 0, where there is a rollout service.
-        uncorrected: whether the log says that rollouts without logprobs are not corrected.
+        uncorrected: whether the log says that tokens without logprobs are not corrected.
         ask_servers: asks the servers anew what was asked of them before the first batch; collective.
         joins: the bridge's when that was done last.
     """
@@ -130,6 +132,7 @@ class Parts:
     ranks: Ranks
     model: Decoder
     optimizer: MasterAdamW
+    objective: Objective
     batches: BatchSource
     bridge: WeightBridge
     parity: ParityCheck
@@ -169,7 +172,7 @@ def train(parts: Parts) -> None:
         StopRequested: a signal came.
         TrainerError: as its message says.
     """
-    config, stop, ranks, model, optimizer = parts.config, parts.stop, parts.ranks, parts.model, parts.optimizer
+    config, stop, model, optimizer = parts.config, parts.stop, parts.model, parts.optimizer
     batches, bridge = parts.batches, parts.bridge
     upkeep = make_upkeep(parts)
     skipped = SkippedBatches(config)
@@ -181,21 +184,20 @@ def train(parts: Parts) -> None:
             warm_up(model, optimizer, config)  # while the environments sample
         while optimizer.steps < config.training_steps:
             parts.profiler.begin(optimizer.steps + 1)
-            begun = time.perf_counter()
+            begun, version = time.perf_counter(), optimizer.steps
             try:
                 batch = batches.next(optimizer.steps, upkeep)
                 waited = time.perf_counter()
                 learned = learn(parts, batch, skipped)
             except BatchError as error:
-                skip(parts, skipped, error)
+                skip(parts, skipped, error, version)
                 continue
-            parts.trained = batch.lease
             computed = time.perf_counter()
             if config.restarts_vllm_at(optimizer.steps):
                 parts.save()  # what the bridge starts vLLM on
             report = bridge.sync(optimizer.steps, optimizer.write_weights, optimizer.masters)
             seconds = (waited - begun, computed - waited, time.perf_counter() - computed)
-            record(parts, batch, sums, step, report, seconds, skipped.stepped())
+            record(parts, batch, learned, report, seconds, skipped.stepped())
             if config.saves_at(optimizer.steps):
                 parts.checkpoints.wait()
                 batches.release()
@@ -217,7 +219,7 @@ def train(parts: Parts) -> None:
 
 
 def learn(parts: Parts, batch: ReadyBatch, skipped: SkippedBatches) -> dict[str, float | None]:
-    """Take the step of a batch; see guarded_step, also for what it raises. The figures of it."""
+    """Take the step of a batch; see require_rollout_logprobs and guarded_step for what is raised. The figures of it."""
     before = parts.optimizer.steps
     try:
         require_rollout_logprobs(parts.config, batch.figures)
@@ -268,11 +270,15 @@ def ask_restarted_servers(parts: Parts) -> None:
 def skip(parts: Parts, skipped: SkippedBatches, error: BatchError, version: int) -> None:
     """Leave a batch out, and say so to whoever gave it.
 
+    Args:
+        version: of the weights before it.
+
     Raises:
-        BatchError: `error`, if it cannot be left out: the weights are not sound, or there have been too many in a row.
+        BatchError: `error`, if it cannot be left out: the weights are not sound, or have learned from it in part; or there have
+            been too many in a row.
         OutOfMemoryError: the ranks of this trainer cannot go on behind it.
     """
-    if not parts.optimizer.sound:
+    if not parts.optimizer.sound or parts.optimizer.steps > version:
         raise error
     skipped.skip(error)
     parts.batches.acknowledge(parts.optimizer.steps, skipped=str(error), hold=not parts.checkpoints.written())
@@ -287,8 +293,7 @@ def skip(parts: Parts, skipped: SkippedBatches, error: BatchError, version: int)
 def record(
     parts: Parts,
     batch: ReadyBatch,
-    sums: StepSums,
-    step: StepReport,
+    learned: dict[str, float | None],
     report: SyncReport,
     seconds: tuple[float, float, float],
     batches_skipped: int,

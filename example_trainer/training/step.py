@@ -12,7 +12,7 @@ from torch import Tensor
 from example_trainer.algorithm.corrections import CorrectionSettings
 from example_trainer.algorithm.figures import StepFigures
 from example_trainer.algorithm.functions import is_import
-from example_trainer.algorithm.losses import LossSettings, find_loss
+from example_trainer.algorithm.losses import LossSettings, find_loss, refuse_nonfinite
 from example_trainer.algorithm.objective import Objective, ObjectiveInputs, bin_loss
 from example_trainer.batch.bins import PackedBin
 from example_trainer.config import TrainerConfig
@@ -132,12 +132,12 @@ class BatchGradients:
             self._known = [[_Known(_sequence_of(one)) for one in bins] for bins in self._minibatches]
             figures = StepFigures(self._model.output_weight.device, self._optimizer.steps)
             self._parity.begin(self._optimizer.steps)
-            self._figures.expect(sum(len(bin.targets) for bins in self._minibatches for bin in bins))
+            figures.expect(sum(len(bin.targets) for bins in self._minibatches for bin in bins))
             self._pass_ahead()
         else:
             figures = copy.deepcopy(self._taken)  # of an update that fails there is nothing in the row
         epoch, place = divmod(number, len(self._minibatches))
-        not_finite = torch.zeros((), dtype=torch.float64, device=self._model.output_weight.device)
+        counts = torch.zeros(2, dtype=torch.float64, device=self._model.output_weight.device)
         for bin, known in zip(self._minibatches[place], self._known[place], strict=True):
             self._stop.check()
             packing = bin.packing()
@@ -152,7 +152,8 @@ class BatchGradients:
             found = bin_loss(_inputs(bin, known, logprobs, entropy), self._objective)
             found.loss.backward()
             self._optimizer.collect()
-            not_finite += found.not_finite
+            counts[0] += found.not_finite
+            counts[1] += len(logprobs)
             # Drift is that of the batch's first weights, and so counted in the first epoch alone.
             figures.add(replace(found.outcome, proximal_logprobs=known.proximal if epoch == 0 else None))
         self._require_finite(counts)
@@ -188,13 +189,8 @@ class BatchGradients:
     def _require_finite(self, counts: Tensor) -> None:
         if not is_import(self._objective.name):  # those of the project are; and looking costs waiting for the device
             return
-        tokens = int(self._model.shards.sum_figures(not_finite.reshape(1)).item())
-        if tokens:
-            raise NonFiniteError(
-                f"--loss {self._objective.name} is NaN or infinite for {tokens} tokens at optimizer step "
-                f"{self._optimizer.steps}, whose logprobs are finite; put the function right, or give --skip-nonfinite N, which "
-                "leaves out up to N such batches in a row"
-            )
+        not_finite, tokens = self._model.shards.sum_figures(counts).tolist()
+        refuse_nonfinite(self._objective.name, int(not_finite), int(tokens))
 
 
 def passes_ahead(objective: Objective, parity: ParityCheck | None = None) -> bool:

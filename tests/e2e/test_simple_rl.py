@@ -35,8 +35,8 @@ def test_the_negative_control_trains_and_sees_other_bits(processes: Processes, t
     assert [row["weight_version"] for row in evaluations] == [0, 2, 3]
     assert all(0 <= row["metrics"]["solved"] <= 1 for row in evaluations)
     compared, mismatched = (sum(row[name] for row in rows) for name in ("compared_tokens", "mismatched_tokens"))
-    assert compared == rows[0]["forwarded_targets"]
-    assert sum(row["older_tokens"] for row in rows) == rows[1]["forwarded_targets"] + rows[2]["forwarded_targets"]
+    assert compared == rows[0]["tokens"]
+    assert sum(row["older_tokens"] for row in rows) == rows[1]["tokens"] + rows[2]["tokens"]
     assert mismatched > compared / 4, "if so few tokens differed, equal bits would prove little"
     assert f"{mismatched} of {compared} tokens have another logprob in the trainer than in vLLM" in text
     assert max(row["max_logprob_difference"] for row in rows) < 1e-3, "other bits, but the same model and weights"

@@ -49,7 +49,7 @@ def run(env: ScriptedEnv, items: int = 1) -> None:
                 if isinstance(done, BaseException):
                     raise done
         finally:
-            await env.close_teacher()
+            await env.close_servers()
 
     asyncio.run(asyncio.wait_for(work(), SECONDS))
 
@@ -110,7 +110,7 @@ def test_groups_wait_for_a_teacher_that_died_and_none_is_lost(
         teacher.most_at_once = 0
         await asyncio.to_thread(teacher.start)
         await asyncio.gather(*working)
-        await env.close_teacher()
+        await env.close_servers()
 
     asyncio.run(asyncio.wait_for(work(), SECONDS))
     assert len(env.posted) == 4
@@ -148,7 +148,7 @@ def test_a_teacher_that_never_comes_back_ends_it_with_one_line_and_the_group_is_
         try:
             await env.work_on("item")
         finally:
-            await env.close_teacher()
+            await env.close_servers()
 
     with pytest.raises(InferenceUnavailable, match=rf"teacher at {ours.url}: .* giving up; .*--env\.teacher_url") as error:
         asyncio.run(asyncio.wait_for(work(), SECONDS))

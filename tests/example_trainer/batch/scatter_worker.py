@@ -66,7 +66,7 @@ def main(stop: StopSignal) -> None:
     prefetch.CALL_SECONDS = 0.0
     with join_ranks(60.0, torch.device("cpu")) as ranks:
         client = Client() if ranks.is_main else None
-        config = TrainerConfig.model_validate({"model_name": "m"})
+        config = TrainerConfig.model_validate({"model_name": "m", "forward_zero_advantages": True})
         reader = BatchReader(config, 1000, tokens_per_bin=4096, data_ranks=2 if sys.argv[1] == "own" else 1)
         batches = Batches(
             cast(RolloutClient, client), ranks, reader, torch.device("cpu"), last_version=100, ahead=False

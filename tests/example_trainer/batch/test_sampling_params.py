@@ -105,6 +105,14 @@ def test_old_rollouts_train_at_the_options_temperature_with_one_note(caplog: pyt
     assert other.temperatures.tolist() == [1.0] * 5
 
 
+def test_placeholders_in_the_place_of_logprobs_are_unknown_with_one_note(caplog: pytest.LogCaptureFixture) -> None:
+    made = reader()
+    for _ in range(2):
+        (minibatch,) = made.read([at(1, 1) | {"inference_logprobs": [[1.0] * 4, [1.0, 1.0, -1.5, 1.0, -2.0]]}], 0).minibatches
+        assert sum(int(bin.rollout_logprobs.isnan().sum()) for bin in minibatch[0]) == 3
+    assert caplog.text.count("inference_logprobs above 0 at 3 sampled tokens of a batch are placeholders, no logprobs") == 1
+
+
 def test_processed_logprobs_of_a_temperature_that_nobody_said_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     made = reader()
     made.heed(SamplerLogprobs(processed=("http://two:9001",)))

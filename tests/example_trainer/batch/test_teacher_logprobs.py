@@ -146,6 +146,19 @@ def test_a_batch_carries_them_to_its_bins(caplog: pytest.LogCaptureFixture) -> N
     assert caplog.text.count("58.3% of the trained tokens of a batch have no teacher's logprob") == 1
 
 
+def test_a_student_of_another_temperature_than_the_teachers_is_noted_once(caplog: pytest.LogCaptureFixture) -> None:
+    group, note = posted([ONE, ONE], [GOOD, GOOD]), "sequences were sampled at another temperature than 1, such as"
+    reader = BatchReader(TrainerConfig(model_name="m", distill_coef=0.5), vocab_size=16, tokens_per_bin=64)
+    reader.read([group, posted(None, None) | {"sampling_params": [{"temperature": 0.5}] * 2}], 0)
+    assert note not in caplog.text, "no teacher scored what was sampled at 0.5"
+    for _ in range(2):
+        reader.read([group | {"sampling_params": [{"temperature": 1}, {"temperature": 0.7}]}], 0)
+    assert caplog.text.count(f"1 of 2 {note} 0.7: ") == 1
+    hot = TrainerConfig(model_name="m", distill_coef=0.5, temperature=1.5)
+    BatchReader(hot, vocab_size=16, tokens_per_bin=64).read([group], 0)
+    assert f"2 of 2 {note} 1.5: " in caplog.text
+
+
 def test_a_batch_that_no_teacher_scored_is_refused_where_one_is_to_be_learned_from() -> None:
     bare = [posted(None, None)]
     with pytest.raises(BatchError, match=r"none of the 6 trained tokens of this batch has a teacher's logprob"):
