@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import queue
 import sys
 import threading
@@ -241,9 +242,19 @@ def _prepare(path: Path, first_step: int) -> None:
     if not path.exists():
         return
     if first_step:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= first_step]
-        path.write_text("".join(kept), encoding="utf-8")
+        kept, unreadable = [], 0
+        for line in path.read_bytes().splitlines(keepends=True):
+            try:
+                later = not line.endswith(b"\n") or json.loads(line)["step"] > first_step
+            except (ValueError, KeyError, TypeError):
+                later, unreadable = False, unreadable + 1
+            if not later:
+                kept.append(line)
+        if unreadable:
+            logger.warning("%d lines of %s are no rows of figures; they stay, and are passed over", unreadable, path)
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        draft.write_bytes(b"".join(kept))
+        draft.replace(path)  # whoever is killed here has the file of before
         return
     logger.info("Moved the metrics of an earlier run to %s", move_aside(path))
 

@@ -57,6 +57,27 @@ def test_a_resumed_run_continues_the_file_after_its_checkpoint(tmp_path: Path) -
     assert [(row["step"], row["run"]) for row in rows(tmp_path)] == [(1, 0), (2, 0), (3, 0), (4, 1)]
 
 
+def test_a_damaged_line_and_a_rewriting_that_fails_lose_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\nnot a row\n{"step": 2}\n')
+    before = file.read_bytes()
+
+    def fails(*_: object) -> None:
+        raise OSError(5, "disk is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", fails)
+        with pytest.raises(ConfigError, match=r"cannot write metrics to --log-dir .*: disk is gone"):
+            MetricsLog(tmp_path, {}, first_step=1)
+    assert file.read_bytes() == before
+    caplog.clear()
+    MetricsLog(tmp_path, {}, first_step=1).close()
+    assert file.read_text() == '{"step": 1}\nnot a row\n'
+    assert f"1 lines of {file} are no rows of figures" in caplog.text
+
+
 def test_wandb_gets_neither_keys_nor_the_command_line_that_holds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """W&B keeps sys.argv with each run, as it is when the run begins."""
     seen: dict[str, Any] = {}
