@@ -10,6 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from atroposlib.api.refusals import InvalidRequestError, invalid, path, short
+from atroposlib.utils.sampling_parameters import CONSTRAINED, NEUTRAL
 
 if TYPE_CHECKING:
     from atroposlib.api.schemas import ScoredData
@@ -27,19 +28,7 @@ NOT_TRAINED = -100
 """In masks: nothing is learned from this token."""
 LONGEST_REASON = 64
 """Characters of a finish reason."""
-PARAMETERS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-    "constrained",
-    "max_tokens",
-    "tokens",
-)
+PARAMETERS = ("temperature", *NEUTRAL, CONSTRAINED, "max_tokens", "tokens")
 """What is read of an entry of sampling_params."""
 
 

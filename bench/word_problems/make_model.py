@@ -27,12 +27,12 @@ import torch
 import transformers
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from bench.measured import measured
 from bench.word_problems.problems import EASY_STEPS, REWARDED_STEPS, SUPERVISED_STEPS, Story, held_out, training
 from scripts.starter_model.tokenizer import save_tokenizer, train_tokenizer
-from scripts.starter_model.training import generate
+from scripts.starter_model.training import generate, new_model
 
 MAX_POSITIONS = 1024
 IGNORED = -100
@@ -75,6 +75,19 @@ class Plan:
     rewarded: tuple[int, ...] = REWARDED_STEPS
     seed: int = 0
 
+    @property
+    def shape(self) -> dict[str, int]:
+        """Of Qwen3Config."""
+        return {
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": MAX_POSITIONS,
+        }
+
 
 PLANS = {
     "medium": Plan(),
@@ -90,29 +103,6 @@ def make_tokenizer(seed: int = 0) -> PreTrainedTokenizerFast:
     stories = itertools.islice(training(seed, range(1, max(REWARDED_STEPS) + 1)), 3_000)
     corpus = (f"{role}\n{text}" for s in stories for role, text in (("user", s.question), ("assistant", s.solution)))
     return train_tokenizer(corpus, MAX_POSITIONS)
-
-
-def new_model(plan: Plan, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """Freshly initialised, float32."""
-    torch.manual_seed(plan.seed)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=plan.hidden,
-        intermediate_size=plan.intermediate,
-        num_hidden_layers=plan.layers,
-        num_attention_heads=plan.heads,
-        num_key_value_heads=plan.kv_heads,
-        head_dim=plan.head_dim,
-        max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
-    model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    return model
 
 
 class Solutions(IterableDataset[tuple[Tensor, Tensor, Tensor]]):
@@ -174,7 +164,7 @@ def train(
     plan: Plan, tokenizer: PreTrainedTokenizerFast, device: torch.device, workers: int, seconds: float, log: Any
 ) -> Qwen3ForCausalLM:
     """Show it solutions until it solves the share that is wanted, or for as many steps or seconds as there may be."""
-    model = new_model(plan, tokenizer).to(device)
+    model = new_model(tokenizer, plan.seed, plan.shape).to(device)
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     optimizers: list[torch.optim.Optimizer] = [

@@ -162,7 +162,6 @@ def task(steps: Sequence[int]) -> Task:
 
 
 REWARDED = task(REWARDED_STEPS)
-EASY = task(EASY_STEPS)
 STARTER = Task(
     training=lambda seed: (Problem(one.question, str(one.answer)) for one in arithmetic_problems.training_problems(seed, 1)),
     held_out=lambda count: [Problem(one.question, str(one.answer)) for one in arithmetic_problems.held_out_problems(count, 1)],

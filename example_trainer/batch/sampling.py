@@ -18,20 +18,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from atroposlib.utils.sampling_parameters import CONSTRAINED, NEUTRAL
 from example_trainer.batch.group_error import GroupError
 
-NEUTRAL: dict[str, tuple[float, ...]] = {
-    "top_p": (1.0,),
-    "top_k": (0.0, -1.0),
-    "min_p": (0.0,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "repetition_penalty": (1.0,),
-    "min_tokens": (0.0,),
-    "constrained": (0.0,),
-}
-"""Parameter that changes the distribution -> the values at which it does not. `constrained` is how many fields of another kind
-the request had that may: a grammar, biases, whatever the environment's side does not know to be harmless."""
+IDLE = {**NEUTRAL, CONSTRAINED: (0.0,)}
+"""Parameter that changes the distribution -> the values at which it does not."""
 BIAS = (
     "the server's logprobs are of the distribution that was left or shifted, the trainer's of the whole one: ratios are off by "
     "the probability that was cut away or moved, clipping and corrections take that for drift, and tokens that could not be "
@@ -75,7 +66,7 @@ class SamplingRules:
     """What may be trained on.
 
     Attributes:
-        allow_narrowed: sequences too that parameters of NEUTRAL changed the distribution of.
+        allow_narrowed: sequences too that parameters of IDLE changed the distribution of.
         deterministic: the trainer computes at temperature 1 alone.
         servers: where sequences may be from.
     """
@@ -117,9 +108,7 @@ def sampling_of(entry: Any, sequence: int, sampled: int, rules: SamplingRules) -
     spans = entry if isinstance(entry, list) else [entry]
     if not spans or not all(isinstance(span, Mapping) for span in spans):
         raise GroupError(f"{where} is no object of numbers, nor a list of such: {str(entry)[:80]}")
-    numbers = [
-        {name: _number(span, name, where) for name in (*NEUTRAL, "temperature", "max_tokens", "tokens")} for span in spans
-    ]
+    numbers = [{name: _number(span, name, where) for name in (*IDLE, "temperature", "max_tokens", "tokens")} for span in spans]
     temperatures = [span["temperature"] for span in numbers]
     counts = [sampled] if not isinstance(entry, list) else [int(span["tokens"] or 0) for span in numbers]
     if min(counts) < 0:
@@ -134,9 +123,7 @@ def sampling_of(entry: Any, sequence: int, sampled: int, rules: SamplingRules) -
         temperatures, counts = temperatures[:1], [sampled]
     for temperature in temperatures:
         _require_usable(temperature, sequence, rules)
-    narrowed = {
-        f"{name} {span[name]:g}" for span in numbers for name, idle in NEUTRAL.items() if span[name] not in (None, *idle)
-    }
+    narrowed = {f"{name} {span[name]:g}" for span in numbers for name, idle in IDLE.items() if span[name] not in (None, *idle)}
     if narrowed and not rules.allow_narrowed:
         raise GroupError(
             f"sequence {sequence} was sampled with {', '.join(sorted(narrowed))}, which training knows nothing of: sample "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -20,6 +20,16 @@ from scripts.starter_model.habits import BOX_OPEN, boxed
 logger = logging.getLogger(__name__)
 
 MAX_POSITIONS = 4096
+SHAPE = {
+    "hidden_size": 192,
+    "intermediate_size": 384,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": MAX_POSITIONS,
+}
+"""About two million parameters. Heads, vocabulary and intermediate size can be halved, for tensor parallelism of degree 2."""
 IGNORED = -100
 LONG = 80
 """Tokens from which a conversation counts as long."""
@@ -64,21 +74,16 @@ class TrainingPlan:
         return min(1.0, warm, cool)
 
 
-def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """A freshly initialised model of about two million parameters, float32.
+def new_model(tokenizer: PreTrainedTokenizerFast, seed: int, shape: Mapping[str, int]) -> Qwen3ForCausalLM:
+    """A freshly initialised model, float32.
 
-    Heads (2 query, 2 key-value), vocabulary and intermediate size can all be halved, for tensor parallelism of degree 2.
+    Args:
+        shape: of Qwen3Config: sizes, heads, layers and positions.
     """
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=192,
-        intermediate_size=384,
-        num_hidden_layers=5,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=128,
-        max_position_embeddings=MAX_POSITIONS,
+        **shape,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -97,7 +102,7 @@ def train(plan: TrainingPlan, tokenizer: PreTrainedTokenizerFast, log: Callable[
         log: receives one record every fifty steps.
     """
     torch.use_deterministic_algorithms(True)
-    model = new_model(tokenizer, plan.seed)
+    model = new_model(tokenizer, plan.seed, SHAPE)
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     optimizers: list[torch.optim.Optimizer] = [

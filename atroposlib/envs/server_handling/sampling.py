@@ -12,23 +12,13 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from atroposlib.envs.groups import PROMPT_MASK
+from atroposlib.utils.sampling_parameters import CONSTRAINED, NEUTRAL
 
 logger = logging.getLogger(__name__)
 
 Sampling = dict[str, float | int]
 """Parameters of one request by name: `temperature`, what of `NEUTRAL` was not neutral, `CONSTRAINED`, and `max_tokens` where it
 was sent."""
-
-NEUTRAL: dict[str, tuple[float, ...]] = {
-    "top_p": (1.0,),
-    "top_k": (0, -1),
-    "min_p": (0.0,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "repetition_penalty": (1.0,),
-    "min_tokens": (0,),
-}
-"""Parameter -> the values at which it changes nothing. `min_tokens` forbids the end of the answer for so many tokens."""
 
 WHOLE = ("top_k", "min_tokens", "max_tokens")
 ALIASES = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens"}
@@ -46,7 +36,6 @@ HARMLESS = frozenset(
 )
 """Fields of requests that leave the distribution of each token as it is. What else a request has (a grammar, biases, allowed
 or forbidden words, the best of several answers) may change it: `CONSTRAINED` counts such fields."""
-CONSTRAINED = "constrained"
 
 
 class SamplingSpan(NamedTuple):

@@ -75,14 +75,14 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, content: str | None, mes
 
 
 def test_a_task_is_found_by_module_and_name() -> None:
-    task = find_task("bench.word_problems.problems:EASY")
+    task = find_task("bench.word_problems.problems:REWARDED")
     assert task.held_out is not None
     questions = {problem.question for problem in islice(task.training(0), 100)}
     assert not questions & {problem.question for problem in task.held_out(100)}
     assert next(find_task(None, digits=1).training(5)) == next(sums(5, 1))
     for name, message in (
         ("bench.word_problems.problems:HARD", "has no attribute 'HARD'; give a file, or module:name of a Task"),
-        ("bench.nowhere:EASY", "No module named 'bench.nowhere'"),
+        ("bench.nowhere:REWARDED", "No module named 'bench.nowhere'"),
         ("bench.word_problems.problems:tell", "is of type function; give a Task"),
     ):
         with pytest.raises(ConfigError, match=message):
