@@ -24,7 +24,7 @@ import importlib.metadata
 import json
 import os
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from math import inf
 from typing import Any
@@ -38,13 +38,13 @@ from bench.gpu.runs import Results, run_and_report
 from bench.gpu.shapes import SHAPES
 from bench.gpu.summary import gaps_of, table
 from bench.gpu.training_stack import Row, RowsAsTheyCome, TrainingStack, answers, wait_for_end
-from bench.gpu.vllm_server import READY_SECONDS, ServerOptions, VllmServer
+from bench.gpu.vllm_server import ServerOptions, VllmServer
 
 PARTS = ("ours", "trl", "deterministic")
 STARTER = ROOT / "assets" / "starter_model"
 SHIM = ROOT / "bench" / "gpu" / "trl_shim"
-CACHE_GIB = 56
-"""Two servers on one GPU; one computes while the other waits."""
+CACHE_GIB = 34
+"""The servers of all parts are on one GPU; one computes while the others wait. 600 tokens for each of 512 answers."""
 TRL_PASSES = 8
 """Passes of its token budget in a step of TRL's, which counts no sequences: about as many as ours has in one."""
 PROMPT_ROOM = 1024
@@ -95,7 +95,7 @@ class WholeRun:
 
     def __init__(self, args: argparse.Namespace, work: Path, stack: ExitStack) -> None:
         self.args, self.work, self.stack, self.began = args, work, stack, time.monotonic()
-        self.model = STARTER if args.dry_run else work / "model"
+        self.model = STARTER if args.dry_run else (args.checkpoint or work / "model").resolve()
         self.results = Results(args.output / "whole_run.json", settings=self._settings())
         self.servers: dict[str, Child] = {}
 
@@ -105,7 +105,7 @@ class WholeRun:
         return settings | {"end_tokens": len(end_tokens(SHAPES[self.args.shape]["vocab_size"], self.args.cap))}
 
     def run(self) -> None:
-        """One part after the other. The servers of the first two start at the same time, which is most of the waiting."""
+        """One part after the other. Their servers start at the same time, which is most of the waiting."""
         self.results.put("machine", value=describe())
         todo = []
         for part in self.args.parts:
@@ -114,18 +114,30 @@ class WholeRun:
                 self.results.put("parts", part, value={"skipped": reason})
             else:
                 todo.append(part)
-        if todo and not self.args.dry_run:
+        if todo and not self.args.dry_run and not (self.model / "generation_config.json").exists():
             asked = {"shape": self.args.shape, "folder": str(self.model), "cap": self.args.cap}
             task = Task(
                 "random checkpoint", "bench.gpu.random_checkpoint", asked, self.args.output, 240, environment=self._gpus(1)
             )
             self.stack.callback(task.stop)
             self.results.put("checkpoint", value=task.answer())
-        for part in todo[: 1 if self.args.dry_run else 2]:
+        for part in todo[: 1 if self.args.dry_run else None]:
             self._start_server(part)
+        self._wait_for_servers()
         for part in todo:
             if self.results.measure("parts", part, run=partial(self._measure, part)) is None and part in self.servers:
                 self.servers[part].stop()
+
+    def _wait_for_servers(self) -> None:
+        """Until none is starting any more and takes time from another's training. What has failed, its part tells."""
+        deadline, starting = time.monotonic() + self.args.ready_seconds, list(self.servers.values())
+        while starting and time.monotonic() < deadline:
+            for server in list(starting):
+                with suppress(BenchError):
+                    if not server.ready():  # type: ignore[attr-defined]
+                        continue
+                starting.remove(server)
+            time.sleep(0.5)
 
     def _refusal(self, part: str) -> str | None:
         if not self.args.questions.exists():
@@ -158,7 +170,7 @@ class WholeRun:
         if part not in self.servers:
             self._start_server(part)
         server = self.servers[part]
-        wait_all({server.name: server.ready}, READY_SECONDS)  # type: ignore[attr-defined]
+        wait_all({server.name: server.ready}, self.args.ready_seconds)  # type: ignore[attr-defined]
         seconds = min(self.args.training_seconds, self.args.seconds - (time.monotonic() - self.began) - 10)
         if seconds < 30:
             raise BenchError(f"--seconds {self.args.seconds:g} leave no time for it")
@@ -232,7 +244,7 @@ class WholeRun:
         return rows.rows, {"samples_thrown_away": thrown, "versions": versions, "config": config}
 
 
-OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
 
 
 class TrlServer(Child):
@@ -285,6 +297,7 @@ def main(arguments: list[str] | None = None) -> int:
     questions = ROOT.parent / "shared" / "gsm8k" / "train.jsonl"
     parser.add_argument("--questions", type=Path, default=questions, help="GSM8K's training questions, JSON lines")
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b")
+    parser.add_argument("--checkpoint", type=Path, help="folder for the random weights, used again if it has some")
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--leave-out", type=int, default=3, help="first steps that are not counted")
     parser.add_argument("--sequences", type=int, default=256, help="of an optimizer step")
@@ -295,6 +308,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ahead", type=int, default=2, help="batches that our environment may have queued or in work")
     parser.add_argument("--trainer-flags", default="", help="more flags for grpo.py")
     parser.add_argument("--trl-dtype", default="float32", help="of TRL's weights; float32 is its default")
+    parser.add_argument("--ready-seconds", type=float, default=400.0, help="that a server may take to start")
     parser.add_argument("--training-seconds", type=float, default=240.0, help="time limit of each training")
     parser.add_argument("--seconds", type=float, default=inf, help="time limit of everything")
     parser.add_argument("--dry-run", action="store_true", help="starter model, few and short answers, no GPU")

@@ -1,4 +1,4 @@
-"""TRL's asynchronous GRPO on the questions, group size, lengths and reward of bench/whole_run.py, its figures step by step.
+"""TRL's asynchronous GRPO (TRL 1.16) on the questions, group size, lengths and reward of bench/whole_run.py, step by step.
 
 python -m bench.gpu.trl_trainer SETTINGS.json ROWS.jsonl
 """
@@ -11,6 +11,9 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+PHASES = ("seconds_wait", "seconds_pack", "seconds_sync")
+"""Between two steps, beside the training itself: the wait for answers, packing them, and the weights' way to vLLM."""
 
 
 class DropCounter(logging.Handler):
@@ -40,21 +43,20 @@ def main(settings: dict[str, Any], rows: Path) -> None:
         """Counts and times what it does between two steps."""
 
         def start_row(self) -> None:
-            self.row = {"tokens": 0, "sequences": 0, "forwarded_tokens": 0, "seconds_wait": 0.0, "seconds_sync": 0.0}
+            self.row = dict.fromkeys(("tokens", "sequences", "forwarded_tokens"), 0) | dict.fromkeys(PHASES, 0.0)
             self.began = time.monotonic()
 
         def get_batch_samples(self, *arguments: Any, **options: Any) -> Any:
             began = time.monotonic()
             answer = super().get_batch_samples(*arguments, **options)
-            self.row["seconds_wait"] += time.monotonic() - began
+            self.row["seconds_pack"] += time.monotonic() - began  # what of it was waiting is taken off in the end
             return answer
 
         def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> Any:
-            self.row["tokens"] += int(inputs["completion_mask"].sum())
-            present = inputs.get("attention_mask", inputs["input_ids"])
-            self.row["forwarded_tokens"] += int((present != 0).sum()) if "attention_mask" in inputs else present.numel()
-            for values in list(inputs.get("metrics", {}).values())[:1]:
-                self.row["sequences"] += int((~values.isnan()).sum())  # one for each sample, padded with NaN
+            trained = inputs["token_index"] >= 0
+            self.row["tokens"] += int(trained.sum())
+            self.row["sequences"] += int(inputs["segment_id"][trained].unique().numel())
+            self.row["forwarded_tokens"] += int(inputs["attention_mask"].sum())
             return super().compute_loss(model, inputs, *arguments, **options)
 
         def _sync_weight(self) -> None:
@@ -65,7 +67,9 @@ def main(settings: dict[str, Any], rows: Path) -> None:
     class Rows(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             row, whole = trainer.row, time.monotonic() - trainer.began
-            row |= {"seconds_train": whole - row["seconds_wait"] - row["seconds_sync"], "thrown_away": drops.dropped}
+            row["seconds_wait"] = trainer._rollout_dataset.wait_s  # TRL's own count, which it clears after this
+            row["seconds_pack"] -= row["seconds_wait"]
+            row |= {"seconds_train": whole - sum(row[name] for name in PHASES), "thrown_away": drops.dropped}
             with rows.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": state.global_step} | row) + "\n")
             trainer.start_row()
