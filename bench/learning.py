@@ -11,6 +11,11 @@ is exact and a seed means the same problems to all. Several share a GPU. A train
 again, whatever ends this program, as long as its flags, the model's weights and the code that trains are the same; one is not
 begun if it would not end in --seconds. A training that diverges is a result.
 
+What does not fit into one day is added on another, with the same weights: --add-to takes over the runs of an earlier
+learning.json, and trains what it has not. The code may have changed meanwhile: each run says which commit it is of.
+
+    python bench/learning.py --output DIR --model model --add-to bench/results/learning.json
+
 On a machine with GPUs whose commands have a time limit, let this run on by itself and look at it now and then:
 
     export LOCKSTEP_COMMIT=...                                           where there is no .git
@@ -111,7 +116,9 @@ class Learning:
             raise BenchError("no GPU can be seen; --device cpu --tiny tries it without one")
         self.results.put("machine", value=describe())
         self.made_of = made_of(self.args.model)
+        self._take_over()
         waiting = self._left_to_do()
+        self._say_what_is_missing()
         free = [(number, job) for job in range(self.args.jobs) for number in range(self.gpus)]
         self._say_how_long(len(waiting), len(free))
         while waiting or self.running:
@@ -129,6 +136,30 @@ class Learning:
                 return
             time.sleep(0.2)
 
+    def _take_over(self) -> None:
+        """Put what --add-to has of the flags and the model of now into the results. Raises BenchError if it cannot be read."""
+        if self.args.add_to is None:
+            return
+        try:
+            runs = json.loads(self.args.add_to.read_text(encoding="utf-8")).get("runs", {})
+        except (OSError, ValueError) as error:
+            raise BenchError(f"--add-to {self.args.add_to}: {error}") from error
+        for name, found in runs.items():
+            variant = VARIANTS.get(found["variant"])
+            if variant is None or found["status"] != "done":
+                continue
+            others = [what for what in self._differences(Training(variant, found["seed"]), found) if what != "code"]
+            if others:
+                print(f"{name} of {self.args.add_to} is left out: it is of other {' and '.join(others)}", flush=True)
+            else:
+                self.results.put("runs", name, value=found)
+
+    def _say_what_is_missing(self) -> None:
+        """Keep the names of the trainings, of all variants and the seeds of now, of which there is no result."""
+        done = {name for name, run in self.results.data.get("runs", {}).items() if run["status"] == "done"}
+        every = [training.name for training in plan(list(VARIANTS), self.args.seeds)]
+        self.results.put("missing", value=[name for name in every if name not in done])
+
     def _left_to_do(self) -> list[Training]:
         """The trainings that DIR does not hold yet; those that it holds go into the results."""
         todo, kept_ones = [], []
@@ -141,6 +172,8 @@ class Learning:
                 self.results.put("skipped", training.variant.name, value=reason)
             elif found and not others:
                 self.results.put("runs", training.name, value=found)
+                kept_ones.append(training.name)
+            elif training.name in self.results.data.get("runs", {}):
                 kept_ones.append(training.name)
             else:
                 todo.append(training)
@@ -246,6 +279,7 @@ class Learning:
         else:
             (one.folder / "result.json").write_text(json.dumps(found), encoding="utf-8")
         self.results.put("runs", one.training.name, value=found)
+        self._say_what_is_missing()
         told = wrong or found["last_line"] if failed or wrong else found["figures"]
         print(f"{seconds:6.1f} s  {one.training.name}: {len(rows)} steps, {told}", flush=True)
 
@@ -305,6 +339,8 @@ def report(data: dict[str, Any]) -> str:
     rows = variant_rows(runs, [(variant.name, variant.name) for variant in VARIANTS.values()])
     notes = [f"{name}: not trained: {reason}" for name, reason in data.get("skipped", {}).items()]
     notes += [f"{name}: failed: {run['last_line']}" for name, run in runs.items() if run["status"] == "failed"]
+    if data.get("missing"):
+        notes.append(f"not there yet: {', '.join(data['missing'])}")
     return "\n".join([table(HEADS, rows), *notes]) if rows else "\n".join(["nothing was trained", *notes])
 
 
@@ -313,6 +349,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--output", type=Path, required=True, help="folder of learning.json, and of each training's files")
     add("--model", type=Path, default=None, help="what bench.word_problems.make_model wrote; --tiny: the starter model")
+    add("--add-to", type=Path, default=None, metavar="FILE", help="an earlier learning.json, whose runs are taken over")
     add("--only", nargs="+", choices=VARIANTS, metavar="VARIANT", help="variants to train; default: all of --list")
     add("--seeds", nargs="+", type=int, default=None, help="default: 0 1 2; --tiny: 0")
     add("--steps", type=int, default=None, help="default: 150; --tiny: 3")

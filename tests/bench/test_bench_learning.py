@@ -230,6 +230,39 @@ def test_what_another_model_or_other_code_came_to_is_not_kept(tmp_path: Path, ca
     assert told[2:] == ["kept, and not trained again: stale_1 2"]
 
 
+def test_what_an_earlier_file_has_is_taken_over_and_the_rest_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the same flags and model, whatever the code; a run that failed, or is of fewer steps, is trained again."""
+    arguments = ["--output", str(tmp_path / "new"), "--device", "cpu", "--tiny", "--only", "stale_1", "gspo"]
+    earlier = tmp_path / "earlier.json"
+    args = learning.parse_arguments([*arguments, "--seeds", "0", "1", "--seconds", "30", "--add-to", str(earlier)])
+    with ExitStack() as stack:
+        sitting = learning.Learning(args, tmp_path, stack)
+        made_of = learning.made_of(args.model) | {"code": "of last week"}
+        runs = {}
+        for training in plan(["stale_1", "gspo", "cispo"], (0, 1)):
+            runs[training.name] = run_of(training.variant.name, training.seed, RISING, 0.5)
+            runs[training.name] |= {"flags": sitting._flags(training), "made_of": made_of}
+    runs["stale_1 1"] |= {"status": "failed"}
+    runs["gspo 0"] |= {"flags": [*runs["gspo 0"]["flags"], "--steps", "2"]}
+    runs["gspo 1"] |= {"made_of": made_of | {"model": "another"}}
+    earlier.write_text(json.dumps({"runs": runs}))
+    assert learning.main([*arguments, "--seeds", "0", "1", "--seconds", "30", "--add-to", str(earlier)]) == 0
+    told = capsys.readouterr().out
+    assert f"gspo 0 of {earlier} is left out: it is of other flags\n" in told
+    assert f"gspo 1 of {earlier} is left out: it is of other model\n" in told
+    assert "kept, and not trained again: stale_1 0\n" in told
+    assert "no time is left for 3 trainings" in told
+    data = json.loads((tmp_path / "new" / "learning.json").read_text())
+    assert data["runs"] == {name: runs[name] for name in ("stale_1 0", "cispo 0", "cispo 1")}
+    every = {training.name for training in plan(list(VARIANTS), (0, 1))}
+    assert set(data["missing"]) == every - set(data["runs"])
+    assert "not there yet: exact 0, " in told
+    assert learning.main([*arguments, "--add-to", str(tmp_path / "none.json")]) == 1
+    assert "--add-to " in capsys.readouterr().out
+
+
 def test_weights_and_code_have_digests_of_their_own(tmp_path: Path) -> None:
     model, code = tmp_path / "model" / "model.safetensors", tmp_path / "example_trainer" / "deep" / "step.py"
     for path in (model, code):
