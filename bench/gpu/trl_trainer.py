@@ -35,6 +35,7 @@ def length_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 def main(settings: dict[str, Any], rows: Path) -> None:
     """Train, and append a row for each step; the keys are those of our metrics.jsonl."""
     from datasets import Dataset
+    from datasets.table import InMemoryTable
     from transformers import AutoTokenizer, TrainerCallback
     from trl.chat_template_utils import qwen3_chat_template
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
@@ -83,13 +84,15 @@ def main(settings: dict[str, Any], rows: Path) -> None:
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     lines = Path(settings["questions"]).read_text(encoding="utf-8").splitlines()
     prompts = [[{"role": "user", "content": json.loads(line)["question"]}] for line in lines if line.strip()]
+    # With a fingerprint of its own: from_dict makes one by pickling, which fails for some versions of Python and pyarrow.
+    dataset = Dataset(InMemoryTable.from_pydict({"prompt": prompts}), fingerprint="questions")
     config = AsyncGRPOConfig(
         output_dir=settings["folder"], bf16=True, gradient_checkpointing=False, logging_steps=1, report_to=[],
         save_strategy="no", per_device_train_batch_size=1, **settings["config"],
     )  # fmt: skip
     trainer = Timed(
         model=settings["model"], processing_class=tokenizer, reward_funcs=length_reward, args=config,
-        train_dataset=Dataset.from_dict({"prompt": prompts}), callbacks=[Rows()],
+        train_dataset=dataset, callbacks=[Rows()],
     )  # fmt: skip
     trainer.start_row()
     trainer.train()
