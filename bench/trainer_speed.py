@@ -92,11 +92,11 @@ class TrainerSpeed(Sitting):
 
     def run(self) -> None:
         """Every case that was asked for and that the GPUs suffice for; then longer and longer sequences."""
-        self.describe()
+        alone = self.args.alone or not self.on_gpu
+        self.describe(cases_at_a_time=1 if alone else len(self.gpus))
         asked = {name: case for name, case in CASES.items() if not self.args.only or name in self.args.only}
         # Whoever has several GPUs has them for what needs several: that comes first.
         self._together({name: case for name, case in asked.items() if case.ranks > 1}, places=1)
-        alone = self.args.alone or not self.on_gpu
         self._together({name: case for name, case in asked.items() if case.ranks == 1}, 1 if alone else len(self.gpus))
         for length in LONGEST if not self.args.only or "longest" in self.args.only else ():
             name = f"1.7B, one sequence of {length // 1024}k"

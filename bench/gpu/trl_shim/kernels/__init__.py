@@ -1,4 +1,7 @@
-"""Stands in for the package `kernels`, which fetches FlashAttention 3 from a hub: PyTorch's variable-length attention."""
+"""Stands in for the package `kernels`, which fetches FlashAttention 3 from a hub: the library that our trainer uses here.
+
+That is FlashAttention 4 as vLLM brings it, where it can be imported; else PyTorch's variable-length attention.
+"""
 
 import inspect
 from typing import Any
@@ -6,6 +9,10 @@ from typing import Any
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+try:
+    from vllm.vllm_flash_attn.cute import flash_attn_varlen_func as flash_attention_4
+except ImportError:
+    flash_attention_4 = None
 _NAMES = set(inspect.signature(varlen_attn).parameters)
 
 
@@ -15,6 +22,11 @@ class _Kernel:
         q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int,
         softmax_scale: float | None = None, causal: bool = True, window_size: tuple[int, int] = (-1, -1), **_: Any,
     ) -> Any:  # fmt: skip
+        if flash_attention_4 is not None and window_size == (-1, -1):
+            return flash_attention_4(
+                q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=int(longest_q), max_seqlen_k=int(longest_k),
+                softmax_scale=softmax_scale, causal=causal,
+            )  # fmt: skip
         options: dict[str, Any] = {"is_causal": causal} if "is_causal" in _NAMES else {}
         if "window_size" in _NAMES:
             options["window_size"] = (-1, 0) if causal and "is_causal" not in _NAMES else window_size
