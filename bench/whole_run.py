@@ -232,10 +232,12 @@ class WholeRun:
         trainer = Child("trainer", command, args.output / "trl-trainer.log", variables, pipes=False)
         self.stack.callback(trainer.stop)
         rows = RowsAsTheyCome(file)
+        deadline, enough = time.monotonic() + seconds - 2, args.leave_out + 3
 
         def all_there() -> bool:  # what it does after its last step is not measured
             rows.look()
-            return len(rows.rows) >= args.steps
+            # If time runs out first, the steps that it has taken by then are counted.
+            return len(rows.rows) >= (args.steps if time.monotonic() < deadline else enough)
 
         wait_for_end(trainer, seconds, all_there)
         trainer.stop()
