@@ -28,6 +28,10 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+LONG = 4
+"""So many rows of a table are named one by one as those of a run."""
+
+
 def sources(book: Book, places: Mapping[str, tuple[str, str]]) -> str:
     """One line on where a table's rows come from.
 
@@ -42,7 +46,11 @@ def sources(book: Book, places: Mapping[str, tuple[str, str]]) -> str:
     if len(found) == 1:
         ((commit, date, _),) = found
         return f"One run of {date}, {commit}."
-    parts = [f"{', '.join(sides)}: {date}, {commit}" for (commit, date, _), sides in found.items()]
+    most = max(found.values(), key=len)  # of long tables only the exceptions are named
+    parts = []
+    for (commit, date, _), sides in sorted(found.items(), key=lambda item: len(item[1]) > LONG and item[1] is most):
+        names = "all others" if sides is most and len(sides) > LONG else ", ".join(sides)
+        parts.append(f"{names}: {date}, {commit}")
     return "Not of one run. " + "; ".join(parts) + "."
 
 

@@ -71,6 +71,7 @@ def _configuration(asked: Mapping[str, Any]) -> str:
     """`Qwen3-1.7B, bfloat16, 4 × 2048 tokens, LoRA`."""
     words = [asked["shape"], asked["dtype"], f"{asked['batch']} × {asked['length']} tokens"]
     words += ["checkpointed layers"] if asked["checkpointing"] else []
+    words += ["masters and moments in host memory"] if asked["offload"] else []
     words += ["reference model"] if asked["reference"] else []
     words += [f"LoRA of rank {asked['lora_rank']}"] if asked["lora_rank"] else []
     words += [f"FSDP2 over {asked['ranks']} GPUs"] if asked["ranks"] > 1 else []

@@ -23,6 +23,8 @@ def chapter_text(chapter: str, book: Book) -> str:
     names = {variant.name for variant in variants}
     places = {run: (LEARNING, f"runs/{run}") for run, found in runs.items() if found["variant"] in names}
     rows = variant_rows(runs, [(variant.name, variant.label) for variant in variants])
+    if not any(variant.name in {run["variant"] for run in runs.values()} for variant in variants if variant.chapter == chapter):
+        return "Not measured yet."
     picture = f"![{CHAPTERS[chapter][0]}](images/learning_{chapter}.png)"
     return f"{picture}\n\n{markdown(list(HEADS), rows)}\n\n{sources(book, places)}"
 
@@ -32,8 +34,11 @@ def divergences(book: Book) -> str:
     if not _measured(book):
         return NOT_YET
     runs = book.get(LEARNING, "runs")
-    wrong = [f"{name} ({run['diverged']})" for name, run in runs.items() if run["diverged"]]
-    return f"{len(wrong)} of {len(runs)} trainings diverged" + (f": {'; '.join(wrong)}" if wrong else "")
+    ended = {name: run for name, run in runs.items() if run["status"] != "failed"}
+    wrong = [f"{name} ({run['diverged']})" for name, run in ended.items() if run["diverged"]]
+    told = f"{len(wrong)} of {len(ended)} trainings diverged" + (f": {'; '.join(wrong)}" if wrong else "") + "."
+    missing = len(book.page(LEARNING).get("missing", ()))
+    return told + (f" {missing} of {missing + len(ended)} are still to be run." if missing else "")
 
 
 def _measured(book: Book) -> bool:

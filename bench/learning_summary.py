@@ -115,7 +115,7 @@ def variant_rows(runs: Mapping[str, Mapping[str, Any]], variants: Sequence[tuple
         if not mine:
             continue
         wrong = [run["diverged"] for run in mine if run["diverged"]]
-        cells = [_pair(over_seeds(mine, key), form) for key, form in COLUMNS.values()]
+        cells = [_pair(over_seeds(mine, key), form, len(mine)) for key, form in COLUMNS.values()]
         rows.append([label, str(len(mine)), *cells, "; ".join(wrong) if wrong else "0"])
     return rows
 
@@ -162,5 +162,8 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return float(f"{statistics.fmean(known):.5g}") if known else None
 
 
-def _pair(found: tuple[float, float] | None, form: str) -> str:
-    return "-" if found is None else f"{format(found[0], form)} ± {format(found[1], form)}"
+def _pair(found: tuple[float, float] | None, form: str, runs: int) -> str:
+    if found is None:
+        return "-"
+    spread = f" ± {format(found[1], form)}" if runs > 1 else ""
+    return f"{format(found[0], form)}{spread}"

@@ -7,23 +7,58 @@ from collections.abc import Callable
 from bench.bridge_figures import markdown, sources
 from bench.results_book import Book
 
-SPEED, SAMPLING = "trainer_speed", "generate_cost"
+SPEED, SAMPLING, WHOLE = "trainer_speed", "generate_cost", "whole_run"
 SAVED = "1.7B, 512, with a checkpoint"
 
 
 def trainer_speed(book: Book) -> str:
     """Every case of bench/trainer_speed.py that was measured."""
     cases = book.get(SPEED, "cases")
-    head = ["", "tokens/s, forward and backward", "share of 790 TFLOP/s", "with the optimizer, tokens/s", "GPU memory"]
+    head = [
+        "", "tokens/s, forward and backward", "of sequences", "share of 790 TFLOP/s", "with the optimizer, tokens/s",
+        "GPU memory",
+    ]  # fmt: skip
     rows, places = [], {}
     for name in cases:
         place = f"cases/{name}"
         rate, share = (book.number(SPEED, f"{place}/pass/{key}") for key in ("forwarded_tokens_per_second", "mfu"))
+        sequences = book.number(SPEED, f"{place}/pass/sequence_tokens_per_second")
         whole = book.maybe(SPEED, f"{place}/step/forwarded_tokens_per_second")
         peak = book.number(SPEED, f"{place}/pass/peak_bytes")
         step = "" if whole is None else f"{whole:,.0f}"
-        rows.append([name, f"{rate:,.0f}", f"{share:.2f}", step, f"{peak / 1e9:.0f} GB"])
+        rows.append([name, f"{rate:,.0f}", f"{sequences:,.0f}", f"{share:.2f}", step, f"{peak / 1e9:.0f} GB"])
         places[name] = (SPEED, place)
+    return f"{markdown(head, rows)}\n\n{sources(book, places)}"
+
+
+def longest_sequences(book: Book) -> str:
+    """One sequence of growing length, until one did not train or no time was left."""
+    rows, places = [], {}
+    for name, found in book.get(SPEED, "longest").items():
+        if "pass" not in found:
+            continue
+        place = f"longest/{name}"
+        seconds, peak = (book.number(SPEED, f"{place}/pass/{key}") for key in ("seconds", "peak_bytes"))
+        rows.append([name, f"{seconds:.1f} s", f"{peak / 1e9:.0f} GB"])
+        places[name] = (SPEED, place)
+    return f"{markdown(['', 'forward and backward', 'GPU memory'], rows)}\n\n{sources(book, places)}"
+
+
+def whole_run(book: Book) -> str:
+    """Every part of bench/whole_run.py that was measured."""
+    head = ["", "longest gap of a client", "trained tokens/s", "trainer waits", "samples thrown away", "of so many trained"]
+    head += ["seconds a step"]
+    names = {"ours": "ours", "deterministic": "ours, deterministic", "trl": "TRL, asynchronous GRPO"}
+    rows, places = [], {}
+    for part, found in book.get(WHOLE, "parts").items():
+        place, gap = f"parts/{part}", found["longest_gap_seconds"]
+        rate, waits = (book.number(WHOLE, f"{place}/{key}") for key in ("trained_tokens_per_second", "waiting_share"))
+        phases = ", ".join(f"{phase} {seconds / found['steps']:.1f}" for phase, seconds in found["seconds_by_phase"].items())
+        rows.append(
+            [names[part], "not known" if gap is None else f"{gap:.2f} s", f"{rate:,.0f}", f"{waits:.0%}",
+             f"{found['samples_thrown_away']:,}", f"{found['sequences']:,}", phases]
+        )  # fmt: skip
+        places[names[part]] = (WHOLE, place)
     return f"{markdown(head, rows)}\n\n{sources(book, places)}"
 
 
@@ -62,6 +97,8 @@ def sampling_cost(book: Book) -> str:
 NAMED: dict[str, Callable[[Book], str]] = {
     "trainer_speed": trainer_speed,
     "checkpoint_cost": checkpoint_cost,
+    "longest_sequences": longest_sequences,
+    "whole_run": whole_run,
     "sampling_cost": sampling_cost,
 }
 """By the name that stands in the documents."""
