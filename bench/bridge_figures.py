@@ -67,7 +67,7 @@ def updates(file: str, title: Callable[[Book], str]) -> Callable[[Book], str]:
             ("**the trainer waits for an update**", "whole_update_ms"),
             ("**longest gap between two tokens at a client**, at an update", "largest_gap_per_update_ms"),
             ("the engine stands still, by the answers to pause and resume", "halted_ms"),
-            ("the same, to the worker's next step", "stood_still_ms"),
+            ("the same, to the worker's next step", "stalled_ms"),
         ):
             for condition in conditions:
                 cells = [_with_most(book, file, f"{place}/{condition}/{key}") for place in sides.values()]
@@ -244,10 +244,10 @@ def single_copy(book: Book) -> str:
         row("pause beyond the write, idle", lambda f: _with_most(book, f, "idle/pause_beyond_write_ms")),
         row(
             "pause beyond it to the worker's next step, 64",
-            lambda f: _with_most(book, f, "load_64/stood_still_beyond_write_ms"),
+            lambda f: _with_most(book, f, "load_64/stalled_beyond_write_ms"),
         ),
         row("with a real optimizer's masters, idle", lambda f: _with_most(book, f, "optimizer, idle/pause_beyond_write_ms")),
-        row("the same, 64", lambda f: _with_most(book, f, "optimizer, load_64/stood_still_beyond_write_ms")),
+        row("the same, 64", lambda f: _with_most(book, f, "optimizer, load_64/stalled_beyond_write_ms")),
         row("parameters mapped; bytes moved by an update", mapped),
         row("GPU memory freed on the first GPU when the trainer joins", freed),
         row(
@@ -267,7 +267,7 @@ def _median(book: Book, file: str, path: str) -> str:
 def answer_after_step(book: Book) -> str:
     """How much later than the worker's step the answer comes that the engine goes on: plain, and with an optimizer."""
     later = [
-        book.number("single_copy", f"{row}/halted_ms/median") - book.number("single_copy", f"{row}/stood_still_ms/median")
+        book.number("single_copy", f"{row}/halted_ms/median") - book.number("single_copy", f"{row}/stalled_ms/median")
         for row in ("load_64", "optimizer, load_64")
     ]
     return " and ".join(f"{value:.1f}" for value in later) + " ms"

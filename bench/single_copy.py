@@ -120,11 +120,11 @@ def pause_figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Figures of updates, and how much longer than the write itself the engine stood still.
 
     Its end is the answer to resume (`pause_beyond_write_ms`) and, with requests in flight, also the first step of the worker
-    (`stood_still_beyond_write_ms`), which may come before that answer.
+    (`stalled_beyond_write_ms`), which may come before that answer.
     """
     found = figures(rows)
     found["write_ms"] = spread_ms([row["write"] for row in rows])
-    for name, end in (("pause", "halted"), ("stood_still", "stood_still")):
+    for name, end in (("pause", "halted"), ("stalled", "stalled")):
         beyond = [row["server"][end] - row["write"] for row in rows if end in row["server"]]
         if beyond:
             found[f"{name}_beyond_write_ms"] = spread_ms(beyond)
@@ -158,7 +158,7 @@ def report(data: dict[str, Any]) -> str:
     for name, row in data.items():
         if isinstance(row, dict) and "pause_beyond_write_ms" in row:
             waits = ("whole_update_ms median max", "largest_gap_per_update_ms median max", "usual_gap_ms")
-            waits += ("pause_beyond_write_ms median p90 max", "stood_still_beyond_write_ms median max")
+            waits += ("pause_beyond_write_ms median p90 max", "stalled_beyond_write_ms median max")
             rows.append([name, row["updates"], *spreads(row, *waits, "halted_ms", "write_ms", "optimizer_step_ms")])
     head = ["", "updates", "the trainer waits: median ms", "max", "gap at an update: median ms", "max", "usual gap ms"]
     head += ["pause beyond the write: median ms", "p90", "max", "to the first step: median ms", "max"]

@@ -211,7 +211,7 @@ def report(data: dict[str, Any]) -> str:
             speed = found["gb_per_s"]
             transfer = found.get("phases_ms", {}).get("transfer", {}).get("median")
             waits = ("whole_update_ms median max", "largest_gap_per_update_ms median max", "usual_gap_ms")
-            waits += ("halted_ms median max", "stood_still_ms", "first_byte_to_verified_ms median p90 max")
+            waits += ("halted_ms median max", "stalled_ms", "first_byte_to_verified_ms median p90 max")
             rates = [round(100 * speed / rate, 1) if rate else None for rate in (broadcast, coalesced)]
             alone = round(100 * data["model_bytes"] / transfer / 1e6 / broadcast, 1) if transfer and broadcast else None
             rows.append([f"{side}, {condition}", found["updates"], *spreads(found, *waits), speed, *rates, transfer, alone])

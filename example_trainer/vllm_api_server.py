@@ -6,7 +6,7 @@
 Takes every flag of `vllm serve`. Our own: --allow-host, --bridge-timeout, --deterministic, --inflight-cache, --weight-version,
 --weight-epoch.
 Environment: VLLM_ENABLE_SHARED_WEIGHTS=1 shares the weights with a trainer; LOGDIR is where vllm_bridge_config.json goes
-(default: the working directory); VLLM_API_KEY is the key that callers must have (without one see vllm_patching/access.py).
+(default: the working directory); VLLM_API_KEY is the key that callers must have (without: vllm_patching/server/access.py).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import socket
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from vllm_patching.access import Door
+    from vllm_patching.server.access import Door
 
-WORKER_EXTENSION = "vllm_patching.worker_extension.LockstepWorkerExtension"
-LORA_EXTENSION = "vllm_patching.lora_worker.LoraWorkerExtension"
+WORKER_EXTENSION = "vllm_patching.worker.extension.LockstepWorkerExtension"
+LORA_EXTENSION = "vllm_patching.worker.lora.LoraWorkerExtension"
 ADAPTERS_AT_ONCE, ADAPTERS_IN_MEMORY = 2, 8
 MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 """Variables by which NCCL, PyTorch and NVSHMEM are told not to use NVLink multicast."""
@@ -286,13 +286,13 @@ async def verify_deterministic(engine: Any, logger: Any) -> dict[str, Any]:
 def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Door) -> None:
     """Hook our routes and the bridge into vLLM's server."""
     from vllm_patching import compat
-    from vllm_patching.bridge_config import ConfigFileError
-    from vllm_patching.bridge_controller import BridgeController
-    from vllm_patching.bridge_metrics import attach_metrics
-    from vllm_patching.generate import Generator
-    from vllm_patching.lora import AdapterSpans, LoraController
-    from vllm_patching.routes import NOT_SHARED, LockstepService, attach
-    from vllm_patching.version_spans import VersionSpans
+    from vllm_patching.server.config_file import ConfigFileError
+    from vllm_patching.server.controller import BridgeController
+    from vllm_patching.server.generate import Generator
+    from vllm_patching.server.lora import AdapterSpans, LoraController
+    from vllm_patching.server.metrics import attach_metrics
+    from vllm_patching.server.routes import NOT_SHARED, LockstepService, attach
+    from vllm_patching.server.version_spans import VersionSpans
 
     logger = compat.worker_logger("lockstep.server")
     service = LockstepService()
@@ -369,8 +369,9 @@ def main(arguments: list[str] | None = None) -> None:
         if error.name != "vllm":
             raise
         fail("vLLM is not installed: `pip install -r requirements.txt` on a GPU machine, `./scripts/setup.sh --cpu` elsewhere")
-    from vllm_patching import compat, engine_core
-    from vllm_patching.access import make_door
+    from vllm_patching import compat
+    from vllm_patching.engine_core import extension as engine_core
+    from vllm_patching.server.access import make_door
 
     args = parse_arguments(arguments)
     check_model(args.model)

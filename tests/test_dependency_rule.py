@@ -56,6 +56,8 @@ ROOMS = (
     "child_processes",
 )
 """The trainer's rooms, the uppermost first: doors open downwards only."""
+SERVER_ROOMS = ("server", "batch_invariant", "worker", "engine_core", "transport", "compat", "protocol")
+"""The rooms of what runs inside vLLM, likewise: `batch_invariant` has a worker of its own."""
 DETACHED = ("vllm_api_server",)
 """Entry points that need nothing of the trainer, and that nothing in it needs."""
 
@@ -145,6 +147,12 @@ def test_the_trainers_doors_open_downwards() -> None:
     there = {module.split(".")[1] for module in graph if "." in module}
     assert there <= {*ROOMS, *DETACHED}
     assert upward(graph, "example_trainer", ROOMS, DETACHED) == []
+
+
+def test_the_doors_of_what_runs_inside_vllm_open_downwards() -> None:
+    graph = import_graph(ROOT, ("vllm_patching",))
+    assert {module.split(".")[1] for module in graph if "." in module} == {*SERVER_ROOMS}
+    assert upward(graph, "vllm_patching", SERVER_ROOMS) == []
 
 
 def test_a_door_that_opens_upwards_is_found(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from example_trainer.weight_bridge.broadcast import BroadcastBridge
 from example_trainer.weight_bridge.handshake import ServerSession
 from example_trainer.weight_bridge.server import BridgeServer, shapes_of
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
-from vllm_patching.distributed_utils import BridgeGroups
+from vllm_patching.transport.groups import BridgeGroups
 
 RESTART_SECONDS = 240.0
 """How long a trainer waits for a server that has gone: a GPU server's first start takes 130 s."""

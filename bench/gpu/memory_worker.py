@@ -24,8 +24,8 @@ from example_trainer.training.memory_items import ALL_PROJECTIONS, GRADIENTS, SE
 from example_trainer.training.memory_plan import plan_memory
 from example_trainer.training.optimizer import MasterAdamW, make_optimizer
 from example_trainer.weight_bridge.slices import WeightSlices, receivers_of
-from vllm_patching.manifest import Manifest, ManifestEntry, dtype_name
-from vllm_patching.sharding import ModelGeometry, plan_shards
+from vllm_patching.protocol.manifest import Manifest, ManifestEntry, dtype_name
+from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
 
 WARM_UP_STEPS, MICROBATCHES, PROMPT = 1, 2, 16
 

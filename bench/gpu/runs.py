@@ -97,14 +97,14 @@ def figures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     first_byte = [row["first_byte_to_verified"] for row in rows]
     moved = statistics.median(row["bytes_moved"] for row in rows)
     halted = [row["server"]["halted"] for row in rows]
-    stood_still = [row["server"]["stood_still"] for row in rows if "stood_still" in row["server"]]
+    stalled = [row["server"]["stalled"] for row in rows if "stalled" in row["server"]]
     return {
         "updates": len(rows),
         "bytes_moved": moved,
         "first_byte_to_verified_ms": spread_ms(first_byte),
         "gb_per_s": gigabytes_per_second(moved, statistics.median(first_byte)),
         "halted_ms": spread_ms(halted),
-        **({"stood_still_ms": spread_ms(stood_still)} if stood_still else {}),
+        **({"stalled_ms": spread_ms(stalled)} if stalled else {}),
         "whole_update_ms": spread_ms([row["end"] - row["start"] for row in rows]),
         "phases_ms": spread_by_phase([row["seconds"] for row in rows]),
         "server_ms": spread_by_phase([row["server"] for row in rows]),

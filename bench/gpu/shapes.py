@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from vllm_patching.sharding import ModelGeometry, plan_shards
+from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTER = ROOT / "assets" / "starter_model"

@@ -263,16 +263,16 @@ class BenchTrainer:
             "write": clock[0].elapsed_time(clock[1]) / 1e3 if clock else report.seconds.get("write", 0.0),
             "bytes_moved": report.bytes_moved,
             "first_byte_to_verified": report.first_byte_to_verified,
-            "server": {**report.server_seconds, **(self._stood_still() if loaded else {})},
+            "server": {**report.server_seconds, **(self._stalled() if loaded else {})},
         }
 
-    def _stood_still(self) -> dict[str, float]:
-        """`stood_still` of the last update, once the server has asked its workers; empty if they took no step in time."""
+    def _stalled(self) -> dict[str, float]:
+        """`stalled` of the last update, once the server has asked its workers; empty if they took no step in time."""
         deadline = time.monotonic() + FIRST_STEP_SECONDS
         while time.monotonic() < deadline:
             seconds = self._get("/bridge/state")["last_update"]
-            if "stood_still" in seconds:
-                return {"stood_still": seconds["stood_still"]}
+            if "stalled" in seconds:
+                return {"stalled": seconds["stalled"]}
             time.sleep(0.05)
         return {}
 
@@ -309,8 +309,8 @@ class BenchTrainer:
 
     def _checksums_equal(self, served: list[str]) -> bool:
         """Whether each of the server's ranks holds what it should, as computed from this side's tensors."""
-        from vllm_patching.checksum import weights_checksum
-        from vllm_patching.manifest import Manifest, flat_layout, source_view
+        from vllm_patching.protocol.checksum import weights_checksum
+        from vllm_patching.protocol.manifest import Manifest, flat_layout, source_view
 
         assert self.model is not None
         parameters = dict(self.model.named_parameters())

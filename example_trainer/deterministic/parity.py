@@ -13,7 +13,7 @@ from example_trainer.algorithm.divergence import k3
 from example_trainer.batch.bins import UNKNOWN_VERSION, PackedBin
 from example_trainer.errors import TrainerError
 from vllm_patching.batch_invariant.provenance import provenance_difference
-from vllm_patching.checksum import weights_checksum
+from vllm_patching.protocol.checksum import weights_checksum
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vllm_patching.sharding import VOCAB_PADDING
+from vllm_patching.protocol.sharding import VOCAB_PADDING
 
 
 class Split:

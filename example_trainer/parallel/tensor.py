@@ -18,7 +18,7 @@ from example_trainer.models.decoder import Decoder
 from example_trainer.models.geometry import Geometry
 from example_trainer.models.shards import Shards
 from example_trainer.models.split import Split
-from vllm_patching.sharding import ModelGeometry, ShardSpec, Slice, UnsupportedModel, plan_shards
+from vllm_patching.protocol.sharding import ModelGeometry, ShardSpec, Slice, UnsupportedModel, plan_shards
 
 Kind = Literal["split", "equal", "partial", "shared heads"]
 

@@ -16,10 +16,10 @@ from example_trainer.weight_bridge.base import LeaseLost, Receiver, SyncReport, 
 from example_trainer.weight_bridge.handshake import ServerSession
 from example_trainer.weight_bridge.server import BridgeServer, Shapes, served_dtype, shapes_of
 from example_trainer.weight_bridge.slices import WeightSlices, receivers_of
-from vllm_patching.checksum import WeightSummary
-from vllm_patching.distributed_utils import RendezvousError, host_store, rendezvous_address
-from vllm_patching.manifest import dtype_name
-from vllm_patching.shared_memory import gpu_uuid
+from vllm_patching.protocol.checksum import WeightSummary
+from vllm_patching.protocol.manifest import dtype_name
+from vllm_patching.transport.groups import RendezvousError, host_store, rendezvous_address
+from vllm_patching.transport.shared_memory import gpu_uuid
 
 logger = logging.getLogger(__name__)
 

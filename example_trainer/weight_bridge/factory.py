@@ -18,7 +18,7 @@ from example_trainer.weight_bridge.lora import LoraBridge, LoraServer
 from example_trainer.weight_bridge.restart import RestartBridge
 from example_trainer.weight_bridge.server import BridgeServer, configured_servers
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
-from vllm_patching.shared_memory import gpu_uuid
+from vllm_patching.transport.shared_memory import gpu_uuid
 
 logger = logging.getLogger(__name__)
 

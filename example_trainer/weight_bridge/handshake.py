@@ -14,8 +14,8 @@ from example_trainer.errors import BridgeError
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.weight_bridge.server import BridgeServer, Shapes, check_layout, manifests_of
 from example_trainer.weight_bridge.slices import WeightSlices
-from vllm_patching.distributed_utils import SENDER, BridgeGroups, Rendezvous
-from vllm_patching.manifest import Manifest, flat_layout
+from vllm_patching.protocol.manifest import Manifest, flat_layout
+from vllm_patching.transport.groups import SENDER, BridgeGroups, Rendezvous
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from example_trainer.models.lora.settings import LoraSettings
 from example_trainer.vllm_client import ServerRefused, ServerSilent, VLLMClient
 from example_trainer.weight_bridge.base import SyncReport, WeightBridge, Weights
 from example_trainer.weight_bridge.server import manifests_of, served_dtype
-from vllm_patching.checksum import weights_checksum
-from vllm_patching.manifest import dtype_name, flat_layout, mismatches, source_view
+from vllm_patching.protocol.checksum import weights_checksum
+from vllm_patching.protocol.manifest import dtype_name, flat_layout, mismatches, source_view
 
 logger = logging.getLogger(__name__)
 

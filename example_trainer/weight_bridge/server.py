@@ -18,8 +18,8 @@ from example_trainer.models.shards import Shards
 from example_trainer.process import StopSignal
 from example_trainer.vllm_client import ServerRefused, ServerSilent, VLLMClient
 from example_trainer.weight_bridge.base import LeaseLost
-from vllm_patching.manifest import Manifest, dtype_name, mismatches
-from vllm_patching.writers import Writer, this_process
+from vllm_patching.protocol.manifest import Manifest, dtype_name, mismatches
+from vllm_patching.protocol.writers import Writer, this_process
 
 logger = logging.getLogger(__name__)
 

@@ -28,10 +28,10 @@ from example_trainer.weight_bridge.server import (
     served_dtype,
     shapes_of,
 )
-from vllm_patching.checksum import WeightSums
-from vllm_patching.manifest import FlatSlice, flat_layout, local_view
-from vllm_patching.shared_memory import SharedMemoryError, gpu_uuid, open_handles, share_event
-from vllm_patching.writers import Writer, this_process
+from vllm_patching.protocol.checksum import WeightSums
+from vllm_patching.protocol.manifest import FlatSlice, flat_layout, local_view
+from vllm_patching.protocol.writers import Writer, this_process
+from vllm_patching.transport.shared_memory import SharedMemoryError, gpu_uuid, open_handles, share_event
 
 logger = logging.getLogger(__name__)
 

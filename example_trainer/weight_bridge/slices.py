@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from example_trainer.weight_bridge.base import Receiver
-from vllm_patching.checksum import WeightSummary, WeightSums
-from vllm_patching.distributed_utils import PART_BYTES
-from vllm_patching.manifest import FlatSlice, Manifest, flat_layout, parts, source_view
+from vllm_patching.protocol.checksum import WeightSummary, WeightSums
+from vllm_patching.protocol.manifest import FlatSlice, Manifest, flat_layout, parts, source_view
+from vllm_patching.transport.groups import PART_BYTES
 
 
 def receivers_of(manifests: Iterable[Manifest], dtype: torch.dtype) -> tuple[Receiver, ...]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import generate_cost
-from vllm_patching.generate import GenerateRequest
+from vllm_patching.server.generate import GenerateRequest
 
 
 def test_lengths_are_geometric_under_a_cap() -> None:

@@ -19,9 +19,9 @@ from example_trainer.weight_bridge.broadcast import BroadcastBridge
 from example_trainer.weight_bridge.server import BridgeServer
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
 from tests.e2e.conftest import BRIDGE_TIMEOUT, VllmServer
-from vllm_patching.checksum import weights_checksum
-from vllm_patching.guard import is_open
-from vllm_patching.manifest import Manifest, flat_layout, source_view
+from vllm_patching.protocol.checksum import weights_checksum
+from vllm_patching.protocol.manifest import Manifest, flat_layout, source_view
+from vllm_patching.server.guard import is_open
 
 PROMPTS = ([72, 101, 108, 108, 111], [1], list(range(30, 130)))
 TOLERANCE = 2e-5

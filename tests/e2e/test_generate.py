@@ -17,7 +17,7 @@ from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from example_trainer.models.hf_checkpoint import load_model
 from tests.e2e.bridge_helpers import TOLERANCE, trainer_logprobs
 from tests.e2e.conftest import VllmServer
-from vllm_patching.gathered_outputs import TOKENS_PER_MESSAGE
+from vllm_patching.engine_core.gathered_outputs import TOKENS_PER_MESSAGE
 
 pytestmark = pytest.mark.e2e
 

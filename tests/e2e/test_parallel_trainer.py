@@ -15,8 +15,8 @@ from example_trainer.models.hf_checkpoint import load_model
 from tests.conftest import ROOT, Processes
 from tests.e2e.bridge_helpers import made_up_group
 from tests.e2e.conftest import VllmServer, start_vllm
-from vllm_patching.checksum import weights_checksum
-from vllm_patching.manifest import Manifest, flat_layout, source_view
+from vllm_patching.protocol.checksum import weights_checksum
+from vllm_patching.protocol.manifest import Manifest, flat_layout, source_view
 
 pytestmark = pytest.mark.e2e
 

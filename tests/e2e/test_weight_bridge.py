@@ -54,13 +54,13 @@ def wait_until_generating(server: VllmServer, asking: threading.Thread) -> None:
         assert time.monotonic() < deadline, "the request never ran"
 
 
-def stood_still_of(server: VllmServer, seconds: float = 60.0) -> float | None:
+def stalled_of(server: VllmServer, seconds: float = 60.0) -> float | None:
     """What the server says of its last update, once it has asked its workers; None if it has not said so in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         last: dict[str, float] = server.state()["last_update"]  # type: ignore[assignment]
-        if "stood_still" in last:
-            return last["stood_still"]
+        if "stalled" in last:
+            return last["stalled"]
         time.sleep(0.1)
     return None
 
@@ -157,9 +157,9 @@ def test_a_request_across_an_update_says_which_tokens_are_whose(
                 if cut < len(tokens):
                     assert (served - trainer_logprobs(model, prompt, tokens))[cut:].abs().max() < TOLERANCE * 5
             if crossed == 2:
-                stood_still = stood_still_of(server)
-                assert stood_still is not None, "the server never said when its engine went on"
-                assert 0 < stood_still < 10
+                stalled = stalled_of(server)
+                assert stalled is not None, "the server never said when its engine went on"
+                assert 0 < stalled < 10
                 return
     pytest.fail("no update fell into a request")
 
@@ -170,7 +170,7 @@ def test_an_idle_server_did_not_stand_still_until_the_next_request(
     with joined(server, "single_copy", free_port, monkeypatch) as (bridge, model):
         bridge.sync(1, new_weights(model, 1))
         server.generate([1, 2], max_tokens=2)
-        assert stood_still_of(server, seconds=3.0) is None
+        assert stalled_of(server, seconds=3.0) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)

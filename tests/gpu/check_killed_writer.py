@@ -4,7 +4,7 @@
 
 A writer opens the reader's memory, enqueues a long kernel and a write, records its event behind them and is killed by SIGKILL
 while the kernel runs. The reader waits in one of two ways: its stream waits for the event and it synchronises (nothing ends
-that), or it asks the event with a deadline (vllm_patching.shared_memory.reached_in_time). Every reader is a process of its
+that), or it asks the event with a deadline (transport.shared_memory.reached_in_time). Every reader is a process of its
 own, which is killed when it takes too long. Takes two to five minutes; needs PyTorch, one GPU, no vLLM and no pytest.
 """
 
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from bench.measured import measured
-from vllm_patching.shared_memory import (
+from vllm_patching.transport.shared_memory import (
     SharedMemoryError,
     export_cuda_ipc,
     open_event,

@@ -22,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from bench.measured import measured
-from vllm_patching.checksum import WeightSums
-from vllm_patching.manifest import FlatSlice
-from vllm_patching.sharding import Slice
-from vllm_patching.shared_memory import export_cuda_ipc, open_event, open_handles, share_event
-from vllm_patching.weight_updater import WeightUpdater
+from vllm_patching.protocol.checksum import WeightSums
+from vllm_patching.protocol.manifest import FlatSlice
+from vllm_patching.protocol.sharding import Slice
+from vllm_patching.transport.shared_memory import export_cuda_ipc, open_event, open_handles, share_event
+from vllm_patching.worker.updater import WeightUpdater
 
 Result = tuple[bool, str]
 """Whether a check passed, and what was seen."""

@@ -9,7 +9,7 @@ from vllm_patching.batch_invariant.patches import apply_patches
 from vllm_patching.batch_invariant.provenance import provenance
 from vllm_patching.batch_invariant.self_test import self_test
 from vllm_patching.batch_invariant.settings import nccl_variables, restore_nccl
-from vllm_patching.worker_extension import LockstepWorkerExtension
+from vllm_patching.worker.extension import LockstepWorkerExtension
 
 logger = compat.worker_logger("lockstep.deterministic")
 

@@ -21,7 +21,7 @@ from example_trainer.models import Decoder
 from example_trainer.models.lora.layers import adapters_of
 from example_trainer.models.lora.settings import LoraSettings
 from example_trainer.models.safetensors_writer import DTYPE_NAMES, make_header, write_file
-from vllm_patching.adapter_file import CONFIG_FILE, WEIGHTS_FILE, adapter_summary
+from vllm_patching.transport.adapter_file import CONFIG_FILE, WEIGHTS_FILE, adapter_summary
 
 _PREFIX = "base_model.model."
 

@@ -29,8 +29,8 @@ from example_trainer.training.optimizer import MasterAdamW
 from example_trainer.weight_bridge.base import Receiver
 from example_trainer.weight_bridge.slices import WeightSlices, receivers_of
 from tests.example_trainer.training.memory_cases import geometry, qwen_14b, request
-from vllm_patching.manifest import Manifest, ManifestEntry
-from vllm_patching.sharding import ModelGeometry, plan_shards
+from vllm_patching.protocol.manifest import Manifest, ManifestEntry
+from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from example_trainer.errors import BridgeError
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.weight_bridge.handshake import ServerSession
 from example_trainer.weight_bridge.server import BridgeServer
-from vllm_patching.manifest import Manifest
+from vllm_patching.protocol.manifest import Manifest
 
 
 def session_of(rank: int, world_size: int, gpus: list[str]) -> ServerSession:

@@ -20,7 +20,7 @@ from example_trainer.errors import ConfigError
 from example_trainer.models.head import chosen_logprobs_of
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.weight_bridge.logprobs_mode import check_logprobs
-from vllm_patching.routes import LockstepService, make_router
+from vllm_patching.server.routes import LockstepService, make_router
 
 Serve = Callable[[int, object], int]
 

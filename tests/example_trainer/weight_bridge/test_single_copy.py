@@ -16,10 +16,10 @@ import torch
 from example_trainer.errors import BridgeError
 from example_trainer.weight_bridge.server import BridgeServer
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
-from vllm_patching.checksum import weights_checksum
-from vllm_patching.manifest import Manifest, ManifestEntry
-from vllm_patching.sharding import ShardSpec, Slice
-from vllm_patching.shared_memory import export_to_shared_memory
+from vllm_patching.protocol.checksum import weights_checksum
+from vllm_patching.protocol.manifest import Manifest, ManifestEntry
+from vllm_patching.protocol.sharding import ShardSpec, Slice
+from vllm_patching.transport.shared_memory import export_to_shared_memory
 
 MANIFEST = Manifest(0, 1, (ManifestEntry(ShardSpec("weight", (2, 3), (2, 3), (Slice(0, 0, 0, 2),)), "float32", "cpu"),))
 

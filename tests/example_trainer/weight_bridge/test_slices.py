@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from example_trainer.weight_bridge.slices import WeightSlices
-from vllm_patching.manifest import Manifest, ManifestEntry
-from vllm_patching.sharding import ModelGeometry, plan_shards
+from vllm_patching.protocol.manifest import Manifest, ManifestEntry
+from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
 
 GEOMETRY = {
     "model_type": "qwen3", "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2,

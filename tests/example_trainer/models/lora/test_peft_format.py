@@ -29,9 +29,9 @@ from example_trainer.models import Decoder, load_model
 from example_trainer.models.lora.layers import adapters_of, attach_adapters
 from example_trainer.models.lora.peft_format import AdapterWriter, check_same_adapter, peft_name, split_peft_name
 from example_trainer.models.lora.settings import TARGETS, LoraSettings
-from vllm_patching.adapter_file import CONFIG_FILE, WEIGHTS_FILE, AdapterError, expected_shapes, open_adapter
-from vllm_patching.checksum import WeightSummary
-from vllm_patching.sharding import ModelGeometry
+from vllm_patching.protocol.checksum import WeightSummary
+from vllm_patching.protocol.sharding import ModelGeometry
+from vllm_patching.transport.adapter_file import CONFIG_FILE, WEIGHTS_FILE, AdapterError, expected_shapes, open_adapter
 
 SIZES = {
     "vocab_size": 31,

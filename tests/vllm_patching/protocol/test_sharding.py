@@ -1,0 +1,118 @@
+"""Shards of every supported architecture: they rebuild the full tensors, and nothing else fits in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_patching.protocol.sharding import VOCAB_PADDING, ModelGeometry, UnsupportedModel, plan_shards
+
+TP_SIZES = (1, 2, 4, 8)
+
+
+@st.composite
+def geometries(draw: st.DrawFn) -> ModelGeometry:
+    kv_heads = draw(st.sampled_from([1, 2, 4, 8]))
+    model_type = draw(st.sampled_from(["llama", "qwen2", "qwen3"]))
+    llama_bias = model_type == "llama" and draw(st.booleans())
+    return ModelGeometry(
+        model_type=model_type,
+        num_layers=draw(st.integers(1, 2)),
+        hidden_size=draw(st.sampled_from([8, 24])),
+        intermediate_size=8 * draw(st.integers(1, 4)),
+        num_heads=8 * draw(st.sampled_from([1, 2])),
+        num_kv_heads=kv_heads,
+        head_dim=draw(st.sampled_from([2, 4])),
+        vocab_size=draw(st.integers(1, 700)),
+        tied=draw(st.booleans()),
+        qkv_bias=model_type == "qwen2" or llama_bias,
+        o_bias=llama_bias,
+        mlp_bias=llama_bias and draw(st.booleans()),
+        qk_norm=model_type == "qwen3",
+    )
+
+
+def full_shapes(geometry: ModelGeometry) -> dict[str, tuple[int, ...]]:
+    return {spec.name: spec.full_shape for spec in plan_shards(geometry, 0, 1)}
+
+
+def distinct(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.arange(1, torch.Size(shape).numel() + 1, dtype=torch.float64).view(shape)
+
+
+@settings(max_examples=60, deadline=None)
+@given(geometry=geometries(), tp_size=st.sampled_from(TP_SIZES))
+def test_shards_rebuild_the_full_tensors(geometry: ModelGeometry, tp_size: int) -> None:
+    full = {name: distinct(shape) for name, shape in full_shapes(geometry).items()}
+    rebuilt = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
+    for rank in range(tp_size):
+        specs = plan_shards(geometry, rank, tp_size)
+        assert [spec.name for spec in specs] == list(full)
+        for spec in specs:
+            local = torch.zeros(spec.shape, dtype=torch.float64)
+            for piece in spec.slices:
+                source = full[spec.name].narrow(piece.dim, piece.source_start, piece.length)
+                target = local.narrow(piece.dim, piece.local_start, piece.length)
+                assert not target.any(), f"{spec.name}: two slices write the same place"
+                target.copy_(source)
+            for piece in spec.slices:
+                back = rebuilt[spec.name].narrow(piece.dim, piece.source_start, piece.length)
+                back.copy_(local.narrow(piece.dim, piece.local_start, piece.length))
+            # Only the padded rows of the vocabulary may stay empty.
+            if "embed_tokens" not in spec.name and "lm_head" not in spec.name:
+                assert local.all(), f"{spec.name}: part of rank {rank} comes from nowhere"
+    for name, tensor in full.items():
+        assert torch.equal(rebuilt[name], tensor), name
+
+
+@settings(max_examples=30, deadline=None)
+@given(geometry=geometries(), tp_size=st.sampled_from(TP_SIZES))
+def test_a_rank_holds_whole_heads_in_the_order_q_k_v(geometry: ModelGeometry, tp_size: int) -> None:
+    g = geometry
+    head_of_row = [("q", h) for h in range(g.num_heads)] + [(c, h) for c in "kv" for h in range(g.num_kv_heads)]
+    for rank in range(tp_size):
+        spec = next(s for s in plan_shards(g, rank, tp_size) if s.name.endswith("qkv_proj.weight"))
+        rows = [piece.source_start + i for piece in spec.slices for i in range(piece.length)]
+        heads = [head_of_row[row // g.head_dim] for row in rows[:: g.head_dim]]
+        queries = [head for kind, head in heads if kind == "q"]
+        assert queries == [rank * g.num_heads // tp_size + i for i in range(g.num_heads // tp_size)]
+        keys = [head for kind, head in heads if kind == "k"]
+        assert keys == [head for kind, head in heads if kind == "v"]
+        # Grouped-query attention: the key head of each query head must be on the same rank.
+        assert set(keys) == {query // (g.num_heads // g.num_kv_heads) for query in queries}
+
+
+def test_the_vocabulary_is_padded_before_it_is_split() -> None:
+    geometry = ModelGeometry("qwen2", 1, 8, 8, 8, 8, 2, 65, False, True, False, False, False)
+    rows = [next(s for s in plan_shards(geometry, rank, 2) if s.name == "lm_head.weight") for rank in range(2)]
+    assert [spec.shape[0] for spec in rows] == [VOCAB_PADDING, VOCAB_PADDING]
+    assert [[piece.length for piece in spec.slices] for spec in rows] == [[64], [1]]
+
+
+def test_a_tied_head_is_no_parameter_of_its_own() -> None:
+    config = {"model_type": "qwen3", "num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    config |= {"num_key_value_heads": 1, "head_dim": 4, "vocab_size": 10}
+    tied = ModelGeometry.from_hf_config(config | {"tie_word_embeddings": True})
+    assert "lm_head.weight" not in full_shapes(tied)
+    assert "lm_head.weight" in full_shapes(ModelGeometry.from_hf_config(config | {"tie_word_embeddings": False}))
+
+
+def test_qwen25_14b_has_339_parameters() -> None:
+    """48 layers x 7 parameters (the qkv bias included), the embedding, the head and the last norm."""
+    config = {"model_type": "qwen2", "num_hidden_layers": 48, "hidden_size": 5120, "intermediate_size": 13824}
+    config |= {"num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064, "tie_word_embeddings": False}
+    shapes = full_shapes(ModelGeometry.from_hf_config(config))
+    assert len(shapes) == 339
+    assert shapes["model.layers.0.self_attn.qkv_proj.weight"] == (5120 + 2 * 1024, 5120)
+
+
+def test_what_cannot_be_split_is_refused_by_name() -> None:
+    geometry = ModelGeometry("qwen3", 1, 8, 9, 6, 3, 2, 10, True, False, False, False, True)
+    with pytest.raises(UnsupportedModel, match=r"6 attention heads.*width of 9 over 4"):
+        plan_shards(geometry, 0, 4)
+    with pytest.raises(UnsupportedModel, match="mixtral"):
+        ModelGeometry.from_hf_config({"model_type": "mixtral"})
+    with pytest.raises(ValueError, match="tp_rank 2"):
+        plan_shards(geometry, 2, 2)

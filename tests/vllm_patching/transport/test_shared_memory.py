@@ -1,0 +1,114 @@
+"""Weights in shared memory: the same bytes for two processes, readable by nobody else."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_patching.transport.shared_memory import SharedMemoryError, export_to_shared_memory, open_handles, remove_leftovers
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def exported() -> Iterator[tuple[dict[str, torch.nn.Parameter], dict[str, object]]]:
+    torch.manual_seed(0)
+    parameters = {
+        "a.weight": torch.nn.Parameter(torch.randn(3, 5)),
+        "b.weight": torch.nn.Parameter(torch.randn(7).to(torch.bfloat16)),
+        "c.weight": torch.nn.Parameter(torch.randn(2, 2)),
+    }
+    handles = export_to_shared_memory(parameters, "test")
+    yield parameters, handles
+    os.unlink(str(handles["path"]))
+
+
+def test_values_and_identity_survive_the_move(exported: tuple[dict[str, torch.nn.Parameter], dict[str, object]]) -> None:
+    parameters, handles = exported
+    torch.manual_seed(0)
+    assert torch.equal(parameters["a.weight"].data, torch.randn(3, 5))
+    opened = open_handles(json.loads(json.dumps(handles)))
+    for name, parameter in parameters.items():
+        assert torch.equal(opened[name], parameter.data)
+        assert opened[name].dtype == parameter.dtype
+
+
+def test_another_process_writes_and_this_one_sees_it(
+    exported: tuple[dict[str, torch.nn.Parameter], dict[str, object]],
+) -> None:
+    parameters, handles = exported
+    code = (
+        "import json, sys, torch\n"
+        "from vllm_patching.transport.shared_memory import open_handles\n"
+        "opened = open_handles(json.loads(sys.argv[1]))\n"
+        "opened['a.weight'].mul_(2)\n"
+    )
+    before = {name: parameter.data.clone() for name, parameter in parameters.items()}
+    subprocess.run([sys.executable, "-c", code, json.dumps(handles)], check=True, timeout=60, cwd=ROOT)
+    assert torch.equal(parameters["a.weight"].data, before["a.weight"] * 2)
+    assert torch.equal(parameters["b.weight"].data, before["b.weight"])
+    assert torch.equal(parameters["c.weight"].data, before["c.weight"])
+
+
+def test_only_the_owner_can_open_it(exported: tuple[dict[str, torch.nn.Parameter], dict[str, object]]) -> None:
+    _, handles = exported
+    assert stat.S_IMODE(os.stat(str(handles["path"])).st_mode) == 0o600
+
+
+def test_a_server_that_has_gone_is_named() -> None:
+    with pytest.raises(SharedMemoryError, match="/nowhere/x is not on this machine"):
+        open_handles({"kind": "shm", "path": "/nowhere/x", "num_bytes": 1, "params": {}})
+    with pytest.raises(SharedMemoryError, match="pickle"):
+        open_handles({"kind": "pickle"})
+
+
+def test_the_file_of_a_killed_server_is_removed_and_that_of_a_living_one_is_not(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    dead, living = tmp_path / f"lockstep-{gone.pid}-tp0-x.weights", tmp_path / f"lockstep-{os.getpid()}-tp0-x.weights"
+    other = tmp_path / "something.weights"
+    for path in (dead, living, other):
+        path.write_bytes(b"")
+    remove_leftovers(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([living, other])
+
+
+def test_ranks_that_start_at_once_clear_up_together(tmp_path: Path) -> None:
+    """Each finds files that another has removed by the time it looks at them."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    for index in range(200):
+        (tmp_path / f"lockstep-{gone.pid}-tp{index}-x.weights").write_bytes(b"")
+    ranks, together = 4, threading.Barrier(4)
+
+    def start() -> None:
+        together.wait(30)
+        remove_leftovers(tmp_path)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        for rank in [pool.submit(start) for _ in range(ranks)]:
+            rank.result(60)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_room_is_an_error_and_leaves_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A real full disk needs privileges; the kernel's answer to posix_fallocate is what is replaced here."""
+    monkeypatch.setattr("vllm_patching.transport.shared_memory.SHM_DIR", tmp_path)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(SharedMemoryError, match="no room"):
+        export_to_shared_memory({"a": torch.nn.Parameter(torch.zeros(4))}, "test")
+    assert list(tmp_path.iterdir()) == []

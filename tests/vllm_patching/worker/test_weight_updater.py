@@ -1,0 +1,252 @@
+"""The updater thread against a real trainer-side group: it receives, it survives the trainer, it takes the next one."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from vllm_patching.protocol.checksum import weights_checksum
+from vllm_patching.protocol.manifest import Manifest, ManifestEntry, flat_layout
+from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
+from vllm_patching.transport.groups import (
+    SENDER,
+    BridgeGroups,
+    PeerWatch,
+    Rendezvous,
+    RendezvousError,
+    host_store,
+    rendezvous_address,
+)
+from vllm_patching.worker.updater import WeightUpdater
+
+ROOT = Path(__file__).resolve().parents[2]
+GEOMETRY = ModelGeometry("qwen3", 1, 12, 8, 4, 2, 3, 70, True, False, False, False, True)
+SECONDS = 60.0
+"""For whatever must come; a trainer's process takes some to start."""
+
+LAYOUT, NUM_BYTES = flat_layout(
+    Manifest(0, 1, tuple(ManifestEntry(spec, "float32", "cpu") for spec in plan_shards(GEOMETRY, 0, 1)))
+)
+
+TRAINER = """
+import sys, torch
+from tests.vllm_patching.test_weight_updater import new_weights
+from vllm_patching.transport.groups import SENDER, BridgeGroups, Rendezvous, host_store
+port, epoch, behaviour = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+store = host_store("localhost", port, 60)
+place = Rendezvous("localhost", port, f"epoch{epoch}", epoch, 0, "gloo", 60)
+groups = BridgeGroups(place, store, torch.device("cpu"), SENDER)
+if behaviour != "wait":
+    weights = [tensor for _, tensor in new_weights(spoil=behaviour == "nan")]
+    groups.broadcast(weights[:3] if behaviour == "half" else weights)
+sys.stdin.readline()
+"""
+
+
+def new_weights(spoil: bool = False) -> list[tuple[str, torch.Tensor]]:
+    """What the trainer sends."""
+    generator = torch.Generator().manual_seed(5)
+    weights = [(item.name, torch.randn(item.shape, generator=generator)) for item in LAYOUT]
+    if spoil:
+        weights[2][1].view(-1)[-1] = float("inf")
+    return weights
+
+
+@pytest.fixture
+def live() -> list[tuple[str, torch.Tensor]]:
+    """The worker's parameters."""
+    return [(item.name, torch.zeros(item.shape)) for item in LAYOUT]
+
+
+@pytest.fixture
+def updater(live: list[tuple[str, torch.Tensor]]) -> WeightUpdater:
+    made = WeightUpdater(0, LAYOUT, NUM_BYTES, live, logging.getLogger("test"))
+    made.start()
+    return made
+
+
+def place(port: int, epoch: int, timeout: float = SECONDS) -> Rendezvous:
+    return Rendezvous("localhost", port, f"epoch{epoch}", epoch, 0, "gloo", timeout)
+
+
+def wait_for(updater: WeightUpdater, phase: str) -> None:
+    deadline = time.monotonic() + 2 * SECONDS
+    while updater.status.phase != phase:
+        assert time.monotonic() < deadline, f"{updater.status} instead of {phase}"
+        time.sleep(0.01)
+
+
+def start_trainer(port: int, epoch: int, behaviour: str) -> subprocess.Popen[bytes]:
+    arguments = [sys.executable, "-c", TRAINER, str(port), str(epoch), behaviour]
+    return subprocess.Popen(arguments, stdin=subprocess.PIPE, cwd=ROOT)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_what_the_trainer_sends_arrives_where_it_should(
+    updater: WeightUpdater, live: list[tuple[str, torch.Tensor]], free_port: Callable[[], int], direct: bool
+) -> None:
+    port = free_port()
+    trainer = start_trainer(port, 1, "send")
+    try:
+        updater.join(place(port, 1), direct)
+        wait_for(updater, "ready")
+        updater.receive(3)
+        status = updater.wait(30)
+        assert (status.phase, status.version, status.not_finite) == ("received", 3, "")
+        assert status.checksum == weights_checksum(new_weights())
+        for (_, target), here, (_, sent) in zip(live, updater.staged(), new_weights(), strict=True):
+            assert torch.equal(here, sent)
+            assert torch.equal(target, sent) == direct, "the live weights are touched by a direct transfer, and by no other"
+        assert updater.discard(5)
+        assert updater.status.version is None
+    finally:
+        trainer.kill()
+        trainer.wait()
+
+
+@pytest.mark.parametrize("how", ["a direct transfer", "a trainer that writes itself"])
+def test_a_staging_buffer_that_is_not_needed_any_more_is_let_go(
+    updater: WeightUpdater, live: list[tuple[str, torch.Tensor]], free_port: Callable[[], int], how: str
+) -> None:
+    updater.aim(direct=False)
+    assert updater.staging is not None
+    memory = StorageWeakRef(updater.staging.untyped_storage())
+    assert not memory.expired()
+    if how == "a direct transfer":
+        updater.join(place(free_port(), 1, 0.1), direct=True)  # nobody is there, which is seen after the buffer is gone
+        wait_for(updater, "failed")
+        assert [tensor.data_ptr() for tensor in updater.staged()] == [tensor.data_ptr() for _, tensor in live]
+    else:
+        updater.leave()
+        wait_for(updater, "idle")
+    assert (updater.staging, memory.expired()) == (None, True)
+
+
+def test_infinity_is_found_on_the_way(updater: WeightUpdater, free_port: Callable[[], int]) -> None:
+    port = free_port()
+    trainer = start_trainer(port, 1, "nan")
+    try:
+        updater.join(place(port, 1), False)
+        wait_for(updater, "ready")
+        updater.receive(1)
+        assert updater.wait(30).not_finite == LAYOUT[2].name
+    finally:
+        trainer.kill()
+        trainer.wait()
+
+
+@pytest.mark.parametrize("behaviour", ["wait", "half"])
+def test_a_trainer_that_dies_is_reported_and_the_next_one_is_served(
+    updater: WeightUpdater, free_port: Callable[[], int], behaviour: str
+) -> None:
+    port = free_port()
+    first = start_trainer(port, 1, behaviour)
+    updater.join(place(port, 1), False)
+    wait_for(updater, "ready")
+    updater.receive(1)
+    time.sleep(0.2)
+    first.kill()
+    first.wait()
+    wait_for(updater, "failed")
+    assert updater.status.version is None
+    assert "WeightUpdater_TP0" in updater.status.error
+    second_port = free_port()
+    second = start_trainer(second_port, 2, "send")
+    try:
+        updater.join(place(second_port, 2), False)
+        wait_for(updater, "ready")
+        updater.receive(1)
+        wait_for(updater, "received")
+        assert updater.status.error == ""
+    finally:
+        second.kill()
+        second.wait()
+
+
+def test_nobody_at_the_rendezvous_is_an_error_after_the_deadline(updater: WeightUpdater, free_port: Callable[[], int]) -> None:
+    updater.join(place(free_port(), 1, 1.0), False)
+    wait_for(updater, "failed")
+    assert "cannot reach the trainer's rendezvous" in updater.status.error
+
+
+def test_receiving_without_a_trainer_says_what_to_do(updater: WeightUpdater) -> None:
+    updater.receive(1)
+    wait_for(updater, "failed")
+    assert "/bridge/init" in updater.status.error
+
+
+def test_a_worker_that_never_comes_is_an_error_on_the_trainers_side(free_port: Callable[[], int]) -> None:
+    port = free_port()
+    store = host_store("localhost", port, 1.0)
+    with pytest.raises(RendezvousError, match=r"waited 1 s for vLLM rank 0 in the control group"):
+        BridgeGroups(place(port, 1, 1.0), store, torch.device("cpu"), SENDER)
+
+
+def test_the_end_of_the_storing_process_is_seen_at_once(free_port: Callable[[], int]) -> None:
+    port = free_port()
+    store = host_store("localhost", port, 1.0)
+    watch = PeerWatch("localhost", port, 5)
+    time.sleep(0.3)
+    assert not watch.gone()
+    del store
+    deadline = time.monotonic() + 10
+    while not watch.gone():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    watch.close()
+
+
+def test_a_port_in_use_names_the_port_and_the_remedy(free_port: Callable[[], int]) -> None:
+    port = free_port()
+    keep = host_store("localhost", port, 1.0)
+    with pytest.raises(RendezvousError, match=rf"localhost:{port}.*MASTER_PORT"):
+        host_store("localhost", port, 1.0)
+    del keep
+
+
+@pytest.mark.parametrize("value", ["abc", "0", "70000", "-1"])
+def test_a_wrong_master_port_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("MASTER_PORT", value)
+    with pytest.raises(RendezvousError, match="MASTER_PORT"):
+        rendezvous_address()
+
+
+def test_other_machines_need_an_address_that_they_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUM_INFERENCE_NODES", "1")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    with pytest.raises(RendezvousError, match="MASTER_ADDR=localhost"):
+        rendezvous_address()
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "4000")
+    assert rendezvous_address() == ("10.0.0.1", 4000)
+    monkeypatch.setenv("NUM_INFERENCE_NODES", "many")
+    with pytest.raises(RendezvousError, match="NUM_INFERENCE_NODES='many'"):
+        rendezvous_address()
+
+
+def test_a_command_that_fails_late_says_nothing_about_the_next(updater: WeightUpdater, free_port: Callable[[], int]) -> None:
+    """The old trainer's join is still waiting for its deadline when the new trainer has been announced."""
+    updater.join(place(free_port(), 1, 1.0), False)
+    port = free_port()
+    trainer = start_trainer(port, 2, "wait")
+    try:
+        updater.join(place(port, 2), False)
+        seen = set()
+        deadline = time.monotonic() + 30
+        while updater.status.phase != "ready":
+            seen.add(updater.status.phase)
+            assert time.monotonic() < deadline, updater.status
+            time.sleep(0.001)
+        assert seen <= {"joining"}
+        assert updater.status.epoch == 2
+    finally:
+        trainer.kill()
+        trainer.wait()

@@ -1,0 +1,1 @@
+"""In vLLM's engine core, the process that schedules."""

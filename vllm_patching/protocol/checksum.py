@@ -1,0 +1,150 @@
+"""One number for a set of weights that changes when any bit of any weight changes its value or its place.
+
+Each tensor's bytes are read as 32-bit integers x_0, x_1, … (zeros fill up the last one) and condensed to two 64-bit sums with
+wrapping arithmetic: sum(x_i) and sum(x_i * w_i), where w_i is an odd 32-bit number that depends on the position i. Integer
+sums do not depend on the order of additions, so a GPU and a CPU agree exactly. They guard against lost, stale, torn and
+misplaced weights, not against an adversary. The same pass counts NaN and infinity.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm_patching.protocol.checksum_kernel import SumsKernel
+
+logger = logging.getLogger(__name__)
+
+GOLDEN = 0x9E3779B1
+"""2**32 divided by the golden ratio, made odd: neighbouring positions get weights that have nothing in common."""
+
+_CHUNK = 1 << 22
+
+# Exponent bits that are all ones in NaN and infinity: of the element in a word's low half (0: a word is one element), and of
+# the element in its high half, or of the whole word.
+EXPONENTS = {
+    torch.float32: (0, 0x7F800000),
+    torch.bfloat16: (0x7F80, 0x7F800000),
+    torch.float16: (0x7C00, 0x7C000000),
+}
+
+
+@dataclass(frozen=True)
+class WeightSummary:
+    """What a pass over the weights found.
+
+    Attributes:
+        checksum: 32 hexadecimal digits over every tensor's name, shape, dtype and bits.
+        not_finite: name of the first tensor that holds NaN or infinity; empty if none does.
+    """
+
+    checksum: str
+    not_finite: str
+
+
+class WeightSums:
+    """Sums over a fixed list of tensors, computed anew as often as asked.
+
+    On a GPU everything is enqueued on the current stream, one kernel for any number of tensors, so a transfer can be checked
+    while it is still going on: `reset`, `add` for each part, `read`.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, torch.Tensor]], rounded: torch.dtype | None = None) -> None:
+        """
+        Args:
+            named: pairs of a name and a contiguous tensor of float32, bfloat16 or float16, all on one device. Their memory
+                is read again at each pass.
+            rounded: sum what float32 tensors will be once they are rounded to this dtype, as copy_ rounds.
+        """
+        if all(tensor.dtype is rounded for _, tensor in named):
+            rounded = None
+        self._rounded = rounded
+        self._names = [f"{name}:{tuple(tensor.shape)}:{rounded or tensor.dtype}" for name, tensor in named]
+        self._plain_names = [name for name, _ in named]
+        self._tensors = [tensor.detach() for _, tensor in named]
+        device = self._tensors[0].device if self._tensors else torch.device("cpu")
+        self._sums = torch.zeros(len(named), 3, dtype=torch.int64, device=device)
+        self._kernel = _gpu_kernel(self._tensors, self._sums, rounded) if device.type == "cuda" else None
+
+    def reset(self) -> None:
+        """Begin a pass."""
+        self._sums.zero_()
+
+    def add(self, first: int, last: int) -> None:
+        """Sum the tensors first … last - 1 of the list. On a GPU it returns before that is done."""
+        if self._kernel is not None:
+            self._kernel.launch(first, last)
+            return
+        for index in range(first, last):
+            self._sums[index] += _torch_sums(self._tensors[index], self._rounded)
+
+    def read(self) -> WeightSummary:
+        """The result of the pass; waits for it."""
+        rows = self._sums.tolist()
+        digest = hashlib.sha256()
+        for name, (plain, weighted, _) in zip(self._names, rows, strict=True):
+            digest.update(f"{name}={plain},{weighted};".encode())
+        spoilt = next((name for name, row in zip(self._plain_names, rows, strict=True) if row[2]), "")
+        return WeightSummary(digest.hexdigest()[:32], spoilt)
+
+    def all(self) -> WeightSummary:
+        """A whole pass."""
+        self.reset()
+        self.add(0, len(self._tensors))
+        return self.read()
+
+
+def weights_checksum(named: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Checksum of named tensors; the order of the tensors counts. For a list that is summed once."""
+    return WeightSums([(name, tensor.contiguous()) for name, tensor in named]).all().checksum
+
+
+def _gpu_kernel(tensors: list[torch.Tensor], sums: torch.Tensor, rounded: torch.dtype | None) -> SumsKernel | None:
+    """One kernel for all tensors, or None (with a warning) where only torch's own operations can sum them."""
+    try:
+        from vllm_patching.protocol.checksum_kernel import SumsKernel
+
+        return SumsKernel(tensors, [EXPONENTS[rounded or t.dtype] for t in tensors], sums, rounded)
+    except (ImportError, ValueError) as error:
+        logger.warning("the weights are checked with many small operations, which is slow: %s", error)
+        return None
+
+
+def _torch_sums(tensor: torch.Tensor, rounded: torch.dtype | None = None) -> torch.Tensor:
+    """[3] int64: plain sum, weighted sum, number of words with NaN or infinity in them."""
+    dtype = rounded or tensor.dtype
+    low, high = EXPONENTS[dtype]
+    total = torch.zeros(3, dtype=torch.int64, device=tensor.device)
+    elements = _CHUNK * 4 // dtype.itemsize
+    flat = tensor.contiguous().view(-1)
+    for start in range(0, flat.numel(), elements):
+        word = _words(flat[start : start + elements].to(dtype)).to(torch.int64)
+        first = start * dtype.itemsize // 4
+        position = torch.arange(first, first + word.numel(), dtype=torch.int64, device=word.device)
+        total[0] += word.sum()
+        total[1] += (word * _signed(((position * GOLDEN) & 0xFFFFFFFF) | 1)).sum()
+        bad = (word & high) == high
+        if low:
+            bad |= (word & low) == low
+        total[2] += bad.sum()
+    return total
+
+
+def _words(flat: torch.Tensor) -> torch.Tensor:
+    """The bytes of a one-dimensional tensor as int32, filled up with zeros."""
+    data = flat.view(torch.uint8)
+    missing = -data.numel() % 4
+    if missing or data.storage_offset() % 4:
+        data = torch.cat([data, data.new_zeros(missing)])
+    return data.view(torch.int32)
+
+
+def _signed(word: torch.Tensor) -> torch.Tensor:
+    """int64 values 0 … 2**32 - 1 as the int32 values of the same bits."""
+    return word - ((word >> 31) << 32)

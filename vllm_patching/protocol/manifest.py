@@ -1,0 +1,193 @@
+"""What a vLLM worker holds, in a form that both sides of the bridge compare before a single byte moves."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from vllm_patching.protocol.sharding import ShardSpec, Slice
+
+ALIGNMENT = 16
+"""Bytes. Every slice starts at a multiple of this in the flat buffer, so that it can be viewed as any dtype."""
+
+
+@dataclass(frozen=True)
+class ManifestEntry:
+    """One parameter of one rank: its shard, its dtype (`float32`, `bfloat16`, …) and its device (`cpu`, `cuda:0`)."""
+
+    shard: ShardSpec
+    dtype: str
+    device: str
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return parse_dtype(self.dtype)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All parameters of one tensor-parallel rank, in the model's order."""
+
+    tp_rank: int
+    tp_size: int
+    entries: tuple[ManifestEntry, ...]
+
+    def digest(self) -> str:
+        """Hex digest of everything that must agree for an update to be possible (devices may differ)."""
+        rows = [
+            (e.shard.name, e.shard.shape, e.shard.full_shape, [asdict(s) for s in e.shard.slices], e.dtype)
+            for e in self.entries
+        ]
+        return hashlib.sha256(json.dumps([self.tp_rank, self.tp_size, rows]).encode()).hexdigest()[:32]
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object; `param_mappings` maps each name to shape, full_shape, dtype, device and slices."""
+        return {
+            "tp_rank": self.tp_rank,
+            "tp_size": self.tp_size,
+            "digest": self.digest(),
+            "param_mappings": {
+                e.shard.name: {
+                    "shape": list(e.shard.shape),
+                    "full_shape": list(e.shard.full_shape),
+                    "dtype": e.dtype,
+                    "device": e.device,
+                    "slices": [asdict(s) for s in e.shard.slices],
+                }
+                for e in self.entries
+            },
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Manifest:
+        """The inverse of to_json.
+
+        Raises:
+            ValueError: a field is missing, or the digest does not belong to the entries.
+        """
+        try:
+            entries = tuple(
+                ManifestEntry(
+                    ShardSpec(name, tuple(row["shape"]), tuple(row["full_shape"]), tuple(Slice(**s) for s in row["slices"])),
+                    row["dtype"],
+                    row["device"],
+                )
+                for name, row in data["param_mappings"].items()
+            )
+            manifest = cls(int(data["tp_rank"]), int(data["tp_size"]), entries)
+            digest = data["digest"]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"the manifest cannot be read: {error!r}") from error
+        if manifest.digest() != digest:
+            raise ValueError(f"the manifest of rank {manifest.tp_rank} does not match its digest {digest}")
+        return manifest
+
+
+@dataclass(frozen=True)
+class FlatSlice:
+    """Where one slice of one parameter lies in a rank's flat byte buffer."""
+
+    name: str
+    slice: Slice
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    num_bytes: int
+
+
+def flat_layout(manifest: Manifest) -> tuple[list[FlatSlice], int]:
+    """Lay the slices of a rank one after another, aligned to 16 bytes.
+
+    Both sides compute this from the same manifest, so a buffer needs no headers. Returns the slices in order and the
+    buffer's total size in bytes.
+    """
+    layout: list[FlatSlice] = []
+    offset = 0
+    for entry in manifest.entries:
+        itemsize = entry.torch_dtype.itemsize
+        for piece in entry.shard.slices:
+            shape = list(entry.shard.shape)
+            shape[piece.dim] = piece.length
+            num_bytes = itemsize * _product(shape)
+            layout.append(FlatSlice(entry.shard.name, piece, tuple(shape), entry.torch_dtype, offset, num_bytes))
+            offset += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    return layout, offset
+
+
+def parts(layout: Sequence[FlatSlice], num_bytes: int) -> list[tuple[int, int]]:
+    """Cut a layout into ranges (first, last) of slices that hold at least `num_bytes` each, but for the last range.
+
+    Both sides send and receive a range at a time, so that what has arrived is checked while the rest is under way.
+    """
+    ranges = []
+    first, size = 0, 0
+    for index, item in enumerate(layout):
+        size += item.num_bytes
+        if size >= num_bytes or index == len(layout) - 1:
+            ranges.append((first, index + 1))
+            first, size = index + 1, 0
+    return ranges
+
+
+def flat_views(buffer: torch.Tensor, layout: Sequence[FlatSlice]) -> Iterator[tuple[FlatSlice, torch.Tensor]]:
+    """Each slice with its view on a flat uint8 buffer."""
+    for item in layout:
+        yield item, buffer[item.offset : item.offset + item.num_bytes].view(item.dtype).view(item.shape)
+
+
+def source_view(item: FlatSlice, full: torch.Tensor) -> torch.Tensor:
+    """The part of the trainer's full tensor that a slice is taken from."""
+    return full.narrow(item.slice.dim, item.slice.source_start, item.slice.length)
+
+
+def local_view(item: FlatSlice, parameter: torch.Tensor) -> torch.Tensor:
+    """The part of the rank's parameter that a slice goes to."""
+    return parameter.narrow(item.slice.dim, item.slice.local_start, item.slice.length)
+
+
+def mismatches(manifest: Manifest, trainer: Mapping[str, tuple[tuple[int, ...], str]]) -> list[str]:
+    """What keeps `manifest` from being filled by a trainer with these parameters (name -> full shape, dtype).
+
+    Returns one sentence for each difference, naming the parameter and both values; empty when every parameter of each side
+    has its partner on the other.
+    """
+    problems = []
+    served = {e.shard.name: e for e in manifest.entries}
+    for name in sorted(served.keys() - trainer.keys()):
+        problems.append(f"{name}: vLLM has it, the trainer does not")
+    for name in sorted(trainer.keys() - served.keys()):
+        problems.append(f"{name}: the trainer has it, vLLM does not")
+    for name, entry in served.items():
+        if name not in trainer:
+            continue
+        shape, dtype = trainer[name]
+        if tuple(shape) != entry.shard.full_shape:
+            problems.append(f"{name}: shape {tuple(shape)} in the trainer, {entry.shard.full_shape} in vLLM")
+        if dtype != entry.dtype:
+            problems.append(f"{name}: dtype {dtype} in the trainer, {entry.dtype} in vLLM")
+    return problems
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """`bfloat16` -> torch.bfloat16. Raises ValueError for anything that is no dtype of torch."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is not a torch dtype")
+    return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.bfloat16 -> `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _product(shape: list[int]) -> int:
+    result = 1
+    for extent in shape:
+        result *= extent
+    return result

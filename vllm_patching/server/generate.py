@@ -1,0 +1,261 @@
+"""POST /generate: token ids in, token ids with logprobs and weight versions out, so that no text is ever tokenised twice."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from vllm_patching.compat import logprobs_mode, tokenizer_of
+from vllm_patching.server.version_spans import Span, VersionSpans
+
+
+class TokenPrompt(BaseModel):
+    """A prompt that is tokenised already."""
+
+    model_config = ConfigDict(extra="forbid")
+    prompt_token_ids: list[int] = Field(min_length=1)
+
+
+class GenerateRequest(BaseModel):
+    """The body of POST /generate: the prompt and vLLM's sampling parameters."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    prompt: TokenPrompt | str
+    n: int = Field(default=1, ge=1, le=1024)
+    max_tokens: int = Field(default=16, ge=1)
+    min_tokens: int = Field(default=0, ge=0)
+    temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = -1
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = Field(default=1.0, gt=0)
+    logprobs: int = Field(
+        default=0, ge=0, le=20, description="alternatives beside each sampled token; 0: the sampled one alone"
+    )
+    token_logprobs: bool = Field(
+        default=False,
+        description="answer the sampled tokens' logprobs as numbers in `token_logprobs`, and no tables in `logprobs`",
+    )
+    return_text: bool = Field(default=True, description="answer the completions as text too")
+    prompt_logprobs: int | None = Field(
+        default=None, ge=0, le=20, description="score the prompt's tokens: alternatives beside each; 0: the token itself alone"
+    )
+    prompt_token_logprobs: bool = Field(
+        default=False,
+        description="score the prompt's tokens and answer the logprobs as numbers in `prompt_token_logprobs`, and no tables",
+    )
+
+    @model_validator(mode="after")
+    def _numbers_or_tables(self) -> GenerateRequest:
+        for tables, numbers in (("logprobs", "token_logprobs"), ("prompt_logprobs", "prompt_token_logprobs")):
+            if getattr(self, numbers) and getattr(self, tables):
+                raise ValueError(
+                    f"{tables} {getattr(self, tables)} asks for alternatives, for which {numbers} has no place: leave one out"
+                )
+        return self
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether logprobs of the prompt's tokens are asked for."""
+        return self.prompt_token_logprobs or self.prompt_logprobs is not None
+
+    def sampling_parameters(self, sample: int) -> dict[str, Any]:
+        """Keyword arguments of vLLM's SamplingParams for one sample of the group; each sample has a seed of its own."""
+        ours = {"prompt", "n", "seed", "token_logprobs", "return_text", "prompt_logprobs", "prompt_token_logprobs"}
+        values = self.model_dump(exclude=ours, exclude_none=True)
+        if self.seed is not None:
+            values["seed"] = self.seed + sample
+        if self.scores_prompt and sample == 0:  # the samples share the prompt, and its logprobs with it
+            values["prompt_logprobs"] = self.prompt_logprobs or 0
+        # Of each token vLLM would otherwise make an object, and its text twice: for the completion and for the logprob.
+        values["flat_logprobs"] = True
+        values["detokenize"] = self.return_text or bool(self.stop)
+        return values
+
+
+IMPOSSIBLE = -9999.0
+"""The logprob, in nats, that is answered for a token of the prompt that the model holds impossible: JSON has no infinity.
+vLLM's own routes answer the same."""
+
+
+class LogprobNotFinite(RuntimeError):
+    """The model gave a logprob that is no number, which JSON does not have and nobody can learn from."""
+
+
+class GenerateResponse(msgspec.Struct, kw_only=True):
+    """Every list has one item per completion, but for prompt_token_ids.
+
+    `token_logprobs[completion][position]` is the float32 logprob of the sampled token under the distribution that it was
+    sampled from: after penalties, temperature, top-k, top-p and min-p (at temperature 0, before the choice of the likeliest).
+    With `--logprobs-mode raw_logprobs`, and in deterministic mode, it is before all of them.
+    `logprobs[completion][position]` maps token ids to such logprobs; it always holds the sampled token. An answer has one of
+    the two, and `text` only where it was asked for.
+    `weight_version_spans` has [version, number of tokens] in the order in which the weights were served, `weight_epoch_spans`
+    the weight epoch of each. `weight_versions` and `weight_epochs` are those of the first span: the oldest weights that a token
+    of the completion was sampled with. Their version need not be the smallest, for a trainer that resumes goes back.
+
+    `prompt_token_logprobs[position]` or `prompt_logprobs[position]`, where they were asked for, is the same of the prompt's
+    tokens given those before each: null or {} for the first, which nothing predicts; as a number never below -9999, which
+    stands for a token that is impossible. They are those of the model itself, at temperature 1, whatever the sampling
+    parameters and `--logprobs-mode` are.
+    """
+
+    text: list[str] | msgspec.UnsetType = msgspec.UNSET
+    prompt: str | None
+    finish_reasons: list[str | None]
+    logprobs: list[list[dict[int, float]]] | msgspec.UnsetType = msgspec.UNSET
+    token_logprobs: list[list[float]] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: list[dict[int, float]] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_logprobs: list[float | None] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[list[int]]
+    prompt_token_ids: list[int]
+    weight_versions: list[int]
+    weight_epochs: list[int]
+    weight_version_spans: list[list[tuple[int, int]]]
+    weight_epoch_spans: list[list[int]]
+
+    def to_json(self) -> bytes:
+        return msgspec.json.encode(self)
+
+
+class Generator:
+    """Runs /generate requests on vLLM's engine."""
+
+    def __init__(self, engine: Any, spans: VersionSpans) -> None:
+        self._engine = engine
+        self._spans = spans
+
+    async def generate(self, request: GenerateRequest) -> GenerateResponse:
+        """Sample `n` completions.
+
+        Raises:
+            ValueError: the engine refuses the prompt or the sampling parameters; the message is for the caller.
+            LogprobNotFinite: see there.
+        """
+        text = request.prompt if isinstance(request.prompt, str) else None
+        if isinstance(request.prompt, str):
+            token_ids = list((await tokenizer_of(self._engine)).encode(request.prompt))
+            if not token_ids:
+                raise ValueError("prompt is empty")
+        else:
+            token_ids = request.prompt.prompt_token_ids
+        if request.scores_prompt and (mode := logprobs_mode(self._engine)).endswith("_logits"):
+            raise ValueError(f"this server runs with --logprobs-mode {mode} and has logits where logprobs are asked for")
+        tasks = [asyncio.create_task(self._one(token_ids, request.sampling_parameters(i))) for i in range(request.n)]
+        try:
+            outputs = await asyncio.gather(*tasks)
+        except BaseException:
+            # One sample failed or the client has gone: the rest of the group would be work for nobody.
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+        completions = [output.outputs[0] for output, _ in outputs]
+        sampled = [_sampled(completion.logprobs) for completion in completions]
+        for completion, logprobs in zip(completions, sampled, strict=True):
+            _require_finite(completion.token_ids, logprobs, "a completion")
+        served = [spans for _, spans in outputs]
+        of_prompt = outputs[0][0].prompt_logprobs
+        as_tables = request.scores_prompt and not request.prompt_token_logprobs
+        return GenerateResponse(
+            text=[c.text for c in completions] if request.return_text else msgspec.UNSET,
+            prompt=text,
+            finish_reasons=[c.finish_reason for c in completions],
+            logprobs=msgspec.UNSET if request.token_logprobs else [_tables(c.logprobs) for c in completions],
+            token_logprobs=sampled if request.token_logprobs else msgspec.UNSET,
+            prompt_logprobs=_tables(of_prompt) if as_tables else msgspec.UNSET,
+            prompt_token_logprobs=_of_prompt(token_ids, of_prompt) if request.prompt_token_logprobs else msgspec.UNSET,
+            token_ids=[list(c.token_ids) for c in completions],
+            prompt_token_ids=token_ids,
+            weight_versions=[spans[0].weights.version for spans in served],
+            weight_epochs=[spans[0].weights.epoch for spans in served],
+            weight_version_spans=[[(span.weights.version, span.tokens) for span in spans] for spans in served],
+            weight_epoch_spans=[[span.weights.epoch for span in spans] for spans in served],
+        )
+
+    async def check(self, timeout: float) -> float:
+        """Really sample one token; returns the seconds it took. Raises TimeoutError."""
+        started = time.perf_counter()
+        request = GenerateRequest(prompt=TokenPrompt(prompt_token_ids=[1]), max_tokens=1, temperature=0.0)
+        await asyncio.wait_for(self.generate(request), timeout)
+        return time.perf_counter() - started
+
+    async def _one(self, token_ids: list[int], parameters: dict[str, Any]) -> tuple[Any, list[Span]]:
+        """vLLM's final RequestOutput, which has one completion, and under which weights its tokens were sampled."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = SamplingParams(**parameters, output_kind=RequestOutputKind.FINAL_ONLY)
+        request_id = f"generate-{uuid.uuid4().hex}"
+        self._spans.start(request_id)
+        try:
+            final = None
+            async for output in self._engine.generate({"prompt_token_ids": token_ids}, sampling, request_id):
+                final = output
+            if final is None:
+                raise RuntimeError("the engine ended the request without an output")
+            return final, self._spans.finish(request_id, len(final.outputs[0].token_ids))
+        finally:
+            self._spans.forget(request_id)
+
+
+def _sampled(flat: Any) -> list[float]:
+    """Logprobs of the sampled tokens, which vLLM puts first at each position of its FlatLogprobs."""
+    if len(flat.logprobs) == len(flat.start_indices):
+        return flat.logprobs
+    return [flat.logprobs[start] for start in flat.start_indices]
+
+
+def _of_prompt(tokens: Sequence[int], flat: Any) -> list[float | None]:
+    """Logprobs of the prompt's tokens, which vLLM puts first at each position of its FlatLogprobs; the first token has none.
+
+    Raises:
+        RuntimeError: vLLM scored other tokens than the prompt's, or not all of them.
+    """
+    if [flat.token_ids[start] for start in flat.start_indices[1:]] != list(tokens[1:]):
+        raise RuntimeError(
+            f"vLLM scored {len(flat.start_indices)} positions of a prompt, which are not those of its {len(tokens)} tokens"
+        )
+    # A prompt may hold what the model cannot sample: ids that no token has, or what a mask forbids.
+    logprobs = [max(flat.logprobs[start], IMPOSSIBLE) for start in flat.start_indices[1:]]
+    _require_finite(tokens[1:], logprobs, "the prompt but for its first token")
+    return [None, *logprobs]
+
+
+def _tables(flat: Any) -> list[dict[int, float]]:
+    """For each position of vLLM's FlatLogprobs, the logprobs by token id, but for alternatives of probability 0."""
+    rows = (slice(start, end) for start, end in zip(flat.start_indices, flat.end_indices, strict=True))
+    return [
+        {token: logprob for token, logprob in zip(flat.token_ids[row], flat.logprobs[row], strict=True) if logprob > -math.inf}
+        for row in rows
+    ]
+
+
+def _require_finite(tokens: Sequence[int], logprobs: list[float], what: str) -> None:
+    """
+    Raises:
+        LogprobNotFinite: names the first token whose logprob is NaN or infinite.
+    """
+    if math.isfinite(sum(logprobs)):  # quick; logprobs that are numbers do not add up to infinity
+        return
+    at = next(i for i, logprob in enumerate(logprobs) if not math.isfinite(logprob))
+    raise LogprobNotFinite(
+        f"the logprob of token {tokens[at]} at position {at} of {what} is {logprobs[at]}: the weights that are "
+        "served hold NaN or overflow; see /bridge/state, and have the trainer send whole ones"
+    )

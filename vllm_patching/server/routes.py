@@ -1,0 +1,219 @@
+"""The routes that are added to vLLM's app: /generate, /health_generate, /deterministic, /sampling, /vocabulary, /bridge/*."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from vllm_patching import compat
+from vllm_patching.protocol.verification import BridgeRefusal
+from vllm_patching.protocol.writers import Writer
+from vllm_patching.server.access import AskAtTheDoor, Door
+from vllm_patching.server.controller import BridgeController
+from vllm_patching.server.generate import GenerateRequest, Generator, LogprobNotFinite
+from vllm_patching.server.guard import RefuseWhileUnavailable
+from vllm_patching.server.lora import LoraController, add_lora_routes
+
+logger = logging.getLogger("vllm.lockstep.routes")
+
+HEALTH_GENERATE_SECONDS = 30.0
+GENERATE_OPTIONS = ["return_text", "token_logprobs", "prompt_token_logprobs"]
+"""Fields of /generate that other servers refuse; GET /sampling names them for clients that speak to several kinds."""
+NOT_SHARED = (
+    "this server does not share its weights: VLLM_ENABLE_SHARED_WEIGHTS was not 1 when it started. "
+    "Stop it, `export VLLM_ENABLE_SHARED_WEIGHTS=1`, and start it again."
+)
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class WriterBody(_Body):
+    host: str = Field(min_length=1)
+    pid: int = Field(gt=0)
+    started: int = Field(ge=0, description="clock ticks from the machine's start to the process's")
+
+
+class InitBody(_Body):
+    trainer: str = Field(min_length=1, description="who joins, for messages: host and process id")
+    mode: str = Field(pattern="^(broadcast|single_copy)$")
+    master_addr: str = "localhost"
+    master_port: int = Field(default=29500, gt=0, lt=65536)
+    key: str = Field(default="", max_length=200, description="this server's prefix in the trainer's store")
+    transfer: str = Field(default="auto", pattern="^(auto|direct|overlapped)$")
+    parameters: dict[str, tuple[tuple[int, ...], str]] = Field(description="name -> (full shape, dtype) of the trainer")
+    weight_epoch: int = Field(default=0, ge=0, description="life of the trainer: Unix milliseconds of its start")
+    events: list[str] = Field(default=[], description="single copy on a GPU: for each rank, the event behind the writes")
+    writers: list[WriterBody] = Field(min_length=1, max_length=4096, description="every process of the trainer")
+
+
+class StepBody(_Body):
+    epoch: int
+    version: int = Field(ge=0)
+
+
+class PrepareBody(StepBody):
+    not_finite: str = Field(default="", description="parameter in which the trainer found NaN or infinity")
+
+
+class CommitBody(StepBody):
+    checksums: list[str]
+    lease: str | None = Field(default=None, description="the lease's id, as /bridge/pause answered it")
+    resume: bool = Field(default=False, description="serve the version at once, without a /bridge/resume")
+
+
+class AbortBody(_Body):
+    epoch: int
+    reason: str
+    lease: str | None = Field(default=None, description="the lease that is given back; none if none was received")
+
+
+class LockstepService:
+    """What the routes act on; filled in when vLLM's engine is ready."""
+
+    def __init__(self) -> None:
+        self.engine: Any = None
+        self.generator: Generator | None = None
+        self.bridge: BridgeController | None = None
+        self.lora: LoraController | None = None
+        self.deterministic: dict[str, Any] | None = None
+        """Of the self-test, with the provenance of the kernels; None if the server is not in deterministic mode."""
+
+    def unavailable(self) -> str:
+        """Why nothing can be generated now; empty if it can."""
+        if self.engine is None:
+            return "the engine is still loading"
+        if compat.engine_is_dead(self.engine):
+            return "vLLM's engine process has died; restart the server"
+        return self.bridge.trouble() if self.bridge is not None else ""
+
+
+def attach(app: Any, service: LockstepService, door: Door) -> None:
+    """Add our routes to vLLM's app, a guard in front of all that generates, and the door in front of everything."""
+    app.include_router(make_router(service))
+    # vLLM hands the app over with its middleware stack built, so ours goes around the finished stack.
+    stack = RefuseWhileUnavailable(app.middleware_stack or app.build_middleware_stack(), service)
+    app.middleware_stack = AskAtTheDoor(stack, door)
+
+
+def make_router(service: LockstepService) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health_generate")
+    async def health_generate() -> JSONResponse:
+        reason = service.unavailable()
+        if reason or service.generator is None:
+            return _error(503, reason or "the engine is still loading")
+        try:
+            seconds = await service.generator.check(HEALTH_GENERATE_SECONDS)
+        except TimeoutError:
+            paused = service.bridge is not None and service.bridge.state.in_update
+            why = "a weight update holds it" if paused else "the engine is stuck or overloaded"
+            return _error(503, f"no token within {HEALTH_GENERATE_SECONDS:g} s: {why}")
+        return JSONResponse({"status": "ok", "seconds": seconds})
+
+    @router.post("/generate")
+    async def generate(body: GenerateRequest, request: Request) -> Response:
+        if service.generator is None:
+            return _error(503, "the engine is still loading")
+        work = asyncio.create_task(service.generator.generate(body))
+        gone = asyncio.create_task(_disconnected(request))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                return _error(499, "the client has closed the connection")
+            return Response(work.result().to_json(), media_type="application/json")
+        except ValueError as error:
+            return _error(400, str(error))
+        except LogprobNotFinite as error:
+            return _error(500, str(error))
+        finally:
+            work.cancel()
+            gone.cancel()
+
+    @router.get("/deterministic")
+    async def deterministic() -> JSONResponse:
+        if service.engine is None:
+            return _error(503, "the engine is still loading")
+        if service.deterministic is None:
+            return _error(404, "this server is not in deterministic mode: stop it, and start it with --deterministic")
+        return JSONResponse(service.deterministic)
+
+    @router.get("/sampling")
+    async def sampling() -> JSONResponse:
+        if service.engine is None:
+            return _error(503, "the engine is still loading")
+        return JSONResponse({"logprobs_mode": compat.logprobs_mode(service.engine), "generate_options": GENERATE_OPTIONS})
+
+    @router.get("/vocabulary")
+    async def vocabulary() -> JSONResponse:
+        if service.engine is None:
+            return _error(503, "the engine is still loading")
+        try:
+            tokenizer = await compat.tokenizer_of(service.engine)
+        except ValueError as error:
+            return _error(404, f"this server has no tokenizer: {error}")
+        # Hundreds of thousands of entries: not in the event loop.
+        return await asyncio.to_thread(lambda: JSONResponse({"vocabulary": tokenizer.get_vocab()}))
+
+    def bridge_route(
+        path: str, step: Callable[[BridgeController, Any], Awaitable[dict[str, Any]]], body: type[BaseModel]
+    ) -> None:
+        async def endpoint(body: Any) -> JSONResponse:
+            if service.bridge is None:
+                return _error(409, NOT_SHARED)
+            try:
+                return JSONResponse(await step(service.bridge, body))
+            except BridgeRefusal as refusal:
+                logger.warning("[Bridge] %s: %s", path, refusal)
+                return _error(refusal.status, str(refusal))
+
+        endpoint.__annotations__["body"] = body
+        router.post(path)(endpoint)
+
+    def info(read: Callable[[BridgeController], dict[str, Any]]) -> JSONResponse:
+        if service.engine is None:
+            return _error(503, "the engine is still loading")
+        if service.bridge is None:
+            return _error(409, NOT_SHARED)
+        return JSONResponse(read(service.bridge))
+
+    @router.get("/bridge/info")
+    async def bridge_info() -> JSONResponse:
+        return info(lambda bridge: {**bridge.info(), "deterministic": service.deterministic})
+
+    @router.get("/bridge/state")
+    async def bridge_state() -> JSONResponse:
+        return info(lambda bridge: bridge.status())
+
+    bridge_route(
+        "/bridge/init",
+        lambda b, body: b.init(
+            **body.model_dump(exclude={"writers"}), writers=[Writer(**writer.model_dump()) for writer in body.writers]
+        ),
+        InitBody,
+    )
+    bridge_route("/bridge/prepare", lambda b, body: b.prepare(body.epoch, body.version, body.not_finite), PrepareBody)
+    bridge_route("/bridge/pause", lambda b, body: b.pause(body.epoch, body.version), StepBody)
+    bridge_route("/bridge/commit", lambda b, body: b.commit(**body.model_dump()), CommitBody)
+    bridge_route("/bridge/resume", lambda b, body: b.resume(body.epoch, body.version), StepBody)
+    bridge_route("/bridge/abort", lambda b, body: b.abort(**body.model_dump()), AbortBody)
+    add_lora_routes(router, service)
+    return router
+
+
+async def _disconnected(request: Request) -> None:
+    """Return when the client has gone. Its body has been read, so nothing else comes any more."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": message}, status)

@@ -1,0 +1,120 @@
+"""Looks after a bridge between the trainer's calls: nobody else would notice a trainer that has ended or fallen silent."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+
+from vllm_patching.protocol.verification import BridgeRefusal
+from vllm_patching.protocol.writers import Writer
+from vllm_patching.server.ranks import RankCalls
+from vllm_patching.server.settlement import Settlement
+from vllm_patching.server.state import BridgeState
+from vllm_patching.server.update_clock import UpdateClock
+
+logger = logging.getLogger("vllm.lockstep.bridge")
+
+WATCH_SECONDS = 0.5
+
+
+class BridgeWatchdog:
+    """Gives up an update whose trainer has ended or is silent, or whose worker has lost it; decides what was left undecided.
+
+    It outlives its own errors. Should it end all the same, `has_ended` says so, and no update may begin.
+    """
+
+    def __init__(
+        self, state: BridgeState, ranks: RankCalls, settlement: Settlement, clock: UpdateClock, lock: asyncio.Lock
+    ) -> None:
+        """
+        Args:
+            lock: held by whoever changes the state; while a call of the trainer's is under way, that one watches.
+        """
+        self._state, self._ranks, self._settlement, self._clock, self._lock = state, ranks, settlement, clock, lock
+        self._writers: Sequence[Writer] = ()
+        self._task: asyncio.Task[None] | None = None
+        self._said = ""
+        self.end = ""
+        """Why it has ended."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was started and does not look any more."""
+        return self._task is not None and self._task.done()
+
+    def follow(self, writers: Sequence[Writer]) -> None:
+        """The processes of the present trainer that can be seen from here: with one of them its update has ended."""
+        self._writers = writers
+
+    def start(self) -> None:
+        """Begin. Call from within the event loop."""
+        self._task = asyncio.create_task(self._watch(), name="bridge watchdog")
+        self._task.add_done_callback(self._note_end)
+
+    async def stop(self) -> None:
+        """End it."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            if self._lock.locked():
+                continue
+            async with self._lock:
+                await self._look()
+
+    async def _look(self) -> None:
+        try:
+            if self._state.in_update:
+                reason = await self._lost()
+                if reason:
+                    await self._settlement.give_up(reason)
+            elif not self._state.healthy:
+                await self._settlement.look_again()
+            else:
+                await self._note_first_step()
+        except BridgeRefusal as refusal:
+            await self._settlement.give_up(str(refusal))  # of an update whose workers do not even answer
+        except Exception as error:  # noqa: BLE001 - told and outlived
+            await self._survive(error)
+
+    async def _survive(self, error: Exception) -> None:
+        """An error of our own: an update that cannot be watched over is given up."""
+        told = f"the bridge's watchdog failed: {error!r}"
+        if told != self._said:
+            logger.exception("[Bridge] %s; it goes on", told)
+        self._said = told
+        if self._state.in_update:
+            self._state.fail(told, weights_intact=False, undecided=told)
+            await self._settlement.stand_still()
+
+    async def _lost(self) -> str:
+        """Why the update cannot end well; empty while it can."""
+        trainer = self._state.trainer
+        if self._clock.is_late:
+            return f"nothing from {trainer} for {self._clock.timeout:g} s"
+        ended = [str(writer) for writer in self._writers if writer.has_ended()]
+        if ended:
+            return f"{trainer} has ended" + (f" (process {', '.join(ended)})" if len(self._writers) > 1 else "")
+        if self._state.mode == "broadcast":
+            for status in await self._ranks.call("lockstep_status"):
+                if status["phase"] == "failed" or status["trainer_gone"]:
+                    return f"rank {status['tp_rank']}: {status['error'] or f'{trainer} has ended'}"
+        return ""
+
+    async def _note_first_step(self) -> None:
+        if self._clock.wants_first_step:
+            with suppress(BridgeRefusal):  # that the engine is dead or stuck is told by whatever needs it
+                self._clock.stepped(await self._ranks.first_step())
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        if self._task is None:
+            return  # it was stopped
+        self.end = "cancelled" if task.cancelled() else repr(task.exception())
+        logger.error("[Bridge] the watchdog has ended, updates are refused from now on: %s", self.end)

@@ -1,0 +1,1 @@
+"""How weights travel: process groups, shared memory, files of adapters."""

@@ -1,0 +1,250 @@
+"""Single copy: one allocation of the weights that vLLM reads and the trainer writes.
+
+On a CPU the weights move into a file in shared memory that both processes map; on a GPU they stay where vLLM put them and
+the trainer opens them through CUDA IPC. Either way a handle is plain JSON, so nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_patching.protocol.manifest import ALIGNMENT, dtype_name, parse_dtype
+
+logger = logging.getLogger(__name__)
+
+SHM_DIR = Path("/dev/shm")
+_PREFIX = "lockstep-"
+_EVENT_POLL_SECONDS = 50e-6
+
+
+class SharedMemoryError(RuntimeError):
+    """The weights could not be put into, or opened from, memory that two processes share."""
+
+
+def export_to_shared_memory(parameters: Mapping[str, torch.nn.Parameter], tag: str) -> dict[str, Any]:
+    """Move CPU parameters into one file in shared memory, readable and writable by this user alone.
+
+    Each parameter keeps its identity, name, shape, dtype and values; only its storage moves.
+
+    Args:
+        parameters: contiguous CPU parameters by name.
+        tag: goes into the file's name, for whoever lists the directory.
+
+    Returns:
+        {"kind": "shm", "path", "num_bytes", "params": {name: {"offset", "shape", "dtype"}}}
+
+    Raises:
+        SharedMemoryError: no room in shared memory.
+    """
+    table: dict[str, dict[str, Any]] = {}
+    total = 0
+    for name, parameter in parameters.items():
+        table[name] = {"offset": total, "shape": list(parameter.shape), "dtype": dtype_name(parameter.dtype)}
+        total += -(-parameter.numel() * parameter.element_size() // ALIGNMENT) * ALIGNMENT
+    directory = SHM_DIR if SHM_DIR.is_dir() else Path(tempfile.gettempdir())
+    remove_leftovers(directory)
+    descriptor, path = tempfile.mkstemp(prefix=f"{_PREFIX}{os.getpid()}-{tag}-", suffix=".weights", dir=directory)
+    try:
+        # Reserves the pages now: a full /dev/shm is an error here, not a SIGBUS in the middle of training.
+        os.posix_fallocate(descriptor, 0, max(total, 1))
+    except OSError as error:
+        os.unlink(path)
+        raise SharedMemoryError(
+            f"{directory} has no room for {total / 1e6:.1f} MB of weights ({error.strerror}); enlarge it or free some"
+        ) from error
+    finally:
+        os.close(descriptor)
+    buffer = _map(path, total)
+    for name, parameter in parameters.items():
+        view = _view(buffer, table[name])
+        view.copy_(parameter.data)
+        parameter.data = view
+    return {"kind": "shm", "path": path, "num_bytes": total, "params": table}
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Delete the files of servers that were killed before they could do it themselves."""
+    for path in directory.glob(f"{_PREFIX}*.weights"):
+        owner = path.name.removeprefix(_PREFIX).split("-")[0]
+        if not owner.isdigit() or Path(f"/proc/{owner}").exists():
+            continue
+        with suppress(FileNotFoundError):  # another rank that starts now was faster
+            if path.stat().st_uid == os.getuid():
+                logger.warning("removing %s: process %s, which shared its weights in it, is gone", path, owner)
+                path.unlink()
+
+
+def export_cuda_ipc(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, Any]:
+    """CUDA IPC handles of parameters that stay where they are.
+
+    Returns:
+        {"kind": "cuda_ipc", "gpu_uuid", "params": {name: the arguments that rebuild the tensor, bytes in base64}}
+    """
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    params = {}
+    uuid = ""
+    for name, parameter in parameters.items():
+        uuid = uuid or gpu_uuid(parameter.device)
+        _, arguments = reduce_tensor(parameter.data)
+        (
+            _,
+            size,
+            stride,
+            offset,
+            _,
+            dtype,
+            _,
+            handle,
+            storage_bytes,
+            storage_offset,
+            _,
+            ref_handle,
+            ref_offset,
+            event,
+            sync,
+        ) = arguments
+        params[name] = {
+            "size": list(size),
+            "stride": list(stride),
+            "tensor_offset": offset,
+            "dtype": dtype_name(dtype),
+            "handle": _encode(handle),
+            "storage_bytes": storage_bytes,
+            "storage_offset": storage_offset,
+            "ref_counter_handle": _encode(ref_handle),
+            "ref_counter_offset": ref_offset,
+            "event_handle": _encode(event),
+            "event_sync_required": sync,
+        }
+    return {"kind": "cuda_ipc", "gpu_uuid": uuid, "params": params}
+
+
+def open_handles(handles: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors behind what one of the export functions returned, in another process.
+
+    Raises:
+        SharedMemoryError: the memory is not there: the server has gone, is on another machine or belongs to another user.
+    """
+    if handles["kind"] == "shm":
+        path = handles["path"]
+        if not os.path.exists(path):
+            raise SharedMemoryError(
+                f"{path} is not on this machine: the server that made it has stopped, or runs elsewhere. "
+                "Single copy needs the trainer on the server's machine; use --use-shared-memory (broadcast) otherwise."
+            )
+        buffer = _map(path, int(handles["num_bytes"]))
+        return {name: _view(buffer, row) for name, row in handles["params"].items()}
+    if handles["kind"] == "cuda_ipc":
+        return _open_cuda_ipc(handles)
+    raise SharedMemoryError(f"unknown kind of handle: {handles['kind']!r}")
+
+
+def share_event(device: torch.device) -> tuple[torch.cuda.Event, str]:
+    """A CUDA event of this GPU that another process's work can wait for, and its handle for `open_event`."""
+    with torch.cuda.device(device):  # which need not be the process's present one
+        event = torch.cuda.Event(interprocess=True)
+        event.record()  # it exists from its first record on
+        return event, _encode(event.ipc_handle())
+
+
+def open_event(handle: str, device: torch.device) -> torch.cuda.Event:
+    """The event of another process: waiting for it means for what that process had enqueued at its last record.
+
+    Raises:
+        SharedMemoryError: the handle is none, this machine's driver does not share events, or the weights are on no GPU.
+    """
+    if device.type != "cuda":
+        raise SharedMemoryError(f"the weights are on {device}, where there are no CUDA events to wait for")
+    try:
+        return torch.cuda.Event.from_ipc_handle(device, _decode(handle))
+    except (RuntimeError, ValueError) as error:
+        raise SharedMemoryError(f"cannot open the trainer's CUDA event: {str(error).splitlines()[0]}") from error
+
+
+def reached_in_time(event: torch.cuda.Event, seconds: float) -> bool:
+    """Whether the GPU comes to where another process last recorded its event within that time.
+
+    A GPU made to wait for the event itself waits for ever if that process is killed before the GPU comes there, and whoever
+    synchronises with it does too. So the host asks, and can stop asking.
+
+    Raises:
+        SharedMemoryError: the event can no longer be asked, as when its process has ended.
+    """
+    deadline = time.monotonic() + seconds
+    try:
+        while not event.query():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_EVENT_POLL_SECONDS)
+    except RuntimeError as error:
+        raise SharedMemoryError(f"cannot ask the trainer's CUDA event: {str(error).splitlines()[0]}") from error
+    return True
+
+
+def gpu_uuid(device: torch.device) -> str:
+    """The GPU's UUID, the same in every process whatever CUDA_VISIBLE_DEVICES says."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _open_cuda_ipc(handles: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    visible = {gpu_uuid(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}
+    if handles["gpu_uuid"] not in visible:
+        raise SharedMemoryError(
+            f"vLLM's weights are on GPU {handles['gpu_uuid']}, which this process does not see "
+            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}). "
+            "Single copy needs the trainer on vLLM's GPU."
+        )
+    device = visible[handles["gpu_uuid"]]
+    opened = {}
+    for name, row in handles["params"].items():
+        opened[name] = rebuild_cuda_tensor(
+            torch.Tensor,
+            torch.Size(row["size"]),
+            tuple(row["stride"]),
+            row["tensor_offset"],
+            torch.UntypedStorage,
+            parse_dtype(row["dtype"]),
+            device,
+            _decode(row["handle"]),
+            row["storage_bytes"],
+            row["storage_offset"],
+            False,
+            _decode(row["ref_counter_handle"]),
+            row["ref_counter_offset"],
+            _decode(row["event_handle"]),
+            row["event_sync_required"],
+        )
+    return opened
+
+
+def _map(path: str, num_bytes: int) -> torch.Tensor:
+    return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+
+
+def _view(buffer: torch.Tensor, row: Mapping[str, Any]) -> torch.Tensor:
+    dtype = parse_dtype(row["dtype"])
+    numel = 1
+    for extent in row["shape"]:
+        numel *= extent
+    return buffer[row["offset"] : row["offset"] + numel * dtype.itemsize].view(dtype).view(row["shape"])
+
+
+def _encode(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _decode(text: str) -> bytes:
+    return base64.b64decode(text)

@@ -1,0 +1,1 @@
+"""In vLLM's workers, which hold the weights."""

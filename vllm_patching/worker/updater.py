@@ -1,0 +1,263 @@
+"""The thread in each vLLM worker that receives weights, so that the worker's main thread stays free.
+
+It owns the rendezvous with the trainer, the process groups, the staging buffer and the time-outs. A transfer is one of two:
+
+- overlapped: into the staging buffer while the model generates; the worker's main thread commits it between two steps;
+- direct: into the live parameters, while the engine is paused and no step runs. It needs no second copy of the weights.
+
+Either way what has arrived is summed and searched for NaN in the same pass, part by part, while the rest is under way.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import traceback
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_patching.protocol.checksum import WeightSums
+from vllm_patching.protocol.manifest import FlatSlice, flat_views, parts
+from vllm_patching.transport.groups import PART_BYTES, RECEIVER, BridgeGroups, PeerWatch, Rendezvous, join_store
+
+
+@dataclass
+class UpdaterStatus:
+    """What the thread is doing, as told to the other processes.
+
+    Attributes:
+        phase: idle, joining, ready, receiving, received, leaving or failed.
+        epoch: the trainer's epoch that it has joined; 0 before the first.
+        version: the weight version that was received, or None.
+        checksum: of what was received.
+        not_finite: name of the first parameter in it that holds NaN or infinity; empty if none does.
+        error: what went wrong last, empty while all is well.
+    """
+
+    phase: str = "idle"
+    epoch: int = 0
+    version: int | None = None
+    checksum: str = ""
+    not_finite: str = ""
+    error: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class _Join:
+    status: UpdaterStatus
+    rendezvous: Rendezvous
+    direct: bool
+
+
+@dataclass(frozen=True)
+class _Receive:
+    status: UpdaterStatus
+    version: int
+
+
+@dataclass(frozen=True)
+class _Leave:
+    status: UpdaterStatus
+
+
+class WeightUpdater:
+    """One thread, fed with commands by the worker's main thread."""
+
+    def __init__(
+        self,
+        tp_rank: int,
+        layout: Sequence[FlatSlice],
+        num_bytes: int,
+        live: Sequence[tuple[str, torch.Tensor]],
+        logger: logging.Logger,
+    ) -> None:
+        """
+        Args:
+            tp_rank: this worker's.
+            layout, num_bytes: of this rank's flat buffer, from manifest.flat_layout.
+            live: for each slice of the layout its part of the live parameters, by name; contiguous.
+            logger: the worker's logger, so that the lines appear in vLLM's log.
+        """
+        self.name = f"WeightUpdater_TP{tp_rank}"
+        self.num_bytes = num_bytes
+        self.staging: torch.Tensor | None = None
+        self._layout = layout
+        self._parts = parts(layout, PART_BYTES)
+        self._live = live
+        self._device = live[0][1].device
+        self._logger = logger
+        self._status = UpdaterStatus()
+        self._commands: queue.SimpleQueue[_Join | _Receive | _Leave] = queue.SimpleQueue()
+        self._groups: BridgeGroups | None = None
+        self._watch: PeerWatch | None = None
+        self._targets: Sequence[tuple[str, torch.Tensor]] = ()
+        self._sums: WeightSums | None = None
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._called_off = threading.Event()
+        self._at_rest = threading.Condition()
+        self._pending = 0
+        self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+        self._logger.info("[vLLM Patch] ✓ Weight updater thread started (name: %s)", self.name)
+
+    @property
+    def status(self) -> UpdaterStatus:
+        if self._thread.is_alive() or self._status.phase == "idle":
+            return self._status
+        return UpdaterStatus(
+            phase="failed", epoch=self._status.epoch, error=self._status.error or f"thread {self.name} has died"
+        )
+
+    def join(self, rendezvous: Rendezvous, direct: bool) -> None:
+        """Leave the present trainer, if any, and meet the one at `rendezvous`. Returns at once; watch `status`.
+
+        Args:
+            direct: receive into the live parameters instead of a staging buffer.
+        """
+        self._called_off.set()
+        self._submit(_Join(UpdaterStatus(phase="joining", epoch=rendezvous.epoch), rendezvous, direct))
+
+    def leave(self) -> None:
+        """Leave the present trainer, if any, and give the staging buffer back. Returns at once; `wait` for it."""
+        self._called_off.set()
+        self._submit(_Leave(UpdaterStatus(phase="leaving", epoch=self._status.epoch)))
+
+    def receive(self, version: int) -> None:
+        """Receive the weights of `version`. Returns at once; watch `status`."""
+        self._called_off.clear()
+        self._submit(_Receive(UpdaterStatus(phase="receiving", epoch=self._status.epoch), version))
+
+    def wait(self, seconds: float) -> UpdaterStatus:
+        """Give the command in progress up to `seconds` to end; returns the status then."""
+        with self._at_rest:
+            self._at_rest.wait_for(lambda: self._pending == 0, seconds)
+        return self.status
+
+    def trainer_gone(self) -> bool:
+        """Whether the process of the trainer that was joined has ended."""
+        watch = self._watch
+        return watch is not None and watch.gone()
+
+    def discard(self, seconds: float) -> bool:
+        """Call a transfer off, and forget what was received. Returns whether the thread has let go of its target by then."""
+        self._called_off.set()
+        self.wait(seconds)
+        self._status.version = None
+        if self._status.phase == "received":
+            self._status.phase = "ready"
+        return self._pending == 0
+
+    def staged(self) -> list[torch.Tensor]:
+        """For each slice of the layout, what was received in an overlapped transfer."""
+        return [tensor for _, tensor in self._targets]
+
+    def _submit(self, command: _Join | _Receive | _Leave) -> None:
+        with self._at_rest:
+            self._pending += 1
+        self._status = command.status
+        self._commands.put(command)
+
+    def _run(self) -> None:
+        stream: AbstractContextManager[Any] = torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        with stream:
+            while True:
+                self._obey(self._commands.get())
+                with self._at_rest:
+                    self._pending -= 1
+                    self._at_rest.notify_all()
+
+    def _obey(self, command: _Join | _Receive | _Leave) -> None:
+        # A failed command must not end the thread: the next trainer needs it. The reason is kept for whoever asks. Each command
+        # has a status of its own, so that one which ends late says nothing about what was asked since.
+        try:
+            if isinstance(command, _Join):
+                self._join(command)
+            elif isinstance(command, _Receive):
+                self._receive(command)
+            else:
+                self._leave()
+                self._drop_staging()
+                command.status.phase = "idle"
+        except Exception as error:  # noqa: BLE001
+            self._logger.error("[vLLM Patch] %s: %s failed: %s", self.name, type(command).__name__.strip("_").lower(), error)
+            self._logger.debug("%s", traceback.format_exc())
+            command.status.phase = "failed"
+            command.status.error = f"{self.name}: {error}"
+
+    def _join(self, command: _Join) -> None:
+        self._leave()
+        self.aim(command.direct)
+        r = command.rendezvous
+        store = join_store(r)
+        self._watch = PeerWatch(r.host, r.port, r.timeout)
+        self._groups = BridgeGroups(r, store, self._device, RECEIVER)
+        command.status.phase = "ready"
+        how = "directly into the live weights" if command.direct else "into a staging buffer"
+        self._logger.info("[vLLM Patch] %s joined the trainer (epoch %d), receives %s", self.name, r.epoch, how)
+
+    def aim(self, direct: bool) -> None:
+        """Choose where to receive into: the live weights, or a staging buffer, which is made or given back accordingly."""
+        if direct:
+            self._drop_staging()
+            self._targets = self._live
+        else:
+            if self.staging is None:
+                self.staging = torch.zeros(self.num_bytes, dtype=torch.uint8, device=self._device)
+            self._targets = [(item.name, view) for item, view in flat_views(self.staging, self._layout)]
+        self._sums = WeightSums(self._targets)
+        self._sums.all()  # compiles the kernel now, and not in the first update
+
+    def _drop_staging(self) -> None:
+        had, self.staging, self._targets, self._sums = self.staging is not None, None, (), None
+        if had and self._stream is not None:
+            # PyTorch would keep the memory: to vLLM it would not look free, and a trainer beside it could not have it.
+            self._stream.synchronize()
+            torch.cuda.empty_cache()
+
+    def _receive(self, command: _Receive) -> None:
+        if self._groups is None or self._sums is None:
+            raise RuntimeError("no trainer has joined; call /bridge/init first")
+        self._sums.reset()
+        for first, last in self._parts:
+            if self._called_off.is_set():
+                raise RuntimeError("the transfer was called off")
+            self._receive_part(self._groups, first, last)
+            self._sums.add(first, last)
+        self._groups.finish(self._lost)
+        summary = self._sums.read()
+        status = command.status
+        status.version, status.checksum, status.not_finite = command.version, summary.checksum, summary.not_finite
+        status.phase = "received"
+
+    def _receive_part(self, groups: BridgeGroups, first: int, last: int) -> None:
+        try:
+            groups.broadcast([tensor for _, tensor in self._targets[first:last]])
+        except RuntimeError as error:
+            # Gloo says which address has closed its connection, or that time is up; not whose it was.
+            reason = self._lost() or "the trainer did not send"
+            raise RuntimeError(f"{reason} ({str(error).splitlines()[0]})") from error
+
+    def _lost(self) -> str:
+        if self._called_off.is_set():
+            return "it was called off"
+        return "the trainer's process has ended" if self.trainer_gone() else ""
+
+    def _leave(self) -> None:
+        groups, self._groups = self._groups, None
+        watch, self._watch = self._watch, None
+        if groups is not None:
+            groups.close()
+        if watch is not None:
+            watch.close()
