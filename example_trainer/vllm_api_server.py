@@ -3,8 +3,7 @@
     VLLM_ENABLE_SHARED_WEIGHTS=1 python -u example_trainer/vllm_api_server.py --model Qwen/Qwen2.5-14B-Instruct \\
         --tensor-parallel-size 2 --port 9001 --dtype bfloat16
 
-Takes every flag of `vllm serve`. Our own: --allow-host, --bridge-timeout, --deterministic, --inflight-cache, --weight-version,
---weight-epoch.
+Takes `vllm serve`'s flags. Ours: --allow-host, --bridge-timeout, --deterministic, --inflight-cache, --weight-version/-epoch.
 Environment: VLLM_ENABLE_SHARED_WEIGHTS=1 shares the weights with a trainer; LOGDIR is where vllm_bridge_config.json goes
 (default: the working directory); VLLM_API_KEY is the key that callers must have (without: vllm_patching/server/access.py).
 """

@@ -17,7 +17,7 @@ from vllm_patching.batch_invariant.provenance import OPERATIONS, provenance, pro
 from vllm_patching.batch_invariant.self_test import first_difference
 from vllm_patching.batch_invariant.settings import ENVIRONMENT, enable_settings, nccl_variables, pinned, restore_nccl, settings
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PATCHES = """
 import torch
 from vllm_patching.batch_invariant.patches import apply_patches

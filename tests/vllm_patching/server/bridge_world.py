@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.vllm_patching.server.fake_engine import PARAMETERS, PARTS, FakeEngine, checksum
 from tests.vllm_patching.server.virtual_time import VirtualLoop
-from vllm_patching.engine_core.extension import install as engine_core
+from vllm_patching.engine_core import extension as engine_core
 from vllm_patching.protocol.verification import BridgeRefusal
 from vllm_patching.protocol.writers import Writer
 from vllm_patching.server import controller as bridge_controller

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_patching.engine_core.extension import install as engine_core
+from vllm_patching.engine_core import extension as engine_core
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry
 from vllm_patching.protocol.sharding import ShardSpec, Slice
 from vllm_patching.protocol.verification import CAN_VERIFY_AND_RESUME, VERIFY_AND_RESUME

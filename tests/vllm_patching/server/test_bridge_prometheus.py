@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from vllm_patching.server.metrics import BridgeMetrics, FollowBridge
 from vllm_patching.server.state import BridgeState, Phase
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class Clock:

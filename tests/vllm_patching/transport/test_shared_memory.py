@@ -17,7 +17,7 @@ import torch
 
 from vllm_patching.transport.shared_memory import SharedMemoryError, export_to_shared_memory, open_handles, remove_leftovers
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture

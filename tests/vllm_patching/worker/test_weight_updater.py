@@ -27,7 +27,7 @@ from vllm_patching.transport.groups import (
 )
 from vllm_patching.worker.updater import WeightUpdater
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 GEOMETRY = ModelGeometry("qwen3", 1, 12, 8, 4, 2, 3, 70, True, False, False, False, True)
 SECONDS = 60.0
 """For whatever must come; a trainer's process takes some to start."""
@@ -38,7 +38,7 @@ LAYOUT, NUM_BYTES = flat_layout(
 
 TRAINER = """
 import sys, torch
-from tests.vllm_patching.test_weight_updater import new_weights
+from tests.vllm_patching.worker.test_weight_updater import new_weights
 from vllm_patching.transport.groups import SENDER, BridgeGroups, Rendezvous, host_store
 port, epoch, behaviour = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 store = host_store("localhost", port, 60)
