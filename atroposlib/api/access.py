@@ -15,8 +15,10 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 
-READING = frozenset({"/", "/info", "/wandb_info", "/status", "/stats", "/metrics", "/latest_example", "/docs", "/openapi.json"})
-"""Paths that change nothing: a person may open them in a browser."""
+READING = frozenset(
+    {"/", "/info", "/wandb_info", "/status", "/stats", "/metrics", "/latest_example", "/docs", "/openapi.json", "/fleet"}
+)
+"""Paths whose GET changes nothing: a person may open them in a browser."""
 
 
 class NotAllowedError(Exception):
@@ -106,6 +108,7 @@ def _silent_page(method: str, path: str, headers: Headers) -> str | None:
     """What shows that a page may send this: over plain HTTP to another machine browsers say no Sec-Fetch-Site, and for an
     image no Origin either. All that is left is that it is a browser."""
     browser = headers.get("user-agent", "").startswith("Mozilla/")
-    if browser and path not in READING and not ("origin" in headers or "sec-fetch-site" in headers):
+    reading = method in ("GET", "HEAD") and path in READING
+    if browser and not reading and not ("origin" in headers or "sec-fetch-site" in headers):
         return f"{method} {path} comes from a browser that does not say from which page"
     return None

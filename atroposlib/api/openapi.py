@@ -9,21 +9,41 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from atroposlib.api.schemas import AckBatch, EndRun, EnvIdentifier, PostedEvaluation, RegisterEnv, RegisterTrainer, ScoredData
+from atroposlib.api.schemas import (
+    AckBatch,
+    EndRun,
+    EnvIdentifier,
+    PostedEvaluation,
+    PublishedFleet,
+    RegisterEnv,
+    RegisterTrainer,
+    ScoredData,
+    ServerAddress,
+)
 
 PREFIX = "#/components/schemas/"
-MODELS: list[type[BaseModel]] = [RegisterTrainer, RegisterEnv, EnvIdentifier, AckBatch, EndRun, PostedEvaluation, ScoredData]
+MODELS: list[type[BaseModel]] = [
+    RegisterTrainer,
+    RegisterEnv,
+    EnvIdentifier,
+    AckBatch,
+    EndRun,
+    PostedEvaluation,
+    PublishedFleet,
+    ServerAddress,
+    ScoredData,
+]
 REFUSALS = {
     400: "The body is no valid gzip",
     401: "No bearer token, or a wrong one",
     403: "Without a key: a web page, or a Host that is not this service's",
-    404: "No such environment or batch",
+    404: "No such environment, batch or inference server",
     408: "The body did not arrive in time",
     409: "No trainer has registered, or another one has taken over",
     413: "The body is too large",
     415: "A Content-Encoding other than gzip",
     422: "The body does not validate; the answer names field, index and value",
-    429: "The queue is at its bound; see Retry-After",
+    429: "The queue, or the list of servers, is at its bound; see Retry-After",
     503: "Not done in time; see Retry-After",
     507: "The store cannot take more data",
 }

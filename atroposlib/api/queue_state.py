@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 from atroposlib.api.environments import Registry
 from atroposlib.api.evaluations import Evaluations
+from atroposlib.api.fleet import Wishes
 from atroposlib.api.lines import Lines
 from atroposlib.api.packing import choose_multiple
 from atroposlib.api.state import (
@@ -48,6 +49,7 @@ class QueueState:
         self.batches_skipped = 0  # acknowledged by a trainer that could not learn from them
         self.registry = Registry(self.limits)
         self.evaluations = Evaluations()
+        self.fleet = Wishes()
         self.lines = Lines()
         self.buffers: dict[int, list[Group]] = {}
         self.leases: dict[int, Lease] = {}
@@ -68,7 +70,7 @@ class QueueState:
         changes, self.changes = self.changes, Changes()
         changes.environments = self.registry.take_changed()
         changes.evaluations, changes.evaluations_removed = self.evaluations.take_changed()
-        if self._state_changed:
+        if self.fleet.take_changed() or self._state_changed:
             self._state_changed = False
             changes.state = {
                 "registration": asdict(self.registration) if self.registration else None,
@@ -88,6 +90,7 @@ class QueueState:
                 "next_seq": self.next_seq,
                 "next_batch_id": self.next_batch_id,
                 "next_evaluation": self.evaluations.next_id,
+                "fleet": self.fleet.stored(),
                 "drops": [[reason, bucket, count] for (reason, bucket), count in sorted(self.drops.items())],
             }
         return changes
@@ -119,6 +122,7 @@ class QueueState:
         self.leases = {lease.batch_id: lease for lease in sorted(snapshot.leases, key=lambda lease: lease.batch_id)}
         self.keys.update(snapshot.keys)
         self.evaluations.restore(snapshot.evaluations, state.get("next_evaluation", 1))
+        self.fleet = Wishes(**state.get("fleet", {}))
         held = list(self._held())
         self.held_groups, self.held_bytes = len(held), sum(group.n_bytes for group in held)
         self._tell_versions()

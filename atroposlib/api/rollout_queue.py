@@ -104,7 +104,7 @@ class RolloutQueue(QueueState):
             NotRegisteredError: no trainer has registered.
             SupersededError: `uuid` is not the current registration's.
         """
-        registration = self._require_trainer(uuid)
+        registration = self.require_trainer(uuid)
         if not self.started:
             self.started = self._state_changed = True
         if received is not None and not self.acks:
@@ -199,7 +199,7 @@ class RolloutQueue(QueueState):
             UnknownBatchError: no such batch was ever handed out.
             SupersededError: `uuid` is not the current registration's.
         """
-        self._require_trainer(uuid)
+        self.require_trainer(uuid)
         if batch_id is not None and not 1 <= batch_id < self.next_batch_id:
             raise UnknownBatchError(
                 f"batch {batch_id} was never handed out (the last one was {self.next_batch_id - 1}); "
@@ -231,10 +231,16 @@ class RolloutQueue(QueueState):
             NotRegisteredError: no trainer has registered.
             SupersededError: `uuid` is not the current registration's.
         """
-        self._require_trainer(uuid)
+        self.require_trainer(uuid)
         self.ended = self._state_changed = True
 
-    def _require_trainer(self, uuid: int | None) -> Registration:
+    def require_trainer(self, uuid: int | None) -> Registration:
+        """The registration that is in force.
+
+        Raises:
+            NotRegisteredError: no trainer has registered.
+            SupersededError: `uuid` is not the current registration's.
+        """
         if self.registration is None:
             raise NotRegisteredError("Trainer not registered. Call /register first.")
         if uuid is not None and uuid != self.registration.uuid:

@@ -6,13 +6,15 @@ are the bytes that go out: `read_groups` never builds them anew unless a value h
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
+from atroposlib.api.fleet import MOST_SERVERS, first_double
 from atroposlib.api.group_checks import check_group
 from atroposlib.api.refusals import InvalidRequestError, path, short
 from atroposlib.api.state import Draft
+from atroposlib.utils.addresses import LONGEST, server_address
 
 LARGEST_BATCH = 1 << 20
 """Sequences. The work of packing a batch grows with its size, so it has a bound."""
@@ -24,6 +26,8 @@ Size = Annotated[int, Field(ge=1, le=LARGEST_BATCH)]
 Name = Annotated[str, Field(max_length=4096)]
 Key = Annotated[str, Field(min_length=1, max_length=256)]
 MetricName = Annotated[str, Field(min_length=1, max_length=256)]
+ServerUrl = Annotated[str, Field(max_length=LONGEST), AfterValidator(server_address)]
+"""http://host:port, or https."""
 
 # The first wrong value ends the reading: a million wrong values would otherwise become a million error records.
 Ints = Annotated[list[int], Field(fail_fast=True)]
@@ -125,6 +129,40 @@ class PostedEvaluation(Request):
     metrics: Annotated[dict[MetricName, FiniteFloat], Field(min_length=1, max_length=256)]
     idempotency_key: Key | None = None
     """Chosen by the client; the same key again is answered again but not counted again."""
+
+
+class ServerAddress(Request):
+    """POST /fleet/join and POST /fleet/leave."""
+
+    url: ServerUrl
+
+
+class PublishedServer(Request):
+    """One inference server, as the trainer sees it."""
+
+    url: ServerUrl
+    standing: Literal["joining", "good", "quarantined", "away"]
+    weight_version: SafeInt | None = None
+    """Of the weights that it serves; null if that is not known."""
+    weight_epoch: SafeInt | None = None
+    since: Annotated[FiniteFloat, Field(ge=0)] | None = None
+    """When it came to stand so, in Unix seconds."""
+    reason: Name = ""
+    """Why it is not good."""
+
+
+def _each_once(servers: list[PublishedServer]) -> list[PublishedServer]:
+    if (double := first_double(server.url for server in servers)) is not None:
+        raise ValueError(f"{double} is listed twice; list each server once")
+    return servers
+
+
+class PublishedFleet(Request):
+    """POST /fleet."""
+
+    servers: Annotated[list[PublishedServer], Field(max_length=MOST_SERVERS), AfterValidator(_each_once)]
+    uuid: SafeInt | None = None
+    """What /register answered; a trainer that was superseded is told so, and its table is not taken."""
 
 
 class ScoredData(BaseModel):

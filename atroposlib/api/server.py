@@ -18,6 +18,8 @@ from starlette.types import Receive, Scope, Send
 from atroposlib.api.access import Access
 from atroposlib.api.answers import answer, query_int, refuse
 from atroposlib.api.evaluation_routes import add_evaluation_routes
+from atroposlib.api.fleet import Table
+from atroposlib.api.fleet_routes import add_fleet_routes
 from atroposlib.api.group_reader import GroupReader, ReaderError
 from atroposlib.api.middleware import GZIP_FROM, Gate, Place, RequestLimits, accepts_gzip, compress
 from atroposlib.api.openapi import describe, takes
@@ -130,6 +132,7 @@ def make_app(service: RolloutService, limits: RequestLimits | None = None) -> Fa
     add_trainer_routes(app, service)
     add_environment_routes(app, service, reader)
     add_evaluation_routes(app, service)
+    add_fleet_routes(app, service)
     add_status_routes(app, service)
     describe(app)
     return app
@@ -243,7 +246,7 @@ def add_trainer_routes(app: FastAPI, service: RolloutService) -> None:
         """Forget everything, registrations included."""
         groups = service.queue.held_groups
         await service.run(lambda queue: queue.reset())
-        service.latest = None
+        service.latest, service.fleet_table = None, Table()
         logger.warning("reset: %d groups and all registrations are gone", groups)
         return Response("Reset successful", media_type="text/plain")
 

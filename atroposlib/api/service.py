@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import orjson
 
 from atroposlib.api.committer import Committer
+from atroposlib.api.fleet import Table
 from atroposlib.api.metrics import Metrics
 from atroposlib.api.rollout_queue import RolloutQueue
 from atroposlib.api.state import NOBODY, Draft, Lease, Limits, Receipt
@@ -44,6 +45,7 @@ class RolloutService:
         self.queue = RolloutQueue(self.limits, store.load(), self.clock())
         self.metrics = Metrics(lambda: self.queue)
         self.latest: bytes | None = None
+        self.fleet_table = Table()
         self._broken: StoreError | None = None
         self._mending: asyncio.Task[None] | None = None
         self.committer = Committer(store, commit_timeout, self.metrics.commit_seconds.observe, self._mend)

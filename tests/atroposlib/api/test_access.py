@@ -83,6 +83,8 @@ def test_a_page_cannot_wipe_a_run(headers: dict[str, str], is_allowed: bool) -> 
 def test_a_person_may_look() -> None:
     assert allowed(Access(), "/stats", user_agent=BROWSER)
     assert not allowed(Access(), "/batch", user_agent=BROWSER)
+    assert allowed(Access(), "/fleet", user_agent=BROWSER)
+    assert not allowed(Access(), "/fleet", "POST", user_agent=BROWSER)
 
 
 def test_with_a_key_only_the_key_counts() -> None:
