@@ -27,7 +27,9 @@ class FleetFullError(Exception):
     """There are as many addresses as there may be."""
 
     def __init__(self, url: str) -> None:
-        super().__init__(f"{url} is one server too many: {MOST_SERVERS} are listed already; POST /fleet/leave those that are gone")
+        super().__init__(
+            f"{url} is one server too many: {MOST_SERVERS} are listed already; POST /fleet/leave those that are gone"
+        )
 
 
 @dataclass(slots=True)
