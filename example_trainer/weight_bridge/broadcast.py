@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import torch
 
@@ -18,7 +19,8 @@ from example_trainer.weight_bridge.server import BridgeServer, Shapes, served_dt
 from example_trainer.weight_bridge.slices import WeightSlices, receivers_of
 from vllm_patching.protocol.checksum import WeightSummary
 from vllm_patching.protocol.manifest import dtype_name
-from vllm_patching.transport.groups import RendezvousError, host_store, rendezvous_address
+from vllm_patching.transport.addresses import RendezvousError, rendezvous_address
+from vllm_patching.transport.groups import host_store
 from vllm_patching.transport.shared_memory import gpu_uuid
 
 logger = logging.getLogger(__name__)
@@ -68,7 +70,10 @@ class BroadcastBridge(WeightBridge):
     def connect(self, model: torch.nn.Module) -> None:
         self._model = model
         self._device = next(model.parameters()).device
-        self._address = _translate(rendezvous_address)
+        hosts = [str(urlsplit(session.server.url).hostname) for session in self._sessions]
+        # Rank 0's: another machine's way to the servers may begin at another address.
+        host, port = self._ranks.on_main("finding the rendezvous", lambda: _translate(lambda: rendezvous_address(hosts)))
+        self._address = (host, port)
         timeout = self._sessions[0].server.timeout
         # Rank 0 hosts the store: the others come after it.
         if self._ranks.is_main:

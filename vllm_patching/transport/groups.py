@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vllm_patching.transport.addresses import REACH_SECONDS, RendezvousError, gloo_group, reach
+
 logger = logging.getLogger(__name__)
 
 SENDER, RECEIVER = 0, 1
@@ -30,10 +32,6 @@ PART_BYTES = 256 << 20
 """How much is handed to NCCL at once (see manifest.parts). Both sides must agree."""
 
 _ASK_SECONDS = 0.25
-
-
-class RendezvousError(RuntimeError):
-    """The other side did not appear, or its address cannot be used. The message names address, rank and deadline."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,9 @@ def host_store(host: str, port: int, timeout: float, is_host: bool = True) -> di
         RendezvousError: the port is taken or the address is not this machine's.
     """
     try:
-        return dist.TCPStore(host, port, is_master=is_host, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+        # Who hosts it listens on every address, and reaches itself whatever others call it.
+        where = "localhost" if is_host else host
+        return dist.TCPStore(where, port, is_master=is_host, wait_for_workers=False, timeout=timedelta(seconds=timeout))
     except (RuntimeError, ValueError) as error:
         raise RendezvousError(
             f"cannot open the rendezvous on {host}:{port} ({_first_line(error)}). "
@@ -76,6 +76,7 @@ def host_store(host: str, port: int, timeout: float, is_host: bool = True) -> di
 def join_store(rendezvous: Rendezvous) -> dist.TCPStore:
     """Connect to the trainer's store from a worker. Raises RendezvousError after the deadline."""
     where = f"{rendezvous.host}:{rendezvous.port}"
+    reach(rendezvous.host, rendezvous.port, f"vLLM rank {rendezvous.tp_rank}", min(REACH_SECONDS, rendezvous.timeout))
     try:
         return dist.TCPStore(
             rendezvous.host,
@@ -132,7 +133,7 @@ class BridgeGroups:
                 options._timeout = timedelta(seconds=2 * r.timeout + 60)  # ours comes first, and says more
                 with _quiet_nccl_watchdog():
                     return dist.ProcessGroupNCCL(store, self._role, 2, options)
-            return dist.ProcessGroupGloo(store, self._role, 2, timedelta(seconds=r.timeout))
+            return gloo_group(store, self._role, 2, r.host, r.timeout)
         except RuntimeError as error:
             other = f"vLLM rank {r.tp_rank}" if self._role == SENDER else "the trainer"
             raise RendezvousError(
@@ -238,30 +239,6 @@ def _quiet_nccl_watchdog() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def rendezvous_address() -> tuple[str, int]:
-    """MASTER_ADDR and MASTER_PORT, by default localhost:29500.
-
-    NUM_INFERENCE_NODES says on how many other machines vLLM runs; 0 means on this one. Under torchrun, which uses MASTER_PORT
-    itself, it is the port after that one.
-
-    Raises:
-        RendezvousError: a variable holds no number, or the address is one that another machine cannot reach.
-    """
-    host = os.environ.get("MASTER_ADDR", "localhost")
-    nodes = os.environ.get("NUM_INFERENCE_NODES", "0")
-    if not nodes.isdigit():
-        raise RendezvousError(f"NUM_INFERENCE_NODES={nodes!r} is not a number (0: vLLM runs on this machine)")
-    if int(nodes) > 0 and host in ("localhost", "127.0.0.1", "::1"):
-        raise RendezvousError(
-            f"NUM_INFERENCE_NODES={nodes} says that vLLM runs elsewhere, but nobody there can reach MASTER_ADDR={host}; "
-            "set MASTER_ADDR to this machine's address"
-        )
-    text = os.environ.get("MASTER_PORT", "29500")
-    if not text.isdigit() or not 0 < int(text) < 65536:
-        raise RendezvousError(f"MASTER_PORT={text!r} is not a port number (1 to 65535)")
-    return host, int(text) + ("TORCHELASTIC_RUN_ID" in os.environ)
 
 
 def _first_line(error: BaseException) -> str:

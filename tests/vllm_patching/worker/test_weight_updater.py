@@ -16,15 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from vllm_patching.protocol.checksum import weights_checksum
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry, flat_layout
 from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
-from vllm_patching.transport.groups import (
-    SENDER,
-    BridgeGroups,
-    PeerWatch,
-    Rendezvous,
-    RendezvousError,
-    host_store,
-    rendezvous_address,
-)
+from vllm_patching.transport.addresses import RendezvousError
+from vllm_patching.transport.groups import SENDER, BridgeGroups, PeerWatch, Rendezvous, host_store
 from vllm_patching.worker.updater import WeightUpdater
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -210,26 +203,6 @@ def test_a_port_in_use_names_the_port_and_the_remedy(free_port: Callable[[], int
     with pytest.raises(RendezvousError, match=rf"localhost:{port}.*MASTER_PORT"):
         host_store("localhost", port, 1.0)
     del keep
-
-
-@pytest.mark.parametrize("value", ["abc", "0", "70000", "-1"])
-def test_a_wrong_master_port_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setenv("MASTER_PORT", value)
-    with pytest.raises(RendezvousError, match="MASTER_PORT"):
-        rendezvous_address()
-
-
-def test_other_machines_need_an_address_that_they_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NUM_INFERENCE_NODES", "1")
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    with pytest.raises(RendezvousError, match="MASTER_ADDR=localhost"):
-        rendezvous_address()
-    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "4000")
-    assert rendezvous_address() == ("10.0.0.1", 4000)
-    monkeypatch.setenv("NUM_INFERENCE_NODES", "many")
-    with pytest.raises(RendezvousError, match="NUM_INFERENCE_NODES='many'"):
-        rendezvous_address()
 
 
 def test_a_command_that_fails_late_says_nothing_about_the_next(updater: WeightUpdater, free_port: Callable[[], int]) -> None:
