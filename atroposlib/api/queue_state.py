@@ -16,9 +16,11 @@ from atroposlib.api.state import (
     Group,
     Lease,
     Limits,
+    NotRegisteredError,
     Receipt,
     Registration,
     Snapshot,
+    SupersededError,
     length_bucket,
 )
 from atroposlib.utils.lives import Life, line_version, oldest
@@ -134,6 +136,24 @@ class QueueState:
             yield from buffer
         for lease in self.leases.values():
             yield from lease.groups
+
+    # ---- the trainer ----
+
+    def require_trainer(self, uuid: int | None) -> Registration:
+        """The registration that is in force.
+
+        Raises:
+            NotRegisteredError: no trainer has registered.
+            SupersededError: `uuid` is not the current registration's.
+        """
+        if self.registration is None:
+            raise NotRegisteredError("Trainer not registered. Call /register first.")
+        if uuid is not None and uuid != self.registration.uuid:
+            raise SupersededError(
+                f"another trainer has registered since (its uuid is {self.registration.uuid}, you said {uuid}); "
+                "register again to take over"
+            )
+        return self.registration
 
     # ---- age ----
 

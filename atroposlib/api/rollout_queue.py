@@ -25,11 +25,9 @@ from atroposlib.api.state import (
     Environment,
     Group,
     Lease,
-    NotRegisteredError,
     QueueFullError,
     Receipt,
     Registration,
-    SupersededError,
     UnknownBatchError,
 )
 from atroposlib.utils.lives import begin_life, oldest
@@ -233,22 +231,6 @@ class RolloutQueue(QueueState):
         """
         self.require_trainer(uuid)
         self.ended = self._state_changed = True
-
-    def require_trainer(self, uuid: int | None) -> Registration:
-        """The registration that is in force.
-
-        Raises:
-            NotRegisteredError: no trainer has registered.
-            SupersededError: `uuid` is not the current registration's.
-        """
-        if self.registration is None:
-            raise NotRegisteredError("Trainer not registered. Call /register first.")
-        if uuid is not None and uuid != self.registration.uuid:
-            raise SupersededError(
-                f"another trainer has registered since (its uuid is {self.registration.uuid}, you said {uuid}); "
-                "register again to take over"
-            )
-        return self.registration
 
     # ---- environments ----
 
