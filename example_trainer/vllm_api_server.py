@@ -58,10 +58,10 @@ def one_line_errors(base: type) -> type:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """vLLM's flags with our defaults, checked as far as that goes without loading anything."""
-    from vllm_patching import compat
+    from vllm_patching.compat.server_app import make_server_parser
 
     try:
-        parser = compat.make_server_parser("vLLM's OpenAI server with /generate and the weight bridge.", one_line_errors)
+        parser = make_server_parser("vLLM's OpenAI server with /generate and the weight bridge.", one_line_errors)
     except RuntimeError as error:
         if "device type" not in str(error):
             raise
@@ -284,7 +284,9 @@ async def verify_deterministic(engine: Any, logger: Any) -> dict[str, Any]:
 
 def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Door) -> None:
     """Hook our routes and the bridge into vLLM's server."""
-    from vllm_patching import compat
+    from vllm_patching.compat.loggers import worker_logger
+    from vllm_patching.compat.outputs import take_logprobs_together
+    from vllm_patching.compat.server_app import wrap_server
     from vllm_patching.server.config_file import ConfigFileError
     from vllm_patching.server.controller import BridgeController
     from vllm_patching.server.generate import Generator
@@ -293,7 +295,7 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Doo
     from vllm_patching.server.routes import NOT_SHARED, LockstepService, attach
     from vllm_patching.server.version_spans import VersionSpans
 
-    logger = compat.worker_logger("lockstep.server")
+    logger = worker_logger("lockstep.server")
     service = LockstepService()
     background: set[asyncio.Task[None]] = set()
     kind = AdapterSpans if args.enable_lora else VersionSpans
@@ -334,8 +336,8 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Doo
         background.add(task)
         task.add_done_callback(background.discard)
 
-    compat.take_logprobs_together()
-    compat.wrap_server(module, on_app, on_state)
+    take_logprobs_together()
+    wrap_server(module, on_app, on_state)
     run_server = module.run_server
 
     async def run_and_clean_up() -> None:
@@ -368,7 +370,7 @@ def main(arguments: list[str] | None = None) -> None:
         if error.name != "vllm":
             raise
         fail("vLLM is not installed: `pip install -r requirements.txt` on a GPU machine, `./scripts/setup.sh --cpu` elsewhere")
-    from vllm_patching import compat
+    from vllm_patching.compat.server_app import server_module, validate_server_args
     from vllm_patching.engine_core import extension as engine_core
     from vllm_patching.server.access import make_door
 
@@ -389,8 +391,8 @@ def main(arguments: list[str] | None = None) -> None:
     import uvloop
 
     engine_core.prepare_environment(os.environ)
-    compat.validate_server_args(args)
-    module = compat.server_module()
+    validate_server_args(args)
+    module = server_module()
     engine_core.install_before_fork()
     build_service(args, module, shared, door)
     uvloop.run(module.run_lockstep_server())

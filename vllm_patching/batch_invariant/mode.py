@@ -6,9 +6,10 @@ import argparse
 import os
 from typing import Any
 
-from vllm_patching import compat
 from vllm_patching.batch_invariant.pages import PAGE
 from vllm_patching.batch_invariant.settings import ENVIRONMENT
+from vllm_patching.compat.batch_invariant import graphs_without_compilation
+from vllm_patching.compat.requests import check_requests
 
 SELF_TEST_SECONDS = 180.0
 """Compiling the kernels for the first time takes most of it."""
@@ -83,7 +84,7 @@ def prepare_server(args: argparse.Namespace, shared: bool) -> None:
     os.environ.update(ENVIRONMENT)
     os.environ["VLLM_BATCH_INVARIANT"] = "1"
     os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
-    args.compilation_config = compat.graphs_without_compilation()
+    args.compilation_config = graphs_without_compilation()
     args.worker_extension_cls = SHARED_WORKER if shared else WORKER
 
 
@@ -137,5 +138,5 @@ async def verify(engine: Any) -> dict[str, Any]:
     report: dict[str, Any] = (await engine.collective_rpc("lockstep_deterministic_check", timeout=SELF_TEST_SECONDS))[0]
     if failure := report.pop("failure"):
         raise DeterminismRefused(f"the self-test of deterministic mode failed, so nothing is served: {failure}")
-    compat.check_requests(engine, check_sampling)
+    check_requests(engine, check_sampling)
     return report

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from vllm_patching import compat
 from vllm_patching.batch_invariant import ops
+from vllm_patching.compat.batch_invariant import replace_batch_invariant
 
 
 def apply_patches() -> list[str]:
@@ -28,7 +28,7 @@ def apply_patches() -> list[str]:
     Raises:
         UnsupportedVllm: one of them is not where the supported versions have it.
     """
-    return compat.replace_batch_invariant(_rms_norm, _linear, ops.log_softmax, ops.token_logprobs, _softmax)
+    return replace_batch_invariant(_rms_norm, _linear, ops.log_softmax, ops.token_logprobs, _softmax)
 
 
 def _rms_norm(

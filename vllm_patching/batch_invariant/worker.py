@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_patching import compat
 from vllm_patching.batch_invariant.patches import apply_patches
 from vllm_patching.batch_invariant.provenance import provenance
 from vllm_patching.batch_invariant.self_test import self_test
 from vllm_patching.batch_invariant.settings import nccl_variables, restore_nccl
+from vllm_patching.compat.loggers import worker_logger
 from vllm_patching.worker.extension import LockstepWorkerExtension
 
-logger = compat.worker_logger("lockstep.deterministic")
+logger = worker_logger("lockstep.deterministic")
 
 for _replaced in apply_patches():
     logger.info("[Deterministic] replaced %s", _replaced)

@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_patching import compat
+from vllm_patching.compat.engine import engine_is_dead
+from vllm_patching.compat.outputs import follow_outputs, has_requests, output_token_counts
+from vllm_patching.compat.requests import salt_prefix_cache
 from vllm_patching.protocol.lease import LeaseLost, Leases
 from vllm_patching.protocol.manifest import Manifest, flat_layout
 from vllm_patching.protocol.verification import BridgeRefusal, compare
@@ -89,14 +91,14 @@ class BridgeController:
         self._handles = [s["handles"] for s in setups]
         self._rank_bytes = sum(flat_layout(manifest)[1] for manifest in self._manifests)
         self.state.checksums = [s["checksum"] for s in setups]
-        compat.follow_outputs(
+        follow_outputs(
             self._engine,
             self._spans.known,
-            lambda moment: self._spans.outputs_of(moment, lambda: compat.output_token_counts(self._engine)),
+            lambda moment: self._spans.outputs_of(moment, lambda: output_token_counts(self._engine)),
         )
         if self._keep_cache:
             # What is accepted before a pause may go on with older keys and values; what is accepted after it never sees them.
-            compat.salt_prefix_cache(self._engine, lambda: f"lockstep-{self._switch.pauses}-")
+            salt_prefix_cache(self._engine, lambda: f"lockstep-{self._switch.pauses}-")
         self._config.claim()
         if self._config.awaited:
             self.state.await_weights(self._config.awaited)
@@ -141,7 +143,7 @@ class BridgeController:
             "trouble": trouble,
             "instance": self._instance,
             "engine": str(self._switch.state),
-            "engine_dead": compat.engine_is_dead(self._engine),
+            "engine_dead": engine_is_dead(self._engine),
             "lease": None if lease is None else {"holder": lease.holder, "version": lease.version},
         }
 
@@ -362,7 +364,7 @@ class BridgeController:
         """
         begun = time.monotonic() if resumed_at is None else resumed_at
         self._spans.switch_at(begun, Weights(self.state.next_weight_epoch, version))
-        in_flight = compat.has_requests(self._engine)
+        in_flight = has_requests(self._engine)
         await self._switch.resume()
         self.state.checksums = self._verified
         self._enter(Phase.SERVING, version)

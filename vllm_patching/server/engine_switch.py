@@ -9,7 +9,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
-from vllm_patching import compat
+from vllm_patching.compat.engine import pause_and_keep
+from vllm_patching.compat.outputs import HeldOutputs
 from vllm_patching.protocol.verification import BridgeRefusal
 from vllm_patching.server.ranks import answer_in_time
 
@@ -34,7 +35,7 @@ class EngineSwitch:
         self.pauses = 0
         """How often it was stopped."""
         self._engine, self._timeout, self._keep_cache = engine, timeout, keep_cache
-        self._outputs = compat.HeldOutputs(engine)
+        self._outputs = HeldOutputs(engine)
 
     @property
     def paused(self) -> bool:
@@ -60,7 +61,7 @@ class EngineSwitch:
             BridgeRefusal: it does not answer in time, failed or has died; it may stand still or not.
         """
         self.state = EngineState.UNKNOWN
-        await self._command(compat.pause_and_keep(self._engine, clear_cache=not self._keep_cache), "a pause")
+        await self._command(pause_and_keep(self._engine, clear_cache=not self._keep_cache), "a pause")
         self.state = EngineState.PAUSED
         self.pauses += 1
 

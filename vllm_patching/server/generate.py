@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from vllm_patching.compat import logprobs_mode, tokenizer_of
+from vllm_patching.compat.requests import logprobs_mode, tokenizer_of
 from vllm_patching.server.version_spans import Span, VersionSpans
 
 

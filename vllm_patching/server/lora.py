@@ -21,7 +21,7 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_patching import compat
+from vllm_patching.compat.adapters import lora_request
 from vllm_patching.protocol.sharding import ModelGeometry
 from vllm_patching.protocol.verification import BridgeRefusal
 from vllm_patching.server.adapter_removals import AdapterRemovals
@@ -224,7 +224,7 @@ class LoraController:
         seconds |= {phase: max(answer["seconds"][phase] for answer in answers) for phase in answers[0]["seconds"]}
         seconds["call"] = max(0.0, took - sum(seconds[phase] for phase in answers[0]["seconds"]))
         name = f"lora-v{version}-{adapter_id}"
-        request = compat.lora_request(name, adapter_id, path)
+        request = lora_request(name, adapter_id, path)
         adapter = Adapter(adapter_id, name, version, path, file.rank, answers[0]["checksum"], request, weights.epoch)
         self._replace_by(adapter)
         self.swaps += 1

@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from vllm_patching import compat
+from vllm_patching.compat.engine import ask_engine_core, engine_is_dead, pause_and_keep
+from vllm_patching.compat.versions import UnsupportedVllm
 from vllm_patching.protocol.manifest import Manifest, mismatches
 from vllm_patching.protocol.verification import CAN_VERIFY_AND_RESUME, VERIFY_AND_RESUME, BridgeRefusal
 
@@ -41,10 +42,10 @@ async def answer_in_time(engine: Any, question: Awaitable[Any], what: str, limit
         if not await answered(engine, asked, limit):
             raise BridgeRefusal(504, f"{who} did not answer {what} within {limit:g} s")
         return asked.result()
-    except (compat.UnsupportedVllm, BridgeRefusal):
+    except (UnsupportedVllm, BridgeRefusal):
         raise
     except Exception as error:
-        if compat.engine_is_dead(engine):
+        if engine_is_dead(engine):
             raise BridgeRefusal(503, "vLLM's engine process has died; restart the server") from error
         told = str(error).strip().splitlines() or [type(error).__name__]
         raise BridgeRefusal(502, f"{who} failed in {what}: {told[0][:500]}; the server's log has more") from error
@@ -63,7 +64,7 @@ async def answered(engine: Any, asked: asyncio.Future[Any], limit: float) -> boo
         await asyncio.wait({asked}, timeout=max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic())))
         if asked.done():
             return True
-        if compat.engine_is_dead(engine):
+        if engine_is_dead(engine):
             asked.cancel()
             raise BridgeRefusal(503, "vLLM's engine process has died; restart the server")
         if time.monotonic() >= deadline:
@@ -131,11 +132,11 @@ class RankCalls:
             BridgeRefusal: it has not answered, and may run or not; or it failed or has died.
         """
         deadline = time.monotonic() + max(self._timeout / 2, self._timeout - _ANSWER_SECONDS)
-        asked = compat.ask_engine_core(self._engine, VERIFY_AND_RESUME, method, list(expected), version, deadline)
+        asked = ask_engine_core(self._engine, VERIFY_AND_RESUME, method, list(expected), version, deadline)
         question = asyncio.ensure_future(asked)
         runs = True
         if not await answered(self._engine, question, self._timeout):
-            stop = compat.pause_and_keep(self._engine, clear_cache=False)
+            stop = pause_and_keep(self._engine, clear_cache=False)
             with suppress(BridgeRefusal):
                 await answer_in_time(self._engine, stop, "a pause", _STOP_SECONDS, self._who)
                 runs = False
@@ -149,7 +150,7 @@ class RankCalls:
 
     async def require_engine_core(self) -> None:
         """Raise UnsupportedVllm unless the engine core has what `verify_and_resume` asks of it."""
-        question = compat.ask_engine_core(self._engine, CAN_VERIFY_AND_RESUME)
+        question = ask_engine_core(self._engine, CAN_VERIFY_AND_RESUME)
         await self._in_time(question, CAN_VERIFY_AND_RESUME, self._timeout)
 
     async def _in_time(self, question: Awaitable[Any], what: str, limit: float) -> Any:

@@ -11,7 +11,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_patching import compat
+from vllm_patching.compat.engine import engine_is_dead
+from vllm_patching.compat.requests import logprobs_mode, tokenizer_of
 from vllm_patching.protocol.verification import BridgeRefusal
 from vllm_patching.protocol.writers import Writer
 from vllm_patching.server.access import AskAtTheDoor, Door
@@ -90,7 +91,7 @@ class LockstepService:
         """Why nothing can be generated now; empty if it can."""
         if self.engine is None:
             return "the engine is still loading"
-        if compat.engine_is_dead(self.engine):
+        if engine_is_dead(self.engine):
             return "vLLM's engine process has died; restart the server"
         return self.bridge.trouble() if self.bridge is not None else ""
 
@@ -150,14 +151,14 @@ def make_router(service: LockstepService) -> APIRouter:
     async def sampling() -> JSONResponse:
         if service.engine is None:
             return _error(503, "the engine is still loading")
-        return JSONResponse({"logprobs_mode": compat.logprobs_mode(service.engine), "generate_options": GENERATE_OPTIONS})
+        return JSONResponse({"logprobs_mode": logprobs_mode(service.engine), "generate_options": GENERATE_OPTIONS})
 
     @router.get("/vocabulary")
     async def vocabulary() -> JSONResponse:
         if service.engine is None:
             return _error(503, "the engine is still loading")
         try:
-            tokenizer = await compat.tokenizer_of(service.engine)
+            tokenizer = await tokenizer_of(service.engine)
         except ValueError as error:
             return _error(404, f"this server has no tokenizer: {error}")
         # Hundreds of thousands of entries: not in the event loop.

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from vllm_patching.compat import keep_cpu_weights_plain, worker_logger
+from vllm_patching.compat.cpu_weights import keep_cpu_weights_plain
+from vllm_patching.compat.loggers import worker_logger
 from vllm_patching.protocol.checksum import WeightSums
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry, dtype_name, flat_layout, local_view
 from vllm_patching.protocol.sharding import ModelGeometry, plan_shards

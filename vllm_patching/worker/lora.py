@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 
-from vllm_patching import compat
+from vllm_patching.compat.adapters import adapter_manager, add_adapter
+from vllm_patching.compat.loggers import worker_logger
 from vllm_patching.protocol.checksum import weights_checksum
 from vllm_patching.protocol.manifest import dtype_name, flat_layout, local_view
 from vllm_patching.protocol.sharding import ModelGeometry
 from vllm_patching.transport.adapter_file import AdapterError, AdapterFile, expected_shapes, open_adapter
 from vllm_patching.worker.extension import build_manifest
 
-logger = compat.worker_logger("lockstep.lora")
+logger = worker_logger("lockstep.lora")
 
 
 class LoraWorkerExtension:
@@ -31,7 +32,7 @@ class LoraWorkerExtension:
         Returns:
             {"manifest", "checksum" of the base weights, "dtype" of adapters, "max_rank", "slots", "capacity"}
         """
-        manager = compat.adapter_manager(self)
+        manager = adapter_manager(self)
         self._lora_geometry = ModelGeometry.from_hf_config(self.vllm_config.model_config.hf_config.to_dict())  # type: ignore[attr-defined]
         self._lora_config = manager.lora_config
         parameters = _base_parameters(self.get_model())  # type: ignore[attr-defined]
@@ -74,13 +75,13 @@ class LoraWorkerExtension:
             if found.not_finite:
                 raise AdapterError(f"{folder} holds NaN or infinity")
             seconds["check"], started = _lap(started)
-            manager = compat.adapter_manager(self)
+            manager = adapter_manager(self)
             if len(manager) >= manager.capacity:
                 raise AdapterError(f"{len(manager)} adapters are loaded, which --max-cpu-loras allows and no more")
             try:
                 with torch.inference_mode():
                     tensors = file.tensors(data.to(self._lora_config.lora_dtype))
-                    compat.add_adapter(manager, adapter_id, file.rank, file.scale, tensors)
+                    add_adapter(manager, adapter_id, file.rank, file.scale, tensors)
                     if self._lora_device.type == "cuda":
                         torch.cuda.synchronize()
             except Exception:
@@ -94,7 +95,7 @@ class LoraWorkerExtension:
 
     def lora_remove(self, adapter_ids: list[int]) -> list[int]:
         """Forget adapters, of which some may be unknown here. Returns the ids of all that are held then."""
-        manager = compat.adapter_manager(self)
+        manager = adapter_manager(self)
         for adapter_id in adapter_ids:
             manager.remove_adapter(adapter_id)
         return sorted(manager.list_adapters())

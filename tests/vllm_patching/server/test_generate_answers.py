@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from vllm_patching import compat
+from vllm_patching.compat.outputs import take_logprobs_together
 from vllm_patching.server.generate import GenerateRequest, Generator, LogprobNotFinite, TokenPrompt
 from vllm_patching.server.routes import LockstepService, make_router
 from vllm_patching.server.version_spans import Span, VersionSpans, Weights
@@ -188,7 +188,7 @@ def test_logprobs_taken_together_are_those_taken_one_by_one(monkeypatch: pytest.
         for n in (1, 16, 3)
     ]
     taken = []
-    for patch in (lambda: None, compat.take_logprobs_together):
+    for patch in (lambda: None, take_logprobs_together):
         patch()
         found = processor(None, FlatLogprobs(), None, 0.0, num_logprobs, None)
         for rows in steps:

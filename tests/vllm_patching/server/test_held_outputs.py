@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from vllm_patching.compat import HeldOutputs, UnsupportedVllm
+from vllm_patching.compat.outputs import HeldOutputs
+from vllm_patching.compat.versions import UnsupportedVllm
 
 
 def engine_with(*outputs: Any) -> Any:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_patching.server import lora
+from vllm_patching.server import lora, ranks
 from vllm_patching.server.adapter_removals import AdapterRemovals
 from vllm_patching.server.lora import AdapterSpans, LoraController, LoraRefusal
 
@@ -80,8 +80,8 @@ class Engine:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lora, "open_adapter", lambda *_: SimpleNamespace(rank=8))
-    monkeypatch.setattr(lora.compat, "lora_request", lambda name, *_: name)
-    monkeypatch.setattr(lora.compat, "engine_is_dead", lambda _: False)
+    monkeypatch.setattr(lora, "lora_request", lambda name, *_: name)
+    monkeypatch.setattr(ranks, "engine_is_dead", lambda _: False)
     monkeypatch.setattr("vllm_patching.server.adapter_removals._FIRST_PAUSE_SECONDS", 0.001)
     monkeypatch.setattr("vllm_patching.server.adapter_removals._LONGEST_PAUSE_SECONDS", 0.002)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_patching.compat import UnsupportedVllm
+from vllm_patching.compat.versions import UnsupportedVllm
 from vllm_patching.protocol.verification import CAN_VERIFY_AND_RESUME, VERIFY_AND_RESUME, BridgeRefusal, compare
 from vllm_patching.server import ranks as bridge_ranks
 from vllm_patching.server.ranks import RankCalls
@@ -150,7 +150,7 @@ async def test_a_vllm_without_the_plugin_is_refused_at_the_start() -> None:
     core = EngineCore()
     await RankCalls(Engine(core), LONG).require_engine_core()
     core.methods.clear()
-    with pytest.raises(UnsupportedVllm, match="has not loaded the plugin of vllm_patching/plugin"):
+    with pytest.raises(UnsupportedVllm, match="has not loaded the plugin of vllm_patching/engine_core/plugin"):
         await RankCalls(Engine(core), LONG).require_engine_core()
 
 

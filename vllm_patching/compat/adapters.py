@@ -1,0 +1,49 @@
+"""LoRA adapters in vLLM."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm_patching.compat.versions import UnsupportedVllm, seam_missing
+
+if TYPE_CHECKING:
+    import torch
+
+
+def lora_request(name: str, adapter_id: int, path: str) -> Any:
+    """What a request carries to be sampled with an adapter."""
+    return importlib.import_module("vllm.lora.request").LoRARequest(name, adapter_id, path)
+
+
+def adapter_manager(worker: Any) -> Any:
+    """The part of a worker that holds its LoRA adapters.
+
+    Raises:
+        UnsupportedVllm: it is not where the supported versions have it.
+    """
+    manager = getattr(getattr(worker.model_runner, "lora_manager", None), "_adapter_manager", None)
+    seams = ("add_adapter", "activate_adapter", "remove_adapter", "list_adapters", "lora_index_to_id", "capacity")
+    if not all(hasattr(manager, seam) for seam in seams):
+        raise UnsupportedVllm(seam_missing("model_runner.lora_manager._adapter_manager"))
+    return manager
+
+
+def add_adapter(
+    manager: Any, adapter_id: int, rank: int, scale: float, projections: Mapping[str, Mapping[str, torch.Tensor]]
+) -> None:
+    """Give a worker's manager an adapter from tensors, without vLLM's own reading of files.
+
+    The manager multiplies each lora_B by the scale, in place. The adapter is put into a slot at once if one is free; else vLLM
+    does that when the adapter is first used.
+    """
+    layer = importlib.import_module("vllm.lora.lora_weights").LoRALayerWeights
+    model = importlib.import_module("vllm.lora.lora_model").LoRAModel
+    layers = {
+        name: layer(name, rank, 1, matrices["lora_A"], matrices["lora_B"], scaling=scale)
+        for name, matrices in projections.items()
+    }
+    manager.add_adapter(model(adapter_id, rank, layers))
+    if None in manager.lora_index_to_id:
+        manager.activate_adapter(adapter_id)

@@ -1,0 +1,50 @@
+"""What goes into the engine: requests, before they are accepted, and what they ask for."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from vllm_patching.compat.versions import UnsupportedVllm, seam_missing
+
+
+def check_requests(engine: Any, check: Callable[[Any], None]) -> None:
+    """Call `check(sampling parameters)` for every request before it is accepted; its ValueError becomes the caller's answer."""
+    processor = engine.input_processor
+    if not hasattr(processor, "process_inputs"):
+        raise UnsupportedVllm(seam_missing("InputProcessor.process_inputs"))
+    process = processor.process_inputs
+
+    def check_and_process(request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        check(params)
+        return process(request_id, prompt, params, *args, **kwargs)
+
+    processor.process_inputs = check_and_process
+
+
+def salt_prefix_cache(engine: Any, salt: Callable[[], str]) -> None:
+    """Have every request accepted from now on share cached prefixes only with requests of the same salt."""
+    processor = engine.input_processor
+    if not hasattr(processor, "assign_request_id"):
+        raise UnsupportedVllm(seam_missing("InputProcessor.assign_request_id"))
+    assign = processor.assign_request_id
+
+    def assign_and_salt(request: Any) -> None:
+        assign(request)
+        request.cache_salt = f"{salt()}{request.cache_salt or ''}"
+
+    processor.assign_request_id = assign_and_salt
+
+
+async def tokenizer_of(engine: Any) -> Any:
+    """The engine's tokenizer; a coroutine in some versions."""
+    tokenizer = engine.get_tokenizer()
+    return await tokenizer if inspect.isawaitable(tokenizer) else tokenizer
+
+
+def logprobs_mode(engine: Any) -> str:
+    """Which logprobs the engine hands out (`--logprobs-mode`): `processed_logprobs`, of the distribution that is sampled from,
+    or `raw_logprobs`, before temperature and penalties; or logits of either kind.
+    """
+    return str(engine.model_config.logprobs_mode)
