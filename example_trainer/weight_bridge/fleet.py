@@ -1,0 +1,300 @@
+"""Which vLLM servers an update goes to: a policy without clocks, threads or I/O.
+
+    joining ──served──▶ good ──failed──▶ quarantined ──served──▶ good
+                         │                    │
+                         └────silent────▶ away ──seen, served──▶ good
+
+A server is *due* when it answers, does not serve the present weights, and may be tried again: one full update then brings it
+to `good`. Whoever fails again and again is tried at growing intervals, so that it seldom keeps the others waiting. One that
+another trainer has taken over, or that holds another model, is *hopeless*: waiting changes nothing, only its restart does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+FIRST_PAUSE_SECONDS = 10.0
+"""Between the second try to bring a server back and the third; the second comes at once, each later pause is twice as long."""
+LONGEST_PAUSE_SECONDS = 300.0
+
+
+class Standing(StrEnum):
+    """What a server is to the trainer."""
+
+    JOINING = "joining"
+    GOOD = "good"
+    QUARANTINED = "quarantined"
+    AWAY = "away"
+
+
+class Verdict(StrEnum):
+    """What the trainer does now."""
+
+    GO = "go"
+    WAIT = "wait"
+    GIVE_UP = "give up"
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What a server said when it was looked at.
+
+    Attributes:
+        instance: names its process.
+        weight_version, weight_epoch: of the weights that it serves, or would.
+        trouble: why its weights cannot be used, although it answers; empty if they can.
+        taken_by: the trainer that has joined it since we did; empty if it is ours, or nobody's.
+    """
+
+    instance: str
+    weight_version: int
+    weight_epoch: int
+    trouble: str = ""
+    taken_by: str = ""
+
+
+@dataclass
+class Place:
+    """One server in the fleet's table.
+
+    Attributes:
+        url: its address, which is its name.
+        standing: see Standing.
+        since: Unix seconds since when it stands so.
+        reason: why it is not good; empty if it is.
+        instance: of the process that was joined last; empty before.
+        weight_version, weight_epoch: that it serves as far as is known; None before it was seen.
+        answers: whether it did when it was looked at last, and has not failed since.
+        hopeless: whether waiting will not help.
+        failures: tries that failed, since it was good.
+        not_before: Unix seconds before which it is not tried again.
+    """
+
+    url: str
+    since: float
+    standing: Standing = Standing.JOINING
+    reason: str = "has not been asked yet"
+    instance: str = ""
+    weight_version: int | None = None
+    weight_epoch: int | None = None
+    answers: bool = False
+    hopeless: bool = False
+    failures: int = 0
+    not_before: float = 0.0
+    silent_since: float | None = None
+
+
+@dataclass(frozen=True)
+class Change:
+    """A server whose standing is another now.
+
+    Attributes:
+        before: what it was.
+        lasted: seconds that it was that.
+    """
+
+    place: Place
+    before: Standing
+    lasted: float
+
+
+class Fleet:
+    """The servers, in the order in which they were named. Times are Unix seconds, given by the caller, and do not go back.
+
+    Example:
+        fleet = Fleet(["http://a:9001", "http://b:9001"], least=1, patience=10.0, now=time.time())
+        fleet.saw("http://a:9001", sight, time.time())
+        if fleet.verdict(waited=0.0, limit=300.0, now=time.time()) is Verdict.GO:
+            update(fleet.takes_part(time.time()))
+    """
+
+    def __init__(self, urls: Iterable[str], least: int, patience: float, now: float) -> None:
+        """
+        Args:
+            urls: of the servers that the options name.
+            least: good servers without which training waits (--min-servers).
+            patience: seconds that a server may be silent before it counts as away (--server-patience).
+            now: Unix seconds.
+        """
+        self.least, self.patience = least, patience
+        self._named = list(dict.fromkeys(urls))
+        self.places: dict[str, Place] = {url: Place(url, now) for url in self._named}
+        self._changes: list[Change] = []
+
+    # ---- what is known ----
+
+    def saw(self, url: str, sight: Sight | None, now: float) -> None:
+        """A server was looked at outside an update; `sight` is None if it did not answer."""
+        place = self.places.get(url)
+        if place is None:
+            return  # it has left meanwhile
+        if sight is None:
+            place.answers = False
+            place.silent_since = now if place.silent_since is None else place.silent_since
+            if place.standing is not Standing.AWAY and now - place.silent_since >= self.patience:
+                self._stand(place, Standing.AWAY, "does not answer", now)
+            return
+        place.answers, place.silent_since = True, None
+        before = (place.weight_version, place.weight_epoch)
+        place.weight_version, place.weight_epoch = sight.weight_version, sight.weight_epoch
+        if place.instance and sight.instance != place.instance:
+            place.hopeless, place.failures, place.not_before = False, 0, now
+            place.instance = ""
+            self._stand(place, Standing.JOINING, "was restarted", now)
+        elif sight.taken_by:
+            place.hopeless = True
+            self._stand(place, Standing.QUARANTINED, f"{sight.taken_by} has taken it over", now)
+        elif place.standing is Standing.GOOD and sight.trouble:
+            self._stand(place, Standing.QUARANTINED, sight.trouble, now)
+        elif place.standing is Standing.GOOD and before != (sight.weight_version, sight.weight_epoch):
+            told = f"serves version {sight.weight_version} (weight epoch {sight.weight_epoch}) instead of {before[0]}"
+            self._stand(place, Standing.QUARANTINED, told, now)
+
+    def failed(self, url: str, reason: str, now: float, away: bool = False, hopeless: bool = False) -> None:
+        """A server did not do its part of joining or of an update.
+
+        Args:
+            away: it was silent, or its process has ended.
+            hopeless: it will never do it, as long as it is not restarted.
+        """
+        place = self.places.get(url)
+        if place is None:
+            return
+        place.answers, place.hopeless = False, place.hopeless or hopeless
+        pause = min(FIRST_PAUSE_SECONDS * 2 ** (place.failures - 1), LONGEST_PAUSE_SECONDS) if place.failures else 0.0
+        place.failures = min(place.failures + 1, 20)
+        place.not_before = now + pause
+        self._stand(place, Standing.AWAY if away else Standing.QUARANTINED, reason, now)
+
+    def joined(self, url: str, instance: str) -> None:
+        """A server has accepted this trainer; its weights are not ours yet."""
+        if url in self.places:
+            self.places[url].instance = instance
+
+    def served(self, url: str, version: int, epoch: int, now: float) -> None:
+        """A server has verified the weights of `version` and serves them."""
+        place = self.places.get(url)
+        if place is None:
+            return
+        place.weight_version, place.weight_epoch = version, epoch
+        place.answers, place.hopeless, place.failures, place.silent_since = True, False, 0, None
+        self._stand(place, Standing.GOOD, "", now)
+
+    def wish(self, wanted: Iterable[str], left: Iterable[str], now: float) -> tuple[list[str], list[str]]:
+        """Somebody asks for servers beside the named ones, or for some to leave. Returns who came, and who went."""
+        gone = set(left)
+        members = [url for url in dict.fromkeys([*self._named, *wanted]) if url not in gone]
+        came = [url for url in members if url not in self.places]
+        went = [url for url in self.places if url not in members]
+        for url in went:
+            del self.places[url]
+        for url in came:
+            self.places[url] = Place(url, now)
+        return came, went
+
+    # ---- what follows ----
+
+    @property
+    def good(self) -> list[str]:
+        """Those that serve the present weights."""
+        return self._standing(Standing.GOOD)
+
+    def due(self, now: float) -> list[str]:
+        """Those that one full update would bring in, or back."""
+        return [
+            place.url
+            for place in self.places.values()
+            if place.standing is not Standing.GOOD and place.answers and not place.hopeless and now >= place.not_before
+        ]
+
+    def takes_part(self, now: float) -> list[str]:
+        """Whom the next update goes to, in the fleet's order."""
+        chosen = {*self.good, *self.due(now)}
+        return [url for url in self.places if url in chosen]
+
+    def verdict(self, waited: float, limit: float, now: float) -> Verdict:
+        """Whether there are servers enough for an update.
+
+        Args:
+            waited: seconds that training has waited for servers.
+            limit: that it may.
+        """
+        if len(self.takes_part(now)) >= self.least:
+            return Verdict.GO
+        hoped = sum(not place.hopeless for place in self.places.values())
+        # Whoever left may be followed by one that joins, so that only those who are there and hopeless end the training.
+        lost = hoped < self.least <= len(self.places)
+        return Verdict.GIVE_UP if lost or waited >= limit else Verdict.WAIT
+
+    def counts(self) -> dict[str, int]:
+        """How many there are, by standing, and `size` in all."""
+        return {"size": len(self.places)} | {str(s): len(self._standing(s)) for s in Standing}
+
+    def take_changes(self) -> list[Change]:
+        """What has changed since this was asked last, in order."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    def _standing(self, standing: Standing) -> list[str]:
+        return [place.url for place in self.places.values() if place.standing is standing]
+
+    def _stand(self, place: Place, standing: Standing, reason: str, now: float) -> None:
+        before, lasted = place.standing, now - place.since
+        place.reason = reason
+        if before is not standing:
+            place.standing, place.since = standing, now
+            self._changes.append(Change(place, before, lasted))
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a server is with what all are to do at the same time.
+
+    Attributes:
+        amount: bytes received by its slowest rank, or 1 for an answer; larger is further.
+        trouble: why it will not get further; empty if it may.
+        silent: seconds that it, or its workers, have not answered.
+    """
+
+    amount: int = 0
+    trouble: str = ""
+    silent: float = 0.0
+
+
+class Laggards:
+    """Who keeps the others waiting.
+
+    One that says what is wrong with it is named first, then those who are silent, and those who are merely behind last: they
+    may be waiting for one of the former.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._reached: dict[int, float] = {}
+        """When an amount was first reached by anybody."""
+
+    def named(self, all_of: Mapping[str, Progress], now: float) -> dict[str, str]:
+        """The servers to go on without, with the reason.
+
+        Args:
+            all_of: of each server its progress.
+            now: seconds of any clock that does not go back.
+        """
+        told = {url: one.trouble for url, one in all_of.items() if one.trouble}
+        if told:
+            return told
+        silent = {
+            url: f"has not answered for {one.silent:.0f} s" for url, one in all_of.items() if one.silent >= self._patience
+        }
+        if silent:
+            return silent
+        for one in all_of.values():
+            self._reached.setdefault(one.amount, now)
+        late = {}
+        for url, one in all_of.items():
+            ahead = [since for amount, since in self._reached.items() if amount > one.amount]
+            if ahead and now - min(ahead) >= self._patience:
+                late[url] = f"is {now - min(ahead):.0f} s behind the others"
+        return late

@@ -1,0 +1,230 @@
+"""example_trainer/weight_bridge/fleet.py against simulated servers that die, hang, lie, restart and change hands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from example_trainer.weight_bridge.fleet import LONGEST_PAUSE_SECONDS, Fleet, Laggards, Progress, Sight, Standing, Verdict
+
+URLS = [f"http://server{number}:9001" for number in range(4)]
+PATIENCE, LIMIT = 10.0, 300.0
+WHICH = st.integers(0, 3)
+
+
+@dataclass
+class Simulated:
+    """One server as it really is."""
+
+    life: int = 1
+    alive: bool = True
+    spoils: bool = False
+    """Its checksum will differ."""
+    taken_by: str = ""
+    version: int = 0
+    epoch: int = 0
+
+    def sight(self) -> Sight | None:
+        return Sight(f"life {self.life}", self.version, self.epoch, "", self.taken_by) if self.alive else None
+
+
+class FleetModel(RuleBasedStateMachine):
+    """A trainer that looks and updates by the policy alone."""
+
+    @initialize(count=st.integers(1, 3), least=st.integers(1, 2))
+    def begin(self, count: int, least: int) -> None:
+        self.now, self.version = 1000.0, 0
+        self.fleet = Fleet(URLS[:count], min(least, count), PATIENCE, self.now)
+        self.servers = {url: Simulated() for url in URLS}
+        self.named, self.wanted, self.left = URLS[:count], set[str](), set[str]()
+        self.standings = {url: Standing.JOINING for url in self.named}
+
+    def server(self, which: int) -> Simulated:
+        return self.servers[URLS[which]]
+
+    @rule(which=WHICH)
+    def dies(self, which: int) -> None:
+        self.server(which).alive = False
+
+    @rule(which=WHICH)
+    def answers_again(self, which: int) -> None:
+        self.server(which).alive = True
+
+    @rule(which=WHICH, spoils=st.booleans())
+    def restarts(self, which: int, spoils: bool) -> None:
+        server = self.server(which)
+        self.servers[URLS[which]] = Simulated(server.life + 1, spoils=spoils)
+
+    @rule(which=WHICH)
+    def spoils(self, which: int) -> None:
+        self.server(which).spoils = True
+
+    @rule(which=WHICH)
+    def another_trainer_comes(self, which: int) -> None:
+        self.server(which).taken_by = "trainer elsewhere:1"
+
+    @rule(which=WHICH)
+    def gets_other_weights(self, which: int) -> None:
+        self.server(which).version, self.server(which).epoch = 77, 1
+
+    @rule(wanted=st.sets(WHICH), left=st.sets(WHICH))
+    def wishes_change(self, wanted: set[int], left: set[int]) -> None:
+        self.wanted, self.left = {URLS[n] for n in wanted}, {URLS[n] for n in left}
+        before = set(self.fleet.places)
+        came, went = self.fleet.wish(sorted(self.wanted), self.left, self.now)
+        assert set(self.fleet.places) == ({*self.named} | self.wanted) - self.left == (before | {*came}) - {*went}
+        self.standings = {url: place.standing for url, place in self.fleet.places.items()}
+
+    @rule(seconds=st.sampled_from([0.5, 5.0, 11.0, 60.0, LONGEST_PAUSE_SECONDS]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        for url in self.fleet.places:
+            self.fleet.saw(url, self.servers[url].sight(), self.now)
+
+    @rule()
+    def trains_a_step(self) -> None:
+        self.now += 0.1
+        if self.fleet.verdict(0.0, LIMIT, self.now) is not Verdict.GO:
+            assert len(self.fleet.takes_part(self.now)) < self.fleet.least
+            return
+        self.version += 1
+        self.update(self.fleet.takes_part(self.now))
+        for url in self.fleet.good:
+            server = self.servers[url]
+            assert (server.version, server.epoch, server.alive) == (self.version, 5, True), "a good server serves other weights"
+
+    @rule()
+    def training_waits(self) -> None:
+        self.now += 0.1
+        self.update(self.fleet.due(self.now))
+
+    def update(self, urls: list[str]) -> None:
+        for url in urls:
+            server = self.servers[url]
+            assert not self.fleet.places[url].hopeless
+            if not server.alive:
+                self.fleet.failed(url, "did not answer /bridge/begin", self.now, away=True)
+            elif server.taken_by:
+                self.fleet.failed(url, f"{server.taken_by} has taken it over", self.now, hopeless=True)
+            elif server.spoils:
+                self.fleet.failed(url, "another checksum", self.now)
+            else:
+                self.fleet.joined(url, f"life {server.life}")
+                server.version, server.epoch = self.version, 5
+                self.fleet.served(url, self.version, 5, self.now)
+
+    @invariant()
+    def the_table_is_sound(self) -> None:
+        if not hasattr(self, "fleet"):
+            return
+        for place in self.fleet.places.values():
+            assert (place.reason == "") == (place.standing is Standing.GOOD), place
+            assert place.since <= self.now
+        assert not set(self.fleet.good) & set(self.fleet.due(self.now))
+        assert sum(n for name, n in self.fleet.counts().items() if name != "size") == self.fleet.counts()["size"]
+        for change in self.fleet.take_changes():
+            if change.place.url in self.fleet.places:
+                assert self.standings.get(change.place.url, Standing.JOINING) is change.before
+                self.standings[change.place.url] = change.place.standing
+            assert change.lasted >= 0
+        self.standings = {url: place.standing for url, place in self.fleet.places.items()}
+
+    def teardown(self) -> None:
+        """Once all faults are gone, every server that can be helped is good after one look and one update."""
+        if not hasattr(self, "fleet"):
+            return
+        for url, server in self.servers.items():
+            self.servers[url] = Simulated(server.life, taken_by=server.taken_by, version=server.version, epoch=server.epoch)
+        self.now += LONGEST_PAUSE_SECONDS
+        for url in self.fleet.places:
+            self.fleet.saw(url, self.servers[url].sight(), self.now)
+        self.update(self.fleet.takes_part(self.now))
+        helped = {url for url in self.fleet.places if not self.servers[url].taken_by}
+        stuck = {url for url in helped if self.fleet.places[url].hopeless}  # its trainer is gone, but nobody has restarted it
+        assert set(self.fleet.good) == helped - stuck
+
+
+FleetModel.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestFleet = FleetModel.TestCase
+
+
+def good_fleet(count: int = 3, least: int = 1) -> Fleet:
+    fleet = Fleet(URLS[:count], least, PATIENCE, now=0.0)
+    for url in fleet.places:
+        fleet.joined(url, "life 1")
+        fleet.served(url, 1, 5, 0.0)
+    return fleet
+
+
+def test_a_server_that_is_back_is_due_at_the_first_look() -> None:
+    fleet = good_fleet()
+    fleet.failed(URLS[1], "did not answer", 1.0, away=True)
+    assert fleet.takes_part(1.0) == [URLS[0], URLS[2]]
+    fleet.saw(URLS[1], Sight("life 2", 0, 0), 2.0)
+    assert fleet.due(2.0) == [URLS[1]]
+    assert fleet.places[URLS[1]].reason == "was restarted"
+
+
+def test_one_silent_look_is_no_absence_and_ten_seconds_are() -> None:
+    fleet = good_fleet()
+    fleet.saw(URLS[0], None, 1.0)
+    assert URLS[0] in fleet.good
+    fleet.saw(URLS[0], None, 11.0)
+    assert fleet.places[URLS[0]].standing is Standing.AWAY
+
+
+def test_a_server_that_fails_always_is_tried_more_and_more_seldom() -> None:
+    fleet, tried, now = good_fleet(), [], 0.0
+    while now < 200:
+        fleet.saw(URLS[0], Sight("life 1", 1, 5), now)
+        if URLS[0] in fleet.takes_part(now):
+            tried.append(now)
+            fleet.failed(URLS[0], "another checksum", now)
+        now += 1.0
+    assert tried == [0, 1, 11, 31, 71, 151]
+
+
+def test_it_waits_for_enough_servers_until_the_limit_and_gives_up_at_once_where_hope_is_gone() -> None:
+    fleet = good_fleet(count=2, least=2)
+    fleet.failed(URLS[0], "did not answer", 1.0, away=True)
+    assert fleet.verdict(0.0, LIMIT, 1.0) is Verdict.WAIT
+    assert fleet.verdict(LIMIT, LIMIT, 1.0) is Verdict.GIVE_UP
+    fleet.failed(URLS[0], "serves another model", 2.0, hopeless=True)
+    assert fleet.verdict(0.0, LIMIT, 2.0) is Verdict.GIVE_UP
+    fleet.saw(URLS[0], Sight("life 2", 0, 0), 3.0)
+    assert fleet.verdict(0.0, LIMIT, 3.0) is Verdict.GO
+
+
+def test_whoever_says_what_is_wrong_is_named_before_those_who_wait_for_it() -> None:
+    laggards = Laggards(PATIENCE)
+    states = {"a": Progress(5, trouble="its engine has died"), "b": Progress(5, silent=99.0), "c": Progress(0)}
+    assert laggards.named(states, 0.0) == {"a": "its engine has died"}
+    del states["a"]
+    assert list(laggards.named(states, 0.0)) == ["b"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5), st.floats(0.1, 4.0)), max_size=30))
+def test_nobody_is_late_who_is_less_than_the_patience_behind_the_first(steps: list[tuple[int, int, float]]) -> None:
+    laggards, now = Laggards(PATIENCE), 0.0
+    amounts = {"a": 0, "b": 0, "c": 0}
+    history = [(0.0, dict(amounts))]
+    for which, more, seconds in steps:
+        now += seconds
+        amounts["abc"[which]] += more
+        history.append((now, dict(amounts)))
+        late = laggards.named({url: Progress(amount) for url, amount in amounts.items()}, now)
+        passed = {
+            url: [t for t, then in history if max(then.values()) > amounts[url]] for url in amounts
+        }  # when somebody was further than it is now
+        assert set(late) == {url for url, times in passed.items() if times and now - times[0] >= PATIENCE}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_if_all_are_equally_slow_nobody_is_late(size: int) -> None:
+    laggards = Laggards(PATIENCE)
+    for now in range(0, 100, 5):
+        assert laggards.named({url: Progress(7) for url in URLS[:size]}, float(now)) == {}
