@@ -15,9 +15,10 @@ if not __package__:
 from example_trainer.child_processes.processes import ProcessError
 from scripts.ops import logs, status
 from scripts.ops.control import Starter, stop_parts
-from scripts.ops.options import PARTS, add_run_option, parse
+from scripts.ops.options import add_run_option, parse
+from scripts.ops.parts import PARTS, SERVERS, chosen
+from scripts.ops.records import Records
 from scripts.ops.stack import Stack
-from scripts.quickstart.errors import QuickstartError
 from scripts.quickstart.options import OneLineParser, positive_int
 
 
@@ -34,21 +35,11 @@ def interrupted(number: int, _: object) -> None:
 def parser(name: str, description: str) -> OneLineParser:
     """A command line with --run and parts."""
     made = OneLineParser(prog=f"scripts/{name}.sh", description=description, allow_abbrev=False)
-    made.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)} (default: all)")
+    made.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)}, vllm-2, …, {SERVERS} (default: all)"
+    )
     add_run_option(made)
     return made
-
-
-def chosen(parts: list[str]) -> tuple[str, ...]:
-    """The parts that were named, or all.
-
-    Raises:
-        QuickstartError: there is no such part.
-    """
-    unknown = [part for part in parts if part not in PARTS]
-    if unknown:
-        raise QuickstartError(f"{unknown[0]!r} is no part of the stack: give some of {', '.join(PARTS)}, or none for all")
-    return tuple(part for part in PARTS if not parts or part in parts)
 
 
 def start(arguments: list[str]) -> int:
@@ -76,7 +67,8 @@ def stop(arguments: list[str]) -> int:
     given = parser(
         "stop", "Stop the stack, or some parts of it: environment, trainer, vLLM, service, in this order."
     ).parse_args(arguments)
-    return 0 if stop_parts(given.run.expanduser().absolute(), chosen(given.parts), say) else 1
+    run = given.run.expanduser().absolute()
+    return 0 if stop_parts(run, chosen(given.parts, Records(run).parts()), say) else 1
 
 
 def follow(arguments: list[str]) -> int:
@@ -85,7 +77,8 @@ def follow(arguments: list[str]) -> int:
     made.add_argument("--lines", type=positive_int, default=10, help="old lines of each log (default: %(default)s)")
     made.add_argument("--no-follow", action="store_true", help="print those and end")
     given = made.parse_args(arguments)
-    logs.show(given.run.expanduser().absolute(), chosen(given.parts), given.lines, not given.no_follow, say)
+    run = given.run.expanduser().absolute()
+    logs.show(run, chosen(given.parts, logs.parts_with_logs(run)), given.lines, not given.no_follow, say)
     return 0
 
 

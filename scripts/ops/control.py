@@ -17,7 +17,8 @@ from example_trainer.child_processes.ports import is_free
 from example_trainer.child_processes.processes import ProcessError, describe_exit, first_error, tail
 from example_trainer.child_processes.readiness import http_probe, wait_until
 from scripts.ops.keys import make_keys, variables_of
-from scripts.ops.options import PARTS, save
+from scripts.ops.options import save
+from scripts.ops.parts import kind_of, server_number, to_stop
 from scripts.ops.records import Identity, Record, Records, identify, owner_is_me
 from scripts.ops.stack import Stack
 from scripts.quickstart.errors import QuickstartError
@@ -30,7 +31,6 @@ SETTLE_SECONDS = 1.5
 """How long a part without a port must live before its start counts as one."""
 KEEPER_MARGIN_SECONDS = 20.0
 """What a keeper may need on top of the grace period to end what the command left behind."""
-STOP_ORDER = ("environment", "trainer", "vllm", "service")
 BRIDGE_CONFIG, BRIDGE_CONFIGS = "vllm_bridge_config.json", "vllm_bridge_config*.json"
 """What a vLLM server publishes in its LOGDIR, and the names that several of them have there."""
 LOCK = ".stack-lock"
@@ -99,7 +99,7 @@ class Starter:
 
     def running(self) -> list[str]:
         """Parts of this run that live."""
-        return [part for part in PARTS if (record := self.records.read(part)) and record.keeper.is_alive()]
+        return [part for part in self.records.parts() if (record := self.records.read(part)) and record.keeper.is_alive()]
 
     def refuse_what_runs(self) -> None:
         for part in self.options.parts:
@@ -112,7 +112,7 @@ class Starter:
 
     def clear_leftovers(self) -> None:
         """Remove what a run that was killed left behind."""
-        for part in PARTS:
+        for part in self.records.parts():
             record = self.records.read(part)
             if record and not record.keeper.is_alive():
                 if self.records.exit_of(part) is None:
@@ -120,8 +120,13 @@ class Starter:
                 kill_leftovers(record, self.say)
                 self.records.remove(part)
         # While a trainer lives, the file tells the next server that it must wait for that trainer's weights.
-        if self.records.read("vllm") is None and self.records.read("trainer") is None:
-            for config in sorted(self.options.run.glob(BRIDGE_CONFIGS)):
+        if self.records.read("trainer") is not None:
+            return
+        folders = {self.options.run: "vllm"} | {folder: folder.name for folder in self.options.run.glob("vllm-*/")}
+        for folder, part in sorted(folders.items()):
+            if server_number(part) is None or self.records.read(part) is not None:
+                continue
+            for config in sorted(folder.glob(BRIDGE_CONFIGS)):
                 if not is_locked(config):
                     self.say(f"removed {config} of a vLLM server that was killed")
                     config.unlink()
@@ -134,7 +139,7 @@ class Starter:
 
     def start(self, part: str) -> None:
         """Start one part; wait for it if others need it to answer."""
-        if part == "trainer" and "vllm" in self.options.parts:
+        if part == "trainer":
             self.wait_for_vllm()
         command, log = self.stack.command(part), self.stack.log(part)
         if log.exists():
@@ -149,7 +154,7 @@ class Starter:
         self.say(f"{part:<12} started (process {pid}), log {log}")
         if part == "service":
             self.wait_for(record, f"{self.stack.service_url}/", SERVICE_SECONDS)
-        elif part != "vllm":
+        elif kind_of(part) != "vllm":
             settled = time.monotonic() + SETTLE_SECONDS
             while time.monotonic() < settled:
                 self.check()
@@ -157,15 +162,17 @@ class Starter:
 
     def finish(self) -> None:
         """Wait for what was not waited for yet."""
-        if "vllm" in self.options.parts and "trainer" not in self.options.parts:
+        if "trainer" not in self.options.parts:
             self.wait_for_vllm()
         self.check()
 
     def wait_for_vllm(self) -> None:
-        (record,) = [record for record in self.started if record.part == "vllm"]
-        self.wait_for(record, f"{self.stack.vllm_url}/health", self.options.wait)
-        # Healthy is not enough: it must have generated a token.
-        self.wait_for(record, f"{self.stack.vllm_url}/health_generate", 60.0)
+        for record in self.started:
+            number = server_number(record.part)
+            if number is not None:
+                self.wait_for(record, f"{self.stack.vllm_url(number)}/health", self.options.wait)
+                # Healthy is not enough: it must have generated a token.
+                self.wait_for(record, f"{self.stack.vllm_url(number)}/health_generate", 60.0)
 
     def wait_for(self, record: Record, url: str, seconds: float) -> None:
         try:
@@ -307,7 +314,7 @@ def stop_parts(run: Path, parts: Sequence[str], say: Say) -> bool:
         say(f"nothing was started in {run}")
         return True
     with claimed(run):
-        found = [record for part in STOP_ORDER if part in parts and (record := records.read(part))]
+        found = [record for part in to_stop(parts) if (record := records.read(part))]
         if not found:
             say(f"nothing to stop in {run}")
         return all([stop(record, records, say) for record in found])

@@ -8,12 +8,13 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
+from scripts.ops.parts import kind_of
 from scripts.quickstart.errors import QuickstartError
 
 KEYS_FILE = "keys.env"
 SERVICE, VLLM = "ROLLOUT_API_KEY", "VLLM_API_KEY"
 NEEDED_BY = {"service": (SERVICE,), "vllm": (VLLM,), "environment": (SERVICE, VLLM), "trainer": (SERVICE, VLLM)}
-"""Part -> the variables that it gets."""
+"""Kind of part -> the variables that it gets."""
 
 
 def read_keys(run: Path) -> dict[str, str]:
@@ -68,7 +69,7 @@ def make_keys(run: Path, environment: Mapping[str, str], running: bool) -> dict[
 def variables_of(part: str, environment: Mapping[str, str], keys: Mapping[str, str]) -> dict[str, str]:
     """The environment with the keys that a part needs, and without those that it does not."""
     others = {name: value for name, value in environment.items() if name not in (SERVICE, VLLM)}
-    return others | {name: keys[name] for name in NEEDED_BY[part]}
+    return others | {name: keys[name] for name in NEEDED_BY[kind_of(part)]}
 
 
 def refuse_keys(part: str, words: tuple[str, ...]) -> None:

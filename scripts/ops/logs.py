@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from example_trainer.child_processes.processes import tail
+from scripts.ops.parts import PARTS, in_order, kind_of
 
 POLL_SECONDS = 0.2
 NAMES = {
@@ -17,7 +18,7 @@ NAMES = {
     "env.log": "environment",
     "trainer.log": "trainer",
 }
-"""File -> part."""
+"""File -> part; a further vLLM server's is vllm-2.log and so on."""
 
 
 class Follower:
@@ -46,10 +47,16 @@ class Follower:
         return [line.decode(errors="replace") for line in lines]
 
 
+def parts_with_logs(run: Path) -> tuple[str, ...]:
+    """The parts that every stack has, and the further vLLM servers of this run."""
+    return in_order((*PARTS, *(log.stem for log in run.glob("vllm-*.log") if kind_of(log.stem))))
+
+
 def paths_of(run: Path, parts: Iterable[str]) -> dict[Path, str]:
     """The logs of a run, whether they are there yet or not, and the part behind each."""
     wanted = set(parts)
     found = {run / name: part for name, part in NAMES.items() if part in wanted}
+    found |= {run / f"{part}.log": part for part in wanted if kind_of(part) == "vllm"}
     if "vllm" in wanted:
         found[run / "trainer" / "vllm.log"] = "vllm"  # of a server that the trainer owns
     return found

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from scripts.ops.gpus import choose_gpus, degrees
 from scripts.ops.keys import refuse_keys
+from scripts.ops.parts import PARTS, SERVERS, chosen, in_order, parts_of
 from scripts.ops.records import Records
 from scripts.quickstart.errors import QuickstartError
 from scripts.quickstart.options import (
@@ -24,8 +26,6 @@ from scripts.quickstart.options import (
     visible_gpus,
 )
 
-PARTS = ("service", "vllm", "environment", "trainer")
-"""In the order in which they are started."""
 BRIDGES = ("auto", "broadcast", "single-copy", "lora", "restart", "none")
 ENVIRONMENTS = ("arithmetic", "gsm8k")
 RUN = Path("runs") / "stack"
@@ -44,7 +44,7 @@ class StackOptions:
     vllm_gpus: tuple[int, ...]
     trainer_gpus: tuple[int, ...]
     service_port: int
-    vllm_port: int
+    vllm_ports: tuple[int, ...]
     master_port: int
     metrics_port: int
     steps: int
@@ -59,6 +59,21 @@ class StackOptions:
     links: bool
     resume: bool = False
     all_interfaces: bool = False
+
+    @property
+    def servers(self) -> int:
+        """How many vLLM servers the stack has."""
+        return len(self.vllm_ports)
+
+    @property
+    def vllm_port(self) -> int:
+        """Where the first vLLM server listens."""
+        return self.vllm_ports[0]
+
+    def gpus_of(self, server: int) -> tuple[int, ...]:
+        """The GPUs of a vLLM server, counted from 0; all have equally many."""
+        each = len(self.vllm_gpus) // self.servers
+        return self.vllm_gpus[server * each : (server + 1) * each]
 
     @property
     def host(self) -> str:
@@ -84,6 +99,11 @@ def port(text: str) -> int:
     if not 0 <= value < 65536:
         raise argparse.ArgumentTypeError(f"{text!r} is no TCP port")
     return value
+
+
+def ports(text: str) -> tuple[int, ...]:
+    """`9001` or `9001,9005` -> the ports."""
+    return tuple(port(part) for part in text.split(","))
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -114,7 +134,12 @@ def parser() -> OneLineParser:
         shown = "" if default is None else f" (default: {default})"
         made.add_argument(f"--{name}", default=os.environ.get(variable, default), help=help_text + shown, **more)  # type: ignore[arg-type]
 
-    made.add_argument("parts", nargs="*", metavar="PART", help=f"which to start: {', '.join(PARTS)} (default: all)")
+    made.add_argument(
+        "parts",
+        nargs="*",
+        metavar="PART",
+        help=f"which to start: {', '.join(PARTS)}, vllm-2 and so on, {SERVERS} for every vLLM server (default: all)",
+    )
     add_run_option(made)
     option("model", None, "checkpoint folder or Hugging Face name (default: the starter model)")
     option(
@@ -123,11 +148,17 @@ def parser() -> OneLineParser:
         "arithmetic, gsm8k, or an environment's file (default: arithmetic for the starter model, else gsm8k)",
     )
     option("bridge", "auto", f"how weights reach vLLM: {', '.join(BRIDGES)}; restart: the trainer starts vLLM itself")
-    option("vllm-gpus", None, "GPUs of vLLM, such as 0,1: its tensor-parallel degree is their number", type=gpu_list)
+    option("vllm-servers", "1", "how many vLLM servers: parts vllm, vllm-2, vllm-3, …", type=positive_int)
+    option(
+        "vllm-gpus",
+        None,
+        "GPUs of vLLM, such as 0,1, dealt out evenly to its servers: a server's tensor-parallel degree is their number",
+        type=gpu_list,
+    )
     option("trainer-gpus", None, "GPUs of the trainer, such as 2", type=gpu_list)
     made.add_argument("--cpu", action="store_true", help="use no GPU (default where nvidia-smi finds none)")
     option("service-port", "8000", "rollout service", type=port)
-    option("vllm-port", "9001", "vLLM", type=port)
+    option("vllm-port", "9001", "vLLM; further servers get the next ones, or name one for each: 9001,9011", type=ports)
     option("master-port", os.environ.get("MASTER_PORT", "29500"), "where trainer and vLLM meet", type=port)
     option("metrics-port", "0", "the trainer's figures for Prometheus; 0: none", type=port)
     made.add_argument(
@@ -164,9 +195,7 @@ def parse(arguments: Sequence[str]) -> StackOptions:
     given = parser().parse_args(arguments)
     if given.resume:
         return resumed(given, arguments)
-    unknown = [part for part in given.parts if part not in PARTS]
-    if unknown:
-        raise QuickstartError(f"{unknown[0]!r} is no part of the stack: give some of {', '.join(PARTS)}, or none for all")
+    parts = chosen(given.parts, parts_of(given.vllm_servers))
     if given.bridge not in BRIDGES:
         raise QuickstartError(f"--bridge {given.bridge}: give one of {', '.join(BRIDGES)}")
     model = check_model(given.model or str(STARTER_MODEL))
@@ -177,10 +206,18 @@ def parse(arguments: Sequence[str]) -> StackOptions:
         )
     for part in PARTS:
         refuse_keys(part, getattr(given, f"{part}_args"))
-    vllm_gpus, trainer_gpus = choose_gpus(given.vllm_gpus, given.trainer_gpus, () if given.cpu else visible_gpus(), given.cpu)
-    parts = tuple(part for part in PARTS if not given.parts or part in given.parts)
+    check_servers(given.vllm_servers, given.bridge)
+    vllm_gpus, trainer_gpus = choose_gpus(
+        given.vllm_gpus,
+        given.trainer_gpus,
+        () if given.cpu else visible_gpus(),
+        given.cpu,
+        given.vllm_servers,
+        degrees(given.vllm_args),
+        "trainer" in parts,
+    )
     if given.bridge == "restart":
-        if "vllm" in given.parts:
+        if {"vllm", SERVERS} & set(given.parts):
             raise QuickstartError("--bridge restart: the trainer starts vLLM itself, so leave vllm out of the parts")
         parts = tuple(part for part in parts if part != "vllm")
     return StackOptions(
@@ -192,7 +229,7 @@ def parse(arguments: Sequence[str]) -> StackOptions:
         vllm_gpus=vllm_gpus,
         trainer_gpus=trainer_gpus,
         service_port=given.service_port,
-        vllm_port=given.vllm_port,
+        vllm_ports=server_ports(given.vllm_port, given.vllm_servers),
         master_port=given.master_port,
         metrics_port=given.metrics_port,
         steps=given.steps,
@@ -209,10 +246,36 @@ def parse(arguments: Sequence[str]) -> StackOptions:
     )
 
 
+def check_servers(servers: int, bridge: str) -> None:
+    """Refuse several servers where weights can reach one alone.
+
+    Raises:
+        QuickstartError: they cannot.
+    """
+    if servers > 1 and bridge not in ("auto", "broadcast", "lora"):
+        raise QuickstartError(f"--vllm-servers {servers} excludes --bridge {bridge}: several are reached by broadcast or lora")
+
+
+def server_ports(given: tuple[int, ...], servers: int) -> tuple[int, ...]:
+    """A port for each server: those that were given, or those that follow the one that was given.
+
+    Raises:
+        QuickstartError: another number of ports than of servers, one twice, or none left.
+    """
+    found = tuple(range(given[0], given[0] + servers)) if len(given) == 1 else given
+    if len(found) != servers:
+        raise QuickstartError(f"--vllm-port names {len(found)} ports for {servers} servers: give one, or one for each")
+    if len(set(found)) != servers:
+        raise QuickstartError(f"--vllm-port {','.join(map(str, found))} names a port twice")
+    if max(found) > 65535:
+        raise QuickstartError(f"--vllm-port {given[0]}: {servers} servers need as many ports, and the last one is 65535")
+    return found
+
+
 def save(options: StackOptions) -> None:
     """Keep the options in the run's folder, for --resume; parts that were started before count as this start's."""
     records = Records(options.run)
-    parts = [part for part in PARTS if part in options.parts or records.read(part)]
+    parts = in_order((*options.parts, *(part for part in records.parts() if part in parts_of(options.servers))))
     values = asdict(options) | {"run": str(options.run), "parts": parts}
     (options.run / OPTIONS_FILE).write_text(json.dumps(values, indent=1))
 
@@ -232,35 +295,17 @@ def resumed(given: argparse.Namespace, arguments: Sequence[str]) -> StackOptions
         values = json.loads((run / OPTIONS_FILE).read_text())
     except (OSError, ValueError) as error:
         raise QuickstartError(f"--resume: nothing that could go on was started in {run} ({error})") from None
-    before = StackOptions(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()} | {"run": run})
-    absent = [part for part in given.parts if part not in before.parts]
+    try:
+        before = StackOptions(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()} | {"run": run})
+    except TypeError as error:
+        raise QuickstartError(f"{run / OPTIONS_FILE} is of another version of start.sh ({error}): start anew") from None
+    named = chosen(given.parts, before.parts) if given.parts else ()
+    absent = [part for part in named if part not in before.parts]
     if absent:
         raise QuickstartError(f"--resume: {absent[0]!r} was no part of the last start, which had {', '.join(before.parts)}")
     records = Records(run)
     running = {part for part in before.parts if (record := records.read(part)) and record.keeper.is_alive()}
-    parts = tuple(given.parts) or tuple(part for part in before.parts if part not in running)
+    parts = named or tuple(part for part in before.parts if part not in running)
     if not parts:
         raise QuickstartError(f"--resume: everything of {run} runs already")
-    return replace(before, parts=tuple(p for p in PARTS if p in parts), resume=True, links=not given.no_links)
-
-
-def choose_gpus(
-    vllm: tuple[int, ...] | None, trainer: tuple[int, ...] | None, visible: tuple[int, ...], cpu: bool
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The GPUs of vLLM and of the trainer; both empty on a CPU.
-
-    Of three or more GPUs, vLLM gets the first two and the trainer the third; of two, each gets one; one they share.
-
-    Raises:
-        QuickstartError: a GPU was asked for that is not there.
-    """
-    if cpu and (vllm or trainer):
-        raise QuickstartError("--cpu excludes --vllm-gpus and --trainer-gpus: leave one or the other out")
-    missing = sorted({*(vllm or ()), *(trainer or ())} - set(visible))
-    if missing:
-        there = ",".join(map(str, visible)) or "none"
-        raise QuickstartError(f"GPU {missing[0]} is not there: nvidia-smi and CUDA_VISIBLE_DEVICES leave {there}")
-    if not visible:
-        return (), ()
-    default = {1: (visible[:1], visible[:1]), 2: (visible[:1], visible[1:2])}.get(len(visible), (visible[:2], visible[2:3]))
-    return vllm or default[0], trainer or default[1]
+    return replace(before, parts=parts, resume=True, links=not given.no_links)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from scripts.ops.parts import in_order, kind_of
 from scripts.quickstart.errors import QuickstartError
 
 FOLDER = "processes"
@@ -52,7 +53,7 @@ class Record:
     """One process of the stack, as start.sh left it.
 
     Attributes:
-        part: `service`, `vllm`, `environment` or `trainer`.
+        part: `service`, `vllm`, `vllm-2` …, `environment` or `trainer`.
         keeper: the process to signal.
         since: Unix time of the start.
         log: its log.
@@ -133,6 +134,10 @@ class Records:
             raise QuickstartError(
                 f"{path} is no record of a process ({error}): remove it if nothing of this run is left"
             ) from None
+
+    def parts(self) -> tuple[str, ...]:
+        """The parts that were started and not stopped, in the order of a start."""
+        return in_order(file.stem for file in self.folder.glob("*.json") if kind_of(file.stem))
 
     def exit_of(self, part: str) -> Exit | None:
         """How a part ended; None if it runs, or was killed together with its keeper."""

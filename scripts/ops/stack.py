@@ -7,8 +7,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from scripts.ops.gpus import degrees
 from scripts.ops.keys import KEYS_FILE
 from scripts.ops.options import StackOptions
+from scripts.ops.parts import server_name, server_number
+from scripts.quickstart.errors import QuickstartError
 from scripts.quickstart.options import ROOT
 from scripts.quickstart.plan import (
     GROUP_SIZE,
@@ -22,7 +25,7 @@ from scripts.quickstart.plan import (
 )
 
 LOGS = {"service": "api.log", "vllm": "vllm.log", "trainer": "trainer.log"}
-"""As the launch sequence names them; the environment's is gsm8k.log or env.log."""
+"""As the launch sequence names them; the environment's is gsm8k.log or env.log, a further server's vllm-2.log and so on."""
 BRIDGE_FLAGS = {
     "auto": ("--weight-bridge-mode", "shared_vllm"),
     "broadcast": ("--weight-bridge-mode", "shared_vllm", "--use-shared-memory"),
@@ -44,46 +47,67 @@ class Stack:
         """Address of the rollout service."""
         return f"http://localhost:{self.options.service_port}"
 
-    @property
-    def vllm_url(self) -> str:
-        """Address of the vLLM server."""
-        return f"http://localhost:{self.options.vllm_port}"
+    def vllm_url(self, server: int = 0) -> str:
+        """Address of a vLLM server, counted from 0."""
+        return f"http://localhost:{self.options.vllm_ports[server]}"
 
     def command(self, part: str) -> Command:
         """What starts a part."""
-        made: Command = getattr(self, part)()
+        number = server_number(part)
+        made: Command = getattr(self, part)() if number is None else self.vllm(number)
         return made
 
     def port(self, part: str) -> int:
         """Where a part listens, or the vLLM server that the trainer owns; 0 if nowhere."""
-        owner = "trainer" if self.options.bridge == "restart" else "vllm"
-        return {"service": self.options.service_port, owner: self.options.vllm_port}.get(part, 0)
+        number = server_number(part)
+        if self.options.bridge == "restart":
+            number = 0 if part == "trainer" else None
+        if number is not None:
+            return self.options.vllm_ports[number]
+        return self.options.service_port if part == "service" else 0
 
     def ports(self) -> dict[int, str]:
-        """Every port that will be needed, and what for."""
-        options, needed = self.options, {}
+        """Every port that will be needed, and what for.
+
+        Raises:
+            QuickstartError: one is needed twice.
+        """
+        options = self.options
+        needed: list[tuple[int, str]] = []
         if "service" in options.parts:
-            needed[options.service_port] = "--service-port"
-        if "vllm" in options.parts or ("trainer" in options.parts and options.bridge == "restart"):
-            needed[options.vllm_port] = "--vllm-port"
+            needed.append((options.service_port, "--service-port"))
+        servers = [number for part in options.parts if (number := server_number(part)) is not None]
+        if "trainer" in options.parts and options.bridge == "restart":
+            servers = [0]
+        needed += [(options.vllm_ports[n], "--vllm-port" + f" of {server_name(n)}" * (n > 0)) for n in servers]
         if "trainer" in options.parts:
             if options.bridge in ("auto", "broadcast"):
-                needed[options.master_port] = "--master-port"
+                needed.append((options.master_port, "--master-port"))
             if options.metrics_port:
-                needed[options.metrics_port] = "--metrics-port"
-        return needed
+                needed.append((options.metrics_port, "--metrics-port"))
+        found: dict[int, str] = {}
+        for number, flag in needed:
+            if number in found:
+                raise QuickstartError(f"port {number} is both {found[number]} and {flag}: give another one of them")
+            found[number] = flag
+        return found
 
     def log(self, part: str) -> Path:
         """A part's log."""
-        return self.options.run / (self._environment_log() if part == "environment" else LOGS[part])
+        name = self._environment_log() if part == "environment" else LOGS.get(part, f"{part}.log")
+        return self.options.run / name
+
+    def folder(self, server: int) -> Path:
+        """Where a vLLM server, counted from 0, publishes its configuration; the first one in the run's own folder."""
+        return self.options.run if server == 0 else self.options.run / server_name(server)
 
     def _environment_log(self) -> str:
         return "gsm8k.log" if Path(self.options.environment).name.startswith("gsm8k") else "env.log"
 
-    def _variables(self, gpus: tuple[int, ...]) -> dict[str, str]:
+    def _variables(self, gpus: tuple[int, ...], folder: Path) -> dict[str, str]:
         shared = self.options.bridge not in ("none", "restart", "lora")
         variables = {"VLLM_ENABLE_SHARED_WEIGHTS": "1" if shared else "0", "NUM_INFERENCE_NODES": "0"}
-        variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(self.options.master_port), "LOGDIR": str(self.options.run)}
+        variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(self.options.master_port), "LOGDIR": str(folder)}
         if gpus:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         else:
@@ -98,10 +122,11 @@ class Stack:
         return Command("service", tuple(arguments), {}, LOGS["service"])
 
     def _vllm_flags(self) -> list[str]:
-        options = self.options
+        options, size = self.options, degrees(self.options.vllm_args)
         flags = ["--host", options.host]
-        if len(options.vllm_gpus) > 1:
-            flags += ["--tensor-parallel-size", str(len(options.vllm_gpus))]
+        gpus = len(options.gpus_of(0)) // size.data
+        if gpus > 1 and size.tensor is None:
+            flags += ["--tensor-parallel-size", str(gpus)]
         if options.vllm_gpus:
             flags += ["--dtype", "bfloat16"]
             if set(options.vllm_gpus) & set(options.trainer_gpus):
@@ -114,18 +139,21 @@ class Stack:
             flags += ["--max-model-len", str(MAX_MODEL_LENGTH), "--max-num-seqs", str(MAX_SEQUENCES)]
         return [*flags, *options.vllm_args]
 
-    def vllm(self) -> Command:
-        """The inference server."""
+    def vllm(self, server: int = 0) -> Command:
+        """An inference server, counted from 0."""
+        name = server_name(server)
         arguments = [sys.executable, "-u", "example_trainer/vllm_api_server.py", "--model", self.options.model]
-        arguments += ["--port", str(self.options.vllm_port), *self._vllm_flags()]
-        return Command("vllm", tuple(arguments), self._variables(self.options.vllm_gpus), LOGS["vllm"], grace=30.0)
+        arguments += ["--port", str(self.options.vllm_ports[server]), *self._vllm_flags()]
+        variables = self._variables(self.options.gpus_of(server), self.folder(server))
+        return Command(name, tuple(arguments), variables, self.log(name).name, grace=30.0)
 
     def environment(self) -> Command:
         """The environment, which waits for the others by itself."""
         name = self.options.environment
         file = name if name.endswith(".py") else f"environments/{name}_server.py"
         arguments = [sys.executable, "-u", file, "serve", "--env.rollout_server_url", self.service_url]
-        arguments += ["--openai.base_url", self.vllm_url, "--openai.server_type", "vllm"]
+        urls = ",".join(self.vllm_url(server) for server in range(self.options.servers))
+        arguments += ["--openai.base_url", urls, "--openai.server_type", "vllm"]
         if self.options.small:
             arguments += ["--env.group_size", str(GROUP_SIZE), "--env.max_token_length", str(MAX_RESPONSE_TOKENS)]
         arguments += self.options.environment_args
@@ -139,7 +167,11 @@ class Stack:
             launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             launcher += ["--nproc-per-node", str(len(options.trainer_gpus))]
         arguments = [*launcher, "example_trainer/grpo.py", "--model-name", options.model, *BRIDGE_FLAGS[options.bridge]]
-        arguments += ["--vllm-port", str(options.vllm_port), "--atropos-url", self.service_url]
+        if options.servers > 1:
+            arguments += ["--vllm-servers", ",".join(f"localhost:{port}" for port in options.vllm_ports)]
+        else:
+            arguments += ["--vllm-port", str(options.vllm_port)]
+        arguments += ["--atropos-url", self.service_url]
         arguments += ["--training-steps", str(options.steps), "--log-dir", str(options.run / "trainer")]
         arguments += ["--save-path", str(options.run / "checkpoints")]
         arguments += ["--resume", "auto"] if options.resume else []
@@ -157,7 +189,7 @@ class Stack:
             arguments += ["--gradient-accumulation-steps", str(accumulation), "--seq-len", str(MAX_MODEL_LENGTH)]
         arguments += ["--lr", repr(lr)] if lr is not None else []
         arguments += ["--batch-size", str(batch_size)] if batch_size is not None else []
-        variables = self._variables(options.trainer_gpus)
+        variables = self._variables(options.trainer_gpus, options.run)
         return Command("trainer", (*arguments, *options.trainer_args), variables, LOGS["trainer"], grace=120.0, may_finish=True)
 
     def script(self) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 from example_trainer.child_processes.processes import ERROR_LINE, describe_exit, tail
 from example_trainer.child_processes.readiness import get_json, http_probe, opener
 from scripts.ops.keys import SERVICE, read_keys
-from scripts.ops.options import PARTS
 from scripts.ops.records import Record, Records
 
 PROBE_SECONDS = 5.0
@@ -76,7 +75,7 @@ def collect(run: Path) -> Status:
         QuickstartError: a record, or the file with the keys, cannot be read.
     """
     records = Records(run)
-    found = [record for part in PARTS if (record := records.read(part))]
+    found = [record for part in records.parts() if (record := records.read(part))]
     ports = {record.part: record.port for record in found if record.keeper.is_alive()}
     rows = [look_at(record, records) for record in found]
     vllm = ports.get("vllm") or ports.get("trainer")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.ops.options import StackOptions
+from scripts.ops.parts import server_name
 from scripts.ops.stack import Stack
 from scripts.quickstart.plan import Command
 
@@ -56,8 +57,8 @@ class SmallStack(Stack):
     def service(self) -> Command:
         return self._python("service", SERVER, self.options.service_port)
 
-    def vllm(self) -> Command:
-        return self._python("vllm", ORPHANS + SERVER, self.options.vllm_port)
+    def vllm(self, server: int = 0) -> Command:
+        return self._python(server_name(server), ORPHANS + SERVER, self.options.vllm_ports[server])
 
     def environment(self) -> Command:
         return self._python("environment", self.environment_code, may_finish=True)
@@ -67,10 +68,11 @@ class SmallStack(Stack):
         return self._python("trainer", self.trainer_code, grace=grace, may_finish=True)
 
 
-def small_options(run: Path, ports: tuple[int, int, int], parts: tuple[str, ...]) -> StackOptions:
-    """Options of a stack on these ports: service, vLLM, rendezvous."""
+def small_options(run: Path, ports: tuple[int, ...], parts: tuple[str, ...]) -> StackOptions:
+    """Options of a stack on these ports: service, vLLM, rendezvous, further vLLM servers."""
     return StackOptions(
         run=run, parts=parts, model="owner/name", environment="arithmetic", bridge="broadcast", vllm_gpus=(), trainer_gpus=(),
-        service_port=ports[0], vllm_port=ports[1], master_port=ports[2], metrics_port=0, steps=5, lr=None, batch_size=None,
+        service_port=ports[0], vllm_ports=(ports[1], *ports[3:]), master_port=ports[2], metrics_port=0, steps=5, lr=None,
+        batch_size=None,
         restart_interval=2, service_args=(), vllm_args=(), environment_args=(), trainer_args=(), wait=30.0, links=False,
     )  # fmt: skip

@@ -18,7 +18,8 @@ from example_trainer.child_processes.guard import descendants
 from example_trainer.child_processes.ports import is_free
 from scripts.ops import control
 from scripts.ops.control import Starter, claimed, stop, stop_parts
-from scripts.ops.options import PARTS, parse
+from scripts.ops.options import parse
+from scripts.ops.parts import PARTS, parts_of
 from scripts.ops.records import Identity, Record, Records, identify
 from scripts.ops.status import collect, table
 from scripts.quickstart.errors import QuickstartError
@@ -28,20 +29,21 @@ from tests.scripts.ops_stack import FAILS, FINISHES, STUBBORN, SmallStack, small
 class Run:
     """One run folder, and what was said about it."""
 
-    def __init__(self, folder: Path, ports: tuple[int, int, int]) -> None:
+    def __init__(self, folder: Path, ports: tuple[int, ...]) -> None:
         self.folder, self.ports = folder, ports
         self.said: list[str] = []
         self.records = Records(folder)
 
     def start(self, *parts: str, **codes: str) -> None:
-        options = small_options(self.folder, self.ports, tuple(p for p in PARTS if not parts or p in parts))
+        there = parts_of(len(self.ports) - 2)
+        options = small_options(self.folder, self.ports, tuple(p for p in there if not parts or p in parts))
         Starter(SmallStack(options, **codes), self.said.append).run()
 
     def stop(self, *parts: str) -> bool:
-        return stop_parts(self.folder, parts or PARTS, self.said.append)
+        return stop_parts(self.folder, parts or self.records.parts(), self.said.append)
 
     def pids(self) -> dict[str, list[int]]:
-        found = {part: self.records.read(part) for part in PARTS}
+        found = {part: self.records.read(part) for part in self.records.parts()}
         return {part: [r.keeper.pid, *descendants(r.keeper.pid)] for part, r in found.items() if r and r.keeper.is_alive()}
 
     def states(self) -> dict[str, str]:
@@ -264,6 +266,32 @@ def test_resume_starts_what_does_not_run(run: Run) -> None:
     assert run.states() == dict.fromkeys(("service", "environment", "trainer"), "up")
     with pytest.raises(QuickstartError, match="runs already"):
         parse(["--resume", "--run", str(run.folder)])
+
+
+def test_each_server_of_a_fleet_is_a_part_of_its_own(tmp_path: Path, free_port: Callable[[], int]) -> None:
+    run = Run(tmp_path / "run", tuple(free_port() for _ in range(5)))
+    try:
+        run.start()
+        assert list(run.pids()) == ["service", "vllm", "vllm-2", "vllm-3", "environment", "trainer"]
+        assert "vllm-2       answers http://localhost:" in run.text()
+        others = {part: pids for part, pids in run.pids().items() if part != "vllm-2"}
+        orphan = int((run.folder / "vllm-2.log").read_text().split()[1])
+        for pid in set(run.pids()["vllm-2"]) - {orphan}:
+            os.kill(pid, signal.SIGKILL)
+        eventually(lambda: run.states()["vllm-2"] == "down", "the server is still up")
+        again = parse(["--resume", "--run", str(run.folder), "--no-links"])
+        assert again.parts == ("vllm-2",)
+        Starter(SmallStack(again), run.said.append).run()
+        assert f"vllm-2: killed process {orphan}, which had outlived it" in run.text()
+        assert set(run.states().values()) == {"up"}
+        assert run.stop("vllm-3")
+        assert {part: pids for part, pids in run.pids().items() if part != "vllm-2"} == {
+            part: pids for part, pids in others.items() if part != "vllm-3"
+        }
+        run.said.clear()
+    finally:
+        run.stop()
+    assert [line.split()[0] for line in run.said] == ["environment", "trainer", "vllm", "vllm-2", "service"]
 
 
 OWNS_A_SERVER = """

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scripts.ops.keys import KEYS_FILE, NEEDED_BY, SERVICE, VLLM, make_keys, read_keys, refuse_keys, variables_of
-from scripts.ops.options import PARTS, parse
+from scripts.ops.options import parse
+from scripts.ops.parts import PARTS
 from scripts.ops.stack import Stack
 from scripts.quickstart.errors import QuickstartError
 

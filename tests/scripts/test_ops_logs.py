@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from scripts.ops.logs import Follower, show
-from scripts.ops.options import PARTS
+from scripts.ops.parts import PARTS
 
 
 def test_a_follower_reads_whole_lines_as_they_come(tmp_path: Path) -> None:

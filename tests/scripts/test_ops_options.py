@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from example_trainer.command_line import parse_config
-from scripts.ops.options import choose_gpus, parse, save
+from scripts.ops.gpus import choose_gpus
+from scripts.ops.options import parse, save
 from scripts.ops.stack import Stack
 from scripts.quickstart.errors import QuickstartError
 from scripts.quickstart.options import STARTER_MODEL
