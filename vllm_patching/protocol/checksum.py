@@ -48,11 +48,36 @@ class WeightSummary:
     not_finite: str
 
 
+@dataclass(frozen=True)
+class Row:
+    """One tensor of the list that is summed: its name, shape and dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of a tensor's values, where they lie.
+
+    Attributes:
+        row: number of the tensor in the list.
+        start: where they begin in the tensor, bytes; a multiple of 4.
+        values: contiguous.
+    """
+
+    row: int
+    start: int
+    values: torch.Tensor
+
+
 class WeightSums:
     """Sums over a fixed list of tensors, computed anew as often as asked.
 
     On a GPU everything is enqueued on the current stream, one kernel for any number of tensors, so a transfer can be checked
-    while it is still going on: `reset`, `add` for each part, `read`.
+    while it is still going on: `reset`, `add` for each part, `read`. A tensor may be added piece by piece, in any order, by one
+    process or by several (`of_parts`, `rows`, `summary_of`): the sums are those of the whole.
     """
 
     def __init__(self, named: Sequence[tuple[str, torch.Tensor]], rounded: torch.dtype | None = None) -> None:
@@ -64,40 +89,71 @@ class WeightSums:
         """
         if all(tensor.dtype is rounded for _, tensor in named):
             rounded = None
+        rows = [Row(name, tuple(tensor.shape), rounded or tensor.dtype) for name, tensor in named]
+        device = named[0][1].device if named else torch.device("cpu")
+        self._begin(rows, [Part(index, 0, tensor) for index, (_, tensor) in enumerate(named)], device, rounded)
+
+    @classmethod
+    def of_parts(cls, rows: Sequence[Row], parts: Sequence[Part], device: torch.device) -> WeightSums:
+        """Sums over tensors that are added in parts, which may lie anywhere on a device; `add` counts parts then."""
+        made = cls.__new__(cls)
+        made._begin(rows, parts, device, None)
+        return made
+
+    def _begin(self, rows: Sequence[Row], parts: Sequence[Part], device: torch.device, rounded: torch.dtype | None) -> None:
         self._rounded = rounded
-        self._names = [f"{name}:{tuple(tensor.shape)}:{rounded or tensor.dtype}" for name, tensor in named]
-        self._plain_names = [name for name, _ in named]
-        self._tensors = [tensor.detach() for _, tensor in named]
-        device = self._tensors[0].device if self._tensors else torch.device("cpu")
-        self._sums = torch.zeros(len(named), 3, dtype=torch.int64, device=device)
-        self._kernel = _gpu_kernel(self._tensors, self._sums, rounded) if device.type == "cuda" else None
+        self._rows = rows
+        self._parts = [Part(part.row, part.start, part.values.detach()) for part in parts]
+        self._sums = torch.zeros(len(rows), 3, dtype=torch.int64, device=device)
+        self._kernel = _gpu_kernel(self._parts, self._sums, rounded) if device.type == "cuda" else None
 
     def reset(self) -> None:
         """Begin a pass."""
         self._sums.zero_()
 
     def add(self, first: int, last: int) -> None:
-        """Sum the tensors first … last - 1 of the list. On a GPU it returns before that is done."""
+        """Sum the parts first … last - 1 of the list. On a GPU it returns before that is done."""
         if self._kernel is not None:
             self._kernel.launch(first, last)
             return
-        for index in range(first, last):
-            self._sums[index] += _torch_sums(self._tensors[index], self._rounded)
+        for part in self._parts[first:last]:
+            self._sums[part.row] += _torch_sums(part.values, self._rounded, part.start)
+
+    def rows(self) -> list[list[int]]:
+        """For each tensor of the list the two sums, and the number of words with NaN or infinity; waits for them."""
+        found: list[list[int]] = self._sums.tolist()
+        return found
 
     def read(self) -> WeightSummary:
         """The result of the pass; waits for it."""
-        rows = self._sums.tolist()
-        digest = hashlib.sha256()
-        for name, (plain, weighted, _) in zip(self._names, rows, strict=True):
-            digest.update(f"{name}={plain},{weighted};".encode())
-        spoilt = next((name for name, row in zip(self._plain_names, rows, strict=True) if row[2]), "")
-        return WeightSummary(digest.hexdigest()[:32], spoilt)
+        return summary_of(self._rows, self.rows())
 
     def all(self) -> WeightSummary:
         """A whole pass."""
         self.reset()
-        self.add(0, len(self._tensors))
+        self.add(0, len(self._parts))
         return self.read()
+
+
+def summary_of(rows: Sequence[Row], *sums: Sequence[Sequence[int]]) -> WeightSummary:
+    """What is known of a list of tensors.
+
+    Args:
+        rows: the list.
+        sums: WeightSums.rows() of everyone who has summed parts of it; together every part once.
+    """
+    digest = hashlib.sha256()
+    spoilt = ""
+    for row, *found in zip(rows, *sums, strict=True):
+        plain, weighted, bad = (_wrapped(sum(column)) for column in zip(*found, strict=True))
+        digest.update(f"{row.name}:{tuple(row.shape)}:{row.dtype}={plain},{weighted};".encode())
+        spoilt = spoilt or (row.name if bad else "")
+    return WeightSummary(digest.hexdigest()[:32], spoilt)
+
+
+def _wrapped(value: int) -> int:
+    """An integer as the 64 bits of an int64 hold it."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def weights_checksum(named: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -105,27 +161,29 @@ def weights_checksum(named: Iterable[tuple[str, torch.Tensor]]) -> str:
     return WeightSums([(name, tensor.contiguous()) for name, tensor in named]).all().checksum
 
 
-def _gpu_kernel(tensors: list[torch.Tensor], sums: torch.Tensor, rounded: torch.dtype | None) -> SumsKernel | None:
-    """One kernel for all tensors, or None (with a warning) where only torch's own operations can sum them."""
+def _gpu_kernel(parts: list[Part], sums: torch.Tensor, rounded: torch.dtype | None) -> SumsKernel | None:
+    """One kernel for all parts, or None (with a warning) where only torch's own operations can sum them."""
     try:
         from vllm_patching.protocol.checksum_kernel import SumsKernel
 
-        return SumsKernel(tensors, [EXPONENTS[rounded or t.dtype] for t in tensors], sums, rounded)
+        values = [part.values for part in parts]
+        masks = [EXPONENTS[rounded or tensor.dtype] for tensor in values]
+        return SumsKernel(values, masks, sums, rounded, [(part.row, part.start // 4) for part in parts])
     except (ImportError, ValueError) as error:
         logger.warning("the weights are checked with many small operations, which is slow: %s", error)
         return None
 
 
-def _torch_sums(tensor: torch.Tensor, rounded: torch.dtype | None = None) -> torch.Tensor:
-    """[3] int64: plain sum, weighted sum, number of words with NaN or infinity in them."""
+def _torch_sums(tensor: torch.Tensor, rounded: torch.dtype | None = None, start: int = 0) -> torch.Tensor:
+    """[3] int64: plain sum, weighted sum, number of words with NaN or infinity in them, of what begins `start` bytes on."""
     dtype = rounded or tensor.dtype
     low, high = EXPONENTS[dtype]
     total = torch.zeros(3, dtype=torch.int64, device=tensor.device)
     elements = _CHUNK * 4 // dtype.itemsize
     flat = tensor.contiguous().view(-1)
-    for start in range(0, flat.numel(), elements):
-        word = _words(flat[start : start + elements].to(dtype)).to(torch.int64)
-        first = start * dtype.itemsize // 4
+    for begin in range(0, flat.numel(), elements):
+        word = _words(flat[begin : begin + elements].to(dtype)).to(torch.int64)
+        first = (start + begin * dtype.itemsize) // 4
         position = torch.arange(first, first + word.numel(), dtype=torch.int64, device=word.device)
         total[0] += word.sum()
         total[1] += (word * _signed(((position * GOLDEN) & 0xFFFFFFFF) | 1)).sum()

@@ -20,7 +20,7 @@ _ROUNDED = {None: "", torch.bfloat16: "bf16", torch.float16: "f16"}
 # first_block would otherwise be compiled in as one of several kinds of number, and each kind costs a compilation.
 @triton.jit(do_not_specialize=["first_block"])
 def _sum_words(  # type: ignore[no-untyped-def]
-    first_block, block_tensor, block_start, pointers, words, masks, out,
+    first_block, block_tensor, block_start, pointers, words, masks, rows, starts, out,
     BLOCK: tl.constexpr, ALIGNED: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     block = first_block + tl.program_id(0)
@@ -57,14 +57,16 @@ def _sum_words(  # type: ignore[no-untyped-def]
             halves = elements.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
         first, second = tl.split(halves)
         word = (first & 0xFFFF) | (second << 16)
-    weight = (position * -1640531535) | 1  # GOLDEN as int32
+    # A part's place in its tensor counts, and its tensor's row. int32 arithmetic wraps as the sums of `checksum` do.
+    weight = ((position + tl.load(starts + tensor)) * -1640531535) | 1  # GOLDEN as int32
+    row = tl.load(rows + tensor)
     wide = word.to(tl.int64)
     bad = ((word & high) == high).to(tl.int32) + (((word & low) == low) & (low != 0)).to(tl.int32)
-    tl.atomic_add(out + 3 * tensor, tl.sum(wide))
-    tl.atomic_add(out + 3 * tensor + 1, tl.sum(wide * weight.to(tl.int64)))
+    tl.atomic_add(out + 3 * row, tl.sum(wide))
+    tl.atomic_add(out + 3 * row + 1, tl.sum(wide * weight.to(tl.int64)))
     found = tl.sum(bad)
     if found > 0:
-        tl.atomic_add(out + 3 * tensor + 2, found.to(tl.int64))
+        tl.atomic_add(out + 3 * row + 2, found.to(tl.int64))
 
 
 class SumsKernel:
@@ -76,13 +78,15 @@ class SumsKernel:
         masks: Sequence[tuple[int, int]],
         out: torch.Tensor,
         rounded: torch.dtype | None = None,
+        places: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         """
         Args:
             tensors: contiguous CUDA tensors of one device, each of fewer than 2**31 words.
             masks: per tensor, the exponent bits of `checksum.EXPONENTS`.
-            out: [len(tensors), 3] int64; row i gets the sums of tensor i added.
+            out: [rows, 3] int64; row i gets the sums of tensor i added.
             rounded: bfloat16 or float16: the tensors are float32, and summed as rounded to that.
+            places: for each tensor, if it is a part of one, that one's row in `out` and how many of its words come before.
 
         Raises:
             ValueError: a tensor is not made of whole 32-bit words at a multiple of 4 bytes, or is too large.
@@ -102,6 +106,9 @@ class SumsKernel:
         self._aligned = all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
         self._pointers = torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64, device=device)
         self._words = torch.tensor(counts, dtype=torch.int32, device=device)
+        places = places or [(index, 0) for index in range(len(tensors))]
+        self._rows = torch.tensor([row for row, _ in places], dtype=torch.int32, device=device)
+        self._starts = torch.tensor([start for _, start in places], dtype=torch.int32, device=device)
         self._masks = torch.tensor(masks, dtype=torch.int32, device=device).view(-1)
         blocks = [(index, start) for index, count in enumerate(counts) for start in range(0, count, _BLOCK)]
         self._block_tensor = torch.tensor([index for index, _ in blocks], dtype=torch.int32, device=device)
@@ -124,6 +131,8 @@ class SumsKernel:
                 self._pointers,
                 self._words,
                 self._masks,
+                self._rows,
+                self._starts,
                 self._out,
                 BLOCK=_BLOCK,
                 ALIGNED=self._aligned,

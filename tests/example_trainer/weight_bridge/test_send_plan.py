@@ -1,0 +1,98 @@
+"""Who sends what: every bucket once, every rank its share, every row from who holds it, and the memory that was promised."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from example_trainer.weight_bridge.send_plan import Cuts, SendPlan, buffer_bytes, packed_bytes, steps_of
+from vllm_patching.protocol.manifest import Manifest, ManifestEntry
+from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
+
+TINY = ModelGeometry("qwen3", 2, 16, 32, 8, 4, 2, 70, False, False, False, False, True)
+QWEN_14B = ModelGeometry("qwen3", 40, 5120, 17408, 40, 8, 128, 151936, False, False, False, False, True)
+
+
+def manifests(geometry: ModelGeometry, tp_size: int, dtype: str = "bfloat16") -> tuple[Manifest, ...]:
+    """Of every rank of a vLLM."""
+    return tuple(
+        Manifest(r, tp_size, tuple(ManifestEntry(spec, dtype, "cpu") for spec in plan_shards(geometry, r, tp_size)))
+        for r in range(tp_size)
+    )
+
+
+@given(world_size=st.integers(1, 40), vllm_ranks=st.integers(1, 16), data=st.data())
+def test_every_rank_sends_and_every_bucket_is_sent_once(world_size: int, vllm_ranks: int, data: st.DataObject) -> None:
+    plan = SendPlan(world_size, vllm_ranks)
+    for cohort in range(vllm_ranks):
+        expected = [s for s in range(world_size) if s % vllm_ranks == cohort] or [cohort % world_size]
+        assert plan.senders(cohort) == expected
+        assert {plan.sender(cohort, lane) for lane in range(plan.lanes)} == set(expected)
+    lanes = [lane for rank in range(world_size) for lane in plan.own_lanes(rank)]
+    assert sorted(lanes) == [(cohort, lane) for cohort in range(vllm_ranks) for lane in range(plan.lanes)]
+    assert all(plan.own_lanes(rank) for rank in range(world_size))
+    counts = data.draw(st.lists(st.integers(0, 9), min_size=vllm_ranks, max_size=vllm_ranks))
+    rounds = plan.rounds(counts)
+    sent = [one for row in rounds for one in row.values()]
+    assert sorted(sent) == [(cohort, bucket) for cohort, count in enumerate(counts) for bucket in range(count)]
+    for row in rounds:
+        assert all(plan.sender(cohort, bucket % plan.lanes) == rank for rank, (cohort, bucket) in row.items())
+    for cohort in range(vllm_ranks):  # a receiver meets the buckets of a lane in their order
+        for lane in range(plan.lanes):
+            over = [b for row in rounds for c, b in row.values() if c == cohort and b % plan.lanes == lane]
+            assert over == sorted(over)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    world_size=st.integers(1, 7),
+    tp_size=st.sampled_from([1, 2, 4]),
+    limit=st.sampled_from([64, 500, 4096]),
+    handed=st.sampled_from([64, 1 << 20]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+)
+def test_every_row_comes_from_the_rank_that_holds_it(
+    world_size: int, tp_size: int, limit: int, handed: int, dtype: torch.dtype
+) -> None:
+    cuts = Cuts.of(manifests(TINY, tp_size), limit)
+    plan = SendPlan(world_size, tp_size)
+    covered: Counter[tuple[int, int, int]] = Counter()
+    for steps in steps_of(plan, cuts, dtype, handed):
+        for step in steps:
+            packed: Counter[int] = Counter()
+            largest = 0
+            for t in step:
+                item = cuts.item(t.cohort, t.piece)
+                rows = cuts.full[t.cohort][item.name][0]
+                first = t.piece.first + (item.slice.source_start if item.slice.dim == 0 else 0) + t.first
+                chunks = torch.arange(rows).chunk(world_size)
+                held = chunks[t.owner][t.local : t.local + t.last - t.first]
+                assert held.tolist() == list(range(first, first + t.last - t.first))
+                assert plan.sender(t.cohort, t.bucket % plan.lanes) == t.sender
+                covered.update((t.cohort, t.piece.item, t.piece.first + row) for row in range(t.first, t.last))
+                packed[t.owner] += packed_bytes(cuts, t, dtype)
+                largest = max(largest, packed_bytes(cuts, t, dtype))
+            assert max(packed.values(), default=0) <= max(handed, largest)
+    wanted = {
+        (cohort, number, row)
+        for cohort, layout in enumerate(cuts.layouts)
+        for number, item in enumerate(layout)
+        for row in range(item.shape[0])
+    }
+    assert covered.keys() == wanted
+    assert set(covered.values()) == {1}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_no_model_takes_more_than_a_gibibyte(world_size: int, tp_size: int, dtype: torch.dtype) -> None:
+    """A model of 30 GB, in the server's dtype and rounded to it."""
+    found = buffer_bytes(manifests(QWEN_14B, tp_size), world_size, dtype, gloo=False)
+    assert found.total <= 1 << 30
+    assert (found.total == 0) == (world_size == 1 and tp_size == 1 and dtype is torch.bfloat16), "all of it lies in place"
+    assert (found.handed == 0) == (world_size == 1 or (tp_size == 1 and dtype is torch.bfloat16))
