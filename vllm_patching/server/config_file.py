@@ -258,3 +258,10 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def remove_shared(handles: Sequence[Mapping[str, Any] | None]) -> None:
+    """Remove what the ranks' weights lie in, where that is a file in shared memory."""
+    for handle in handles:
+        if handle is not None and handle["kind"] == "shm":
+            Path(handle["path"]).unlink(missing_ok=True)

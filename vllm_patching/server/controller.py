@@ -8,6 +8,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from vllm_patching.server.engine_switch import EngineState, EngineSwitch
 from vllm_patching.server.ranks import RankCalls, require_fitting, require_one_each
 from vllm_patching.server.settlement import Settlement
 from vllm_patching.server.state import BridgeConflict, BridgeState, Phase, UpdateGivenUp
+from vllm_patching.server.turns import Turns
 from vllm_patching.server.update_clock import UpdateClock
 from vllm_patching.server.version_spans import VersionSpans, Weights
 from vllm_patching.server.watchdog import BridgeWatchdog
@@ -78,7 +80,8 @@ class BridgeController:
         self._writers = self._unseen = tuple[Writer, ...]()
         self._verified: list[str] = []
         self._settlement = Settlement(self.state, self._ranks, self._leases, self._switch)
-        self._watchdog = BridgeWatchdog(self.state, self._ranks, self._settlement, self._clock, self._lock)
+        self.turns = Turns(self.state, self._ranks, self._switch, self._lock, lambda: (self._writers, self._unseen))
+        self._watchdog = BridgeWatchdog(self.state, self._ranks, self._settlement, self._clock, self._lock, self.turns)
 
     async def start(self) -> None:
         """Open the workers' weights and write the config file. Raises whatever keeps the weights from being shared, or the
@@ -91,11 +94,8 @@ class BridgeController:
         self._handles = [s["handles"] for s in setups]
         self._rank_bytes = sum(flat_layout(manifest)[1] for manifest in self._manifests)
         self.state.checksums = [s["checksum"] for s in setups]
-        follow_outputs(
-            self._engine,
-            self._spans.known,
-            lambda moment: self._spans.outputs_of(moment, lambda: output_token_counts(self._engine)),
-        )
+        count = partial(output_token_counts, self._engine)
+        follow_outputs(self._engine, self._spans.known, lambda moment: self._spans.outputs_of(moment, count))
         if self._keep_cache:
             # What is accepted before a pause may go on with older keys and values; what is accepted after it never sees them.
             salt_prefix_cache(self._engine, lambda: f"lockstep-{self._switch.pauses}-")
@@ -111,9 +111,7 @@ class BridgeController:
     async def stop(self) -> None:
         """End the watchdog and take back what was published."""
         await self._watchdog.stop()
-        for handle in self._handles:
-            if handle is not None and handle["kind"] == "shm":
-                _unlink(handle["path"])
+        bridge_config.remove_shared(self._handles)
         self._config.remove()
 
     def info(self) -> dict[str, Any]:
@@ -128,6 +126,7 @@ class BridgeController:
             "hostname": os.uname().nodename,
             "bridge_timeout": self.timeout,
             "device": self._manifests[0].entries[0].device.split(":")[0],
+            "cache_bytes": self.turns.bytes,
             "gpu_uuids": [h.get("gpu_uuid", "") if h else "" for h in self._handles],
             "ranks": [m.to_json() for m in self._manifests],
         }
@@ -139,6 +138,7 @@ class BridgeController:
         lease, trouble = self._leases.out, self.trouble()
         return {
             **self.state.to_json(),
+            **self.turns.to_json(),
             "healthy": not trouble,
             "trouble": trouble,
             "instance": self._instance,
@@ -154,9 +154,9 @@ class BridgeController:
         if not self.state.healthy:
             waits = f" (or until this is known: {self.state.undecided})" if self.state.undecided else ""
             return f"the weights are not whole: {self.state.last_error}; a full update from a trainer heals it{waits}"
-        if not self.state.in_update and self._switch.state is not EngineState.RUNNING:
+        if not (self.state.in_update or self._switch.resting) and self._switch.state is not EngineState.RUNNING:
             return f"the engine is {self._switch.state} outside an update; a full update from a trainer or a restart heals it"
-        return ""
+        return self.turns.trouble
 
     async def init(
         self,
@@ -189,6 +189,7 @@ class BridgeController:
             require_fitting(self._manifests, parameters, self._model)
             if events:
                 require_one_each("event", len(events), len(self._manifests))
+            await self.turns.require_over(writers)
             if not self.state.in_update:  # else begin_epoch refuses
                 await self._settlement.require_no_writer(self.timeout)
             chosen = await self._ranks.choose_transfer(transfer) if mode == "broadcast" else ""
@@ -343,10 +344,8 @@ class BridgeController:
         self._enter(Phase.PAUSED, version)
 
     async def _checked(self, method: str, checksums: list[str], version: int, resume: bool) -> tuple[list[Any], float | None]:
-        """Each rank's answer to a check, and when the engine went on: None if it was not asked to, or was not given what it
-        expected.
-        """
-        if not resume:
+        """Each rank's answer to a check, and when the engine went on: None if it was not asked to, or found something else."""
+        if not resume or self._switch.resting:  # a resting engine goes on at the end of the trainer's turn
             return await self._ranks.call(method), None
         weights = Weights(self.state.next_weight_epoch, version)
         self._switch.hold_outputs(2 * self.timeout)
@@ -364,7 +363,7 @@ class BridgeController:
         """
         begun = time.monotonic() if resumed_at is None else resumed_at
         self._spans.switch_at(begun, Weights(self.state.next_weight_epoch, version))
-        in_flight = has_requests(self._engine)
+        in_flight = has_requests(self._engine) and not self._switch.resting
         await self._switch.resume()
         self.state.checksums = self._verified
         self._enter(Phase.SERVING, version)
@@ -394,7 +393,3 @@ class BridgeController:
         facts = {key: value for key, value in self.info().items() if key != "ranks"}
         facts |= {"epoch": self.state.epoch, "trainer": self.state.trainer}
         self._config.publish(facts, self._manifests, self._handles)
-
-
-def _unlink(path: str | Path) -> None:
-    Path(path).unlink(missing_ok=True)

@@ -34,6 +34,8 @@ class EngineSwitch:
         self.state = EngineState.RUNNING
         self.pauses = 0
         """How often it was stopped."""
+        self.resting = False
+        """Whether its keys' and values' memory is away (see turns), without which it must not go on."""
         self._engine, self._timeout, self._keep_cache = engine, timeout, keep_cache
         self._outputs = HeldOutputs(engine)
 
@@ -66,12 +68,12 @@ class EngineSwitch:
         self.pauses += 1
 
     async def resume(self) -> None:
-        """Return when it goes on, and hand out what was held; at once if it runs.
+        """Return when it goes on, and hand out what was held; at once if it runs, or rests, which ends in another way.
 
         Raises:
             BridgeRefusal: as `pause`.
         """
-        if self.state is not EngineState.RUNNING:
+        if self.state is not EngineState.RUNNING and not self.resting:
             self.state = EngineState.UNKNOWN
             await self._command(self._engine.resume_generation(), "the command to go on")
             self.state = EngineState.RUNNING

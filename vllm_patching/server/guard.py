@@ -26,7 +26,7 @@ OPEN_PATHS = frozenset(
 )
 """Read with GET, they say something of the server and sample nothing. /health and /ping are not among them: vLLM's own say that
 all is well for as long as its engine lives, whatever its weights are."""
-OPEN_PREFIXES = ("/bridge/", "/lora/")
+OPEN_PREFIXES = ("/bridge/", "/lora/", "/turns/")
 """Ours, by any method: they mend what is wrong, and refuse by themselves what they cannot do."""
 TRY_AGAIN_LATER = 1013
 """WebSocket's close code for it."""

@@ -20,6 +20,7 @@ from vllm_patching.server.controller import BridgeController
 from vllm_patching.server.generate import GenerateRequest, Generator, LogprobNotFinite
 from vllm_patching.server.guard import RefuseWhileUnavailable
 from vllm_patching.server.lora import LoraController, add_lora_routes
+from vllm_patching.server.turns import add_turn_routes
 
 logger = logging.getLogger("vllm.lockstep.routes")
 
@@ -116,7 +117,8 @@ def make_router(service: LockstepService) -> APIRouter:
             seconds = await service.generator.check(HEALTH_GENERATE_SECONDS)
         except TimeoutError:
             paused = service.bridge is not None and service.bridge.state.in_update
-            why = "a weight update holds it" if paused else "the engine is stuck or overloaded"
+            resting = service.bridge.turns.reason if service.bridge is not None else ""
+            why = resting or "a weight update holds it" if resting or paused else "the engine is stuck or overloaded"
             return _error(503, f"no token within {HEALTH_GENERATE_SECONDS:g} s: {why}")
         return JSONResponse({"status": "ok", "seconds": seconds})
 
@@ -207,6 +209,7 @@ def make_router(service: LockstepService) -> APIRouter:
     bridge_route("/bridge/resume", lambda b, body: b.resume(body.epoch, body.version), StepBody)
     bridge_route("/bridge/abort", lambda b, body: b.abort(**body.model_dump()), AbortBody)
     add_lora_routes(router, service)
+    add_turn_routes(router, lambda: service.bridge.turns if service.bridge is not None else None, NOT_SHARED)
     return router
 
 

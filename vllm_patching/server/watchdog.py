@@ -12,6 +12,7 @@ from vllm_patching.protocol.writers import Writer
 from vllm_patching.server.ranks import RankCalls
 from vllm_patching.server.settlement import Settlement
 from vllm_patching.server.state import BridgeState
+from vllm_patching.server.turns import Turns
 from vllm_patching.server.update_clock import UpdateClock
 
 logger = logging.getLogger("vllm.lockstep.bridge")
@@ -26,13 +27,14 @@ class BridgeWatchdog:
     """
 
     def __init__(
-        self, state: BridgeState, ranks: RankCalls, settlement: Settlement, clock: UpdateClock, lock: asyncio.Lock
+        self, state: BridgeState, ranks: RankCalls, settlement: Settlement, clock: UpdateClock, lock: asyncio.Lock, turns: Turns
     ) -> None:
         """
         Args:
             lock: held by whoever changes the state; while a call of the trainer's is under way, that one watches.
         """
         self._state, self._ranks, self._settlement, self._clock, self._lock = state, ranks, settlement, clock, lock
+        self._turns = turns
         self._writers: Sequence[Writer] = ()
         self._task: asyncio.Task[None] | None = None
         self._said = ""
@@ -71,6 +73,8 @@ class BridgeWatchdog:
 
     async def _look(self) -> None:
         try:
+            if not self._state.in_update:
+                await self._turns.look()
             if self._state.in_update:
                 reason = await self._lost()
                 if reason:

@@ -25,6 +25,7 @@ from vllm_patching.transport.shared_memory import (
     reached_in_time,
 )
 from vllm_patching.worker.first_step import FirstStep
+from vllm_patching.worker.turns import TurnsWorkerExtension, prepare_worker
 from vllm_patching.worker.updater import WeightUpdater
 
 logger = worker_logger("lockstep.worker")
@@ -35,13 +36,14 @@ LEAVE_SECONDS = 2.0
 """How long a trainer that joins waits for the memory that the one before it needed here."""
 
 keep_cpu_weights_plain()
+prepare_worker()
 
 
 class LayoutError(RuntimeError):
     """The parameters that vLLM built are not the ones that the sharding plan expects."""
 
 
-class LockstepWorkerExtension:
+class LockstepWorkerExtension(TurnsWorkerExtension):
     """Mixed into vLLM's worker. Attributes are made by lockstep_setup, since vLLM never calls an __init__ of ours."""
 
     def lockstep_setup(self, share_storage: bool) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from vllm_patching.protocol.writers import Writer
 from vllm_patching.server import controller as bridge_controller
 from vllm_patching.server import ranks as bridge_ranks
 from vllm_patching.server import settlement as bridge_settlement
-from vllm_patching.server import update_clock
+from vllm_patching.server import turns, update_clock
 from vllm_patching.server.controller import LATE, BridgeController
 from vllm_patching.server.engine_switch import EngineState
 from vllm_patching.server.state import Phase
@@ -35,7 +35,7 @@ POINTS = (
 )
 """Where something can happen to a trainer."""
 TIMEOUT = 4.0
-CLOCKED = (bridge_controller, bridge_ranks, bridge_settlement, engine_core, update_clock)
+CLOCKED = (bridge_controller, bridge_ranks, bridge_settlement, engine_core, turns, update_clock)
 """The modules whose seconds are the world's."""
 PART_SECONDS = 0.1
 CLIENT_MARGIN = 2.0
@@ -359,14 +359,15 @@ class World:
             assert state.checksums == [checksum(rank.live) for rank in self.ranks]
             assert not self.writers_now(), "serving while somebody could write"
             assert self.server._leases.out is None
-            assert switch.state is EngineState.RUNNING
-            assert in_flight or not self.core.paused, "it says that it serves, and stands still"
+            told = switch.resting or self.server.trouble()
+            assert switch.state is EngineState.RUNNING or told
+            assert in_flight or not self.core.paused or told, "it says that it serves, and stands still"
         elif state.phase is Phase.UNHEALTHY:
             assert self.server.trouble()
             # A command to pause that failed without having paused it is repeated at the watchdog's next look.
             trying = "pause" in commands or in_flight or switch.state is EngineState.UNKNOWN
             assert self.core.paused or self.core.dead or trying, "unhealthy, and it goes on"
-        if self.core.paused and not state.in_update and not in_flight:
+        if self.core.paused and not state.in_update and not in_flight and self.server.turns.turn is turns.Turn.SAMPLING:
             assert self.server.trouble(), "it stands still outside an update, and says that all is well"
 
     def check_tokens(self) -> None:

@@ -20,6 +20,8 @@ from vllm_patching.protocol.manifest import Manifest, ManifestEntry
 from vllm_patching.protocol.sharding import ShardSpec, Slice
 from vllm_patching.protocol.verification import CAN_VERIFY_AND_RESUME, VERIFY_AND_RESUME
 
+CACHE_BYTES = 1000
+"""Of a rank's keys and values."""
 PARTS = 3
 """Pieces in which weights are written."""
 STEP_SECONDS = 0.05
@@ -52,6 +54,7 @@ class FakeRank:
         self._ranks, self._world = ranks, world
         self.status: dict[str, Any] = {"phase": "idle", "error": ""}
         self.pending = 0
+        self.cache_away, self.memory_taken = False, 0
         self.writing = False
         self._commands: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._called_off = False
@@ -87,6 +90,22 @@ class FakeRank:
     def lockstep_commit(self) -> dict[str, Any]:
         self.live[:] = self.staged
         return self.lockstep_check()
+
+    # -- turns
+
+    def lockstep_cache_bytes(self) -> dict[str, Any]:
+        return {"tp_rank": self.number, "bytes": CACHE_BYTES, "error": ""}
+
+    def lockstep_give_back(self) -> dict[str, Any]:
+        assert self._world.core.paused, "keys and values are taken away from an engine that runs"
+        freed, self.cache_away = 0 if self.cache_away else CACHE_BYTES, True
+        return {"tp_rank": self.number, "bytes": freed, "error": ""}
+
+    def lockstep_take_again(self) -> dict[str, Any]:
+        if self.cache_away and self.memory_taken:
+            return {"tp_rank": self.number, "bytes": 0, "error": f"{CACHE_BYTES} bytes wanted, {self.memory_taken} not free"}
+        self.cache_away = False
+        return {"tp_rank": self.number, "bytes": CACHE_BYTES, "error": ""}
 
     # -- the updater thread
 
@@ -246,6 +265,8 @@ class FakeCore:
         parts = {part for rank in self.ranks for part in rank.live}
         if len(parts) != 1:
             self._world.wrong.append(f"a token was sampled from a mixture: {held}")
+        if any(rank.cache_away for rank in self.ranks):
+            self._world.wrong.append("a token was sampled without keys and values")
         writers = self._world.writers_now()
         if writers:
             self._world.wrong.append(f"a token was sampled while {writers} could write")
