@@ -13,8 +13,9 @@ from typing import NoReturn
 
 import pytest
 
-from example_trainer.vllm_api_server import MULTICAST_OFF, avoid_multicast, parse_arguments
-from vllm_patching.compat import server_app
+from example_trainer.vllm_api_server import MULTICAST_OFF, avoid_multicast
+from vllm_patching.server import flags as server_flags
+from vllm_patching.server.flags import parse_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -125,7 +126,7 @@ def test_a_build_of_vllm_that_finds_no_device_is_one_line(
         # What vLLM's CUDA build says where no GPU is visible; the build that tests run on has its device.
         raise RuntimeError("Failed to infer device type, please set the environment variable `VLLM_LOGGING_LEVEL=DEBUG`")
 
-    monkeypatch.setattr(server_app, "make_server_parser", make_server_parser)
+    monkeypatch.setattr(server_flags, "make_server_parser", make_server_parser)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     with pytest.raises(SystemExit, match="2"):
         parse_arguments(["--model", "any"])

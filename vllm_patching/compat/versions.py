@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import re
+from pathlib import Path
 
+OLDEST, NEWEST = (0, 26), (0, 32)
+"""The first and the last version, major and minor, in which every seam is known to be where this package looks for it."""
 SUPPORTED = ">= 0.26 and < 0.33"
 
 
@@ -12,8 +17,35 @@ class UnsupportedVllm(RuntimeError):
 
 
 def vllm_version() -> str:
-    """The version of the vLLM that is imported, which a CPU build under another distribution name reports too."""
-    return str(importlib.import_module("vllm").__version__)
+    """The version of the vLLM that an import would load, which a CPU build under another distribution name has too.
+
+    It is read from the package's `_version.py`, so that a version which cannot even be imported is named; where that is
+    missing, as in a source tree, the package is imported.
+
+    Raises:
+        UnsupportedVllm: there is no vLLM.
+    """
+    found = importlib.util.find_spec("vllm")
+    if found is None:
+        raise UnsupportedVllm(
+            "vLLM is not installed: `pip install -r requirements.txt` on a GPU machine, `./scripts/setup.sh --cpu` elsewhere"
+        )
+    for folder in found.submodule_search_locations or ():
+        path = Path(folder) / "_version.py"
+        if path.is_file() and (said := re.search(r"^__version__ = .*?['\"]([^'\"]+)['\"]", path.read_text(), re.MULTILINE)):
+            return said[1]
+    return str(getattr(importlib.import_module("vllm"), "__version__", "of unknown version"))
+
+
+def require_supported() -> None:
+    """Raise UnsupportedVllm, with one line that says what to do, unless the vLLM that is installed is a supported one."""
+    version = vllm_version()
+    numbers = re.match(r"(\d+)\.(\d+)(?!\d)", version)
+    if numbers is None or not OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST:
+        raise UnsupportedVllm(
+            f"vLLM {version} is installed, and only 0.26 to 0.32 are supported: `pip install 'vllm>=0.26,<0.33'` "
+            "on a GPU machine, `./scripts/setup.sh --cpu` elsewhere"
+        )
 
 
 def seam_missing(seam: str) -> str:
