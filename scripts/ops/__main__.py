@@ -1,4 +1,4 @@
-"""`scripts/start.sh`, `status.sh`, `stop.sh` and `logs.sh`: run by path, from any folder, the command as first argument."""
+"""`scripts/start.sh` and its like (COMMANDS): run by path, from any folder, the command as first argument."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from scripts.ops.control import Starter, stop_parts
 from scripts.ops.options import add_run_option, parse
 from scripts.ops.parts import PARTS, SERVERS, chosen
 from scripts.ops.records import Records
+from scripts.ops.rolling import restart_servers
 from scripts.ops.stack import Stack
 from scripts.quickstart.options import OneLineParser, positive_int
 
@@ -71,6 +72,19 @@ def stop(arguments: list[str]) -> int:
     return 0 if stop_parts(run, chosen(given.parts, Records(run).parts()), say) else 1
 
 
+def restart(arguments: list[str]) -> int:
+    """Restart the vLLM servers one by one."""
+    made = parser(
+        "restart",
+        "Restart the vLLM servers one by one, or those that are named: each only when the one before it serves the trainer's "
+        "present weights again. Training goes on with the others. A server that does not come back ends it.",
+    )
+    made.add_argument("--wait", type=positive_int, help="seconds that each may take to be back (default: as for start.sh)")
+    given = made.parse_args(arguments)
+    restart_servers(given.run.expanduser().absolute(), given.parts, given.wait, say)
+    return 0
+
+
 def follow(arguments: list[str]) -> int:
     """Follow the logs until Ctrl-C."""
     made = parser("logs", "Follow the logs of the stack; Ctrl-C ends that, and nothing else.")
@@ -82,7 +96,13 @@ def follow(arguments: list[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"start": start, "status": show_status, "stop": stop, "logs": follow}
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "start": start,
+    "status": show_status,
+    "stop": stop,
+    "restart": restart,
+    "logs": follow,
+}
 
 
 def main(arguments: list[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -248,8 +249,14 @@ _children: list[subprocess.Popen[bytes]] = []
 
 
 def stop(record: Record, records: Records, say: Say) -> bool:
-    """End a part with all that it started, and forget it. Returns whether it is gone."""
+    """End a part with all that it started, and forget it. Returns whether it is gone.
+
+    A vLLM server that stops takes its published configuration back. Where its trainer lives, that is put there again, as a
+    killed server would have left it: by it the next server of this port knows that it must wait for the trainer's weights
+    instead of serving the checkpoint's.
+    """
     begun = time.monotonic()
+    left = published_by(record, records)
     if record.keeper.is_alive():
         if not owner_is_me(record.keeper):
             say(f"{record.part}: process {record.keeper.pid} belongs to another user and is left alone")
@@ -272,8 +279,29 @@ def stop(record: Record, records: Records, say: Say) -> bool:
         ended = records.exit_of(record.part)
         say(f"{record.part:<12} had ended before" + (f": {describe_exit(ended.code)}" if ended else ": it was killed"))
     kill_leftovers(record, say)
+    for config, text in left.items():
+        if not config.exists():
+            with os.fdopen(os.open(config, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(text)
     records.remove(record.part)
     return True
+
+
+def published_by(record: Record, records: Records) -> dict[Path, str]:
+    """The configuration that a vLLM server has published, with its path, if a trainer of this run lives; else nothing."""
+    number, trainer = server_number(record.part), records.read("trainer")
+    if number is None or trainer is None or not trainer.keeper.is_alive():
+        return {}
+    run = records.folder.parent
+    found = {}
+    for config in (run if number == 0 else run / record.part).glob(BRIDGE_CONFIGS):
+        try:
+            text = config.read_text()
+            if json.loads(text).get("port") == record.port:
+                found[config] = text
+        except (OSError, ValueError, AttributeError):
+            continue  # being replaced at this moment, or torn: as if there were none
+    return found
 
 
 def is_locked(file: Path) -> bool:

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from scripts.ops.gpus import choose_gpus, degrees
 from scripts.ops.keys import refuse_keys
@@ -280,25 +281,34 @@ def save(options: StackOptions) -> None:
     (options.run / OPTIONS_FILE).write_text(json.dumps(values, indent=1))
 
 
+def last_start(run: Path) -> StackOptions:
+    """The options of the run's last start.
+
+    Raises:
+        QuickstartError: there was no start, or one by another version of start.sh.
+    """
+    try:
+        values: dict[str, Any] = json.loads((run / OPTIONS_FILE).read_text())
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        return StackOptions(**{**values, "run": run})
+    except TypeError as error:
+        raise QuickstartError(f"{run / OPTIONS_FILE} is of another version of start.sh ({error}): start anew") from None
+    except (OSError, ValueError) as error:
+        raise QuickstartError(f"nothing that could go on was started in {run} ({error})") from None
+
+
 def resumed(given: argparse.Namespace, arguments: Sequence[str]) -> StackOptions:
     """The options of the run's last start, for the parts that are named now, or for all that do not run.
 
     Raises:
-        QuickstartError: there was no start, or other options are given as well.
+        QuickstartError: there was no start, everything runs, or other options are given as well.
     """
     flags = [word.split("=")[0] for word in arguments if word.startswith("--")]
     extra = [flag for flag in flags if flag not in ("--resume", "--run", "--no-links")]
     if extra:
         raise QuickstartError(f"--resume takes the options of the last start: leave {extra[0]} out, or leave --resume out")
     run = given.run.expanduser().absolute()
-    try:
-        values = json.loads((run / OPTIONS_FILE).read_text())
-    except (OSError, ValueError) as error:
-        raise QuickstartError(f"--resume: nothing that could go on was started in {run} ({error})") from None
-    try:
-        before = StackOptions(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()} | {"run": run})
-    except TypeError as error:
-        raise QuickstartError(f"{run / OPTIONS_FILE} is of another version of start.sh ({error}): start anew") from None
+    before = last_start(run)
     named = chosen(given.parts, before.parts) if given.parts else ()
     absent = [part for part in named if part not in before.parts]
     if absent:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from example_trainer.child_processes.processes import ERROR_LINE, describe_exit, tail
 from example_trainer.child_processes.readiness import get_json, http_probe, opener
+from scripts.ops.fleet import Fleet, look
 from scripts.ops.keys import SERVICE, read_keys
+from scripts.ops.parts import kind_of
 from scripts.ops.records import Record, Records
 
 PROBE_SECONDS = 5.0
@@ -48,20 +51,22 @@ class Status:
 
     Attributes:
         rows: one a part that was started.
-        served: weight version that vLLM serves; None if it cannot be asked.
+        served: weight version that the first living vLLM server serves; None if it cannot be asked.
         step: the trainer's last step; None before the first.
         queue: groups that wait in the rollout service; None if it cannot be asked.
+        fleet: what every vLLM server serves.
     """
 
     rows: list[PartStatus] = field(default_factory=list)
     served: int | None = None
     step: int | None = None
     queue: int | None = None
+    fleet: Fleet = field(default_factory=Fleet)
 
     @property
     def good(self) -> bool:
-        """Something was started, and nothing is down or unwell."""
-        return bool(self.rows) and all(row.good for row in self.rows)
+        """Something was started, nothing is down or unwell, and no vLLM server is kept out."""
+        return bool(self.rows) and all(row.good for row in self.rows) and self.fleet.good
 
     def to_json(self) -> dict[str, Any]:
         """For scripts."""
@@ -78,12 +83,16 @@ def collect(run: Path) -> Status:
     found = [record for part in records.parts() if (record := records.read(part))]
     ports = {record.part: record.port for record in found if record.keeper.is_alive()}
     rows = [look_at(record, records) for record in found]
-    vllm = ports.get("vllm") or ports.get("trainer")
+    servers = [port for part, port in ports.items() if kind_of(part) == "vllm"]
+    vllm = servers[0] if servers else ports.get("trainer")
+    key = read_keys(run).get(SERVICE, "")
+    service = f"http://localhost:{ports['service']}" if "service" in ports else ""
     return Status(
         rows=rows,
         served=served_version(vllm) if vllm else None,
         step=last_step(run / "trainer" / "metrics.jsonl"),
-        queue=queue_size(ports["service"], read_keys(run).get(SERVICE, "")) if "service" in ports else None,
+        queue=queue_size(ports["service"], key) if "service" in ports else None,
+        fleet=look(service, key, [f"http://localhost:{port}" for port in servers]),
     )
 
 
@@ -106,9 +115,9 @@ def look_at(record: Record, records: Records) -> PartStatus:
 def health(record: Record) -> str:
     """`healthy`, or what is wrong; empty for a part that cannot be asked."""
     paths = {"service": "/", "vllm": "/health"}
-    if record.part not in paths:
+    if (kind := kind_of(record.part)) not in paths:
         return ""
-    return http_probe(f"http://localhost:{record.port}{paths[record.part]}", PROBE_SECONDS)() or "healthy"
+    return http_probe(f"http://localhost:{record.port}{paths[kind]}", PROBE_SECONDS)() or "healthy"
 
 
 def served_version(port: int) -> int | None:
@@ -162,11 +171,31 @@ def table(status: Status, run: Path, now: float) -> str:
     rows = [head]
     for row in status.rows:
         rows.append((row.part, row.state, clock(row.since, now), str(row.pid or "-"), str(row.port or "-"), row.detail or "-"))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = columns(rows)
     served = "unknown" if status.served is None else str(status.served)
     step = "none yet" if status.step is None else str(status.step)
     queue = "unknown" if status.queue is None else f"{status.queue} groups"
+    lines += fleet_table(status.fleet, now)
     lines += ["", f"weight version served {served}, trainer's last step {step}, queue {queue}", f"logs in {run}"]
     lines += [f"last error of {row.part}: {row.last_error}" for row in status.rows if row.last_error]
     return "\n".join(lines)
+
+
+def fleet_table(fleet: Fleet, now: float) -> list[str]:
+    """What a person reads of the servers; nothing if there are none."""
+    if not fleet.rows:
+        return []
+    said = "the servers say" if fleet.published is None else f"the trainer said at {clock(fleet.published, now)}"
+    rows = [("server", "standing", "version", "epoch", "since", "reason")]
+    for row in fleet.rows:
+        numbers = ("-" if number is None else str(number) for number in (row.weight_version, row.weight_epoch))
+        version, epoch = numbers
+        since = "-" if row.since is None else clock(row.since, now)
+        rows.append((row.url, row.standing, version, epoch, since, row.reason or "-"))
+    return ["", f"the fleet, as {said}:", *columns(rows), *(f"{url} is wanted and has not joined yet" for url in fleet.wanted)]
+
+
+def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines whose cells stand below each other."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -12,20 +12,33 @@ from scripts.ops.stack import Stack
 from scripts.quickstart.plan import Command
 
 SERVER = """
-import json, os, sys
+import json, os, pathlib, sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+port, run = int(sys.argv[1]), pathlib.Path(sys.argv[2])
+def weights():
+    # What the trainer below has written for this very process; without a trainer, the checkpoint's.
+    path = run / f"served-{port}.json"
+    sent = json.loads(path.read_text()) if path.exists() else {"instance": os.getpid(), "version": 3, "epoch": 0}
+    serving = sent["instance"] == os.getpid()
+    trouble = "" if serving else "waiting for its trainer's weights"
+    version, epoch = (sent["version"], sent["epoch"]) if serving else (0, 0)
+    return dict(instance=os.getpid(), weight_version=version, weight_epoch=epoch, serving=serving, trouble=trouble, in_flight=0)
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
-        key = os.environ.get("ROLLOUT_API_KEY", "")
-        status = json.dumps({"queue_size": 5} if self.headers["Authorization"] == "Bearer " + key else {})
-        answers = {"/status": status, "/metrics": "lockstep_weight_version 3.0\\n"}
+        allowed = self.headers["Authorization"] == "Bearer " + os.environ.get("ROLLOUT_API_KEY", "")
+        table = run / "fleet.json"
+        fleet = table.read_text() if table.exists() else '{"servers": [], "wanted": [], "published": null}'
+        answers = {"/status": json.dumps({"queue_size": 5} if allowed else {}), "/fleet": fleet if allowed else "{}"}
+        answers |= {"/metrics": "lockstep_weight_version 3.0\\n", "/weights": json.dumps(weights())}
         body = answers.get(self.path, "{}").encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+if (run / f"broken-{port}").exists():
+    raise RuntimeError("no room for the model")
 print("ready", flush=True)
-ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 ORPHANS = """
 import subprocess, sys, time
@@ -35,6 +48,33 @@ print("child", child.pid, flush=True)
 """
 SLEEPER = "import time; print('sleeping', flush=True); time.sleep(600)"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEPER
+TRAINS = """
+import json, pathlib, sys, time, urllib.request
+run, ports, epoch, version, fewest = pathlib.Path(sys.argv[1]), sys.argv[2:], int(time.time() * 1000), 0, None
+def put(name, value):
+    (run / "draft").write_text(json.dumps(value))
+    (run / "draft").replace(run / name)
+while True:
+    version, rows = version + 1, []
+    for port in ports:
+        url, kept_out = f"http://localhost:{port}", (run / f"quarantine-{port}").exists()
+        try:
+            with urllib.request.urlopen(url + "/weights", timeout=5) as answer:
+                instance = json.load(answer)["instance"]
+            if not kept_out:
+                put(f"served-{port}.json", dict(instance=instance, version=version, epoch=epoch))
+            standing, reason = ("quarantined", "its checksum differs") if kept_out else ("good", "")
+        except OSError as error:
+            standing, reason = "away", str(error)
+        row = dict(url=url, standing=standing, weight_version=version, weight_epoch=epoch, since=time.time(), reason=reason)
+        rows.append(row)
+    good = sum(row["standing"] == "good" for row in rows)
+    fewest = good if fewest is None and good == len(ports) else fewest if fewest is None else min(fewest, good)
+    put("fleet.json", dict(servers=rows, wanted=[], published=time.time()))
+    put("seen.json", dict(version=version, fewest=fewest))
+    time.sleep(0.1)
+"""
+"""A trainer of servers at the ports given: the next version each 0.1 s, to each process that answers."""
 FAILS = "raise RuntimeError('no rollouts for me')"
 FINISHES = "print('Training complete')"
 
@@ -55,17 +95,19 @@ class SmallStack(Stack):
         return Command(part, words, {}, f"{part}.log", grace, may_finish)
 
     def service(self) -> Command:
-        return self._python("service", SERVER, self.options.service_port)
+        return self._python("service", SERVER, self.options.service_port, self.options.run)
 
     def vllm(self, server: int = 0) -> Command:
-        return self._python(server_name(server), ORPHANS + SERVER, self.options.vllm_ports[server])
+        return self._python(server_name(server), ORPHANS + SERVER, self.options.vllm_ports[server], self.options.run)
 
     def environment(self) -> Command:
         return self._python("environment", self.environment_code, may_finish=True)
 
     def trainer(self) -> Command:
         grace = 1.0 if self.trainer_code == STUBBORN else 5.0
-        return self._python("trainer", self.trainer_code, grace=grace, may_finish=True)
+        return self._python(
+            "trainer", self.trainer_code, self.options.run, *self.options.vllm_ports, grace=grace, may_finish=True
+        )
 
 
 def small_options(run: Path, ports: tuple[int, ...], parts: tuple[str, ...]) -> StackOptions:
