@@ -17,7 +17,8 @@ from example_trainer.child_processes.guard import descendants, send
 from example_trainer.child_processes.ports import is_free
 from example_trainer.child_processes.processes import ProcessError, describe_exit, first_error, tail
 from example_trainer.child_processes.readiness import http_probe, wait_until
-from scripts.ops.keys import make_keys, variables_of
+from scripts.ops.fleet import join
+from scripts.ops.keys import SERVICE, make_keys, variables_of
 from scripts.ops.options import save
 from scripts.ops.parts import kind_of, server_number, to_stop
 from scripts.ops.records import Identity, Record, Records, identify, owner_is_me
@@ -85,8 +86,7 @@ class Starter:
             self.refuse_ports()
             self.keys = make_keys(self.options.run, os.environ, running=bool(self.running()))
             (self.options.run / "commands.sh").write_text(self.stack.script())
-            if not self.options.resume:
-                save(self.options)
+            save(self.options)
             try:
                 for part in self.options.parts:
                     self.start(part)
@@ -166,6 +166,12 @@ class Starter:
         if "trainer" not in self.options.parts:
             self.wait_for_vllm()
         self.check()
+        for part in self.options.joining:
+            url = self.stack.vllm_url(server_number(part) or 0)
+            join(self.stack.service_url, self.keys[SERVICE], url)
+            self.say(
+                f"{part:<12} shall join the training: scripts/status.sh shows it as soon as the trainer has sent it weights"
+            )
 
     def wait_for_vllm(self) -> None:
         for record in self.started:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from example_trainer.child_processes.readiness import get_json
+from example_trainer.child_processes.readiness import get_json, opener
+from scripts.quickstart.errors import QuickstartError
 
 PROBE_SECONDS = 5.0
 STALE_SECONDS = 30.0
@@ -123,6 +127,24 @@ def ask_server(url: str, seconds: float = PROBE_SECONDS) -> FleetRow:
         return FleetRow(url, SILENT, None, None, None, f"GET {url}/weights: {getattr(error, 'reason', error)}")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         return FleetRow(url, SILENT, None, None, None, f"GET {url}/weights: an answer that cannot be read ({error!r})")
+
+
+def join(service_url: str, key: str, url: str, seconds: float = PROBE_SECONDS) -> None:
+    """Let a server join the training (POST /fleet/join); the trainer sends it its weights soon after.
+
+    Raises:
+        QuickstartError: the rollout service does not answer, or refuses.
+    """
+    body = json.dumps({"url": url}).encode()
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(f"{service_url}/fleet/join", body, headers)
+    try:
+        opener.open(request, timeout=seconds).close()
+    except urllib.error.HTTPError as error:
+        said = error.read(500).decode(errors="replace")
+        raise QuickstartError(f"the rollout service lets {url} not join: {error.code} {said}") from None
+    except OSError as error:
+        raise QuickstartError(f"{url} cannot join: POST {service_url}/fleet/join: {error}") from None
 
 
 def look(service_url: str, key: str, urls: Iterable[str]) -> Fleet:

@@ -60,6 +60,7 @@ class StackOptions:
     links: bool
     resume: bool = False
     all_interfaces: bool = False
+    joining: tuple[str, ...] = ()
 
     @property
     def servers(self) -> int:
@@ -180,7 +181,7 @@ def parser() -> OneLineParser:
         "--resume",
         action="store_true",
         help="start again what of this run does not run, with the options of its last start; the trainer goes on from its "
-        "newest checkpoint",
+        "newest checkpoint. With a larger --vllm-servers: further servers join the training that runs",
     )
     made.add_argument("--no-links", action="store_true", help="put no links to the logs into the folder where this is typed")
     return made
@@ -277,7 +278,9 @@ def save(options: StackOptions) -> None:
     """Keep the options in the run's folder, for --resume; parts that were started before count as this start's."""
     records = Records(options.run)
     parts = in_order((*options.parts, *(part for part in records.parts() if part in parts_of(options.servers))))
-    values = asdict(options) | {"run": str(options.run), "parts": parts}
+    if options.resume:  # of parts of one stack
+        parts = in_order((*parts, *last_start(options.run).parts))
+    values = asdict(options) | {"run": str(options.run), "parts": parts, "resume": False, "joining": ()}
     (options.run / OPTIONS_FILE).write_text(json.dumps(values, indent=1))
 
 
@@ -297,6 +300,45 @@ def last_start(run: Path) -> StackOptions:
         raise QuickstartError(f"nothing that could go on was started in {run} ({error})") from None
 
 
+def grown(before: StackOptions, servers: int, visible: tuple[int, ...]) -> StackOptions:
+    """The same stack with more vLLM servers, of which the running trainer and environments shall learn.
+
+    Args:
+        before: the stack.
+        servers: how many it shall have.
+        visible: the GPUs that there are.
+
+    Raises:
+        QuickstartError: it has as many, its trainer reaches one alone, or there are too few ports or GPUs.
+    """
+    more = servers - before.servers
+    if more < 1:
+        raise QuickstartError(
+            f"--resume --vllm-servers {servers}: this run has {before.servers}: give more, or end one with scripts/stop.sh"
+        )
+    if before.servers == 1:
+        raise QuickstartError(
+            f"--resume --vllm-servers {servers}: this run was started for one server alone: stop it, and start it with "
+            f"--vllm-servers {servers}"
+        )
+    each = len(before.vllm_gpus) // before.servers
+    free = [gpu for gpu in visible if gpu not in (*before.vllm_gpus, *before.trainer_gpus)]
+    if len(free) < more * each:
+        raise QuickstartError(
+            f"--resume --vllm-servers {servers}: {more * each} more GPUs are needed, {each} for each server, and "
+            f"{len(free)} are free"
+        )
+    last, names = before.vllm_ports[-1], parts_of(servers)
+    added = tuple(part for part in names if part not in parts_of(before.servers))
+    return replace(
+        before,
+        parts=in_order((*before.parts, *added)),
+        vllm_ports=(*before.vllm_ports, *server_ports((last + 1,), more)),
+        vllm_gpus=(*before.vllm_gpus, *free[: more * each]),
+        joining=added,
+    )
+
+
 def resumed(given: argparse.Namespace, arguments: Sequence[str]) -> StackOptions:
     """The options of the run's last start, for the parts that are named now, or for all that do not run.
 
@@ -304,11 +346,13 @@ def resumed(given: argparse.Namespace, arguments: Sequence[str]) -> StackOptions
         QuickstartError: there was no start, everything runs, or other options are given as well.
     """
     flags = [word.split("=")[0] for word in arguments if word.startswith("--")]
-    extra = [flag for flag in flags if flag not in ("--resume", "--run", "--no-links")]
+    extra = [flag for flag in flags if flag not in ("--resume", "--run", "--no-links", "--vllm-servers")]
     if extra:
         raise QuickstartError(f"--resume takes the options of the last start: leave {extra[0]} out, or leave --resume out")
     run = given.run.expanduser().absolute()
     before = last_start(run)
+    if "--vllm-servers" in flags:
+        before = grown(before, given.vllm_servers, () if not before.vllm_gpus else visible_gpus())
     named = chosen(given.parts, before.parts) if given.parts else ()
     absent = [part for part in named if part not in before.parts]
     if absent:

@@ -24,6 +24,9 @@ def weights():
     version, epoch = (sent["version"], sent["epoch"]) if serving else (0, 0)
     return dict(instance=os.getpid(), weight_version=version, weight_epoch=epoch, serving=serving, trouble=trouble, in_flight=0)
 class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        (run / "joined.log").open("a").write(self.rfile.read(int(self.headers["Content-Length"])).decode())
+        self.do_GET()
     def do_GET(self):
         allowed = self.headers["Authorization"] == "Bearer " + os.environ.get("ROLLOUT_API_KEY", "")
         table = run / "fleet.json"

@@ -176,3 +176,22 @@ def test_resume_takes_single_servers(tmp_path: Path) -> None:
     with pytest.raises(QuickstartError, match="'vllm-4' is not there"):
         parse([*run, "--resume", "vllm-4"])
     assert Records(tmp_path).parts() == ()
+
+
+def test_a_fleet_grows_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scripts.ops.options.visible_gpus", lambda: tuple(range(6)))
+    run = ["--run", str(tmp_path)]
+    save(parse([*run, "--model", "owner/name", "--vllm-servers", "2", "--vllm-gpus", "0,1", "--trainer-gpus", "2"]))
+    more = parse([*run, "--resume", "vllm-3", "vllm-4", "--vllm-servers", "4"])
+    assert (more.parts, more.joining) == (("vllm-3", "vllm-4"),) * 2
+    assert [Stack(more).command(part).variables["CUDA_VISIBLE_DEVICES"] for part in more.parts] == ["3", "4"]
+    assert more.vllm_ports == (9001, 9002, 9003, 9004)
+    save(more)
+    again = parse([*run, "--resume"])
+    assert (again.parts, again.joining) == (parts_of(4), ())
+    for servers, message in (("4", "this run has 4"), ("6", "2 more GPUs are needed, 1 for each server, and 1 are free")):
+        with pytest.raises(QuickstartError, match=message):
+            parse([*run, "--resume", "--vllm-servers", servers])
+    save(parse([*run, "--cpu"]))
+    with pytest.raises(QuickstartError, match="was started for one server alone"):
+        parse([*run, "--resume", "--vllm-servers", "2"])

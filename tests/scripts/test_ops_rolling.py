@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from scripts.ops import rolling
 from scripts.ops.control import Starter, stop_parts
 from scripts.ops.fleet import Fleet, FleetRow
+from scripts.ops.options import last_start
 from scripts.ops.parts import parts_of
 from scripts.ops.records import Records
 from scripts.ops.rolling import Roller
@@ -66,7 +68,7 @@ def fleet(tmp_path: Path, free_port: Callable[[], int], monkeypatch: pytest.Monk
         stop_parts(tmp_path / "run", Records(tmp_path / "run").parts(), print)
 
 
-def test_servers_are_restarted_one_by_one_while_the_trainer_goes_on(fleet: FleetRun) -> None:
+def test_servers_are_restarted_one_by_one_while_the_trainer_goes_on(fleet: FleetRun, free_port: Callable[[], int]) -> None:
     status = collect(fleet.folder)
     assert status.good
     assert [row.standing for row in status.fleet.rows] == ["good"] * 3
@@ -86,6 +88,16 @@ def test_servers_are_restarted_one_by_one_while_the_trainer_goes_on(fleet: Fleet
     assert seen["fewest"] == 2, "never was more than one server away"
     assert seen["version"] > version
     assert config.exists()
+
+    # A further server joins the training that runs.
+    port = free_port()
+    options = replace(
+        fleet.stack.options, vllm_ports=(*fleet.ports, port), parts=("vllm-4",), joining=("vllm-4",), resume=True
+    )  # fmt: skip
+    Starter(SmallStack(options), fleet.said.append).run()
+    assert json.loads((fleet.folder / "joined.log").read_text()) == {"url": f"http://localhost:{port}"}
+    assert last_start(fleet.folder).parts == parts_of(4)
+    after = fleet.pids()
 
     # What ends the others' rest: one that the trainer keeps out holds up the restart of a good one, and comes first itself.
     (fleet.folder / f"quarantine-{fleet.ports[2]}").touch()
