@@ -76,7 +76,9 @@ def host_store(host: str, port: int, timeout: float, is_host: bool = True) -> di
 def join_store(rendezvous: Rendezvous) -> dist.TCPStore:
     """Connect to the trainer's store from a worker. Raises RendezvousError after the deadline."""
     where = f"{rendezvous.host}:{rendezvous.port}"
-    reach(rendezvous.host, rendezvous.port, f"vLLM rank {rendezvous.tp_rank}", min(REACH_SECONDS, rendezvous.timeout))
+    # Half of the deadline: the trainer, whose own is as long, is still there to be told of an address that is wrong.
+    seconds = min(REACH_SECONDS, rendezvous.timeout / 2)
+    reach(rendezvous.host, rendezvous.port, f"vLLM rank {rendezvous.tp_rank}", seconds)
     try:
         return dist.TCPStore(
             rendezvous.host,

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from vllm_patching.protocol.checksum import weights_checksum
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry, flat_layout
 from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
-from vllm_patching.transport.addresses import RendezvousError
+from vllm_patching.transport.addresses import RendezvousError, reach
 from vllm_patching.transport.groups import SENDER, BridgeGroups, PeerWatch, Rendezvous, host_store
 from vllm_patching.worker.updater import WeightUpdater
 
@@ -79,7 +79,9 @@ def wait_for(updater: WeightUpdater, phase: str) -> None:
 
 def start_trainer(port: int, epoch: int, behaviour: str) -> subprocess.Popen[bytes]:
     arguments = [sys.executable, "-c", TRAINER, str(port), str(epoch), behaviour]
-    return subprocess.Popen(arguments, stdin=subprocess.PIPE, cwd=ROOT)
+    trainer = subprocess.Popen(arguments, stdin=subprocess.PIPE, cwd=ROOT)
+    reach("localhost", port, "the test", SECONDS)
+    return trainer
 
 
 @pytest.mark.parametrize("direct", [False, True])

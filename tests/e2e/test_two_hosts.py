@@ -1,0 +1,209 @@
+"""Trainer and server on hosts of their own, as docs/operations.md says: wrong addresses, closed ports, broken links."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from example_trainer.child_processes.readiness import http_probe
+from example_trainer.errors import BridgeError
+from example_trainer.models.decoder import Decoder
+from example_trainer.models.hf_checkpoint import load_model
+from example_trainer.weight_bridge.base import SyncReport
+from example_trainer.weight_bridge.broadcast import BroadcastBridge
+from example_trainer.weight_bridge.server import BridgeServer
+from tests.conftest import ROOT, Processes
+from tests.e2e.bridge_helpers import made_up_group, new_weights
+from tests.e2e.conftest import SERVER_SECONDS
+from tests.e2e.two_hosts import NOWHERE, Host, Network, NoNamespaces, hosts
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+PORT = 9001
+"""The documented one: each host has all ports for itself."""
+MODEL = "Qwen/Qwen3-1.7B"
+KEY = "some-long-random-word"
+BRIDGE_SECONDS = 8.0
+"""For each phase of an update; longer than a link is cut."""
+
+
+def commands() -> dict[str, str]:
+    """The shell lines of the section on two hosts, by the host that they are for; those for both come first on each."""
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    section = page.split("## Trainer and servers on different hosts", 1)[1].split("\n## ", 1)[0]
+    both, server, trainer = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
+    assert f"VLLM_API_KEY={KEY}" in both
+    assert f"--vllm-servers server-host:{PORT}" in trainer
+    return {"server-host": both + server, "trainer-host": both + trainer}
+
+
+@dataclass
+class TwoHosts:
+    """A trainer's host, and a server's with vLLM on it."""
+
+    network: Network
+    processes: Processes
+    folder: Path
+    model: Path
+
+    @property
+    def trainer(self) -> Host:
+        return self.network.hosts["trainer-host"]
+
+    @property
+    def server(self) -> Host:
+        return self.network.hosts["server-host"]
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.server.address}:{PORT}"
+
+    def type(self, host: Host, changes: dict[str, str]) -> Path:
+        """Run a host's commands there with another model and a few more flags; returns the folder that their logs are in."""
+        lines = commands()[host.name]
+        for old, new in {MODEL: str(self.model), "python ": f"{sys.executable} ", **changes}.items():
+            assert old in lines
+            lines = lines.replace(old, new)
+        folder = self.folder / host.name
+        folder.mkdir()
+        for name in ("atroposlib", "example_trainer", "vllm_patching"):
+            (folder / name).symlink_to(ROOT / name)
+        # What nothing shows to the other host: its own memory file system, and this folder of its own.
+        environment = {"LOGDIR": str(host.folder), "OMP_NUM_THREADS": "1", "MASTER_ADDR": None, "MASTER_PORT": None}
+        self.processes.start(host.name, host.command("bash", "-c", f"{lines}\nwait", directory=folder), environment)
+        return folder
+
+    def state(self, asking: Host | None = None) -> dict[str, Any]:
+        """/bridge/state, asked from a host: the trainer's, unless said otherwise."""
+        headers = {"Authorization": f"Bearer {KEY}"}
+
+        def ask() -> dict[str, Any]:
+            answer: dict[str, Any] = httpx.get(f"{self.url}/bridge/state", headers=headers, timeout=30, trust_env=False).json()
+            return answer
+
+        return (asking or self.trainer).calling(ask)
+
+    def wait_until(self, what: str, true: Callable[[], bool], seconds: float = 60.0) -> None:
+        self.processes.wait_until(what, lambda: None if true() else "not yet", seconds)
+
+
+@pytest.fixture(scope="module")
+def two(module_processes: Processes, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
+    folder = tmp_path_factory.mktemp("hosts")
+    try:
+        with hosts(folder, "trainer-host", "server-host") as network:
+            two = TwoHosts(network, module_processes, folder, tiny_model)
+            flags = f" --port {PORT} --bridge-timeout {BRIDGE_SECONDS:g} --max-model-len 256"
+            two.type(two.server, {f" --port {PORT}": flags})
+            probe = http_probe(f"{two.url}/health_generate")
+            module_processes.wait_until("vLLM", lambda: two.trainer.calling(probe), SERVER_SECONDS)
+            with module_processes.supervisor:
+                yield two
+    except NoNamespaces as error:
+        pytest.skip(f"two hosts cannot be made here: {error}")
+
+
+def size_of(model: Decoder) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+@contextmanager
+def trainers_half(
+    two: TwoHosts, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[BroadcastBridge, Decoder, int]]:
+    """The bridge of a trainer on its host, not connected; its model, and its MASTER_PORT. MASTER_ADDR is not set."""
+    port = free_port()
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    client = BridgeServer(two.server.address, PORT, BRIDGE_SECONDS, api_key=KEY, startup_timeout=5)
+    bridge = BroadcastBridge(client, "overlapped")
+    try:
+        yield bridge, load_model(str(two.model), torch.float32), port
+    finally:
+        two.trainer.calling(bridge.close)
+
+
+@pytest.mark.parametrize("wrong", ["loopback"])
+def test_an_address_that_the_server_cannot_reach_is_named_with_what_to_set(
+    two: TwoHosts, wrong: str, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with trainers_half(two, free_port, monkeypatch) as (bridge, model, port), ExitStack() as stack:
+        if wrong == "firewall":
+            stack.enter_context(two.network.firewall(two.trainer, port))
+            tried = f"{two.trainer.address}:{port}"
+        else:
+            address = {"loopback": "localhost", "nowhere": NOWHERE}[wrong]
+            monkeypatch.setenv("MASTER_ADDR", address)
+            tried = address if wrong == "loopback" else f"{address}:{port}"
+        started = time.monotonic()
+        with pytest.raises(BridgeError) as error:
+            two.trainer.calling(lambda: bridge.connect(model))
+        assert time.monotonic() - started < BRIDGE_SECONDS + 10
+    wanted = [tried, "set MASTER_ADDR", two.server.address]
+    wanted += [two.trainer.address] if wrong == "loopback" else ["server-host", "no answer within", "MASTER_PORT"]
+    for part in wanted:
+        assert part in str(error.value)
+
+
+def test_a_closed_port_of_the_server_is_named(
+    two: TwoHosts, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        trainers_half(two, free_port, monkeypatch) as (bridge, model, _),
+        two.network.firewall(two.server, PORT),
+        pytest.raises(BridgeError, match=re.escape(two.url)),
+    ):
+        two.trainer.calling(lambda: bridge.connect(model))
+
+
+def test_an_update_goes_on_when_its_link_is_back(
+    two: TwoHosts, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The address is found without MASTER_ADDR; the server's own name means 127.0.1.1 there, where nobody else can connect."""
+    with trainers_half(two, free_port, monkeypatch) as (bridge, model, _):
+
+        def sync(version: int) -> SyncReport:
+            return two.trainer.calling(lambda: bridge.sync(version, new_weights(model, version)))
+
+        two.trainer.calling(lambda: bridge.connect(model))
+        assert sync(0).checksum in two.state()["checksums"]
+        reports: list[SyncReport] = []
+        update = threading.Thread(target=lambda: reports.append(sync(1)), daemon=True)
+        with two.network.slowed(two.server, 4.0):
+            before = two.network.bytes_to(two.server)
+            update.start()
+            two.wait_until("a quarter is sent", lambda: two.network.bytes_to(two.server) - before > size_of(model) / 4)
+            two.network.cut(two.server)
+            update.join(2)
+            assert update.is_alive()
+            assert two.state(two.server)["weight_version"] == 0
+            two.network.heal(two.server)
+            update.join(60)
+        assert not update.is_alive()
+        state = two.state()
+        assert (state["weight_version"], state["checksums"]) == (1, [reports[0].checksum])
+
+
+def test_the_documented_commands_train(two: TwoHosts) -> None:
+    tiny = " --gradient-accumulation-steps 4 --seq-len 64 --num-threads 1 --batch-size 1 --training-steps 2"
+    folder = two.type(two.trainer, {" --batch-size 4 --training-steps 100": tiny})
+    service = "http://127.0.0.1:8000"
+    two.wait_until("the service", lambda: two.trainer.calling(http_probe(service)) is None)
+    for number in range(2):
+        body = made_up_group(number)
+        two.trainer.calling(lambda body=body: httpx.post(f"{service}/scored_data", json=body, timeout=30).raise_for_status())
+    two.wait_until("the last step", lambda: "Step 2/2" in (folder / "trainer.log").read_text(errors="replace"))
+    two.wait_until("its weights", lambda: two.state()["weight_version"] == 2)
+    log = (two.folder / "server-host" / "vllm.log").read_text(errors="replace")
+    assert "Serving weight version 2" in log
