@@ -15,10 +15,11 @@ import openai
 from pydantic import BaseModel, ConfigDict, create_model
 
 from atroposlib.envs.errors import EnvironmentFailure, RolloutFailure
+from atroposlib.envs.server_handling.fleet_follower import FleetFollower
 from atroposlib.envs.server_handling.server_baseline import describe
 from atroposlib.envs.server_handling.server_manager import APIServerConfig, ServerManagerConfig
 from atroposlib.envs.settings import Settings, known_flags, merge, parse_flags, read_yaml
-from atroposlib.utils.keys import shown
+from atroposlib.utils.keys import SERVICE_KEY, given_or_variable, shown
 
 if TYPE_CHECKING:
     from atroposlib.envs.base import BaseEnv
@@ -99,6 +100,10 @@ async def start(env_cls: "type[BaseEnv]", command: str, settings: Settings) -> N
     env.server.max_n_completions = settings.manager.max_n_completions
     if settings.manager.proxy_url:
         env.server.proxy_url, env.server.use_proxy = settings.manager.proxy_url, True
+    if settings.manager.follow_fleet:
+        env.server.follower = FleetFollower(
+            settings.env.rollout_server_url, given_or_variable(settings.env.rollout_server_api_key, SERVICE_KEY)
+        )
     if command == "process":
         env.n_groups_to_process = settings.env.total_steps
         env.group_size_to_process = settings.env.group_size

@@ -204,6 +204,7 @@ class EnvironmentCore(ABC):
             "start it, or pass --openai.base_url or --env.tokenizer_name",
         )
         while True:
+            server = self.server.pick()
             try:
                 response = httpx.get(
                     f"{server.root_url}/v1/models",
@@ -217,13 +218,9 @@ class EnvironmentCore(ABC):
                 patience.wait_blocking(f"/v1/models names no model ({type(error).__name__})")
 
     async def wait_for_inference(self) -> None:
-        """Wait until every inference server answers, and load the tokenizer."""
-        for server in self.server.servers:
-            if isinstance(server, APIServer) and server.config.health_check:
-                wrong = await server.probe()
-                if wrong is not None:
-                    await server.gate.wait_until_well(wrong)
-        name, server = self._tokenizer_name(), self.server.servers[0]
+        """Wait until an inference server answers, and load the tokenizer."""
+        await self.server.wait_until_well()
+        name, server = self._tokenizer_name(), self.server.pick()
         # An endpoint that gives text only may serve a model whose tokenizer nobody can have: load it when it is used.
         if name is None and isinstance(server, OpenAIRoutes) and not isinstance(server, OpenAIServer):
             try:

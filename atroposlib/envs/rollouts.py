@@ -176,8 +176,9 @@ class RolloutMixin(TeachingMixin):
         raise RolloutFailure(f"it took longer than {seconds:g} s (--env.worker_timeout)")
 
     def _seconds_away(self) -> float:
-        """For how long inference servers were away: a worker waits for the one that it asked."""
-        return sum(server.gate.seconds_away for server in self.server.servers if isinstance(server, APIServer))
+        """For how long no inference server could be asked."""
+        gates = {server.gate for server in self.server.servers if isinstance(server, APIServer)}
+        return sum(gate.seconds_away for gate in gates)
 
     @staticmethod
     def _note_sampling(group: Any, record: VersionRecord) -> None:

@@ -63,6 +63,8 @@ class ServingMixin(RolloutMixin):
         if self.last_loop_time is not None:
             self.mainloop_timings.append(now - self.last_loop_time)
         self.last_loop_time = now
+        if self.server.follower is not None and self.config.max_num_workers <= 0:
+            self.max_num_workers = self.config.max_num_workers_per_node * len(self.server.servers)
         self._busy_when_asked = len(self.workers)
         await self.get_status()
         self._check_health()

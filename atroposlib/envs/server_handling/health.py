@@ -1,4 +1,4 @@
-"""One gate per inference server: requests that find it down wait here together, with one line in the log for all of them."""
+"""The gate before inference servers: requests that find all away wait here together, with one line in the log for all."""
 
 import asyncio
 import logging
@@ -14,25 +14,16 @@ DEFAULT_OUTAGE_TIMEOUT = 1800.0
 
 
 class HealthGate:
-    """Opens while the server is well.
+    """Opens while a server is well.
 
     Args:
-        url: the server's address, for messages.
-        probe: returns None when the server is well, else what is wrong with it.
-        role: what it is, for messages.
+        what: says what is waited for.
+        probe: returns None when a server is well, else what is wrong.
         address_flag: how its address is passed.
     """
 
-    def __init__(
-        self,
-        url: str,
-        probe: Callable[[], Awaitable[str | None]],
-        role: str = "inference server",
-        address_flag: str = "--openai.base_url",
-    ):
-        self.url = url
-        self.probe = probe
-        self.role, self.address_flag = role, address_flag
+    def __init__(self, what: Callable[[], str], probe: Callable[[], Awaitable[str | None]], address_flag: str):
+        self.what, self.probe, self.address_flag = what, probe, address_flag
         self.outage_timeout = DEFAULT_OUTAGE_TIMEOUT
         self.failure: InferenceUnavailable | None = None
         self._recovery: asyncio.Task[None] | None = None
@@ -41,7 +32,7 @@ class HealthGate:
 
     @property
     def seconds_away(self) -> float:
-        """For how long the server has been away since the start, all its outages together."""
+        """For how long nothing could be asked since the start, all outages together."""
         return self._away_before + (0.0 if self._away_since is None else time.monotonic() - self._away_since)
 
     @property
@@ -49,7 +40,7 @@ class HealthGate:
         return self._recovery is None and self.failure is None
 
     async def wait_until_well(self, why: str) -> None:
-        """Return once the server answers its probe.
+        """Return once a server is well.
 
         Raises:
             InferenceUnavailable: it did not within `outage_timeout` seconds; also for every later caller.
@@ -63,7 +54,7 @@ class HealthGate:
 
     async def _recover(self, why: str) -> None:
         patience = Patience(
-            f"{self.role} at {self.url}",
+            self.what(),
             self.outage_timeout,
             InferenceUnavailable,
             logger,

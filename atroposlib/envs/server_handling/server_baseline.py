@@ -20,6 +20,8 @@ from atroposlib.envs.errors import EnvironmentFailure, InferenceUnavailable, Rol
 from atroposlib.envs.server_handling.generation import Generation, current_versions
 from atroposlib.envs.server_handling.health import HealthGate
 from atroposlib.envs.server_handling.reasoning import VALID_REASONING_EFFORTS, ReasoningConfig
+from atroposlib.envs.server_handling.router import MovedElsewhere, Router
+from atroposlib.envs.server_handling.routing import Look
 from atroposlib.envs.server_handling.sampling import sampling_of
 from atroposlib.envs.server_handling.semaphore import AsyncSemWithAdaptiveWeight
 from atroposlib.utils.keys import given_or_variable
@@ -80,19 +82,24 @@ class APIServer(ABC):
     """A client of one inference server.
 
     `chat_completion`, `completion`, `tokens_and_logprobs_completion` and `generate` take the request's fields as keyword
-    arguments, and `split="eval"` to run within the evaluation's share of the concurrency. A server that is away is waited
-    for; other failures are tried three times.
+    arguments, and `split="eval"` to run within the evaluation's share of the concurrency. What a server that is away cannot
+    answer is asked of the others behind the same router; when all are away, they are waited for. Other failures are tried
+    three times.
     """
 
     role = "inference server"
     address_flag = "--openai.base_url"
+    looked_at_always = False
+    """It is asked how it is all the time while there are others beside it; else only when it was away."""
+    router: Router
+    """Says which server answers what this one is asked; one of its own until a manager has several."""
 
     def __init__(self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None):
         self.config = config
         self.reasoning_config = reasoning_config
         self.sem = AsyncSemWithAdaptiveWeight(config.num_max_requests_at_once)
         self.eval_sem = AsyncSemWithAdaptiveWeight(config.num_requests_for_eval)
-        self.gate = HealthGate(self.root_url, self.probe, self.role, self.address_flag)
+        self.router = Router([self], self.role, self.address_flag)
         self.max_sequence_length: int | None = None
         """Most tokens of prompt and completion together that a trainer takes; set by the environment."""
         length = config.rolling_buffer_length
@@ -122,12 +129,29 @@ class APIServer(ABC):
         return False
 
     @property
+    def gate(self) -> HealthGate:
+        """Where requests wait when no server can be asked."""
+        return self.router.gate
+
+    @property
     def server_healthy(self) -> bool:
-        return self.gate.open
+        return self.router.healthy(self)
 
     async def probe(self) -> str | None:
         """None when the server is well, else what is wrong."""
         return None
+
+    def like(self, other: "APIServer") -> None:
+        """Take over what an environment has set on another server."""
+        self.max_sequence_length = other.max_sequence_length
+        self.sem.update_weight(other.sem.weight)
+        self.eval_sem.update_weight(other.eval_sem.weight)
+        if hasattr(self, "tokenizer"):
+            self.tokenizer = getattr(other, "tokenizer", None)
+
+    async def look(self) -> Look:
+        """How it is."""
+        return Look(wrong=(await self.probe() if self.config.health_check else None) or "")
 
     async def model(self) -> str:
         """The name of the model to ask for."""
@@ -185,39 +209,51 @@ class APIServer(ABC):
         return await self._request(self._get_logprobs_wrapper, kwargs)
 
     async def _request(self, call: Callable[..., Awaitable[T]], kwargs: dict[str, Any]) -> T:
+        """Ask this server, or one that answers for it. `call` is a method; of another server the same one is called."""
         split: Split = kwargs.pop("split", "train")
         evaluating = split == "eval"
-        attempts = 0
+        failures = 0
+        tried: list[APIServer] = []
         away_since: float | None = None
         while True:
+            server = await self.router.server_for(self, split, tried)
+            began = time.monotonic()
             try:
-                async with self.eval_sem if evaluating else self.sem:
-                    attempts += 1
-                    started = time.monotonic()
-                    answer = await call(**{"model": await self.model(), **kwargs})
-                (self.eval_request_timings if evaluating else self.request_timings).append(time.monotonic() - started)
-                (self.eval_attempts_list if evaluating else self.attempts_list).append(attempts)
+                async with self.router.carrying(server), server.eval_sem if evaluating else server.sem:
+                    began = time.monotonic()
+                    ask = call if server is self else getattr(server, call.__name__)
+                    answer = await ask(**{"model": await server.model(), **kwargs})
+                (server.eval_request_timings if evaluating else server.request_timings).append(time.monotonic() - began)
+                (server.eval_attempts_list if evaluating else server.attempts_list).append(failures + 1)
+                self.router.answered(server, began)
                 return answer
             except (EnvironmentFailure, RolloutFailure, NotImplementedError):
                 raise
+            except MovedElsewhere:
+                tried.append(server)
             except Exception as error:
-                if self.config.health_check and is_away(error):
+                tried.append(server)
+                if server.config.health_check and is_away(error):
                     # A server may pass its health check and still refuse this request: that ends, too.
                     away_since = away_since or time.monotonic()
                     waited = time.monotonic() - away_since
                     if waited > self.gate.outage_timeout:
                         raise InferenceUnavailable(
-                            f"{self.role} at {self.root_url}: {describe(error)} for {waited:.0f} s, giving up"
+                            f"{self.role} at {server.root_url}: {describe(error)} for {waited:.0f} s, giving up"
                         ) from error
-                    await self.gate.wait_until_well(f"cannot be reached ({describe(error)})")
-                    attempts -= 1
-                elif attempts >= MAX_ATTEMPTS or not worth_retrying(error):
+                    self.router.refused(server, began, f"cannot be reached ({describe(error)})")
+                    continue
+                if not worth_retrying(error):
                     raise
-                else:
-                    logger.warning(
-                        "request to %s failed, attempt %d of %d: %s", self.root_url, attempts, MAX_ATTEMPTS, describe(error)
-                    )
-                    await asyncio.sleep(0.5 * attempts)
+                self.router.failed(server, began, describe(error))
+                failures += 1
+                if failures >= MAX_ATTEMPTS:
+                    raise
+                logger.warning(
+                    "request to %s failed, attempt %d of %d: %s", server.root_url, failures, MAX_ATTEMPTS, describe(error)
+                )
+                if len(set(tried)) >= len(self.router.servers):
+                    await asyncio.sleep(0.5 * failures)
 
     def _inject_reasoning_kwargs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         if self.reasoning_config is not None and (extra := self.reasoning_config.build_extra_body(self.config.base_url)):

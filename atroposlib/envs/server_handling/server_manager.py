@@ -1,4 +1,5 @@
-"""All inference servers of one environment: requests go to the server with the most free slots."""
+"""All inference servers of one environment: where they are, and the calls that environments make on them. `router` says which
+of them answers."""
 
 import asyncio
 import dataclasses
@@ -16,10 +17,12 @@ from pydantic import Field
 
 from atroposlib.envs.config import WarnsOfUnknownKeys
 from atroposlib.envs.errors import UsageError
+from atroposlib.envs.server_handling.fleet_follower import FleetFollower, same_address
 from atroposlib.envs.server_handling.generation import Generation
 from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.proxy_client import create_proxy_session
+from atroposlib.envs.server_handling.router import Router
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ReasoningConfig, ServerBaseline
 from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
@@ -48,14 +51,17 @@ class ServerManagerConfig(WarnsOfUnknownKeys):
     testing: bool = Field(default=False, description="Answer from a table instead of a server")
     max_n_completions: int = Field(default=8, ge=1, description="Split requests for more completions, to spread the load")
     proxy_url: str | None = Field(default=None, description="Address of a proxy for managed servers")
+    follow_fleet: bool = Field(
+        default=False, description="Ask the rollout service which inference servers the trainer has, and use those"
+    )
 
 
 class ServerManager:
     """The servers, and the calls that environments make on them.
 
     Args:
-        configs: one entry per server; a bare `ServerBaseline` stands for the local ports 9004 to 9007, or with Slurm for the
-            nodes after the first `NUM_TRAINING_NODES`.
+        configs: one entry per server, or several addresses with commas between them in one; a bare `ServerBaseline` stands for
+            the local ports 9004 to 9007, or with Slurm for the nodes after the first `NUM_TRAINING_NODES`.
         server_class: a class of one's own, instead of the one that `server_type` names.
         testing: use a `ServerHarness`.
         max_n_completions: most completions per request.
@@ -81,6 +87,11 @@ class ServerManager:
         self.tool_parser = tool_parser
         self.servers: list[Any]
         self._turn = 0
+        self._known: list[APIServer] = []
+        self._retired: list[APIServer] = []
+        self._following: asyncio.Task[None] | None = None
+        self.follower: FleetFollower | None = None
+        """Set before the first request: the servers are then those that the rollout service tells of, once it does."""
         if testing:
             self.servers = [ServerHarness()]
             return
@@ -94,33 +105,110 @@ class ServerManager:
         elif not isinstance(configs, list):
             urls = slurm_urls() if "SLURM_JOB_NODELIST" in os.environ else [f"http://localhost:{p}/v1" for p in LOCAL_PORTS]
             configs = [at_url(template, url) for url in urls]
-        own_class = not inspect.isabstract(server_class)
-        self.servers = [
-            (server_class if own_class else SERVER_CLASSES[config.server_type])(config, reasoning_config=reasoning_config)
-            for config in configs
-        ]
+        self._own_class = None if inspect.isabstract(server_class) else server_class
+        self.servers = [self._made(one) for config in configs for one in each_address(config)]
+        self.routers()
+
+    def _made(self, config: APIServerConfig) -> APIServer:
+        made: type[APIServer] = self._own_class or SERVER_CLASSES[config.server_type]
+        return made(config, reasoning_config=self.reasoning_config)
+
+    def routers(self) -> list[Router]:
+        """One for each kind of server: those of one kind answer for each other. `servers` may have been set to others since."""
+        servers = [server for server in self.servers if isinstance(server, APIServer)]
+        if servers != self._known:
+            for gone in self._known:
+                if gone not in servers:  # whoever holds it still goes on with it alone
+                    gone.router = Router([gone], gone.role, gone.address_flag)
+            self._known = [known for known in self._known if known in servers]
+            self._group(servers)
+        return list(dict.fromkeys(server.router for server in servers))
+
+    def _group(self, servers: list[APIServer]) -> None:
+        """Servers of one kind share the router that one of this kind had before."""
+        before, self._known = self._known, servers
+        for kind in dict.fromkeys(map(kind_of, servers)):
+            group = [server for server in servers if kind_of(server) == kind]
+            router = next((server.router for server in [*before, *group] if kind_of(server) == kind), group[0].router)
+            router.adopt(group)
+
+    async def wait_until_well(self) -> None:
+        """Ask the service where the servers are, if that is to be followed, and return once one of each kind is well.
+
+        Raises:
+            InferenceUnavailable: none was in time.
+        """
+        if self.follower is not None and (self._following is None or self._following.done()):
+            await self._follow_once()
+            self._following = asyncio.create_task(self._follow(), name="follows the fleet")
+        for router in self.routers():
+            await router.wait_until_well()
+
+    async def _follow(self) -> None:
+        assert self.follower is not None
+        while True:
+            await asyncio.sleep(self.follower.every)
+            try:
+                await self._follow_once()
+            except Exception:  # the servers that are known go on meanwhile
+                logger.exception("following the fleet failed; it is tried again")
+
+    async def _follow_once(self) -> None:
+        assert self.follower is not None
+        addresses = await self.follower.ask()
+        if addresses:
+            self._use(addresses)
+        for server in list(self._retired):
+            if not server.router.works_on(server):
+                self._retired.remove(server)
+                await server.close()
+
+    def _use(self, addresses: list[str]) -> None:
+        """From now on, the servers are at these addresses. Those that stay are the same objects as before."""
+        old = [server for server in self.servers if isinstance(server, APIServer)]
+        if not old:
+            return  # answers come from a table
+        new = []
+        for address in addresses:
+            server = next((known for known in old if same_address(known.root_url, address)), None)
+            if server is None:
+                server = self._made(at_url(old[0].config, f"{address}/v1"))
+                server.like(old[0])
+            new.append(server)
+        if new == old:
+            return
+        self._retired += [server for server in old if server not in new]
+        self.servers = list(new)
+        self._group(new)
+        logger.info("the fleet has %d inference servers now: %s", len(new), ", ".join(server.root_url for server in new))
 
     async def update_weight(self, weight: float) -> None:
         for server in self.servers:
             await server.update_weight(weight)
 
     async def close(self) -> None:
-        for server in self.servers:
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
+        if self.follower is not None:
+            await self.follower.close()
+        for router in self.routers():
+            await router.close()
+        for server in [*self.servers, *self._retired]:
             if isinstance(server, APIServer):
                 await server.close()
 
     def pick(self, split: str = "train") -> Any:
-        """The healthy server with the most free slots."""
+        """The server that the next request had best go to. What is asked of it goes to another one if it goes away."""
 
-        def free(server: Any) -> tuple[bool, int]:
-            if not isinstance(server, APIServer):
-                return (True, 0)
-            return (server.server_healthy, (server.eval_sem if split == "eval" else server.sem).free)
+        def free(server: Any) -> int:
+            return (server.eval_sem if split == "eval" else server.sem).free if isinstance(server, APIServer) else 0
 
-        # Start at another server each time, so that requests sent together spread over equally free ones.
+        picked = [router.pick(split) for router in self.routers()]
+        candidates = [server for server in picked if server is not None]
+        candidates += [server for server in self.servers if not isinstance(server, APIServer)]
         self._turn += 1
-        start = self._turn % len(self.servers)
-        return max(self.servers[start:] + self.servers[:start], key=free)
+        return max(candidates, key=free) if candidates else self.servers[self._turn % len(self.servers)]
 
     async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
         return await self._spread(lambda server, part: server.chat_completion(**part), kwargs, _join_choices)
@@ -144,7 +232,11 @@ class ServerManager:
         if n <= self.max_n_completions:
             return await call(self.pick(split), kwargs)
         sizes = [min(self.max_n_completions, n - start) for start in range(0, n, self.max_n_completions)]
-        return join(await asyncio.gather(*(call(self.pick(split), kwargs | {"n": size}) for size in sizes)))
+
+        async def ask(size: int) -> Any:
+            return await call(self.pick(split), kwargs | {"n": size})  # picked when the one before has begun
+
+        return join(await asyncio.gather(*map(ask, sizes)))
 
     @asynccontextmanager
     async def dedicated_server(self) -> AsyncGenerator[Any, None]:
@@ -193,6 +285,30 @@ class ServerManager:
 
 def at_url(template: ServerBaseline, url: str) -> APIServerConfig:
     return APIServerConfig(**(all_settings(template) | {"base_url": url}))
+
+
+def each_address(config: APIServerConfig) -> list[APIServerConfig]:
+    """One configuration for each address in `base_url`, which may hold several with commas between them.
+
+    Raises:
+        UsageError: an address is empty or there twice.
+    """
+    if "," not in (config.base_url or ""):
+        return [config]
+    addresses = [address.strip() for address in (config.base_url or "").split(",")]
+    for index, address in enumerate(addresses):
+        if not address:
+            raise UsageError(
+                f"--openai.base_url {config.base_url}: an address is empty; write http://A:PORT/v1,http://B:PORT/v1"
+            )
+        if any(same_address(address, other) for other in addresses[:index]):
+            raise UsageError(f"--openai.base_url {config.base_url}: {address} is there twice; name each server once")
+    return [at_url(config, address) for address in addresses]
+
+
+def kind_of(server: APIServer) -> tuple[type[APIServer], str]:
+    """Servers of which this is the same answer for each other."""
+    return type(server), server.config.model_name
 
 
 def slurm_urls() -> list[str]:

@@ -67,6 +67,7 @@ class TeacherServer(VLLMServer):
     """
 
     key_variable = TEACHER_KEY
+    tells_weights = False  # it stands alone, and its probe has more to do
     role = "teacher"
     address_flag = "--env.teacher_url"
 
@@ -104,8 +105,7 @@ class TeacherServer(VLLMServer):
         Raises:
             EnvironmentFailure: it did not come in time, has another vocabulary, or does not score; one line.
         """
-        if (wrong := await self.probe()) is not None:
-            await self.gate.wait_until_well(wrong)
+        await self.router.wait_until_well()
         try:
             await self.score(sorted(self.tokenizer.get_vocab().values())[:2])
             self._scores = True

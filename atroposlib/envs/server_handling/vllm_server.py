@@ -7,8 +7,9 @@ import orjson
 
 from atroposlib.envs.errors import RolloutFailure
 from atroposlib.envs.server_handling.encoding import encode_plain
-from atroposlib.envs.server_handling.generation import Generation, spans_of
+from atroposlib.envs.server_handling.generation import Generation, Weights, spans_of
 from atroposlib.envs.server_handling.openai_server import PROBE_TIMEOUT, OpenAIRoutes, resolve_openai_configs
+from atroposlib.envs.server_handling.routing import Look
 from atroposlib.envs.server_handling.sampling import sampling_of
 from atroposlib.envs.server_handling.server_baseline import APIServer as APIServer
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig as APIServerConfig
@@ -20,6 +21,8 @@ __all__ = ["VLLMServer", "resolve_openai_configs"]
 # The names under which other interfaces know max_tokens.
 MAX_TOKENS_NAMES = ("max_tokens", "max_new_tokens", "max_completion_tokens")
 
+LOOK_TIMEOUT = 5.0
+"""Seconds within which a server says how it is."""
 LEAST_TEMPERATURE = 0.01
 """vLLM raises a temperature between 0 and this one to it, and says so in its log only."""
 
@@ -31,6 +34,27 @@ class VLLMServer(OpenAIRoutes):
     tokenizer: Any = None
     """Encodes prompts given as text; set by the environment. Prompts given as token ids need none."""
     _options: list[str] | None = None
+    looked_at_always = True
+    tells_weights = True
+    """It is asked GET /weights; no longer once it has said that it knows no such route."""
+
+    async def look(self) -> Look:
+        """GET /weights says whether it would answer, with which weights, and how busy it is; where there is no such route,
+        GET /health whether it is there."""
+        if not (self.tells_weights and self.config.health_check):
+            return await super().look()
+        try:
+            response = await self.http.get("/weights", timeout=LOOK_TIMEOUT)
+        except httpx.TimeoutException:
+            return Look(wrong=f"silent for {LOOK_TIMEOUT:g} s")
+        except httpx.HTTPError as error:
+            return Look(wrong=f"no answer ({type(error).__name__})")
+        if response.status_code == 200:
+            return read_look(orjson.loads(response.content))
+        if response.status_code >= 500:
+            return Look(wrong=f"/weights answered {response.status_code}")
+        self.tells_weights = False
+        return await super().look()
 
     async def probe(self) -> str | None:
         try:
@@ -120,6 +144,25 @@ class VLLMServer(OpenAIRoutes):
             "prompt_topk_token_ids": [list(table) for table in tables],
             "prompt_topk_logprobs": [list(table.values()) for table in tables],
         }
+
+
+def read_look(told: Any) -> Look:
+    """What GET /weights says. Fields that are not there, or are no numbers, are not known.
+
+    Raises:
+        ValueError: it is no object.
+    """
+    if not isinstance(told, dict):
+        raise ValueError(f"/weights answered {told!r:.80}")
+    version, epoch, in_flight = (
+        value if isinstance(value := told.get(name), int) and not isinstance(value, bool) else None
+        for name in ("weight_version", "weight_epoch", "in_flight")
+    )
+    return Look(
+        wrong="" if told.get("serving", True) else str(told.get("trouble") or "it does not serve")[:300],
+        weights=None if version is None else Weights(epoch or 0, version),
+        in_flight=in_flight,
+    )
 
 
 def merge_logprob_row(row: Any) -> dict[int, float]:

@@ -1,0 +1,94 @@
+"""Where the inference servers are, as the rollout service tells it: the trainer publishes them there."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import httpx
+
+from atroposlib.utils.addresses import server_address
+from atroposlib.utils.keys import bearer
+
+logger = logging.getLogger(__name__)
+
+ASK_SECONDS = 2.0
+"""How often the service is asked."""
+ASK_TIMEOUT = 10.0
+
+
+class FleetFollower:
+    """Asks one rollout service.
+
+    Args:
+        url: the service's address.
+        api_key: bearer token, if the service wants one.
+        every: seconds between two questions.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None, every: float = ASK_SECONDS):
+        self.url, self.every = url.rstrip("/"), every
+        self._http = httpx.AsyncClient(base_url=self.url, headers=bearer(api_key), timeout=ASK_TIMEOUT, trust_env=False)
+        self._wrong = ""
+
+    async def ask(self) -> list[str] | None:
+        """The addresses of the servers that have the trainer's weights, or will again; None if nobody says.
+
+        A service that does not answer, or whose trainer has not said anything yet, takes no server away.
+        """
+        try:
+            response = await self._http.get("/fleet")
+            response.raise_for_status()
+            addresses = servers_of(response.json())
+        except httpx.HTTPStatusError as error:
+            status = error.response.status_code
+            wrong = f"/fleet answered {status}" + ("; is it an earlier version?" if status == 404 else "")
+        except httpx.HTTPError as error:
+            wrong = f"no answer to /fleet ({type(error).__name__})"
+        except ValueError as error:
+            wrong = f"/fleet answered what is no fleet: {error}"
+        else:
+            if self._wrong:
+                logger.info("the rollout service at %s tells of the fleet again", self.url)
+                self._wrong = ""
+            return addresses
+        if wrong != self._wrong:
+            logger.info("the rollout service at %s does not tell of the fleet: %s; the servers stay", self.url, wrong)
+        self._wrong = wrong
+        return None
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._http.aclose()
+
+
+def servers_of(fleet: Any) -> list[str] | None:
+    """The addresses to follow, from what GET /fleet answered; None if the trainer has published nothing.
+
+    A server that joins is left out until it is good: it still serves weights of its own. One that is away or in quarantine
+    stays, and is found to be so by asking it.
+
+    Raises:
+        ValueError: it is no such answer.
+    """
+    try:
+        if fleet["published"] is None:
+            return None
+        left = {server_address(url) for url in fleet.get("left", [])}
+        told = {server_address(server["url"]): server["standing"] for server in fleet["servers"]}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    return [url for url, standing in told.items() if standing != "joining" and url not in left]
+
+
+def same_address(one: str, other: str) -> bool:
+    """Whether two addresses, each with or without /v1, are of the same server."""
+    return _bare(one) == _bare(other)
+
+
+def _bare(address: str) -> str:
+    bare = address.rstrip("/").removesuffix("/v1")
+    try:
+        return server_address(bare)
+    except ValueError:
+        return bare
