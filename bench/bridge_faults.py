@@ -41,7 +41,7 @@ MARGIN = 5.0
 
 def points(mode: str) -> tuple[str, ...]:
     """Where an update of this mode can be stopped."""
-    return ("prepare", "write", "pause", "commit") if mode == "single_copy" else ("prepare", "transfer", "commit")
+    return ("begin", "write", "commit") if mode == "single_copy" else ("begin", "transfer", "commit")
 
 
 class Faults:
@@ -199,7 +199,7 @@ class Faults:
         outcome.must_name = {
             "side": "vLLM|server",
             "version": rf"version {version}\b",
-            "phase": "/bridge/|sending|commit|prepare",
+            "phase": "/bridge/|sending|commit|begin",
         }
         health = stage.server.health()
         outcome.server = "gone" if health != 200 else "healthy though its engine is dead"
@@ -259,7 +259,7 @@ class Faults:
         outcome.error = f"server: {self.stage.said(mark)}"
         outcome.must_name = {
             "side": "trainer",
-            "phase": "in phase (prepared|paused|transferred)",
+            "phase": "begin|transfer|[Uu]pdate to version",
             "version": rf"version {before['version'] + 1}\b",
         }
         outcome.next_attempt = attempt()

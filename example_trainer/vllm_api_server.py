@@ -158,6 +158,7 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Doo
     background: set[asyncio.Task[None]] = set()
     kind = AdapterSpans if args.enable_lora else VersionSpans
     spans = kind(args.weight_version, args.weight_epoch)
+    service.weights = lambda: (spans.weights.version, spans.weights.epoch)
 
     def bridge_state() -> dict[str, Any]:
         if service.bridge is not None:

@@ -1,8 +1,8 @@
 """A trainer that stops at a chosen point of an update and waits, so that a fault can be done to it, or to the server, there.
 
-Points: `prepare` (announced; this trainer has not stopped the engine yet), `transfer` (some of the weights have been handed
-over), `pause` (of a single copy: the engine stands still, nothing is written), `write` (half of them are written), `commit`
-(all of them are; nothing has been taken over).
+Points: `begin` (begun: the engine stands still, but for an overlapped transfer; nothing has been sent or written), `transfer`
+(some of the weights have been handed over), `write` (half of them are written), `commit` (all of them are; nothing has been
+taken over).
 """
 
 from __future__ import annotations
@@ -148,14 +148,14 @@ class FaultTrainer(BenchTrainer):
             return [(server, "post", post_and_hold)]
         assert isinstance(self.bridge, BroadcastBridge)
         session = self.bridge._sessions[0]
-        if at == "prepare":
-            prepare = session.prepare
+        if at == "begin":
+            begin = session.begin
 
-            def prepare_and_hold(version: int, not_finite: str) -> None:
-                prepare(version, not_finite)
+            def begin_and_hold(version: int) -> None:
+                begin(version)
                 hold()
 
-            return [(session, "prepare", prepare_and_hold)]
+            return [(session, "begin", begin_and_hold)]
         if at == "commit":
             commit = session.commit
 

@@ -15,7 +15,7 @@ from example_trainer.models.shards import Shards
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.weight_bridge.base import LeaseLost, Receiver, SyncReport, WeightBridge, Weights, timed
 from example_trainer.weight_bridge.handshake import ServerSession
-from example_trainer.weight_bridge.server import BridgeServer, Shapes, served_dtype, shapes_of
+from example_trainer.weight_bridge.server import BridgeServer, Shapes, require_finite, served_dtype, shapes_of
 from example_trainer.weight_bridge.slices import WeightSlices, receivers_of
 from vllm_patching.protocol.checksum import WeightSummary
 from vllm_patching.protocol.manifest import dtype_name
@@ -189,12 +189,10 @@ class BroadcastBridge(WeightBridge):
         found = [summaries[manifest.digest()] for manifest in session.manifests]
         slices = {rank: self._slices[session.manifests[rank].digest()] for rank in session.mine}
         spoilt = next((summary.not_finite for summary in found if summary.not_finite), "")
+        require_finite(spoilt, version)
         on_main, longest = self._ranks.on_main, session.server.longest_wait
-        with timed(seconds, "prepare"):
-            on_main("preparing vLLM", lambda: session.prepare(version, spoilt), longest)
-        if session.transfer == "direct":
-            with timed(seconds, "pause"):
-                on_main("pausing vLLM", lambda: session.pause(version), longest)
+        with timed(seconds, "begin"):
+            on_main("beginning vLLM's update", lambda: session.begin(version), longest)
         first_byte = time.perf_counter()
         with timed(seconds, "transfer"):
             try:

@@ -39,6 +39,7 @@ class ServerSession:
         self.epoch = 0
         self.transfer = ""
         self.joined = False
+        self._cohort = ""
         self._number, self._attempts = number, 0
         self._ranks = ranks
         self._groups: dict[int, BridgeGroups] = {}
@@ -75,15 +76,21 @@ class ServerSession:
         key = f"server{self._number}.{self._attempts}"
         answer = self._ranks.on_main(
             "joining the vLLM server",
-            lambda: self.server.init("broadcast", shapes, host, port, key, transfer),
+            lambda: self.server.init("broadcast", shapes, transfer),
             self.server.longest_wait,
         )
         self.epoch, self.transfer = answer["epoch"], answer["transfer"]
+        self._cohort = f"{key}/epoch{self.epoch}"
+        self._ranks.on_main(
+            "forming a cohort with vLLM",
+            lambda: self.server.cohort(self.epoch, host, port, self._cohort, members=1),
+            self.server.longest_wait,
+        )
 
         def form() -> None:
             for rank in self.mine:
                 place = Rendezvous(
-                    host, port, f"{answer['key']}/rank{rank}", self.epoch, rank, answer["data_backend"], self.server.timeout
+                    host, port, f"{self._cohort}/rank{rank}", self.epoch, rank, answer["data_backend"], self.server.timeout
                 )
                 self._groups[rank] = self._meet(place, store, device)
                 if device.type == "cuda":
@@ -92,14 +99,9 @@ class ServerSession:
         self._ranks.together("forming the groups with vLLM", form, self.server.longest_wait)
         self.joined = True
 
-    def prepare(self, version: int, not_finite: str) -> None:
-        """Announce a version; the server receives from then on, or (direct) pauses first and then receives."""
-        step: dict[str, Any] = {"epoch": self.epoch, "version": version}
-        self.server.post("prepare", {**step, "not_finite": not_finite})
-
-    def pause(self, version: int) -> None:
-        """Have the server stop generating."""
-        self.server.pause(self.epoch, version)
+    def begin(self, version: int) -> None:
+        """Begin an update; the server receives from then on, beside its weights or (direct) into them, standing still."""
+        self.server.begin(self.epoch, version, self._cohort)
 
     def send(self, version: int, slices: Mapping[int, WeightSlices]) -> None:
         """Send this process's share of the weights. Returns when they have arrived.

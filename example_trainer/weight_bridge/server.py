@@ -75,9 +75,6 @@ class BridgeServer(VLLMClient):
         self,
         mode: str,
         shapes: Shapes,
-        master_addr: str = "localhost",
-        master_port: int = 1,
-        key: str = "",
         transfer: str = "auto",
         events: Sequence[str] = (),
         writers: Sequence[Writer] = (),
@@ -85,7 +82,7 @@ class BridgeServer(VLLMClient):
         """Join the server as a new epoch.
 
         Returns:
-            instance, epoch, key, data_backend, transfer, weight_version and follows_writes.
+            instance, epoch, data_backend, transfer, weight_version, replicas and follows_writes.
 
         Raises:
             BridgeError: the server refuses, or is not the one whose layout was asked for.
@@ -93,9 +90,6 @@ class BridgeServer(VLLMClient):
         body = {
             "trainer": f"trainer {socket.gethostname()}:{os.getpid()}",
             "mode": mode,
-            "master_addr": master_addr,
-            "master_port": master_port,
-            "key": key,
             "transfer": transfer,
             "weight_epoch": self._weight_epoch,
             "events": list(events),
@@ -114,19 +108,46 @@ class BridgeServer(VLLMClient):
                 "it was restarted meanwhile, or another server is mixed up with it; start the trainer again with --resume auto"
             )
 
-    def pause(self, epoch: int, version: int) -> dict[str, Any]:
-        """Have the server stand still. Returns its lease: `deadline` says until when may be written (see `require_in_time`)."""
+    def cohort(
+        self, epoch: int, host: str = "", port: int = 0, key: str = "", members: int = 0, index: int = 0, lanes: int = 1
+    ) -> dict[str, Any]:
+        """Have the server's ranks leave the lanes that they are in and, if there are members, meet a cohort. Answers at once.
+
+        Args:
+            host, port: of the trainer's store.
+            key: the cohort's prefix in it.
+            members: receivers in each lane, of all servers; 0: only leave.
+            index: of this server's first replica among them.
+            lanes: communicators for each of vLLM's ranks.
+        """
+        place = {"host": host, "port": port, "key": key, "members": members, "index": index, "lanes": lanes}
+        return self.post("cohort", {"epoch": epoch, **place})
+
+    def begin(self, epoch: int, version: int, cohort: str = "") -> dict[str, Any] | None:
+        """Begin an update: the server's ranks receive from then on, or it stands still to be written.
+
+        Args:
+            cohort: key of the one that sends; empty for a single copy.
+
+        Returns:
+            the server's lease, whose `deadline` says until when may be written (see `require_in_time`); None if it goes on
+            generating (an overlapped transfer).
+        """
         self._lease = None
-        lease: dict[str, Any] = self.post("pause", {"epoch": epoch, "version": version})["lease"]
-        self._lease = lease["id"]
+        lease: dict[str, Any] | None = self.post("begin", {"epoch": epoch, "version": version, "cohort": cohort})["lease"]
+        self._lease = None if lease is None else lease["id"]
         return lease
 
     def commit(self, epoch: int, version: int, checksums: Sequence[str]) -> dict[str, Any]:
         """Have the server check the new weights and serve them; hands in the lease, if there is one. Returns its answer."""
-        body = {"epoch": epoch, "version": version, "checksums": list(checksums), "lease": self._lease, "resume": True}
+        body = {"epoch": epoch, "version": version, "checksums": list(checksums), "lease": self._lease}
         answer = self.post("commit", body)
         self._lease = None
         return answer
+
+    def quarantine(self, epoch: int, reason: str) -> None:
+        """Have the server stand still and refuse every request until a full update. Raises BridgeError as `post` does."""
+        self.post("quarantine", {"epoch": epoch, "reason": reason})
 
     def post(self, step: str, body: dict[str, Any]) -> dict[str, Any]:
         """POST /bridge/<step>.
@@ -248,7 +269,7 @@ def require_in_time(lease: Mapping[str, Any]) -> None:
     """Look at the clock, which is the server's too, right before a write.
 
     Args:
-        lease: as BridgeServer.pause returns it.
+        lease: as BridgeServer.begin returns it.
 
     Raises:
         LeaseLost: the server does not expect a write any more.
@@ -259,6 +280,12 @@ def require_in_time(lease: Mapping[str, Any]) -> None:
             f"the server's lease ran out {late:.1f} s before the weights were written: this trainer was stopped or held up "
             "(its --bridge-timeout and the server's are the time it has)"
         )
+
+
+def require_finite(spoilt: str, version: int) -> None:
+    """Raise BridgeError if a parameter (its name, or an empty string) was found to hold NaN or infinity."""
+    if spoilt:
+        raise BridgeError(f"version {version} is not sent: {spoilt} holds NaN or infinity; the server keeps what it serves")
 
 
 def manifests_of(info: dict[str, Any]) -> list[Manifest]:

@@ -24,6 +24,7 @@ from example_trainer.weight_bridge.server import (
     Shapes,
     check_layout,
     manifests_of,
+    require_finite,
     require_in_time,
     served_dtype,
     shapes_of,
@@ -178,19 +179,16 @@ class SingleCopyBridge(WeightBridge):
         if self._sums is None:
             raise BridgeError("connect() must come before sync()")
         seconds: dict[str, float] = {}
-        step: dict[str, Any] = {"epoch": self._epoch, "version": version}
         found: list[tuple[str, str]] = []
         before = None if masters is None else self._sums_of(masters)
         if before is not None:
             with timed(seconds, "checksum"):
                 found = self._summary(before)
-        not_finite = next((name for _, name in found if name), "")
-        with timed(seconds, "prepare"):
-            self._post("prepare", lambda: self._server.post("prepare", {**step, "not_finite": not_finite}))
+        require_finite(next((name for _, name in found if name), ""), version)
         self._owes_lease = True
         try:
-            with timed(seconds, "pause"):
-                lease = self._post("pause", lambda: self._server.pause(self._epoch, version))
+            with timed(seconds, "begin"):
+                lease = self._post("begin", lambda: self._server.begin(self._epoch, version) or {})
             first_byte = time.perf_counter()
             with timed(seconds, "write"):
                 self._ranks.together("writing the weights", lambda: self._write(write_weights, lease))

@@ -32,8 +32,8 @@ class StoppedBeforeItWrites(BridgeServer):
         super().__init__(*args)
         self._stalls = STALLS
 
-    def pause(self, epoch: int, version: int) -> dict[str, Any]:
-        lease = super().pause(epoch, version)
+    def begin(self, epoch: int, version: int, cohort: str = "") -> dict[str, Any] | None:
+        lease = super().begin(epoch, version, cohort)
         if self._stalls:
             self._stalls -= 1
             print("about to write", flush=True)

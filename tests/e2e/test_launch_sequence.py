@@ -117,7 +117,7 @@ def test_every_command_works_and_prints_what_it_promises(shell: Shell) -> None:
     ):  # fmt: skip
         answer = httpx.get(f"http://127.0.0.1:9001{path}", headers=headers, timeout=30, trust_env=False)
         assert answer.status_code == status, (path, headers, answer.text)
-    paused = httpx.post("http://127.0.0.1:9001/bridge/pause", headers=far, json={}, timeout=30, trust_env=False)
+    paused = httpx.post("http://127.0.0.1:9001/bridge/begin", headers=far, json={}, timeout=30, trust_env=False)
     assert (paused.status_code, "set VLLM_API_KEY" in paused.text) == (403, True)
     assert re.search(r"\[vLLM Patch\] ✓ Exported \d+ params", vllm)
     assert "[vLLM Patch] ✓ Shared memory setup complete!" in vllm

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from fastapi.responses import JSONResponse
 
-MONITORING = frozenset({"/health", "/health_generate", "/metrics", "/metrics/", "/ping", "/version"})
+MONITORING = frozenset({"/health", "/health_generate", "/metrics", "/metrics/", "/ping", "/version", "/weights"})
 """Needs no key: neither a prompt nor a weight can be read there."""
 FROM_AFAR = MONITORING | {
     "/deterministic", "/detokenize", "/generate", "/inference/v1/generate", "/invocations", "/load", "/sampling", "/tokenize",

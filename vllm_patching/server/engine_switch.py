@@ -13,6 +13,7 @@ from vllm_patching.compat.engine import pause_and_keep
 from vllm_patching.compat.outputs import HeldOutputs
 from vllm_patching.protocol.verification import BridgeRefusal
 from vllm_patching.server.ranks import answer_in_time
+from vllm_patching.server.silence import Silence
 
 
 class EngineState(StrEnum):
@@ -24,12 +25,13 @@ class EngineState(StrEnum):
 class EngineSwitch:
     """Stops the engine between two steps, with its requests kept, and lets it go on."""
 
-    def __init__(self, engine: Any, timeout: float, keep_cache: bool) -> None:
+    def __init__(self, engine: Any, timeout: float, keep_cache: bool, silence: Silence | None = None) -> None:
         """
         Args:
             engine: vLLM's AsyncLLM, running. Call from within its event loop.
             timeout: seconds for each command.
             keep_cache: do not drop the cached keys and values at a pause.
+            silence: told of commands that wait for their answer.
         """
         self.state = EngineState.RUNNING
         self.pauses = 0
@@ -37,6 +39,7 @@ class EngineSwitch:
         self.resting = False
         """Whether its keys' and values' memory is away (see turns), without which it must not go on."""
         self._engine, self._timeout, self._keep_cache = engine, timeout, keep_cache
+        self._silence = silence or Silence()
         self._outputs = HeldOutputs(engine)
 
     @property
@@ -89,6 +92,7 @@ class EngineSwitch:
 
     async def _command(self, command: Any, what: str) -> None:
         try:
-            await answer_in_time(self._engine, command, what, self._timeout, "vLLM's engine")
+            with self._silence.waiting():
+                await answer_in_time(self._engine, command, what, self._timeout, "vLLM's engine")
         except BridgeRefusal as refusal:
             raise BridgeRefusal(refusal.status, f"{refusal}; whether it stands still is not known") from refusal

@@ -21,6 +21,7 @@ OPEN_PATHS = frozenset(
         "/deterministic",
         "/sampling",
         "/vocabulary",
+        "/weights",  # says itself whether anything can be generated
         "/health_generate",  # says itself why nothing can be generated
     }
 )

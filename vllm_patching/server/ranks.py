@@ -13,6 +13,7 @@ from vllm_patching.compat.engine import ask_engine_core, engine_is_dead, pause_a
 from vllm_patching.compat.versions import UnsupportedVllm
 from vllm_patching.protocol.manifest import Manifest, mismatches
 from vllm_patching.protocol.verification import CAN_VERIFY_AND_RESUME, VERIFY_AND_RESUME, BridgeRefusal
+from vllm_patching.server.silence import Silence
 
 logger = logging.getLogger("vllm.lockstep.bridge")
 
@@ -84,12 +85,16 @@ def _tell_late(answer: asyncio.Future[Any], resumed: Callable[[float], None]) ->
 class RankCalls:
     """Methods of a worker extension (worker_extension, lora_worker), carried out on the main thread of every rank's worker."""
 
-    def __init__(self, engine: Any, timeout: float) -> None:
+    def __init__(self, engine: Any, timeout: float, silence: Silence | None = None) -> None:
         """
         Args:
             engine: vLLM's AsyncLLM.
             timeout: seconds for each call, and for each wait.
+            silence: told of calls that wait for their answer.
         """
+        self.last_seen: list[dict[str, Any]] = []
+        """What each rank's updater thread did at the last look; by replica and rank."""
+        self._silence = silence or Silence()
         self._engine = engine
         self._timeout = timeout
         self._who = "vLLM's workers"
@@ -135,12 +140,13 @@ class RankCalls:
         asked = ask_engine_core(self._engine, VERIFY_AND_RESUME, method, list(expected), version, deadline)
         question = asyncio.ensure_future(asked)
         runs = True
-        if not await answered(self._engine, question, self._timeout):
-            stop = pause_and_keep(self._engine, clear_cache=False)
-            with suppress(BridgeRefusal):
-                await answer_in_time(self._engine, stop, "a pause", _STOP_SECONDS, self._who)
-                runs = False
-                await answered(self._engine, question, _STOP_SECONDS)
+        with self._silence.waiting():
+            if not await answered(self._engine, question, self._timeout):
+                stop = pause_and_keep(self._engine, clear_cache=False)
+                with suppress(BridgeRefusal):
+                    await answer_in_time(self._engine, stop, "a pause", _STOP_SECONDS, self._who)
+                    runs = False
+                    await answered(self._engine, question, _STOP_SECONDS)
         if not question.done():
             question.add_done_callback(lambda late: _tell_late(late, resumed))
             raise BridgeRefusal(504, f"{self._who} did not answer {method} within {self._timeout:g} s")
@@ -154,7 +160,8 @@ class RankCalls:
         await self._in_time(question, CAN_VERIFY_AND_RESUME, self._timeout)
 
     async def _in_time(self, question: Awaitable[Any], what: str, limit: float) -> Any:
-        return await answer_in_time(self._engine, question, what, limit, self._who)
+        with self._silence.waiting():
+            return await answer_in_time(self._engine, question, what, limit, self._who)
 
     async def choose_transfer(self, asked: str) -> str:
         """`direct` or `overlapped`: what was asked for, or with `auto` overlapped if every rank has room for it.
@@ -184,25 +191,49 @@ class RankCalls:
         began = {answer["tp_rank"]: answer["began"] for answer in await self.call("lockstep_first_step")}
         return began[0]
 
+    async def statuses(self, patience: float = 0.0) -> list[dict[str, Any]]:
+        """What the updater thread of each rank does, by replica and rank. Raises BridgeRefusal as `call` does.
+
+        Args:
+            patience: seconds that a worker may wait for its thread's command to end.
+        """
+        answers = await self.call("lockstep_status", patience)
+        statuses = sorted(answers, key=lambda status: (status.get("replica", 0), status["tp_rank"]))
+        blank = {"replica": 0, "cohort": "", "version": None, "received_bytes": 0, "error": ""}
+        keys = ("replica", "tp_rank", "phase", "cohort", "version", "received_bytes", "error")
+        self.last_seen = [{key: ({**blank, **status})[key] for key in keys} for status in statuses]
+        return statuses
+
+    @property
+    def are_joining(self) -> bool:
+        """Whether, at the last look, an updater thread was about to meet a cohort."""
+        return any(rank["phase"] == "joining" for rank in self.last_seen)
+
     async def until(
-        self, wanted: str, what: str, waiting: str, also: tuple[str, ...] = (), may_block: bool = False
+        self,
+        wanted: str,
+        what: str,
+        waiting: str,
+        also: tuple[str, ...] = (),
+        may_block: bool = False,
+        called_off: Callable[[], str] = lambda: "",
     ) -> list[dict[str, Any]]:
         """Wait until the updater thread of every rank is in phase `wanted` (or one of `also`).
 
         Args:
             what, waiting: for messages: what is waited for, and for whom.
             may_block: the engine is paused, so a worker may wait itself; otherwise that would hold up its next step.
+            called_off: asked again and again; a reason not to wait any longer, or an empty string.
 
         Returns:
-            Their statuses, by rank.
+            Their statuses, by replica and rank.
 
         Raises:
-            BridgeRefusal: one failed, or is late.
+            BridgeRefusal: one failed or is late, or the wait was called off.
         """
         deadline = time.monotonic() + self._timeout
         while True:
-            answers = await self.call("lockstep_status", _PATIENCE_SECONDS if may_block else 0.0)
-            statuses = sorted(answers, key=lambda status: status["tp_rank"])
+            statuses = await self.statuses(_PATIENCE_SECONDS if may_block else 0.0)
             for status in statuses:
                 if status["phase"] == "failed":
                     place = f"rank {status['tp_rank']} failed in {what} (epoch {status['epoch']})"
@@ -210,6 +241,8 @@ class RankCalls:
             late = [status for status in statuses if status["phase"] not in (wanted, *also)]
             if not late:
                 return statuses
+            if called_off():
+                raise BridgeRefusal(409, f"{what} was broken off: {called_off()}")
             if time.monotonic() > deadline:
                 who = ", ".join(f"rank {status['tp_rank']} is {status['phase']}" for status in late)
                 raise BridgeRefusal(504, f"{what}: {who} after {self._timeout:g} s, {waiting}")

@@ -1,18 +1,23 @@
-"""The routes that are added to vLLM's app: /generate, /health_generate, /deterministic, /sampling, /vocabulary, /bridge/*."""
+"""The routes that are added to vLLM's app: /generate, /health_generate, /deterministic, /sampling, /vocabulary, /weights,
+/bridge/*.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel
 
 from vllm_patching.compat.engine import engine_is_dead
+from vllm_patching.compat.outputs import output_token_counts
 from vllm_patching.compat.requests import logprobs_mode, tokenizer_of
+from vllm_patching.protocol.messages import AbortBody, BeginBody, CohortBody, CommitBody, InitBody, QuarantineBody
 from vllm_patching.protocol.verification import BridgeRefusal
 from vllm_patching.protocol.writers import Writer
 from vllm_patching.server.access import AskAtTheDoor, Door
@@ -33,50 +38,6 @@ NOT_SHARED = (
 )
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class WriterBody(_Body):
-    host: str = Field(min_length=1)
-    pid: int = Field(gt=0)
-    started: int = Field(ge=0, description="clock ticks from the machine's start to the process's")
-
-
-class InitBody(_Body):
-    trainer: str = Field(min_length=1, description="who joins, for messages: host and process id")
-    mode: str = Field(pattern="^(broadcast|single_copy)$")
-    master_addr: str = "localhost"
-    master_port: int = Field(default=29500, gt=0, lt=65536)
-    key: str = Field(default="", max_length=200, description="this server's prefix in the trainer's store")
-    transfer: str = Field(default="auto", pattern="^(auto|direct|overlapped)$")
-    parameters: dict[str, tuple[tuple[int, ...], str]] = Field(description="name -> (full shape, dtype) of the trainer")
-    weight_epoch: int = Field(default=0, ge=0, description="life of the trainer: Unix milliseconds of its start")
-    events: list[str] = Field(default=[], description="single copy on a GPU: for each rank, the event behind the writes")
-    writers: list[WriterBody] = Field(min_length=1, max_length=4096, description="every process of the trainer")
-
-
-class StepBody(_Body):
-    epoch: int
-    version: int = Field(ge=0)
-
-
-class PrepareBody(StepBody):
-    not_finite: str = Field(default="", description="parameter in which the trainer found NaN or infinity")
-
-
-class CommitBody(StepBody):
-    checksums: list[str]
-    lease: str | None = Field(default=None, description="the lease's id, as /bridge/pause answered it")
-    resume: bool = Field(default=False, description="serve the version at once, without a /bridge/resume")
-
-
-class AbortBody(_Body):
-    epoch: int
-    reason: str
-    lease: str | None = Field(default=None, description="the lease that is given back; none if none was received")
-
-
 class LockstepService:
     """What the routes act on; filled in when vLLM's engine is ready."""
 
@@ -85,8 +46,28 @@ class LockstepService:
         self.generator: Generator | None = None
         self.bridge: BridgeController | None = None
         self.lora: LoraController | None = None
+        self.instance = uuid.uuid4().hex
+        """Another one after each start of the server."""
+        self.weights: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        """Version and epoch of the weights that are served."""
         self.deterministic: dict[str, Any] | None = None
         """Of the self-test, with the provenance of the kernels; None if the server is not in deterministic mode."""
+
+    def weights_served(self) -> dict[str, Any]:
+        """What GET /weights answers: whether a request that is sent now would be answered, and by which weights.
+
+        During the short pause of an update it would be: it waits.
+        """
+        version, epoch = self.weights()
+        trouble = self.unavailable()
+        return {
+            "instance": self.instance if self.bridge is None else self.bridge.instance,
+            "weight_version": version,
+            "weight_epoch": epoch,
+            "serving": not trouble,
+            "trouble": trouble,
+            "in_flight": 0 if self.engine is None else len(output_token_counts(self.engine)),
+        }
 
     def unavailable(self) -> str:
         """Why nothing can be generated now; empty if it can."""
@@ -140,6 +121,10 @@ def make_router(service: LockstepService) -> APIRouter:
         finally:
             work.cancel()
             gone.cancel()
+
+    @router.get("/weights")
+    async def weights() -> JSONResponse:
+        return JSONResponse(service.weights_served())
 
     @router.get("/deterministic")
     async def deterministic() -> JSONResponse:
@@ -203,11 +188,11 @@ def make_router(service: LockstepService) -> APIRouter:
         ),
         InitBody,
     )
-    bridge_route("/bridge/prepare", lambda b, body: b.prepare(body.epoch, body.version, body.not_finite), PrepareBody)
-    bridge_route("/bridge/pause", lambda b, body: b.pause(body.epoch, body.version), StepBody)
+    bridge_route("/bridge/cohort", lambda b, body: b.cohort(**body.model_dump()), CohortBody)
+    bridge_route("/bridge/begin", lambda b, body: b.begin(**body.model_dump()), BeginBody)
     bridge_route("/bridge/commit", lambda b, body: b.commit(**body.model_dump()), CommitBody)
-    bridge_route("/bridge/resume", lambda b, body: b.resume(body.epoch, body.version), StepBody)
     bridge_route("/bridge/abort", lambda b, body: b.abort(**body.model_dump()), AbortBody)
+    bridge_route("/bridge/quarantine", lambda b, body: b.quarantine(**body.model_dump()), QuarantineBody)
     add_lora_routes(router, service)
     add_turn_routes(router, lambda: service.bridge.turns if service.bridge is not None else None, NOT_SHARED)
     return router

@@ -30,7 +30,7 @@ class Settlement:
 
     async def give_up(self, reason: str) -> None:
         """End the update. Never raises: what cannot be found out or done is left undecided."""
-        version, phase = self._state.target_version, self._state.phase
+        version = self._state.target_version
         whole, undecided = await self._look()
         if whole and not self._state.awaits_weights:
             whole, undecided = await self._go_on()
@@ -42,7 +42,7 @@ class Settlement:
             outcome = "UNHEALTHY until a full update succeeds (GET /health answers 503)"
             if undecided:
                 outcome += f", or until this is known: {undecided}"
-        logger.error("[Bridge] Update to version %s failed in phase %s: %s; now %s", version, phase, reason, outcome)
+        logger.error("[Bridge] Update to version %s failed: %s; now %s", version, reason, outcome)
 
     async def look_again(self) -> None:
         """Outside an update: see that an unhealthy engine stands still, and decide what was undecided if it is known now."""
@@ -104,7 +104,8 @@ class Settlement:
             answers = await self._ranks.call("lockstep_check")
         except BridgeRefusal as refusal:
             return False, str(refusal)
-        return [answer["checksum"] for answer in answers] == self._state.checksums, ""
+        expected = self._state.checksums
+        return all(answer["checksum"] == expected[answer["tp_rank"]] for answer in answers), ""
 
     async def _go_on(self) -> tuple[bool, str]:
         try:

@@ -1,13 +1,16 @@
 """The weight bridge's state machine, without I/O.
 
-    serving v ──prepare──▶ prepared ──pause──▶ paused ──▶ transferred ──▶ committed ──▶ verified ──resume──▶ serving v+1
-                               │                  │            │              │
-                               └── failed before anything was written ──▶ serving v        └── failed after ──▶ unhealthy
+    serving v ──begin──▶ updating ──commit──▶ serving v+1
+                            │
+                            ├── failed, and the weights are proven to be v's ──▶ serving v
+                            └── failed after they were written, or not known ──▶ unhealthy ──begin──▶ updating ──▶ …
 
-With an overlapped transfer the weights arrive beside the old ones while the server goes on, so `transferred` comes before
-`paused`. `unhealthy` means that the live weights may be a mixture, or are not the trainer's, or that the engine could not be
-told to go on; the engine stands still then. It ends when a later update has been verified. While it is undecided, because
-somebody may still write or the workers do not answer, it also ends when the weights turn out to be whole.
+    quarantine, from anywhere ──▶ unhealthy
+
+`unhealthy` means that the live weights may be a mixture, or are not the trainer's, or that the engine could not be told to go
+on, or that the trainer has put the server in quarantine; the engine stands still then. It ends when a later update has been
+verified. While it is undecided, because somebody may still write or the workers do not answer, it also ends when the weights
+turn out to be whole; a quarantine does not.
 """
 
 from __future__ import annotations
@@ -19,11 +22,7 @@ from typing import Any
 
 class Phase(StrEnum):
     SERVING = "serving"
-    PREPARED = "prepared"
-    PAUSED = "paused"
-    TRANSFERRED = "transferred"
-    COMMITTED = "committed"
-    VERIFIED = "verified"
+    UPDATING = "updating"
     UNHEALTHY = "unhealthy"
 
 
@@ -33,24 +32,6 @@ class BridgeConflict(RuntimeError):
 
 class UpdateGivenUp(BridgeConflict):
     """The step belongs to an update that was given up; it may be done anew."""
-
-
-_FOLLOWS: dict[Phase, tuple[Phase, ...]] = {
-    Phase.PREPARED: (Phase.SERVING, Phase.UNHEALTHY),
-    Phase.PAUSED: (Phase.PREPARED,),
-    Phase.TRANSFERRED: (Phase.PAUSED,),
-    Phase.COMMITTED: (Phase.TRANSFERRED,),
-    Phase.VERIFIED: (Phase.COMMITTED,),
-    Phase.SERVING: (Phase.VERIFIED,),
-}
-_FOLLOWS_OVERLAPPED = {
-    **_FOLLOWS,
-    Phase.TRANSFERRED: (Phase.PREPARED,),
-    Phase.PAUSED: (Phase.TRANSFERRED,),
-    Phase.COMMITTED: (Phase.PAUSED,),
-}
-
-IN_UPDATE = (Phase.PREPARED, Phase.PAUSED, Phase.TRANSFERRED, Phase.COMMITTED, Phase.VERIFIED)
 
 
 @dataclass
@@ -70,6 +51,7 @@ class BridgeState:
         weight_epoch: of the weights that the server serves: the life of the trainer that made them (Unix milliseconds of its
             start); 0 for the checkpoint's.
         last_error: why the last update failed; empty after one that succeeded.
+        quarantine: why the trainer does not want the server to serve before a full update; empty if it has not said so.
         undecided: what has to be known before it can be said whether the weights are whole; empty if it is known.
         updates: number of updates that were served.
         failures: number of updates that were given up.
@@ -87,6 +69,7 @@ class BridgeState:
     checksums: list[str] = field(default_factory=list)
     weight_epoch: int = 0
     last_error: str = ""
+    quarantine: str = ""
     undecided: str = ""
     updates: int = 0
     failures: int = 0
@@ -94,22 +77,24 @@ class BridgeState:
     last_bytes: int = 0
     _awaiting: bool = False
     _mending: bool = False
+    _ends_in_quarantine: bool = False
     _given_up: tuple[int, int | None] = (0, None)
     _trainer_weight_epoch: int = 0
+    _first_of_epoch: bool = True
 
     @property
     def in_update(self) -> bool:
-        return self.phase in IN_UPDATE
+        return self.phase is Phase.UPDATING
 
     @property
     def healthy(self) -> bool:
         """Whether requests may be accepted. An update that mends unhealthy weights must be served before that."""
-        return self.phase is not Phase.UNHEALTHY and not self._mending
+        return self.phase is not Phase.UNHEALTHY and not self._mending and not self.quarantine
 
     @property
     def awaits_weights(self) -> bool:
         """Whether the weights at hand must not be served though they are whole."""
-        return self._awaiting
+        return self._awaiting or bool(self.quarantine)
 
     @property
     def next_weight_epoch(self) -> int:
@@ -127,7 +112,7 @@ class BridgeState:
         """
         if self.in_update:
             raise BridgeConflict(
-                f"{trainer} cannot join now: {self.trainer} (epoch {self.epoch}) is in phase {self.phase} of the update to "
+                f"{trainer} cannot join now: {self.trainer} (epoch {self.epoch}) is in an update to "
                 f"version {self.target_version}; wait until it has ended or timed out"
             )
         self.epoch += 1
@@ -145,33 +130,45 @@ class BridgeState:
                 "a trainer that was superseded must stop"
             )
 
-    def check(self, epoch: int, version: int, before: Phase) -> None:
-        """Raise BridgeConflict unless the step to `before` for this epoch and version may be taken now."""
+    def check_begin(self, epoch: int, version: int) -> None:
+        """Raise BridgeConflict unless an update to `version` may begin now."""
         self.check_epoch(epoch)
-        allowed = (_FOLLOWS_OVERLAPPED if self.transfer == "overlapped" else _FOLLOWS)[before]
-        if self.phase not in allowed:
-            expected = " or ".join(allowed)
-            reason = f" (the last update failed: {self.last_error})" if self.last_error else ""
-            late = not self.in_update and self._given_up == (epoch, version)
-            kind = UpdateGivenUp if late else BridgeConflict
-            raise kind(f"cannot go to {before} from {self.phase}, only from {expected}{reason}")
-        if before is Phase.PREPARED:
-            if not self._first_of_epoch and version <= self.weight_version:
-                raise BridgeConflict(f"version {version} is not newer than version {self.weight_version}, which is served")
-        elif version != self.target_version:
-            raise BridgeConflict(f"version {version} is not the one that was prepared ({self.target_version})")
+        if self.in_update:
+            raise BridgeConflict(f"an update to version {self.target_version} is in progress; commit or abort it")
+        served = version == self.weight_version and self.phase is Phase.SERVING
+        if not self._first_of_epoch and (served or version < self.weight_version):
+            raise BridgeConflict(f"version {version} is not newer than version {self.weight_version}, which is served")
 
-    def advance(self, phase: Phase, version: int) -> None:
-        """Take a step that `check` allowed."""
-        if phase is Phase.PREPARED:
-            self.target_version, self._mending = version, self.phase is Phase.UNHEALTHY
-        elif phase is Phase.SERVING:
-            self.weight_version, self.target_version = version, None
-            self.weight_epoch = self._trainer_weight_epoch
-            self._awaiting = self._mending = self._first_of_epoch = False
-            self.last_error = self.undecided = ""
-            self.updates += 1
-        self.phase = phase
+    def check_commit(self, epoch: int, version: int) -> None:
+        """Raise BridgeConflict unless the present update is this one: UpdateGivenUp if it was, and has been given up."""
+        self.check_epoch(epoch)
+        if not self.in_update:
+            late = self._given_up == (epoch, version)
+            reason = f" (the last update failed: {self.last_error})" if self.last_error else ""
+            kind = UpdateGivenUp if late else BridgeConflict
+            raise kind(f"version {version} cannot be committed while the server is {self.phase}, only in an update{reason}")
+        if self._ends_in_quarantine:
+            raise UpdateGivenUp(f"version {version} cannot be served: the server is in quarantine: {self.quarantine}")
+        if version != self.target_version:
+            raise BridgeConflict(f"version {version} is not the one that was begun ({self.target_version})")
+
+    def begin(self, version: int) -> None:
+        """An update that `check_begin` allowed begins."""
+        self.target_version, self._mending = version, self.phase is Phase.UNHEALTHY
+        self._ends_in_quarantine = False
+        self.phase = Phase.UPDATING
+
+    def serve(self, checksums: list[str]) -> None:
+        """The update's weights are verified, and the engine goes on with them."""
+        assert self.target_version is not None
+        assert not self._ends_in_quarantine
+        self.weight_version, self.target_version = self.target_version, None
+        self.weight_epoch = self._trainer_weight_epoch
+        self.checksums = checksums
+        self._awaiting = self._mending = self._first_of_epoch = False
+        self.last_error = self.undecided = self.quarantine = ""
+        self.updates += 1
+        self.phase = Phase.SERVING
 
     def fail(self, reason: str, weights_intact: bool, undecided: str = "") -> None:
         """End the update without success.
@@ -179,20 +176,21 @@ class BridgeState:
         Args:
             reason: one sentence for whoever asks.
             weights_intact: the live weights are proven to be those of `weight_version`, and nobody may write them.
-            undecided: what has to be known before that can be said; it may turn out to be so (`decide`).
+            quarantine: why the trainer does not want the server to serve before a full update; empty if it has not said so.
+        undecided: what has to be known before that can be said; it may turn out to be so (`decide`).
         """
         self.last_error = reason
         self._given_up = (self.epoch, self.target_version)
         self.target_version, self._mending = None, False
         self.failures += 1
-        whole = weights_intact and not self._awaiting
+        whole = weights_intact and not self.awaits_weights
         self.undecided = "" if whole else undecided
         self.phase = Phase.SERVING if whole else Phase.UNHEALTHY
 
     def decide(self, weights_intact: bool) -> None:
         """What was undecided is known now. Arguments: see `fail`."""
         self.undecided = ""
-        if self.phase is Phase.UNHEALTHY and weights_intact and not self._awaiting:
+        if self.phase is Phase.UNHEALTHY and weights_intact and not self.awaits_weights:
             self.phase = Phase.SERVING
 
     def await_weights(self, reason: str) -> None:
@@ -200,6 +198,15 @@ class BridgeState:
         self.last_error = reason
         self._awaiting = True
         self.phase = Phase.UNHEALTHY
+
+    def put_in_quarantine(self, reason: str) -> None:
+        """Serve nothing until a full update, whatever the weights are. An update in progress is to `fail` after it."""
+        self.quarantine = reason
+        if self.in_update:
+            self._ends_in_quarantine = True
+        else:
+            self.last_error = reason
+            self.phase = Phase.UNHEALTHY
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -218,7 +225,6 @@ class BridgeState:
             "last_update": dict(self.last_update),
             "last_bytes": self.last_bytes,
             "last_error": self.last_error,
+            "quarantine": self.quarantine,
             "undecided": self.undecided,
         }
-
-    _first_of_epoch: bool = True

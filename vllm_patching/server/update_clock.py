@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-from vllm_patching.server.state import Phase
-
 FIRST_STEP_SECONDS = 10.0
 """How long after an update it is asked when the engine went on: the requests that waited for it may have been given up."""
 
@@ -23,29 +21,32 @@ class UpdateClock:
         self._paused_at = 0.0
         self._first_step_until = 0.0
         self.seconds: dict[str, float] = {}
-        """`to_<phase>`: since the phase before it; `halted`: from the pause to the answer that the engine goes on; `resume`:
-        how long that answer took; `stalled`: from the pause to the engine's next step, once it is known."""
+        """`to_<mark>`: since the mark before it (paused, transferred, committed, verified, serving); `halted`: from the pause
+        to the answer that the engine goes on; `resume`: how long that answer took; `stalled`: from the pause to the engine's
+        next step, once it is known."""
 
-    def enter(self, phase: Phase) -> None:
-        """A phase begins; with the first one an update does."""
+    def begin(self) -> None:
+        """An update begins."""
+        self.seconds = {}
+        self._first_step_until = 0.0
+        self._entered = time.monotonic()
+
+    def reach(self, mark: str) -> None:
+        """The update has come to `mark`; from here on the trainer, or the next step, has `timeout` seconds again."""
         now = time.monotonic()
-        if phase is Phase.PREPARED:
-            self.seconds = {}
-            self._first_step_until = 0.0
-        else:
-            self.seconds[f"to_{phase}"] = now - self._entered
-        if phase is Phase.PAUSED:
+        self.seconds[f"to_{mark}"] = now - self._entered
+        if mark == "paused":
             self._paused_at = now
         self._entered = now
 
     @property
     def deadline(self) -> float:
-        """When the phase must have ended."""
+        """When the next mark must have been reached."""
         return self._entered + self.timeout
 
     @property
     def is_late(self) -> bool:
-        """Whether the phase has lasted longer than it may."""
+        """Whether the next mark has not been reached in time."""
         return time.monotonic() > self.deadline
 
     def resumed(self, asked: float, in_flight: bool) -> None:

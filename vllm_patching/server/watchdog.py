@@ -79,7 +79,11 @@ class BridgeWatchdog:
                 reason = await self._lost()
                 if reason:
                     await self._settlement.give_up(reason)
-            elif not self._state.healthy:
+                return
+            if self._ranks.are_joining:
+                with suppress(BridgeRefusal):  # whoever begins an update with them is told
+                    await self._ranks.statuses()
+            if not self._state.healthy:
                 await self._settlement.look_again()
             else:
                 await self._note_first_step()
@@ -107,7 +111,7 @@ class BridgeWatchdog:
         if ended:
             return f"{trainer} has ended" + (f" (process {', '.join(ended)})" if len(self._writers) > 1 else "")
         if self._state.mode == "broadcast":
-            for status in await self._ranks.call("lockstep_status"):
+            for status in await self._ranks.statuses():
                 if status["phase"] == "failed" or status["trainer_gone"]:
                     return f"rank {status['tp_rank']}: {status['error'] or f'{trainer} has ended'}"
         return ""

@@ -98,13 +98,30 @@ class LockstepWorkerExtension(TurnsWorkerExtension):
             free = torch.cuda.mem_get_info(self._lockstep_device)[0] - STAGING_MARGIN
         return {"needed": 0 if updater.staging is not None else updater.num_bytes, "free": free}
 
-    def lockstep_join(
-        self, host: str, port: int, key: str, epoch: int, data_backend: str, timeout: float, direct: bool
+    def lockstep_aim(self, direct: bool) -> None:
+        """Choose where the next trainer's weights are received: in the live parameters, or beside them."""
+        self._lockstep_direct = direct
+
+    def lockstep_cohort(
+        self,
+        host: str,
+        port: int,
+        key: str,
+        members: int,
+        index: int,
+        lanes: int,
+        epoch: int,
+        backend: str,
+        timeout: float,
     ) -> None:
-        """Have the updater thread meet the trainer. Returns at once."""
+        """Have the updater thread leave its lanes and meet a cohort. Returns at once."""
+        if not members:
+            return self._lockstep_updater.leave()
+        if (members, index, lanes) != (1, 0, 1):
+            raise ValueError(f"member {index} of {members} in {lanes} lanes: a cohort has one member and one lane")
         rank = self._lockstep_rank
-        rendezvous = Rendezvous(host, port, f"{key}/rank{rank}", epoch, rank, data_backend, timeout)
-        self._lockstep_updater.join(rendezvous, direct)
+        rendezvous = Rendezvous(host, port, f"{key}/rank{rank}", epoch, rank, backend, timeout)
+        return self._lockstep_updater.join(rendezvous, self._lockstep_direct)
 
     def lockstep_leave(self) -> None:
         """Have the updater thread leave its trainer and give its staging buffer back: the next one writes by itself."""

@@ -46,9 +46,7 @@ class Server(ThreadingHTTPServer):
         if step == "state":
             return 200, {"instance": "one", "engine_dead": False, "healthy": True, "last_error": ""}
         self.steps.append(step)
-        if step == "prepare" and body["not_finite"]:
-            return 409, {"error": f"{body['not_finite']} is not finite"}
-        if step == "pause":
+        if step == "begin":
             return 200, {"lease": {"id": "lease", "deadline": time.monotonic() + 60}}
         if step == "commit" and body["checksums"] != [weights_checksum([("weight", self.weight.detach())])]:
             return 409, {"error": "another checksum"}
@@ -113,11 +111,9 @@ def test_wherever_the_masters_are_the_server_is_told_the_sums_of_what_is_written
     report = bridge.sync(1, new(model, 5.0), masters)
     assert report.checksum == weights_checksum([("weight", torch.full((2, 3), 5.0))])
     assert torch.equal(server.weight.detach(), torch.full((2, 3), 5.0))
-    assert server.steps == ["init", "prepare", "pause", "commit"]
+    assert server.steps == ["init", "begin", "commit"]
     assert list(report.seconds) == (
-        ["checksum", "prepare", "pause", "write", "commit"]
-        if device == "cpu"
-        else ["prepare", "pause", "write", "checksum", "commit"]
+        ["checksum", "begin", "write", "commit"] if device == "cpu" else ["begin", "write", "checksum", "commit"]
     )
 
 
@@ -125,9 +121,9 @@ def test_what_is_not_finite_in_masters_at_hand_is_never_written(
     server: Server, joined: tuple[SingleCopyBridge, OneWeight]
 ) -> None:
     bridge, model = joined
-    with pytest.raises(BridgeError, match="weight is not finite"):
+    with pytest.raises(BridgeError, match="version 1 is not sent: weight holds NaN"):
         bridge.sync(1, new(model, float("nan")), {"weight": torch.full((2, 3), float("nan"))})
-    assert server.steps == ["init", "prepare"]
+    assert server.steps == ["init"]
     assert torch.isfinite(server.weight).all()
 
 
@@ -139,4 +135,4 @@ def test_a_write_that_fails_gives_the_lease_back(server: Server, joined: tuple[S
 
     with pytest.raises(RuntimeError, match="the bus is gone"):
         bridge.sync(1, fails)
-    assert server.steps == ["init", "prepare", "pause", "abort"]
+    assert server.steps == ["init", "begin", "abort"]

@@ -18,13 +18,13 @@ from vllm_patching.protocol.writers import Writer
 from vllm_patching.server import controller as bridge_controller
 from vllm_patching.server import ranks as bridge_ranks
 from vllm_patching.server import settlement as bridge_settlement
-from vllm_patching.server import turns, update_clock
+from vllm_patching.server import silence, turns, update_clock
 from vllm_patching.server.controller import LATE, BridgeController
 from vllm_patching.server.engine_switch import EngineState
 from vllm_patching.server.state import Phase
 from vllm_patching.server.version_spans import VersionSpans
 
-STEPS = ("prepare", "pause", "commit", "abort")
+STEPS = ("cohort", "begin", "commit", "abort")
 POINTS = (
     *(f"{when} {step}" for step in STEPS for when in ("before", "after")),
     "before the look at the clock",
@@ -35,7 +35,7 @@ POINTS = (
 )
 """Where something can happen to a trainer."""
 TIMEOUT = 4.0
-CLOCKED = (bridge_controller, bridge_ranks, bridge_settlement, engine_core, turns, update_clock)
+CLOCKED = (bridge_controller, bridge_ranks, bridge_settlement, engine_core, silence, turns, update_clock)
 """The modules whose seconds are the world's."""
 PART_SECONDS = 0.1
 CLIENT_MARGIN = 2.0
@@ -71,6 +71,8 @@ class Trainer:
         self.pid = next(world.pids)
         self.name = f"t{self.pid}"
         self.epoch, self.version, self.killed, self.joined = 0, 0, False, False
+        self.cohort = ""
+        self.cohorts = itertools.count(1)
         self.may_write = False
         """Between its look at the clock and the moment at which nothing of it is on the way any more."""
         self.owes = False
@@ -160,38 +162,50 @@ class Trainer:
             except BridgeRefusal as refusal:
                 if refusal.status != LATE or self.owes:
                     raise
-                if self.kind in ("direct", "overlapped"):
-                    await self._join()
+                await self._meet()
                 await self._update(version)
             self.version = version
             self.log.append(f"served {self.version}")
         except (BridgeRefusal, Silent, ConnectionError) as error:
             self.log.append(f"{type(error).__name__}: {error}")
-            if self.kind in ("direct", "overlapped"):
-                self.joined = False
+            self.cohort = ""
 
     async def _join(self) -> None:
-        broadcast = self.kind in ("direct", "overlapped")
+        broadcast = self.sends
         if self.owes:
             await self._give_back()
         server, events = self.world.server, [self.name] * len(self.world.ranks) if self.kind == "follows" else []
-        self.wires = {}
         answer = await self._call(
             "init",
             lambda: server.init(
                 trainer=f"trainer {self.name}",
                 mode="broadcast" if broadcast else "single_copy",
                 parameters=PARAMETERS,
-                master_addr="",
-                master_port=1,
                 writers=[FakeWriter("here", self.pid, 0, self)],
-                key=self.name,
                 transfer=self.kind if broadcast else "auto",
                 events=events,
                 weight_epoch=self.pid,
             ),
         )
-        self.epoch, self.joined = answer["epoch"], True
+        self.epoch, self.joined, self.cohort = answer["epoch"], True, ""
+
+    @property
+    def sends(self) -> bool:
+        """Whether it is a broadcast's."""
+        return self.kind in ("direct", "overlapped")
+
+    async def _meet(self) -> None:
+        """Form another cohort, as after one of its members was lost; what was sent in the one before it is of no use."""
+        if not self.sends:
+            return
+        self.wires, key = {}, f"{self.name}/{next(self.cohorts)}"
+        await self._call("cohort", lambda: self.world.server.cohort(epoch=self.epoch, members=1, host="here", port=1, key=key))
+        self.cohort = key
+
+    async def quarantine(self, reason: str) -> None:
+        """As the real one does from another thread, whatever it is doing."""
+        await self.world.server.quarantine(self.epoch, reason)
+        self.world.held_back = self.world.server.state.updates
 
     async def _update(self, version: int) -> None:
         server, step = self.world.server, {"epoch": self.epoch, "version": version}
@@ -199,20 +213,17 @@ class Trainer:
         sums = [checksum([new] * PARTS)] * len(self.world.ranks)
         if self.spoil == "announces others":
             sums, self.spoil = ["others"] * len(sums), ""
-        await self._call("prepare", lambda: server.prepare(**step))
-        if self.kind == "overlapped":
-            await self._send(new)
-            await self._call("commit", lambda: server.commit(**step, checksums=sums, resume=True))
-            return
         self.lease, self.owes = None, True
         try:
-            lease = (await self._call("pause", lambda: server.pause(**step)))["lease"]
-            self.lease = lease["id"]
-            if self.kind == "direct":
+            if self.sends and not self.cohort:
+                await self._meet()
+            lease = (await self._call("begin", lambda: server.begin(**step, cohort=self.cohort)))["lease"]
+            self.lease = lease and lease["id"]
+            if self.sends:
                 await self._send(new)
             else:
                 await self._write(new, lease["deadline"])
-            await self._call("commit", lambda: server.commit(**step, checksums=sums, lease=self.lease, resume=True))
+            await self._call("commit", lambda: server.commit(**step, checksums=sums, lease=self.lease))
             self.owes = False
         except (BridgeRefusal, Silent, ConnectionError):
             await self._give_back()
@@ -295,6 +306,8 @@ class World:
         self.requests: set[asyncio.Future[Any]] = set()
         self.wrong: list[str] = []
         self.watchdog_fails = False
+        self.held_back: int | None = None
+        """How many updates had been served when the server was put in quarantine; None if it was not."""
         self._names = itertools.count()
         loop.run_until_complete(self._start(folder, ranks))
 
@@ -353,6 +366,9 @@ class World:
             return
         commands = [name for name, _, _ in self.core.commands]
         in_flight = self.core.busy or self.now < max(self.core.stalled_until, self.core.mute_until)
+        if self.held_back is not None and state.updates == self.held_back:
+            assert state.phase is not Phase.SERVING, "it serves though it was put in quarantine"
+            assert "in quarantine" in self.server.trouble() or self.server._watchdog.has_ended
         if state.phase is Phase.SERVING:
             expected = f"{state.weight_epoch}/{state.weight_version}"
             assert all(part == expected for rank in self.ranks for part in rank.live), (expected, state)

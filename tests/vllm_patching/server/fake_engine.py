@@ -109,14 +109,19 @@ class FakeRank:
 
     # -- the updater thread
 
-    def lockstep_join(self, host: str, port: int, key: str, epoch: int, backend: str, timeout: float, direct: bool) -> None:
+    def lockstep_aim(self, direct: bool) -> None:
+        self._direct = direct
+
+    def lockstep_cohort(
+        self, host: str, port: int, key: str, members: int, index: int, lanes: int, epoch: int, backend: str, timeout: float
+    ) -> None:
         self._called_off = True
         sender = self._world.trainers[key.split("/")[0]]
 
         async def join() -> None:
-            self._sender, self._direct = sender, direct
+            self._sender = sender
 
-        self._submit({"phase": "joining", "error": ""}, "ready", join)
+        self._submit({"phase": "joining", "error": "", "cohort": key}, "ready", join)
 
     async def lockstep_leave(self) -> None:
         async def leave() -> None:

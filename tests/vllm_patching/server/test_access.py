@@ -27,7 +27,7 @@ from vllm_patching.server.access import (
 from vllm_patching.server.routes import LockstepService, attach
 
 PRIVILEGED = (
-    "/bridge/init", "/bridge/pause", "/bridge/commit", "/bridge/state", "/lora/load", "/lora/unload", "/pause", "/resume",
+    "/bridge/init", "/bridge/begin", "/bridge/commit", "/bridge/state", "/lora/load", "/lora/unload", "/pause", "/resume",
     "/sleep", "/wake_up", "/collective_rpc", "/reset_prefix_cache", "/update_weights", "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter", "/abort_requests", "/scale_elastic_ep", "/start_profile", "/docs", "/server_info",
 )  # fmt: skip

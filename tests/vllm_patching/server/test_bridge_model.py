@@ -88,6 +88,33 @@ class BridgeModel(RuleBasedStateMachine):
     def an_answer_is_lost(self, which: int, step: str) -> None:
         self.pick(which).lose_answer = step
 
+    @precondition(lambda self: any(trainer.epoch == self.world.server.state.epoch for trainer in self.living))
+    @rule(seconds=st.sampled_from([0.0, 0.6, 1.3 * TIMEOUT]))
+    def the_trainer_puts_it_in_quarantine(self, seconds: float) -> None:
+        """Also in the middle of an update, which it then finishes if it is allowed to."""
+        trainer = next(trainer for trainer in self.living if trainer.epoch == self.world.server.state.epoch)
+        asked = self.loop.create_task(trainer.quarantine("it is late"))
+        self.world.requests.add(asked)
+        asked.add_done_callback(self.world.note_request)
+        self.world.run(seconds)
+
+    @precondition(lambda self: any(not trainer.busy and trainer.cohort for trainer in self.living))
+    @rule()
+    def a_cohort_changes(self) -> None:
+        """The next update goes over another one."""
+        next(trainer for trainer in self.living if not trainer.busy and trainer.cohort).cohort = ""
+
+    @precondition(lambda self: any(not trainer.busy for trainer in self.living))
+    @rule(times=st.integers(2, 3), fate=FATES)
+    def updates_follow_each_other(self, times: int, fate: tuple[str, str]) -> None:
+        """One after the other, also where the one before was given up."""
+        trainer = next(trainer for trainer in self.living if not trainer.busy)
+        trainer.fate = fate
+        for _ in range(times):
+            if not trainer.busy and not trainer.killed:
+                trainer.begin()
+            self.world.run(1.0)
+
     @rule(kind=st.sampled_from(FAULTS), seconds=st.sampled_from([0.9 * TIMEOUT, 1.1 * TIMEOUT, 2 * TIMEOUT]))
     def a_command_of_the_engine_goes_wrong(self, kind: str, seconds: float) -> None:
         self.world.core.faults.append(Fault(kind, seconds))

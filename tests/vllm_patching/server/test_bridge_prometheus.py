@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, generate_latest
 
 from vllm_patching.server.metrics import BridgeMetrics, FollowBridge
-from vllm_patching.server.state import BridgeState, Phase
+from vllm_patching.server.state import BridgeState
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -38,8 +38,8 @@ def figures(registry: CollectorRegistry) -> dict[str, float]:
 
 def updated(state: BridgeState, version: int) -> None:
     """Take one whole update."""
-    for phase in (Phase.PREPARED, Phase.PAUSED, Phase.TRANSFERRED, Phase.COMMITTED, Phase.VERIFIED, Phase.SERVING):
-        state.advance(phase, version)
+    state.begin(version)
+    state.serve(["sum"])
 
 
 def test_the_figures_follow_the_state(registry: CollectorRegistry) -> None:
@@ -60,7 +60,7 @@ def test_the_figures_follow_the_state(registry: CollectorRegistry) -> None:
     }
 
     state.begin_epoch("trainer", "broadcast")
-    state.advance(Phase.PREPARED, 4)
+    state.begin(4)
     metrics.refresh(state.to_json())
     assert figures(registry)["lockstep_bridge_updating"] == 1
     state.fail("a rank is lost", weights_intact=False)
@@ -98,8 +98,8 @@ def test_a_server_that_shares_no_weights_shows_its_version(registry: CollectorRe
 async def test_a_scrape_and_each_step_of_an_update_refresh_them(registry: CollectorRegistry) -> None:
     app, state = FastAPI(), BridgeState()
 
-    @app.post("/bridge/resume")
-    async def resume() -> dict[str, Any]:
+    @app.post("/bridge/commit")
+    async def commit() -> dict[str, Any]:
         updated(state, state.weight_version + 1)
         return {}
 
@@ -109,7 +109,7 @@ async def test_a_scrape_and_each_step_of_an_update_refresh_them(registry: Collec
 
     follower = FollowBridge(app, BridgeMetrics(registry), state.to_json)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=follower), base_url="http://server") as client:
-        await client.post("/bridge/resume")
+        await client.post("/bridge/commit")
         assert figures(registry)["lockstep_weight_updates_total"] == 1
         updated(state, 2)
         assert figures(registry)["lockstep_weight_version"] == 1

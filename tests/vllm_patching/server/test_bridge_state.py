@@ -1,4 +1,4 @@
-"""The state machine: only the arrows of the design exist, versions only grow, and a mixture is never called healthy."""
+"""The state machine: versions only grow, a mixture is never called healthy, and a quarantine ends with a full update."""
 
 from __future__ import annotations
 
@@ -7,77 +7,70 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vllm_patching.server.state import IN_UPDATE, BridgeConflict, BridgeState, Phase, UpdateGivenUp
+from vllm_patching.server.state import BridgeConflict, BridgeState, Phase, UpdateGivenUp
 
-UPDATE = [Phase.PREPARED, Phase.PAUSED, Phase.TRANSFERRED, Phase.COMMITTED, Phase.VERIFIED, Phase.SERVING]
-OVERLAPPED = [Phase.PREPARED, Phase.TRANSFERRED, Phase.PAUSED, Phase.COMMITTED, Phase.VERIFIED, Phase.SERVING]
-ORDERS = {"direct": UPDATE, "overlapped": OVERLAPPED, "": UPDATE}
+
+def joined(trainer: str = "trainer", weight_epoch: int = 0) -> BridgeState:
+    state = BridgeState()
+    state.begin_epoch(trainer, "broadcast", weight_epoch=weight_epoch)
+    return state
 
 
 def run_update(state: BridgeState, version: int) -> None:
-    for phase in ORDERS[state.transfer]:
-        state.check(state.epoch, version, phase)
-        state.advance(phase, version)
+    state.check_begin(state.epoch, version)
+    state.begin(version)
+    state.check_commit(state.epoch, version)
+    state.serve([f"sum of {version}"])
 
 
-@pytest.mark.parametrize("transfer", list(ORDERS))
-def test_an_update_goes_through_every_phase_in_order(transfer: str) -> None:
-    state = BridgeState()
-    state.begin_epoch("trainer", "broadcast", transfer)
-    for index, phase in enumerate(ORDERS[transfer]):
-        for other in UPDATE:
-            if other is not phase:
-                with pytest.raises(BridgeConflict, match=str(other)):
-                    state.check(1, 7, other)
-        state.check(1, 7, phase)
-        state.advance(phase, 7)
-        assert state.in_update == (index < len(UPDATE) - 1)
-    assert (state.weight_version, state.updates, state.target_version) == (7, 1, None)
+def test_an_update_begins_and_is_committed() -> None:
+    state = joined()
+    with pytest.raises(BridgeConflict, match="version 7 cannot be committed while the server is serving"):
+        state.check_commit(1, 7)
+    state.check_begin(1, 7)
+    state.begin(7)
+    assert (state.phase, state.target_version, state.healthy) == (Phase.UPDATING, 7, True)
+    with pytest.raises(BridgeConflict, match="an update to version 7 is in progress"):
+        state.check_begin(1, 8)
+    with pytest.raises(BridgeConflict, match=r"version 8 is not the one that was begun \(7\)"):
+        state.check_commit(1, 8)
+    state.check_commit(1, 7)
+    state.serve(["sum"])
+    assert (state.phase, state.weight_version, state.updates, state.target_version) == (Phase.SERVING, 7, 1, None)
+    assert state.checksums == ["sum"]
 
 
 def test_versions_only_grow_within_an_epoch() -> None:
-    state = BridgeState()
-    state.begin_epoch("first", "broadcast")
+    state = joined("first")
     run_update(state, 5)
     for stale in (4, 5):
         with pytest.raises(BridgeConflict, match=f"version {stale} is not newer than version 5"):
-            state.check(1, stale, Phase.PREPARED)
+            state.check_begin(1, stale)
     state.begin_epoch("second, from an older checkpoint", "broadcast")
     run_update(state, 2)
     assert state.weight_version == 2
 
 
 def test_a_superseded_trainer_is_told_so() -> None:
-    state = BridgeState()
-    state.begin_epoch("first", "broadcast")
+    state = joined("first")
     state.begin_epoch("second", "broadcast")
     with pytest.raises(BridgeConflict, match="second holds epoch 2"):
-        state.check(1, 1, Phase.PREPARED)
+        state.check_begin(1, 1)
 
 
 def test_nobody_joins_in_the_middle_of_an_update() -> None:
-    state = BridgeState()
-    state.begin_epoch("first", "broadcast")
-    state.advance(Phase.PREPARED, 1)
-    with pytest.raises(BridgeConflict, match=r"second cannot join now: first \(epoch 1\) is in phase prepared"):
+    state = joined("first")
+    state.begin(1)
+    with pytest.raises(BridgeConflict, match=r"second cannot join now: first \(epoch 1\) is in an update to version 1"):
         state.begin_epoch("second", "broadcast")
 
 
-def test_another_version_than_the_prepared_one_is_refused() -> None:
-    state = BridgeState()
-    state.begin_epoch("trainer", "broadcast")
-    state.advance(Phase.PREPARED, 3)
-    with pytest.raises(BridgeConflict, match=r"version 4 is not the one that was prepared \(3\)"):
-        state.check(1, 4, Phase.PAUSED)
-
-
 def test_weights_that_were_a_mixture_stay_unhealthy_until_an_update_is_verified() -> None:
-    state = BridgeState()
-    state.begin_epoch("trainer", "broadcast")
-    state.advance(Phase.PREPARED, 1)
+    state = joined()
+    state.begin(1)
     state.fail("torn", weights_intact=False)
     assert not state.healthy
-    state.advance(Phase.PREPARED, 1)
+    state.begin(1)
     assert not state.healthy, "an update that mends them has begun, and the weights are still the mixture"
     state.fail("again", weights_intact=False)
     state.decide(weights_intact=False)
@@ -92,7 +85,7 @@ def test_a_server_that_awaits_weights_is_healthy_only_after_an_update() -> None:
     state.await_weights("restarted under a trainer")
     assert (state.healthy, state.in_update) == (False, False)
     state.begin_epoch("trainer", "broadcast", "overlapped")
-    state.advance(Phase.PREPARED, 4)
+    state.begin(4)
     state.fail("the trainer died", weights_intact=True)
     assert not state.healthy, "the checkpoint's weights are still not the trainer's"
     run_update(state, 4)
@@ -103,7 +96,7 @@ def test_what_is_undecided_turns_out_well_or_not() -> None:
     state = BridgeState(weight_version=3)
     state.begin_epoch("trainer", "single_copy")
     for intact in (True, False):
-        state.advance(Phase.PREPARED, 4)
+        state.begin(4)
         state.fail("silent", weights_intact=False, undecided="it may still write")
         assert (state.healthy, state.to_json()["undecided"]) == (False, "it may still write")
         state.decide(intact)
@@ -118,27 +111,51 @@ def test_a_checkpoints_weights_are_not_served_where_others_are_awaited_though_th
 
 
 def test_a_step_of_an_update_that_was_given_up_is_told_apart() -> None:
-    state = BridgeState()
-    state.begin_epoch("trainer", "single_copy")
-    state.advance(Phase.PREPARED, 1)
+    state = joined()
+    state.begin(1)
     state.fail("silent", weights_intact=True)
-    with pytest.raises(UpdateGivenUp, match=r"only from prepared \(the last update failed: silent"):
-        state.check(1, 1, Phase.PAUSED)
+    with pytest.raises(UpdateGivenUp, match=r"only in an update \(the last update failed: silent"):
+        state.check_commit(1, 1)
     with pytest.raises(BridgeConflict) as other:
-        state.check(1, 2, Phase.PAUSED)
+        state.check_commit(1, 2)
     assert not isinstance(other.value, UpdateGivenUp)
-    state.check(1, 1, Phase.PREPARED)
+    state.check_begin(1, 1)
 
 
 def test_the_weight_epoch_is_that_of_the_trainer_whose_weights_are_served() -> None:
-    state = BridgeState()
-    state.begin_epoch("first", "broadcast", weight_epoch=100)
+    state = joined("first", weight_epoch=100)
     assert state.weight_epoch == 0, "the checkpoint's weights are served until an update"
     run_update(state, 1)
     state.begin_epoch("second", "broadcast", weight_epoch=200)
     assert (state.weight_epoch, state.next_weight_epoch) == (100, 200)
     run_update(state, 1)
     assert state.to_json()["weight_epoch"] == 200
+
+
+def test_a_quarantine_ends_with_a_full_update_of_the_same_version_or_a_later_one() -> None:
+    state = joined()
+    run_update(state, 5)
+    state.put_in_quarantine("it was late")
+    assert (state.phase, state.healthy, state.to_json()["quarantine"]) == (Phase.UNHEALTHY, False, "it was late")
+    with pytest.raises(BridgeConflict, match="version 4 is not newer"):
+        state.check_begin(1, 4)
+    state.begin(5)
+    state.fail("lost again", weights_intact=True)
+    assert not state.healthy, "whole weights do not end a quarantine"
+    run_update(state, 5)
+    assert (state.healthy, state.quarantine) == (True, "")
+
+
+def test_an_update_during_which_the_server_was_put_in_quarantine_is_not_served() -> None:
+    state = joined()
+    state.begin(1)
+    state.put_in_quarantine("it was late")
+    assert (state.in_update, state.healthy) == (True, False)
+    with pytest.raises(UpdateGivenUp, match="quarantine: it was late"):
+        state.check_commit(1, 1)
+    state.fail("quarantine", weights_intact=True)
+    assert state.phase is Phase.UNHEALTHY
+    run_update(state, 1)
 
 
 class Machine(RuleBasedStateMachine):
@@ -148,8 +165,9 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.state = BridgeState()
         self.live_is_whole = True
+        self.held_back = False
 
-    @rule(transfer=st.sampled_from(list(ORDERS)))
+    @rule(transfer=st.sampled_from(["direct", "overlapped", ""]))
     def join(self, transfer: str) -> None:
         if self.state.in_update:
             with pytest.raises(BridgeConflict):
@@ -158,15 +176,25 @@ class Machine(RuleBasedStateMachine):
             self.state.begin_epoch("t", "broadcast", transfer)
 
     @precondition(lambda self: self.state.epoch > 0)
-    @rule(phase=st.sampled_from(UPDATE), version=st.integers(0, 5))
-    def step(self, phase: Phase, version: int) -> None:
+    @rule(version=st.integers(0, 5), epochs_ago=st.integers(0, 1))
+    def begin(self, version: int, epochs_ago: int) -> None:
         try:
-            self.state.check(self.state.epoch, version, phase)
+            self.state.check_begin(self.state.epoch - epochs_ago, version)
         except BridgeConflict:
             return
-        self.state.advance(phase, version)
-        if phase is Phase.COMMITTED:
-            self.live_is_whole = True
+        assert epochs_ago == 0
+        self.state.begin(version)
+        self.begun_in_quarantine = self.held_back
+
+    @rule(version=st.integers(0, 5))
+    def commit(self, version: int) -> None:
+        try:
+            self.state.check_commit(self.state.epoch, version)
+        except BridgeConflict:
+            return
+        assert self.held_back == self.begun_in_quarantine, "a quarantine that came in the update ends it"
+        self.state.serve(["sum"])
+        self.live_is_whole, self.held_back = True, False
 
     @precondition(lambda self: self.state.in_update)
     @rule(torn=st.booleans(), known=st.booleans())
@@ -179,12 +207,20 @@ class Machine(RuleBasedStateMachine):
     def decide(self) -> None:
         self.state.decide(self.live_is_whole)
 
+    @rule()
+    def quarantine(self) -> None:
+        self.state.put_in_quarantine("late")
+        self.held_back, self.begun_in_quarantine = True, False
+
     @invariant()
     def serves_whole_weights_or_is_unhealthy(self) -> None:
         if self.state.phase is Phase.SERVING:
             assert self.live_is_whole
             assert not self.state.undecided
-        assert (self.state.target_version is not None) == (self.state.phase in IN_UPDATE)
+            assert not self.held_back
+        if self.held_back:
+            assert not self.state.healthy
+        assert (self.state.target_version is not None) == self.state.in_update
 
 
 TestMachine = Machine.TestCase

@@ -220,7 +220,7 @@ def test_a_server_that_waits_for_weights_stands_still(loop: VirtualLoop, tmp_pat
     assert "waiting for its weights" in world.server.trouble()
     world.check_tokens()
     trainer = Trainer(world, "single_copy")
-    trainer.fate = ("after prepare", "killed")  # the checkpoint's weights are whole, and not to be served
+    trainer.fate = ("after begin", "killed")  # the checkpoint's weights are whole, and not to be served
     trainer.begin()
     world.run(2 * TIMEOUT)
     assert (phase(world), world.core.paused) == (Phase.UNHEALTHY, True)

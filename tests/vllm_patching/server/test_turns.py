@@ -110,7 +110,7 @@ def test_an_update_in_the_trainers_turn_is_served_when_it_ends(world: World) -> 
     world.check_tokens()
 
 
-@pytest.mark.parametrize("point", ["after rest", "before pause", "before the write", "after commit", "before wake"])
+@pytest.mark.parametrize("point", ["after rest", "before begin", "before the write", "after commit", "before wake"])
 def test_a_trainer_that_is_killed_in_its_turn_ends_it(world: World, point: str) -> None:
     trainer = joined(world)
     trainer.fate = (point, "killed")
@@ -221,7 +221,7 @@ def test_what_is_refused(world: World, loop: VirtualLoop, tmp_path: Path) -> Non
             return False
 
     answer = loop.run_until_complete(
-        world.server.init("t", "single_copy", PARAMETERS, "", 1, [Elsewhere("there", 1, 0, Trainer(world, "single_copy"))])
+        world.server.init("t", "single_copy", PARAMETERS, [Elsewhere("there", 1, 0, Trainer(world, "single_copy"))])
     )
     with pytest.raises(BridgeRefusal, match=r"there:1 of t cannot be seen from here.*one container"):
         loop.run_until_complete(turns.rest(answer["epoch"]))

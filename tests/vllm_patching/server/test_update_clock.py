@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_patching.server import update_clock
-from vllm_patching.server.state import Phase
 from vllm_patching.server.update_clock import FIRST_STEP_SECONDS, UpdateClock
+
+MARKS = ("paused", "transferred", "committed", "verified", "serving")
 
 
 class Hands:
@@ -29,17 +30,18 @@ def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
 
 def take(clock: UpdateClock, hands: Hands, in_flight: bool = True) -> None:
     """A whole direct update: each phase a second after the one before, paused at the second."""
-    for phase in (Phase.PREPARED, Phase.PAUSED, Phase.TRANSFERRED, Phase.COMMITTED, Phase.VERIFIED, Phase.SERVING):
-        clock.enter(phase)
+    clock.begin()
+    for mark in MARKS:
         hands.now += 1
+        clock.reach(mark)
+    hands.now += 1
     clock.resumed(asked=hands.now - 0.25, in_flight=in_flight)
 
 
 def test_the_phases_of_an_update(hands: Hands) -> None:
     clock = UpdateClock(8.0)
     take(clock, hands)
-    phases = ("paused", "transferred", "committed", "verified", "serving")
-    assert clock.seconds == {f"to_{phase}": 1.0 for phase in phases} | {"halted": 5.0, "resume": 0.25}
+    assert clock.seconds == {f"to_{mark}": 1.0 for mark in MARKS} | {"halted": 5.0, "resume": 0.25}
     assert str(clock).endswith("to_serving 1000.0 ms, halted 5000.0 ms, resume 250.0 ms")
 
 
@@ -67,16 +69,16 @@ def test_nobody_asks_for_the_step_of_an_idle_engine_or_of_an_update_that_is_over
     hands.now += FIRST_STEP_SECONDS
     assert not clock.wants_first_step
     take(clock, hands)
-    clock.enter(Phase.PREPARED)
+    clock.begin()
     assert not clock.wants_first_step
 
 
 def test_a_phase_is_late_after_its_own_time(hands: Hands) -> None:
     clock = UpdateClock(8.0)
-    clock.enter(Phase.PREPARED)
+    clock.begin()
     hands.now += 7.9
     assert not clock.is_late
-    clock.enter(Phase.PAUSED)
+    clock.reach("paused")
     hands.now += 7.9
     assert not clock.is_late
     hands.now += 0.2
