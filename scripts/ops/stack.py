@@ -154,6 +154,7 @@ class Stack:
         arguments = [sys.executable, "-u", file, "serve", "--env.rollout_server_url", self.service_url]
         urls = ",".join(self.vllm_url(server) for server in range(self.options.servers))
         arguments += ["--openai.base_url", urls, "--openai.server_type", "vllm"]
+        arguments += ["--follow_fleet"] if self.options.servers > 1 else []  # one that joins later gets requests too
         if self.options.small:
             arguments += ["--env.group_size", str(GROUP_SIZE), "--env.max_token_length", str(MAX_RESPONSE_TOKENS)]
         arguments += self.options.environment_args

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
 import stat
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from example_trainer.child_processes.guard import descendants
 from example_trainer.child_processes.ports import is_free
 from scripts.ops.keys import KEYS_FILE, read_keys
 from scripts.ops.records import identify
-from tests.conftest import ROOT
+from tests.e2e.typed_commands import Operations, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540)]
 
@@ -30,43 +24,11 @@ PKILL = re.compile("vllm|grpo|python|run-api")
 """What users type: pkill -9 -u $USER -f "vllm|grpo|python|run-api"."""
 
 
-class Operations:
-    """Types the commands in a folder."""
-
-    def __init__(self, folder: Path, ports: dict[str, int]) -> None:
-        self.folder, self.run_folder, self.ports = folder, folder / "run", ports
-        variables = {f"LOCKSTEP_{name}_PORT": str(port) for name, port in ports.items()}
-        # The packages of these tests, wherever they are installed.
-        self.environment = {"LOCKSTEP_VENV": sys.prefix, **os.environ, **variables, "LOCKSTEP_RUN": str(self.run_folder)}
-        self.environment["OMP_NUM_THREADS"] = "1"
-
-    def type(self, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [str(ROOT / "scripts" / f"{command}.sh"), *arguments],
-            cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=400, check=False,
-        )  # fmt: skip
-
-    def status(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.type("status", "--json").stdout)
-        return found
-
-    def pids(self) -> list[int]:
-        keepers = [row["pid"] for row in self.status()["rows"] if row["pid"]]
-        return [pid for keeper in keepers for pid in (keeper, *descendants(keeper))]
-
-
 @pytest.fixture
 def operations(tmp_path: Path, free_port: Callable[[], int]) -> Iterator[Operations]:
     made = Operations(tmp_path, {name: free_port() for name in ("SERVICE", "VLLM", "MASTER", "METRICS")})
     yield made
     made.type("stop")
-
-
-def eventually(done: Callable[[], bool], what: Callable[[], str], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.2)
 
 
 def is_bound_to_this_machine(port: int) -> bool:

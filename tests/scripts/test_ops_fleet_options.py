@@ -161,6 +161,7 @@ def test_every_server_is_told_of_and_has_its_own_of_everything(monkeypatch: pyte
     environment = stack.command("environment").arguments
     urls = "http://localhost:9001,http://localhost:9005,http://localhost:9009"
     assert environment[environment.index("--openai.base_url") + 1] == urls
+    assert "--follow_fleet" in environment
 
 
 def test_a_port_that_two_parts_want_is_refused() -> None:
