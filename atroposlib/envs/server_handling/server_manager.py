@@ -180,7 +180,7 @@ class ServerManager:
         self._retired += [server for server in old if server not in new]
         self.servers = list(new)
         self._group(new)
-        logger.info("the fleet has %d inference servers now: %s", len(new), ", ".join(server.root_url for server in new))
+        logger.info("the inference servers of the fleet are now: %s", ", ".join(server.root_url for server in new))
 
     async def update_weight(self, weight: float) -> None:
         for server in self.servers:

@@ -42,6 +42,15 @@ def build_app(tokenizer_dir: str, version: int, max_model_len: int) -> FastAPI:
     def health() -> Response:
         return Response(status_code=200)
 
+    @app.get("/weights")
+    def weights(response: Response) -> dict[str, Any]:
+        """As our server says it, where `serving` is set; like a stock server, it knows no such route otherwise."""
+        if state.get("serving") is None:
+            response.status_code = 404
+            return {}
+        told = {"instance": "standin", "weight_version": state["version"], "weight_epoch": state["epoch"] or 0, "in_flight": 0}
+        return told | {"serving": state["serving"], "trouble": "" if state["serving"] else "quarantined: told to be"}
+
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
         return {"object": "list", "data": [{"id": tokenizer_dir, "object": "model", "max_model_len": max_model_len}]}
@@ -83,6 +92,9 @@ def build_app(tokenizer_dir: str, version: int, max_model_len: int) -> FastAPI:
     async def generate(request: dict[str, Any], response: Response) -> dict[str, Any]:
         state["requests"].append(request)
         await asyncio.sleep(state["delay"])
+        if state.get("serving") is False:
+            response.status_code = 503
+            return {"error": "quarantined: told to be"}
         if state["fail_next"] > 0:
             state["fail_next"] -= 1
             response.status_code = 500
