@@ -8,6 +8,8 @@
 #       compare (two: 1.7B and, in what is left of eight minutes, 14B over broadcast, ours beside vLLM's own engine) ·
 #       2-crossed (two: 14B to two ranks from a trainer of two ranks, one of each on a GPU; a rank that is late; start MPS before,
 #       or the two processes of each GPU take turns) ·
+#       fleet-2 (two: 1.7B under 256 and 512 requests, keys and values anew and kept, beside vLLM's own engine; and 14B from FSDP2 over
+#       both to two ranks, crossed) ·
 #       4 (four: 14B to two ranks) · 4-ranks (four: the same from a trainer of two ranks) ·
 #       4-late (three or more: a rank that is late) · deterministic (one: parity) · deterministic-cost (one: speed, learning) ·
 #       memory (one; two for sharded training: the memory plan against real steps, needs no vLLM) ·
@@ -62,6 +64,11 @@ case $kind in
       --parts ceiling bridge --concurrency 64 --name weight_sync_qwen2.5-14b_crossed
     run 190 bridge_faults_tp2 bridge_faults.py --tp 2 --only late --crossed --name bridge_faults_tp2
     ;;
+  fleet-2)
+    run 340 fleet fleet.py --parts clients engine --interval 0.3
+    run 200 fleet_14b_crossed weight_sync.py --shape qwen2.5-14b --tp 2 --trainer-ranks 2 --crossed --parts ceiling bridge \
+      --concurrency 64 --interval 0.3 --name fleet_14b_crossed
+    ;;
   4) run 520 weight_sync_14b weight_sync.py --shape qwen2.5-14b --tp 2 --parts ceiling bridge engine --concurrency 64 ;;
   4-ranks)
     run 400 weight_sync_14b_ranks weight_sync.py --shape qwen2.5-14b --tp 2 --trainer-ranks 2 --parts bridge \
@@ -79,7 +86,7 @@ case $kind in
   learning) run 575 learning learning.py --model "${MODEL:?the folder of bench/word_problems/make_model.py}" --seconds 550 ;;
   modes) run 530 training_modes training_modes.py --eager ;;
   cpu)
-    for script in weight_sync single_copy lora_swap bridge_faults; do
+    for script in weight_sync single_copy lora_swap bridge_faults fleet; do
       run 600 "$script" "$script.py" --device cpu --tiny
     done
     ;;

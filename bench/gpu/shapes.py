@@ -46,24 +46,30 @@ def _qwen3(
     }
 
 
+def _qwen2(hidden: int, inner: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        **_COMMON,
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    }
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, 8),
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, 8),
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, 8),
     "qwen3-8b": _qwen3(4096, 12288, 36, 32, 8, tied=False),
     "qwen3-14b": _qwen3(5120, 17408, 40, 40, 8, tied=False),
-    "qwen2.5-14b": {
-        **_COMMON,
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_size": 5120,
-        "intermediate_size": 13824,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "vocab_size": 152064,
-        "tie_word_embeddings": False,
-    },
+    "qwen2.5-14b": _qwen2(5120, 13824, 48, 40),
+    "qwen2.5-72b": _qwen2(8192, 29568, 80, 64),
+    "100mb": _qwen3(512, 1536, 5, 8, 4, 64, 16384) | {"torch_dtype": "float32"},
     "tiny": _qwen3(128, 192, 2, 2, 2, 64, 1024) | {"torch_dtype": "float32"},
 }
 """The contents of config.json. The sizes are those of the published models of these names."""

@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
@@ -118,18 +118,19 @@ class BenchTrainer:
             torch._foreach_copy_(list(parameters), [self.sets[which][name] for name in names])
         self.served_set = which
 
-    def connect(self, kind: str, **options: Any) -> dict[str, Any]:
+    def connect(self, kind: str, ports: Sequence[int] = (), **options: Any) -> dict[str, Any]:
         """Join the server by `broadcast` or `single_copy`, and send the first weights.
 
         Args:
             kind: which bridge.
+            ports: of several servers on this machine, by broadcast; by default that of the one that was told at the start.
             options: keyword arguments of its class, such as transfer; one that the class does not know is an error.
 
         Returns:
             params_mapped, params_total, seconds, and how the GPU's memory changed (bytes; 0 without a GPU).
         """
         assert self.model is not None
-        bridge_class = {"broadcast": BroadcastBridge, "single_copy": SingleCopyBridge}[kind]
+        bridge_class: Any = {"broadcast": BroadcastBridge, "single_copy": SingleCopyBridge}[kind]
         known = inspect.signature(bridge_class).parameters
         unknown = sorted(options.keys() - known.keys())
         if unknown:
@@ -139,8 +140,9 @@ class BenchTrainer:
         started = time.monotonic()
         # Another port each time: the store of a bridge that has just been left may still hold its own.
         os.environ["MASTER_PORT"] = str(self._master_port())
-        server = BridgeServer("localhost", self.port, self.timeout, startup_timeout=self.startup_timeout)
-        self.bridge = bridge_class(server, **options)
+        wait = self.startup_timeout
+        servers = [BridgeServer("localhost", port, self.timeout, startup_timeout=wait) for port in ports or [self.port]]
+        self.bridge = bridge_class(servers if ports else servers[0], **options)
         if self.bridge.serving_dtype() is not self.dtype:
             raise RuntimeError(f"the server holds {self.bridge.serving_dtype()}, this trainer {self.dtype}")
         self.bridge.connect(self.model)

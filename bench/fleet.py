@@ -1,0 +1,225 @@
+"""What does an update of several servers take, against one; and how long does a client wait for its next token?
+
+    python bench/fleet.py --output DIR --device cpu --parts servers clients      1, 2, 4, 8 servers as processes, without GPUs
+    python bench/fleet.py --output DIR                                           2 GPUs: clients and vLLM's own engine
+    python bench/fleet.py --output DIR --device cpu --tiny                       everything but the figures
+
+Parts: servers: whole updates of light servers (the bridge's own routes, updater and checks, without vLLM's engine) and of two
+real ones. clients: one server under load, with keys and values anew (`recompute`) and kept (`keep`). engine: vLLM's own NCCL
+weight-transfer engine, measured alike. Prints tables and writes fleet.json.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[0] = str(ROOT)
+
+import argparse
+import os
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from bench.gpu.light_fleet import LightFleet
+from bench.gpu.processes import Worker
+from bench.gpu.runs import (
+    ASK_SECONDS,
+    TRAINER_TIMEOUT,
+    LoadedSitting,
+    add_load,
+    command_line,
+    figures,
+    run_and_report,
+    shrink_if_tiny,
+    spreads,
+)
+from bench.gpu.shapes import model_bytes, write_model_folder
+from bench.gpu.summary import table
+from bench.gpu.trainer import trainer_arguments
+from bench.gpu.vllm_server import VllmServer
+
+PARTS = ("servers", "clients", "engine")
+INFLIGHT = ("recompute", "keep")
+LIGHT_SHAPES = ("tiny", "100mb")
+
+
+class Benchmark(LoadedSitting):
+    """The servers, the trainers and the load of one run."""
+
+    def __init__(self, args: argparse.Namespace, work: Path, stack: ExitStack) -> None:
+        super().__init__(args, work, stack, args.name)
+        self.model = write_model_folder(work / "model", args.shape)
+
+    def run(self) -> None:
+        """Everything that was asked for."""
+        self.describe(shape=self.args.shape, model_bytes=model_bytes(self.args.shape), load_before=os.getloadavg())
+        if "clients" in self.args.parts:
+            self._clients()
+        if "engine" in self.args.parts and self.on_gpu:
+            self._engine()
+        if "servers" in self.args.parts and not self.on_gpu:
+            for shape in LIGHT_SHAPES:
+                self._light(shape)
+        self.results.put("load_after", value=os.getloadavg())
+
+    # -- a client's view
+
+    def _clients(self) -> None:
+        """Both settings of --inflight-cache; the second server mirrored, so that no GPU holds a server and its own trainer."""
+        servers = {name: self._start(name, ("--inflight-cache", name), mirrored=name == "keep") for name in INFLIGHT}
+        trainers = {name: self._trainer(name, "bench.gpu.trainer", server) for name, server in servers.items()}
+        self.results.put("seconds_to_ready", value=self.ready(*servers.values()))
+        for name, server in servers.items():
+            trainer = trainers[name]
+            if (
+                self.results.measure("clients", name, "trainer", run=partial(trainer.ask, "load", timeout=180, spare=True))
+                is None
+            ):
+                continue
+            self.warm_up(server, max(self.args.concurrency))
+            for transfer in self.args.transfers:
+                self._under_loads(server, trainer, ("clients", name, transfer), {"kind": "broadcast", "transfer": transfer})
+        if "servers" in self.args.parts and not self.on_gpu:
+            both = {"kind": "broadcast", "transfer": "overlapped", "ports": [server.port for server in servers.values()]}
+            self._under_loads(
+                servers["recompute"], trainers["recompute"], ("clients", "recompute", "overlapped, two servers"), both
+            )
+        for name in INFLIGHT:
+            trainers[name].stop()
+            servers[name].stop()
+
+    def _under_loads(self, server: VllmServer, trainer: Worker, place: tuple[str, ...], how: dict[str, Any]) -> None:
+        measure = partial(self.results.measure, *place)
+        if measure("connect", run=partial(trainer.ask, "connect", timeout=ASK_SECONDS, **how)) is None:
+            return
+        measure("idle", run=lambda: figures(trainer.ask("sync", timeout=ASK_SECONDS, count=self.args.updates)))
+        for concurrency in self.args.concurrency:
+            measure(f"load_{concurrency}", run=partial(self.under_load, server, trainer, concurrency, first_steps=True))
+        if "ports" not in how:
+            measure("check", run=lambda: self.check(trainer))
+
+    def _engine(self) -> None:
+        """vLLM's own NCCL weight-transfer engine, with the same model, weights and load."""
+        flags = ("--weight-transfer-config", '{"backend": "nccl"}')
+        server = self._start("vllm own engine", flags, shared=False, environment=(("VLLM_SERVER_DEV_MODE", "1"),))
+        trainer = self._trainer("trainer of vllm own engine", "bench.gpu.vllm_engine_trainer", server)
+        measure = partial(self.results.measure, "vllm_engine")
+        self.ready(server)
+        measure("model", run=lambda: trainer.ask("load", timeout=180, spare=True))
+        self.warm_up(server, max(self.args.concurrency))
+        if measure("join", run=lambda: trainer.ask("join", timeout=180)) is not None:
+            measure("idle", run=lambda: figures(trainer.ask("sync", timeout=ASK_SECONDS, count=self.args.updates)))
+            for concurrency in self.args.concurrency:
+                measure(f"load_{concurrency}", run=partial(self.under_load, server, trainer, concurrency))
+        trainer.stop()
+        server.stop()
+
+    def _start(self, name: str, flags: tuple[str, ...], mirrored: bool = False, **options: Any) -> VllmServer:
+        seats = max(256, *self.args.concurrency)
+        return self.server(name, self.model, "1" if mirrored else "0", flags=flags, max_num_seqs=seats, **options)
+
+    def _trainer(self, name: str, module: str, server: VllmServer) -> Worker:
+        gpu = "1" if server.options.gpus == "0" else "0"
+        return self.trainer(f"trainer {name}", module, server.port, gpu)
+
+    # -- several servers
+
+    def _light(self, shape: str) -> None:
+        """Whole updates of 1, 2, 4, … light servers by one trainer."""
+        fleet = LightFleet(shape, self.args.output, TRAINER_TIMEOUT)
+        self.stack.callback(fleet.stop)
+        ports = [fleet.start(self.work / f"light-{shape}-{number}") for number in range(max(self.args.servers))]
+        arguments = trainer_arguments(shape, ports[0], self.args.device, TRAINER_TIMEOUT)
+        trainer = self.worker(f"trainer of {shape}", "bench.gpu.trainer", arguments)
+        measure = partial(self.results.measure, "servers", shape)
+        if measure("trainer", run=lambda: trainer.ask("load", timeout=180, spare=True)) is None:
+            return
+        for transfer in self.args.transfers:
+            for count in self.args.servers:
+                place = (transfer, str(count))
+                how = {"kind": "broadcast", "transfer": transfer, "ports": ports[:count]}
+                connect = partial(trainer.ask, "connect", timeout=ASK_SECONDS, **how)
+                if measure(*place, "connect", run=connect) is not None:
+                    measure(
+                        *place, "idle", run=lambda: figures(trainer.ask("sync", timeout=ASK_SECONDS, count=self.args.updates))
+                    )
+        trainer.stop()
+        fleet.stop()
+
+
+def times_one(found: dict[str, Any]) -> dict[str, float]:
+    """How many times as long an update of N servers takes as that of one: {N: ratio of the medians}.
+
+    Args:
+        found: rows of one shape and transfer, by the number of servers.
+    """
+    medians = {
+        number: row["idle"]["whole_update_ms"]["median"]
+        for number, row in found.items()
+        if "whole_update_ms" in row.get("idle", {})
+    }
+    if "1" not in medians:
+        return {}
+    return {number: round(median / medians["1"], 2) for number, median in medians.items()}
+
+
+def report(data: dict[str, Any]) -> str:
+    """The tables of a results file; what a client sees comes first."""
+    rows: list[list[object]] = []
+    sides = {
+        f"{name}, {way}": row for name, part in data.get("clients", {}).items() for way, row in part.items() if way != "trainer"
+    }
+    sides |= {"vLLM's engine": data["vllm_engine"]} if "vllm_engine" in data else {}
+    for side, part in sides.items():
+        for condition in [key for key in part if key == "idle" or key.startswith("load_")]:
+            found = part[condition]
+            if "updates" in found:
+                waits = ("largest_gap_per_update_ms median p90 max", "usual_gap_ms", "whole_update_ms median max")
+                rows.append([f"{side}, {condition}", *spreads(found, *waits, "halted_ms", "stalled_ms"), found["updates"]])
+    head = ["", "longest gap between two tokens at a client, per update: median ms", "p90", "max", "usual gap ms"]
+    head += ["the trainer waits: median ms", "max", "halted ms", "to the first step ms", "updates"]
+    lines = [table(head, rows)] if rows else []
+    rows = []
+    for shape, by_transfer in data.get("servers", {}).items():
+        for transfer in [key for key in by_transfer if key != "trainer"]:
+            ratios = times_one(by_transfer[transfer])
+            for number, row in by_transfer[transfer].items():
+                found = row.get("idle", {})
+                if "updates" in found:
+                    waits = ("whole_update_ms median p90 max", "halted_ms")
+                    rows.append(
+                        [
+                            f"{shape}, {transfer}, {number} servers",
+                            *spreads(found, *waits),
+                            ratios.get(number),
+                            found["updates"],
+                        ]
+                    )
+    head = ["light servers", "the trainer waits: median ms", "p90", "max", "halted ms", "times one server", "updates"]
+    lines += [table(head, rows)] if rows else []
+    lines += [f"load of the machine before and after: {data.get('load_before')}, {data.get('load_after')}"]
+    return "\n".join(lines)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = command_line(__doc__, "qwen3-1.7b", "fleet")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--servers", type=int, nargs="+", default=[1, 2, 4, 8], help="how many light servers")
+    parser.add_argument("--transfers", nargs="+", default=["direct", "overlapped"])
+    add_load(parser, [256, 512], 0.5)
+    args = parser.parse_args(arguments)
+    if args.tiny:
+        args.servers = [count for count in args.servers if count <= 2]
+    return shrink_if_tiny(args)
+
+
+def main() -> int:
+    args = parse()
+    return run_and_report(args.output, partial(Benchmark, args), report)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Light vLLM servers of a given shape, forked from one process: the bridge's routes, updater and checks, and no engine.
+
+    python -m bench.gpu.light_fleet SHAPE       then lines as tests/fleet_server.py reads them
+
+What an update costs beside generation can be measured with more of them than a machine without GPUs could run vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench.gpu.processes import BenchError, Child, free_port, tail
+
+READY_SECONDS = 60.0
+
+
+class LightFleet(Child):
+    """A process that starts servers, and ends them when it is stopped."""
+
+    def __init__(self, shape: str, output: Path, timeout: float) -> None:
+        """
+        Args:
+            shape: a key of SHAPES, in float32.
+            output: where the logs go.
+            timeout: seconds for each phase of an update.
+        """
+        command = [sys.executable, "-m", "bench.gpu.light_fleet", shape]
+        super().__init__(
+            f"light fleet {shape}", command, output / f"light-fleet-{shape}.log", {"OMP_NUM_THREADS": "1"}, pipes=True
+        )
+        self._output, self._timeout = output, timeout
+
+    def start(self, folder: Path) -> int:
+        """Start one more server; returns its port once it answers."""
+        port = free_port()
+        self._tell({"do": "start", "port": port, "folder": str(folder), "timeout": self._timeout})
+        deadline = time.monotonic() + READY_SECONDS
+        while True:
+            try:
+                httpx.get(f"http://127.0.0.1:{port}/bridge/info", timeout=10).raise_for_status()
+                return port
+            except httpx.HTTPError as error:
+                if time.monotonic() > deadline or self.process.poll() is not None:
+                    raise BenchError(f"{self.name}: no server at port {port} ({error}):\n{tail(self.log)}") from error
+                time.sleep(0.1)
+
+    def _tell(self, line: dict[str, Any]) -> dict[str, Any]:
+        pipes: subprocess.Popen[bytes] = self.process
+        assert pipes.stdin is not None
+        assert pipes.stdout is not None
+        try:
+            pipes.stdin.write(json.dumps(line).encode() + b"\n")
+            pipes.stdin.flush()
+            answer: dict[str, Any] = json.loads(pipes.stdout.readline())
+        except (OSError, ValueError) as error:
+            raise BenchError(f"{self.name} ended:\n{tail(self.log)}") from error
+        return answer
+
+
+def main() -> None:
+    """Be the process of a LightFleet."""
+    from bench.gpu.shapes import SHAPES
+    from tests import fleet_server
+    from vllm_patching.protocol.sharding import ModelGeometry
+
+    fleet_server.GEOMETRY = ModelGeometry.from_hf_config(SHAPES[sys.argv[1]])
+    # Looking at all weights in every step is a test's; here it would take the time that is measured.
+    fleet_server.Engine._step = lambda self: None  # type: ignore[method-assign]
+    fleet_server.main()
+
+
+if __name__ == "__main__":
+    main()
