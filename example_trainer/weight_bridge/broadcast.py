@@ -20,7 +20,7 @@ from example_trainer.weight_bridge.slices import WeightSlices, receivers_of
 from vllm_patching.protocol.checksum import WeightSummary
 from vllm_patching.protocol.manifest import dtype_name
 from vllm_patching.transport.addresses import RendezvousError, rendezvous_address
-from vllm_patching.transport.groups import host_store
+from vllm_patching.transport.rendezvous import host_store
 from vllm_patching.transport.shared_memory import gpu_uuid
 
 logger = logging.getLogger(__name__)

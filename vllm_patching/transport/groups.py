@@ -9,11 +9,8 @@ comes back never meets the keys of the one before it.
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vllm_patching.transport.addresses import REACH_SECONDS, RendezvousError, gloo_group, reach
+from vllm_patching.transport.addresses import RendezvousError, gloo_group
+from vllm_patching.transport.rendezvous import connect_store, first_line, quiet_nccl_watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -56,42 +54,9 @@ class Rendezvous:
     timeout: float
 
 
-def host_store(host: str, port: int, timeout: float, is_host: bool = True) -> dist.TCPStore:
-    """Open the store that everyone meets at, in this process; or, for the trainer's other ranks, connect to it.
-
-    Raises:
-        RendezvousError: the port is taken or the address is not this machine's.
-    """
-    try:
-        # Who hosts it listens on every address, and reaches itself whatever others call it.
-        where = "localhost" if is_host else host
-        return dist.TCPStore(where, port, is_master=is_host, wait_for_workers=False, timeout=timedelta(seconds=timeout))
-    except (RuntimeError, ValueError) as error:
-        raise RendezvousError(
-            f"cannot open the rendezvous on {host}:{port} ({_first_line(error)}). "
-            f"Another trainer may still be running; stop it, or set MASTER_PORT to a free port for this trainer."
-        ) from error
-
-
 def join_store(rendezvous: Rendezvous) -> dist.TCPStore:
     """Connect to the trainer's store from a worker. Raises RendezvousError after the deadline."""
-    where = f"{rendezvous.host}:{rendezvous.port}"
-    # Half of the deadline: the trainer, whose own is as long, is still there to be told of an address that is wrong.
-    seconds = min(REACH_SECONDS, rendezvous.timeout / 2)
-    reach(rendezvous.host, rendezvous.port, f"vLLM rank {rendezvous.tp_rank}", seconds)
-    try:
-        return dist.TCPStore(
-            rendezvous.host,
-            rendezvous.port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=rendezvous.timeout),
-        )
-    except (RuntimeError, ValueError) as error:
-        raise RendezvousError(
-            f"rank {rendezvous.tp_rank} cannot reach the trainer's rendezvous at {where} within {rendezvous.timeout:g} s "
-            f"({_first_line(error)}); check MASTER_ADDR and MASTER_PORT on the trainer"
-        ) from error
+    return connect_store(rendezvous.host, rendezvous.port, f"vLLM rank {rendezvous.tp_rank}", rendezvous.timeout)
 
 
 class BridgeGroups:
@@ -133,14 +98,14 @@ class BridgeGroups:
             if backend == "nccl":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timedelta(seconds=2 * r.timeout + 60)  # ours comes first, and says more
-                with _quiet_nccl_watchdog():
+                with quiet_nccl_watchdog():
                     return dist.ProcessGroupNCCL(store, self._role, 2, options)
             return gloo_group(store, self._role, 2, r.host, r.timeout)
         except RuntimeError as error:
             other = f"vLLM rank {r.tp_rank}" if self._role == SENDER else "the trainer"
             raise RendezvousError(
                 f"waited {r.timeout:g} s for {other} in the {name} group of rank {r.tp_rank} "
-                f"(epoch {r.epoch}, {r.host}:{r.port}): {_first_line(error)}"
+                f"(epoch {r.epoch}, {r.host}:{r.port}): {first_line(error)}"
             ) from error
 
     def broadcast(self, pieces: Sequence[torch.Tensor]) -> None:
@@ -202,47 +167,3 @@ class BridgeGroups:
         self.abort()
         del self.data
         del self.control
-
-
-class PeerWatch:
-    """Notices that the process which hosts a store has ended: the kernel closes its connections."""
-
-    def __init__(self, host: str, port: int, timeout: float) -> None:
-        """Raises OSError if nobody listens there."""
-        self._socket = socket.create_connection((host, port), timeout)
-        self._socket.setblocking(False)
-
-    def gone(self) -> bool:
-        """Whether the process has ended. A process that is merely stopped has not."""
-        try:
-            return self._socket.recv(1, socket.MSG_PEEK) == b""
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-
-    def close(self) -> None:
-        self._socket.close()
-
-
-@contextmanager
-def _quiet_nccl_watchdog() -> Iterator[None]:
-    """Make a group whose watchdog reports nothing and ends nothing: by default it aborts the whole process, vLLM's worker,
-    when an operation takes too long. The deadlines are ours.
-    """
-    ours = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-    before = {name: os.environ.get(name) for name in ours}
-    os.environ.update(ours)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

@@ -73,6 +73,9 @@ class LockstepWorkerExtension(TurnsWorkerExtension):
                 handles = export_to_shared_memory(parameters, f"tp{rank}")
         logger.info("[vLLM Patch] ✓ Exported %d params", len(manifest.entries))
         self._lockstep_rank = rank
+        # Replicas of a dense model are engines of their own, of which vLLM keeps nothing but the index.
+        parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
+        self._lockstep_replica = int(getattr(parallel, "data_parallel_index", parallel.data_parallel_rank))
         self._lockstep_device = device
         layout, num_bytes = flat_layout(manifest)
         live = [(item.name, local_view(item, parameters[item.name].data)) for item in layout]
@@ -141,7 +144,8 @@ class LockstepWorkerExtension(TurnsWorkerExtension):
         """
         updater = self._lockstep_updater
         status = updater.wait(patience).to_json()
-        return {"tp_rank": self._lockstep_rank, "trainer_gone": updater.trainer_gone(), **status}
+        who = {"tp_rank": self._lockstep_rank, "replica": self._lockstep_replica}
+        return {**who, "trainer_gone": updater.trainer_gone(), **status}
 
     def lockstep_commit(self) -> dict[str, Any]:
         """Copy what is staged into the live parameters, and check those."""

@@ -5,7 +5,7 @@ It owns the rendezvous with the trainer, the process groups, the staging buffer 
 - overlapped: into the staging buffer while the model generates; the worker's main thread commits it between two steps;
 - direct: into the live parameters, while the engine is paused and no step runs. It needs no second copy of the weights.
 
-Either way what has arrived is summed and searched for NaN in the same pass, part by part, while the rest is under way.
+Either way what has arrived is summed and searched for NaN in the same pass, bucket by bucket, while the rest is under way.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from vllm_patching.protocol.checksum import WeightSums
 from vllm_patching.protocol.manifest import FlatSlice, flat_views, parts
-from vllm_patching.transport.groups import PART_BYTES, RECEIVER, BridgeGroups, PeerWatch, Rendezvous, join_store
+from vllm_patching.protocol.pieces import BUCKET_BYTES, buckets
+from vllm_patching.transport.cohort import CohortPlace, ReceivingCohort, Target
+from vllm_patching.transport.groups import PART_BYTES, RECEIVER, BridgeGroups, Rendezvous, join_store
+from vllm_patching.transport.lane import LaneBroken
+from vllm_patching.transport.rendezvous import PeerWatch
 
 
 @dataclass
@@ -33,7 +37,9 @@ class UpdaterStatus:
     Attributes:
         phase: idle, joining, ready, receiving, received, leaving or failed.
         epoch: the trainer's epoch that it has joined; 0 before the first.
+        cohort: the key of the cohort that it is in, or is joining; empty if none.
         version: the weight version that was received, or None.
+        received_bytes: of the transfer under way, or of the last one.
         checksum: of what was received.
         not_finite: name of the first parameter in it that holds NaN or infinity; empty if none does.
         error: what went wrong last, empty while all is well.
@@ -41,7 +47,9 @@ class UpdaterStatus:
 
     phase: str = "idle"
     epoch: int = 0
+    cohort: str = ""
     version: int | None = None
+    received_bytes: int = 0
     checksum: str = ""
     not_finite: str = ""
     error: str = ""
@@ -51,21 +59,35 @@ class UpdaterStatus:
 
 
 @dataclass(frozen=True)
-class _Join:
+class _Command:
     status: UpdaterStatus
+    called_off: threading.Event = field(default_factory=threading.Event, kw_only=True)
+
+
+@dataclass(frozen=True)
+class _Join(_Command):
     rendezvous: Rendezvous
     direct: bool
 
 
 @dataclass(frozen=True)
-class _Receive:
-    status: UpdaterStatus
+class _Aim(_Command):
+    direct: bool
+
+
+@dataclass(frozen=True)
+class _Cohort(_Command):
+    place: CohortPlace
+
+
+@dataclass(frozen=True)
+class _Receive(_Command):
     version: int
 
 
 @dataclass(frozen=True)
-class _Leave:
-    status: UpdaterStatus
+class _Leave(_Command):
+    keep_staging: bool = False
 
 
 class WeightUpdater:
@@ -78,6 +100,7 @@ class WeightUpdater:
         num_bytes: int,
         live: Sequence[tuple[str, torch.Tensor]],
         logger: logging.Logger,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """
         Args:
@@ -85,25 +108,28 @@ class WeightUpdater:
             layout, num_bytes: of this rank's flat buffer, from manifest.flat_layout.
             live: for each slice of the layout its part of the live parameters, by name; contiguous.
             logger: the worker's logger, so that the lines appear in vLLM's log.
+            bucket_bytes: see pieces.buckets; the trainer's.
         """
         self.name = f"WeightUpdater_TP{tp_rank}"
         self.num_bytes = num_bytes
         self.staging: torch.Tensor | None = None
         self._layout = layout
         self._parts = parts(layout, PART_BYTES)
+        self._buckets = buckets(layout, bucket_bytes)
         self._live = live
         self._device = live[0][1].device
         self._logger = logger
         self._status = UpdaterStatus()
-        self._commands: queue.SimpleQueue[_Join | _Receive | _Leave] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._groups: BridgeGroups | None = None
+        self._cohort: ReceivingCohort | None = None
+        self._target: Target | None = None
         self._watch: PeerWatch | None = None
         self._targets: Sequence[tuple[str, torch.Tensor]] = ()
         self._sums: WeightSums | None = None
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._called_off = threading.Event()
         self._at_rest = threading.Condition()
-        self._pending = 0
+        self._open: list[_Command] = []  # asked and not done, the present one first
         self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
 
     def start(self) -> None:
@@ -118,29 +144,50 @@ class WeightUpdater:
             phase="failed", epoch=self._status.epoch, error=self._status.error or f"thread {self.name} has died"
         )
 
+    @property
+    def receives_directly(self) -> bool:
+        """Whether transfers go into the live weights."""
+        return self._targets is self._live
+
     def join(self, rendezvous: Rendezvous, direct: bool) -> None:
         """Leave the present trainer, if any, and meet the one at `rendezvous`. Returns at once; watch `status`.
 
         Args:
             direct: receive into the live parameters instead of a staging buffer.
         """
-        self._called_off.set()
+        self._call_off()
         self._submit(_Join(UpdaterStatus(phase="joining", epoch=rendezvous.epoch), rendezvous, direct))
 
-    def leave(self) -> None:
-        """Leave the present trainer, if any, and give the staging buffer back. Returns at once; `wait` for it."""
-        self._called_off.set()
-        self._submit(_Leave(UpdaterStatus(phase="leaving", epoch=self._status.epoch)))
+    def aim_at(self, direct: bool) -> None:
+        """Choose for the transfers to come: the live weights, or a staging buffer, which is made or given back accordingly.
+        Leaves the present cohort. Returns at once; watch `status`.
+        """
+        self._call_off()
+        self._submit(_Aim(UpdaterStatus(phase="leaving", epoch=self._status.epoch), direct))
+
+    def join_cohort(self, place: CohortPlace) -> None:
+        """Leave the present cohort, if any, and join another. Returns at once; watch `status`."""
+        self._call_off()
+        self._submit(_Cohort(UpdaterStatus(phase="joining", epoch=place.epoch, cohort=place.key), place))
+
+    def leave(self, keep_staging: bool = False) -> None:
+        """Leave the present trainer, if any, and give the staging buffer back. Returns at once; `wait` for it.
+
+        Args:
+            keep_staging: only leave the cohort; the trainer is going to form another.
+        """
+        self._call_off()
+        self._submit(_Leave(UpdaterStatus(phase="leaving", epoch=self._status.epoch), keep_staging))
 
     def receive(self, version: int) -> None:
         """Receive the weights of `version`. Returns at once; watch `status`."""
-        self._called_off.clear()
-        self._submit(_Receive(UpdaterStatus(phase="receiving", epoch=self._status.epoch), version))
+        now = self._status
+        self._submit(_Receive(UpdaterStatus(phase="receiving", epoch=now.epoch, cohort=now.cohort), version))
 
     def wait(self, seconds: float) -> UpdaterStatus:
         """Give the command in progress up to `seconds` to end; returns the status then."""
         with self._at_rest:
-            self._at_rest.wait_for(lambda: self._pending == 0, seconds)
+            self._at_rest.wait_for(lambda: not self._open, seconds)
         return self.status
 
     def trainer_gone(self) -> bool:
@@ -150,20 +197,26 @@ class WeightUpdater:
 
     def discard(self, seconds: float) -> bool:
         """Call a transfer off, and forget what was received. Returns whether the thread has let go of its target by then."""
-        self._called_off.set()
+        self._call_off()
         self.wait(seconds)
         self._status.version = None
         if self._status.phase == "received":
             self._status.phase = "ready"
-        return self._pending == 0
+        return not self._open
 
     def staged(self) -> list[torch.Tensor]:
         """For each slice of the layout, what was received in an overlapped transfer."""
         return [tensor for _, tensor in self._targets]
 
-    def _submit(self, command: _Join | _Receive | _Leave) -> None:
+    def _call_off(self) -> None:
+        """What has been asked so far is of no use any more."""
         with self._at_rest:
-            self._pending += 1
+            for command in self._open:
+                command.called_off.set()
+
+    def _submit(self, command: _Command) -> None:
+        with self._at_rest:
+            self._open.append(command)
         self._status = command.status
         self._commands.put(command)
 
@@ -175,20 +228,27 @@ class WeightUpdater:
             while True:
                 self._obey(self._commands.get())
                 with self._at_rest:
-                    self._pending -= 1
+                    self._open.pop(0)
                     self._at_rest.notify_all()
 
-    def _obey(self, command: _Join | _Receive | _Leave) -> None:
+    def _obey(self, command: _Command) -> None:
         # A failed command must not end the thread: the next trainer needs it. The reason is kept for whoever asks. Each command
         # has a status of its own, so that one which ends late says nothing about what was asked since.
         try:
             if isinstance(command, _Join):
                 self._join(command)
+            elif isinstance(command, _Aim):
+                self._leave()
+                self.aim(command.direct)
+                command.status.phase = "idle"
+            elif isinstance(command, _Cohort):
+                self._join_cohort(command)
             elif isinstance(command, _Receive):
                 self._receive(command)
-            else:
+            elif isinstance(command, _Leave):
                 self._leave()
-                self._drop_staging()
+                if not command.keep_staging:
+                    self._drop_staging()
                 command.status.phase = "idle"
         except Exception as error:  # noqa: BLE001
             self._logger.error("[vLLM Patch] %s: %s failed: %s", self.name, type(command).__name__.strip("_").lower(), error)
@@ -207,6 +267,18 @@ class WeightUpdater:
         how = "directly into the live weights" if command.direct else "into a staging buffer"
         self._logger.info("[vLLM Patch] %s joined the trainer (epoch %d), receives %s", self.name, r.epoch, how)
 
+    def _join_cohort(self, command: _Cohort) -> None:
+        self._leave()
+        place = command.place
+        self._watch = PeerWatch(place.host, place.port, place.timeout)
+        self._cohort = ReceivingCohort(place, self._device, self._lost)
+        command.status.phase = "ready"
+        how = "directly into the live weights" if self.receives_directly else "into a staging buffer"
+        self._logger.info(
+            "[vLLM Patch] %s joined the trainer (epoch %d, cohort %s, receiver %d of %d), receives %s",
+            self.name, place.epoch, place.key, place.member, place.members, how,
+        )  # fmt: skip
+
     def aim(self, direct: bool) -> None:
         """Choose where to receive into: the live weights, or a staging buffer, which is made or given back accordingly."""
         if direct:
@@ -216,28 +288,47 @@ class WeightUpdater:
             if self.staging is None:
                 self.staging = torch.zeros(self.num_bytes, dtype=torch.uint8, device=self._device)
             self._targets = [(item.name, view) for item, view in flat_views(self.staging, self._layout)]
+        self._target = Target(self._layout, self._buckets, self.staged())
         self._sums = WeightSums(self._targets)
         self._sums.all()  # compiles the kernel now, and not in the first update
 
     def _drop_staging(self) -> None:
-        had, self.staging, self._targets, self._sums = self.staging is not None, None, (), None
+        had, self.staging, self._targets, self._sums, self._target = self.staging is not None, None, (), None, None
         if had and self._stream is not None:
             # PyTorch would keep the memory: to vLLM it would not look free, and a trainer beside it could not have it.
             self._stream.synchronize()
             torch.cuda.empty_cache()
 
     def _receive(self, command: _Receive) -> None:
+        if self._cohort is not None and self._target is not None:
+            self._receive_from_cohort(command, self._cohort, self._target)
+            return
         if self._groups is None or self._sums is None:
             raise RuntimeError("no trainer has joined; call /bridge/init first")
         self._sums.reset()
         for first, last in self._parts:
-            if self._called_off.is_set():
+            if command.called_off.is_set():
                 raise RuntimeError("the transfer was called off")
             self._receive_part(self._groups, first, last)
             self._sums.add(first, last)
         self._groups.finish(self._lost)
         summary = self._sums.read()
         status = command.status
+        status.version, status.checksum, status.not_finite = command.version, summary.checksum, summary.not_finite
+        status.phase = "received"
+
+    def _receive_from_cohort(self, command: _Receive, cohort: ReceivingCohort, target: Target) -> None:
+        status = command.status
+
+        def arrived(received: int) -> None:
+            status.received_bytes = received
+
+        try:
+            summary = cohort.receive(target, self._lost, arrived)
+        except LaneBroken:
+            # It holds what did not arrive: the trainer forms another one.
+            self._leave()
+            raise
         status.version, status.checksum, status.not_finite = command.version, summary.checksum, summary.not_finite
         status.phase = "received"
 
@@ -250,11 +341,14 @@ class WeightUpdater:
             raise RuntimeError(f"{reason} ({str(error).splitlines()[0]})") from error
 
     def _lost(self) -> str:
-        if self._called_off.is_set():
+        if self._open[0].called_off.is_set():  # asked by this thread alone, in the middle of a command
             return "it was called off"
         return "the trainer's process has ended" if self.trainer_gone() else ""
 
     def _leave(self) -> None:
+        cohort, self._cohort = self._cohort, None
+        if cohort is not None:
+            cohort.close()
         groups, self._groups = self._groups, None
         watch, self._watch = self._watch, None
         if groups is not None:

@@ -17,7 +17,8 @@ from vllm_patching.protocol.checksum import weights_checksum
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry, flat_layout
 from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
 from vllm_patching.transport.addresses import RendezvousError, reach
-from vllm_patching.transport.groups import SENDER, BridgeGroups, PeerWatch, Rendezvous, host_store
+from vllm_patching.transport.groups import SENDER, BridgeGroups, Rendezvous
+from vllm_patching.transport.rendezvous import PeerWatch, host_store
 from vllm_patching.worker.updater import WeightUpdater
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -32,7 +33,8 @@ LAYOUT, NUM_BYTES = flat_layout(
 TRAINER = """
 import sys, torch
 from tests.vllm_patching.worker.test_weight_updater import new_weights
-from vllm_patching.transport.groups import SENDER, BridgeGroups, Rendezvous, host_store
+from vllm_patching.transport.groups import SENDER, BridgeGroups, Rendezvous
+from vllm_patching.transport.rendezvous import host_store
 port, epoch, behaviour = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 store = host_store("localhost", port, 60)
 place = Rendezvous("localhost", port, f"epoch{epoch}", epoch, 0, "gloo", 60)

@@ -1,0 +1,91 @@
+"""What test_stream.py starts: two ranks whose model FSDP2 spreads send it to two servers, which rank 0 has in threads."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from example_trainer.errors import BridgeError
+from example_trainer.parallel.fsdp import sharded_decoder
+from example_trainer.parallel.ranks import Ranks, join_ranks
+from example_trainer.weight_bridge.cohorts import Cohort, CohortError
+from example_trainer.weight_bridge.send_plan import SendPlan
+from example_trainer.weight_bridge.stream import WeightStream
+from tests.example_trainer.weight_bridge.cohort_world import (
+    BUCKET_BYTES,
+    GEOMETRY,
+    SECONDS,
+    Rank,
+    join_all,
+    make_servers,
+    manifests_of,
+)
+from vllm_patching.transport.lane import nobody_lost
+from vllm_patching.transport.rendezvous import host_store
+
+CPU = torch.device("cpu")
+
+
+def run_case(ranks: Ranks, port: int, store: torch.distributed.TCPStore, tp_size: int, dtype: torch.dtype) -> None:
+    """Send twice to servers of so many ranks, then have it broken off, then once more over new lanes."""
+    model = sharded_decoder(GEOMETRY, torch.float32, CPU, ranks.world_size)
+    generator = torch.Generator().manual_seed(7)
+    plan = SendPlan(ranks.world_size, tp_size)
+    stream = WeightStream(model, manifests_of(tp_size, dtype), plan, ranks, CPU, BUCKET_BYTES)
+    cohort = Cohort(ranks, plan, CPU, SECONDS)
+    servers = make_servers(2, tp_size, dtype, direct=True) if ranks.is_main else []
+    receivers: list[Rank] = [rank for server in servers for rank in server]
+
+    def form(attempt: str) -> None:
+        key = f"{tp_size}{attempt}"
+        join_all(servers, port, key, plan.lanes)
+        cohort.form("localhost", port, key, 2, "gloo", store, SECONDS, nobody_lost)
+
+    def update(version: int) -> None:
+        weights = {}
+        for name, parameter in model.named_parameters():
+            whole = torch.randn(tuple(parameter.shape), generator=generator)
+            model.shards.local(parameter).copy_(model.shards.take(name, whole))
+            weights[name] = whole
+        assert stream.not_finite() == ""
+        for rank in receivers:
+            rank.until("ready", "received")
+            rank.updater.receive(version)
+        checksums = stream.send(cohort, nobody_lost)
+        for rank in receivers:
+            status = rank.until("received", "failed")
+            expected = rank.checksum_of(weights)
+            assert status.checksum == checksums[rank.manifest.tp_rank] == expected, status
+            assert rank.holds(weights)
+
+    form("a")
+    update(1)
+    update(2)
+    # Nobody receives: rank 0 finds out, and rank 1, whose own lanes say nothing, leaves with it.
+    with pytest.raises(BridgeError, match="the servers are away"):
+        stream.send(cohort, lambda: "the servers are away")
+    form("b")
+    update(3)
+    with pytest.raises(CohortError) as caught:
+        cohort.form("localhost", port, f"{tp_size}c", 3, "gloo", store, 1.0, nobody_lost)
+    assert caught.value.missing == [1, 2, 3]
+    last = list(model.parameters())[-1]
+    if ranks.rank == 1:
+        model.shards.local(last).view(-1)[-1] = float("inf")
+    name = [name for name, _ in model.named_parameters()][-1]
+    assert stream.not_finite() == name
+
+
+def main() -> None:
+    with join_ranks(SECONDS, CPU) as ranks:
+        store = host_store("localhost", 0, SECONDS) if ranks.is_main else None
+        port = ranks.broadcast(store.port if store is not None else 0)
+        store = store or host_store("localhost", port, SECONDS, is_host=False)
+        run_case(ranks, port, store, 1, torch.float32)
+        run_case(ranks, port, store, 2, torch.bfloat16)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""Weights go to all servers at the same time and arrive; what fails ends by its deadline, and the rest goes on without it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from example_trainer.errors import BridgeError
+from example_trainer.models import Decoder
+from example_trainer.parallel.ranks import Ranks
+from example_trainer.weight_bridge.cohorts import Cohort, CohortError
+from example_trainer.weight_bridge.send_plan import SendPlan
+from example_trainer.weight_bridge.stream import WeightStream
+from tests.conftest import Processes
+from tests.example_trainer.weight_bridge.cohort_world import (
+    BUCKET_BYTES,
+    GEOMETRY,
+    SECONDS,
+    join_all,
+    make_servers,
+    manifests_of,
+)
+from vllm_patching.transport.lane import nobody_lost
+from vllm_patching.transport.rendezvous import host_store
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[3]
+WORLD = "tests.example_trainer.weight_bridge.cohort_world"
+FEW_SECONDS = 4.0
+"""A deadline that a test waits for."""
+
+
+def random_model(dtype: torch.dtype = torch.float32) -> Decoder:
+    model = Decoder(GEOMETRY, dtype)
+    change(model)
+    return model
+
+
+def change(model: Decoder) -> None:
+    """Other weights, as after a step."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape))
+
+
+class Trainer:
+    """A trainer of one process and its store."""
+
+    def __init__(self, tp_size: int, dtype: torch.dtype, port: int, timeout: float = SECONDS) -> None:
+        self.model = random_model()
+        self.weights = {name: p.detach() for name, p in self.model.named_parameters()}
+        self.plan = SendPlan(1, tp_size)
+        self.port, self.store = port, host_store("localhost", port, 30)
+        self.stream = WeightStream(self.model, manifests_of(tp_size, dtype), self.plan, Ranks(), CPU, BUCKET_BYTES)
+        self.cohort = Cohort(Ranks(), self.plan, CPU, timeout)
+
+    def form(self, key: str, members: int, seconds: float = SECONDS, lost: Callable[[], str] = nobody_lost) -> None:
+        self.cohort.form("localhost", self.port, key, members, "gloo", self.store, seconds, lost)
+
+
+@pytest.mark.parametrize(("tp_size", "dtype", "direct"), [(1, torch.float32, True), (2, torch.bfloat16, False)])
+def test_what_is_sent_arrives_at_every_server(
+    free_port: Callable[[], int], tp_size: int, dtype: torch.dtype, direct: bool
+) -> None:
+    """Twice: the second time other weights, over the same lanes."""
+    trainer = Trainer(tp_size, dtype, free_port())
+    servers = make_servers(2, tp_size, dtype, direct)
+    join_all(servers, trainer.port, "first", trainer.plan.lanes)
+    trainer.form("first", 2)
+    ranks = [rank for server in servers for rank in server]
+    for version in (1, 2):
+        for rank in ranks:
+            assert rank.until("ready", "received").cohort == "first"
+            rank.updater.receive(version)
+        checksums = trainer.stream.send(trainer.cohort, nobody_lost)
+        for rank in ranks:
+            status = rank.until("received")
+            expected = rank.checksum_of(trainer.weights)
+            assert (status.version, status.not_finite) == (version, "")
+            assert status.checksum == checksums[rank.manifest.tp_rank] == expected
+            assert status.received_bytes == sum(item.num_bytes for item in rank.layout)
+            staged = zip(rank.updater.staged(), rank.layout, strict=True)
+            assert direct or sum(t.nbytes for t, _ in staged) == status.received_bytes
+            assert rank.holds(trainer.weights) == direct
+        change(trainer.model)
+    trainer.cohort.close()
+
+
+def test_what_is_not_finite_is_found_before_anything_is_sent(free_port: Callable[[], int]) -> None:
+    trainer = Trainer(1, torch.bfloat16, free_port())
+    assert trainer.stream.not_finite() == ""
+    name, parameter = list(trainer.model.named_parameters())[3]
+    parameter.data.view(-1)[-1] = 3.4e38  # a number, but none of bfloat16's
+    assert trainer.stream.not_finite() == name
+    parameter.data.view(-1)[-1] = float("nan")
+    assert trainer.stream.not_finite() == name
+
+
+def test_a_receiver_that_does_not_come_is_named_and_the_others_are_free_at_once(free_port: Callable[[], int]) -> None:
+    trainer = Trainer(1, torch.float32, free_port())
+    servers = make_servers(2, 1, torch.float32, False)
+    join_all(servers, trainer.port, "first", 1, members=3)
+    with pytest.raises(CohortError, match=r"receiver\(s\) 2 of 3 .* did not come within 1 s") as caught:
+        trainer.form("first", 3, seconds=1)
+    assert caught.value.missing == [3]
+    for (rank,) in servers:
+        assert "did not come within 1 s" in rank.until("failed").error
+    join_all(servers, trainer.port, "second", 1)
+    trainer.form("second", 2)
+    for (rank,) in servers:
+        rank.until("ready")
+        rank.updater.receive(1)
+    trainer.stream.send(trainer.cohort, nobody_lost)
+    assert all(rank.until("received").error == "" for (rank,) in servers)
+    trainer.cohort.close()
+
+
+def test_a_transfer_that_is_lost_ends_at_once_on_both_sides(free_port: Callable[[], int]) -> None:
+    """One server never receives; who finds out says so, and the other server's update is called off."""
+    trainer = Trainer(1, torch.float32, free_port())
+    servers = make_servers(2, 1, torch.float32, True)
+    join_all(servers, trainer.port, "first", 1)
+    trainer.form("first", 2)
+    (first,), (second,) = servers
+    first.until("ready")
+    second.until("ready")
+    first.updater.receive(1)
+    began = time.monotonic()
+    with pytest.raises(BridgeError, match="sending the weights failed: server 1 has caught fire"):
+        trainer.stream.send(trainer.cohort, lambda: "server 1 has caught fire")
+    assert not trainer.cohort.formed
+    assert first.updater.discard(5), "it has let go"
+    assert first.until("failed", "ready").version is None
+    assert time.monotonic() - began < SECONDS / 2
+    with pytest.raises(BridgeError, match="the cohorts are closed"):
+        trainer.stream.send(trainer.cohort, nobody_lost)
+
+
+class Server:
+    """A server of one rank in a process of its own."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", WORLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        )
+        self.until("idle")
+
+    def tell(self, **command: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+
+    def until(self, phase: str) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.strip() == phase:
+                return
+        raise AssertionError(f"it ended before it was {phase}")
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.process.send_signal(signal.SIGCONT)
+    made.process.kill()
+    made.process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_that_is_killed_or_stopped_costs_a_deadline_and_the_rest_goes_on(
+    server: Server, free_port: Callable[[], int], number: signal.Signals
+) -> None:
+    trainer = Trainer(1, torch.float32, free_port(), timeout=FEW_SECONDS)
+    (rank,) = ranks = [servers[0] for servers in make_servers(1, 1, torch.float32, False)]
+    rank.join(trainer.port, "first", 2, 0, 1, FEW_SECONDS)
+    server.tell(join=[trainer.port, "first", 2, 1, 1, FEW_SECONDS])
+    trainer.form("first", 2)
+    server.until("ready")
+    rank.until("ready")
+    server.process.send_signal(number)
+    rank.updater.receive(1)
+    began = time.monotonic()
+
+    def send_twice() -> None:
+        for _ in range(2):  # what a stopped process's sockets still take may be all of a small model
+            trainer.stream.send(trainer.cohort, nobody_lost)
+
+    with pytest.raises(BridgeError, match=r"trainer rank 0: lane 0 of vLLM rank 0: "):
+        send_twice()
+    assert time.monotonic() - began < 2 * FEW_SECONDS + 2
+    rank.updater.discard(SECONDS)
+    join_all([ranks], trainer.port, "second", 1)
+    trainer.form("second", 1)
+    rank.until("ready")
+    rank.updater.receive(2)
+    (checksum,) = trainer.stream.send(trainer.cohort, nobody_lost)
+    assert rank.until("received").checksum == checksum == rank.checksum_of(trainer.weights)
+    trainer.cohort.close()
+
+
+def test_ranks_of_a_sharded_trainer_send_together(processes: Processes) -> None:
+    """Two ranks, FSDP2: see stream_worker.py."""
+    command = [sys.executable, "-m", "tests.forked_ranks", Path(__file__).with_name("stream_worker.py")]
+    processes.finish(processes.start("ranks", command, environment={"PYTHONPATH": str(ROOT)}), seconds=240)
