@@ -24,18 +24,31 @@ class TrainerConfig(
 ):  # fmt: skip
     """Options of `grpo.py`. Each field is a flag (`--batch-size`) and a YAML key (`batch_size`); flags win over the file."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _turns_imply(cls, values: Any) -> Any:
+        """Rollouts that are made while the trainer computes are what turns exclude, so none is older than the weights."""
+        if not isinstance(values, dict) or values.get("colocate") not in (True, "true", "True"):
+            return values
+        for name, implied in (("weight_bridge_mode", "shared_vllm"), ("single_copy", True), ("max_staleness", 0)):
+            if values.get(name, implied) not in (implied, None, str(implied), str(implied).lower()):
+                raise ValueError(
+                    f"--colocate needs {flag_of(name)} {implied}, which is {values[name]!r}: trainer and vLLM take turns on "
+                    "one GPU with one copy of the weights; leave one of them out"
+                )
+        return {**values, "weight_bridge_mode": "shared_vllm", "single_copy": True, "max_staleness": 0}
+
     @model_validator(mode="after")
     def _options_agree(self) -> TrainerConfig:
+        one_copy = "--colocate" if self.colocate else "--single-copy"
         if self.use_shared_memory and self.single_copy:
-            raise ValueError(
-                "--use-shared-memory and --single-copy exclude each other; give one, or neither to let GPUs decide"
-            )
+            raise ValueError(f"--use-shared-memory and {one_copy} exclude each other; give one, or neither to let GPUs decide")
         if (self.use_shared_memory or self.single_copy) and self.weight_bridge_mode != "shared_vllm":
-            flag = "--single-copy" if self.single_copy else "--use-shared-memory"
+            flag = one_copy if self.single_copy else "--use-shared-memory"
             raise ValueError(f"{flag} needs --weight-bridge-mode shared_vllm, which is {self.weight_bridge_mode!r}")
         if self.single_copy and self.several_updates:
             raise ValueError(
-                f"--single-copy and --ppo-epochs {self.ppo_epochs} with --minibatches {self.minibatches} exclude each other: "
+                f"{one_copy} and --ppo-epochs {self.ppo_epochs} with --minibatches {self.minibatches} exclude each other: "
                 "between the updates of a batch the trainer's parameters change, and vLLM would sample from them; give "
                 "--use-shared-memory (broadcast), or one of each"
             )

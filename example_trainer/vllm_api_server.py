@@ -3,7 +3,8 @@
     VLLM_ENABLE_SHARED_WEIGHTS=1 python -u example_trainer/vllm_api_server.py --model Qwen/Qwen2.5-14B-Instruct \\
         --tensor-parallel-size 2 --port 9001 --dtype bfloat16
 
-Takes `vllm serve`'s flags. Ours: --allow-host, --bridge-timeout, --deterministic, --inflight-cache, --weight-version/-epoch.
+Takes `vllm serve`'s flags. Ours: --allow-host, --bridge-timeout, --colocate, --deterministic, --inflight-cache,
+--weight-version, --weight-epoch.
 Environment: VLLM_ENABLE_SHARED_WEIGHTS=1 shares the weights with a trainer; LOGDIR is where vllm_bridge_config.json goes
 (default: the working directory); VLLM_API_KEY is the key that callers must have (without: vllm_patching/server/access.py).
 """
@@ -145,6 +146,7 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Doo
     from vllm_patching.compat.loggers import worker_logger
     from vllm_patching.compat.outputs import take_logprobs_together
     from vllm_patching.compat.server_app import wrap_server
+    from vllm_patching.protocol.verification import BridgeRefusal
     from vllm_patching.server.config_file import ConfigFileError
     from vllm_patching.server.controller import BridgeController
     from vllm_patching.server.generate import Generator
@@ -179,7 +181,9 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Doo
             bridge.state.weight_version, bridge.state.weight_epoch = args.weight_version, args.weight_epoch
             try:
                 await bridge.start()
-            except ConfigFileError as error:
+                if args.colocate:
+                    await bridge.turns.open()
+            except (ConfigFileError, BridgeRefusal) as error:
                 await bridge.stop()
                 fail(str(error))
             service.bridge = bridge
@@ -231,6 +235,7 @@ def main(arguments: list[str] | None = None) -> None:
         fail(str(error))
     from vllm_patching.compat.server_app import server_module, validate_server_args
     from vllm_patching.engine_core import extension as engine_core
+    from vllm_patching.server import turns
     from vllm_patching.server.access import make_door
 
     args = parse_arguments(arguments)
@@ -242,6 +247,8 @@ def main(arguments: list[str] | None = None) -> None:
         refuse_dev_mode("VLLM_ENABLE_SHARED_WEIGHTS=1")
         refuse_what_moves_weights(args)
         args.worker_extension_cls = WORKER_EXTENSION
+    if refusal := turns.prepare(args, shared, os.environ):
+        fail(refusal)
     if args.deterministic:
         prepare_deterministic(args, shared)
     if args.enable_lora:

@@ -40,13 +40,15 @@ def step_line(step: int, steps: int, row: Row) -> str:
         older = (
             f"  kl of present weights {row['parity_kl']:.5f}  older {row['older_tokens']}  kl of older {row['older_kl']:.5f}"
         )
+    turn = f"  turn {row['turn/seconds']:.2f} s" if "turn/seconds" in row else ""
     perplexities = f"{_known(row, 'perplexity_rollout', '.4g')}/{_known(row, 'perplexity_trainer', '.4g')}"
     return (
         f"Step {step}/{steps}  reward {row['reward_mean']:.3f}  loss {row['loss']:.4f}  "
         f"kl {_known(row, 'kl', '.5f')}  "
         f"entropy {row['entropy']:.3f}  clipped {row['clip_fraction']:.3f}  grad norm {row['grad_norm']:.3f}  "
         f"length {row['response_length_mean']:.1f}  {row['tokens_per_second']:.0f} tok/s  queue {row['queue_size']}  {age}  "
-        f"wait {row['seconds_wait']:.2f} s  train {row['seconds_train']:.2f} s  sync {row['seconds_sync']:.2f} s{parity}  "
+        f"wait {row['seconds_wait']:.2f} s  train {row['seconds_train']:.2f} s  sync {row['seconds_sync']:.2f} s"
+        f"{turn}{parity}  "
         f"forwarded {row['forwarded_tokens_per_second']:.0f} tok/s  packed {row['packing_ratio']:.2f}  "
         f"mfu {_known(row, 'mfu', '.3f')}  "
         f"waiting {100 * row['waiting_share']:.0f} %  peak {row['peak_memory_bytes'] / 2**30:.2f} GiB{older}  "

@@ -18,6 +18,10 @@ class BridgeOptions(Section):
     )
     use_shared_memory: bool = Field(False, description="shared_vllm: broadcast the weights (trainer on other GPUs than vLLM)")
     single_copy: bool = Field(False, description="shared_vllm: train in vLLM's own memory (trainer on vLLM's GPUs)")
+    colocate: bool = Field(
+        False,
+        description="take turns with vLLM (--colocate too) on one GPU: one copy of the weights, fresh rollouts alone",
+    )
     vllm_host: str = Field("localhost", description="vLLM server's host")
     vllm_port: int = Field(9001, ge=1, le=65535, description="vLLM server's port")
     vllm_servers: list[str] = Field(

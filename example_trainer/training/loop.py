@@ -181,21 +181,23 @@ def train(parts: Parts) -> None:
     try:
         batches.begin(optimizer.steps)
         if model.output_weight.is_cuda:
-            warm_up(model, optimizer, config)  # while the environments sample
+            with bridge.turn(optimizer.write_weights):
+                warm_up(model, optimizer, config)  # while the environments sample
         while optimizer.steps < config.training_steps:
             parts.profiler.begin(optimizer.steps + 1)
             begun, version = time.perf_counter(), optimizer.steps
             try:
                 batch = batches.next(optimizer.steps, upkeep)
                 waited = time.perf_counter()
-                learned = learn(parts, batch, skipped)
+                with bridge.turn(optimizer.write_weights):
+                    learned = learn(parts, batch, skipped)
+                    computed = time.perf_counter()
+                    if config.restarts_vllm_at(optimizer.steps):
+                        parts.save()  # what the bridge starts vLLM on
+                    report = bridge.sync(optimizer.steps, optimizer.write_weights, optimizer.masters)
             except BatchError as error:
                 skip(parts, skipped, error, version)
                 continue
-            computed = time.perf_counter()
-            if config.restarts_vllm_at(optimizer.steps):
-                parts.save()  # what the bridge starts vLLM on
-            report = bridge.sync(optimizer.steps, optimizer.write_weights, optimizer.masters)
             seconds = (waited - begun, computed - waited, time.perf_counter() - computed)
             record(parts, batch, learned, report, seconds, skipped.stepped())
             if config.saves_at(optimizer.steps):
@@ -318,6 +320,7 @@ def record(
         "first_byte_to_verified": report.first_byte_to_verified,
         **{f"sync/{phase}": value for phase, value in report.seconds.items()},
         **{f"server/{phase.removeprefix('to_')}": value for phase, value in report.server_seconds.items()},
+        **{f"turn/{name}": value for name, value in bridge.turn_figures.items()},
         "batches_skipped": batches_skipped,
         **parts.parity.row(optimizer.masters),
         **parts.speed.row(figures, seconds, peak_memory(parts.model.output_weight.device), epochs, ahead),

@@ -185,6 +185,25 @@ def require_memory(request: MemoryRequest, free: int, total: int, device: torch.
     return plan
 
 
+def require_between_turns(plan: MemoryPlan, free: int, lent: int) -> None:
+    """Refuse what would leave vLLM no room for its keys and values between the trainer's turns.
+
+    Args:
+        free: bytes that are free beside them.
+        lent: bytes of keys and values that vLLM gives in a turn; 0 without turns.
+
+    Raises:
+        MemoryShortage: what lasts does not fit beside them.
+    """
+    lasting = sum(plan.lasting.values())
+    if lent and lasting > free:
+        raise MemoryShortage(
+            f"between its turns (--colocate) the training keeps {lasting / 2**30:.2f} GiB, and beside vLLM's keys and values "
+            f"only {free / 2**30:.2f} are free; add --optimizer-offload, or start vLLM with a lower --gpu-memory-utilization; "
+            "--skip-memory-check tries it all the same"
+        )
+
+
 def _ranks(variable: str) -> int:
     return max(1, int(os.environ.get(variable, "1")))
 
@@ -200,6 +219,7 @@ def check_memory(config: TrainerConfig, bridge: WeightBridge, dtype: torch.dtype
         ModelError: the model cannot be found or is not supported.
     """
     free, total = free_memory(device)
+    outside_turns, free = free, free + bridge.lent_bytes
     host, ranks_here = free_host_memory()[0], _ranks("LOCAL_WORLD_SIZE")
     if device.type == "cpu":
         free //= ranks_here  # the ranks share this machine's memory
@@ -209,6 +229,7 @@ def check_memory(config: TrainerConfig, bridge: WeightBridge, dtype: torch.dtype
         logger.info("Microbatches of at most %d tokens (--tokens-per-microbatch)", request.tokens)
     try:
         plan = require_memory(request, free, total, device)
+        require_between_turns(plan, outside_turns, bridge.lent_bytes)
         require_host_memory(request, host, ranks_here)
     except MemoryShortage as error:
         if not config.skip_memory_check:

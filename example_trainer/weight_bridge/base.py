@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 
@@ -86,6 +87,10 @@ class WeightBridge(ABC):
     joins: int = 0
     """How many times a server was joined: more than before where one was restarted, and may run with other options now. The
     same number on every rank."""
+    turn_figures: Mapping[str, float] = MappingProxyType({})
+    """What the last turn took; see turns. Empty if there are no turns."""
+    lent_bytes: int = 0
+    """GPU memory that is free in a turn and at no other time. Known after `serving_dtype`."""
     converts: bool = False
     """Whether the trainer's model may have another dtype than the server's: what is sent is rounded to the latter."""
 
@@ -132,6 +137,15 @@ class WeightBridge(ABC):
         Raises:
             BridgeError: the update failed; the server serves the old version or reports itself unhealthy.
         """
+
+    def turn(self, write_weights: Callable[[], None]) -> AbstractContextManager[None]:
+        """Around whatever computes gradients, and the `sync` behind it: a server that takes turns with the trainer on one GPU
+        gives it its keys' and values' memory meanwhile.
+
+        Args:
+            write_weights: as for `keep_serving`.
+        """
+        return nullcontext()
 
     def server_restarted(self) -> bool:
         """Whether `keep_serving` has something to do. Asked now and then while training waits; not collective: rank 0 alone."""

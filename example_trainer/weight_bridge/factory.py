@@ -62,7 +62,7 @@ def make_bridge(
             single, why = False, "a batch is for several updates, and vLLM must not sample between them"
         logger.info("[Bridge] %s: %s", "Single copy" if single else "Broadcast", why)
     if single:
-        return SingleCopyBridge(servers[0], ranks)
+        return SingleCopyBridge(servers[0], ranks, config.colocate)
     return BroadcastBridge(servers, config.weight_transfer, ranks)
 
 

@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from example_trainer.weight_bridge.server import (
     served_dtype,
     shapes_of,
 )
+from example_trainer.weight_bridge.turns import Turns, require_turns
 from vllm_patching.protocol.checksum import WeightSums
 from vllm_patching.protocol.manifest import FlatSlice, flat_layout, local_view
 from vllm_patching.protocol.writers import Writer, this_process
@@ -48,14 +50,16 @@ class SingleCopyBridge(WeightBridge):
     A server that is killed and started again is found; the parameters become views on the new server's memory.
     """
 
-    def __init__(self, server: BridgeServer, ranks: Ranks | None = None) -> None:
+    def __init__(self, server: BridgeServer, ranks: Ranks | None = None, colocate: bool = False) -> None:
         """
         Args:
             server: what rank 0 asks; the other ranks do not use it.
             ranks: the trainer's processes, if it has several.
+            colocate: take turns with the server.
         """
         self._server = server
         self._ranks = ranks or Ranks()
+        self._turns = Turns(server, self._ranks) if colocate else None
         self._model: torch.nn.Module | None = None
         self._shapes: Shapes = {}
         self._sums: WeightSums | None = None
@@ -70,6 +74,15 @@ class SingleCopyBridge(WeightBridge):
 
     def serving_dtype(self) -> torch.dtype | None:
         return served_dtype(self._ask())
+
+    def turn(self, write_weights: Callable[[], None]) -> AbstractContextManager[None]:
+        if self._turns is None:
+            return nullcontext()
+        return self._turns.taken(lambda: self._epoch, lambda: self.keep_serving(write_weights))
+
+    @property
+    def turn_figures(self) -> Mapping[str, float]:  # type: ignore[override]
+        return self._turns.figures if self._turns is not None else {}
 
     def connect(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -169,7 +182,10 @@ class SingleCopyBridge(WeightBridge):
         return shared
 
     def _ask(self) -> dict[str, Any]:
-        return self._ranks.on_main("asking the vLLM server", self._server.wait_for_info, self._server.longest_wait)
+        info = self._ranks.on_main("asking the vLLM server", self._server.wait_for_info, self._server.longest_wait)
+        if self._turns is not None:
+            self.lent_bytes = require_turns(info, self._server.url)
+        return info
 
     def _post(self, step: str, post: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Let rank 0 send a step to the server; every rank gets the answer, or the error."""

@@ -81,6 +81,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "also switched on by VLLM_BATCH_INVARIANT=1",
     )
     parser.add_argument(
+        "--colocate",
+        action="store_true",
+        help="take turns with a trainer (--colocate) on the same GPU: it gets the keys' and values' memory while it computes",
+    )
+    parser.add_argument(
         "--allow-host",
         action="append",
         default=[],

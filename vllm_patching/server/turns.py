@@ -224,15 +224,6 @@ class Turns:
         return {"turn": str(self.turn), "bytes": size, "seconds": seconds}
 
 
-def add_flag(parser: argparse.ArgumentParser) -> None:
-    """--colocate."""
-    parser.add_argument(
-        "--colocate",
-        action="store_true",
-        help="take turns with a trainer (--colocate) on the same GPU: it gets the keys' and values' memory while it computes",
-    )
-
-
 def prepare(args: argparse.Namespace, shared: bool, variables: MutableMapping[str, str]) -> str:
     """Have the workers of a server with --colocate make memory that can be given back.
 
