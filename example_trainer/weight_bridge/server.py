@@ -56,7 +56,7 @@ class BridgeServer(VLLMClient):
             weight_epoch: this trainer's life: Unix milliseconds of its start, and more than any before it of the same run.
         """
         super().__init__(f"http://{host}:{port}", timeout, api_key, startup_timeout, sleep)
-        self._weight_epoch = weight_epoch
+        self.weight_epoch = weight_epoch
         self._lease: str | None = None
         self._instance: str | None = None
 
@@ -91,7 +91,7 @@ class BridgeServer(VLLMClient):
             "trainer": f"trainer {socket.gethostname()}:{os.getpid()}",
             "mode": mode,
             "transfer": transfer,
-            "weight_epoch": self._weight_epoch,
+            "weight_epoch": self.weight_epoch,
             "events": list(events),
             "writers": [writer.to_json() for writer in writers or [this_process()]],
             "parameters": shapes,

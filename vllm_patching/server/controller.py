@@ -221,8 +221,7 @@ class BridgeController(Bridge):
         self.state.put_in_quarantine(reason)
         with self._calling_off.by(f"quarantine: {reason}"):
             async with self._lock:
-                self._or_conflict(lambda: self.state.check_epoch(epoch))
-                # What had the lock may have been a whole update, from its first step to its last.
+                # What had the lock may have been the end of an update, or the next trainer that joins.
                 self.state.put_in_quarantine(reason)
                 logger.warning("[Bridge] In quarantine: %s", reason)
                 if self.state.in_update:

@@ -140,7 +140,9 @@ class BridgeState:
             raise BridgeConflict(f"version {version} is not newer than version {self.weight_version}, which is served")
 
     def check_commit(self, epoch: int, version: int) -> None:
-        """Raise BridgeConflict unless the present update is this one: UpdateGivenUp if it was, and has been given up."""
+        """Raise BridgeConflict unless the present update is this one: UpdateGivenUp if it was, was given up, and may be done
+        anew at once.
+        """
         self.check_epoch(epoch)
         if not self.in_update:
             late = self._given_up == (epoch, version)
@@ -148,7 +150,7 @@ class BridgeState:
             kind = UpdateGivenUp if late else BridgeConflict
             raise kind(f"version {version} cannot be committed while the server is {self.phase}, only in an update{reason}")
         if self._ends_in_quarantine:
-            raise UpdateGivenUp(f"version {version} cannot be served: the server is in quarantine: {self.quarantine}")
+            raise BridgeConflict(f"version {version} cannot be served: the server is in quarantine: {self.quarantine}")
         if version != self.target_version:
             raise BridgeConflict(f"version {version} is not the one that was begun ({self.target_version})")
 
@@ -180,7 +182,7 @@ class BridgeState:
         undecided: what has to be known before that can be said; it may turn out to be so (`decide`).
         """
         self.last_error = reason
-        self._given_up = (self.epoch, self.target_version)
+        self._given_up = (0, None) if self._ends_in_quarantine else (self.epoch, self.target_version)
         self.target_version, self._mending = None, False
         self.failures += 1
         whole = weights_intact and not self.awaits_weights

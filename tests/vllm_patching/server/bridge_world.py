@@ -71,8 +71,9 @@ class Trainer:
         self.pid = next(world.pids)
         self.name = f"t{self.pid}"
         self.epoch, self.version, self.killed, self.joined = 0, 0, False, False
-        self.cohort = ""
-        self.cohorts = itertools.count(1)
+        self.cohort, self.cohorts = "", itertools.count(1)
+        self.comes_to_cohorts, self.awake = asyncio.Event(), asyncio.Event()
+        self.comes_to_cohorts.set()
         self.may_write = False
         """Between its look at the clock and the moment at which nothing of it is on the way any more."""
         self.owes = False
@@ -83,11 +84,9 @@ class Trainer:
         self.lose_answer = ""
         self.fate = ("", "")
         """A point of its way, and what happens to it there: it is stopped or killed."""
-        self.awake = asyncio.Event()
         self.awake.set()
         self.task: asyncio.Task[None] | None = None
-        self.gpu: dict[int, asyncio.Task[None]] = {}
-        self.reached_gpu: set[int] = set()
+        self.gpu, self.reached_gpu = dict[int, asyncio.Task[None]](), set[int]()
         self.wires: dict[tuple[int, int], asyncio.Future[str]] = {}
         self.log: list[str] = []
         world.trainers[self.name] = self
@@ -199,7 +198,7 @@ class Trainer:
         if not self.sends:
             return
         self.wires, key = {}, f"{self.name}/{next(self.cohorts)}"
-        await self._call("cohort", lambda: self.world.server.cohort(epoch=self.epoch, members=1, host="here", port=1, key=key))
+        await self._call("cohort", lambda: self.world.server.cohort(self.epoch, members=1, key=key))
         self.cohort = key
 
     async def quarantine(self, reason: str) -> None:
@@ -380,8 +379,9 @@ class World:
             assert in_flight or not self.core.paused or told, "it says that it serves, and stands still"
         elif state.phase is Phase.UNHEALTHY:
             assert self.server.trouble()
-            # A command to pause that failed without having paused it is repeated at the watchdog's next look.
-            trying = "pause" in commands or in_flight or switch.state is EngineState.UNKNOWN
+            # A command to pause that failed without having paused it is repeated at the watchdog's next look; a quarantine is
+            # told at once, and stops the engine when the call that has its turn has ended.
+            trying = "pause" in commands or in_flight or switch.state is EngineState.UNKNOWN or self.server._calling_off.reason
             assert self.core.paused or self.core.dead or trying, "unhealthy, and it goes on"
         if self.core.paused and not state.in_update and not in_flight and self.server.turns.turn is turns.Turn.SAMPLING:
             assert self.server.trouble(), "it stands still outside an update, and says that all is well"

@@ -119,6 +119,7 @@ class FakeRank:
         sender = self._world.trainers[key.split("/")[0]]
 
         async def join() -> None:
+            await sender.comes_to_cohorts.wait()
             self._sender = sender
 
         self._submit({"phase": "joining", "error": "", "cohort": key}, "ready", join)

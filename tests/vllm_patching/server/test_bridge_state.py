@@ -151,9 +151,12 @@ def test_an_update_during_which_the_server_was_put_in_quarantine_is_not_served()
     state.begin(1)
     state.put_in_quarantine("it was late")
     assert (state.in_update, state.healthy) == (True, False)
-    with pytest.raises(UpdateGivenUp, match="quarantine: it was late"):
+    with pytest.raises(BridgeConflict, match="quarantine: it was late"):
         state.check_commit(1, 1)
     state.fail("quarantine", weights_intact=True)
+    with pytest.raises(BridgeConflict) as late:
+        state.check_commit(1, 1)
+    assert not isinstance(late.value, UpdateGivenUp), "its trainer does not want it to do it anew"
     assert state.phase is Phase.UNHEALTHY
     run_update(state, 1)
 
