@@ -184,10 +184,11 @@ class Router:
     def _move_what_is_lost(self) -> None:
         now = time.monotonic()
         for server in self.routing.lost(list(self._all()), now, MOVE_AFTER_SECONDS):
-            if (under_way := self._under_way.get(server)) and self.routing.available(self.servers):
+            under_way = [moved for moved in self._under_way.get(server, ()) if moved.when() is None]
+            if under_way and self.routing.available(self.servers):
                 logger.warning("%d requests at %s are asked elsewhere: it is away (%s)", len(under_way), server.root_url,
                                self.routing.of(server).away)  # fmt: skip
-                for moved in list(under_way):
+                for moved in under_way:
                     moved.reschedule(asyncio.get_running_loop().time())
 
     async def _look_at_all(self) -> str | None:
