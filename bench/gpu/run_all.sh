@@ -12,6 +12,7 @@
 #       both to two ranks, crossed) ·
 #       4 (four: 14B to two ranks) · 4-ranks (four: the same from a trainer of two ranks) ·
 #       4-late (three or more: a rank that is late) · deterministic (one: parity) · deterministic-cost (one: speed, learning) ·
+#       colocate (one: trainer and vLLM take turns on it) ·
 #       memory (one; two for sharded training: the memory plan against real steps, needs no vLLM) ·
 #       trainer-speed (one; two for 14B over both) · whole-run (two: ours beside TRL; QUESTIONS names GSM8K's train.jsonl) ·
 #       learning (any number: methods compared, MODEL names what bench/word_problems/make_model.py wrote; the same again goes on) ·
@@ -80,6 +81,7 @@ case $kind in
     run 330 deterministic_cost deterministic_cost.py
     run 200 bi_on_off bi_on_off.py --jobs 6
     ;;
+  colocate) run 535 colocate colocate.py ;;
   memory) run 530 memory_plan memory_plan.py ;;
   trainer-speed) run 550 trainer_speed trainer_speed.py --seconds 530 ;;
   whole-run) run 570 whole_run whole_run.py --seconds 550 ${QUESTIONS:+--questions "$QUESTIONS"} ;;
