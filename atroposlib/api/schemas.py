@@ -16,6 +16,8 @@ from atroposlib.api.refusals import InvalidRequestError, path, short
 from atroposlib.api.state import Draft
 from atroposlib.utils.addresses import LONGEST, server_address
 
+MOST_OF_A_REASON = 4096
+"""Characters: a table is not refused because one of its servers has much to say."""
 LARGEST_BATCH = 1 << 20
 """Sequences. The work of packing a batch grows with its size, so it has a bound."""
 
@@ -147,8 +149,8 @@ class PublishedServer(Request):
     weight_epoch: SafeInt | None = None
     since: Annotated[FiniteFloat, Field(ge=0)] | None = None
     """When it came to stand so, in Unix seconds."""
-    reason: Name = ""
-    """Why it is not good."""
+    reason: Annotated[str, AfterValidator(lambda reason: reason[:MOST_OF_A_REASON])] = ""
+    """Why it is not good; its beginning is kept."""
 
 
 def _each_once(servers: list[PublishedServer]) -> list[PublishedServer]:

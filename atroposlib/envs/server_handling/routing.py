@@ -89,7 +89,10 @@ class Routing(Generic[Key]):
 
     def of(self, key: Key) -> Standing:
         """A server's standing; one that was not heard of is taken to be well."""
-        return self.standings.setdefault(key, Standing())
+        known = self.standings.get(key)
+        if known is None:
+            known = self.standings[key] = Standing()
+        return known
 
     def keep_only(self, keys: Collection[Key]) -> None:
         """Forget all other servers."""
@@ -194,15 +197,14 @@ class Routing(Generic[Key]):
         def burden(key: Key, load: Load) -> tuple[bool, int]:
             return load.ours >= load.most, self.of(key).load(load.ours)
 
-        candidates = [(key, load) for key, load in loads if not self.of(key).away]
+        candidates = [(merit(key), key, load) for key, load in loads if not self.of(key).away]
         if not candidates:
             return None
-        best = min(merit(key) for key, _ in candidates)
-        good = [(key, load) for key, load in candidates if merit(key) == best]
-        chosen = min(good, key=lambda entry: burden(*entry))[0]
+        best = min(told for told, _, _ in candidates)
+        good = [(key, load) for told, key, load in candidates if told == best]
         if preferred is not None and any(key == preferred for key, _ in good):
-            chosen = preferred
-        return chosen
+            return preferred
+        return min(good, key=lambda entry: burden(*entry))[0]
 
     def sent(self, key: Key, now: float) -> None:
         """A request goes there. After failures it is the trial: what follows waits for what comes of it."""

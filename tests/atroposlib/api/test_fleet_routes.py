@@ -105,10 +105,11 @@ def test_the_trainers_table_is_told_and_forgotten(service: Service) -> None:
     assert service.get("/fleet") == {"servers": [], "wanted": [], "left": [], "published": None}
     uuid = service.post("/register", trainer())["uuid"]
     before = time.time()
-    table = [entry(ONE), entry(TWO, "quarantined", weight_version=None, reason="silent for 10 s")]
+    table = [entry(ONE), entry(TWO, "quarantined", weight_version=None, reason="silent " * 1000)]
     told = service.post("/fleet", {"servers": table, "uuid": uuid})
     assert told == {"status": "success", "wanted": [], "left": []}
     answer = service.get("/fleet")
+    table[1]["reason"] = table[1]["reason"][:4096]
     assert answer["servers"] == table
     assert before - 1 <= answer["published"] <= time.time() + 1
     service.post("/register", trainer())
