@@ -313,6 +313,21 @@ def test_a_step_that_comes_after_the_deadline_is_told_apart(server: VllmServer) 
     client.close()
 
 
+def test_a_server_in_quarantine_answers_nothing_until_a_full_update(
+    server: VllmServer, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with joined(server, "single_copy", free_port, monkeypatch) as (bridge, model):
+        client = BridgeServer("localhost", server.port, BRIDGE_TIMEOUT)
+        client.quarantine(int(str(server.state()["epoch"])), "it was late")
+        for route in ("health", "weights"):
+            assert "in quarantine: it was late" in httpx.get(f"{server.url}/{route}", timeout=30).text
+        assert (server.state()["state"], server.state()["engine"]) == ("unhealthy", "paused")
+        bridge.sync(1, new_weights(model, 1))
+        told = httpx.get(f"{server.url}/weights", timeout=30).json()
+        assert (told["serving"], told["weight_version"], told["trouble"]) == (True, 1, "")
+        assert largest_difference(server, model) < TOLERANCE
+
+
 def test_another_model_is_refused_with_both_shapes(
     server: VllmServer, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
