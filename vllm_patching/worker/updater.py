@@ -196,17 +196,25 @@ class WeightUpdater:
         return watch is not None and watch.gone()
 
     def discard(self, seconds: float) -> bool:
-        """Call a transfer off, and forget what was received. Returns whether the thread has let go of its target by then."""
-        self._call_off()
-        self.wait(seconds)
+        """Call a transfer off, and forget what was received. Returns whether the thread has let go of its target by then. A
+        cohort that it is about to meet is met.
+        """
+        with self._at_rest:
+            for transfer in self._transfers():
+                transfer.called_off.set()
+            done = self._at_rest.wait_for(lambda: not self._transfers(), seconds)
         self._status.version = None
         if self._status.phase == "received":
             self._status.phase = "ready"
-        return not self._open
+        return done
 
     def staged(self) -> list[torch.Tensor]:
         """For each slice of the layout, what was received in an overlapped transfer."""
         return [tensor for _, tensor in self._targets]
+
+    def _transfers(self) -> list[_Command]:
+        """Those that have not ended."""
+        return [command for command in self._open if isinstance(command, _Receive)]
 
     def _call_off(self) -> None:
         """What has been asked so far is of no use any more."""

@@ -17,6 +17,7 @@ from vllm_patching.protocol.checksum import weights_checksum
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry, flat_layout
 from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
 from vllm_patching.transport.addresses import RendezvousError, reach
+from vllm_patching.transport.cohort import CohortPlace
 from vllm_patching.transport.groups import SENDER, BridgeGroups, Rendezvous
 from vllm_patching.transport.rendezvous import PeerWatch, host_store
 from vllm_patching.worker.updater import WeightUpdater
@@ -33,6 +34,7 @@ LAYOUT, NUM_BYTES = flat_layout(
 TRAINER = """
 import sys, torch
 from tests.vllm_patching.worker.test_weight_updater import new_weights
+from vllm_patching.transport.cohort import CohortPlace
 from vllm_patching.transport.groups import SENDER, BridgeGroups, Rendezvous
 from vllm_patching.transport.rendezvous import host_store
 port, epoch, behaviour = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -84,6 +86,22 @@ def start_trainer(port: int, epoch: int, behaviour: str) -> subprocess.Popen[byt
     trainer = subprocess.Popen(arguments, stdin=subprocess.PIPE, cwd=ROOT)
     reach("localhost", port, "the test", SECONDS)
     return trainer
+
+
+def test_a_cohort_that_is_being_met_outlives_the_end_of_a_transfer(
+    updater: WeightUpdater, free_port: Callable[[], int]
+) -> None:
+    port = free_port()
+    store = host_store("localhost", port, SECONDS)
+    updater.aim_at(direct=True)
+    updater.join_cohort(CohortPlace("localhost", port, "never", 2, 0, 1, 0, 1, "gloo", SECONDS))  # its other half never comes
+    for _ in range(2):  # the server asks again and again whether something may still be written
+        assert updater.discard(5)
+        assert (updater.status.phase, updater.status.error) == ("joining", "")
+    updater.leave()
+    updater.wait(SECONDS)
+    assert updater.status.phase == "idle", "leaving breaks it off"
+    del store
 
 
 @pytest.mark.parametrize("direct", [False, True])
