@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,14 +22,20 @@ from example_trainer.models.head import default_chunk
 from example_trainer.models.lora.layers import attach_adapters
 from example_trainer.models.lora.settings import LoraSettings
 from example_trainer.models.ops import choose_table
+from example_trainer.parallel.ranks import Ranks
 from example_trainer.training.memory_items import ALL_PROJECTIONS, GRADIENTS, SEND_BUFFERS, MemoryRequest
 from example_trainer.training.memory_plan import plan_memory
 from example_trainer.training.optimizer import MasterAdamW, make_optimizer
-from example_trainer.weight_bridge.slices import WeightSlices, receivers_of
+from example_trainer.weight_bridge.cohorts import Cohort
+from example_trainer.weight_bridge.send_plan import SendPlan
+from example_trainer.weight_bridge.stream import WeightStream
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry, dtype_name
 from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
+from vllm_patching.transport.cohort import lane_places
+from vllm_patching.transport.lane import SENDER, Lane, LanePlace, nobody_lost
 
 WARM_UP_STEPS, MICROBATCHES, PROMPT = 1, 2, 16
+SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -108,16 +116,49 @@ def random_model(asked: Configuration, geometry: Geometry, dtype: torch.dtype, d
     return model
 
 
-def pack(outgoing: list[WeightSlices], model: Decoder, spread: bool) -> None:
-    """As BroadcastBridge packs and sums up before it sends."""
-    wanted = {name for one in outgoing for name in one.packed_names}
-    for name, parameter in model.named_parameters():
-        if spread or name in wanted:
-            full = model.shards.whole(name, model.shards.local(parameter))
-            for one in outgoing:
-                one.pack(name, full)
-    for one in outgoing:
-        one.summary()
+def group_ranks(count: int) -> Ranks:
+    """The processes of torch's default group."""
+    if count == 1:
+        return Ranks()
+    store = dist.PrefixStore("ranks", dist.distributed_c10d._get_default_store())
+    control = dist.ProcessGroupGloo(store, dist.get_rank(), count, timedelta(seconds=SECONDS))
+    return Ranks(dist.get_rank(), count, SECONDS, control)
+
+
+class _Nowhere(Lane):
+    """A lane that nobody listens at: what it takes to send is counted, and nothing goes anywhere."""
+
+    def __init__(self, place: LanePlace, device: torch.device) -> None:
+        super().__init__(place, None, 1.0)
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def begin(self, pieces: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+        return None
+
+    def wait(self, step: Any, deadline: float, lost: Callable[[], str]) -> None:
+        if self.stream is not None:
+            self.stream.synchronize()
+
+    def close(self) -> None:
+        return None
+
+
+class Outgoing:
+    """What BroadcastBridge does with the weights in an update, without servers."""
+
+    def __init__(self, model: Decoder, layout: Sequence[Manifest], ranks: Ranks, device: torch.device) -> None:
+        plan = SendPlan(ranks.world_size, len(layout))
+        self._stream = WeightStream(model, layout, plan, ranks, device)
+        self._cohort = Cohort(ranks, plan, device, timeout=SECONDS)
+        own = plan.own_lanes(ranks.rank)
+        places = (lane_places("localhost", 1, "", r, [lane], SENDER, 1, "none")[0] for r, lane in own)
+        self._cohort._lanes = {where: _Nowhere(place, device) for where, place in zip(own, places, strict=True)}
+        self._cohort._store = dist.HashStore()
+
+    def send(self) -> None:
+        """One update."""
+        self._stream.not_finite()
+        self._stream.send(self._cohort, nobody_lost)
 
 
 def measure(asked: Configuration, device: torch.device) -> dict[str, Any]:
@@ -132,32 +173,29 @@ def measure(asked: Configuration, device: torch.device) -> dict[str, Any]:
         geometry=geometry, dtype=dtype, tokens_per_microbatch=asked.batch * asked.length, seq_len=asked.length,
         table=choose_table(device, dtype), offload=asked.offload,
         gradient_checkpointing=asked.checkpointing, logprob_chunk=config.logprob_chunk or default_chunk(device),
-        receivers=receivers_of(layouts, dtype),
+        layouts=(tuple(layouts),) if layouts else (), on_gpu=device.type == "cuda",
         reference=asked.reference, lora=(asked.lora_rank, ALL_PROJECTIONS) if asked.lora_rank else None,
         world_size=asked.ranks,
     )  # fmt: skip
-    rank = dist.get_rank() if asked.ranks > 1 else 0
+    ranks = group_ranks(asked.ranks)
+    rank = ranks.rank
     allocated: dict[str, int] = {}
     with Meter(device) as meter:
         model = random_model(asked, geometry, dtype, device)
         reference = random_model(asked, geometry, dtype, device).requires_grad_(False) if asked.reference else None
         optimizer = make_optimizer(config, model)
         allocated["after loading"] = meter.now
-        spread = asked.ranks > 1
-        parameters = dict(model.named_parameters())
-        mine = [layout for layout in layouts if layout.tp_rank % asked.ranks == rank]
-        outgoing = [WeightSlices(layout, parameters, not spread, device) for layout in mine]
-        pack(outgoing, model, spread and bool(layouts))
+        outgoing = Outgoing(model, layouts, ranks, device) if layouts else None
         allocated["after connecting"] = meter.now
         # Sequences of the greatest length, every token but the first few trained.
         work = Work(asked.length, asked.batch * asked.length, PROMPT)
         bins = [random_bin(work, geometry.vocab_size, device, asked.ranks * n + rank) for n in range(MICROBATCHES)]
         for _ in range(WARM_UP_STEPS):
-            take_step(model, optimizer, bins, config, reference, outgoing, bool(layouts))
+            take_step(model, optimizer, bins, config, reference, outgoing)
         allocated["after a step"] = meter.now
         parts = Parts(model, meter)
         meter.reset()
-        take_step(model, optimizer, bins, config, reference, outgoing, bool(layouts), parts)
+        take_step(model, optimizer, bins, config, reference, outgoing, parts)
         allocated["end of the forward pass"] = parts.after_forward
         allocated |= parts.peaks
         allocated["greatest"] = max(parts.peaks.values())
@@ -176,7 +214,7 @@ def measure(asked: Configuration, device: torch.device) -> dict[str, Any]:
 
 def take_step(
     model: Decoder, optimizer: MasterAdamW, bins: list[PackedBin], config: TrainerConfig, reference: Decoder | None,
-    outgoing: list[WeightSlices], sends: bool, parts: Parts | None = None,
+    outgoing: Outgoing | None, parts: Parts | None = None,
 ) -> None:  # fmt: skip
     """One step of the training loop, without a server."""
     gradient_of(model, optimizer, bins, config, reference)
@@ -186,7 +224,8 @@ def take_step(
     if parts:
         parts.end("optimizer")
     optimizer.write_weights()
-    pack(outgoing, model, sends and model.shards.spread)
+    if outgoing is not None:
+        outgoing.send()
     if parts:
         parts.end("update of the server")
 

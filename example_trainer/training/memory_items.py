@@ -23,7 +23,8 @@ from example_trainer.batch.packing import SEEN_PER_TOKEN
 from example_trainer.models.geometry import Geometry
 from example_trainer.models.layout import Part, layout
 from example_trainer.training.host_memory import BUCKET_ELEMENTS, SLOTS
-from example_trainer.weight_bridge.base import Receiver
+from example_trainer.weight_bridge.send_plan import buffer_bytes
+from vllm_patching.protocol.manifest import Manifest
 
 FLOAT32 = 4
 ACTIVATIONS = "activations of the largest microbatch"
@@ -61,7 +62,8 @@ class MemoryRequest:
         gradient_checkpointing: layers are computed again in the backward pass.
         logprob_chunk: tokens whose logits exist at the same time.
         single_copy: the parameters are the server's memory; several ranks are then tensor-parallel.
-        receivers: to whom the parameters are sent, if they are.
+        layouts: for each kind of server that the parameters are sent to, what its ranks hold.
+        on_gpu: whether they are sent from a GPU.
         reference: a second model is held for the divergence from it.
         lora: rank and projections of the adapters; None trains every parameter.
         world_size: ranks over which parameters, masters, moments and gradients are divided.
@@ -78,7 +80,8 @@ class MemoryRequest:
     gradient_checkpointing: bool = False
     logprob_chunk: int = 1024
     single_copy: bool = False
-    receivers: tuple[Receiver, ...] = ()
+    layouts: tuple[tuple[Manifest, ...], ...] = ()
+    on_gpu: bool = True
     reference: bool = False
     lora: tuple[int, tuple[str, ...]] | None = None
     world_size: int = 1
@@ -247,17 +250,12 @@ def logits_bytes(request: MemoryRequest) -> int:
 
 
 def send_buffer_bytes(request: MemoryRequest) -> int:
-    """Bytes that the rank which sends the most packs its slices into, and keeps.
-
-    vLLM's rank r is sent to by the trainer's rank r modulo their number. A process that holds whole parameters packs columns
-    alone; a sharded one packs all.
+    """Bytes of the buffers that a rank sends from: for each kind of server two for a bucket each, which a process of whole
+    parameters needs for what does not lie in place; sharded ones also one for the rows that they hand to each other.
     """
-    if not request.sharded:
-        return sum(receiver.column_bytes for receiver in request.receivers)
-    totals = [0] * request.world_size
-    for receiver in request.receivers:
-        totals[receiver.tp_rank % request.world_size] += receiver.shard_bytes
-    return max(totals)
+    return sum(
+        buffer_bytes(layout, request.world_size, request.dtype, gloo=not request.on_gpu).total for layout in request.layouts
+    )
 
 
 def lasting_items(request: MemoryRequest) -> dict[str, int]:
@@ -315,11 +313,9 @@ def moments(request: MemoryRequest) -> dict[str, dict[str, int]]:
         }
     elif request.sums:
         end = {ACTIVATIONS: FLOAT32 * request.tokens * g.hidden_size}  # the gradient of the embedding's rows
-    largest = max(_count(parts) for parts in layout(g).values())
-    update = {"a parameter, gathered": s * largest} if request.sharded and request.receivers else {}
     return {
         "backward of the loss": gradients | loss,
         "backward of the layers": gradients | layers,
         "end of the backward pass": gradients | end,
-        "update of the server": update,
+        "update of the server": {},  # through the buffers that are there all the time
     }

@@ -12,6 +12,7 @@ from types import MappingProxyType
 import torch
 
 from example_trainer.errors import BridgeError
+from vllm_patching.protocol.manifest import Manifest
 
 Weights = Mapping[str, torch.Tensor]
 """The trainer's parameters by name, in vLLM's layout for tensor-parallel degree 1 (merged qkv_proj and gate_up_proj)."""
@@ -19,22 +20,6 @@ Weights = Mapping[str, torch.Tensor]
 
 class LeaseLost(BridgeError):
     """The trainer was late: the server has given the update up, or its lease has run out. The update can be done anew."""
-
-
-@dataclass(frozen=True)
-class Receiver:
-    """One layout of vLLM's weights that is sent, as the memory plan counts it.
-
-    Attributes:
-        tp_rank: which of vLLM's ranks holds it.
-        shard_bytes: all of it.
-        column_bytes: of slices that a process with whole parameters cannot send from where they are: columns, and all if the
-            parameters have another dtype.
-    """
-
-    tp_rank: int
-    shard_bytes: int
-    column_bytes: int
 
 
 @dataclass(frozen=True)
@@ -102,13 +87,10 @@ class WeightBridge(ABC):
         Asked before the model is loaded. Raises BridgeError if the server cannot be reached within the deadline.
         """
 
-    def receivers(self, dtype: torch.dtype) -> tuple[Receiver, ...]:
-        """The layouts that weights are packed for, which the memory plan counts; empty if nothing is packed.
+    def layouts(self) -> tuple[tuple[Manifest, ...], ...]:
+        """What weights are sent to: for each kind of server the manifests of its ranks. Empty if nothing is sent.
 
-        Asked after `serving_dtype`, before the model is loaded.
-
-        Args:
-            dtype: that it will have.
+        The memory plan counts the buffers for it. Asked after `serving_dtype`, before the model is loaded.
         """
         return ()
 

@@ -13,12 +13,13 @@ import torch
 from example_trainer.errors import BridgeError
 from example_trainer.models.shards import Shards
 from example_trainer.parallel.ranks import Ranks
-from example_trainer.weight_bridge.base import LeaseLost, Receiver, SyncReport, WeightBridge, Weights, timed
+from example_trainer.weight_bridge.base import LeaseLost, SyncReport, WeightBridge, Weights, timed
 from example_trainer.weight_bridge.handshake import ServerSession
+from example_trainer.weight_bridge.send_plan import distinct_layouts
 from example_trainer.weight_bridge.server import BridgeServer, Shapes, require_finite, served_dtype, shapes_of
-from example_trainer.weight_bridge.slices import WeightSlices, receivers_of
+from example_trainer.weight_bridge.slices import WeightSlices
 from vllm_patching.protocol.checksum import WeightSummary
-from vllm_patching.protocol.manifest import dtype_name
+from vllm_patching.protocol.manifest import Manifest, dtype_name
 from vllm_patching.transport.addresses import RendezvousError, rendezvous_address
 from vllm_patching.transport.rendezvous import host_store
 from vllm_patching.transport.shared_memory import gpu_uuid
@@ -64,8 +65,8 @@ class BroadcastBridge(WeightBridge):
             session.ask()
         return served_dtype(self._sessions[0].info)
 
-    def receivers(self, dtype: torch.dtype) -> tuple[Receiver, ...]:
-        return receivers_of((manifest for session in self._sessions for manifest in session.manifests), dtype)
+    def layouts(self) -> tuple[tuple[Manifest, ...], ...]:
+        return distinct_layouts(session.manifests for session in self._sessions)
 
     def connect(self, model: torch.nn.Module) -> None:
         self._model = model

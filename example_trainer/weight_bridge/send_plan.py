@@ -8,7 +8,7 @@ if FSDP2 spreads them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
@@ -166,6 +166,11 @@ def packed_bytes(cuts: Cuts, transfer: Transfer, dtype: torch.dtype) -> int:
     rows = transfer.piece.last - transfer.piece.first
     size = transfer.piece.num_bytes // rows * (transfer.last - transfer.first)
     return -(-size // 16) * 16
+
+
+def distinct_layouts(servers: Iterable[Sequence[Manifest]]) -> tuple[tuple[Manifest, ...], ...]:
+    """The manifests of the ranks of each kind of server among these; servers of one kind get the same bytes."""
+    return tuple({tuple(m.digest() for m in ranks): tuple(ranks) for ranks in servers if ranks}.values())
 
 
 @dataclass(frozen=True)

@@ -2,34 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from example_trainer.weight_bridge.base import Receiver
 from vllm_patching.protocol.checksum import WeightSummary, WeightSums
 from vllm_patching.protocol.manifest import FlatSlice, Manifest, flat_layout, parts, source_view
 from vllm_patching.transport.groups import PART_BYTES
-
-
-def receivers_of(manifests: Iterable[Manifest], dtype: torch.dtype) -> tuple[Receiver, ...]:
-    """What each layout among these needs in buffers; ranks of several servers with the same one share them.
-
-    Args:
-        dtype: of the trainer's parameters.
-    """
-    return tuple(_receiver(manifest, dtype) for manifest in {manifest.digest(): manifest for manifest in manifests}.values())
-
-
-def _receiver(manifest: Manifest, dtype: torch.dtype) -> Receiver:
-    layout, _ = flat_layout(manifest)
-    full = {entry.shard.name: entry.shard.full_shape for entry in manifest.entries}
-    columns = sum(
-        item.num_bytes
-        for item in layout
-        if item.dtype != dtype or (item.slice.dim == 1 and item.slice.length < full[item.name][1])
-    )
-    return Receiver(manifest.tp_rank, sum(item.num_bytes for item in layout), columns)
 
 
 class WeightSlices:
@@ -37,8 +16,7 @@ class WeightSlices:
 
     A slice that is contiguous in the trainer's parameter (rows) is sent from where it is. The others (columns, for
     tensor-parallel ranks), those of parameters of another dtype than the layout's, and all slices of parameters that no process
-    holds whole, are packed first, each into a buffer that stays for as long as the object does: `packed_bytes` in all, which
-    `receivers_of` tells the memory plan beforehand.
+    holds whole, are packed first, each into a buffer that stays for as long as the object does: `packed_bytes` in all.
 
     Attributes:
         digest: identifies the layout; ranks of several servers with the same one get the same tensors.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from example_trainer.models.lora.layers import attach_adapters
 from example_trainer.models.lora.settings import LoraSettings
 from example_trainer.models.ops import choose_operations
 from example_trainer.models.packing import Packing
+from example_trainer.parallel.ranks import Ranks
 from example_trainer.training.memory_items import (
     ALL_PROJECTIONS,
     Table,
@@ -26,10 +28,11 @@ from example_trainer.training.memory_plan import (
     plan_memory,
 )
 from example_trainer.training.optimizer import MasterAdamW
-from example_trainer.weight_bridge.base import Receiver
-from example_trainer.weight_bridge.slices import WeightSlices, receivers_of
+from example_trainer.weight_bridge.send_plan import Cuts, SendPlan
+from example_trainer.weight_bridge.stream import WeightStream
 from tests.example_trainer.training.memory_cases import geometry, qwen_14b, request
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry
+from vllm_patching.protocol.pieces import BUCKET_BYTES
 from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -161,19 +164,18 @@ def test_72b_on_32_ranks_on_paper() -> None:
         Manifest(rank, 8, tuple(ManifestEntry(spec, "bfloat16", "cuda:0") for spec in plan_shards(served, rank, 8)))
         for rank in range(8)
     ]
-    receivers = receivers_of(manifests, torch.bfloat16)
     # A vLLM rank holds an eighth of all matrices and of qkv's biases, and every norm whole.
     norms = (2 * layers + 1) * hidden
-    assert receivers[0].shard_bytes == 2 * ((total - norms) // 8 + norms) == 18_178_859_008
-    # o_proj's and down_proj's columns are what a trainer with whole parameters could not send from where they are.
-    assert receivers[0].column_bytes == 2 * layers * (hidden * hidden + hidden * inner) // 8
+    cuts = Cuts.of(manifests)
+    assert cuts.num_bytes == 8 * 2 * ((total - norms) // 8 + norms) == 8 * 18_178_859_008
 
     asked = request(
         geometry=shape, seq_len=4096, tokens_per_microbatch=4096, table="fast", gradient_checkpointing=True, world_size=32,
-        receivers=receivers,
+        layouts=(tuple(manifests),),
     )  # fmt: skip
     plan = plan_memory(asked)
-    assert plan.lasting["buffers to send from"] == receivers[0].shard_bytes  # ranks 0 to 7 send one shard each
+    # Two buckets, and rows of o_proj's and down_proj's columns for other ranks: 1/32 of those in a round of 32 buckets.
+    assert 2 * BUCKET_BYTES < plan.lasting["buffers to send from"] < 2.5 * BUCKET_BYTES
     assert plan.lasting["weights (this trainer's own copy)"] == 2 * total // 32
     assert plan.lasting["float32 masters"] == 4 * total // 32
     loss, layers_back, end, update = plan.moments.values()
@@ -186,33 +188,27 @@ def test_72b_on_32_ranks_on_paper() -> None:
     assert layers_back["layers, gathered and reduced"] == (2 + 2 + 2 + 4) * layer
     # The embedding's and the output matrix's gradients, in bfloat16 and in float32, and the float32 share that comes out.
     assert end["embedding and output matrix, reduced"] == (2 + 4) * root + 4 * root // 32
-    assert update == {"a parameter, gathered": 2 * vocab * hidden}
-    # 4.5 weights, 9.1 masters, 18.2 moments, 18.2 buffers, 9.1 gradients, 5.0 whole matrices, 2.5 head, 8.8 layers.
-    assert plan.total / 1e9 == pytest.approx(4.54 + 9.09 + 18.18 + 18.18 + 9.09 + 4.98 + 2.49 + 8.78 + 12.6, rel=0.01)
-
-
-def test_send_buffers_are_those_of_the_rank_that_sends_most() -> None:
-    receivers = tuple(Receiver(rank, 100, 30) for rank in range(4))
-    assert plan_memory(request(receivers=receivers)).lasting["buffers to send from"] == 4 * 30
-    assert plan_memory(request(receivers=receivers, world_size=3)).lasting["buffers to send from"] == 200  # ranks 0 and 3
-    assert plan_memory(request(receivers=receivers, world_size=8)).lasting["buffers to send from"] == 100
+    assert update == {}
+    # 4.5 weights, 9.1 masters, 18.2 moments, 0.3 buffers, 9.1 gradients, 5.0 whole matrices, 2.5 head, 8.8 layers.
+    assert plan.total / 1e9 == pytest.approx(4.54 + 9.09 + 18.18 + 0.33 + 9.09 + 4.98 + 2.49 + 8.78 + 12.6, rel=0.01)
 
 
 @pytest.mark.parametrize("vllm_ranks", [1, 2])
 @pytest.mark.parametrize("served_dtype", ["float32", "bfloat16"])
 def test_planned_buffers_are_those_that_are_made(vllm_ranks: int, served_dtype: str) -> None:
-    """A float32 model beside a server of another dtype is rounded, so that nothing can be sent from where it is."""
+    """Over Gloo a bucket is packed whole; the buffers of two kinds of servers add up."""
     config = json.loads((ROOT / "assets" / "starter_model" / "config.json").read_text())
     served = ModelGeometry.from_hf_config(config)
-    model = Decoder(Geometry.from_config(config), torch.float32)
-    parameters = dict(model.named_parameters())
-    for rank in range(vllm_ranks):
-        specs = plan_shards(served, rank, vllm_ranks)
-        manifest = Manifest(rank, vllm_ranks, tuple(ManifestEntry(spec, served_dtype, "cpu") for spec in specs))
-        (receiver,) = receivers_of([manifest, manifest], torch.float32)
-        assert WeightSlices(manifest, parameters, True, CPU).packed_bytes == receiver.column_bytes
-        assert WeightSlices(manifest, parameters, False, CPU).packed_bytes == receiver.shard_bytes
-    if served_dtype == "float32":
-        assert (receiver.column_bytes == 0) == (vllm_ranks == 1)
-    else:
-        assert receiver.column_bytes == receiver.shard_bytes
+    manifests = tuple(
+        Manifest(r, vllm_ranks, tuple(ManifestEntry(s, served_dtype, "cpu") for s in plan_shards(served, r, vllm_ranks)))
+        for r in range(vllm_ranks)
+    )
+    with Meter(CPU) as meter:
+        model = Decoder(Geometry.from_config(config), torch.float32)
+        before = meter.now
+        stream = WeightStream(model, manifests, SendPlan(1, vllm_ranks), Ranks(), CPU)
+        made = meter.now - before
+    asked = request(geometry=Geometry.from_config(config), dtype=torch.float32, layouts=(manifests,), on_gpu=False)
+    planned = plan_memory(asked).lasting["buffers to send from"]
+    assert stream.buffer_bytes == planned == pytest.approx(made, rel=0.01)
+    assert plan_memory(replace(asked, layouts=(manifests, manifests))).lasting["buffers to send from"] == 2 * planned

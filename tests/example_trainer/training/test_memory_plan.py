@@ -33,7 +33,7 @@ from example_trainer.training.memory_plan import (
     require_memory,
     token_budget,
 )
-from example_trainer.weight_bridge.base import NoBridge, Receiver
+from example_trainer.weight_bridge.base import NoBridge
 from tests.example_trainer.training.memory_cases import geometry, qwen_7b, qwen_14b, request
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -120,7 +120,7 @@ H200 = 139 * 2**30
 def test_offloaded_models_fit(shape: Geometry, ranks: int, host: int) -> None:
     asked = request(
         geometry=shape, seq_len=4096, tokens_per_microbatch=4096, table="fast", world_size=ranks, workspace=2**30,
-        gradient_checkpointing=True, receivers=(Receiver(0, 2 * parameter_count(shape), 0),),
+        gradient_checkpointing=True,
     )  # fmt: skip
     offloaded = replace(asked, offload=True)
     plan = require_memory(offloaded, H200, H200, GPU)
