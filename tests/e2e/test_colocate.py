@@ -51,7 +51,7 @@ def test_turns(processes: Processes, free_port: Callable[[], int], tiny_model: P
         return thread
 
     running = request([1, 2, 3], 450)
-    wait_for(lambda: requests(server, "running") == 1)
+    wait_for(lambda: running_requests(server) == 1)
     with bridge.turn(lambda: None):
         state = server.state()
         assert (state["turn"], state["healthy"], state["trouble"]) == ("training", True, "")
@@ -59,7 +59,7 @@ def test_turns(processes: Processes, free_port: Callable[[], int], tiny_model: P
         assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
         assert not answers, "it is in the middle of a request"
         waiting = request([4, 5], 5)
-        wait_for(lambda: requests(server, "waiting") + requests(server, "running") == 2)
+        wait_for(lambda: in_flight(server) == 2)
         bridge.sync(1, new_weights(model, 1))
         assert server.state()["turn"] == "training", "an update does not end the turn"
         assert not answers
@@ -112,10 +112,15 @@ def wait_for(what: Callable[[], bool]) -> None:
     wait_until("what the test waits for", lambda: None if what() else "it is not so yet", 30)
 
 
-def requests(server: VllmServer, state: str) -> int:
-    """How many requests are `running` or `waiting` in vLLM's own count."""
+def running_requests(server: VllmServer) -> float:
+    """Requests that have taken part in a step, by vLLM's own count, which stands still with the engine."""
     lines = httpx.get(f"{server.url}/metrics", timeout=30).text.splitlines()
-    return sum(int(float(line.split()[-1])) for line in lines if line.startswith(f"vllm:num_requests_{state}{{"))
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
+
+
+def in_flight(server: VllmServer) -> int:
+    count: int = httpx.get(f"{server.url}/weights", timeout=30).json()["in_flight"]
+    return count
 
 
 def memory_of(server: VllmServer) -> int:
