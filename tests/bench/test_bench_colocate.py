@@ -5,8 +5,8 @@ from __future__ import annotations
 from bench.colocate import MODES, parse, report, summary
 
 
-def step(seconds: float, **turn: float) -> dict[str, object]:
-    return {"seconds": seconds, "turn": turn, "peak_reserved_bytes": int(seconds * 100)}
+def step(whole: float, **turn: float) -> dict[str, object]:
+    return {"seconds": whole, "turn": turn, "peak_reserved_bytes": int(whole * 100)}
 
 
 def test_the_first_step_is_left_out_and_turns_are_told_where_there_are_any() -> None:
