@@ -219,7 +219,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         epilog=f"Keys come from the environment: {PROXY_KEY} is what callers of this proxy must send as their OpenAI key, "
         f"{VLLM_KEY} what the vLLM server wants from this proxy.",
     )
-    parser.add_argument("--base-url", default="http://localhost:9001/v1", help="the inference server")
+    parser.add_argument(
+        "--base-url", default="http://localhost:9001/v1", help="the inference server, or several with commas between"
+    )
     parser.add_argument("--server-type", default="vllm", choices=["vllm", "sglang"])
     parser.add_argument("--tokenizer", required=True, help="name or folder of the served model's tokenizer")
     parser.add_argument("--model-name", default="default", help="name to report")
