@@ -362,3 +362,13 @@ async def test_servers_that_somebody_sets_replace_the_others() -> None:
 def test_addresses_that_are_no_list_are_refused(addresses: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         ServerManager(APIServerConfig(base_url=addresses))
+
+
+async def test_an_environment_starts_when_one_server_is_well() -> None:
+    async with fleet(3) as (manager, lights):
+        await lights[0].stop()
+        lights[1].says(serving=False, trouble="its first weights have not come")
+        async with asyncio.timeout(20):
+            await manager.wait_until_well()
+        assert [server.server_healthy for server in manager.servers] == [False, False, True]
+        assert manager.pick() is manager.servers[2]
