@@ -24,6 +24,7 @@ import torch
 from vllm_patching.protocol.checksum import WeightSums
 from vllm_patching.protocol.manifest import FlatSlice, flat_views, parts
 from vllm_patching.protocol.pieces import BUCKET_BYTES, buckets
+from vllm_patching.transport.addresses import REACH_SECONDS, reach
 from vllm_patching.transport.cohort import CohortPlace, ReceivingCohort, Target
 from vllm_patching.transport.groups import PART_BYTES, RECEIVER, BridgeGroups, Rendezvous, join_store
 from vllm_patching.transport.lane import LaneBroken
@@ -278,6 +279,7 @@ class WeightUpdater:
     def _join_cohort(self, command: _Cohort) -> None:
         self._leave()
         place = command.place
+        reach(place.host, place.port, f"vLLM rank {place.tp_rank}", min(REACH_SECONDS, place.timeout / 2))
         self._watch = PeerWatch(place.host, place.port, place.timeout)
         self._cohort = ReceivingCohort(place, self._device, self._lost)
         command.status.phase = "ready"
