@@ -68,6 +68,8 @@ def make_bridge(
 
 def prefers_single_copy(info: dict[str, Any]) -> tuple[bool, str]:
     """Choose for a shared_vllm without either flag. Returns the choice and the reason for it."""
+    if info.get("replicas", 1) != 1:
+        return False, f"vLLM has {info['replicas']} replicas (--data-parallel-size)"
     if info["tp_degree"] != 1:
         return False, f"vLLM has {info['tp_degree']} ranks and this trainer is one process"
     if info["device"] == "cpu":

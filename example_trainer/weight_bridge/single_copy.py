@@ -125,6 +125,11 @@ class SingleCopyBridge(WeightBridge):
         """Make the parameters views on the server's memory. What they held before is not carried over."""
         assert self._model is not None
         info = self._ask()
+        if info.get("replicas", 1) != 1:
+            raise BridgeError(
+                f"vLLM at {self._server.url} has {info['replicas']} replicas (--data-parallel-size), and a single copy is the "
+                "memory of one: train with --use-shared-memory (broadcast), or start it without that flag"
+            )
         if info["tp_degree"] != self._ranks.world_size:
             raise BridgeError(
                 f"single copy needs one trainer rank for each of vLLM's {info['tp_degree']} ranks, and this trainer has "

@@ -66,6 +66,9 @@ EXPECTED = {
     "developers": "VLLM_SERVER_DEV_MODE=1 cannot be combined with VLLM_ENABLE_SHARED_WEIGHTS=1",
     "developers and adapters": "VLLM_SERVER_DEV_MODE=1 cannot be combined with --enable-lora",
     "deadline": "--bridge-timeout 0 must be larger than 0",
+    "adapters of replicas": "--data-parallel-size 2 cannot be combined with --enable-lora: only 1 is supported",
+    "replicas elsewhere": "--data-parallel-size-local 1 cannot be combined with VLLM_ENABLE_SHARED_WEIGHTS=1: all replicas",
+    "replicas of other front ends": "--data-parallel-rank 1 cannot be combined with VLLM_ENABLE_SHARED_WEIGHTS=1: all replicas",
     "front ends": "--api-server-count 2: one process must own the bridge's state and count",
 }
 
@@ -92,6 +95,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], in
             "deterministic": [*good, "--deterministic"],
             "developers": ["VLLM_SERVER_DEV_MODE=1", *good],
             "developers and adapters": ["VLLM_SERVER_DEV_MODE=1", "VLLM_ENABLE_SHARED_WEIGHTS=0", *good, "--enable-lora"],
+            "adapters of replicas": ["VLLM_ENABLE_SHARED_WEIGHTS=0", *good, "--enable-lora", "--data-parallel-size", "2"],
+            "replicas elsewhere": [*good, "--data-parallel-size", "2", "--data-parallel-size-local", "1"],
+            "replicas of other front ends": [*good, "--data-parallel-size", "2", "--data-parallel-rank", "1"],
             "deadline": [*good, "--bridge-timeout", "0"],
             "front ends": ["VLLM_ENABLE_SHARED_WEIGHTS=0", *good, "--api-server-count", "2"],
         }

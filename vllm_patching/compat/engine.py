@@ -1,14 +1,35 @@
-"""Commands to vLLM's engine cores, and what is known of them."""
+"""Commands to vLLM's engine cores, and what is known of them.
+
+A server has one engine core, or several with `--data-parallel-size`: replicas of the model, each with ranks, a scheduler and
+requests of its own. vLLM's commands to pause and to go on reach all of them and wait for all; of its other calls only the first
+replica's answer is handed on, so the replicas are asked one by one here, all at the same time.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable
 from typing import Any
 
 from vllm_patching.compat.versions import SUPPORTED, UnsupportedVllm, seam_missing, vllm_version
 
 
+def replicas(engine: Any) -> int:
+    """How many engine cores the server has."""
+    return len(_cores(engine)) or 1
+
+
+def replica_of(vllm_config: Any) -> int:
+    """Which replica of its server a worker belongs to, from 0.
+
+    Args:
+        vllm_config: the worker's, in which vLLM leaves this number when it makes a replica of a dense model independent.
+    """
+    return int(vllm_config.parallel_config.data_parallel_index)
+
+
 async def pause_and_keep(engine: Any, clear_cache: bool) -> None:
-    """Stop scheduling and keep the requests; returns when no step is in flight.
+    """Stop scheduling and keep the requests; returns when no step is in flight, in any replica.
 
     vLLM's own pause_generation does the same and then sleeps for 20 ms, so that outputs reach their callers first; ours may
     reach them later, see follow_outputs.
@@ -22,17 +43,36 @@ async def pause_and_keep(engine: Any, clear_cache: bool) -> None:
     await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
 
 
-async def ask_engine_core(engine: Any, method: str, *args: Any) -> Any:
-    """Call a method of the engine core, as vLLM's own calls to it do.
+def ask_engine_cores(engine: Any, method: str, *args: Any) -> list[Awaitable[Any]]:
+    """Call a method of every engine core, as vLLM's own calls to it do.
+
+    Returns:
+        for each replica, what its answer is awaited with; nothing is sent before.
 
     Raises:
-        UnsupportedVllm: it has no such method, or there is no such way to call one.
+        UnsupportedVllm: there is no such way to call one; awaiting an answer raises it if the engine core has no such method.
     """
-    client = engine.engine_core
-    if not hasattr(client, "call_utility_async"):
-        raise UnsupportedVllm(seam_missing("EngineCoreClient.call_utility_async"))
+    client, cores = engine.engine_core, _cores(engine)
+    name = "_call_utility_async" if len(cores) > 1 else "call_utility_async"
+    if not hasattr(client, name):
+        raise UnsupportedVllm(seam_missing(f"EngineCoreClient.{name}"))
+    if len(cores) > 1:
+        return [_known(client._call_utility_async(method, *args, engine=core), method) for core in cores]
+    return [_known(client.call_utility_async(method, *args), method)]
+
+
+async def ask_workers(engine: Any, method: str, args: tuple[Any, ...]) -> list[list[Any]]:
+    """Call a method of every worker on its main thread: for each replica, the answers of its ranks."""
+    if replicas(engine) == 1:
+        return [list(await engine.collective_rpc(method, args=args))]
+    # As AsyncMPClient.collective_rpc_async: method, timeout, args, kwargs.
+    asked = ask_engine_cores(engine, "collective_rpc", method, None, args, None)
+    return [list(answers) for answers in await asyncio.gather(*asked)]
+
+
+async def _known(answer: Awaitable[Any], method: str) -> Any:
     try:
-        return await client.call_utility_async(method, *args)
+        return await answer
     except Exception as error:
         if f"no attribute '{method}'" in str(error):
             raise UnsupportedVllm(
@@ -42,6 +82,10 @@ async def ask_engine_core(engine: Any, method: str, *args: Any) -> Any:
         raise
 
 
+def _cores(engine: Any) -> list[Any]:
+    return list(getattr(engine.engine_core, "core_engines", ()))
+
+
 def engine_is_dead(engine: Any) -> bool:
-    """Whether the engine's process has ended."""
+    """Whether a process of the engine's has ended: with one replica vLLM ends all of them."""
     return bool(engine.errored)

@@ -18,6 +18,12 @@ class BridgeRefusal(RuntimeError):
         self.status = status
 
 
+def rank_name(answer: Mapping[str, Any]) -> str:
+    """Whose answer it is, for messages: of several replicas the first is not named."""
+    replica = answer.get("replica", 0)
+    return f"rank {answer['tp_rank']} of replica {replica}" if replica else f"rank {answer['tp_rank']}"
+
+
 def compare(answers: Sequence[Mapping[str, Any]], expected: Sequence[str], version: int, what: str) -> None:
     """Refuse weights that are not what the trainer sent, or that nothing can be computed with.
 
@@ -31,12 +37,12 @@ def compare(answers: Sequence[Mapping[str, Any]], expected: Sequence[str], versi
         BridgeRefusal: names the rank and both checksums, or the parameter.
     """
     for answer in answers:
-        rank = answer["tp_rank"]
+        rank, who = answer["tp_rank"], rank_name(answer)
         if answer.get("late"):
-            raise BridgeRefusal(504, f"rank {rank} does not have version {version}: {answer['late']}")
+            raise BridgeRefusal(504, f"{who} does not have version {version}: {answer['late']}")
         if answer["not_finite"]:
-            raise BridgeRefusal(422, f"rank {rank} refuses version {version}: {answer['not_finite']} holds NaN or infinity")
+            raise BridgeRefusal(422, f"{who} refuses version {version}: {answer['not_finite']} holds NaN or infinity")
         if answer["checksum"] != expected[rank]:
             raise BridgeRefusal(
-                502, f"rank {rank} {what} checksum {answer['checksum']} of version {version}, the trainer's is {expected[rank]}"
+                502, f"{who} {what} checksum {answer['checksum']} of version {version}, the trainer's is {expected[rank]}"
             )

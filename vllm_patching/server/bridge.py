@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vllm_patching.compat.engine import engine_is_dead
+from vllm_patching.compat.engine import engine_is_dead, replicas
 from vllm_patching.compat.outputs import follow_outputs, output_token_counts
 from vllm_patching.compat.requests import salt_prefix_cache
 from vllm_patching.protocol.lease import Leases
@@ -86,11 +86,13 @@ class Bridge:
         file from being written (bridge_config.ConfigFileError).
         """
         await self._ranks.require_engine_core()
-        of_all = sorted(await self._ranks.call("lockstep_setup", True), key=lambda s: s["manifest"]["tp_rank"])
-        self._replicas = 1 + max(setup.get("replica", 0) for setup in of_all)
-        setups = [setup for setup in of_all if setup.get("replica", 0) == 0]
+        # A trainer whose memory were one replica's would leave the others behind.
+        share_storage = replicas(self._engine) == 1
+        of_all = sorted(await self._ranks.call("lockstep_setup", share_storage), key=lambda s: s["manifest"]["tp_rank"])
+        self._replicas = 1 + max(setup["replica"] for setup in of_all)
+        setups = [setup for setup in of_all if setup["replica"] == 0]
         self._manifests = [Manifest.from_json(s["manifest"]) for s in setups]
-        self._ranks.count(len(setups))
+        self._ranks.count(len(setups), self._replicas)
         self._handles = [s["handles"] for s in setups]
         self._rank_bytes = self._replicas * sum(flat_layout(manifest)[1] for manifest in self._manifests)
         self.state.checksums = [s["checksum"] for s in setups]

@@ -52,6 +52,9 @@ class BridgeController(Bridge):
         """
         async with self._lock:
             require_fitting(self._manifests, parameters, self._model)
+            if mode == "single_copy" and self._replicas > 1:
+                n = self._replicas
+                raise BridgeRefusal(409, f"this server has {n} replicas, and a single copy is the memory of one: broadcast")
             if events:
                 require_one_each("event", len(events), len(self._manifests))
             await self.turns.require_over(writers)

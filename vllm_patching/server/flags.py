@@ -14,6 +14,21 @@ LORA_EXTENSION = "vllm_patching.worker.lora.LoraWorkerExtension"
 ADAPTERS_AT_ONCE, ADAPTERS_IN_MEMORY = 2, 8
 DEFAULT_PORT = 9001
 DEFAULT_BRIDGE_TIMEOUT = 120.0
+_ONE_FRONT_END = (
+    "all replicas of a server are updated together, by one front end on their host: leave it out, and start one server for "
+    "each host"
+)
+_SPREAD_REPLICAS = {
+    "data_parallel_rank": (None, _ONE_FRONT_END),
+    "data_parallel_start_rank": (None, _ONE_FRONT_END),
+    "data_parallel_external_lb": (False, _ONE_FRONT_END),
+    "data_parallel_hybrid_lb": (False, _ONE_FRONT_END),
+    "data_parallel_multi_port_external_lb": (False, _ONE_FRONT_END),
+    "data_parallel_backend": ("mp", _ONE_FRONT_END),
+    "nnodes": (1, _ONE_FRONT_END),
+    "headless": (False, _ONE_FRONT_END),
+}
+"""Flag -> the value that is allowed, and why no other is."""
 
 
 def fail(message: str) -> NoReturn:
@@ -116,11 +131,13 @@ def refuse_what_moves_weights(args: argparse.Namespace) -> None:
     refused = {
         "enable_sleep_mode": (False, "sleep mode moves the weights' memory"),
         "pipeline_parallel_size": (1, "only tensor parallelism is supported"),
-        "data_parallel_size": (1, "start one server for each replica instead"),
         "quantization": (None, "quantised weights differ from the trainer's"),
         "cpu_offload_gb": (0, "offloaded weights move"),
         "weight_transfer_config": (None, "vLLM's own way of updating weights would overwrite the trainer's unseen"),
         "enable_eplb": (False, "balancing experts moves weights"),
+        "enable_elastic_ep": (False, "replicas that come and go would miss updates"),
+        **_SPREAD_REPLICAS,
+        "data_parallel_size_local": (args.data_parallel_size, _ONE_FRONT_END),
     }
     for name, (allowed, why) in refused.items():
         value = getattr(args, name, allowed)
@@ -147,7 +164,10 @@ def prepare_lora(args: argparse.Namespace, shared: bool) -> None:
         )
     for name in ("pipeline_parallel_size", "data_parallel_size"):
         if getattr(args, name, 1) not in (1, None):
-            fail(f"--{name.replace('_', '-')} {getattr(args, name)} cannot be combined with --enable-lora: only 1 is supported")
+            fail(
+                f"--{name.replace('_', '-')} {getattr(args, name)} cannot be combined with --enable-lora: only 1 is supported; "
+                "start several servers instead"
+            )
     if args.max_cpu_loras is None:
         args.max_cpu_loras = max(ADAPTERS_IN_MEMORY, args.max_loras)
     if args.max_cpu_loras < 2:

@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from vllm_patching.compat.engine import ask_engine_core, engine_is_dead, pause_and_keep
+from vllm_patching.compat.engine import ask_engine_cores, ask_workers, engine_is_dead, pause_and_keep
 from vllm_patching.compat.versions import UnsupportedVllm
 from vllm_patching.protocol.manifest import Manifest, mismatches
-from vllm_patching.protocol.verification import CAN_VERIFY_AND_RESUME, VERIFY_AND_RESUME, BridgeRefusal
+from vllm_patching.protocol.verification import CAN_VERIFY_AND_RESUME, VERIFY_AND_RESUME, BridgeRefusal, rank_name
 from vllm_patching.server.silence import Silence
 
 logger = logging.getLogger("vllm.lockstep.bridge")
@@ -72,6 +72,23 @@ async def answered(engine: Any, asked: asyncio.Future[Any], limit: float) -> boo
             return False
 
 
+def _went_on(question: asyncio.Future[Any]) -> float | None:
+    """When an engine core that was asked for VERIFY_AND_RESUME went on (time.monotonic()); None: not, as far as known."""
+    if not question.done() or question.exception() is not None:
+        return None
+    moment: float | None = question.result()["resumed_at"]
+    return moment
+
+
+def _placed(by_replica: Sequence[Sequence[Any]]) -> list[Any]:
+    """The answers of all replicas' ranks, those that are dicts with the number of their replica."""
+    return [
+        {**answer, "replica": replica} if isinstance(answer, dict) else answer
+        for replica, answers in enumerate(by_replica)
+        for answer in answers
+    ]
+
+
 def _tell_late(answer: asyncio.Future[Any], resumed: Callable[[float], None]) -> None:
     if answer.cancelled():
         return
@@ -99,12 +116,14 @@ class RankCalls:
         self._timeout = timeout
         self._who = "vLLM's workers"
 
-    def count(self, ranks: int) -> None:
-        """How many there are, for messages."""
+    def count(self, ranks: int, replicas: int = 1) -> None:
+        """How many ranks there are in each replica, for messages."""
+        of_all = f" of {replicas} replicas" if replicas > 1 else ""
         self._who = "vLLM's worker of rank 0" if ranks == 1 else f"one of vLLM's workers of ranks 0 to {ranks - 1}"
+        self._who += of_all
 
     async def call(self, method: str, *args: Any, seconds: float | None = None) -> list[Any]:
-        """One answer of each rank.
+        """One answer of each rank of each replica; those that are dicts are told `replica`.
 
         Args:
             seconds: for this call, if not as long as for every other.
@@ -113,12 +132,16 @@ class RankCalls:
             BridgeRefusal: they did not answer in time, or the engine has died.
         """
         limit = self._timeout if seconds is None else seconds
-        return list(await self._in_time(self._engine.collective_rpc(method, args=args), method, limit))
+        by_replica = await self._in_time(ask_workers(self._engine, method, args), method, limit)
+        return _placed(by_replica)
 
     async def verify_and_resume(
         self, method: str, expected: Sequence[str], version: int, resumed: Callable[[float], None]
     ) -> tuple[list[Any], float | None, bool]:
         """Ask all ranks for checksums and, if they are as expected, let the paused engine go on, all in one message.
+
+        Of several replicas each compares the answers of its own ranks and goes on by itself. If then not all go on, those that
+        did are stopped again.
 
         An engine that answers late may have gone on at the last moment. It is told to stand still then; since it answers in
         order, its first answer has come when it has done so.
@@ -127,37 +150,59 @@ class RankCalls:
             method: of the workers, whose answers are those that `compare` wants.
             expected: the trainer's checksums, by rank.
             version: of the weights.
-            resumed: called with the moment at which the engine went on, if that becomes known after this call has raised.
+            resumed: called with the moment at which an engine core went on, if this call raises, or raised before that became
+                known, or if not all went on.
 
         Returns:
-            one answer of each rank; when the engine went on (time.monotonic(), seconds), None if it did not; and whether it
-            still runs.
+            one answer of each rank of each replica; when the first engine core went on (time.monotonic(), seconds), None if
+            none did; and whether all of them still run.
 
         Raises:
-            BridgeRefusal: it has not answered, and may run or not; or it failed or has died.
+            BridgeRefusal: one has not answered, and may run or not; or it failed or has died.
         """
         deadline = time.monotonic() + max(self._timeout / 2, self._timeout - _ANSWER_SECONDS)
-        asked = ask_engine_core(self._engine, VERIFY_AND_RESUME, method, list(expected), version, deadline)
-        question = asyncio.ensure_future(asked)
+        asked = ask_engine_cores(self._engine, VERIFY_AND_RESUME, method, list(expected), version, deadline)
+        questions = [asyncio.ensure_future(question) for question in asked]
+        all_asked = asyncio.ensure_future(asyncio.wait(questions))
         runs = True
         with self._silence.waiting():
-            if not await answered(self._engine, question, self._timeout):
-                stop = pause_and_keep(self._engine, clear_cache=False)
+            try:
+                in_time = await answered(self._engine, all_asked, self._timeout)
+            except BridgeRefusal:
+                for question in questions:
+                    question.cancel()
+                raise
+            if not in_time:
                 with suppress(BridgeRefusal):
-                    await answer_in_time(self._engine, stop, "a pause", _STOP_SECONDS, self._who)
+                    await self._stop(_STOP_SECONDS)
                     runs = False
-                    await answered(self._engine, question, _STOP_SECONDS)
-        if not question.done():
-            question.add_done_callback(lambda late: _tell_late(late, resumed))
+                    await answered(self._engine, all_asked, _STOP_SECONDS)
+        moments = [moment for question in questions if (moment := _went_on(question)) is not None]
+        failed = [question for question in questions if question.done() and question.exception() is not None]
+        if moments and len(moments) < len(questions):
+            resumed(min(moments))
+        for question in questions:
+            if not question.done():
+                question.add_done_callback(lambda late: _tell_late(late, resumed))
+        if failed:
+            await answer_in_time(self._engine, failed[0], method, self._timeout, self._who)  # raises
+        if not all_asked.done():
             raise BridgeRefusal(504, f"{self._who} did not answer {method} within {self._timeout:g} s")
-        answer = await answer_in_time(self._engine, question, method, self._timeout, self._who)
-        resumed_at = answer["resumed_at"]
-        return list(answer["answers"]), resumed_at, runs and resumed_at is not None
+        if runs and 0 < len(moments) < len(questions):
+            await self._stop(self._timeout)
+            runs = False
+        answers = _placed([question.result()["answers"] for question in questions])
+        return answers, min(moments, default=None), runs and bool(moments)
 
     async def require_engine_core(self) -> None:
-        """Raise UnsupportedVllm unless the engine core has what `verify_and_resume` asks of it."""
-        question = ask_engine_core(self._engine, CAN_VERIFY_AND_RESUME)
-        await self._in_time(question, CAN_VERIFY_AND_RESUME, self._timeout)
+        """Raise UnsupportedVllm unless every engine core has what `verify_and_resume` asks of it."""
+        for question in ask_engine_cores(self._engine, CAN_VERIFY_AND_RESUME):
+            await self._in_time(question, CAN_VERIFY_AND_RESUME, self._timeout)
+
+    async def _stop(self, limit: float) -> None:
+        """Return when no replica samples any more. Raises BridgeRefusal if one does not answer within `limit` seconds."""
+        stop = pause_and_keep(self._engine, clear_cache=False)
+        await answer_in_time(self._engine, stop, "a pause", limit, self._who)
 
     async def _in_time(self, question: Awaitable[Any], what: str, limit: float) -> Any:
         with self._silence.waiting():
@@ -187,9 +232,10 @@ class RankCalls:
         return "direct"
 
     async def first_step(self) -> float | None:
-        """When rank 0 began its first step since weights were last received or checked (time.monotonic()); None: not yet."""
-        began = {answer["tp_rank"]: answer["began"] for answer in await self.call("lockstep_first_step")}
-        return began[0]
+        """When a rank 0 first began a step since weights were last received or checked (time.monotonic()); None: not yet."""
+        answers = await self.call("lockstep_first_step")
+        began = [answer["began"] for answer in answers if answer["tp_rank"] == 0 and answer["began"] is not None]
+        return min(began, default=None)
 
     async def statuses(self, patience: float = 0.0) -> list[dict[str, Any]]:
         """What the updater thread of each rank does, by replica and rank. Raises BridgeRefusal as `call` does.
@@ -236,7 +282,7 @@ class RankCalls:
             statuses = await self.statuses(_PATIENCE_SECONDS if may_block else 0.0)
             for status in statuses:
                 if status["phase"] == "failed":
-                    place = f"rank {status['tp_rank']} failed in {what} (epoch {status['epoch']})"
+                    place = f"{rank_name(status)} failed in {what} (epoch {status['epoch']})"
                     raise BridgeRefusal(502, f"{place}: {status['error']}")
             late = [status for status in statuses if status["phase"] not in (wanted, *also)]
             if not late:
@@ -244,7 +290,7 @@ class RankCalls:
             if called_off():
                 raise BridgeRefusal(409, f"{what} was broken off: {called_off()}")
             if time.monotonic() > deadline:
-                who = ", ".join(f"rank {status['tp_rank']} is {status['phase']}" for status in late)
+                who = ", ".join(f"{rank_name(status)} is {status['phase']}" for status in late)
                 raise BridgeRefusal(504, f"{what}: {who} after {self._timeout:g} s, {waiting}")
             await asyncio.sleep(0.0 if may_block else _POLL_SECONDS)
 

@@ -32,6 +32,9 @@ class VersionSpans:
     An update happens while the engine is paused, so the tokens that left the engine before a certain moment are those of the
     old weights. They may reach their requests much later, on a busy server; so a switch waits for the first output that left
     the engine after that moment, and counts then.
+
+    One moment does for all replicas of a server: before the first of them goes on, all have said that they stand still, and
+    what a replica sampled until then it sent before it said so. So the tokens of the old weights come before any of the new.
     """
 
     def __init__(self, version: int = 0, epoch: int = 0) -> None:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 
-from vllm_patching.protocol.verification import BridgeRefusal
+from vllm_patching.protocol.verification import BridgeRefusal, rank_name
 from vllm_patching.protocol.writers import Writer
 from vllm_patching.server.ranks import RankCalls
 from vllm_patching.server.settlement import Settlement
@@ -113,7 +113,7 @@ class BridgeWatchdog:
         if self._state.mode == "broadcast":
             for status in await self._ranks.statuses():
                 if status["phase"] == "failed" or status["trainer_gone"]:
-                    return f"rank {status['tp_rank']}: {status['error'] or f'{trainer} has ended'}"
+                    return f"{rank_name(status)}: {status['error'] or f'{trainer} has ended'}"
         return ""
 
     async def _note_first_step(self) -> None:

@@ -29,6 +29,8 @@ class Engine:
         failing: how many of the next calls end in an error on the second rank.
     """
 
+    engine_core = None
+
     def __init__(self) -> None:
         self.held: list[set[int]] = [set(), set()]
         self.running = asyncio.Event()

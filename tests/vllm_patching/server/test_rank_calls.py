@@ -81,7 +81,7 @@ async def ask(
 async def test_the_answers_and_the_moment_come_back() -> None:
     core = EngineCore()
     answers, moment, runs = await ask(core, timeout=LONG)
-    assert answers == [{"tp_rank": 0, "checksum": "a", "not_finite": ""}]
+    assert answers == [{"tp_rank": 0, "checksum": "a", "not_finite": "", "replica": 0}]
     assert moment is not None
     assert moment <= time.monotonic()
     assert runs
@@ -157,7 +157,7 @@ async def test_a_vllm_without_the_plugin_is_refused_at_the_start() -> None:
 class Broken:
     """An engine one of whose workers raises; it lives."""
 
-    errored = False
+    errored, engine_core = False, None
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         raise RuntimeError("Worker failed with error 'no such tensor'\nplease check the stack trace")
@@ -178,6 +178,8 @@ def test_writes_that_did_not_come_in_time_are_no_weights() -> None:
 
 class Rooms:
     """An engine whose ranks have this much memory free for a staging buffer of 100 bytes."""
+
+    engine_core = None
 
     def __init__(self, *free: int | None) -> None:
         self.free = free
