@@ -74,6 +74,7 @@ def test_every_field_is_a_flag_and_a_key(tmp_path: Path) -> None:
         "beta1": 0.5,
         "beta2": 0.6,
         "single_copy": False,
+        "colocate": False,
         "use_shared_memory": False,
         "deterministic": False,
     }
