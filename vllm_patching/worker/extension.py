@@ -16,7 +16,7 @@ from vllm_patching.compat.loggers import worker_logger
 from vllm_patching.protocol.checksum import WeightSums
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry, dtype_name, flat_layout, local_view
 from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
-from vllm_patching.transport.groups import Rendezvous
+from vllm_patching.transport.cohort import CohortPlace
 from vllm_patching.transport.shared_memory import (
     SharedMemoryError,
     export_cuda_ipc,
@@ -102,29 +102,31 @@ class LockstepWorkerExtension(TurnsWorkerExtension):
         return {"needed": 0 if updater.staging is not None else updater.num_bytes, "free": free}
 
     def lockstep_aim(self, direct: bool) -> None:
-        """Choose where the next trainer's weights are received: in the live parameters, or beside them."""
-        self._lockstep_direct = direct
+        """Choose where transfers go from now on: into the live parameters, or into a staging buffer. Leaves the cohort that the
+        updater thread is in. Returns at once.
+        """
+        self._lockstep_updater.aim_at(direct)
 
     def lockstep_cohort(
-        self,
-        host: str,
-        port: int,
-        key: str,
-        members: int,
-        index: int,
-        lanes: int,
-        epoch: int,
-        backend: str,
-        timeout: float,
+        self, host: str, port: int, key: str, members: int, index: int, lanes: int, epoch: int, backend: str, timeout: float
     ) -> None:
-        """Have the updater thread leave its lanes and meet a cohort. Returns at once."""
+        """Have the updater thread leave its cohort and join another. Returns at once.
+
+        Args:
+            host, port: of the trainer's store.
+            key: names this forming of the cohorts.
+            members: receivers of each cohort: replicas of every server; 0: only leave.
+            index: of the first of this server's replicas among them.
+            lanes: senders to each rank, at most.
+            epoch, backend, timeout: see CohortPlace.
+        """
         if not members:
-            return self._lockstep_updater.leave()
-        if (members, index, lanes) != (1, 0, 1):
-            raise ValueError(f"member {index} of {members} in {lanes} lanes: a cohort has one member and one lane")
-        rank = self._lockstep_rank
-        rendezvous = Rendezvous(host, port, f"{key}/rank{rank}", epoch, rank, backend, timeout)
-        return self._lockstep_updater.join(rendezvous, self._lockstep_direct)
+            self._lockstep_updater.leave(keep_staging=True)
+            return
+        place = CohortPlace(
+            host, port, key, members, index + self._lockstep_replica, lanes, self._lockstep_rank, epoch, backend, timeout
+        )
+        self._lockstep_updater.join_cohort(place)
 
     def lockstep_leave(self) -> None:
         """Have the updater thread leave its trainer and give its staging buffer back: the next one writes by itself."""
