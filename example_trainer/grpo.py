@@ -25,7 +25,7 @@ from example_trainer.batch.evaluations import EvaluationFeed
 from example_trainer.batch.prefetch import make_batches
 from example_trainer.command_line import parse_config
 from example_trainer.config import TrainerConfig
-from example_trainer.deterministic.pairing import make_parity, pin_settings
+from example_trainer.deterministic.pairing import make_parity, pin_settings, require_pairing
 from example_trainer.observe.exporter import serve_metrics
 from example_trainer.observe.metrics import import_wandb, make_metrics
 from example_trainer.observe.perf import make_speed
@@ -44,7 +44,7 @@ from example_trainer.training.resume import agreed_start
 from example_trainer.training.runs import SavedStep, mark_run
 from example_trainer.training.step import make_objective
 from example_trainer.weight_bridge.factory import make_bridge
-from example_trainer.weight_bridge.logprobs_mode import check_logprobs
+from example_trainer.weight_bridge.logprobs_mode import check_logprobs, require_fitting_logprobs
 
 logger = logging.getLogger("example_trainer.grpo")
 
@@ -101,8 +101,11 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
                 batches.settle(learned, optimizer.steps)
 
         def ask_servers() -> None:
-            batches.heed(check_logprobs(config, ranks))
+            batches.heed(check_logprobs(config, ranks, bridge.server_urls))
 
+        bridge.require(require_fitting_logprobs(config))
+        if (pairing := require_pairing(config, model)) is not None:
+            bridge.require(pairing)
         ask_servers()  # before there is anything to train on
         batches.register(registration(config, optimizer.steps, start.run.epoch))
         evaluations = None

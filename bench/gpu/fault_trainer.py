@@ -23,11 +23,10 @@ from bench.gpu.trainer import BenchTrainer, main
 from example_trainer.errors import BridgeError
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.geometry import Geometry
-from example_trainer.weight_bridge.broadcast import BroadcastBridge
-from example_trainer.weight_bridge.handshake import ServerSession
+from example_trainer.weight_bridge.broadcast import BroadcastBridge, Line
+from example_trainer.weight_bridge.cohorts import Cohort
 from example_trainer.weight_bridge.server import BridgeServer, shapes_of
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
-from vllm_patching.transport.groups import BridgeGroups
 
 RESTART_SECONDS = 240.0
 """How long a trainer waits for a server that has gone: a GPU server's first start takes 130 s."""
@@ -147,24 +146,25 @@ class FaultTrainer(BenchTrainer):
 
             return [(server, "post", post_and_hold)]
         assert isinstance(self.bridge, BroadcastBridge)
-        session = self.bridge._sessions[0]
+        (member,) = self.bridge._keeper.members.values()
         if at == "begin":
-            begin = session.begin
+            begin = member.server.begin
 
-            def begin_and_hold(version: int) -> None:
-                begin(version)
+            def begin_and_hold(*step: Any) -> Any:
+                answer = begin(*step)
                 hold()
+                return answer
 
-            return [(session, "begin", begin_and_hold)]
+            return [(member.server, "begin", begin_and_hold)]
         if at == "commit":
-            commit = session.commit
+            commit = member.server.commit
 
-            def hold_and_commit(version: int, checksums: Any) -> dict[str, Any]:
+            def hold_and_commit(*step: Any) -> Any:
                 hold()
-                return commit(version, checksums)
+                return commit(*step)
 
-            return [(session, "commit", hold_and_commit)]
-        return broken_transfer(session, hold)
+            return [(member.server, "commit", hold_and_commit)]
+        return broken_transfer(self.bridge, hold)
 
 
 Replacement = tuple[Any, str, Callable[..., Any]]
@@ -195,24 +195,35 @@ def told_to_go_on(answers: Answers, at: str) -> bool:
     return bool(sys.stdin.readline())
 
 
-def broken_transfer(session: ServerSession, hold: Callable[[], None]) -> list[Replacement]:
-    """What has `hold` called in the middle of what is sent to each of a server's ranks."""
+def broken_transfer(bridge: BroadcastBridge, hold: Callable[[], None]) -> list[Replacement]:
+    """What has `hold` called in the middle of what is sent: before the last bucket, while the servers receive."""
 
-    def broken(groups: BridgeGroups) -> Callable[[Any], None]:
-        original = groups.broadcast
-        # What NCCL gets at once must be cut alike on both sides: stop after a whole part of a model that has several.
-        cut = groups.rendezvous.data_backend != "nccl"
+    def broken(line: Line) -> Callable[..., list[str]]:
+        send = line.stream.send
 
-        def broadcast(pieces: Any) -> None:
-            half = len(pieces) // 2 if cut else len(pieces)
-            original(pieces[:half])
-            hold()
-            if half < len(pieces):
-                original(pieces[half:])
+        def send_and_hold(cohort: Cohort, lost: Callable[[], str]) -> list[str]:
+            # Formed anew in every try, so that its lanes are known only now.
+            for lane in cohort.own_lanes:
+                vars(lane)["begin"] = held_begin(lane.begin, hold)
+            try:
+                return send(cohort, lost)
+            finally:
+                for lane in cohort.own_lanes:
+                    vars(lane).pop("begin", None)
 
-        return broadcast
+        return send_and_hold
 
-    return [(group, "broadcast", broken(group)) for group in session._groups.values()]
+    return [(line.stream, "send", broken(line)) for line in bridge._lines.values()]
+
+
+def held_begin(begin: Callable[..., Any], hold: Callable[[], None]) -> Callable[..., Any]:
+    """A lane's `begin`, with `hold` before it."""
+
+    def held(pieces: Any, buffer: Any) -> Any:
+        hold()
+        return begin(pieces, buffer)
+
+    return held
 
 
 HELD_SECONDS = 120.0
@@ -234,7 +245,7 @@ class SpreadFaultTrainer(SpreadTrainer):
                 os._exit(1)  # the parent has gone
 
         assert isinstance(self.bridge, BroadcastBridge)
-        with replaced(broken_transfer(self.bridge._sessions[0], once(wait))):
+        with replaced(broken_transfer(self.bridge, once(wait))):
             return self._update(lambda: self.write(1 - self.served_set))
 
     def commands(self) -> dict[str, Callable[..., Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from example_trainer.models import Decoder
 from example_trainer.models.geometry import Geometry
 from example_trainer.models.ops import invariant
 from example_trainer.process import StopSignal
+from example_trainer.weight_bridge.members import at_once
 from example_trainer.weight_bridge.server import BridgeServer, configured_servers
 from vllm_patching.batch_invariant.provenance import provenance, table_hash
 from vllm_patching.batch_invariant.settings import SettingsError, enable_settings
@@ -51,12 +53,31 @@ def make_parity(config: TrainerConfig, model: Decoder, stop: StopSignal | None =
     if not config.deterministic:
         return NoParity()
     ours, theirs = model_provenance(model), {}
-    for server in configured_servers(BridgeServer, config, stop):
-        try:
-            theirs = pair(ours, server.wait_for_info(), server.url)
-        finally:
+    servers = {server.url: server for server in configured_servers(BridgeServer, config, stop)}
+    try:
+        calls = {url: server.wait_for_info for url, server in servers.items()}
+        limit = config.service_timeout + config.bridge_timeout
+        answers = at_once(calls, limit, config.server_patience, lambda there: len(there) >= config.min_servers)
+        if len(answers.ok) < min(config.min_servers, len(servers)):
+            raise next(iter(answers.failed.values()))
+        for url, info in answers.ok.items():  # those that are not there yet are looked at when they join
+            theirs = pair(ours, info, url)
+    finally:
+        for server in servers.values():
             server.close()
     return ParityCheck(ours, theirs, older=config.oldest_rollouts != 0)
+
+
+def require_pairing(config: TrainerConfig, model: Decoder) -> Callable[[str, dict[str, Any]], None] | None:
+    """What a server must pass that joins a training, for WeightBridge.require; None without --deterministic."""
+    if not config.deterministic:
+        return None
+    ours = model_provenance(model)
+
+    def check(url: str, info: dict[str, Any]) -> None:
+        pair(ours, info, url)
+
+    return check
 
 
 def pair(ours: Provenance, info: dict[str, Any], url: str) -> dict[str, str]:

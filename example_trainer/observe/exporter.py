@@ -79,6 +79,7 @@ COUNTERS = {
 _PREFIX = "lockstep_trainer_"
 LABELLED = {
     "sync/": ("sync_phase_seconds", "Seconds of a phase of the last handing over", "phase"),
+    "fleet/": ("fleet_servers", "vLLM servers after the last update, by standing; size: all of them", "standing"),
     "reward/": ("environment_reward_mean", "Mean score of the step's sequences of an environment", "environment"),
     "kl_age_": ("kl_by_age_nats", "KL divergence from the rollout policy, by the age of what was sampled", "age"),
 }

@@ -31,6 +31,12 @@ class BridgeOptions(Section):
         "auto",
         description="broadcast: into a paused vLLM's live weights, or beside them while it generates; auto: if there is room",
     )
+    min_servers: int = Field(
+        1, ge=1, description="broadcast: train on while so many vLLM servers are good; with fewer, wait for --service-timeout"
+    )
+    server_patience: float = Field(
+        10.0, gt=0, description="broadcast: seconds that one server may keep the others waiting before it is left out"
+    )
     vllm_api_key: SecretStr | None = Field(
         default_factory=from_variable("vllm_api_key"),
         description="bearer token of the vLLM server; better as a variable, which other users cannot see",

@@ -321,6 +321,7 @@ def record(
         **{f"sync/{phase}": value for phase, value in report.seconds.items()},
         **{f"server/{phase.removeprefix('to_')}": value for phase, value in report.server_seconds.items()},
         **{f"turn/{name}": value for name, value in bridge.turn_figures.items()},
+        **{f"fleet/{name}": count for name, count in report.fleet.items()},
         "batches_skipped": batches_skipped,
         **parts.parity.row(optimizer.masters),
         **parts.speed.row(figures, seconds, peak_memory(parts.model.output_weight.device), epochs, ahead),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -30,10 +31,12 @@ class SyncReport:
         version: the weight version that the server serves now.
         checksum: hex digest over every parameter, equal on both sides; empty if the bridge does not carry weights.
         bytes_moved: payload bytes sent (0 for a single copy).
-        seconds: wall-clock seconds by phase, in the order in which the phases ran; of several servers, summed.
+        seconds: wall-clock seconds by phase, in the order in which the phases ran.
         first_byte_to_verified: seconds from before the first byte was sent (or written) to the answer that every rank holds
-            and has checked the new weights; of several servers, the longest.
-        server_seconds: the server's own view by phase; `halted` is how long it did not generate. Of several, the last one's.
+            and has checked the new weights; of several servers, all.
+        server_seconds: the server's own view by phase; `halted` is how long it did not generate. Of several, the slowest one's.
+        fleet: how many servers there are (`size`), and how many are good, quarantined, away and joining; empty if the bridge
+            does not count them.
     """
 
     version: int
@@ -42,6 +45,7 @@ class SyncReport:
     seconds: dict[str, float] = field(default_factory=dict)
     first_byte_to_verified: float = 0.0
     server_seconds: dict[str, float] = field(default_factory=dict)
+    fleet: dict[str, int] = field(default_factory=dict)
 
 
 @contextmanager
@@ -128,6 +132,18 @@ class WeightBridge(ABC):
             write_weights: as for `keep_serving`.
         """
         return nullcontext()
+
+    def require(self, check: Callable[[str, dict[str, Any]], None]) -> None:
+        """Let no server in from now on that does not pass a check.
+
+        Args:
+            check: told a server's address and what its /bridge/info answers; raises TrainerError. Called by a thread of rank 0.
+        """
+        return None
+
+    def server_urls(self) -> list[str]:
+        """The servers that weights go to now, on rank 0; empty if they are those that the options name."""
+        return []
 
     def server_restarted(self) -> bool:
         """Whether `keep_serving` has something to do. Asked now and then while training waits; not collective: rank 0 alone."""

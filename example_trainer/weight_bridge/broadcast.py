@@ -1,24 +1,32 @@
-"""Two copies of the weights: the trainer sends its own to every rank of every server, NCCL between GPUs, Gloo between CPUs."""
+"""Two copies of the weights: the trainer sends its own to every rank of every server at the same time.
+
+An update is: all begin, the weights are streamed once for each layout, all commit. Rank 0 alone speaks with the servers and
+decides (fleet_updates.py); what it decides is told to the other ranks, so that all act alike. Whoever fails is left out, and
+the same version is sent again to the rest; whoever is back gets one full update.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch
 
 from example_trainer.errors import BridgeError
-from example_trainer.models.shards import Shards
 from example_trainer.parallel.ranks import Ranks
-from example_trainer.weight_bridge.base import LeaseLost, SyncReport, WeightBridge, Weights, timed
-from example_trainer.weight_bridge.handshake import ServerSession
-from example_trainer.weight_bridge.send_plan import distinct_layouts
-from example_trainer.weight_bridge.server import BridgeServer, Shapes, require_finite, served_dtype, shapes_of
-from example_trainer.weight_bridge.slices import WeightSlices
-from vllm_patching.protocol.checksum import WeightSummary
+from example_trainer.weight_bridge.base import SyncReport, WeightBridge, Weights, timed
+from example_trainer.weight_bridge.cohorts import Cohort
+from example_trainer.weight_bridge.fleet import Fleet
+from example_trainer.weight_bridge.fleet_keeper import Board, FleetKeeper
+from example_trainer.weight_bridge.fleet_updates import FleetUpdates, Group
+from example_trainer.weight_bridge.members import Member, Unfit, Watch
+from example_trainer.weight_bridge.send_plan import SendPlan, distinct_layouts
+from example_trainer.weight_bridge.server import BridgeServer, Shapes, served_dtype, shapes_of
+from example_trainer.weight_bridge.stream import WeightStream
 from vllm_patching.protocol.manifest import Manifest, dtype_name
 from vllm_patching.transport.addresses import RendezvousError, rendezvous_address
 from vllm_patching.transport.rendezvous import host_store
@@ -28,18 +36,44 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+SERVER_PATIENCE = 10.0
+
+
+class Line:
+    """What one layout of the servers' is sent by: the stream that packs it, and the cohort that gets it.
+
+    Attributes:
+        formed: the members of the cohort as it is; empty if there is none.
+        key: its name.
+    """
+
+    def __init__(self, stream: WeightStream, cohort: Cohort, backend: str) -> None:
+        self.stream, self.cohort, self.backend = stream, cohort, backend
+        self.formed: list[Any] = []
+        self.key = ""
+
+    def leave(self) -> None:
+        """Give the cohort up; it has to be formed anew."""
+        self.formed, self.key = [], ""
+        self.cohort.close()
+
 
 class BroadcastBridge(WeightBridge):
-    """Sends each rank of each server the shards that it holds, one server after the other.
-
-    A server that is killed and started again is found, and gets the weights of the present version before it serves. A float32
-    model is rounded to the server's dtype.
-    """
+    """Sends to each rank of each server the shard that it holds. A float32 model is rounded to the servers' dtype."""
 
     converts = True
 
     def __init__(
-        self, servers: BridgeServer | Sequence[BridgeServer], transfer: str = "auto", ranks: Ranks | None = None
+        self,
+        servers: BridgeServer | Sequence[BridgeServer],
+        transfer: str = "auto",
+        ranks: Ranks | None = None,
+        *,
+        least: int = 1,
+        patience: float = SERVER_PATIENCE,
+        hosts: int = 0,
+        make_server: Callable[[str], BridgeServer] | None = None,
+        board: Board | None = None,
     ) -> None:
         """
         Args:
@@ -47,43 +81,71 @@ class BroadcastBridge(WeightBridge):
             transfer: `direct` into the live weights of a paused server; `overlapped`, beside them while it generates; `auto`
                 overlaps where the server's GPUs have room for a second copy.
             ranks: the trainer's processes, if it has several.
+            least: servers without which training waits.
+            patience: seconds for which one server may keep the others waiting.
+            hosts: so many machines must have a server when training begins; 0: any number.
+            make_server: speaks to a server that joins later, by its address.
+            board: where the fleet's table is shown, and where it is said who joins and leaves.
         """
         self._ranks = ranks or Ranks()
         given = [servers] if isinstance(servers, BridgeServer) else list(servers)
-        self._sessions = [ServerSession(server, number, self._ranks) for number, server in enumerate(given)]
-        self._transfer = transfer
+        first = given[0]
+        members = {server.url: Member(server) for server in given}
+        make = make_server or (lambda url: _same_kind(first, url))
+        fleet = Fleet(members, min(least, len(members)) if make_server is None else least, patience, time.time())
+        # On the other ranks neither is ever asked anything.
+        self._keeper = FleetKeeper(fleet, members, make, board if self._ranks.is_main else None)
+        self._updates = FleetUpdates(self._keeper, transfer, first.timeout, first.startup_timeout, first.sleep, hosts)
+        # Looking for servers, joining them, forming, beginning, committing and calling off, each with its margin.
+        self._longest = first.startup_timeout + 2 * first.longest_wait + 3 * patience
+        self._timeout = first.timeout
+        self._meeting_seconds = min(first.timeout, 2 * patience)
+        self._manifests: dict[str, tuple[Manifest, ...]] = {}
+        self._dtype: torch.dtype | None = None
         self._model: torch.nn.Module | None = None
-        self._shapes: Shapes = {}  # as sent to the server that was joined last
+        self._shapes: Shapes = {}
         self._device = torch.device("cpu")
         self._address = ("", 0)
         self._store: torch.distributed.TCPStore | None = None
-        self._slices: dict[str, WeightSlices] = {}
+        self._lines: dict[str, Line] = {}
         self._version = 0
 
     def serving_dtype(self) -> torch.dtype | None:
-        for session in self._sessions:
-            session.ask()
-        return served_dtype(self._sessions[0].info)
+        def gather() -> list[Any]:
+            present = self._updates.gather()
+            dtype = dtype_name(served_dtype(present[0].info))
+            return [dtype, [[manifest.to_json() for manifest in member.manifests] for member in present]]
+
+        dtype, found = self._ranks.on_main("asking the vLLM servers", gather, self._longest)
+        for ranks in found:
+            manifests = tuple(Manifest.from_json(rank) for rank in ranks)
+            self._manifests[",".join(manifest.digest() for manifest in manifests)] = manifests
+        return getattr(torch, dtype)
 
     def layouts(self) -> tuple[tuple[Manifest, ...], ...]:
-        return distinct_layouts(session.manifests for session in self._sessions)
+        return distinct_layouts(self._manifests.values())
 
     def connect(self, model: torch.nn.Module) -> None:
-        self._model = model
+        self._model, self._shapes = model, shapes_of(model)
         self._device = next(model.parameters()).device
-        hosts = [str(urlsplit(session.server.url).hostname) for session in self._sessions]
+        self.params_total = len(self._shapes)
+        hosts = [str(urlsplit(url).hostname) for url in self._keeper.members]
         # Rank 0's: another machine's way to the servers may begin at another address.
         host, port = self._ranks.on_main("finding the rendezvous", lambda: _translate(lambda: rendezvous_address(hosts)))
         self._address = (host, port)
-        timeout = self._sessions[0].server.timeout
         # Rank 0 hosts the store: the others come after it.
         if self._ranks.is_main:
-            self._store = _translate(lambda: host_store(*self._address, timeout))
+            self._store = _translate(lambda: host_store(*self._address, self._timeout))
         self._ranks.barrier("opening the rendezvous with vLLM")
         if not self._ranks.is_main:
-            self._store = _translate(lambda: host_store(*self._address, timeout, is_host=False))
-        for session in self._sessions:
-            self._join(session)
+            self._store = _translate(lambda: host_store(*self._address, self._timeout, is_host=False))
+        own = self._ranks.gather(gpu_uuid(self._device) if self._device.type == "cuda" else "", "naming the GPUs")
+
+        def prepare() -> list[int]:
+            self._updates.prepare(self._as_sent, self._device, lambda member: check_gpus(member, own))
+            return [self._updates.joins, self._updates.mapped]
+
+        self.joins, self.params_mapped = self._ranks.on_main("joining the vLLM servers", prepare, self._longest)
 
     def sync(self, version: int, write_weights: Callable[[], None], masters: Weights | None = None) -> SyncReport:
         """See WeightBridge.sync. The model's weights are this process's own, so they are written before any server pauses."""
@@ -91,136 +153,150 @@ class BroadcastBridge(WeightBridge):
         with timed(seconds, "write"):
             write_weights()
         self._version = version
-        summaries = self._pack(seconds)
-        reports = [self._deliver(session, version, summaries, seconds) for session in self._sessions]
-        return SyncReport(
-            version=version,
-            checksum=reports[0].checksum,
-            bytes_moved=sum(report.bytes_moved for report in reports),
-            seconds=seconds,
-            first_byte_to_verified=max(report.first_byte_to_verified for report in reports),
-            server_seconds=reports[-1].server_seconds,
-        )
+        done = self._deliver(True, seconds)
+        facts = ("checksum", "bytes_moved", "first_byte_to_verified", "server_seconds", "fleet")
+        return SyncReport(version=version, seconds=seconds, **{name: done[name] for name in facts})
+
+    def require(self, check: Callable[[str, dict[str, Any]], None]) -> None:
+        self._updates.require(lambda member: check(member.url, member.info))
+
+    def server_urls(self) -> list[str]:
+        with self._keeper.lock:
+            return list(self._keeper.fleet.good)
 
     def server_restarted(self) -> bool:
-        return any([session.server.has_restarted() for session in self._sessions])  # a list: each says that it is away
+        return bool(self._keeper.due())
 
     def keep_serving(self, write_weights: Callable[[], None]) -> None:
         """See WeightBridge.keep_serving. The model's weights are the present ones already."""
-        for session in self._sessions:
-            if not self._ranks.on_main("looking for restarted servers", session.server.has_restarted):
-                continue
-            logger.warning("[Bridge] %s was restarted: sending it version %d", session.server.url, self._version)
-            seconds: dict[str, float] = {}
-            self._join(session)
-            self._update(session, self._version, self._pack(seconds), seconds)
+
+        def due() -> list[str]:
+            self._keeper.look()
+            return self._keeper.due()
+
+        if self._ranks.on_main("looking for servers that are back", due, self._longest):
+            self._deliver(False, {})
 
     def close(self) -> None:
-        for session in self._sessions:
-            session.leave()
-            session.server.close()
+        self._keeper.close()
+        for line in self._lines.values():
+            line.leave()
+        for member in self._keeper.members.values():
+            member.server.close()
 
-    def _join(self, session: ServerSession) -> None:
-        assert self._store is not None
-        assert self._model is not None
-        session.ask()
-        self._shapes = _as_sent(self._model, session.info)
-        self.params_mapped, self.params_total = session.compare(self._shapes), len(self._shapes)
-        if self._device.type != session.info["device"]:
-            raise BridgeError(
-                f"vLLM's weights are on {session.info['device']}, the trainer's on {self._device.type}; "
-                f"start the trainer with --device {session.info['device']}"
-            )
-        if self._device.type == "cuda":
-            own = gpu_uuid(self._device)
-            self._ranks.together("comparing the GPUs with vLLM's", lambda: session.check_gpus(own))
-        parameters = dict(self._model.named_parameters())
-        whole = self._ranks.world_size == 1
-        for rank in session.mine:
-            manifest = session.manifests[rank]
-            if manifest.digest() not in self._slices:
-                self._slices[manifest.digest()] = WeightSlices(manifest, parameters, whole, self._device)
-        session.join(self._shapes, *self._address, self._store, self._device, self._transfer)
-        self.joins += 1
+    # ---- one update, on every rank ----
 
-    def _pack(self, seconds: dict[str, float]) -> dict[str, WeightSummary]:
-        """Put together what will be sent, and sum it up. Returns the summaries by layout, of every rank's share."""
-        assert self._model is not None
-        shards = getattr(self._model, "shards", None) or Shards()
-        with timed(seconds, "pack"):
-            wanted = {name for slices in self._slices.values() for name in slices.packed_names}
-            for name, parameter in self._model.named_parameters():
-                if self._ranks.world_size == 1 and name not in wanted:
-                    continue
-                full = shards.whole(name, shards.local(parameter))  # collective: also a rank that sends nothing takes part
-                for slices in self._slices.values():
-                    slices.pack(name, full)
+    def _deliver(self, everyone: bool, seconds: dict[str, float]) -> dict[str, Any]:
+        """Bring the present version to all servers, or to those alone that do not serve it and could. Returns what was done."""
+        version, main = self._version, self._ranks.on_main
+        with self._keeper.updating() if self._ranks.is_main else nullcontext():
+            main("beginning an update", lambda: self._updates.begin_version(version, everyone))
+            while True:
+                with timed(seconds, "choose"):
+                    groups = main("choosing the servers", self._updates.choose, self._longest)
+                for group in groups:
+                    self._send(group, seconds)
+                if main("looking who has the weights", self._updates.settled):
+                    break
+            done = main("ending an update", self._updates.report)
+        self.joins, self.params_mapped = done["joins"], done["mapped"]
+        return done
+
+    def _send(self, group: Group, seconds: dict[str, float]) -> None:
+        """One try to update a group of servers. Who got it, and who is to blame if it broke, is known on rank 0 then."""
+        updates, main, limit = self._updates, self._ranks.on_main, self._longest
+        line = self._line(group)
         with timed(seconds, "checksum"):
-            mine = [(digest, slices.summary()) for digest, slices in self._slices.items()]
-            rows = [[digest, summary.checksum, summary.not_finite] for digest, summary in mine]
-            of_all = self._ranks.gather(rows, "summing up the weights")
-            return {digest: WeightSummary(checksum, bad) for rows in of_all for digest, checksum, bad in rows}
-
-    def _deliver(
-        self, session: ServerSession, version: int, summaries: dict[str, WeightSummary], seconds: dict[str, float]
-    ) -> SyncReport:
-        """Update one server; if it turns out to have been restarted, or this trainer to have been late, do so anew."""
-        server = session.server
+            spoilt = line.stream.not_finite()
+        if spoilt:
+            raise BridgeError(
+                f"{spoilt} holds NaN or infinity: version {self._version} was not sent, the servers keep the one before; "
+                "--resume auto goes on from the last checkpoint"
+            )
+        watch = updates.watch(group) if self._ranks.is_main else None
         try:
-            if not session.joined:
-                self._join(session)
-            return self._update(session, version, summaries, seconds)
+            with watch or nullcontext():
+                if line.formed != group["members"]:
+                    with timed(seconds, "form"):
+                        self._form(line, group, watch)
+                with timed(seconds, "begin"):
+                    main("beginning on vLLM", lambda: updates.begin(group, line.key, _here(watch)), limit)
+                begun = time.perf_counter()
+                with timed(seconds, "transfer"):
+                    checksums = line.stream.send(line.cohort, _lost(watch))
+                with timed(seconds, "commit"):
+                    main("committing on vLLM", lambda: updates.commit(group, checksums, begun, _here(watch)), limit)
         except BridgeError as error:
-            waiting = f"[Bridge] {error}; looking whether the server was restarted"
-            if self._ranks.on_main(
-                "asking vLLM", lambda: session.server.wait_for_restart(waiting), session.server.longest_wait
-            ):
-                why = "was restarted"
-            elif isinstance(error, LeaseLost):
-                why = "did not wait for this trainer"
-            else:
-                raise
-            logger.warning("[Bridge] %s %s: joining it again to send version %d", server.url, why, version)
-        self._join(session)
-        return self._update(session, version, self._pack(seconds), seconds)
+            line.leave()
+            broken = error
+            main("calling the update off", lambda: updates.break_off(group, broken, _here(watch)), limit)
 
-    def _update(
-        self, session: ServerSession, version: int, summaries: dict[str, WeightSummary], seconds: dict[str, float]
-    ) -> SyncReport:
-        found = [summaries[manifest.digest()] for manifest in session.manifests]
-        slices = {rank: self._slices[session.manifests[rank].digest()] for rank in session.mine}
-        spoilt = next((summary.not_finite for summary in found if summary.not_finite), "")
-        require_finite(spoilt, version)
-        on_main, longest = self._ranks.on_main, session.server.longest_wait
-        with timed(seconds, "begin"):
-            on_main("beginning vLLM's update", lambda: session.begin(version), longest)
-        first_byte = time.perf_counter()
-        with timed(seconds, "transfer"):
-            try:
-                self._ranks.together("sending the weights", lambda: session.send(version, slices), longest)
-            except BridgeError as error:
-                session.joined = False
-                if not self._ranks.is_main:
-                    raise
-                raise session.server.give_up(session.epoch, error) from error
-        with timed(seconds, "commit"):
-            try:
-                answer = on_main(
-                    "committing on vLLM",
-                    lambda: session.commit(version, [s.checksum for s in found]),
-                    session.server.longest_wait,
-                )
-            except LeaseLost as error:
-                if self._ranks.is_main:
-                    session.server.abort(session.epoch, str(error))
-                raise
-        return SyncReport(
-            version=version,
-            checksum=found[0].checksum,
-            bytes_moved=session.num_bytes,
-            first_byte_to_verified=time.perf_counter() - first_byte - answer["seconds"]["resume"],
-            server_seconds=answer["seconds"],
+    def _form(self, line: Line, group: Group, watch: Watch | None) -> None:
+        """Have the members meet."""
+        line.leave()
+        key, members = group["key"], sum(replicas for _, _, replicas in group["members"])
+        host, port = self._address
+        lanes = line.cohort.plan.lanes
+        self._ranks.on_main(
+            "calling vLLM's ranks together",
+            lambda: self._updates.call_together(group, host, port, lanes, _here(watch)),
+            self._longest,
         )
+        assert self._store is not None
+        line.cohort.form(host, port, key, members, line.backend, self._store, self._meeting_seconds, _lost(watch))
+        line.formed, line.key = list(group["members"]), key
+
+    def _line(self, group: Group) -> Line:
+        """Of the layout of a group; made when the layout is met for the first time."""
+        assert self._model is not None
+        if group["layout"] not in self._lines:
+            manifests = [Manifest.from_json(rank) for rank in group["manifests"]]
+            plan = SendPlan(self._ranks.world_size, len(manifests))
+            stream = WeightStream(self._model, manifests, plan, self._ranks, self._device)
+            cohort = Cohort(self._ranks, plan, self._device, self._timeout)
+            self._lines[group["layout"]] = Line(stream, cohort, group["backend"])
+        return self._lines[group["layout"]]
+
+    def _as_sent(self, info: dict[str, Any]) -> Shapes:
+        """What a server of this /bridge/info is told of the parameters. If all are float32, they are sent in its own dtype."""
+        if any(dtype != dtype_name(torch.float32) for _, dtype in self._shapes.values()):
+            return self._shapes
+        served = dtype_name(served_dtype(info))
+        return {name: (shape, served) for name, (shape, _) in self._shapes.items()}
+
+
+def check_gpus(member: Member, own: Sequence[str]) -> None:
+    """Refuse what NCCL would refuse in the first transfer, with a message that few understand.
+
+    Args:
+        own: UUID of the GPU that each of the trainer's ranks sends from; empty on a CPU.
+
+    Raises:
+        Unfit: one of vLLM's ranks is on the GPU of a trainer rank that sends to it.
+    """
+    uuids = member.info["gpu_uuids"]
+    plan = SendPlan(len(own), len(uuids))
+    for rank, uuid in enumerate(uuids):
+        if uuid and uuid in {own[sender] for sender in plan.senders(rank)}:
+            raise Unfit(
+                f"vLLM rank {rank} of {member.url} and the trainer that sends to it are on the same GPU ({uuid}), "
+                "between which NCCL cannot send; share one copy (--single-copy instead of --use-shared-memory), or put the "
+                "trainer on another GPU (--device cuda:N or CUDA_VISIBLE_DEVICES)"
+            )
+
+
+def _lost(watch: Watch | None) -> Callable[[], str]:
+    """Why waiting is in vain; rank 0 alone knows."""
+    return watch.lost if watch is not None else str
+
+
+def _here(watch: Watch | None) -> Watch:
+    assert watch is not None, "rank 0 alone speaks with the servers"
+    return watch
+
+
+def _same_kind(server: BridgeServer, url: str) -> BridgeServer:
+    raise BridgeError(f"{url} cannot join a training that was started for {server.url} alone")
 
 
 def _translate(step: Callable[[], _T]) -> _T:
@@ -228,12 +304,3 @@ def _translate(step: Callable[[], _T]) -> _T:
         return step()
     except RendezvousError as error:
         raise BridgeError(str(error)) from error
-
-
-def _as_sent(model: torch.nn.Module, info: dict[str, Any]) -> Shapes:
-    """What a server of this /bridge/info is told of the parameters. If all are float32, they are sent in its own dtype."""
-    shapes = shapes_of(model)
-    if any(parameter.dtype is not torch.float32 for parameter in model.parameters()):
-        return shapes
-    served = dtype_name(served_dtype(info))
-    return {name: (shape, served) for name, (shape, _) in shapes.items()}

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 
+from example_trainer.api_keys import revealed
 from example_trainer.config import TrainerConfig
 from example_trainer.models.lora.settings import base_model_name
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal
 from example_trainer.weight_bridge.base import NoBridge, WeightBridge
 from example_trainer.weight_bridge.broadcast import BroadcastBridge
+from example_trainer.weight_bridge.fleet_keeper import ServiceBoard
 from example_trainer.weight_bridge.lora import LoraBridge, LoraServer
 from example_trainer.weight_bridge.restart import RestartBridge
 from example_trainer.weight_bridge.server import BridgeServer, configured_servers
@@ -63,7 +67,24 @@ def make_bridge(
         logger.info("[Bridge] %s: %s", "Single copy" if single else "Broadcast", why)
     if single:
         return SingleCopyBridge(servers[0], ranks, config.colocate)
-    return BroadcastBridge(servers, config.weight_transfer, ranks)
+    return BroadcastBridge(
+        servers,
+        config.weight_transfer,
+        ranks,
+        least=config.min_servers,
+        patience=config.server_patience,
+        hosts=int(os.environ.get("NUM_INFERENCE_NODES") or 0),
+        make_server=lambda url: server_at(url, config, stop, weight_epoch),
+        board=ServiceBoard(config.atropos_url, revealed(config.atropos_api_key)),
+    )
+
+
+def server_at(url: str, config: TrainerConfig, stop: StopSignal | None, weight_epoch: int) -> BridgeServer:
+    """A server that joins later; nothing is asked of it. The arguments are those of make_bridge."""
+    place = urlsplit(url)
+    host, port = str(place.hostname), place.port or 80
+    key, sleep = revealed(config.vllm_api_key), stop.wait if stop else time.sleep
+    return BridgeServer(host, port, config.bridge_timeout, key, config.service_timeout, sleep, weight_epoch)
 
 
 def prefers_single_copy(info: dict[str, Any]) -> tuple[bool, str]:

@@ -70,6 +70,8 @@ class Place:
         hopeless: whether waiting will not help.
         failures: tries that failed, since it was good.
         not_before: Unix seconds before which it is not tried again.
+        lost: Unix seconds since when it is not good any more; None while it is, or was not yet.
+        silent_since: Unix seconds of the first look in a row that it did not answer.
     """
 
     url: str
@@ -83,21 +85,28 @@ class Place:
     hopeless: bool = False
     failures: int = 0
     not_before: float = 0.0
+    lost: float | None = None
     silent_since: float | None = None
 
 
 @dataclass(frozen=True)
 class Change:
-    """A server whose standing is another now.
+    """A server whose standing has become another.
 
     Attributes:
-        before: what it was.
-        lasted: seconds that it was that.
+        url: its address.
+        before, now: what it was, and what it became.
+        reason: why it is not good; empty if it is.
+        weight_version: that it serves; None if that is not known.
+        absence: seconds for which it was not good, if it is good again; None if it is so for the first time.
     """
 
-    place: Place
+    url: str
     before: Standing
-    lasted: float
+    now: Standing
+    reason: str
+    weight_version: int | None
+    absence: float | None
 
 
 class Fleet:
@@ -241,11 +250,17 @@ class Fleet:
         return [place.url for place in self.places.values() if place.standing is standing]
 
     def _stand(self, place: Place, standing: Standing, reason: str, now: float) -> None:
-        before, lasted = place.standing, now - place.since
+        before, absence = place.standing, None if place.lost is None else now - place.lost
         place.reason = reason
-        if before is not standing:
-            place.standing, place.since = standing, now
-            self._changes.append(Change(place, before, lasted))
+        if before is standing:
+            return
+        place.standing, place.since = standing, now
+        if before is Standing.GOOD:
+            place.lost = now
+        elif standing is Standing.GOOD:
+            place.lost = None
+        back = absence if standing is Standing.GOOD else None
+        self._changes.append(Change(place.url, before, standing, reason, place.weight_version, back))
 
 
 @dataclass(frozen=True)

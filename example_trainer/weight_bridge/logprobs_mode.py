@@ -9,24 +9,32 @@ temperature it samples at (`raw_logprobs`): right for what was sampled at temper
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import partial
+from typing import Any
 
+from example_trainer.api_keys import revealed
 from example_trainer.batch.sampling import TAKEN_ON_TRUST, SamplerLogprobs
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
 from example_trainer.parallel.ranks import Ranks
-from example_trainer.vllm_client import QUICK_SECONDS
-from example_trainer.weight_bridge.server import BridgeServer, configured_servers
+from example_trainer.vllm_client import QUICK_SECONDS, VLLMClient
+from example_trainer.weight_bridge.members import at_once
 
 logger = logging.getLogger(__name__)
 
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 
 
-def check_logprobs(config: TrainerConfig, ranks: Ranks) -> SamplerLogprobs:
+def check_logprobs(config: TrainerConfig, ranks: Ranks, urls: Callable[[], Sequence[str]] = tuple) -> SamplerLogprobs:
     """Ask every vLLM server which logprobs it hands out. Collective. Call it when the servers are there.
 
     A server that cannot be asked (another program, or none where the options name one) is taken to hand out those of what it
     samples from, which is logged if that is not temperature 1.
+
+    Args:
+        urls: of the servers that rollouts come from, asked on rank 0; none: those that the options name.
 
     Returns:
         which servers' logprobs are those of what they sample from, which are not, and of which it is not known: see
@@ -35,20 +43,34 @@ def check_logprobs(config: TrainerConfig, ranks: Ranks) -> SamplerLogprobs:
     Raises:
         ConfigError: a server's logprobs are not of the distribution that the trainer computes; says what to change.
     """
-    longest = len(config.vllm_addresses) * QUICK_SECONDS + ranks.timeout
-    found: dict[str, list[str]] = ranks.on_main("asking vLLM for its logprobs", lambda: _check(config), longest)
+    longest = 2 * QUICK_SECONDS + ranks.timeout
+    found: dict[str, list[str]] = ranks.on_main("asking vLLM for its logprobs", lambda: _check(config, urls()), longest)
     return SamplerLogprobs(**{name: tuple(urls) for name, urls in found.items()})
 
 
-def _check(config: TrainerConfig) -> dict[str, list[str]]:
+def require_fitting_logprobs(config: TrainerConfig) -> Callable[[str, dict[str, Any]], None]:
+    """What a server must pass that joins a training, for WeightBridge.require."""
+
+    def check(url: str, info: dict[str, Any]) -> None:
+        with closing(VLLMClient(url, QUICK_SECONDS, revealed(config.vllm_api_key))) as server:
+            mode = (server.look("/sampling") or {}).get("logprobs_mode")
+        if isinstance(mode, str):
+            require_fitting(url, mode, config.temperature)
+
+    return check
+
+
+def _check(config: TrainerConfig, urls: Sequence[str]) -> dict[str, list[str]]:
     """Addresses by the names of SamplerLogprobs."""
     raw: list[str] = []
     processed: list[str] = []
     unknown: list[str] = []
-    for server in configured_servers(BridgeServer, config):
-        answer = server.look("/sampling") or {}
+    named = [f"http://{host}:{port}" for host, port in config.vllm_addresses]
+    servers = {url: VLLMClient(url, QUICK_SECONDS, revealed(config.vllm_api_key)) for url in urls or named}
+    answers = at_once({url: partial(server.look, "/sampling") for url, server in servers.items()}, 2 * QUICK_SECONDS)
+    for url, server in servers.items():
         server.close()
-        url, mode = server.url, answer.get("logprobs_mode")
+        mode = (answers.ok.get(url) or {}).get("logprobs_mode")
         if isinstance(mode, str):
             require_fitting(url, mode, config.temperature)
             (raw if mode == RAW else processed).append(url)

@@ -76,8 +76,9 @@ class FleetModel(RuleBasedStateMachine):
         self.wanted, self.left = {URLS[n] for n in wanted}, {URLS[n] for n in left}
         before = set(self.fleet.places)
         came, went = self.fleet.wish(sorted(self.wanted), self.left, self.now)
+        for url in went:
+            self.standings.pop(url, None)
         assert set(self.fleet.places) == ({*self.named} | self.wanted) - self.left == (before | {*came}) - {*went}
-        self.standings = {url: place.standing for url, place in self.fleet.places.items()}
 
     @rule(seconds=st.sampled_from([0.5, 5.0, 11.0, 60.0, LONGEST_PAUSE_SECONDS]))
     def time_passes(self, seconds: float) -> None:
@@ -127,11 +128,9 @@ class FleetModel(RuleBasedStateMachine):
         assert not set(self.fleet.good) & set(self.fleet.due(self.now))
         assert sum(n for name, n in self.fleet.counts().items() if name != "size") == self.fleet.counts()["size"]
         for change in self.fleet.take_changes():
-            if change.place.url in self.fleet.places:
-                assert self.standings.get(change.place.url, Standing.JOINING) is change.before
-                self.standings[change.place.url] = change.place.standing
-            assert change.lasted >= 0
-        self.standings = {url: place.standing for url, place in self.fleet.places.items()}
+            assert self.standings.get(change.url, Standing.JOINING) is change.before
+            self.standings[change.url] = change.now
+            assert change.absence is None or change.absence >= 0
 
     def teardown(self) -> None:
         """Once all faults are gone, every server that can be helped is good after one look and one update."""

@@ -1,0 +1,198 @@
+"""Looks after the fleet between updates: who is away, who is back, who is wanted beside the servers that the options name."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import httpx
+
+from example_trainer.errors import BridgeError
+from example_trainer.http_client import direct_client
+from example_trainer.weight_bridge.fleet import Fleet, Standing
+from example_trainer.weight_bridge.fleet_report import is_bad_news, line_of, table
+from example_trainer.weight_bridge.members import LOOK_SECONDS, Member, at_once
+from example_trainer.weight_bridge.server import BridgeServer
+
+logger = logging.getLogger(__name__)
+
+PUBLISH_SECONDS = 5.0
+"""The longest time between two tables that the rollout service is given."""
+_ROUND_SECONDS = 1.0
+_SERVICE_SECONDS = 3.0
+
+
+class Board(Protocol):
+    """Where the fleet's table hangs, and where others write whom they want in it."""
+
+    def publish(self, rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]] | None:
+        """Show the table. Returns (wanted, left) as they are there now; None if nobody answers."""
+
+    def close(self) -> None:
+        """Hang up."""
+
+
+class ServiceBoard:
+    """The rollout service's /fleet. A service that is away, or has no such route, is asked again with the next table."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        self._http = direct_client(url, _SERVICE_SECONDS, api_key)
+        self._said = ""
+
+    def publish(self, rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]] | None:
+        """See Board.publish."""
+        try:
+            answer = self._http.post("/fleet", json={"servers": list(rows)})
+            body = answer.json() if answer.status_code == 200 else None
+            problem = "" if body is not None else f"{answer.status_code} {answer.text[:200]}"
+        except (httpx.HTTPError, ValueError) as error:
+            body, problem = None, str(error) or type(error).__name__
+        if problem and problem != self._said:
+            logger.debug("the rollout service does not take the fleet's table: %s", problem)
+        self._said = problem
+        return None if body is None else (list(body.get("wanted") or []), list(body.get("left") or []))
+
+    def close(self) -> None:
+        """Hang up. Safe to call twice."""
+        self._http.close()
+
+
+class FleetKeeper:
+    """Owns the fleet and its members, on rank 0. A thread looks at all servers every second while no update is made.
+
+    `lock` guards `fleet` and `members`, and is held for no longer than it takes to read or change them.
+    """
+
+    def __init__(
+        self, fleet: Fleet, members: Mapping[str, Member], make: Callable[[str], BridgeServer], board: Board | None = None
+    ) -> None:
+        """
+        Args:
+            fleet: the policy.
+            members: its servers, by address.
+            make: speaks to a server that joins later, by its address.
+            board: where the table is shown; None: nowhere.
+        """
+        self.fleet, self.members = fleet, dict(members)
+        self.lock = threading.RLock()
+        self._make, self._board = make, board
+        self._ended, self._changed = threading.Event(), threading.Event()
+        self._updates = 0
+        self._updating = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="fleet keeper", daemon=True)
+        self._said_away: set[str] = set()
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def look(self, forced: bool = False) -> None:
+        """Look at all servers now, at the same time; at most LOOK_SECONDS.
+
+        Args:
+            forced: also while an update is made, which teaches more than a look; asked by whoever makes it.
+        """
+        with self.lock:
+            members, begun = dict(self.members), self._updates
+            if self._updating and not forced:
+                return
+        states = at_once({url: member.state for url, member in members.items()}, LOOK_SECONDS + 1.0).ok
+        with self.lock:
+            if not forced and (self._updating or self._updates != begun):
+                return  # what was seen is older than what the update has taught
+            for url, member in members.items():
+                self.fleet.saw(url, member.seen_in(states.get(url)), time.time())
+                self._say_away(url, states.get(url) is None)
+            self.tell()
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """An update is made meanwhile: servers are looked at by those who make it."""
+        with self.lock:
+            self._updating = True
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._updating, self._updates = False, self._updates + 1
+                self.tell()
+
+    def due(self) -> list[str]:
+        """Who could be brought in now, as of the last look.
+
+        Raises:
+            BridgeError: the thread has failed.
+        """
+        if self._failure is not None:
+            raise BridgeError(f"the fleet's keeper has failed: {self._failure}") from self._failure
+        with self.lock:
+            return self.fleet.due(time.time())
+
+    def tell(self) -> None:
+        """Say in the log what has changed, and have the table published. `lock` is held."""
+        for change in self.fleet.take_changes():
+            self._changed.set()
+            line = line_of(change, self.fleet)
+            if line:
+                logger.log(logging.WARNING if is_bad_news(change) else logging.INFO, "%s", line)
+
+    def close(self) -> None:
+        """Stop looking. Safe to call twice."""
+        self._ended.set()
+        self._changed.set()
+        if self._thread.is_alive():
+            self._thread.join(LOOK_SECONDS + _SERVICE_SECONDS + _ROUND_SECONDS)
+        if self._board is not None:
+            self._board.close()
+
+    def _run(self) -> None:
+        published = 0.0
+        try:
+            while not self._ended.is_set():
+                self.look()
+                now = time.monotonic()
+                if self._changed.is_set() or now - published >= PUBLISH_SECONDS / 2:
+                    self._changed.clear()
+                    published = now
+                    self._publish()
+                self._changed.wait(_ROUND_SECONDS)
+        except Exception as error:
+            self._failure = error
+            logger.exception("[Fleet] servers are not looked after any more")
+
+    def _publish(self) -> None:
+        if self._board is None:
+            return
+        with self.lock:
+            rows = table(self.fleet)
+        wishes = self._board.publish(rows)
+        if wishes is None:
+            return
+        with self.lock:
+            if not self._updating:  # whoever is being updated stays until that is done
+                self.wish(*wishes)
+
+    def wish(self, wanted: Sequence[str], left: Sequence[str]) -> None:
+        """Others ask for these servers beside the named ones, and for those to go. `lock` is held; no update is made."""
+        came, went = self.fleet.wish(wanted, left, time.time())
+        for url in went:
+            logger.info("[Fleet] %s has left: training goes on with %d servers", url, len(self.fleet.good))
+            self.members.pop(url).server.close()
+        for url in came:
+            logger.info("[Fleet] %s shall join", url)
+            self.members[url] = Member(self._make(url))
+        if came or went:
+            self._changed.set()
+
+    def _say_away(self, url: str, away: bool) -> None:
+        place = self.fleet.places.get(url)
+        if not away or place is None or place.standing is Standing.GOOD:
+            self._said_away.discard(url)
+        elif url not in self._said_away:
+            self._said_away.add(url)
+            logger.warning("[Bridge] the vLLM server at %s does not answer; start it again, it will get the weights", url)

@@ -1,0 +1,76 @@
+"""What is said of a fleet: lines in the log, the table that the rollout service shows, figures for the metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from example_trainer.weight_bridge.fleet import Change, Fleet, Standing
+
+
+def line_of(change: Change, fleet: Fleet) -> str:
+    """One line for people about a server whose standing is another now; empty if there is nothing to say."""
+    version = f"serves version {change.weight_version}"
+    if change.now is Standing.GOOD:
+        if change.absence is None:
+            return f"[Fleet] {change.url} joined: {version}"
+        return f"[Fleet] {change.url} is back: {version} after {change.absence:.1f} s"
+    if change.before is Standing.GOOD or (change.now is not Standing.JOINING and change.before is Standing.JOINING):
+        good, size = len(fleet.good), len(fleet.places)
+        goes_on = f"training goes on with {good} of {size} servers"
+        if good < fleet.least:
+            goes_on = f"training waits: {good} of {size} servers are good, --min-servers {fleet.least}"
+        return f"[Fleet] {change.url} quarantined: {change.reason}; {goes_on}"
+    return ""
+
+
+def is_bad_news(change: Change) -> bool:
+    """Whether its line is a warning."""
+    return change.now is not Standing.GOOD
+
+
+def missing_servers(fleet: Fleet) -> str:
+    """Those that are not good, each with the reason."""
+    missing = [place for place in fleet.places.values() if place.standing is not Standing.GOOD]
+    return " ".join(f"{place.url} ({place.reason})" for place in missing) or "no others are known"
+
+
+def waiting_line(fleet: Fleet, until: float) -> str:
+    """Why training waits. `until`: Unix seconds at which it gives up."""
+    clock = time.strftime("%H:%M:%S", time.localtime(until))
+    told = f"{len(fleet.good)} good, --min-servers {fleet.least}: {missing_servers(fleet)}"
+    return f"[Fleet] waiting for servers: {told}; until {clock}"
+
+
+def given_up(fleet: Fleet, waited: float) -> str:
+    """Why training ends."""
+    return (
+        f"{len(fleet.good)} of {len(fleet.places)} vLLM servers are good after {waited:.0f} s of waiting, --min-servers "
+        f"{fleet.least}: {missing_servers(fleet)}; restart them, then start the trainer again with --resume auto"
+    )
+
+
+def table(fleet: Fleet) -> list[dict[str, Any]]:
+    """The rows that the rollout service's /fleet shows."""
+    return [
+        {
+            "url": place.url,
+            "standing": str(place.standing),
+            "weight_version": place.weight_version,
+            "weight_epoch": place.weight_epoch,
+            "since": place.since,
+            "reason": place.reason,
+        }
+        for place in fleet.places.values()
+    ]
+
+
+def figures(fleet: Fleet) -> dict[str, int]:
+    """For the metrics of a step: `size`, and how many are good, quarantined, away and joining."""
+    return fleet.counts()
+
+
+def addresses(urls: Iterable[str]) -> str:
+    """Several addresses in one line."""
+    return ", ".join(urls) or "none"

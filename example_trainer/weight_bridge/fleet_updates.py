@@ -1,0 +1,383 @@
+"""Rank 0's part of an update of a fleet: whom it goes to, who is asked what, and who is to blame when it breaks.
+
+What it decides is told to the other ranks as JSON values, so that all of them act alike; see broadcast.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from example_trainer.errors import BridgeError
+from example_trainer.weight_bridge.base import LeaseLost
+from example_trainer.weight_bridge.cohorts import CohortError
+from example_trainer.weight_bridge.fleet import Verdict
+from example_trainer.weight_bridge.fleet_keeper import FleetKeeper
+from example_trainer.weight_bridge.fleet_report import figures, given_up, waiting_line
+from example_trainer.weight_bridge.members import Answers, Member, MemberCheck, Unfit, Watch, at_once, is_away
+from example_trainer.weight_bridge.server import Shapes
+
+logger = logging.getLogger(__name__)
+
+_LOG_EVERY_SECONDS = 10.0
+_LOOK_EVERY_SECONDS = 0.5
+_CALL_OFF_SECONDS = 15.0
+"""For a server to hear that an update is over, and to end its part of it."""
+
+Group = Mapping[str, Any]
+"""Servers that are sent to at the same time: `layout`, which they share; `members`, a list of [address, epoch, replicas] in the
+order of their places; `key`, which names their cohort; `backend`; `manifests` of their ranks, where the layout is new."""
+
+
+class FleetUpdates:
+    """Makes updates, one after the other. Used by the training thread of rank 0."""
+
+    def __init__(
+        self,
+        keeper: FleetKeeper,
+        transfer: str,
+        timeout: float,
+        longest_wait: float,
+        sleep: Callable[[float], None],
+        hosts: int,
+    ) -> None:
+        """
+        Args:
+            keeper: has the fleet.
+            transfer: auto, direct or overlapped.
+            timeout: seconds for each step of an update.
+            longest_wait: seconds for which training waits for servers.
+            sleep: how to wait; may raise to end the wait.
+            hosts: so many machines must have a server when training begins; 0: any number.
+        """
+        self._keeper, self._transfer = keeper, transfer
+        self._timeout, self._longest_wait, self._sleep, self._hosts = timeout, longest_wait, sleep, hosts
+        self._shapes: Callable[[dict[str, Any]], Shapes] = lambda info: {}
+        self._device = torch.device("cpu")
+        self._checks: list[MemberCheck] = []
+        self._keys, self._told = 0, set[str]()
+        self.joins = self.mapped = 0
+        self._start(0, False)
+
+    @property
+    def patience(self) -> float:
+        """Seconds for which one server may keep the others waiting."""
+        return self._keeper.fleet.patience
+
+    def _start(self, version: int, everyone: bool) -> None:
+        self._version, self._everyone = version, everyone
+        self._done: dict[str, dict[str, Any]] = {}
+        self._again: set[str] = set()
+        self._alone: set[str] = set()
+        self._late: set[str] = set()
+        self._failures: dict[str, BridgeError] = {}
+        self._waiting_since: float | None = None
+        self._checksum, self._verified, self._bytes = "", 0.0, 0
+
+    # ---- the start of a training ----
+
+    def gather(self) -> list[Member]:
+        """Wait for the servers that the options name. Those that take longer than the others join when they are there.
+
+        Raises:
+            BridgeError: too few are there in time, or one of them cannot be joined by any trainer.
+        """
+        members = self._keeper.members
+        limit = self._longest_wait + self._timeout
+        answers = at_once({url: member.ask for url, member in members.items()}, limit, self.patience, self._suffices)
+        for error in answers.failed.values():
+            if not is_away(error):
+                raise error
+        present = [member for url, member in members.items() if url in answers.ok]
+        if not self._suffices(answers.ok):
+            found = {str(member.info["hostname"]) for member in present}
+            raise BridgeError(
+                f"{len(present)} vLLM servers on {len(found)} hosts ({', '.join(sorted(found)) or 'none'}) are there after "
+                f"{limit:g} s; --min-servers {self._keeper.fleet.least} and NUM_INFERENCE_NODES={self._hosts} ask for more: "
+                + "; ".join(str(error) for error in answers.failed.values())
+            )
+        return present
+
+    def _suffices(self, there: Mapping[str, Any]) -> bool:
+        hosts = {str(self._keeper.members[url].info["hostname"]) for url in there}
+        return len(there) >= self._keeper.fleet.least and len(hosts) >= self._hosts
+
+    def prepare(self, shapes: Callable[[dict[str, Any]], Shapes], device: torch.device, check: MemberCheck) -> None:
+        """Say what this trainer sends (by a server's info), from where, and who is not let in; join the servers that are there.
+
+        Raises:
+            BridgeError: one of them holds something else, or too few can be joined.
+        """
+        self._shapes, self._device = shapes, device
+        self._checks.append(check)
+        present = [url for url, member in self._keeper.members.items() if member.info]
+        with self._keeper.updating():
+            self._keeper.look(forced=True)
+            failed = self._join(present).failed
+        for error in failed.values():
+            if not is_away(error):
+                raise error
+        self._keeper.start()
+
+    # ---- whom it goes to ----
+
+    def begin_version(self, version: int, everyone: bool) -> None:
+        """An update begins: of all, or of those alone that can be brought in."""
+        self._start(version, everyone)
+
+    def choose(self) -> list[dict[str, Any]]:
+        """The groups of servers that are sent to now. Waits while there are too few, and joins whoever is new.
+
+        Raises:
+            BridgeError: there are too few for too long.
+        """
+        logged = 0.0
+        while True:
+            now = time.time()
+            with self._keeper.lock:
+                fleet = self._keeper.fleet
+                waited = 0.0 if self._waiting_since is None else now - self._waiting_since
+                chosen = fleet.takes_part(now) if self._everyone else fleet.due(now)
+                verdict = fleet.verdict(waited, self._longest_wait, now)
+                urls = [url for url in chosen if url in self._again or (not self._again and url not in self._done)]
+                until = (self._waiting_since or now) + self._longest_wait
+                waiting, ending = waiting_line(fleet, until), given_up(fleet, waited)
+            if verdict is Verdict.GO or self._again or not self._everyone:
+                ready = self._join([url for url in urls if self._must_join(url)])
+                urls = [url for url in urls if url not in ready.failed]
+                if urls or not self._everyone or not ready.failed:
+                    self._again.clear()
+                    return self._groups(urls)
+                continue
+            if verdict is Verdict.GIVE_UP:
+                raise BridgeError(ending)
+            if self._waiting_since is None:
+                self._waiting_since = now
+            if time.monotonic() >= logged:
+                logger.warning("%s", waiting)
+                logged = time.monotonic() + _LOG_EVERY_SECONDS
+            self._sleep(_LOOK_EVERY_SECONDS)
+            self._keeper.look(forced=True)
+
+    def _must_join(self, url: str) -> bool:
+        member, place = self._keeper.members[url], self._keeper.fleet.places[url]
+        return not member.joined or place.instance != member.instance
+
+    def _join(self, urls: Iterable[str]) -> Answers[int]:
+        """Join servers, all at the same time."""
+        members = {url: self._keeper.members[url] for url in urls}
+        calls = {
+            url: partial(member.join, self._shapes, self._transfer, self._device, self._check)
+            for url, member in members.items()
+        }
+        answers = at_once(calls, self._timeout + _CALL_OFF_SECONDS, self.patience)
+        with self._keeper.lock:
+            for url, mapped in answers.ok.items():
+                self.joins, self.mapped = self.joins + 1, mapped
+                self._keeper.fleet.joined(url, members[url].instance)
+            for url, error in answers.failed.items():
+                self._blame(url, error, hopeless=isinstance(error, Unfit))
+            self._keeper.tell()
+        return answers
+
+    def require(self, check: MemberCheck) -> None:
+        """Whoever joins from now on must pass a check, which raises ConfigError or BridgeError otherwise."""
+        self._checks.append(check)
+
+    def _check(self, member: Member) -> None:
+        for check in self._checks:
+            check(member)
+
+    def _groups(self, urls: list[str]) -> list[dict[str, Any]]:
+        """Those of one layout together, but for those that are to be seen alone."""
+        found: dict[tuple[str, str], list[str]] = {}
+        for url in urls:
+            found.setdefault((self._keeper.members[url].layout, url if url in self._alone else ""), []).append(url)
+        groups = []
+        for (layout, _), names in found.items():
+            members = [self._keeper.members[url] for url in names]
+            self._keys += 1
+            groups.append(
+                {
+                    "layout": hashlib.sha256(layout.encode()).hexdigest(),
+                    "members": [[member.url, member.epoch, member.replicas] for member in members],
+                    "manifests": [manifest.to_json() for manifest in members[0].manifests] if layout not in self._told else [],
+                    "backend": members[0].backend,
+                    "key": f"cohort{self._keys}",
+                }
+            )
+            self._told.add(layout)
+        return groups
+
+    # ---- the steps, for one group ----
+
+    def watch(self, group: Group) -> Watch:
+        """Over the members of a group, for as long as they are sent to."""
+        self._failures = {}
+        return Watch(self._of(group), self._version, self.patience)
+
+    def call_together(self, group: Group, host: str, port: int, lanes: int, watch: Watch) -> None:
+        """Have the members meet at the trainer's store.
+
+        Raises:
+            BridgeError: some refuse.
+        """
+        key, index, calls = group["key"], 0, {}
+        receivers = sum(replicas for _, _, replicas in group["members"])
+        for url, member in self._of(group).items():
+            calls[url] = partial(member.server.cohort, member.epoch, host, port, key, receivers, index, lanes)
+            index += member.replicas
+        watch.forming(key)
+        self._all(calls, watch, "did not take part in forming the cohort")
+
+    def begin(self, group: Group, key: str, watch: Watch) -> None:
+        """Have the members receive. Raises BridgeError if some do not."""
+        watch.forming("")
+        version = self._version
+        self._all(
+            {url: partial(m.server.begin, m.epoch, version, key) for url, m in self._of(group).items()},
+            watch,
+            f"did not begin the update to version {version}",
+        )
+
+    def commit(self, group: Group, checksums: list[str], begun: float, watch: Watch) -> None:
+        """Have the members check what they have received, and serve it. Each is judged by itself.
+
+        Args:
+            checksums: by vLLM rank.
+            begun: time.perf_counter() when the first byte was sent.
+        """
+        members, version = self._of(group), self._version
+        answers = at_once(
+            {url: partial(m.server.commit, m.epoch, version, checksums) for url, m in members.items()},
+            self._timeout + _CALL_OFF_SECONDS,
+            self.patience,
+            lost=lambda: watch.guilty,
+        )
+        verified = time.perf_counter() - begun
+        self._checksum = self._checksum or checksums[0]
+        with self._keeper.lock:
+            for url, answer in answers.ok.items():
+                self._done[url] = answer
+                self._bytes += members[url].num_bytes
+                self._keeper.fleet.served(url, version, members[url].server.weight_epoch, time.time())
+            self._keeper.tell()
+        resumed = min((float(answer["seconds"].get("resume", 0.0)) for answer in answers.ok.values()), default=0.0)
+        self._verified = max(self._verified, verified - resumed)
+        self._condemn(members, answers.failed)
+
+    def _all(self, calls: Mapping[str, Callable[[], Any]], watch: Watch, what: str) -> None:
+        limit = self._timeout + _CALL_OFF_SECONDS
+        answers = at_once(calls, limit, self.patience, lost=lambda: watch.guilty)
+        if answers.failed:
+            self._failures = answers.failed
+            raise BridgeError(f"{', '.join(answers.failed)} {what}: {next(iter(answers.failed.values()))}")
+
+    # ---- what went wrong ----
+
+    def break_off(self, group: Group, error: BridgeError, watch: Watch) -> None:
+        """The members of a group are to forget the update. Whoever is to blame is quarantined, the others are sent to again; if
+        that is not known, each is sent to alone.
+        """
+        members = self._of(group)
+        guilty: dict[str, BridgeError] = dict(self._failures)
+        if not guilty:
+            guilty = {url: BridgeError(f"{url} {reason}") for url, reason in watch.guilty.items()}
+        if not guilty and isinstance(error, CohortError):
+            guilty = {
+                url: BridgeError(f"{url} did not come to the cohort: {error}") for url in self._places(group, error.missing)
+            }
+        states = at_once({url: m.state for url, m in members.items()}, 3.0).ok
+        if not guilty:
+            for url, member in members.items():
+                reason = "does not answer" if states.get(url) is None else member.broken(states[url])
+                if reason:
+                    guilty[url] = BridgeError(f"{url} {reason}")
+        if not guilty and len(members) == 1:
+            guilty = dict.fromkeys(members, error)
+        innocent = {url: member for url, member in members.items() if url not in guilty}
+        if not guilty:
+            logger.warning("[Fleet] %s; nobody says why: the %d servers are updated one by one", error, len(members))
+            self._alone |= set(innocent)
+        reason = str(error)
+        calls = {url: partial(m.server.abort, m.epoch, reason) for url, m in innocent.items()}
+        heard = at_once(calls, self._timeout + _CALL_OFF_SECONDS, self.patience)
+        for url, member in innocent.items():
+            self._again.add(url)
+            member.joined = heard.ok.get(url, False)  # else it is told as it joins anew
+        self._condemn(members, guilty, states)
+
+    def _condemn(
+        self, members: Mapping[str, Member], guilty: Mapping[str, BridgeError], states: Mapping[str, Any] | None = None
+    ) -> None:
+        if not guilty:
+            return
+        if states is None:
+            states = at_once({url: members[url].state for url in guilty}, 3.0).ok
+        late = {url for url, error in guilty.items() if isinstance(error, LeaseLost) and url not in self._late}
+        for url in late:
+            logger.warning("[Bridge] %s did not wait for this trainer: joining it again to send version %d", url, self._version)
+            members[url].joined = False
+        self._late |= late
+        self._again |= late
+        calls = {}
+        with self._keeper.lock:
+            for url, error in guilty.items():
+                if url in late:
+                    continue
+                member, state = members[url], states.get(url)
+                broken = member.broken(state)
+                ours = state is not None and state["instance"] == member.instance
+                taken = ours and state is not None and state["epoch"] != member.epoch
+                self._blame(url, BridgeError(f"{url} {broken}") if broken else error, taken, away=state is None)
+                if ours and not taken:
+                    calls[url] = partial(member.server.quarantine, member.epoch, str(error))
+            self._keeper.tell()
+        for url, error in at_once(calls, _CALL_OFF_SECONDS, self.patience).failed.items():
+            logger.info("[Fleet] %s has not heard that it is quarantined: %s", url, error)
+
+    def _blame(self, url: str, error: BridgeError, hopeless: bool = False, away: bool | None = None) -> None:
+        gone = is_away(error) if away is None else away
+        self._keeper.members[url].joined = False
+        reason = " ".join(str(error).removeprefix(url).split())
+        self._keeper.fleet.failed(url, reason, time.time(), gone, hopeless)
+
+    def _places(self, group: Group, missing: Iterable[int]) -> list[str]:
+        """The servers at these places in a cohort, counted from 1."""
+        of_place = [url for url, _, replicas in group["members"] for _ in range(replicas)]
+        return list(dict.fromkeys(of_place[number - 1] for number in missing if 0 < number <= len(of_place)))
+
+    def _of(self, group: Group) -> dict[str, Member]:
+        return {url: self._keeper.members[url] for url, _, _ in group["members"]}
+
+    # ---- how it ends ----
+
+    def settled(self) -> bool:
+        """Whether the update is over: everybody has it who could be sent to, and they are enough."""
+        if self._again:
+            return False
+        with self._keeper.lock:
+            good = [url for url in self._keeper.fleet.good if url in self._done]
+            return not self._everyone or len(good) >= self._keeper.fleet.least
+
+    def report(self) -> dict[str, Any]:
+        """What was done, for SyncReport."""
+        with self._keeper.lock:
+            counts = figures(self._keeper.fleet)
+        of_all: list[dict[str, float]] = [answer["seconds"] for answer in self._done.values()]
+        slowest = max(of_all, key=lambda seconds: sum(seconds.values()), default={})
+        return {
+            "checksum": self._checksum,
+            "bytes_moved": self._bytes,
+            "first_byte_to_verified": self._verified,
+            "server_seconds": slowest,
+            "fleet": counts,
+            "joins": self.joins,
+            "mapped": self.mapped,
+        }

@@ -1,0 +1,320 @@
+"""The servers of a fleet as rank 0 of the trainer meets them: each has its own state, and all are asked at the same time.
+
+No server keeps another one waiting: `at_once` asks each in a thread of its own, and goes on without those that are late. An
+answer that comes later is dropped; the thread ends with its request, whose own deadline is that of the server's client.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from example_trainer.errors import BridgeError, TrainerError
+from example_trainer.vllm_client import ServerRefused, ServerSilent
+from example_trainer.weight_bridge.fleet import Laggards, Progress, Sight
+from example_trainer.weight_bridge.server import BridgeServer, Shapes, check_layout, manifests_of
+from vllm_patching.protocol.manifest import Manifest, flat_layout
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LOOK_SECONDS = 2.0
+"""For the answer to a look at a server's state."""
+_FIRST_LOOK_SECONDS = 1.0
+"""An update that takes no longer than this is not watched."""
+_NEXT_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.1
+
+
+class Unfit(BridgeError):
+    """A server that cannot be a member however often it is asked: only another server at its address can."""
+
+
+class Late(BridgeError):
+    """A server that the others did not wait for any longer."""
+
+
+@dataclass
+class Answers(Generic[T]):
+    """What came back from servers that were asked at the same time, by their addresses."""
+
+    ok: dict[str, T] = field(default_factory=dict)
+    failed: dict[str, BridgeError] = field(default_factory=dict)
+
+
+def at_once(
+    calls: Mapping[str, Callable[[], T]],
+    limit: float,
+    patience: float | None = None,
+    enough: Callable[[Mapping[str, T]], bool] = bool,
+    lost: Callable[[], Mapping[str, str]] = dict,
+) -> Answers[T]:
+    """Do all calls at the same time, each in a thread.
+
+    Args:
+        calls: by a server's address.
+        limit: seconds after which nobody is waited for.
+        patience: seconds for which the rest is waited for, after the last answer that came; None: until `limit`.
+        enough: whether the answers so far suffice to go on without the rest, once they are late.
+        lost: those that are known not to answer any more, with the reason.
+
+    Raises:
+        Exception: what a call raised that is no BridgeError.
+    """
+    results: queue.SimpleQueue[tuple[str, T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def work(url: str, call: Callable[[], T]) -> None:
+        try:
+            results.put((url, call(), None))
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
+            results.put((url, None, error))
+
+    for url, call in calls.items():
+        threading.Thread(target=work, args=(url, call), name=f"asks {url}", daemon=True).start()
+    answers: Answers[T] = Answers()
+    waiting = set(calls)
+    now = last = time.monotonic()
+    end = now + limit
+    while waiting:
+        try:
+            url, value, error = results.get(timeout=_POLL_SECONDS)
+        except queue.Empty:
+            now = time.monotonic()
+            told = {url: reason for url, reason in lost().items() if url in waiting}
+            if now >= end:
+                told |= {url: f"did not answer within {limit:g} s" for url in waiting - told.keys()}
+            elif patience is not None and now - last >= patience and enough(answers.ok):
+                told |= {url: f"is {now - last:.0f} s behind the others" for url in waiting - told.keys()}
+            answers.failed |= {url: Late(f"{url} {reason}") for url, reason in told.items()}
+            waiting -= told.keys()
+            continue
+        if url not in waiting:
+            continue
+        waiting.discard(url)
+        last = time.monotonic()
+        if error is None:
+            answers.ok[url] = value  # type: ignore[assignment]
+        elif isinstance(error, BridgeError):
+            answers.failed[url] = error
+        else:
+            raise error
+    return answers
+
+
+class Member:
+    """One server, and what this trainer has agreed with it.
+
+    Attributes:
+        server: speaks its routes.
+        info: what /bridge/info answered last.
+        manifests: of its ranks.
+        epoch: of this trainer at that server; 0 before it has joined.
+        joined: whether it takes steps of this trainer.
+        transfer, backend: how weights arrive, as the server chose.
+        replicas: engine cores behind it, each of which receives.
+    """
+
+    def __init__(self, server: BridgeServer) -> None:
+        self.server = server
+        self.info: dict[str, Any] = {}
+        self.manifests: list[Manifest] = []
+        self.epoch, self.replicas = 0, 1
+        self.joined = False
+        self.transfer = self.backend = ""
+
+    @property
+    def url(self) -> str:
+        """Its address, which is its name in the fleet."""
+        return self.server.url
+
+    @property
+    def instance(self) -> str:
+        """Of the process that was asked for its layout last."""
+        return str(self.info.get("instance", ""))
+
+    @property
+    def layout(self) -> str:
+        """Servers with the same one can receive the same bytes at the same time."""
+        return ",".join([self.backend, *(manifest.digest() for manifest in self.manifests)])
+
+    @property
+    def num_bytes(self) -> int:
+        """That an update brings it."""
+        return self.replicas * sum(item.num_bytes for manifest in self.manifests for item in flat_layout(manifest)[0])
+
+    def ask(self) -> None:
+        """What the server holds, into `info` and `manifests`; waits for a server that is still loading."""
+        self.info = self.server.wait_for_info()
+        self.manifests = manifests_of(self.info)
+
+    def join(self, shapes: Callable[[dict[str, Any]], Shapes], transfer: str, device: torch.device, check: MemberCheck) -> int:
+        """Begin an epoch with the server that answers now. Returns the number of parameters mapped, which is all of them.
+
+        Args:
+            shapes: what this trainer sends, by the server's info.
+            transfer: auto, direct or overlapped.
+            device: the trainer's.
+            check: raises if it must not be let in.
+
+        Raises:
+            Unfit: it holds something else, or cannot be sent to.
+            BridgeError: it refuses now, or does not answer.
+        """
+        self.joined = False
+        state = self.state()
+        if state is None:
+            raise ServerSilent(f"{self.url} does not answer")
+        if state["instance"] != self.instance:
+            self.ask()
+        elif state["target_version"] is not None and state["epoch"] == self.epoch:
+            self.server.abort(self.epoch, "the trainer joins anew")  # else what is left of that update keeps it waiting
+        told = shapes(self.info)
+        try:
+            mapped = check_layout(self.info, told)
+        except BridgeError as error:
+            raise Unfit(str(error)) from error
+        if device.type != self.info["device"]:
+            raise Unfit(
+                f"{self.url}: vLLM's weights are on {self.info['device']}, the trainer's on {device.type}; "
+                f"start the trainer with --device {self.info['device']}"
+            )
+        try:
+            check(self)
+        except BridgeError:
+            raise
+        except TrainerError as error:
+            raise Unfit(str(error)) from error
+        answer = self.server.init("broadcast", told, transfer)
+        self.epoch, self.transfer, self.backend = answer["epoch"], answer["transfer"], answer["data_backend"]
+        self.replicas = int(answer.get("replicas", 1))
+        self.joined = True
+        return mapped
+
+    def state(self) -> dict[str, Any] | None:
+        """What the server says at once; None if it does not answer."""
+        return self.server.look("/bridge/state", LOOK_SECONDS)
+
+    def sight(self) -> Sight | None:
+        """What the fleet's policy wants to know of it; None if it does not answer."""
+        return self.seen_in(self.state())
+
+    def seen_in(self, state: dict[str, Any] | None) -> Sight | None:
+        """As `sight`, of an answer that is there."""
+        if state is None:
+            return None
+        ours = not self.joined or state["instance"] != self.instance or state["epoch"] == self.epoch
+        trouble = ""
+        if state["engine_dead"]:
+            trouble = "vLLM's engine process has died"
+        elif not state["healthy"]:
+            trouble = state.get("quarantine") or state["last_error"] or "is unhealthy"
+        return Sight(
+            state["instance"], state["weight_version"], state["weight_epoch"], trouble, "" if ours else taken_over(state)
+        )
+
+    def broken(self, state: dict[str, Any] | None) -> str:
+        """Why it will not finish the update that it is in; empty while it may."""
+        if state is None:
+            return ""
+        if state["instance"] != self.instance:
+            return "was restarted"
+        if state["engine_dead"]:
+            return "vLLM's engine process has died"
+        return f"{taken_over(state)} has taken it over" if state["epoch"] != self.epoch else ""
+
+
+MemberCheck = Callable[[Member], None]
+
+
+def taken_over(state: Mapping[str, Any]) -> str:
+    """The trainer that a server belongs to now, for messages."""
+    return f"{state['trainer']} (epoch {state['epoch']})"
+
+
+def is_away(error: BaseException) -> bool:
+    """Whether a failure says that there is nobody, rather than what is wrong."""
+    return isinstance(error, ServerSilent | Late)
+
+
+def is_superseded(error: BaseException) -> bool:
+    """Whether a server belongs to another trainer now."""
+    return isinstance(error, ServerRefused) and error.status == 409 and "superseded" in str(error)
+
+
+class Watch:
+    """Looks at all members while they are to do the same thing, and says whom not to wait for.
+
+    Used as a context; `lost` and `guilty` may be asked by any thread.
+    """
+
+    def __init__(self, members: Mapping[str, Member], version: int, patience: float) -> None:
+        self._members, self._version, self._patience = members, version, patience
+        self._laggards = Laggards(patience)
+        self._guilty: dict[str, str] = {}
+        self._forming = ""
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch over an update", daemon=True)
+        self._heard = dict.fromkeys(members, time.monotonic())
+        self._failure: BaseException | None = None
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+
+    @property
+    def guilty(self) -> dict[str, str]:
+        """Whom not to wait for, with the reason."""
+        if self._failure is not None:
+            raise self._failure
+        return dict(self._guilty)
+
+    def lost(self) -> str:
+        """As `guilty`, in one sentence; empty while all may still come."""
+        return "; ".join(f"{url} {reason}" for url, reason in self.guilty.items())
+
+    def forming(self, key: str) -> None:
+        """The members are to meet under this key; an empty one: they have."""
+        self._forming = key
+
+    def _run(self) -> None:
+        pause = _FIRST_LOOK_SECONDS
+        while not self._ended.wait(pause):
+            pause = _NEXT_LOOK_SECONDS
+            try:
+                self._look()
+            except Exception as error:  # noqa: BLE001 - raised where the watch is asked
+                self._failure = error
+                return
+
+    def _look(self) -> None:
+        states = at_once({url: member.state for url, member in self._members.items()}, LOOK_SECONDS + 1.0).ok
+        now, forming = time.monotonic(), self._forming
+        progress = {}
+        for url, member in self._members.items():
+            state = states.get(url)
+            if state is not None:
+                self._heard[url] = now
+            silent = now - self._heard[url] if state is None else float(state.get("silent_seconds", 0.0))
+            ranks = state.get("ranks", []) if state else []
+            trouble = member.broken(state)
+            if forming and not trouble:
+                trouble = next((str(rank["error"]) for rank in ranks if rank.get("error")), "")
+            progress[url] = Progress(self._amount(ranks, forming), trouble, silent)
+        if not self._ended.is_set():
+            self._guilty = self._guilty or self._laggards.named(progress, now)
+
+    def _amount(self, ranks: list[dict[str, Any]], forming: str) -> int:
+        if forming:
+            return 0  # who has not come is known at the meeting itself
+        return min((int(rank.get("received_bytes") or 0) for rank in ranks), default=0)

@@ -1,0 +1,299 @@
+"""Light vLLM servers for tests of a fleet: the bridge's own controller, routes, worker extension and updater thread, around a
+model of a few hundred numbers and an engine that steps and samples nothing.
+
+python -m tests.fleet_server            reads lines of JSON from stdin, and answers each with one:
+
+    {"do": "start", "port": 9001, "folder": "/tmp/x", "timeout": 20}  → {"pid": 123}     forked from this process
+    {"do": "signal", "pid": 123, "number": 9}                          → {}
+
+A started server answers, beside the bridge's routes, GET /test (what its engine has seen) and POST /test/fault
+{"at": cohort | begin | receive | commit, "do": kill | stop | lie | slow}: what happens to it when it comes there next.
+Weights of version v are v everywhere, so a step that sees two numbers has seen a mixture.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import types
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any
+
+import torch
+from fastapi import Body
+
+from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
+
+GEOMETRY = ModelGeometry("qwen3", 1, 12, 8, 4, 2, 3, 70, True, False, False, False, True)
+STEP_SECONDS = 0.02
+FAULT_PLACES = ("cohort", "begin", "receive", "commit")
+
+
+def tiny_model(full: bool) -> torch.nn.Module:
+    """Parameters as vLLM has them at tensor-parallel degree 1, or (`full`) as the trainer has them."""
+    model = torch.nn.Module()
+    for spec in plan_shards(GEOMETRY, 0, 1):
+        *path, last = spec.name.split(".")
+        place = model
+        for name in path:
+            if not hasattr(place, name):
+                place.add_module(name, torch.nn.Module())
+            place = getattr(place, name)
+        shape = spec.full_shape if full else spec.shape
+        place.register_parameter(last, torch.nn.Parameter(torch.zeros(shape), requires_grad=False))
+    return model
+
+
+def _stand_in_for_vllm() -> None:
+    """The few names of vLLM's that the worker extension looks up; the real one takes long to import."""
+
+    def module(name: str, **contents: Any) -> None:
+        sys.modules[name] = made = types.ModuleType(name)
+        vars(made).update(contents)
+
+    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.layers"):
+        module(name, __version__="0.0", __path__=[])
+    module("vllm.platforms", current_platform=SimpleNamespace(is_cuda=bool, is_cpu=lambda: True, is_cuda_alike=bool))
+    module("vllm.logger", init_logger=logging.getLogger)
+    module("vllm.model_executor.layers.utils", dispatch_cpu_unquantized_gemm=None)
+
+
+class Fault:
+    """What happens next, and where."""
+
+    def __init__(self) -> None:
+        self.at = self.do = ""
+
+    def come_to(self, place: str) -> str:
+        """Carry the fault out if it is of this place. Returns what the caller has to do itself."""
+        if self.at != place:
+            return ""
+        done, self.at = self.do, ""
+        if done == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif done == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return done
+
+
+def _worker(fault: Fault) -> Any:
+    """A worker of one rank, with the project's extension."""
+    from vllm_patching.worker import extension, updater
+
+    extension._tensor_parallel = lambda: (0, 1)  # type: ignore[assignment]
+    extension.ModelGeometry = SimpleNamespace(from_hf_config=lambda config: GEOMETRY)  # type: ignore[assignment,misc]
+
+    class Worker(extension.LockstepWorkerExtension):
+        def __init__(self) -> None:
+            self.model = tiny_model(full=False)
+            config = SimpleNamespace(hf_config=SimpleNamespace(to_dict=dict))
+            parallel = SimpleNamespace(data_parallel_rank=0, data_parallel_index=0, data_parallel_size=1)
+            self.vllm_config = SimpleNamespace(model_config=config, parallel_config=parallel)
+            self.direct, self.spoilt = False, -1
+
+        def get_model(self) -> torch.nn.Module:
+            return self.model
+
+        def execute_model(self) -> None:
+            return None
+
+        def lockstep_cohort(self, *place: Any) -> None:
+            fault.come_to("cohort")
+            super().lockstep_cohort(*place)
+
+        def lockstep_receive(self, version: int) -> None:
+            self.spoilt = -1
+            fault.come_to("begin")
+            super().lockstep_receive(version)
+
+        def lockstep_check(self) -> dict[str, Any]:
+            told = super().lockstep_check()
+            return {**told, "checksum": "falsified"} if fault.come_to("commit") == "lie" else told
+
+        def lockstep_aim(self, direct: bool) -> None:
+            self.direct = direct
+            super().lockstep_aim(direct)
+
+        def lockstep_status(self, patience: float = 0.0) -> dict[str, Any]:
+            told = super().lockstep_status(patience)
+            if self.direct and told["phase"] == "received":
+                if fault.come_to("commit") == "lie":
+                    self.spoilt = told["version"]
+                if self.spoilt == told["version"]:  # whoever asks
+                    told["checksum"] = "falsified"
+            return told
+
+    receive = updater.WeightUpdater._receive
+
+    def receive_faultily(self: Any, command: Any) -> None:
+        if fault.come_to("receive") == "slow":
+            time.sleep(fault_seconds())
+        receive(self, command)
+
+    updater.WeightUpdater._receive = receive_faultily  # type: ignore[method-assign]
+    return Worker()
+
+
+def fault_seconds() -> float:
+    """How long something that is slow takes."""
+    return float(os.environ.get("FLEET_SLOW_SECONDS", "6"))
+
+
+class Engine:
+    """vLLM's AsyncLLM, of which one worker steps while nothing pauses it."""
+
+    def __init__(self, worker: Any) -> None:
+        self.errored = False
+        self.paused = False
+        self.mixtures: list[str] = []
+        self.steps: dict[str, int] = {}
+        self.engine_core = self
+        self.renderer = SimpleNamespace(clear_mm_cache_async=self._nothing)
+        self.output_processor = SimpleNamespace(request_states={}, add_request=print, process_outputs=print)
+        self.model_config = SimpleNamespace(logprobs_mode="processed_logprobs")
+        self._worker = worker
+        self._main = ThreadPoolExecutor(1, "worker")  # a worker does one thing at a time
+        self._stepping = asyncio.get_running_loop().create_task(self._run())
+
+    async def _nothing(self) -> None:
+        return None
+
+    async def _on_main(self, work: Any, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._main, work, *args)
+
+    async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+        return [await self._on_main(getattr(self._worker, method), *args)]
+
+    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
+        self.paused = True
+        await self._on_main(int)  # behind the step that is under way
+
+    async def resume_generation(self) -> None:
+        self.paused = False
+
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        from vllm_patching.engine_core.extension import verify_and_resume
+        from vllm_patching.protocol.verification import CAN_VERIFY_AND_RESUME
+
+        if method == CAN_VERIFY_AND_RESUME:
+            return True
+        core = SimpleNamespace(
+            collective_rpc=lambda name: [getattr(self._worker, name)()], resume_scheduler=lambda: setattr(self, "paused", False)
+        )
+        return await self._on_main(verify_and_resume, core, *args)
+
+    async def get_output_async(self) -> Any:
+        await asyncio.Event().wait()
+
+    async def _run(self) -> None:
+        while True:
+            if not self.paused:
+                await self._on_main(self._step)
+            await asyncio.sleep(STEP_SECONDS)
+
+    def _step(self) -> None:
+        if self.paused:
+            return
+        seen = {float(value) for p in self._worker.model.parameters() for value in (p.min(), p.max())}
+        seen.discard(0.0) if len(seen) > 1 else None  # padding
+        if len(seen) > 1:
+            self.mixtures.append(f"a step saw {sorted(seen)}")
+        else:
+            key = f"{seen.pop():g}"
+            self.steps[key] = self.steps.get(key, 0) + 1
+
+
+async def _serve(port: int, folder: Path, timeout: float) -> None:
+    import uvicorn
+    from fastapi import FastAPI
+
+    from vllm_patching.server.controller import BridgeController
+    from vllm_patching.server.routes import LockstepService, make_router
+    from vllm_patching.server.version_spans import VersionSpans
+
+    fault = Fault()
+    engine = Engine(_worker(fault))
+    service = LockstepService()
+    spans = VersionSpans()
+    bridge = BridgeController(engine, "tiny", "float32", timeout, folder, spans, port=port)
+    await bridge.start()
+    service.engine, service.bridge = engine, bridge
+    service.weights = lambda: (bridge.state.weight_version, bridge.state.weight_epoch)
+    app = FastAPI()
+    app.include_router(make_router(service))
+
+    @app.get("/test")
+    async def seen() -> dict[str, Any]:
+        return {"mixtures": engine.mixtures, "steps": engine.steps, "paused": engine.paused}
+
+    @app.post("/test/fault")
+    async def set_fault(body: Annotated[dict[str, str], Body()]) -> dict[str, Any]:
+        assert body["at"] in FAULT_PLACES, body
+        fault.at, fault.do = body["at"], body["do"]
+        return {}
+
+    server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", port, log_level="warning"))
+    await server.serve()
+
+
+def _be_server(port: int, folder: str, timeout: float) -> None:
+    os.setsid()  # a signal to the tests' group is none to it
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    log = os.open(path / f"server-{port}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
+    torch.set_num_threads(1)
+    os.environ["LOGDIR"] = folder
+    asyncio.run(_serve(port, path, timeout))
+
+
+def main() -> None:
+    """Start and signal servers, as told line by line, until stdin ends; then they end too."""
+    _stand_in_for_vllm()
+    import fastapi  # noqa: F401 - imported once, before the servers part
+    import uvicorn  # noqa: F401
+
+    import vllm_patching.server.routes
+    import vllm_patching.worker.extension  # noqa: F401
+
+    children: set[int] = set()
+    for line in sys.stdin:
+        told = json.loads(line)
+        answer: dict[str, Any] = {}
+        if told["do"] == "start":
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    sys.stdin.close()
+                    _be_server(told["port"], told["folder"], told["timeout"])
+                except BaseException:
+                    traceback.print_exc()  # into its log; the parent's frames are none of its business
+                    raise
+                finally:
+                    os._exit(1)
+            children.add(pid)
+            answer = {"pid": pid}
+        elif told["pid"] in children:
+            os.kill(told["pid"], told["number"])
+            if told["number"] == signal.SIGKILL:
+                os.waitpid(told["pid"], 0)
+                children.discard(told["pid"])
+        print(json.dumps(answer), flush=True)
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    assert threading.active_count() == 1, "a fork takes no threads along"
+    main()
