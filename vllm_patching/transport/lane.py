@@ -35,6 +35,7 @@ GO = "go"
 _LOOK_SECONDS = 0.05
 _ASK_SECONDS = 0.25
 _POLL_SECONDS = 0.0001
+_SLACK_SECONDS = 5.0
 
 
 class LaneBroken(RuntimeError):
@@ -132,7 +133,7 @@ class GlooLane(Lane):
     def begin(self, pieces: Sequence[torch.Tensor], buffer: torch.Tensor) -> Any:
         options = dist.BroadcastOptions()
         options.rootRank = SENDER
-        options.timeout = timedelta(seconds=self._timeout)
+        options.timeout = timedelta(seconds=self._timeout + _SLACK_SECONDS)  # ours comes first, and says more
         try:
             work = self._group.broadcast([buffer], options)
         except RuntimeError as error:
@@ -163,7 +164,9 @@ class GlooLane(Lane):
         self._works = []
         if works:
             # Dropping the group would wait for them, up to their own deadline, and hold up everything else in this process.
-            threading.Thread(target=_let_end, args=(group, works, 2 * self._timeout), name="lane ends", daemon=True).start()
+            threading.Thread(
+                target=_let_end, args=(group, works, self._timeout + 2 * _SLACK_SECONDS), name="lane ends", daemon=True
+            ).start()
 
 
 def _let_end(group: Any, works: Sequence[Any], seconds: float) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -26,6 +29,8 @@ from vllm_patching.transport.lane import nobody_lost
 from vllm_patching.transport.rendezvous import host_store
 
 CPU = torch.device("cpu")
+FEW_SECONDS = 5.0
+"""A deadline that is waited for; two processes on a busy machine meet within it."""
 
 
 def run_case(ranks: Ranks, port: int, store: torch.distributed.TCPStore, tp_size: int, dtype: torch.dtype) -> None:
@@ -38,9 +43,9 @@ def run_case(ranks: Ranks, port: int, store: torch.distributed.TCPStore, tp_size
     servers = make_servers(2, tp_size, dtype, direct=True) if ranks.is_main else []
     receivers: list[Rank] = [rank for server in servers for rank in server]
 
-    def form(attempt: str) -> None:
+    def form(attempt: str, seconds: float = SECONDS) -> None:
         key = f"{tp_size}{attempt}"
-        join_all(servers, port, key, plan.lanes)
+        join_all(servers, port, key, plan.lanes, seconds=seconds)
         cohort.form("localhost", port, key, 2, "gloo", store, SECONDS, nobody_lost)
 
     def update(version: int) -> None:
@@ -68,6 +73,10 @@ def run_case(ranks: Ranks, port: int, store: torch.distributed.TCPStore, tp_size
         stream.send(cohort, lambda: "the servers are away")
     form("b")
     update(3)
+    if tp_size == 1:
+        late_rank(ranks, stream, cohort, receivers, form)
+        form("e")
+        update(4)
     with pytest.raises(CohortError) as caught:
         cohort.form("localhost", port, f"{tp_size}c", 3, "gloo", store, 1.0, nobody_lost)
     assert caught.value.missing == [1, 2, 3]
@@ -76,6 +85,26 @@ def run_case(ranks: Ranks, port: int, store: torch.distributed.TCPStore, tp_size
         model.shards.local(last).view(-1)[-1] = float("inf")
     name = [name for name, _ in model.named_parameters()][-1]
     assert stream.not_finite() == name
+
+
+def late_rank(
+    ranks: Ranks, stream: WeightStream, cohort: Cohort, receivers: list[Rank], form: Callable[[str, float], None]
+) -> None:
+    """Rank 1 comes to a transfer when the receivers have given it up: it fails on both ranks, and the receivers say which lane
+    it was whose weights did not come."""
+    form("d", FEW_SECONDS)
+    for rank in receivers:
+        rank.until("ready")
+        rank.updater.receive(9)
+    if not ranks.is_main:
+        time.sleep(FEW_SECONDS + 1)
+    cohort.timeout = FEW_SECONDS
+    with pytest.raises(BridgeError, match=r"trainer rank \d: lane \d of vLLM rank 0: "):
+        stream.send(cohort, nobody_lost)
+    cohort.timeout = SECONDS
+    for rank in receivers:
+        told = rank.until("failed").error
+        assert re.search(r"lane \d of vLLM rank 0 \(receiver \d of 2\): not done within", told), told
 
 
 def main() -> None:
