@@ -289,11 +289,12 @@ class FleetUpdates:
         guilty: dict[str, BridgeError] = dict(self._failures)
         if not guilty:
             guilty = {url: BridgeError(f"{url} {reason}") for url, reason in watch.guilty.items()}
-        if not guilty and isinstance(error, CohortError):
-            guilty = {
-                url: BridgeError(f"{url} did not come to the cohort: {error}") for url in self._places(group, error.missing)
-            }
         states = at_once({url: m.state for url, m in members.items()}, 3.0).ok
+        if not guilty and isinstance(error, CohortError):
+            missing = self._places(group, error.missing)
+            guilty = {
+                url: BridgeError(f"{url} did not come to the cohort: {_told(states.get(url)) or error}") for url in missing
+            }
         if not guilty:
             for url, member in members.items():
                 reason = "does not answer" if states.get(url) is None else member.broken(states[url])
@@ -381,3 +382,8 @@ class FleetUpdates:
             "joins": self.joins,
             "mapped": self.mapped,
         }
+
+
+def _told(state: Any) -> str:
+    """What a server's ranks say of their own failure, such as a rendezvous that they cannot reach; empty if nothing."""
+    return "; ".join(dict.fromkeys(rank["error"] for rank in (state or {}).get("ranks", []) if rank["error"]))

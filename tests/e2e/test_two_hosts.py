@@ -134,7 +134,7 @@ def trainers_half(
         two.trainer.calling(bridge.close)
 
 
-@pytest.mark.parametrize("wrong", ["loopback"])
+@pytest.mark.parametrize("wrong", ["loopback", "nowhere", "firewall"])
 def test_an_address_that_the_server_cannot_reach_is_named_with_what_to_set(
     two: TwoHosts, wrong: str, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,11 +147,17 @@ def test_an_address_that_the_server_cannot_reach_is_named_with_what_to_set(
             monkeypatch.setenv("MASTER_ADDR", address)
             tried = address if wrong == "loopback" else f"{address}:{port}"
         started = time.monotonic()
+
+        def join() -> None:
+            bridge.connect(model)
+            bridge.sync(0, lambda: None)
+
         with pytest.raises(BridgeError) as error:
-            two.trainer.calling(lambda: bridge.connect(model))
+            two.trainer.calling(join)
         assert time.monotonic() - started < BRIDGE_SECONDS + 10
     wanted = [tried, "set MASTER_ADDR", two.server.address]
-    wanted += [two.trainer.address] if wrong == "loopback" else ["server-host", "no answer within", "MASTER_PORT"]
+    wanted += [two.trainer.address] if wrong == "loopback" else ["no answer within", "MASTER_PORT"]
+    wanted += ["server-host"] if wrong == "firewall" else []
     for part in wanted:
         assert part in str(error.value)
 
