@@ -119,21 +119,6 @@ def flat_layout(manifest: Manifest) -> tuple[list[FlatSlice], int]:
     return layout, offset
 
 
-def parts(layout: Sequence[FlatSlice], num_bytes: int) -> list[tuple[int, int]]:
-    """Cut a layout into ranges (first, last) of slices that hold at least `num_bytes` each, but for the last range.
-
-    Both sides send and receive a range at a time, so that what has arrived is checked while the rest is under way.
-    """
-    ranges = []
-    first, size = 0, 0
-    for index, item in enumerate(layout):
-        size += item.num_bytes
-        if size >= num_bytes or index == len(layout) - 1:
-            ranges.append((first, index + 1))
-            first, size = index + 1, 0
-    return ranges
-
-
 def flat_views(buffer: torch.Tensor, layout: Sequence[FlatSlice]) -> Iterator[tuple[FlatSlice, torch.Tensor]]:
     """Each slice with its view on a flat uint8 buffer."""
     for item in layout:

@@ -21,12 +21,10 @@ from typing import Any
 
 import torch
 
-from vllm_patching.protocol.checksum import WeightSums
-from vllm_patching.protocol.manifest import FlatSlice, flat_views, parts
+from vllm_patching.protocol.manifest import FlatSlice, flat_views
 from vllm_patching.protocol.pieces import BUCKET_BYTES, buckets
 from vllm_patching.transport.addresses import REACH_SECONDS, reach
 from vllm_patching.transport.cohort import CohortPlace, ReceivingCohort, Target
-from vllm_patching.transport.groups import PART_BYTES, RECEIVER, BridgeGroups, Rendezvous, join_store
 from vllm_patching.transport.lane import LaneBroken
 from vllm_patching.transport.rendezvous import PeerWatch
 
@@ -63,12 +61,6 @@ class UpdaterStatus:
 class _Command:
     status: UpdaterStatus
     called_off: threading.Event = field(default_factory=threading.Event, kw_only=True)
-
-
-@dataclass(frozen=True)
-class _Join(_Command):
-    rendezvous: Rendezvous
-    direct: bool
 
 
 @dataclass(frozen=True)
@@ -115,19 +107,16 @@ class WeightUpdater:
         self.num_bytes = num_bytes
         self.staging: torch.Tensor | None = None
         self._layout = layout
-        self._parts = parts(layout, PART_BYTES)
         self._buckets = buckets(layout, bucket_bytes)
         self._live = live
         self._device = live[0][1].device
         self._logger = logger
         self._status = UpdaterStatus()
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
-        self._groups: BridgeGroups | None = None
         self._cohort: ReceivingCohort | None = None
         self._target: Target | None = None
         self._watch: PeerWatch | None = None
         self._targets: Sequence[tuple[str, torch.Tensor]] = ()
-        self._sums: WeightSums | None = None
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._at_rest = threading.Condition()
         self._open: list[_Command] = []  # asked and not done, the present one first
@@ -149,15 +138,6 @@ class WeightUpdater:
     def receives_directly(self) -> bool:
         """Whether transfers go into the live weights."""
         return self._targets is self._live
-
-    def join(self, rendezvous: Rendezvous, direct: bool) -> None:
-        """Leave the present trainer, if any, and meet the one at `rendezvous`. Returns at once; watch `status`.
-
-        Args:
-            direct: receive into the live parameters instead of a staging buffer.
-        """
-        self._call_off()
-        self._submit(_Join(UpdaterStatus(phase="joining", epoch=rendezvous.epoch), rendezvous, direct))
 
     def aim_at(self, direct: bool) -> None:
         """Choose for the transfers to come: the live weights, or a staging buffer, which is made or given back accordingly.
@@ -244,9 +224,7 @@ class WeightUpdater:
         # A failed command must not end the thread: the next trainer needs it. The reason is kept for whoever asks. Each command
         # has a status of its own, so that one which ends late says nothing about what was asked since.
         try:
-            if isinstance(command, _Join):
-                self._join(command)
-            elif isinstance(command, _Aim):
+            if isinstance(command, _Aim):
                 self._leave()
                 self.aim(command.direct)
                 command.status.phase = "idle"
@@ -264,17 +242,6 @@ class WeightUpdater:
             self._logger.debug("%s", traceback.format_exc())
             command.status.phase = "failed"
             command.status.error = f"{self.name}: {error}"
-
-    def _join(self, command: _Join) -> None:
-        self._leave()
-        self.aim(command.direct)
-        r = command.rendezvous
-        store = join_store(r)
-        self._watch = PeerWatch(r.host, r.port, r.timeout)
-        self._groups = BridgeGroups(r, store, self._device, RECEIVER)
-        command.status.phase = "ready"
-        how = "directly into the live weights" if command.direct else "into a staging buffer"
-        self._logger.info("[vLLM Patch] %s joined the trainer (epoch %d), receives %s", self.name, r.epoch, how)
 
     def _join_cohort(self, command: _Cohort) -> None:
         self._leave()
@@ -299,35 +266,18 @@ class WeightUpdater:
                 self.staging = torch.zeros(self.num_bytes, dtype=torch.uint8, device=self._device)
             self._targets = [(item.name, view) for item, view in flat_views(self.staging, self._layout)]
         self._target = Target(self._layout, self._buckets, self.staged())
-        self._sums = WeightSums(self._targets)
-        self._sums.all()  # compiles the kernel now, and not in the first update
 
     def _drop_staging(self) -> None:
-        had, self.staging, self._targets, self._sums, self._target = self.staging is not None, None, (), None, None
+        had, self.staging, self._targets, self._target = self.staging is not None, None, (), None
         if had and self._stream is not None:
             # PyTorch would keep the memory: to vLLM it would not look free, and a trainer beside it could not have it.
             self._stream.synchronize()
             torch.cuda.empty_cache()
 
     def _receive(self, command: _Receive) -> None:
-        if self._cohort is not None and self._target is not None:
-            self._receive_from_cohort(command, self._cohort, self._target)
-            return
-        if self._groups is None or self._sums is None:
-            raise RuntimeError("no trainer has joined; call /bridge/init first")
-        self._sums.reset()
-        for first, last in self._parts:
-            if command.called_off.is_set():
-                raise RuntimeError("the transfer was called off")
-            self._receive_part(self._groups, first, last)
-            self._sums.add(first, last)
-        self._groups.finish(self._lost)
-        summary = self._sums.read()
-        status = command.status
-        status.version, status.checksum, status.not_finite = command.version, summary.checksum, summary.not_finite
-        status.phase = "received"
-
-    def _receive_from_cohort(self, command: _Receive, cohort: ReceivingCohort, target: Target) -> None:
+        cohort, target = self._cohort, self._target
+        if cohort is None or target is None:
+            raise RuntimeError("it is in no cohort; call /bridge/init and /bridge/cohort first")
         status = command.status
 
         def arrived(received: int) -> None:
@@ -342,14 +292,6 @@ class WeightUpdater:
         status.version, status.checksum, status.not_finite = command.version, summary.checksum, summary.not_finite
         status.phase = "received"
 
-    def _receive_part(self, groups: BridgeGroups, first: int, last: int) -> None:
-        try:
-            groups.broadcast([tensor for _, tensor in self._targets[first:last]])
-        except RuntimeError as error:
-            # Gloo says which address has closed its connection, or that time is up; not whose it was.
-            reason = self._lost() or "the trainer did not send"
-            raise RuntimeError(f"{reason} ({str(error).splitlines()[0]})") from error
-
     def _lost(self) -> str:
         if self._open[0].called_off.is_set():  # asked by this thread alone, in the middle of a command
             return "it was called off"
@@ -359,9 +301,6 @@ class WeightUpdater:
         cohort, self._cohort = self._cohort, None
         if cohort is not None:
             cohort.close()
-        groups, self._groups = self._groups, None
         watch, self._watch = self._watch, None
-        if groups is not None:
-            groups.close()
         if watch is not None:
             watch.close()

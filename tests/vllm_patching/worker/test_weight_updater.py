@@ -1,4 +1,4 @@
-"""The updater thread against a real trainer-side group: it receives, it survives the trainer, it takes the next one."""
+"""The updater thread against a real sender: it receives, it survives the trainer, it takes the next one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from vllm_patching.protocol.checksum import weights_checksum
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry, flat_layout
+from vllm_patching.protocol.pieces import buckets
 from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
 from vllm_patching.transport.addresses import RendezvousError, reach
 from vllm_patching.transport.cohort import CohortPlace
-from vllm_patching.transport.groups import SENDER, BridgeGroups, Rendezvous
 from vllm_patching.transport.rendezvous import PeerWatch, host_store
 from vllm_patching.worker.updater import WeightUpdater
 
@@ -27,23 +27,34 @@ GEOMETRY = ModelGeometry("qwen3", 1, 12, 8, 4, 2, 3, 70, True, False, False, Fal
 SECONDS = 60.0
 """For whatever must come; a trainer's process takes some to start."""
 
+BUCKET_BYTES = 500
+"""So that the model is several buckets."""
 LAYOUT, NUM_BYTES = flat_layout(
     Manifest(0, 1, tuple(ManifestEntry(spec, "float32", "cpu") for spec in plan_shards(GEOMETRY, 0, 1)))
 )
 
+BUCKETS = buckets(LAYOUT, BUCKET_BYTES)
+
 TRAINER = """
-import sys, torch
-from tests.vllm_patching.worker.test_weight_updater import new_weights
-from vllm_patching.transport.cohort import CohortPlace
-from vllm_patching.transport.groups import SENDER, BridgeGroups, Rendezvous
+import math, sys, time, torch
+from tests.vllm_patching.worker.test_weight_updater import BUCKETS, LAYOUT, new_weights
+from vllm_patching.transport.cohort import lane_places
+from vllm_patching.transport.lane import GO, SENDER, form_lane, nobody_lost
 from vllm_patching.transport.rendezvous import host_store
 port, epoch, behaviour = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 store = host_store("localhost", port, 60)
-place = Rendezvous("localhost", port, f"epoch{epoch}", epoch, 0, "gloo", 60)
-groups = BridgeGroups(place, store, torch.device("cpu"), SENDER)
-if behaviour != "wait":
-    weights = [tensor for _, tensor in new_weights(spoil=behaviour == "nan")]
-    groups.broadcast(weights[:3] if behaviour == "half" else weights)
+place = lane_places("localhost", port, f"epoch{epoch}", 0, [0], SENDER, 1, "gloo")[0]
+while not store.check([place.here(1)]):
+    time.sleep(0.01)
+store.set(place.word, GO)
+lane = form_lane(place, torch.device("cpu"), 60, 60)
+weights = [tensor for _, tensor in new_weights(spoil=behaviour == "nan")]
+sent = {"wait": 0, "half": len(BUCKETS) // 2}.get(behaviour, len(BUCKETS))
+for bucket in BUCKETS[:sent]:
+    buffer = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
+    for piece in bucket.pieces:
+        piece.in_buffer(buffer, LAYOUT[piece.item]).copy_(piece.of(weights[piece.item]))
+    lane.wait(lane.begin((), buffer), math.inf, nobody_lost)
 sys.stdin.readline()
 """
 
@@ -65,13 +76,15 @@ def live() -> list[tuple[str, torch.Tensor]]:
 
 @pytest.fixture
 def updater(live: list[tuple[str, torch.Tensor]]) -> WeightUpdater:
-    made = WeightUpdater(0, LAYOUT, NUM_BYTES, live, logging.getLogger("test"))
+    made = WeightUpdater(0, LAYOUT, NUM_BYTES, live, logging.getLogger("test"), BUCKET_BYTES)
     made.start()
     return made
 
 
-def place(port: int, epoch: int, timeout: float = SECONDS) -> Rendezvous:
-    return Rendezvous("localhost", port, f"epoch{epoch}", epoch, 0, "gloo", timeout)
+def join(updater: WeightUpdater, port: int, epoch: int, direct: bool, timeout: float = SECONDS) -> None:
+    """Have it join a trainer, as a server does."""
+    updater.aim_at(direct)
+    updater.join_cohort(CohortPlace("localhost", port, f"epoch{epoch}", 1, 0, 1, 0, epoch, "gloo", timeout))
 
 
 def wait_for(updater: WeightUpdater, phase: str) -> None:
@@ -111,7 +124,7 @@ def test_what_the_trainer_sends_arrives_where_it_should(
     port = free_port()
     trainer = start_trainer(port, 1, "send")
     try:
-        updater.join(place(port, 1), direct)
+        join(updater, port, 1, direct)
         wait_for(updater, "ready")
         updater.receive(3)
         status = updater.wait(30)
@@ -136,7 +149,7 @@ def test_a_staging_buffer_that_is_not_needed_any_more_is_let_go(
     memory = StorageWeakRef(updater.staging.untyped_storage())
     assert not memory.expired()
     if how == "a direct transfer":
-        updater.join(place(free_port(), 1, 0.1), direct=True)  # nobody is there, which is seen after the buffer is gone
+        join(updater, free_port(), 1, True, 0.1)  # nobody is there, which is seen after the buffer is gone
         wait_for(updater, "failed")
         assert [tensor.data_ptr() for tensor in updater.staged()] == [tensor.data_ptr() for _, tensor in live]
     else:
@@ -149,7 +162,7 @@ def test_infinity_is_found_on_the_way(updater: WeightUpdater, free_port: Callabl
     port = free_port()
     trainer = start_trainer(port, 1, "nan")
     try:
-        updater.join(place(port, 1), False)
+        join(updater, port, 1, False)
         wait_for(updater, "ready")
         updater.receive(1)
         assert updater.wait(30).not_finite == LAYOUT[2].name
@@ -164,7 +177,7 @@ def test_a_trainer_that_dies_is_reported_and_the_next_one_is_served(
 ) -> None:
     port = free_port()
     first = start_trainer(port, 1, behaviour)
-    updater.join(place(port, 1), False)
+    join(updater, port, 1, False)
     wait_for(updater, "ready")
     updater.receive(1)
     time.sleep(0.2)
@@ -176,7 +189,7 @@ def test_a_trainer_that_dies_is_reported_and_the_next_one_is_served(
     second_port = free_port()
     second = start_trainer(second_port, 2, "send")
     try:
-        updater.join(place(second_port, 2), False)
+        join(updater, second_port, 2, False)
         wait_for(updater, "ready")
         updater.receive(1)
         wait_for(updater, "received")
@@ -187,7 +200,7 @@ def test_a_trainer_that_dies_is_reported_and_the_next_one_is_served(
 
 
 def test_nobody_at_the_rendezvous_is_an_error_after_the_deadline(updater: WeightUpdater, free_port: Callable[[], int]) -> None:
-    updater.join(place(free_port(), 1, 1.0), False)
+    join(updater, free_port(), 1, False, 1.0)
     wait_for(updater, "failed")
     assert "cannot reach the trainer's rendezvous" in updater.status.error
 
@@ -196,13 +209,6 @@ def test_receiving_without_a_trainer_says_what_to_do(updater: WeightUpdater) -> 
     updater.receive(1)
     wait_for(updater, "failed")
     assert "/bridge/init" in updater.status.error
-
-
-def test_a_worker_that_never_comes_is_an_error_on_the_trainers_side(free_port: Callable[[], int]) -> None:
-    port = free_port()
-    store = host_store("localhost", port, 1.0)
-    with pytest.raises(RendezvousError, match=r"waited 1 s for vLLM rank 0 in the control group"):
-        BridgeGroups(place(port, 1, 1.0), store, torch.device("cpu"), SENDER)
 
 
 def test_the_end_of_the_storing_process_is_seen_at_once(free_port: Callable[[], int]) -> None:
@@ -229,11 +235,11 @@ def test_a_port_in_use_names_the_port_and_the_remedy(free_port: Callable[[], int
 
 def test_a_command_that_fails_late_says_nothing_about_the_next(updater: WeightUpdater, free_port: Callable[[], int]) -> None:
     """The old trainer's join is still waiting for its deadline when the new trainer has been announced."""
-    updater.join(place(free_port(), 1, 1.0), False)
+    join(updater, free_port(), 1, False, 1.0)
     port = free_port()
     trainer = start_trainer(port, 2, "wait")
     try:
-        updater.join(place(port, 2), False)
+        join(updater, port, 2, False)
         seen = set()
         deadline = time.monotonic() + 30
         while updater.status.phase != "ready":
