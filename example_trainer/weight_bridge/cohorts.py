@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +17,7 @@ from example_trainer.parallel.ranks import Ranks
 from example_trainer.weight_bridge.send_plan import SendPlan
 from vllm_patching.transport.addresses import RendezvousError
 from vllm_patching.transport.cohort import lane_places
-from vllm_patching.transport.lane import GO, SENDER, Lane, LanePlace, form_lane, in_time
+from vllm_patching.transport.lane import GO, SENDER, Lane, LanePlace, form_lanes
 from vllm_patching.transport.rendezvous import connect_store, first_line
 
 logger = logging.getLogger(__name__)
@@ -194,9 +193,9 @@ class Cohort:
             return [], f"trainer rank {self.ranks.rank}: {first_line(error)}"
 
     def _form_lanes(self, places: Sequence[LanePlace], seconds: float, watch: LossWatch) -> tuple[list[Lane], str]:
-        works = [partial(form_lane, place, self._device, self.timeout, seconds) for place in places]
+        who = f"trainer rank {self.ranks.rank}"
         try:
-            return in_time(works, seconds + 1, watch.reason, f"trainer rank {self.ranks.rank}"), ""
+            return form_lanes(places, self._device, self.timeout, seconds, watch.reason, who), ""
         except RendezvousError as error:
             return [], str(error)
 

@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ import torch
 from vllm_patching.protocol.checksum import Part, Row, WeightSummary, WeightSums
 from vllm_patching.protocol.manifest import FlatSlice
 from vllm_patching.protocol.pieces import Bucket
-from vllm_patching.transport.lane import Lane, LaneBroken, LanePlace, form_lane, in_time, nobody_lost
+from vllm_patching.transport.lane import Lane, LaneBroken, LanePlace, form_lanes, nobody_lost
 
 
 @dataclass(frozen=True)
@@ -79,9 +78,8 @@ class ReceivingCohort:
         places = lane_places(
             place.host, place.port, place.key, place.tp_rank, range(place.lanes), place.member + 1, place.members, place.backend
         )
-        works = [partial(form_lane, one, device, place.timeout, place.timeout) for one in places]
         what = f"vLLM rank {place.tp_rank} could not join the cohort {place.key} (epoch {place.epoch})"
-        self._lanes = in_time(works, place.timeout + 1, lost, what)
+        self._lanes = form_lanes(places, device, place.timeout, place.timeout, lost, what)
 
     def receive(self, target: Target, lost: Callable[[], str], arrived: Callable[[int], None]) -> WeightSummary:
         """Receive a rank's weights.

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -84,6 +85,7 @@ class Lane(ABC):
     def __init__(self, place: LanePlace, group: Any, timeout: float) -> None:
         self.place = place
         self.stream: torch.cuda.Stream | None = None
+        self.control: Any = None  # what its members met by, kept for as long as another one may still be at it
         self._group = group
         self._timeout = timeout
 
@@ -159,7 +161,7 @@ class GlooLane(Lane):
                 raise self._broken(reason or f"not done within {self._timeout:g} s")
 
     def close(self) -> None:
-        group, self._group = self._group, None
+        group, self._group, self.control = self._group, None, None
         works = [work for work in self._works if not work.is_completed()]
         self._works = []
         if works:
@@ -213,7 +215,7 @@ class NcclLane(Lane):
 
     def close(self) -> None:
         # The orderly shutdown waits for every member to do the same; one that goes on serving never does.
-        group, self._group = self._group, None
+        group, self._group, self.control = self._group, None, None
         if group is not None:
             group.abort()
 
@@ -262,6 +264,7 @@ def form_lane(place: LanePlace, device: torch.device, timeout: float, seconds: f
             f"({place.host}:{place.port}): {first_line(error)}"
         ) from error
     logger.info("[Bridge] ✓ All ranks synchronized and ready (%s)", place.name)
+    lane.control = control
     return lane
 
 
@@ -280,10 +283,27 @@ def _nccl_lane(place: LanePlace, store: dist.Store, device: torch.device, timeou
     return lane
 
 
-def in_time(works: Sequence[Callable[[], Lane]], seconds: float, lost: Callable[[], str], what: str) -> list[Lane]:
+def form_lanes(
+    places: Sequence[LanePlace], device: torch.device, timeout: float, seconds: float, lost: Callable[[], str], what: str
+) -> list[Lane]:
+    """Form a process's lanes within a deadline; see `form_lane` and `in_time`.
+
+    NCCL's one after the other, in the order of cohorts and lanes that every process keeps: two that are formed at the same time
+    on a GPU may each wait for what the other holds there.
+    """
+    works = [partial(form_lane, place, device, timeout, seconds) for place in places]
+    return in_time(works, seconds + 1, lost, what, one_by_one=any(place.backend == "nccl" for place in places))
+
+
+def in_time(
+    works: Sequence[Callable[[], Lane]], seconds: float, lost: Callable[[], str], what: str, one_by_one: bool = False
+) -> list[Lane]:
     """Form lanes, each in a thread of its own, since torch's own waits have no end that can be relied on.
 
     A thread that is late is left behind; the lane that it may still form is closed at once.
+
+    Args:
+        one_by_one: all in one thread, in their order.
 
     Raises:
         RendezvousError: one failed, `lost` gave a reason, or they were not done in time; none is open then.
@@ -306,8 +326,15 @@ def in_time(works: Sequence[Callable[[], Lane]], seconds: float, lost: Callable[
             logger.warning("[Bridge] %s was formed too late, and is closed", outcome.place.name)
             outcome.close()
 
-    for index in range(len(works)):
-        threading.Thread(target=form, args=(index,), name=f"bridge rendezvous {index}", daemon=True).start()
+    def form_all() -> None:
+        for index in range(len(works)):
+            form(index)
+            if given_up or not isinstance(outcomes[index], Lane):
+                return
+
+    jobs: list[Callable[[], None]] = [form_all] if one_by_one else [partial(form, index) for index in range(len(works))]
+    for number, job in enumerate(jobs):
+        threading.Thread(target=job, name=f"bridge rendezvous {number}", daemon=True).start()
     deadline, asked = time.monotonic() + seconds, time.monotonic()
     reason = ""
     with changed:

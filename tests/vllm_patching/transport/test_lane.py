@@ -1,0 +1,69 @@
+"""Lanes are formed side by side or in order, within a deadline, and none stays open when one fails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_patching.transport.addresses import RendezvousError
+from vllm_patching.transport.lane import Lane, LanePlace, in_time, nobody_lost
+
+
+class Still(Lane):
+    """A lane that says when it is closed."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(LanePlace("localhost", 1, name, 0, 2, "none", name), None, 1.0)
+        self.closed = threading.Event()
+
+    def begin(self, pieces: Sequence[torch.Tensor], buffer: torch.Tensor) -> Any:
+        raise NotImplementedError
+
+    def wait(self, step: Any, deadline: float, lost: Callable[[], str]) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+def test_one_by_one_keeps_the_order_and_stops_at_the_first_that_fails() -> None:
+    lanes = [Still("a"), Still("b"), Still("c")]
+    begun: list[str] = []
+
+    def work(lane: Still) -> Callable[[], Lane]:
+        def form() -> Lane:
+            begun.append(lane.place.name)
+            if lane.place.name == "b" and fails:
+                raise RendezvousError("b has no members")
+            return lane
+
+        return form
+
+    fails = False
+    assert in_time([work(lane) for lane in lanes], 30, nobody_lost, "test", one_by_one=True) == lanes
+    assert begun == ["a", "b", "c"]
+    begun.clear()
+    fails = True
+    with pytest.raises(RendezvousError, match="test: b has no members"):
+        in_time([work(lane) for lane in lanes], 30, nobody_lost, "test", one_by_one=True)
+    assert (begun, lanes[0].closed.is_set()) == (["a", "b"], True)
+
+
+def test_a_lane_that_is_formed_after_everyone_has_gone_is_closed() -> None:
+    late, go = Still("late"), threading.Event()
+
+    def form() -> Lane:
+        assert go.wait(30)
+        return late
+
+    with pytest.raises(RendezvousError, match="test: the server has gone"):
+        in_time([form], 30, lambda: "the server has gone", "test")
+    assert not late.closed.is_set()
+    go.set()
+    assert late.closed.wait(30)
+    with pytest.raises(RendezvousError, match=r"not done within 0\.1 s"):
+        in_time([threading.Event().wait], 0.1, nobody_lost, "test")  # type: ignore[list-item]
