@@ -98,7 +98,7 @@ def _worker(fault: Fault) -> Any:
             config = SimpleNamespace(hf_config=SimpleNamespace(to_dict=dict))
             parallel = SimpleNamespace(data_parallel_rank=0, data_parallel_index=0, data_parallel_size=1)
             self.vllm_config = SimpleNamespace(model_config=config, parallel_config=parallel)
-            self.direct, self.spoilt = False, -1
+            self.direct, self.spoilt, self.received_before = False, -1, None
 
         def get_model(self) -> torch.nn.Module:
             return self.model
@@ -125,7 +125,7 @@ def _worker(fault: Fault) -> Any:
 
         def lockstep_status(self, patience: float = 0.0) -> dict[str, Any]:
             told = super().lockstep_status(patience)
-            if self.direct and told["phase"] == "received":
+            if self.direct and told["phase"] == "received" and told["version"] != self.received_before:
                 if fault.come_to("commit") == "lie":
                     self.spoilt = told["version"]
                 if self.spoilt == told["version"]:  # whoever asks
@@ -145,7 +145,7 @@ def _worker(fault: Fault) -> Any:
 
 def fault_seconds() -> float:
     """How long something that is slow takes."""
-    return float(os.environ.get("FLEET_SLOW_SECONDS", "6"))
+    return float(os.environ.get("FLEET_SLOW_SECONDS", "4"))
 
 
 class Engine:
@@ -221,7 +221,8 @@ async def _serve(port: int, folder: Path, timeout: float) -> None:
     from vllm_patching.server.version_spans import VersionSpans
 
     fault = Fault()
-    engine = Engine(_worker(fault))
+    worker = _worker(fault)
+    engine = Engine(worker)
     service = LockstepService()
     spans = VersionSpans()
     bridge = BridgeController(engine, "tiny", "float32", timeout, folder, spans, port=port)
@@ -239,6 +240,7 @@ async def _serve(port: int, folder: Path, timeout: float) -> None:
     async def set_fault(body: Annotated[dict[str, str], Body()]) -> dict[str, Any]:
         assert body["at"] in FAULT_PLACES, body
         fault.at, fault.do = body["at"], body["do"]
+        worker.received_before = worker._lockstep_updater.status.version
         return {}
 
     server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", port, log_level="warning"))
