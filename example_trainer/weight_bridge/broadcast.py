@@ -234,7 +234,7 @@ class BroadcastBridge(WeightBridge):
     def _form(self, line: Line, group: Group, watch: Watch | None) -> None:
         """Have the members meet."""
         line.leave()
-        key, members = group["key"], sum(replicas for _, _, replicas in group["members"])
+        key, members = group["key"], sum(replicas for _, _, replicas, _ in group["members"])
         host, port = self._address
         lanes = line.cohort.plan.lanes
         self._ranks.on_main(

@@ -31,8 +31,8 @@ _CALL_OFF_SECONDS = 15.0
 """For a server to hear that an update is over, and to end its part of it."""
 
 Group = Mapping[str, Any]
-"""Servers that are sent to at the same time: `layout`, which they share; `members`, a list of [address, epoch, replicas] in the
-order of their places; `key`, which names their cohort; `backend`; `manifests` of their ranks, where the layout is new."""
+"""Servers that are sent to at the same time: `layout`, which they share; `members` in the order of their places, each [address,
+epoch, replicas, instance]; `key`, their cohort's name; `backend`; `manifests` of their ranks, where the layout is new."""
 
 
 class FleetUpdates:
@@ -206,7 +206,7 @@ class FleetUpdates:
             groups.append(
                 {
                     "layout": hashlib.sha256(layout.encode()).hexdigest(),
-                    "members": [[member.url, member.epoch, member.replicas] for member in members],
+                    "members": [[m.url, m.epoch, m.replicas, m.instance] for m in members],
                     "manifests": [manifest.to_json() for manifest in members[0].manifests] if layout not in self._told else [],
                     "backend": members[0].backend,
                     "key": f"cohort{self._keys}",
@@ -229,7 +229,7 @@ class FleetUpdates:
             BridgeError: some refuse.
         """
         key, index, calls = group["key"], 0, {}
-        receivers = sum(replicas for _, _, replicas in group["members"])
+        receivers = sum(replicas for _, _, replicas, _ in group["members"])
         for url, member in self._of(group).items():
             calls[url] = partial(member.server.cohort, member.epoch, host, port, key, receivers, index, lanes)
             index += member.replicas
@@ -351,11 +351,11 @@ class FleetUpdates:
 
     def _places(self, group: Group, missing: Iterable[int]) -> list[str]:
         """The servers at these places in a cohort, counted from 1."""
-        of_place = [url for url, _, replicas in group["members"] for _ in range(replicas)]
+        of_place = [url for url, _, replicas, _ in group["members"] for _ in range(replicas)]
         return list(dict.fromkeys(of_place[number - 1] for number in missing if 0 < number <= len(of_place)))
 
     def _of(self, group: Group) -> dict[str, Member]:
-        return {url: self._keeper.members[url] for url, _, _ in group["members"]}
+        return {url: self._keeper.members[url] for url, *_ in group["members"]}
 
     # ---- how it ends ----
 

@@ -391,3 +391,12 @@ def test_the_start_does_not_wait_for_a_server_that_is_late(world: World) -> None
     until(bridge.server_restarted)
     bridge.keep_serving(lambda: None)
     assert len(world.right(1)) == 3
+
+
+def test_an_only_server_that_was_restarted_meets_the_trainer_anew(world: World) -> None:
+    """Its first epoch has the number of the one before."""
+    del world.servers[1:]
+    bridge = world.trainer()
+    world.servers[0].restart()
+    bridge.keep_serving(lambda: None)
+    assert len(world.right(1)) == 1
