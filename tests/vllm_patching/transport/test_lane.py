@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -66,4 +67,4 @@ def test_a_lane_that_is_formed_after_everyone_has_gone_is_closed() -> None:
     go.set()
     assert late.closed.wait(30)
     with pytest.raises(RendezvousError, match=r"not done within 0\.1 s"):
-        in_time([threading.Event().wait], 0.1, nobody_lost, "test")  # type: ignore[list-item]
+        in_time([partial(threading.Event().wait, 30)], 0.1, nobody_lost, "test")  # type: ignore[list-item]
