@@ -162,7 +162,8 @@ class Bridge:
         if not self.state.healthy:
             waits = f" (or until this is known: {self.state.undecided})" if self.state.undecided else ""
             return f"the weights are not whole: {self.state.last_error}; a full update from a trainer heals it{waits}"
-        if not (self.state.in_update or self._switch.resting) and self._switch.state is not EngineState.RUNNING:
+        changing = self.state.in_update or self.turns.changing or self._switch.resting
+        if not changing and self._switch.state is not EngineState.RUNNING:
             return f"the engine is {self._switch.state} outside an update; a full update from a trainer or a restart heals it"
         return self.turns.trouble
 

@@ -64,6 +64,8 @@ class Turns:
         self.turn = Turn.SAMPLING
         self.bytes = 0
         """What each rank gives back, at least; 0 in a server without --colocate."""
+        self.changing = False
+        """Whether the engine is being stopped or let go for a turn: requests that come meanwhile wait, as in the turn."""
         self.trouble = ""
         """Why the server cannot sample though it should; empty if it can, or need not."""
         self._whose: Sequence[Writer] = ()
@@ -101,10 +103,12 @@ class Turns:
                 return self._told(0, 0.0)
             begun = time.monotonic()
             self.turn, self._since, self._whose, self._name = Turn.TRAINING, begun, writers, self._state.trainer
+            self.changing = True
             try:
                 await self._switch.pause()
                 self._switch.resting = True
                 answers = await self._asked("lockstep_give_back")
+                self.changing = False
             except BridgeRefusal as refusal:
                 await self._sample_if_possible(f"its turn could not begin: {refusal}")
                 raise
@@ -196,6 +200,7 @@ class Turns:
         """Take the memory again and go on. Raises BridgeRefusal, and says in `trouble`, what hinders."""
         if self.turn is Turn.TRAINING:
             self.turn, self._since = Turn.SAMPLING, time.monotonic()
+        self.changing = True
         try:
             await self._asked("lockstep_take_again")
             self._switch.resting = False
@@ -207,6 +212,8 @@ class Turns:
                 logger.error("[Turns] %s", told)
             self.trouble = told
             raise
+        finally:
+            self.changing = False
         self.trouble = ""
 
     async def _sample_if_possible(self, why: str) -> None:

@@ -138,6 +138,16 @@ def test_half_written_weights_are_not_served_when_the_turn_ends(world: World) ->
     assert samples(world)
 
 
+def test_requests_that_come_while_turns_change_are_not_refused(world: World) -> None:
+    trainer = joined(world)
+    for command in ("pause", "resume"):
+        world.core.faults.append(Fault("slow", 0.5 * TIMEOUT, command))
+        trainer.begin()
+        while trainer.busy:
+            world.run(0.1)
+            assert not world.server.trouble(), command
+
+
 def test_a_stopped_trainer_keeps_its_turn_and_others_out(world: World) -> None:
     trainer = joined(world)
     trainer.fate = ("after rest", "stopped")
