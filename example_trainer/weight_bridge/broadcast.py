@@ -25,7 +25,7 @@ from example_trainer.weight_bridge.fleet_keeper import Board, FleetKeeper
 from example_trainer.weight_bridge.fleet_updates import FleetUpdates, Group
 from example_trainer.weight_bridge.members import Member, Unfit, Watch
 from example_trainer.weight_bridge.send_plan import SendPlan, distinct_layouts
-from example_trainer.weight_bridge.server import BridgeServer, Shapes, served_dtype, shapes_of
+from example_trainer.weight_bridge.server import BridgeServer, Shapes, require_finite, served_dtype, shapes_of
 from example_trainer.weight_bridge.stream import WeightStream
 from vllm_patching.protocol.manifest import Manifest, dtype_name
 from vllm_patching.transport.addresses import RendezvousError, rendezvous_address
@@ -208,11 +208,7 @@ class BroadcastBridge(WeightBridge):
         line = self._line(group)
         with timed(seconds, "checksum"):
             spoilt = line.stream.not_finite()
-        if spoilt:
-            raise BridgeError(
-                f"{spoilt} holds NaN or infinity: version {self._version} was not sent, the servers keep the one before; "
-                "--resume auto goes on from the last checkpoint"
-            )
+        require_finite(spoilt, self._version)
         watch = updates.watch(group) if self._ranks.is_main else None
         try:
             with watch or nullcontext():
