@@ -21,9 +21,8 @@ from example_trainer.weight_bridge.server import BridgeServer
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry
 from vllm_patching.protocol.sharding import ShardSpec, Slice
 
-PATIENCE = 0.6
-SOON = 20.0
-"""Seconds after which a test fails rather than waits."""
+PATIENCE, SOON = 0.6, 20.0
+"""Seconds: a trainer's patience, and after which a test fails rather than waits."""
 
 
 def manifest_of(name: str) -> Manifest:
@@ -63,10 +62,9 @@ class PlayedServer:
     def state(self) -> dict[str, Any]:
         return {
             "instance": f"{self.url} {self.life}", "healthy": not self.quarantine and self.target is None,
-            "trainer": self.trainer, "engine_dead": self.engine_dead, "epoch": self.epoch,
-            "weight_version": self.serves, "weight_epoch": 5,
-            "target_version": self.target, "last_error": "", "quarantine": self.quarantine, "silent_seconds": 0.0,
-            "ranks": [{"received_bytes": self.holds, "error": ""}],
+            "trainer": self.trainer, "engine_dead": self.engine_dead, "epoch": self.epoch, "target_version": self.target,
+            "weight_version": self.serves, "weight_epoch": 5, "last_error": "", "quarantine": self.quarantine,
+            "silent_seconds": 0.0, "ranks": [{"received_bytes": self.holds, "error": ""}],
         }  # fmt: skip
 
 
