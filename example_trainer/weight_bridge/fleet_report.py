@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from typing import Any
 
 from example_trainer.weight_bridge.fleet import Change, Fleet, Standing
@@ -69,8 +68,3 @@ def table(fleet: Fleet) -> list[dict[str, Any]]:
 def figures(fleet: Fleet) -> dict[str, int]:
     """For the metrics of a step: `size`, and how many are good, quarantined, away and joining."""
     return fleet.counts()
-
-
-def addresses(urls: Iterable[str]) -> str:
-    """Several addresses in one line."""
-    return ", ".join(urls) or "none"

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from example_trainer.errors import BridgeError, TrainerError
-from example_trainer.vllm_client import ServerRefused, ServerSilent
+from example_trainer.vllm_client import ServerSilent
 from example_trainer.weight_bridge.fleet import Laggards, Progress, Sight
 from example_trainer.weight_bridge.server import BridgeServer, Shapes, check_layout, manifests_of
 from vllm_patching.protocol.manifest import Manifest, flat_layout
@@ -242,11 +242,6 @@ def taken_over(state: Mapping[str, Any]) -> str:
 def is_away(error: BaseException) -> bool:
     """Whether a failure says that there is nobody, rather than what is wrong."""
     return isinstance(error, ServerSilent | Late)
-
-
-def is_superseded(error: BaseException) -> bool:
-    """Whether a server belongs to another trainer now."""
-    return isinstance(error, ServerRefused) and error.status == 409 and "superseded" in str(error)
 
 
 class Watch:

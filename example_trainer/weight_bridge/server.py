@@ -183,37 +183,6 @@ class BridgeServer(VLLMClient):
         self._lease = None
         return True
 
-    def give_up(self, epoch: int, error: Exception) -> BridgeError:
-        """Call an update off because of `error`. Returns that error with what the server says, and what it serves now."""
-        why = self.worker_error()
-        self.abort(epoch, str(error))
-        state = self._state()
-        if state is None:
-            outcome = "the server does not answer"
-        elif state["healthy"]:
-            outcome = f"the server keeps version {state['weight_version']}"
-        else:
-            outcome = "the server is unhealthy until a full update succeeds"
-        return BridgeError(f"{error} ({why or 'the server reports no error'}); {outcome}; --resume auto goes on from here")
-
-    def worker_error(self) -> str:
-        """What the server says went wrong with the present update; empty if nothing, or if it cannot be asked."""
-        state = self._state()
-        return "the server does not answer /bridge/state" if state is None else str(state["last_error"])
-
-    def lost_update(self, epoch: int) -> str:
-        """Why the server will not go on with the update of this epoch; empty while it will."""
-        state = self._state()
-        if state is None:
-            return "the server does not answer"
-        if state["instance"] != self._instance:
-            return "the server was restarted"
-        if state["engine_dead"]:
-            return "vLLM's engine process has died"
-        if state["epoch"] != epoch:
-            return f"{state['trainer']} has taken over as epoch {state['epoch']}"
-        return "" if state["target_version"] is not None else f"the server gave it up: {state['last_error']}"
-
     def has_restarted(self) -> bool:
         """Whether another process than the one joined answers here, ready to be joined. Does not wait."""
         state = self.watch("/bridge/state", "the weights", _STATE_SECONDS)
