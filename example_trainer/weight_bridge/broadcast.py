@@ -129,8 +129,6 @@ class BroadcastBridge(WeightBridge):
         self._model, self._shapes = model, shapes_of(model)
         self._device = next(model.parameters()).device
         self.params_total = len(self._shapes)
-        if not self._manifests:  # nobody has asked yet what the servers hold
-            self.serving_dtype()
         hosts = [str(urlsplit(url).hostname) for url in self._keeper.members]
         # Rank 0's: another machine's way to the servers may begin at another address.
         host, port = self._ranks.on_main("finding the rendezvous", lambda: _translate(lambda: rendezvous_address(hosts)))
