@@ -166,11 +166,12 @@ def test_every_client_of_the_trainer_and_the_scripts_is_made_in_one_place() -> N
 
 def test_the_vllm_server_has_one_client() -> None:
     """Deadlines, retries and errors are the same for all who ask it. The others ask the rollout service: for batches, and from
-    a thread of its own for evaluations."""
+    threads of their own for evaluations and who is in the fleet."""
     makers = [
         path.relative_to(ROOT / "example_trainer")
         for path in (ROOT / "example_trainer").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "direct_client"
     ]
-    assert sorted(map(str, makers)) == ["batch/client.py", "batch/evaluations.py", "vllm_client.py"]
+    asks_the_service = ["batch/client.py", "batch/evaluations.py", "weight_bridge/fleet_keeper.py"]
+    assert sorted(map(str, makers)) == sorted([*asks_the_service, "vllm_client.py"])
