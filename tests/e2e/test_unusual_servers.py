@@ -35,6 +35,24 @@ def test_two_ranks_get_their_own_shards(
         single.connect(model)
 
 
+def test_every_replica_of_a_data_parallel_server_gets_the_weights(
+    processes: Processes, free_port: Callable[[], int], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start_vllm(processes, free_port, tiny_model, tmp_path, flags=("--data-parallel-size", "2"))
+    with joined(server, "direct", free_port, monkeypatch) as (bridge, model):
+        bridge.sync(1, new_weights(model, 1))
+        ranks = server.state()["ranks"]
+        assert isinstance(ranks, list)
+        assert {(rank["replica"], rank["tp_rank"]) for rank in ranks} == {(0, 0), (1, 0)}
+        assert server.state()["checksums"] == checksums(server, model)
+        # Each of these is several requests, which vLLM deals out over the replicas.
+        assert largest_difference(server, model) < TOLERANCE
+        assert largest_difference(server, model) < TOLERANCE
+    single = SingleCopyBridge(BridgeServer("localhost", server.port, BRIDGE_TIMEOUT))
+    with pytest.raises(BridgeError, match="--use-shared-memory"):
+        single.connect(model)
+
+
 def test_a_server_that_does_not_share_says_so(
     processes: Processes, free_port: Callable[[], int], tiny_model: Path, tmp_path: Path
 ) -> None:
