@@ -12,7 +12,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -145,20 +145,21 @@ class GlooLane(Lane):
 
     def wait(self, step: Any, deadline: float, lost: Callable[[], str]) -> None:
         asked = time.monotonic()
-        while True:
-            try:
+        while not step.is_completed():
+            # It raises when the look is over, and when the step has failed; which of them is asked below, of what has ended.
+            with suppress(RuntimeError):
                 step.wait(timedelta(seconds=_LOOK_SECONDS))
-                return
-            except RuntimeError as error:
-                if step.is_completed():
-                    # It says which address has closed its connection, or that time is up; not whose it was.
-                    raise self._broken(f"{lost() or 'a member has gone'} ({first_line(error)})") from error
             now = time.monotonic()
             reason = ""
             if now > asked + _ASK_SECONDS:
                 reason, asked = lost(), now
-            if reason or now > deadline:
+            if (reason or now > deadline) and not step.is_completed():
                 raise self._broken(reason or f"not done within {self._timeout:g} s")
+        try:
+            step.wait()
+        except RuntimeError as error:
+            # It says which address has closed its connection, or that time is up; not whose it was.
+            raise self._broken(f"{lost() or 'a member has gone'} ({first_line(error)})") from error
 
     def close(self) -> None:
         group, self._group, self.control = self._group, None, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from vllm_patching.transport.addresses import RendezvousError
-from vllm_patching.transport.lane import Lane, LanePlace, in_time, nobody_lost
+from vllm_patching.transport.lane import GlooLane, Lane, LaneBroken, LanePlace, in_time, nobody_lost
 
 
 class Still(Lane):
@@ -68,3 +69,30 @@ def test_a_lane_that_is_formed_after_everyone_has_gone_is_closed() -> None:
     assert late.closed.wait(30)
     with pytest.raises(RendezvousError, match=r"not done within 0\.1 s"):
         in_time([partial(threading.Event().wait, 30)], 0.1, nobody_lost, "test")  # type: ignore[list-item]
+
+
+class Step:
+    """Something under way in Gloo, which ends in the moment in which a look at it is over."""
+
+    def __init__(self, error: str = "") -> None:
+        self.looks, self._error = 0, error
+
+    def is_completed(self) -> bool:
+        return self.looks > 0
+
+    def wait(self, timeout: Any = None) -> bool:
+        if not self.looks:
+            self.looks += 1
+            raise RuntimeError("Operation timed out!")
+        if self._error:
+            raise RuntimeError(self._error)
+        return True
+
+
+def test_what_arrives_as_a_look_ends_has_arrived() -> None:
+    lane = GlooLane(LanePlace("localhost", 1, "key", 1, 2, "gloo", "lane 0 of vLLM rank 0"), None, 30.0)
+    step = Step()
+    lane.wait(step, time.monotonic() + 30, nobody_lost)
+    assert step.looks == 1
+    with pytest.raises(LaneBroken, match=r"lane 0 of vLLM rank 0: a member has gone \(Connection closed by peer\)"):
+        lane.wait(Step("Connection closed by peer"), time.monotonic() + 30, nobody_lost)
