@@ -23,6 +23,7 @@ from typing import Any
 
 from bench.gpu.shapes import SHAPES, model_bytes, shard_shapes
 from bench.gpu.summary import table
+from bench.measured import measured as stamp
 from vllm_patching.protocol.pieces import BUCKET_BYTES
 
 RESULTS = ROOT / "bench" / "results"
@@ -193,7 +194,9 @@ def main() -> int:
     print(report(fleet, measured, found))
     if args.output:
         data = json.loads(args.output.read_text()) if args.output.exists() else {}
-        args.output.write_text(json.dumps(data | {"on_paper": to_json(fleet, measured, found)}, indent=1))
+        args.output.write_text(
+            json.dumps(data | {"on_paper": {**to_json(fleet, measured, found), "measured": stamp()}}, indent=1)
+        )
     return 0
 
 
