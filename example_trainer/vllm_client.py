@@ -87,7 +87,7 @@ class VLLMClient:
         except httpx.TransportError as error:
             raise ServerSilent(
                 f"{self.url} did not answer {what} ({_first_words(error)}); see the server's log, "
-                "restart it if it has ended, then start the trainer again with --resume auto"
+                "and restart it if it has ended"
             ) from error
         if response.status_code != 200:
             raise ServerRefused(f"{self.url} refused {what}: {_reason(response)}", response.status_code)

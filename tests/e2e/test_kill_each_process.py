@@ -85,7 +85,7 @@ def test_the_run_survives_the_death_of_each_process(
     assert "waiting for its weights" in again.log
     wait_for_step(at + 2)
     assert trainer.poll() is None
-    assert "was restarted" in trainer.log_path.read_text()
+    assert re.search(r"\[Fleet\] \S+ is back: serves version \d+", trainer.log_path.read_text())
     assert "ERROR" not in trainer.log_path.read_text()
 
     processes.finish(trainer, 180)

@@ -250,6 +250,7 @@ def form_lane(place: LanePlace, device: torch.device, timeout: float, seconds: f
     under = dist.PrefixStore(place.key, store)
     under.set_timeout(timedelta(seconds=seconds))
     try:
+        logger.info("[Bridge] Creating Gloo process group... (%s, %d members)", place.name, place.size)
         control = gloo_group(dist.PrefixStore("control", under), place.member, place.size, place.host, seconds)
         logger.info("[Bridge] ✓ Gloo group created (%s, %d members)", place.name, place.size)
         lane: Lane
@@ -258,6 +259,7 @@ def form_lane(place: LanePlace, device: torch.device, timeout: float, seconds: f
             logger.info("[Bridge] ✓ NCCL group created (%s, %d members)", place.name, place.size)
         else:
             lane = GlooLane(place, control, timeout)
+            logger.info("[Bridge] ✓ The weights go over it too (with GPUs: [Bridge] ✓ NCCL group created)")
         control.barrier().wait(timedelta(seconds=seconds))
     except RuntimeError as error:
         raise RendezvousError(
