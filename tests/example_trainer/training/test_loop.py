@@ -106,7 +106,7 @@ def test_a_server_that_was_restarted_is_asked_again_for_its_logprobs(
 
     monkeypatch.setattr(NoBridge, "sync", sync)
     monkeypatch.setattr(Batches, "heed", heed)
-    monkeypatch.setattr(grpo, "check_logprobs", lambda config, ranks: asked.pop())
+    monkeypatch.setattr(grpo, "check_logprobs", lambda config, ranks, urls: asked.pop())
     trainers.post(*range(STEPS))
     assert trainers.train()
     assert heeded == [(0, ()), (2, ("http://one:9001",))]
