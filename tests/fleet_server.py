@@ -96,7 +96,7 @@ def _worker(fault: Fault) -> Any:
         def __init__(self) -> None:
             self.model = tiny_model(full=False)
             config = SimpleNamespace(hf_config=SimpleNamespace(to_dict=dict))
-            parallel = SimpleNamespace(data_parallel_rank=0, data_parallel_index=0, data_parallel_size=1)
+            parallel = SimpleNamespace(data_parallel_index=0, data_parallel_size=1)
             self.vllm_config = SimpleNamespace(model_config=config, parallel_config=parallel)
             self.direct, self.spoilt, self.received_before = False, -1, None
 

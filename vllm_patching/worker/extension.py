@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from vllm_patching.compat.cpu_weights import keep_cpu_weights_plain
+from vllm_patching.compat.engine import replica_of
 from vllm_patching.compat.loggers import worker_logger
 from vllm_patching.protocol.checksum import WeightSums
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry, dtype_name, flat_layout, local_view
@@ -73,9 +74,7 @@ class LockstepWorkerExtension(TurnsWorkerExtension):
                 handles = export_to_shared_memory(parameters, f"tp{rank}")
         logger.info("[vLLM Patch] ✓ Exported %d params", len(manifest.entries))
         self._lockstep_rank = rank
-        # Replicas of a dense model are engines of their own, of which vLLM keeps nothing but the index.
-        parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
-        self._lockstep_replica = int(getattr(parallel, "data_parallel_index", parallel.data_parallel_rank))
+        self._lockstep_replica = replica_of(self.vllm_config)  # type: ignore[attr-defined]
         self._lockstep_device = device
         layout, num_bytes = flat_layout(manifest)
         live = [(item.name, local_view(item, parameters[item.name].data)) for item in layout]
