@@ -101,7 +101,7 @@ def test_a_refusal_holds_the_servers_reason_and_its_status(script: Script, answe
 def test_silence_is_told_from_a_refusal(script: Script, free_port: Callable[[], int]) -> None:
     script.answers = [None]
     for url in (script.url, f"http://127.0.0.1:{free_port()}"):
-        with pytest.raises(ServerSilent, match=rf"^{url} did not answer /step \(.+\); see the server's log.*--resume auto"):
+        with pytest.raises(ServerSilent, match=rf"^{url} did not answer /step \(.+\); see the server's log, and restart it"):
             VLLMClient(url, 5.0).call("/step", {})
     assert len(script.asked) == 1  # what may have been heard is not said twice
 
