@@ -80,7 +80,7 @@ def test_requirements_name_what_the_project_depends_on() -> None:
     """Whoever installs a requirements file gets everything that pyproject.toml asks for."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     optional = project["optional-dependencies"]
-    asked = [*project["dependencies"], *optional["gsm8k"], *optional["trainer"], *optional["dev"]]
+    asked = [*project["dependencies"], *optional["gsm8k"], *optional["trainer"], *optional["ray"], *optional["dev"]]
     names = {plain(re.split(r"[<>=\[ ;]", line)[0]) for line in asked}
     for file in ("requirements.txt", "requirements-cpu.txt", "requirements-gpu.txt"):
         listed = {plain(m) for m in re.findall(r"^([A-Za-z0-9_.-]+)", (ROOT / file).read_text(), re.MULTILINE)}
@@ -116,6 +116,13 @@ def test_each_lock_holds_its_own_build_of_vllm() -> None:
     asked = re.search(r"^vllm==\S+", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
     assert asked is not None
     assert any(line.startswith(f"{asked[0]} ") for line in locked("requirements-gpu.txt"))
+
+
+def test_every_list_names_one_release_of_ray() -> None:
+    """Nodes of a cluster refuse each other if they have several."""
+    files = ("pyproject.toml", "requirements.txt", "requirements-cpu.in", "requirements-cpu.txt", "requirements-gpu.txt")
+    found = {re.findall(r"\bray(?:\[default\])?==([\w.]+)", (ROOT / file).read_text())[0] for file in files}
+    assert len(found) == 1
 
 
 def test_shell_scripts_parse_and_can_be_run() -> None:
