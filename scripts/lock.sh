@@ -6,7 +6,13 @@
 # that break vLLM's import, and Triton has no CPU back end; the overrides leave them out, which is why that file must be
 # installed with `pip install --no-deps`. PyTorch itself is left out of it because its CPU build comes from another source than
 # the rest; scripts/setup.sh installs it first, at the version named here.
+#
+# Packages that the lists name stay at their versions unless something new forbids it; scripts/lock.sh --upgrade takes the newest.
 set -euo pipefail
+case ${1:-} in
+  '' | --upgrade) upgrade=${1:-} ;;
+  *) echo "lock: unknown option '$1'; there is --upgrade alone" >&2; exit 2 ;;
+esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 tools=$(mktemp -d)
 trap 'rm -rf "$tools"' EXIT
@@ -23,6 +29,7 @@ OVERRIDES
 lock() {
   local from=$1 into=$2 how=$3
   shift 3
+  [[ -n $upgrade ]] || cp "$into" "$tools/lock.txt" # uv prefers the versions that it finds there
   "$tools/venv/bin/uv" pip compile "$from" --universal --python-version 3.11 --generate-hashes "$@" --no-emit-find-links \
     --no-emit-index-url --no-header --no-annotate --output-file "$tools/lock.txt" > /dev/null
   {

@@ -23,21 +23,10 @@ check mypy -p scripts
 if (($# > 0)); then
   "$venv/bin/python" -m pytest "$@" || failed+=("pytest $*")
 else
-  # Two at a time: most tests wait for processes, so that one of them leaves a core idle. The second one's lines come at the end,
-  # and what failed in the first one once more below them, so that the end of a log tells both.
-  output=$(mktemp -d)
-  "$venv/bin/python" -m pytest --ignore tests/e2e > "$output/others" 2>&1 &
-  others=$!
-  trap 'kill "$others" 2> /dev/null; rm -rf "$output"' EXIT
-  first=ok
-  "$venv/bin/python" -m pytest tests/e2e 2>&1 | tee "$output/e2e" || first=failed
-  wait "$others" || failed+=("pytest --ignore tests/e2e")
-  cat "$output/others"
-  if [[ $first == failed ]]; then
-    failed+=("pytest tests/e2e")
-    echo "test: tests/e2e ended so:"
-    tail -n 40 "$output/e2e"
-  fi
+  # One more at a time than there are cores, since most tests wait for processes; not more than 8, of which each takes 1 GB.
+  # tests/conftest.py says which tests stay together.
+  workers=$(($(nproc) < 7 ? $(nproc) + 1 : 8))
+  "$venv/bin/python" -m pytest --numprocesses "$workers" --dist loadgroup || failed+=("pytest")
 fi
 ((${#failed[@]} == 0)) && exit 0
 printf 'test: FAILED: %s\n' "${failed[@]}" >&2

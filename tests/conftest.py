@@ -29,6 +29,15 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where several workers share the tests: a file's stay together, for what they share; and so do those that share real
+    servers, and those that need the GPU to themselves."""
+    for item in items:
+        place = item.path.relative_to(ROOT / "tests")
+        whole = place.parts[0] in ("e2e", "gpu")
+        item.add_marker(pytest.mark.xdist_group(place.parts[0] if whole else str(place)))
+
+
 class Processes:
     """Starts real processes for a test. Each has a log of its own, and none outlives the fixture, or pytest itself.
 

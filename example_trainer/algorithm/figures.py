@@ -27,7 +27,7 @@ PERCENTILES = (1, 50, 95, 99)
 
 _FINEST = 1e-4
 """Log ratios well below this are told apart in even steps, those above in steps that grow with them."""
-_STEP = 0.01
+_STEP = 0.0099  # a class ends e^(_STEP / 2) - 1 from its middle: just below 0.5 %
 _LARGEST_EXPONENT = 700.0
 _LAST_CLASS = math.ceil(math.asinh(MAX_LOG_RATIO / _FINEST) / _STEP)
 

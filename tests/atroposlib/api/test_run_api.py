@@ -39,7 +39,7 @@ def test_a_port_in_use_is_one_clear_line() -> None:
         done = run("--port", str(port), "--store", "memory")
     assert done.returncode == 1
     assert re.fullmatch(
-        rf"error: \[Errno 98\] port {port} is in use by \S+ \(pid \d+\); stop it or pass --port\n", done.stderr
+        rf"error: \[Errno 98\] port {port} is in use by .+ \(pid \d+\); stop it or pass --port\n", done.stderr
     ), done.stderr
 
 

@@ -79,9 +79,10 @@ def test_children_of_a_process_that_ended_are_swept_up_and_its_status_kept(tmp_p
 
 
 STARTER = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from example_trainer.child_processes.processes import Supervisor
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it starts in the background ignore it
 with Supervisor() as supervisor:
     for number in range(2):
         log = Path(sys.argv[1]) / f"{number}.log"
