@@ -12,7 +12,8 @@ import hashlib
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -24,7 +25,10 @@ logger = logging.getLogger(__name__)
 GOLDEN = 0x9E3779B1
 """2**32 divided by the golden ratio, made odd: neighbouring positions get weights that have nothing in common."""
 
-_CHUNK = 1 << 22
+_CHUNK, _CPU_CHUNK = 1 << 22, 1 << 18
+"""Words that are summed at once; a CPU's stay in its cache, which makes it several times as fast."""
+
+_Words = TypeVar("_Words", int, torch.Tensor)
 
 # Exponent bits that are all ones in NaN and infinity: of the element in a word's low half (0: a word is one element), and of
 # the element in its high half, or of the whole word.
@@ -179,19 +183,28 @@ def _torch_sums(tensor: torch.Tensor, rounded: torch.dtype | None = None, start:
     dtype = rounded or tensor.dtype
     low, high = EXPONENTS[dtype]
     total = torch.zeros(3, dtype=torch.int64, device=tensor.device)
-    elements = _CHUNK * 4 // dtype.itemsize
+    words = _CPU_CHUNK if tensor.device.type == "cpu" else _CHUNK
+    elements = words * 4 // dtype.itemsize
+    from_zero = _first_weights(words, tensor.device)
     flat = tensor.contiguous().view(-1)
     for begin in range(0, flat.numel(), elements):
-        word = _words(flat[begin : begin + elements].to(dtype)).to(torch.int64)
+        word = _words(flat[begin : begin + elements].to(dtype))
         first = (start + begin * dtype.itemsize) // 4
-        position = torch.arange(first, first + word.numel(), dtype=torch.int64, device=word.device)
+        weight = (from_zero[: word.numel()] + _signed((first * GOLDEN) & 0xFFFFFFFF)).bitwise_or_(1)
         total[0] += word.sum()
-        total[1] += (word * _signed(((position * GOLDEN) & 0xFFFFFFFF) | 1)).sum()
+        total[1] += word.to(torch.int64).mul_(weight).sum()
         bad = (word & high) == high
         if low:
             bad |= (word & low) == low
-        total[2] += bad.sum()
+        total[2] += bad.count_nonzero()
     return total
+
+
+@lru_cache(maxsize=4)
+def _first_weights(words: int, device: torch.device) -> torch.Tensor:
+    """[words] int32: position * GOLDEN, as 32 bits hold it; those further on are the same with something added."""
+    product = torch.arange(words, dtype=torch.int64, device=device) * GOLDEN
+    return _signed(product & 0xFFFFFFFF).to(torch.int32)
 
 
 def _words(flat: torch.Tensor) -> torch.Tensor:
@@ -203,6 +216,6 @@ def _words(flat: torch.Tensor) -> torch.Tensor:
     return data.view(torch.int32)
 
 
-def _signed(word: torch.Tensor) -> torch.Tensor:
+def _signed(word: _Words) -> _Words:
     """int64 values 0 … 2**32 - 1 as the int32 values of the same bits."""
     return word - ((word >> 31) << 32)

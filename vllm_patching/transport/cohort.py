@@ -197,7 +197,8 @@ class Target:
             parts += [Part(piece.item, piece.start, t) for piece, t in zip(bucket.pieces, tensors, strict=True)]
             self._first.append(len(parts))
         self.sums = WeightSums.of_parts(rows, parts, slices[0].device)
-        self.sums.all()  # compiles the kernel now, and not in the first update
+        if slices[0].device.type == "cuda":
+            self.sums.all()  # compiles the kernel now, and not in the first update
 
     def pieces(self, number: int) -> list[torch.Tensor]:
         """Where the pieces of a bucket go."""

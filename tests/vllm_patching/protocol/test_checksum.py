@@ -57,8 +57,23 @@ def test_strides_do_not_count() -> None:
 def test_chunks_do_not_count(monkeypatch: object) -> None:
     weights = torch.randn(1000)
     whole = one(weights)
-    monkeypatch.setattr(checksum, "_CHUNK", 7)  # type: ignore[attr-defined]
+    monkeypatch.setattr(checksum, "_CPU_CHUNK", 7)  # type: ignore[attr-defined]
     assert one(weights) == whole
+
+
+@settings(max_examples=30, deadline=None)
+@given(bits=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=40), start=st.integers(0, 2**34))
+def test_the_sums_are_those_of_the_definition(bits: list[int], start: int) -> None:
+    """In Python's integers, which never overflow; the GPU's kernel computes the same."""
+
+    def signed(value: int, width: int) -> int:
+        return (value + (1 << width - 1)) % (1 << width) - (1 << width - 1)
+
+    values = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    plain, weighted, _ = checksum._torch_sums(values, None, 4 * start).tolist()
+    weights = [signed((start + i) * checksum.GOLDEN | 1, 32) for i in range(len(bits))]
+    assert plain == sum(bits)
+    assert weighted == signed(sum(x * w for x, w in zip(bits, weights, strict=True)), 64)
 
 
 @settings(max_examples=50, deadline=None)
