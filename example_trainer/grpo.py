@@ -45,6 +45,7 @@ from example_trainer.training.runs import SavedStep, mark_run
 from example_trainer.training.step import make_objective
 from example_trainer.weight_bridge.factory import make_bridge
 from example_trainer.weight_bridge.logprobs_mode import check_logprobs, require_fitting_logprobs
+from vllm_patching.protocol.timeline import open_timeline
 
 logger = logging.getLogger("example_trainer.grpo")
 
@@ -64,6 +65,8 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
         stack.enter_context(memory_history(config.memory_snapshot, device, traces, ranks.rank))
         profiler = StepProfiler(config.profiled_steps, traces, ranks.rank)
         stack.callback(profiler.close)
+        timeline = open_timeline("trainer", f"rank{ranks.rank}")
+        stack.callback(timeline.close)
         exporter = serve_metrics(config.metrics_port, config.metrics_host) if ranks.is_main else None
         prefix = checkpoint_prefix(config)
         start = agreed_start(ranks, config.resume, config.save_path, config.model_name, time.time_ns() // 10**6, prefix)
@@ -132,6 +135,7 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
                 trained=start.saved.batch if start.saved else None,
                 evaluations=evaluations,
                 ask_servers=ask_servers,
+                timeline=timeline,
             )
         )
         batches.end_run()

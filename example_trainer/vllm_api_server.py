@@ -6,7 +6,8 @@
 Takes `vllm serve`'s flags. Ours: --allow-host, --bridge-timeout, --colocate, --deterministic, --inflight-cache,
 --weight-version, --weight-epoch.
 Environment: VLLM_ENABLE_SHARED_WEIGHTS=1 shares the weights with a trainer; LOGDIR is where vllm_bridge_config.json goes
-(default: the working directory); VLLM_API_KEY is the key that callers must have (without: vllm_patching/server/access.py).
+(default: the working directory); VLLM_API_KEY is the key that callers must have (without: vllm_patching/server/access.py);
+LOCKSTEP_TIMELINE is a folder for what it did when (docs/timelines.md).
 """
 
 from __future__ import annotations
@@ -146,6 +147,7 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Doo
     from vllm_patching.compat.loggers import worker_logger
     from vllm_patching.compat.outputs import take_logprobs_together
     from vllm_patching.compat.server_app import wrap_server
+    from vllm_patching.protocol.timeline import open_timeline
     from vllm_patching.protocol.verification import BridgeRefusal
     from vllm_patching.server.config_file import ConfigFileError
     from vllm_patching.server.controller import BridgeController
@@ -153,10 +155,12 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Doo
     from vllm_patching.server.lora import AdapterSpans, LoraController
     from vllm_patching.server.metrics import attach_metrics
     from vllm_patching.server.routes import NOT_SHARED, LockstepService, attach
+    from vllm_patching.server.timeline import ServerTimeline
     from vllm_patching.server.version_spans import VersionSpans
 
     logger = worker_logger("lockstep.server")
     service = LockstepService()
+    timeline = ServerTimeline(open_timeline("generator", f"{socket.gethostname()}-{args.port}"))
     background: set[asyncio.Task[None]] = set()
     kind = AdapterSpans if args.enable_lora else VersionSpans
     spans = kind(args.weight_version, args.weight_epoch)
@@ -168,7 +172,7 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Doo
         return {"weight_version": spans.weights.version, "weight_epoch": spans.weights.epoch}
 
     def on_app(app: Any) -> None:
-        attach(app, service, door)
+        attach(app, service, door, timeline)
         attach_metrics(app, bridge_state)
 
     async def on_state(engine: Any, state: Any) -> None:
@@ -177,7 +181,8 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Doo
         if shared:
             directory = Path(os.environ.get("LOGDIR", "."))
             keep = args.inflight_cache == "keep"
-            bridge = BridgeController(engine, args.model, args.dtype, args.bridge_timeout, directory, spans, keep, args.port)
+            facts = (args.model, args.dtype, args.bridge_timeout, directory)
+            bridge = BridgeController(engine, *facts, spans, keep, args.port, timeline)
             bridge.state.weight_version, bridge.state.weight_epoch = args.weight_version, args.weight_epoch
             try:
                 await bridge.start()
@@ -209,6 +214,7 @@ def build_service(args: argparse.Namespace, module: Any, shared: bool, door: Doo
         finally:
             if service.bridge is not None:
                 await service.bridge.stop()
+            timeline.close()
 
     module.run_lockstep_server = run_and_clean_up
 

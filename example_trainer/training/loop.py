@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 from example_trainer.algorithm.objective import Objective
@@ -33,6 +34,7 @@ from example_trainer.training.rollout_logprobs import require_rollout_logprobs, 
 from example_trainer.training.skipping import SkippedBatches
 from example_trainer.training.step import passes_ahead, warm_up
 from example_trainer.weight_bridge.base import SyncReport, WeightBridge
+from vllm_patching.protocol.timeline import Timeline, unix_ns
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +126,7 @@ class Parts:
         evaluations: what environments measure; on rank 0, where there is a rollout service.
         uncorrected: whether the log says that tokens without logprobs are not corrected.
         ask_servers: asks the servers anew what was asked of them before the first batch; collective.
+        timeline: gets each step's spans: wait, train, and sync, or what the bridge calls it.
         joins: the bridge's when that was done last.
     """
 
@@ -145,6 +148,7 @@ class Parts:
     evaluations: EvaluationFeed | None = None
     uncorrected: bool = False
     ask_servers: Callable[[], None] | None = None
+    timeline: Timeline = field(default_factory=lambda: Timeline(None, "trainer", ""))
     joins: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -198,7 +202,9 @@ def train(parts: Parts) -> None:
             except BatchError as error:
                 skip(parts, skipped, error, version)
                 continue
-            seconds = (waited - begun, computed - waited, time.perf_counter() - computed)
+            handed = time.perf_counter()
+            seconds = (waited - begun, computed - waited, handed - computed)
+            tell_timeline(parts, (begun, waited, computed, handed))
             record(parts, batch, learned, report, seconds, skipped.stepped())
             if config.saves_at(optimizer.steps):
                 parts.checkpoints.wait()
@@ -218,6 +224,13 @@ def train(parts: Parts) -> None:
         if optimizer.sound and optimizer.steps:
             parts.save()
         raise
+
+
+def tell_timeline(parts: Parts, moments: tuple[float, float, float, float]) -> None:
+    """Write when the step that was taken waited, trained and handed its weights over; moments are time.perf_counter()'s."""
+    marks = [unix_ns(moment) for moment in moments]
+    for what, (begin, end) in zip(("wait", "train", parts.bridge.handing_over), pairwise(marks), strict=True):
+        parts.timeline.write(what, begin, end, version=parts.optimizer.steps)
 
 
 def learn(parts: Parts, batch: ReadyBatch, skipped: SkippedBatches) -> dict[str, float | None]:

@@ -82,6 +82,8 @@ class WeightBridge(ABC):
     """GPU memory that is free in a turn and at no other time. Known after `serving_dtype`."""
     converts: bool = False
     """Whether the trainer's model may have another dtype than the server's: what is sent is rounded to the latter."""
+    handing_over: str = "sync"
+    """What `sync` is called in a timeline."""
 
     @abstractmethod
     def serving_dtype(self) -> torch.dtype | None:

@@ -15,6 +15,7 @@ from vllm_patching.compat.outputs import follow_outputs, output_token_counts
 from vllm_patching.compat.requests import salt_prefix_cache
 from vllm_patching.protocol.lease import Leases
 from vllm_patching.protocol.manifest import Manifest, flat_layout
+from vllm_patching.protocol.timeline import Timeline
 from vllm_patching.protocol.writers import Writer
 from vllm_patching.server import config_file as bridge_config
 from vllm_patching.server.calling_off import CallingOff
@@ -23,6 +24,7 @@ from vllm_patching.server.ranks import RankCalls
 from vllm_patching.server.settlement import Settlement
 from vllm_patching.server.silence import Silence
 from vllm_patching.server.state import BridgeState
+from vllm_patching.server.timeline import ServerTimeline
 from vllm_patching.server.turns import Turns
 from vllm_patching.server.update_clock import UpdateClock
 from vllm_patching.server.version_spans import VersionSpans
@@ -44,6 +46,7 @@ class Bridge:
         spans: VersionSpans,
         keep_cache: bool = False,
         port: int = 0,
+        timeline: ServerTimeline | None = None,
     ) -> None:
         """
         Args:
@@ -54,6 +57,7 @@ class Bridge:
             spans: told of every switch of versions.
             keep_cache: let running requests keep the keys and values that older weights computed.
             port: where the server listens; its config file is known by it.
+            timeline: told when the engine stands still, and of updates.
         """
         self.state = BridgeState()
         self.timeout = timeout
@@ -61,6 +65,8 @@ class Bridge:
         self._silence = Silence()
         self._ranks = RankCalls(engine, timeout, self._silence)
         self._switch = EngineSwitch(engine, timeout, keep_cache, self._silence)
+        self.timeline = timeline or ServerTimeline(Timeline(None, "generator", ""))
+        self._switch.told = self.timeline.engine
         self._leases = Leases()
         self._model, self._dtype = model, dtype
         self._config = bridge_config.ConfigFile(config_dir, port)

@@ -268,6 +268,7 @@ class BridgeController(Bridge):
         self.state.serve(list(checksums))
         self._clock.resumed(begun, in_flight)
         self.state.last_update = self._clock.seconds
+        self.timeline.updated(self._clock.began, version)
         self.state.last_bytes = self._rank_bytes if self.state.mode == "broadcast" else 0
         logger.info("[Bridge] Serving weight version %d (epoch %d, %s)", version, self.state.epoch, self._clock)
         return {"state": self.state.phase, "weight_version": version, "seconds": dict(self._clock.seconds)}

@@ -6,6 +6,7 @@ answered, or that failed, the engine may be in either state. Commands are carrie
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
@@ -33,7 +34,9 @@ class EngineSwitch:
             keep_cache: do not drop the cached keys and values at a pause.
             silence: told of commands that wait for their answer.
         """
-        self.state = EngineState.RUNNING
+        self._state = EngineState.RUNNING
+        self.told: Callable[[EngineState], None] = lambda state: None
+        """Called with each state that it comes to."""
         self.pauses = 0
         """How often it was stopped."""
         self.resting = False
@@ -41,6 +44,16 @@ class EngineSwitch:
         self._engine, self._timeout, self._keep_cache = engine, timeout, keep_cache
         self._silence = silence or Silence()
         self._outputs = HeldOutputs(engine)
+
+    @property
+    def state(self) -> EngineState:
+        """What is known of it."""
+        return self._state
+
+    @state.setter
+    def state(self, state: EngineState) -> None:
+        self._state = state
+        self.told(state)
 
     @property
     def paused(self) -> bool:

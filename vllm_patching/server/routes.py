@@ -25,6 +25,7 @@ from vllm_patching.server.controller import BridgeController
 from vllm_patching.server.generate import GenerateRequest, Generator, LogprobNotFinite
 from vllm_patching.server.guard import RefuseWhileUnavailable
 from vllm_patching.server.lora import LoraController, add_lora_routes
+from vllm_patching.server.timeline import FollowRequests, ServerTimeline
 from vllm_patching.server.turns import add_turn_routes
 
 logger = logging.getLogger("vllm.lockstep.routes")
@@ -78,12 +79,18 @@ class LockstepService:
         return self.bridge.trouble() if self.bridge is not None else ""
 
 
-def attach(app: Any, service: LockstepService, door: Door) -> None:
-    """Add our routes to vLLM's app, a guard in front of all that generates, and the door in front of everything."""
+def attach(app: Any, service: LockstepService, door: Door, timeline: ServerTimeline | None = None) -> None:
+    """Add our routes to vLLM's app, a guard in front of all that generates, and the door in front of everything.
+
+    Args:
+        timeline: told of the requests that come through.
+    """
     app.include_router(make_router(service))
     # vLLM hands the app over with its middleware stack built, so ours goes around the finished stack.
-    stack = RefuseWhileUnavailable(app.middleware_stack or app.build_middleware_stack(), service)
-    app.middleware_stack = AskAtTheDoor(stack, door)
+    stack = app.middleware_stack or app.build_middleware_stack()
+    if timeline is not None and timeline.on:
+        stack = FollowRequests(stack, timeline)
+    app.middleware_stack = AskAtTheDoor(RefuseWhileUnavailable(stack, service), door)
 
 
 def make_router(service: LockstepService) -> APIRouter:

@@ -17,6 +17,8 @@ class UpdateClock:
             timeout: seconds for each step.
         """
         self.timeout = timeout
+        self.began = 0.0
+        """When the last one began."""
         self._entered = 0.0
         self._paused_at = 0.0
         self._first_step_until = 0.0
@@ -29,7 +31,7 @@ class UpdateClock:
         """An update begins."""
         self.seconds = {}
         self._first_step_until = 0.0
-        self._entered = time.monotonic()
+        self.began = self._entered = time.monotonic()
 
     def reach(self, mark: str) -> None:
         """The update has come to `mark`; from here on the trainer, or the next step, has `timeout` seconds again."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,16 +21,25 @@ from example_trainer.training.loop import NoCheckpoints, make_upkeep
 from example_trainer.weight_bridge.base import NoBridge, SyncReport
 from tests.example_trainer.in_process import STEPS, Trainers
 from tests.example_trainer.test_grpo import made_up_group
+from vllm_patching.protocol.timeline import VARIABLE
 
 pytestmark = pytest.mark.timeout(120)
 
 
-def test_the_row_of_a_step_is_of_its_batch(trainers: Trainers, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_row_of_a_step_is_of_its_batch(
+    trainers: Trainers, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     caplog.set_level("INFO")
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
     trainers.post(*range(STEPS))
     assert trainers.train("--clip-eps", "0.3")
     assert caplog.text.count("--clip-eps 0.3 does nothing: ") == 1
+    head, *spans = map(json.loads, (tmp_path / "timeline-trainer-rank0.jsonl").read_text().splitlines())
+    assert (head["role"], len(spans)) == ("trainer", 3 * STEPS)
     for number, row in enumerate(trainers.rows()):
+        for name, span in zip(("wait", "train", "sync"), spans[3 * number :], strict=False):
+            assert (span["what"], span["version"]) == (name, number + 1)
+            assert math.isclose((span["end"] - span["begin"]) / 1e9, row[f"seconds_{name}"], abs_tol=1e-6)
         group = made_up_group(number)
         trained = sum(token != -100 for mask in group["masks"] for token in mask)
         tokens = sum(len(row) for row in group["tokens"])
