@@ -7,7 +7,6 @@ thread may fetch batches while another acknowledges those that were fetched befo
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections import deque
@@ -15,20 +14,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import httpx
-import orjson
-from httpx import codes
-
+from example_trainer.batch.service import PROGRESS_SECONDS, RefusedError, ServiceConnection
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import RolloutServiceError
-from example_trainer.http_client import direct_client
 from example_trainer.process import StopSignal
 
 logger = logging.getLogger(__name__)
 
-PROGRESS_SECONDS = 10.0
-_REQUEST_SECONDS = 60.0
-_FIRST_DELAY, _LONGEST_DELAY = 0.2, 5.0
 _FIRST_POLL, _LONGEST_POLL = 0.02, 0.25
 _END_SECONDS = 10.0
 """How long a finished run waits for the service, to tell it so."""
@@ -92,14 +84,6 @@ class FetchedBatch:
     environments: dict[str, Any] = field(default_factory=dict)
 
 
-class Interrupted(Exception):
-    """`interrupt` was called while a batch was waited for."""
-
-
-class _RefusedError(RolloutServiceError):
-    """The service answered with a 4xx status."""
-
-
 class RolloutClient:
     """Talks to one rollout service.
 
@@ -122,25 +106,23 @@ class RolloutClient:
         service_timeout: float = 300.0,
         batch_timeout: float = 1800.0,
     ) -> None:
-        self.url = url.rstrip("/")
-        self.stop, self.service_timeout, self.batch_timeout = stop, service_timeout, batch_timeout
-        self._http = direct_client(self.url, _REQUEST_SECONDS, api_key)
+        self._service = ServiceConnection(url, stop, api_key, service_timeout)
+        self.url, self.stop, self.batch_timeout = self._service.url, stop, batch_timeout
         self._registration: Registration | None = None
         self._version = 0
         self._query: dict[str, int] = {}
         self._said_no_leases = False
-        self._interrupted = threading.Event()
         self._changed = threading.Condition()
         """Guards `_held` and `_version`."""
         self._held: deque[TrainedBatch | None] = deque()
 
     def close(self) -> None:
         """Close the connection."""
-        self._http.close()
+        self._service.close()
 
     def interrupt(self) -> None:
         """From now on, end `next_batch` with Interrupted, in whatever thread it waits."""
-        self._interrupted.set()
+        self._service.interrupt()
 
     def register(self, registration: Registration) -> None:
         """Wait until the service is there, and register as its trainer.
@@ -156,7 +138,7 @@ class RolloutClient:
         if self._registration is None:
             raise RuntimeError("register() comes first")
         body = asdict(self._registration) | {"starting_step": self._version, "ack_batches": True}
-        uuid = self._request("POST", "/register", body).get("uuid")
+        uuid = self._service.request("POST", "/register", body).get("uuid")
         self._query = {} if uuid is None else {"uuid": uuid}
 
     def next_batch(self, waited: Callable[[], float] | None = None) -> FetchedBatch:
@@ -177,7 +159,7 @@ class RolloutClient:
         waited = waited or (lambda: time.monotonic() - begun)
         last_said, delay = 0.0, _FIRST_POLL
         while True:
-            answer = self._request("GET", "/batch", query=self._query, interruptible=True)
+            answer = self._service.request("GET", "/batch", query=self._query, interruptible=True)
             if answer.get("status") == "error":
                 logger.warning("Registering with the rollout service at %s again: %s", self.url, answer.get("message"))
                 self._wait_until_nothing_is_held(waited)
@@ -202,7 +184,7 @@ class RolloutClient:
             if seconds - last_said > PROGRESS_SECONDS:
                 logger.info("Waiting for a batch for %.0f s: %s", seconds, self._progress())
                 last_said = seconds
-            self._pause(delay, interruptible=True)
+            self._service.pause(delay, interruptible=True)
             delay = min(_LONGEST_POLL, delay * 1.5)
 
     def _wait_until_nothing_is_held(self, waited: Callable[[], float]) -> None:
@@ -211,15 +193,7 @@ class RolloutClient:
         while self._held:
             if waited() > self.batch_timeout:
                 raise RolloutServiceError(f"{self.url} has forgotten batches that are held for {self.batch_timeout:.0f} s")
-            self._pause(_LONGEST_POLL, interruptible=True)
-
-    def _pause(self, seconds: float, interruptible: bool) -> None:
-        """Wait, but no longer than until a signal comes, or an interruption if it may end this wait."""
-        end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            if interruptible and self._interrupted.is_set():
-                raise Interrupted
-            self.stop.wait(min(left, _LONGEST_POLL))
+            self._service.pause(_LONGEST_POLL, interruptible=True)
 
     def _progress(self) -> str:
         wanted = self._registration.batch_size if self._registration else 0
@@ -227,7 +201,7 @@ class RolloutClient:
 
     def queue_size(self) -> int:
         """Groups that the service holds for later batches."""
-        answer = self._request("GET", "/status")
+        answer = self._service.request("GET", "/status")
         return int(answer.get("queue_size") or 0)
 
     def _leased(self, batch_id: int | None) -> TrainedBatch | None:
@@ -287,8 +261,8 @@ class RolloutClient:
         if keep:
             body["keep"] = True
         try:
-            self._request("POST", "/batch/ack", body)
-        except _RefusedError as error:
+            self._service.request("POST", "/batch/ack", body)
+        except RefusedError as error:
             # Restarted without its store, or taken over by another trainer: the next poll finds out which.
             logger.warning("Batch %d could not be acknowledged: %s", batch.id, error)
 
@@ -302,83 +276,11 @@ class RolloutClient:
         """
         uuid = self._query.get("uuid") if uuid is None else uuid
         try:
-            self._request("POST", "/run/end", {} if uuid is None else {"uuid": uuid}, patience=_END_SECONDS)
-        except _RefusedError as error:
+            self._service.request("POST", "/run/end", {} if uuid is None else {"uuid": uuid}, patience=_END_SECONDS)
+        except RefusedError as error:
             logger.info("The rollout service takes no end of the run: %s", error)
         except RolloutServiceError as error:
             logger.warning("The rollout service was not told that the run has ended: %s", error)
-
-    def _request(
-        self,
-        method: str,
-        path: str,
-        body: dict[str, Any] | None = None,
-        query: dict[str, int] | None = None,
-        patience: float = math.inf,
-        interruptible: bool = False,
-    ) -> dict[str, Any]:
-        """One call, tried again while the service is away. Each of them may be repeated without harm.
-
-        Args:
-            patience: seconds that it may be away, if less than `service_timeout`.
-            interruptible: `interrupt` ends the wait for the service.
-
-        Raises:
-            RolloutServiceError: it is away for too long, or answers something else than a JSON object.
-            _RefusedError: it answers that the request is wrong.
-        """
-        lost_at: float | None = None
-        patience = min(patience, self.service_timeout)
-        last_said, delay = -math.inf, _FIRST_DELAY
-        while True:
-            self.stop.check()
-            try:
-                response = self._http.request(method, path, json=body, params=query)
-            except (httpx.TransportError, httpx.DecodingError) as error:
-                reason = f"{type(error).__name__}: {error}"
-            else:
-                if not response.is_server_error and response.status_code != codes.TOO_MANY_REQUESTS:
-                    if lost_at is not None:
-                        logger.info("The rollout service at %s is there", self.url)
-                    return self._answer(response, method, path)
-                reason = f"HTTP {response.status_code} {response.text[:200]}"
-            now = time.monotonic()
-            lost_at = now if lost_at is None else lost_at
-            if now - lost_at > patience:
-                raise RolloutServiceError(
-                    f"the rollout service at {self.url} did not answer {method} {path} for {patience:.0f} s "
-                    f"(--service-timeout); last: {reason}; start it with: python -m atroposlib.cli.run_api"
-                )
-            if now - last_said > PROGRESS_SECONDS:
-                logger.warning(
-                    "Waiting for the rollout service at %s for %.0f of %.0f s (%s)",
-                    self.url,
-                    now - lost_at,
-                    patience,
-                    reason,
-                )
-                last_said = now
-            self._pause(min(delay, patience), interruptible)
-            delay = min(_LONGEST_DELAY, delay * 2)
-
-    def _answer(self, response: httpx.Response, method: str, path: str) -> dict[str, Any]:
-        if response.status_code in (codes.UNAUTHORIZED, codes.FORBIDDEN):
-            raise RolloutServiceError(
-                f"the rollout service at {self.url} refuses this trainer ({response.status_code}); give --atropos-api-key, "
-                "or set ROLLOUT_API_KEY"
-            )
-        if not response.is_success:
-            raise _RefusedError(f"{method} {self.url}{path}: {response.status_code} {response.text[:300]}")
-        try:
-            answer = orjson.loads(response.content)
-        except orjson.JSONDecodeError:
-            answer = None
-        if not isinstance(answer, dict):
-            start = response.text[:80]
-            raise RolloutServiceError(
-                f"{method} {self.url}{path} answered no JSON object ({start!r}); is --atropos-url a rollout service?"
-            )
-        return answer
 
 
 def registration(config: TrainerConfig, starting_step: int, weight_epoch: int = 0) -> Registration:

@@ -173,5 +173,5 @@ def test_the_vllm_server_has_one_client() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "direct_client"
     ]
-    asks_the_service = ["batch/client.py", "batch/evaluations.py", "weight_bridge/fleet_keeper.py"]
+    asks_the_service = ["batch/evaluations.py", "batch/service.py", "weight_bridge/fleet_keeper.py"]
     assert sorted(map(str, makers)) == sorted([*asks_the_service, "vllm_client.py"])

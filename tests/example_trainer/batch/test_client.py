@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from example_trainer.batch import client as rollout_client
-from example_trainer.batch.client import FetchedBatch, Interrupted, RolloutClient, TrainedBatch
+from example_trainer.batch.client import FetchedBatch, RolloutClient, TrainedBatch
+from example_trainer.batch.service import Interrupted
 from example_trainer.errors import RolloutServiceError
 from example_trainer.process import StopRequested, StopSignal
 from tests.example_trainer.batch.registration import REGISTRATION, group
@@ -233,7 +234,7 @@ def test_a_wait_for_a_batch_can_be_interrupted(
     client.register(REGISTRATION)
     if not there:
         client.close()
-        client._http = httpx.Client(base_url=f"http://127.0.0.1:{free_port()}")
+        client._service._http = httpx.Client(base_url=f"http://127.0.0.1:{free_port()}")
     ended: list[type[BaseException]] = []
 
     def wait() -> None:

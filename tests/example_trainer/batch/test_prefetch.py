@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from atroposlib.utils.lives import Life
 from example_trainer.batch import prefetch
-from example_trainer.batch.client import FetchedBatch, Interrupted, RolloutClient, TrainedBatch
+from example_trainer.batch.client import FetchedBatch, RolloutClient, TrainedBatch
 from example_trainer.batch.prefetch import Batches, ReadyBatch, Upkeep
 from example_trainer.batch.reader import BatchReader
+from example_trainer.batch.service import Interrupted
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BatchError, RolloutServiceError, TrainerError
 from example_trainer.parallel.ranks import Ranks
