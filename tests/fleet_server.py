@@ -4,7 +4,11 @@ model of a few hundred numbers and an engine that steps and samples nothing.
 python -m tests.fleet_server            reads lines of JSON from stdin, and answers each with one:
 
     {"do": "start", "port": 9001, "folder": "/tmp/x", "timeout": 20}  → {"pid": 123}     forked from this process
+    {"do": "train", …}                                                 → {"pid": 123}     see tests/fleet_trainer.py
     {"do": "signal", "pid": 123, "number": 9}                          → {}
+    {"do": "wait", "pid": 123}                                         → {"status": -9}   when it has ended
+
+`start` may also say to which `address` the server listens, and how many bytes a `bucket` has.
 
 A started server answers, beside the bridge's routes, GET /test (what its engine has seen) and POST /test/fault
 {"at": cohort | begin | receive | commit, "do": kill | stop | lie | slow}: what happens to it when it comes there next.
@@ -24,6 +28,7 @@ import time
 import traceback
 import types
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -212,7 +217,7 @@ class Engine:
             self.steps[key] = self.steps.get(key, 0) + 1
 
 
-async def _serve(port: int, folder: Path, timeout: float) -> None:
+async def _serve(port: int, folder: Path, timeout: float, address: str = "127.0.0.1") -> None:
     import uvicorn
     from fastapi import FastAPI
 
@@ -243,25 +248,40 @@ async def _serve(port: int, folder: Path, timeout: float) -> None:
         worker.received_before = worker._lockstep_updater.status.version
         return {}
 
-    server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", port, log_level="warning"))
+    server = uvicorn.Server(uvicorn.Config(app, address, port, log_level="warning"))
     await server.serve()
 
 
-def _be_server(port: int, folder: str, timeout: float) -> None:
+def _log_into(path: Path) -> None:
     os.setsid()  # a signal to the tests' group is none to it
-    path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    log = os.open(path / f"server-{port}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     torch.set_num_threads(1)
-    os.environ["LOGDIR"] = folder
-    asyncio.run(_serve(port, path, timeout))
+
+
+def _be_server(told: dict[str, Any]) -> None:
+    path = Path(told["folder"])
+    _log_into(path / f"server-{told['port']}.log")
+    os.environ["LOGDIR"] = str(path)
+    if bucket := told.get("bucket"):
+        from vllm_patching.worker import extension, updater
+
+        extension.WeightUpdater = partial(updater.WeightUpdater, bucket_bytes=bucket)  # type: ignore[assignment,misc]
+    asyncio.run(_serve(told["port"], path, told["timeout"], told.get("address", "127.0.0.1")))
+
+
+def _be_trainer(told: dict[str, Any]) -> None:
+    from tests import fleet_trainer
+
+    _log_into(Path(told["folder"]) / f"trainer-{os.getpid()}.log")
+    fleet_trainer.run(told)
 
 
 def main() -> None:
-    """Start and signal servers, as told line by line, until stdin ends; then they end too."""
+    """Start and signal servers and trainers, as told line by line, until stdin ends; then they end too."""
     _stand_in_for_vllm()
     import fastapi  # noqa: F401 - imported once, before the servers part
     import uvicorn  # noqa: F401
@@ -273,12 +293,12 @@ def main() -> None:
     for line in sys.stdin:
         told = json.loads(line)
         answer: dict[str, Any] = {}
-        if told["do"] == "start":
+        if told["do"] in ("start", "train"):
             pid = os.fork()
             if pid == 0:
                 try:
                     sys.stdin.close()
-                    _be_server(told["port"], told["folder"], told["timeout"])
+                    _be_server(told) if told["do"] == "start" else _be_trainer(told)
                 except BaseException:
                     traceback.print_exc()  # into its log; the parent's frames are none of its business
                     raise
@@ -286,6 +306,9 @@ def main() -> None:
                     os._exit(1)
             children.add(pid)
             answer = {"pid": pid}
+        elif told["do"] == "wait":
+            answer = {"status": os.waitstatus_to_exitcode(os.waitpid(told["pid"], 0)[1])}
+            children.discard(told["pid"])
         elif told["pid"] in children:
             os.kill(told["pid"], told["number"])
             if told["number"] == signal.SIGKILL:

@@ -1,0 +1,111 @@
+"""A trainer's process that is killed in the middle of an update, and servers that come while one is made."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from tests.fleet_trainer import training
+from tests.light_servers import BACK_SECONDS, LightServer, Starter, bring_back, sound, until
+
+BUCKET = 2048
+"""Bytes: the tiny model goes in several."""
+
+
+@pytest.fixture(scope="module")
+def starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
+    one = Starter(tmp_path_factory.mktemp("fleet"))
+    yield one
+    one.close()
+
+
+@pytest.fixture(scope="module")
+def servers(starter: Starter, free_port: Callable[[], int]) -> list[LightServer]:
+    found = [LightServer(starter, free_port(), bucket=BUCKET) for _ in range(2)]
+    for server in found:
+        server.start()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("transfer", "dies", "keeps_serving"),
+    [
+        ("overlapped", {"buckets": 1}, True),
+        ("overlapped", {"at": "commit"}, True),
+        ("direct", {"buckets": 0}, True),  # not one byte has been written
+        ("direct", {"buckets": 1}, False),
+        ("direct", {"at": "commit"}, False),
+    ],
+)
+def test_a_trainer_that_is_killed_in_an_update_leaves_nothing_mixed_behind(
+    servers: list[LightServer],
+    starter: Starter,
+    free_port: Callable[[], int],
+    transfer: str,
+    dies: dict[str, Any],
+    keeps_serving: bool,
+) -> None:
+    """Its servers serve what they served before, or nothing until there is another trainer, which finds them usable."""
+    told = {"ports": [server.port for server in servers], "rendezvous": free_port(), "folder": str(starter.folder)}
+    trainer = starter.tell(do="train", transfer=transfer, bucket=BUCKET, dies={"version": 3, **dies}, **told)["pid"]
+    assert starter.tell(do="wait", pid=trainer)["status"] == -signal.SIGKILL
+    for server in servers:
+        until(lambda server=server: server.state()["target_version"] is None, BACK_SECONDS)  # type: ignore[misc]
+        state = server.state()
+        assert (state["weight_version"], state["healthy"]) == (2, keeps_serving), state
+        assert server.serves(2) == keeps_serving
+        assert state["engine"] == ("running" if keeps_serving else "paused")
+        assert "has ended" in state["last_error"]
+    sound(servers)
+    with training([server.place for server in servers], transfer, free_port(), bucket=BUCKET) as other:
+        assert all(server.serves(1) for server in servers), "the next trainer begins with its own first version"
+        other.step()
+        assert all(server.serves(2) for server in servers)
+    sound(servers)
+
+
+class Wishes:
+    """A board on which somebody has written a server."""
+
+    def __init__(self) -> None:
+        self.wanted: list[str] = []
+
+    def publish(self, rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
+        return list(self.wanted), []
+
+    def close(self) -> None:
+        return
+
+
+@pytest.mark.parametrize("transfer", ["direct", "overlapped"])
+def test_a_server_that_comes_in_the_middle_of_an_update_waits_for_its_end_and_joins(
+    servers: list[LightServer],
+    starter: Starter,
+    free_port: Callable[[], int],
+    transfer: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    wishes, late = Wishes(), LightServer(starter, free_port(), bucket=BUCKET)
+    places = [server.place for server in servers]
+    with training(places, transfer, free_port(), bucket=BUCKET, board=wishes, patience=10.0) as trainer:
+        servers[0].fault("receive", "slow")
+        update = threading.Thread(target=trainer.step)
+        update.start()
+        until(lambda: servers[0].state()["target_version"] == 2)
+        late.start()
+        wishes.wanted = [late.url]
+        update.join(BACK_SECONDS)
+        assert all(server.serves(2) for server in servers)
+        assert not late.serves(2), "the update was not its own"
+        assert bring_back(trainer, late) < BACK_SECONDS
+        assert f"[Fleet] {late.url} joined: serves version 2" in caplog.text
+        assert "quarantined" not in caplog.text
+        trainer.step()
+        assert all(server.serves(3) for server in [*servers, late])
+        sound([*servers, late])
+    late.kill()

@@ -1,0 +1,138 @@
+"""The processes of tests/fleet_server.py, as tests start, ask, signal and disturb them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+
+from tests.conftest import ROOT
+from tests.fleet_trainer import TIMEOUT, Trainer
+
+T = TypeVar("T")
+
+SOON = 60.0
+BACK_SECONDS = 10.0
+"""After which a server that is back serves the present weights."""
+
+
+class Starter:
+    """Starts servers by forking them from one process that has imported what they need."""
+
+    def __init__(self, folder: Path, entering: Sequence[str] = ()) -> None:
+        """
+        Args:
+            folder: for the servers' files and logs.
+            entering: a command line that runs the rest of it somewhere else.
+        """
+        self.folder = folder
+        command = [*entering, sys.executable, "-m", "tests.fleet_server"]
+        self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def tell(self, **told: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(told) + "\n")
+        self._process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return answer
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(SOON)
+
+
+def here(call: Callable[[], T]) -> T:
+    """Asks from this process's own network."""
+    return call()
+
+
+@dataclass
+class LightServer:
+    """One server's process, the present one at its port.
+
+    Attributes:
+        starter: forks it.
+        port, address: where it listens, and where it is asked.
+        bucket: bytes of a bucket; 0: as many as outside of tests.
+        asking: carries a request out in another network.
+    """
+
+    starter: Starter
+    port: int
+    address: str = "127.0.0.1"
+    bucket: int = 0
+    asking: Callable[[Callable[[], Any]], Any] = here
+    pid: int = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address}:{self.port}"
+
+    @property
+    def place(self) -> tuple[str, int]:
+        return self.address, self.port
+
+    def start(self) -> None:
+        told = {"port": self.port, "address": self.address, "folder": str(self.starter.folder), "bucket": self.bucket}
+        self.pid = self.starter.tell(do="start", timeout=TIMEOUT, **told)["pid"]
+        until(lambda: self.get("/weights") is not None)
+
+    def signal(self, number: int) -> None:
+        self.starter.tell(do="signal", pid=self.pid, number=number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+
+    def fault(self, at: str, do: str) -> None:
+        httpx.post(f"{self.url}/test/fault", json={"at": at, "do": do}, timeout=SOON).raise_for_status()
+
+    def get(self, path: str) -> dict[str, Any] | None:
+        try:
+            answer: dict[str, Any] = self.asking(lambda: httpx.get(self.url + path, timeout=1.0, trust_env=False).json())
+        except httpx.HTTPError:
+            return None
+        return answer
+
+    def serves(self, version: int) -> bool:
+        told = self.get("/weights")
+        return told is not None and bool(told["serving"]) and told["weight_version"] == version
+
+    def state(self) -> dict[str, Any]:
+        told = self.get("/bridge/state")
+        assert told is not None, self.url
+        return told
+
+
+def until(true: Callable[[], bool], seconds: float = SOON) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def bring_back(trainer: Trainer, server: LightServer) -> float:
+    """Look after the servers as training does while it waits. Returns the seconds until this one serves."""
+    begun = time.monotonic()
+    while not server.serves(trainer.version):
+        trainer.look_after()
+        assert time.monotonic() - begun < SOON, server.get("/bridge/state")
+        time.sleep(0.05)
+    return time.monotonic() - begun
+
+
+def sound(servers: Sequence[LightServer]) -> None:
+    """No step of any engine has seen a mixture."""
+    for server in servers:
+        seen = server.get("/test")
+        assert seen is not None
+        assert seen["mixtures"] == []
