@@ -110,6 +110,9 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "(at most 32,768, beyond which it": "the largest of BUDGETS in example_trainer/training/memory_plan.py",
         "within 5 % of that, and a layer's activations within 1 %": "asserted by training/test_memory_items.py",
     },
+    "docs/timelines.md": {
+        "A file grows to 64 MiB at most": "a limit of vllm_patching/protocol/timeline.py",
+    },
     "docs/trainer.md": {
         "packs of 16,384 tokens in sequences of the length that is named": "what bench/trainer_speed.py is asked for",
     },
