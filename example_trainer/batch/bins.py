@@ -11,6 +11,8 @@ from torch import Tensor
 from example_trainer.models.packing import Packing
 
 UNKNOWN_VERSION = -1
+_HOST = ("lengths", "parents", "counts", "orders", "unreferenced", "reference_pass")
+"""Fields that are read on the host."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,11 @@ class PackedBin:
         positions: [n] int64, each one's place among the tokens of its rollout.
         temperatures: [n] float32, what its logits are divided by: the temperature that it was sampled at.
         teacher_logprobs: [n] float32, NaN where no teacher scored it.
+        reference_logprobs: [n] float32, NaN where none under the reference came along.
         counts: [sequences] int64, how many of the n belong to each sequence; none has 0.
         orders: [sequences, 2] int64, each sequence's place in the batch: group, and number within the group.
+        unreferenced: [sequences] int64, of how many of its trained tokens the reference's logprob did not come along.
+        reference_pass: [1] int64, not 0 if there are any of those in the bins that the ranks work on at the same time.
     """
 
     tokens: Tensor
@@ -45,17 +50,23 @@ class PackedBin:
     positions: Tensor
     temperatures: Tensor
     teacher_logprobs: Tensor
+    reference_logprobs: Tensor
     counts: Tensor
     orders: Tensor
+    unreferenced: Tensor
+    reference_pass: Tensor
 
     def tensors(self) -> dict[str, Tensor]:
         """Every field by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
+    def of_targets(self) -> dict[str, Tensor]:
+        """The fields that have a number for each trained token."""
+        return {name: tensor for name, tensor in self.tensors().items() if name not in (*_HOST, "tokens", "sources")}
+
     def to(self, device: torch.device, non_blocking: bool = False) -> PackedBin:
-        """The same on another device, but for lengths, parents, counts and orders, which are read on the host."""
-        host = {"lengths", "parents", "counts", "orders"}
-        moved = {name: t if name in host else t.to(device, non_blocking=non_blocking) for name, t in self.tensors().items()}
+        """The same on another device, but for what says where spans and sequences lie, which is read on the host."""
+        moved = {name: t if name in _HOST else t.to(device, non_blocking=non_blocking) for name, t in self.tensors().items()}
         return PackedBin(**moved)
 
     def handed_to(self, device: torch.device) -> PackedBin:

@@ -32,6 +32,7 @@ class BatchFigures:
         forwarded_tokens: those of all bins.
         forwarded_targets: trained tokens of all bins: all of them, but for those of advantage 0 where these are not forwarded.
         targets_with_logprobs: those of them that came with the logprob that they were sampled with.
+        targets_with_reference: those of them that came with the logprob under the reference, where one is wanted.
         sequence_tokens: those of all rollouts in bins, what they share counted for each.
         attended_pairs: pairs of a forwarded token and one that it attends to.
         bins: forward and backward passes with work in them, over all ranks.
@@ -56,6 +57,7 @@ class BatchFigures:
     forwarded_tokens: int
     forwarded_targets: int
     targets_with_logprobs: int
+    targets_with_reference: int
     sequence_tokens: int
     attended_pairs: int
     bins: int
@@ -108,6 +110,7 @@ def figures_of(
         forwarded_tokens=sum(len(one.tokens) for one in bins),
         forwarded_targets=sum(len(one.targets) for one in bins),
         targets_with_logprobs=sum(int((~one.rollout_logprobs.isnan()).sum()) for one in bins),
+        targets_with_reference=sum(int((~one.reference_logprobs.isnan()).sum()) for one in bins),
         sequence_tokens=sum(len(s.tokens) for s in batch.sequences if s.order in forwarded),
         attended_pairs=sum(one.packing().attended_pairs for one in bins),
         bins=len(bins),

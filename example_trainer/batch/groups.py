@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from example_trainer.batch import fields
 from example_trainer.batch.ages import age
 from example_trainer.batch.group_error import GroupError
 from example_trainer.batch.lengths import LENGTH, LengthRules
+from example_trainer.batch.reference_logprobs import reference_at, reference_rows
 from example_trainer.batch.sampling import Sampling, SamplingRules, sampling_of
 from example_trainer.batch.teacher_logprobs import ROUNDING, teacher_logprobs
 from example_trainer.batch.version_spans import versions_of
@@ -49,6 +50,7 @@ class TrainedSequence:
         finish_reason: why the sampler ended it, "length" where it ran into its limit; None if it was not said.
         env_id: the rollout service's number for the environment that it is from; None if it was not said.
         teacher_logprobs: [trained] float32, NaN where the teacher has none; None where no teacher scored it, or is wanted.
+        reference_logprobs: [trained] float32, NaN where the reference has none; None where none came along, or is wanted.
         sampled: how many tokens of it were sampled, trained or not; not given: as many as are trained.
     """
 
@@ -65,6 +67,7 @@ class TrainedSequence:
     finish_reason: str | None = None
     env_id: int | None = None
     teacher_logprobs: npt.NDArray[np.float32] | None = None
+    reference_logprobs: npt.NDArray[np.float32] | None = None
     sampled: int | None = None
 
     @property
@@ -82,6 +85,7 @@ class TrainedSequence:
             versions=None if self.versions is None else self.versions[:0],
             temperatures=None if self.temperatures is None else self.temperatures[:0],
             teacher_logprobs=None if self.teacher_logprobs is None else self.teacher_logprobs[:0],
+            reference_logprobs=None if self.reference_logprobs is None else self.reference_logprobs[:0],
             sampled=self.response_length,
         )
 
@@ -94,12 +98,14 @@ class Rules:
         advantages: see algorithm.advantages; those of a group by itself are not what the scores of a batch may make.
         lengths, sampling: see there.
         teacher: whether a teacher's logprobs are read.
+        reference: whether those of the reference are; if they are required, a group without them is left out.
     """
 
     advantages: Advantages = field(default_factory=lambda: find_advantages("group"))
     lengths: LengthRules = field(default_factory=LengthRules)
     sampling: SamplingRules = field(default_factory=SamplingRules)
     teacher: bool = False
+    reference: Literal["unused", "optional", "required"] = "unused"
 
 
 @dataclass
@@ -245,6 +251,7 @@ class _GroupReader:
         logprobs = fields.rows(group, "inference_logprobs", np.float32) if group.get("inference_logprobs") else None
         if logprobs is not None and len(logprobs) != count:
             raise GroupError(f"inference_logprobs has {len(logprobs)} sequences, tokens has {count}")
+        referenced = None if self.rules.reference == "unused" else reference_rows(group, count)
         versions, epochs = (fields.optional_ints(group, f"weight_{name}", count) for name in ("versions", "epochs"))
         own = fields.own_advantages(group, [len(row) for row in tokens])
         zeroed = fields.zeroed(group, count, self.batch.ignored_overrides)
@@ -278,6 +285,7 @@ class _GroupReader:
                 finish_reason=None if reasons[i] is None else str(reasons[i]),
                 env_id=_env_id(group),
                 teacher_logprobs=teacher_logprobs(group, i, row, positions) if self.rules.teacher else None,
+                reference_logprobs=self._reference(referenced, i, row, positions),
                 sampled=len(sampled),
             )
             sequences.append(sequence)
@@ -290,6 +298,18 @@ class _GroupReader:
         self.batch.unpenalised += self.rules.lengths.penalises and own is not None
         read = _Group(sequences, shaped, own, zeroed, masked)
         return self._without_long(read)
+
+    def _reference(
+        self,
+        rows: list[npt.NDArray[np.float32]] | None,
+        i: int,
+        row: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+    ) -> npt.NDArray[np.float32] | None:
+        trained = positions if len(row) <= self.max_tokens else positions[:0]
+        required = self.rules.reference == "required"
+        found = reference_at(rows, i, len(row), trained, required)
+        return found if found is None or len(trained) == len(positions) else np.full(len(positions), np.nan, dtype=np.float32)
 
     def _check_tokens(self, row: npt.NDArray[np.int64], mask: npt.NDArray[np.int64], i: int) -> None:
         if len(mask) != len(row):

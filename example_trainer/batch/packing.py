@@ -157,7 +157,12 @@ def pack_batch(
             bins = _bins_of_groups(chosen, tokens_per_bin, ranks)
         else:
             bins = _fill([_Unit((rollout,), separate([rollout.tokens])) for rollout in chosen], tokens_per_bin, ranks)
-        packed.append([[_packed(one.units) if one.units else empty_bin() for one in share] for share in _deal(bins, ranks)])
+        shares = [[_packed(one.units) if one.units else empty_bin() for one in share] for share in _deal(bins, ranks)]
+        for at_once in zip(*shares, strict=True):
+            missing = any(one.unreferenced.any() for one in at_once)
+            for one in at_once:
+                one.reference_pass.fill_(int(missing))
+        packed.append(shares)
     return packed
 
 
@@ -178,8 +183,11 @@ def empty_bin() -> PackedBin:
         positions=ids,
         temperatures=none,
         teacher_logprobs=none,
+        reference_logprobs=none,
         counts=ids,
         orders=torch.zeros((0, 2), dtype=torch.int64),
+        unreferenced=ids,
+        reference_pass=torch.zeros_like(one),
     )
 
 
@@ -195,10 +203,8 @@ def _versions(sequence: TrainedSequence) -> npt.NDArray[np.int64]:
     return np.full(len(sequence.positions), UNKNOWN_VERSION, dtype=np.int64)
 
 
-def _teacher_logprobs(sequence: TrainedSequence) -> npt.NDArray[np.float32]:
-    if sequence.teacher_logprobs is not None:
-        return sequence.teacher_logprobs
-    return np.full(len(sequence.positions), np.nan, dtype=np.float32)
+def _or_nan(logprobs: npt.NDArray[np.float32] | None, sequence: TrainedSequence) -> npt.NDArray[np.float32]:
+    return np.full(len(sequence.positions), np.nan, dtype=np.float32) if logprobs is None else logprobs
 
 
 def _bins_of_groups(rollouts: Sequence[_Rollout], tokens_per_bin: int, ranks: int) -> list[_Bin]:
@@ -323,6 +329,7 @@ def _packed(units: Iterable[_Unit]) -> PackedBin:
     sequences = [rollout.sequence for rollout in rollouts]
     counts = [len(sequence.positions) for sequence in sequences]
     weights = np.array([rollout.weight for rollout in rollouts], dtype=np.float32)
+    referenced = [_or_nan(sequence.reference_logprobs, sequence) for sequence in sequences]
     return PackedBin(
         tokens=_joined(tokens),
         lengths=torch.tensor([len(part) for part in tokens]),
@@ -335,9 +342,12 @@ def _packed(units: Iterable[_Unit]) -> PackedBin:
         versions=_joined([_versions(s) for s in sequences]),
         positions=_joined([s.positions for s in sequences]),
         temperatures=_joined([rollout.temperatures for rollout in rollouts]),
-        teacher_logprobs=_joined([_teacher_logprobs(s) for s in sequences]),
+        teacher_logprobs=_joined([_or_nan(s.teacher_logprobs, s) for s in sequences]),
+        reference_logprobs=_joined(referenced),
         counts=torch.tensor(counts),
         orders=torch.tensor([s.order for s in sequences]),
+        unreferenced=torch.tensor([int(np.isnan(row).sum()) for row in referenced]),
+        reference_pass=torch.zeros(1, dtype=torch.int64),
     )
 
 

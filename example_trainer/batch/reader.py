@@ -73,6 +73,7 @@ class BatchReader:
             lengths=LengthRules(config.truncated_answers, config.overlong_buffer, config.overlong_penalty, config.too_long),
             sampling=SamplingRules(config.allow_truncated_sampling, config.deterministic),
             teacher=config.distill_coef > 0,
+            reference="optional" if config.kl_coef else "unused",
         )
         self._said: set[str] = set()
 

@@ -14,9 +14,9 @@ from example_trainer.parallel.ranks import Ranks
 Sizes = list[int]
 """Of one bin: its tokens, spans, trained tokens and sequences."""
 
-_SPANS, _SEQUENCES = ("lengths", "parents"), ("counts", "orders")
-_FLOATS = ("rollout_logprobs", "advantages", "weights", "temperatures", "teacher_logprobs")
-_INTS = ("tokens", *_SPANS, "sources", "targets", "versions", "positions", *_SEQUENCES)
+_SPANS, _SEQUENCES = ("lengths", "parents"), ("counts", "orders", "unreferenced")
+_FLOATS = ("rollout_logprobs", "advantages", "weights", "temperatures", "teacher_logprobs", "reference_logprobs")
+_INTS = ("tokens", *_SPANS, "sources", "targets", "versions", "positions", *_SEQUENCES, "reference_pass")
 
 
 def sizes_of(minibatches: Sequence[Sequence[Sequence[PackedBin]]]) -> list[list[list[Sizes]]]:
@@ -74,6 +74,8 @@ def _shape(name: str, size: Sizes) -> torch.Size:
     tokens, spans, trained, sequences = size
     if name == "orders":
         return torch.Size((sequences, 2))
+    if name == "reference_pass":
+        return torch.Size((1,))
     return torch.Size(
         (tokens if name == "tokens" else spans if name in _SPANS else sequences if name in _SEQUENCES else trained,)
     )

@@ -67,7 +67,7 @@ def step_flops(
     trained_tokens: int,
     attended_pairs: int,
     adapter_elements: int | None = None,
-    reference: bool = False,
+    reference: float = 0.0,
     epochs: float = 1.0,
     ahead: float = 0.0,
 ) -> float:
@@ -82,7 +82,7 @@ def step_flops(
         trained_tokens: whose logits are made.
         attended_pairs: of a query and a key that it sees, of all spans.
         adapter_elements: of LoRA's matrices; None where the whole model is trained.
-        reference: a second model of this geometry is run forward, once for a batch.
+        reference: share of the batch that a second model of this geometry is run forward on, once for a batch.
         epochs: how often a batch is gone through, forward and backward.
         ahead: share of the batch that is also run forward without a gradient, for its logprobs under the batch's first weights.
     """
@@ -92,7 +92,7 @@ def step_flops(
     total = passes * matrices + 3.0 * attention + 6.0 * (adapter_elements or 0) * forwarded_tokens
     forward = 2.0 * matrices + attention
     own_forward = forward + 2.0 * (adapter_elements or 0) * forwarded_tokens
-    return epochs * total + (forward if reference else 0.0) + ahead * own_forward
+    return epochs * total + reference * forward + ahead * own_forward
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,8 @@ class Speed:
     Attributes:
         geometry: of the model.
         peak: operations a second of all its ranks' devices together; None where that is not known.
-        adapter_elements, reference: see step_flops.
+        adapter_elements: see step_flops.
+        reference: whether a second model scores the tokens that came without their logprobs under it.
     """
 
     geometry: Geometry
@@ -132,7 +133,7 @@ class Speed:
             figures.forwarded_targets,
             figures.attended_pairs,
             self.adapter_elements,
-            self.reference,
+            1 - figures.targets_with_reference / figures.forwarded_targets if self.reference else 0.0,
             epochs,
             ahead,
         )
@@ -155,7 +156,7 @@ def make_speed(
     Args:
         ranks: how many devices there are.
         adapters: only parameters with requires_grad are trained.
-        reference: see step_flops.
+        reference: see Speed.
     """
     rate = peak_rate(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad) if adapters else None

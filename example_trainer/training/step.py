@@ -15,6 +15,7 @@ from example_trainer.algorithm.functions import is_import
 from example_trainer.algorithm.losses import LossSettings, find_loss, refuse_nonfinite
 from example_trainer.algorithm.objective import Objective, ObjectiveInputs, bin_loss
 from example_trainer.batch.bins import PackedBin
+from example_trainer.batch.partial_bins import completed_reference
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.parity import NoParity, ParityCheck
 from example_trainer.models import Decoder
@@ -77,7 +78,8 @@ class BatchGradients:
     Args:
         minibatches: this rank's bins of each, on the model's device; every rank has as many, of as many bins.
         objective: see make_objective.
-        reference: the model that the loss keeps the policy near.
+        reference: the model that the loss keeps the policy near; asked for those tokens alone whose logprobs under it did not
+            come along. None if all do, or none is wanted.
         parity: compares all logprobs under the weights that the batch began with.
 
     Example:
@@ -145,10 +147,8 @@ class BatchGradients:
             if number == 0:
                 self._parity.compare(bin, logprobs)
                 known.proximal = logprobs.detach()
-            if self._reference is not None and known.reference is None:
-                with torch.no_grad():
-                    known.reference, _ = response_logprobs(self._reference, bin, packing, self._config)
-                    self._reference.shards.release(self._reference)
+            if self._objective.kl_coef and known.reference is None:
+                known.reference = completed_reference(bin, self._under_reference)
             found = bin_loss(_inputs(bin, known, logprobs, entropy), self._objective)
             found.loss.backward()
             self._optimizer.collect()
@@ -185,6 +185,14 @@ class BatchGradients:
                     known.proximal, _ = response_logprobs(self._model, bin, bin.packing(), self._config)
                     self._model.shards.release(self._model)
                 self._parity.compare(bin, known.proximal)
+
+    def _under_reference(self, bin: PackedBin) -> Tensor:
+        if self._reference is None:
+            raise RuntimeError("tokens came without the reference's logprobs, and there is no reference; see Rules.reference")
+        with torch.no_grad():
+            logprobs, _ = response_logprobs(self._reference, bin, bin.packing(), self._config)
+            self._reference.shards.release(self._reference)
+        return logprobs
 
     def _require_finite(self, counts: Tensor) -> None:
         if not is_import(self._objective.name):  # those of the project are; and looking costs waiting for the device

@@ -267,7 +267,9 @@ def test_a_rank_without_work_takes_part_with_an_empty_bin() -> None:
     assert (ours.empty, theirs.empty) == (False, True)
     assert theirs.packing().tokens == 1
     assert theirs.sequences() is None
-    assert all(torch.equal(t, empty_bin().tensors()[name]) for name, t in theirs.tensors().items())
+    assert theirs.reference_pass.tolist() == ours.reference_pass.tolist() == [1], "it takes part in the reference's pass too"
+    nothing = empty_bin().tensors() | {"reference_pass": theirs.reference_pass}
+    assert all(torch.equal(t, nothing[name]) for name, t in theirs.tensors().items())
     assert {name: t.dtype for name, t in ours.tensors().items()} == {name: t.dtype for name, t in theirs.tensors().items()}
 
 

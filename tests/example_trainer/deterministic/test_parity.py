@@ -160,8 +160,11 @@ def bin_of(versions: Tensor, logprobs: Tensor) -> PackedBin:
         positions=rows + 1,
         temperatures=ones,
         teacher_logprobs=torch.full((count,), math.nan),
+        reference_logprobs=torch.full((count,), math.nan),
         counts=counts,
         orders=torch.tensor([[7, number] for number in range(len(counts))]),
+        unreferenced=counts,
+        reference_pass=torch.ones(1, dtype=torch.int64),
     )
 
 

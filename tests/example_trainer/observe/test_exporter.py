@@ -17,7 +17,7 @@ from example_trainer.errors import ConfigError
 from example_trainer.observe.exporter import COUNTERS, GAUGES, LABELLED, MetricsServer, serve_metrics
 from example_trainer.observe.metrics import MetricsLog
 
-UNSHOWN = {"tokens", "targets_with_logprobs", "sequence_tokens", "attended_pairs", "bins"}
+UNSHOWN = {"tokens", "targets_with_logprobs", "targets_with_reference", "sequence_tokens", "attended_pairs", "bins"}
 """What other figures are worked out from."""
 
 

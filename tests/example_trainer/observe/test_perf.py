@@ -47,8 +47,8 @@ def test_what_torch_counts_in_transformers() -> None:
 def test_operations_of_passes_add_up(forwarded: int, trained: int, pairs: int, adapters: int) -> None:
     one = step_flops(QWEN3_1_7B, forwarded, trained, pairs)
     assert step_flops(QWEN3_1_7B, 3 * forwarded, 3 * trained, 3 * pairs) == pytest.approx(3 * one)
-    assert step_flops(QWEN3_1_7B, forwarded, trained, pairs, reference=True) == pytest.approx(one * 4 / 3)
-    twice = step_flops(QWEN3_1_7B, forwarded, trained, pairs, reference=True, epochs=2)
+    assert step_flops(QWEN3_1_7B, forwarded, trained, pairs, reference=1.0) == pytest.approx(one * 4 / 3)
+    twice = step_flops(QWEN3_1_7B, forwarded, trained, pairs, reference=1.0, epochs=2)
     assert twice == pytest.approx(one * 7 / 3), "the reference is run once"
     assert step_flops(QWEN3_1_7B, forwarded, trained, pairs, epochs=2, ahead=0.75) == pytest.approx(one * 2.25)
     frozen = step_flops(QWEN3_1_7B, forwarded, trained, pairs, adapter_elements=adapters)
@@ -82,7 +82,7 @@ FIGURES = BatchFigures(
     reward_mean=0.5, reward_std=0.5, tokens=320, sequences=4, response_length_mean=80.0, response_length_p50=80.0,
     response_length_p95=110.0, response_length_max=120, truncated_share=None, sequences_too_long=0, zero_advantage_share=0.25,
     groups_invalid=0, age_mean=1.0, age_max=2, forwarded_tokens=600, forwarded_targets=300, targets_with_logprobs=300,
-    sequence_tokens=1000, attended_pairs=90_000, bins=1,
+    targets_with_reference=75, sequence_tokens=1000, attended_pairs=90_000, bins=1,
 )  # fmt: skip
 
 
@@ -94,6 +94,8 @@ def test_the_figures_of_a_step() -> None:
         "peak_memory_bytes": 5, "waiting_share": 0.25,
     }  # fmt: skip
     assert Speed(QWEN3_1_7B).row(FIGURES, (1.0, 2.0, 1.0), 5)["mfu"] is None
+    scored = Speed(QWEN3_1_7B, reference=True).row(FIGURES, (1.0, 2.0, 1.0), 5)["flops"]
+    assert scored == step_flops(QWEN3_1_7B, 600, 300, 90_000, reference=0.75), "a quarter came along"
 
 
 def test_a_cpu_process_has_as_much_memory_as_it_ever_took() -> None:
