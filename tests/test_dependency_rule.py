@@ -33,6 +33,7 @@ NEVER = {
 """Package -> what none of its modules may import, neither itself nor through another module of the project."""
 
 ROOMS = (
+    "async_grpo",
     "simple_rl",
     "grpo",
     "training",

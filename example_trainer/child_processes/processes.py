@@ -51,17 +51,18 @@ ERROR_LINE = re.compile(r"(?:^|[\]\s])((?:\w+\.)*\w*(?:Error|Exception)): \S|(?:
 """The end of a traceback, or a line of this project's own that says what is wrong; not vLLM's mark on every line of one."""
 
 
-def first_error(path: Path, since_last: str = "", columns: int = 300) -> str | None:
+def first_error(path: Path, since_last: str = "", columns: int = 300, size: int = 1 << 20) -> str | None:
     """The first line of a log that names an error.
 
     Processes that start each other report a failure several times over, the last time without its cause.
 
     Args:
-        path: the log; its last megabyte is read.
+        path: the log.
         since_last: not given again if this text holds it already.
         columns: longest line.
+        size: bytes at its end that are read at most, a megabyte.
     """
-    for line in tail(path, lines=sys.maxsize, columns=columns, size=1 << 20):
+    for line in tail(path, lines=sys.maxsize, columns=columns, size=size):
         found = ERROR_LINE.search(line)
         if found and "ulimit -n" not in line:  # vLLM's advice at every start, which quotes an error that did not happen
             line = line[max(0, found.start()) :].strip().lstrip("] ")

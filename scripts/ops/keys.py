@@ -1,69 +1,16 @@
-"""The API keys of one run: in a file that only its owner can read, handed to the parts as variables, never as flags."""
+"""The API keys of one run, handed to the parts as variables, never as flags."""
 
 from __future__ import annotations
 
-import os
-import secrets
-import shlex
 from collections.abc import Mapping
-from pathlib import Path
 
+from example_trainer.child_processes.run_keys import KEYS_FILE, SERVICE, VLLM, make_keys, read_keys
 from scripts.ops.parts import kind_of
 from scripts.quickstart.errors import QuickstartError
 
-KEYS_FILE = "keys.env"
-SERVICE, VLLM = "ROLLOUT_API_KEY", "VLLM_API_KEY"
+__all__ = ["KEYS_FILE", "NEEDED_BY", "SERVICE", "VLLM", "make_keys", "read_keys", "refuse_keys", "variables_of"]
 NEEDED_BY = {"service": (SERVICE,), "vllm": (VLLM,), "environment": (SERVICE, VLLM), "trainer": (SERVICE, VLLM)}
 """Kind of part -> the variables that it gets."""
-
-
-def read_keys(run: Path) -> dict[str, str]:
-    """Variable -> key, as the run's file has them; empty if there is none.
-
-    Raises:
-        QuickstartError: the file cannot be read, or holds something else.
-    """
-    path = run / KEYS_FILE
-    try:
-        words = shlex.split(path.read_text())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise QuickstartError(
-            f"{path} cannot be read ({error}), which holds the run's keys: stop what runs with them and remove it"
-        ) from None
-    return {name: key for word in words if word != "export" for name, _, key in [word.partition("=")]}
-
-
-def make_keys(run: Path, environment: Mapping[str, str], running: bool) -> dict[str, str]:
-    """The keys that the parts of this run shall have: those of the shell, else those that the run has, else new ones.
-
-    Args:
-        run: its folder; gets the file, mode 0600.
-        environment: of the shell.
-        running: parts of the run live, with the keys that are in the file.
-
-    Raises:
-        QuickstartError: the shell names another key than the living parts have, or the file cannot be written.
-    """
-    old = read_keys(run)
-    keys = {}
-    for name in (SERVICE, VLLM):
-        keys[name] = environment.get(name) or old.get(name) or secrets.token_urlsafe(32)
-        if running and old and keys[name] != old.get(name):
-            raise QuickstartError(
-                f"{name} in this shell is another key than the parts that run in {run} have: `unset {name}`, or stop them first"
-            )
-    path = run / KEYS_FILE
-    draft = path.with_suffix(".draft")
-    try:
-        draft.unlink(missing_ok=True)
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.writelines(f"export {name}={shlex.quote(key)}\n" for name, key in keys.items())
-        draft.replace(path)
-    except OSError as error:
-        raise QuickstartError(f"cannot write the run's keys to {path}: {error.strerror}") from error
-    return keys
 
 
 def variables_of(part: str, environment: Mapping[str, str], keys: Mapping[str, str]) -> dict[str, str]:

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from example_trainer.child_processes.processes import ProcessError
 from scripts.ops.keys import KEYS_FILE, NEEDED_BY, SERVICE, VLLM, make_keys, read_keys, refuse_keys, variables_of
 from scripts.ops.options import parse
 from scripts.ops.parts import PARTS
 from scripts.ops.stack import Stack
-from scripts.quickstart.errors import QuickstartError
 
 
 def mode(path: Path) -> int:
@@ -43,7 +43,7 @@ def test_the_file_is_closed_again_if_somebody_opened_it(tmp_path: Path) -> None:
 def test_keys_of_the_shell_win_but_not_over_parts_that_live(tmp_path: Path) -> None:
     make_keys(tmp_path, {VLLM: "first"}, running=False)
     assert make_keys(tmp_path, {VLLM: "second"}, running=False)[VLLM] == "second"
-    with pytest.raises(QuickstartError, match=r"VLLM_API_KEY in this shell is another key than the parts .*: `unset") as caught:
+    with pytest.raises(ProcessError, match=r"VLLM_API_KEY in this shell is another key than the parts .*: `unset") as caught:
         make_keys(tmp_path, {VLLM: "third"}, running=True)
     assert "third" not in str(caught.value)
     assert read_keys(tmp_path)[VLLM] == "second"
@@ -60,7 +60,7 @@ def test_a_shell_reads_the_file_as_we_do(tmp_path_factory: pytest.TempPathFactor
 
 def test_a_file_that_was_spoilt_is_told(tmp_path: Path) -> None:
     (tmp_path / KEYS_FILE).write_text("export VLLM_API_KEY='half")
-    with pytest.raises(QuickstartError, match=rf"{KEYS_FILE} cannot be read \(No closing quotation\)"):
+    with pytest.raises(ProcessError, match=rf"{KEYS_FILE} cannot be read \(No closing quotation\)"):
         make_keys(tmp_path, {}, running=False)
 
 
@@ -79,7 +79,7 @@ def test_each_part_gets_the_keys_that_it_needs() -> None:
 )
 @pytest.mark.parametrize("part", PARTS)
 def test_keys_among_the_flags_are_refused(part: str, words: str) -> None:
-    with pytest.raises(QuickstartError, match=rf"--{part}-args holds {words.split('=')[0].split()[0]}, which everybody"):
+    with pytest.raises(ProcessError, match=rf"--{part}-args holds {words.split('=')[0].split()[0]}, which everybody"):
         parse(["--cpu", f"--{part}-args={words}"])
     refuse_keys(part, ("--max-num-seqs", "4"))
 

@@ -1,0 +1,88 @@
+"""python -m example_trainer.async_grpo --config FILE: one command for a whole run, on this machine or on a Ray cluster."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import logging
+import os
+import sys
+from pathlib import Path
+
+from example_trainer.api_keys import SECRETS
+from example_trainer.async_grpo.cluster import RayCluster
+from example_trainer.async_grpo.driver import Driver
+from example_trainer.async_grpo.fleet import ServiceFleet
+from example_trainer.async_grpo.settings import Settings, read_settings
+from example_trainer.child_processes.processes import ProcessError
+from example_trainer.child_processes.run_keys import make_keys
+from example_trainer.errors import ConfigError
+from example_trainer.process import StopSignal, run
+
+logger = logging.getLogger("example_trainer.async_grpo")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m example_trainer.async_grpo",
+        description="Start generators with their environments, reference workers, parameter servers, the rollout service and "
+        "the trainer, on this machine or on the Ray cluster in RAY_ADDRESS, and end with the training. The same command again "
+        "goes on where a run was.",
+        allow_abbrev=False,
+    )
+    made.add_argument("--config", type=Path, required=True, metavar="FILE", help="YAML file: docs/async.md tells its sections")
+    made.add_argument("--folder", type=Path, help="the run's folder, instead of logging.folder")
+    made.add_argument("--steps", type=int, help="optimizer steps, instead of orchestration.steps")
+    return made
+
+
+def settings_of(given: argparse.Namespace) -> Settings:
+    """The configuration, with what flags change."""
+    settings = read_settings(given.config)
+    if given.folder:
+        settings = settings.model_copy(update={"logging": settings.logging.model_copy(update={"folder": given.folder})})
+    if given.steps is not None:
+        if given.steps < 1:
+            raise ConfigError(f"--steps {given.steps}: give 1 or more")
+        asked = settings.orchestration.model_copy(update={"steps": given.steps})
+        settings = settings.model_copy(update={"orchestration": asked})
+    return settings
+
+
+def orchestrate(given: argparse.Namespace, stop: StopSignal) -> None:
+    """The whole run."""
+    settings = settings_of(given)
+    with contextlib.ExitStack() as stack:
+        folder = settings.folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context((folder / ".driver-lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"logging.folder {folder}: another driver is at work there; stop it, or give another folder"
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"logging.folder {folder} cannot be written: {error.strerror}; give another one") from error
+        try:
+            keys = make_keys(folder, os.environ, running=False)
+        except ProcessError as error:
+            raise ConfigError(str(error)) from error
+        cluster = RayCluster(folder.name, settings.logging.dashboard)
+        stop.install()  # Ray has put a handler of its own in place
+        logger.info("[Async] logs of all roles: %s", folder / "logs")
+        driver = Driver(settings, cluster, keys, ServiceFleet(keys[SECRETS["atropos_api_key"]]), stop.check)
+        stop.defer()
+        driver.run()
+
+
+def main() -> int:
+    """See the module; the exit status is that of `run` in process.py."""
+    given = parser().parse_args()
+    return run(lambda stop: orchestrate(given, stop))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

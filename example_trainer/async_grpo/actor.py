@@ -1,0 +1,253 @@
+"""What runs on a node: one process of the run, looked after by an actor. No import of Ray, so that it can be tried without."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from example_trainer.async_grpo.launch import PYTHON, Launch, environment_file
+from example_trainer.child_processes.ports import PortReservations
+from example_trainer.child_processes.processes import ManagedProcess, describe_exit, first_error, tail
+from example_trainer.child_processes.readiness import opener
+
+ROOT = Path(__file__).resolve().parents[2]
+PORT_SECONDS = 30.0
+"""How long the port of an earlier life is waited for: whoever was killed beside its actor is still being ended."""
+LOG_BYTES = 1 << 18
+"""Of a log that is carried to the driver's machine at once."""
+
+
+@dataclass(frozen=True)
+class NodeNeeds:
+    """What a role must find on its node.
+
+    Attributes:
+        folder: the run's.
+        marker: text of the file `.run` there on the driver's machine: where it is the same, the folder is common.
+        model: folder or Hugging Face name; empty if the role loads none.
+        environment: as in the settings; empty for another role.
+        ray: the driver's version; empty where there is none.
+        ports: how many to keep.
+        wanted: ports of an earlier life, taken again if they are free.
+    """
+
+    folder: str
+    marker: str
+    model: str = ""
+    environment: str = ""
+    ray: str = ""
+    ports: int = 0
+    wanted: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """A node as a role finds it.
+
+    Attributes:
+        hostname: its name.
+        ports: that are kept for the role.
+        gpus: that Ray gave it.
+        common: its run folder is the driver's.
+        problems: why the role cannot run here; each a sentence without the node's name.
+    """
+
+    hostname: str
+    ports: tuple[int, ...]
+    gpus: tuple[str, ...]
+    common: bool
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a role's process is.
+
+    Attributes:
+        ready: it answers, or listens nowhere and runs.
+        missing: what it does not do yet.
+        code: its exit status, 128 + n for signal n; None while it runs.
+        lived: seconds since its start.
+        said: how it ended and why, in one line.
+        log: what its log has grown by, where that is not on the driver's disk.
+        pid: of the command.
+    """
+
+    ready: bool
+    missing: str
+    code: int | None
+    lived: float
+    said: str
+    log: bytes
+    pid: int
+
+
+def project_ray() -> str:
+    """The installed version of Ray; empty if there is none."""
+    try:
+        import ray
+    except ImportError:
+        return ""
+    return str(ray.__version__)
+
+
+def model_problem(model: str) -> str | None:
+    """Why a model's folder cannot be loaded on this node; None if it can, or if it is a name of the Hub."""
+    path = Path(model) if Path(model).is_absolute() else ROOT / model
+    if path.is_dir():
+        return (
+            None if (path / "config.json").is_file() else f"model folder {path} has no config.json: copy the whole folder there"
+        )
+    if model.startswith((".", "/", "~")) or model.count("/") != 1 or (ROOT / model.split("/")[0]).is_dir():
+        return f"model folder {path} is not there: copy it to this node, or give a path that all nodes have"
+    return None
+
+
+class RoleProcess:
+    """One process and its log. The actor's methods; Ray calls one at a time.
+
+    Args:
+        name: the role's.
+        folder: the run's.
+        echo: write what the process says to this process's output too, which Ray's dashboard shows.
+    """
+
+    def __init__(self, name: str, folder: str, echo: bool = False) -> None:
+        self._name, self._folder, self._echo = name, Path(folder), echo
+        self._ports = PortReservations()
+        self._process: ManagedProcess | None = None
+        self._answered = False
+        self._common = True
+        self._begun_at = 0
+
+    def check(self, needs: NodeNeeds, gpus: Sequence[str] = ()) -> NodeReport:
+        """Look at the node, and keep ports for the role."""
+        problems = []
+        if needs.ray and project_ray() != needs.ray:
+            has = project_ray() or "none"
+            problems.append(f"it has Ray {has}, and the driver has {needs.ray}: install that release there")
+        if needs.model and (found := model_problem(needs.model)):
+            problems.append(found)
+        if needs.environment:
+            file = Path(environment_file(needs.environment))
+            if not (file if file.is_absolute() else ROOT / file).is_file():
+                problems.append(f"environment file {ROOT / file} is not there: copy it to this node")
+        try:
+            (self._folder / "logs").mkdir(parents=True, exist_ok=True)
+            marker = self._folder / ".run"
+            self._common = marker.is_file() and marker.read_text() == needs.marker
+        except OSError as error:
+            problems.append(f"the run's folder {self._folder} cannot be written: {error.strerror}")
+        ports = () if problems else self._reserve(needs.ports, needs.wanted)
+        return NodeReport(socket.gethostname(), ports, tuple(gpus), self._common, tuple(problems))
+
+    def _reserve(self, count: int, wanted: tuple[int, ...]) -> tuple[int, ...]:
+        deadline = time.monotonic() + PORT_SECONDS
+        kept = []
+        for port in wanted[:count]:
+            while not (taken := self._ports.take(port)) and time.monotonic() < deadline:
+                time.sleep(0.2)
+            kept.append(port if taken else self._ports.pick())
+        return tuple(kept + [self._ports.pick() for _ in range(count - len(kept))])
+
+    def start(self, launch: Launch, grace: float, may_finish: bool) -> int:
+        """Start the process, of which there is none yet or no more; returns its guard's process id."""
+        for pattern in launch.stale:
+            for path in self._folder.glob(pattern):
+                path.unlink(missing_ok=True)
+        for name, text in launch.files.items():
+            draft = self._folder / f"{name}.draft"
+            draft.write_text(text)
+            draft.replace(self._folder / name)
+        for name in ("LOGDIR", "LOCKSTEP_TIMELINE"):
+            if folder := launch.variables.get(name):
+                Path(folder).mkdir(parents=True, exist_ok=True)
+        words = [sys.executable if word == PYTHON else word for word in launch.arguments]
+        paths = [
+            str(ROOT),
+            *[path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != str(ROOT)],
+        ]
+        variables = {"PYTHONPATH": os.pathsep.join(paths), **launch.variables}
+        log = self.log
+        if log.exists() and log.stat().st_size:
+            with log.open("ab") as file:
+                file.write(f"\n===== started again at {time.strftime('%Y-%m-%d %H:%M:%S')} =====\n".encode())
+        self._answered = False
+        self._begun_at = log.stat().st_size if log.exists() else 0
+        self._process = ManagedProcess(self._name, words, log, variables, ROOT, grace, may_finish, append=True)
+        if self._echo:
+            threading.Thread(target=self._show, args=(self._process,), name="log", daemon=True).start()
+        return self._process.guard.pid
+
+    @property
+    def log(self) -> Path:
+        """The process's log on this node."""
+        return self._folder / "logs" / f"{self._name}.log"
+
+    def look(self, url: str = "", offset: int = 0) -> Look:
+        """How the process is.
+
+        Args:
+            url: what it answers with a status below 400 once it works; empty if it listens nowhere. Asked until it has.
+            offset: bytes of its log that the driver has.
+        """
+        process = self._process
+        if process is None:
+            return Look(False, "not started", None, 0.0, "", b"", 0)
+        code = process.poll()
+        missing = "" if code is not None or self._answered or not url else self._ask(url)
+        self._answered = self._answered or (code is None and not missing)
+        lived = time.monotonic() - process.started
+        log = b""
+        if not self._common:
+            with self.log.open("rb") as file:
+                file.seek(offset)
+                log = file.read(LOG_BYTES)
+        said = "" if code is None else self._said(code, lived)
+        return Look(self._answered, missing, code, lived, said, log, process.guard.pid)
+
+    def _ask(self, url: str) -> str:
+        try:
+            with opener.open(url, timeout=10.0):
+                return ""
+        except urllib.error.HTTPError as error:
+            return f"GET {url} answers {error.code}"
+        except OSError as error:
+            return f"GET {url}: {getattr(error, 'reason', error)}"
+
+    def _said(self, code: int, lived: float) -> str:
+        size = min(1 << 20, max(0, self.log.stat().st_size - self._begun_at))  # of this life alone
+        last = tail(self.log, 1, size=size)
+        cause = first_error(self.log, size=size) or (last[0] if last else "it wrote nothing")
+        cause = cause if code else (last[0] if last else "")
+        head = f"{describe_exit(code)} after {lived:.0f} s on {socket.gethostname()}"
+        return f"{head}: {cause}" if code <= 128 and cause else head
+
+    def stop(self) -> int | None:
+        """End the process with all that it started; returns its exit status, None if there was none."""
+        if self._process is None:
+            return None
+        return self._process.stop()
+
+    def _show(self, process: ManagedProcess) -> None:
+        """Write the log to this process's output as it grows, until the process has ended."""
+        with self.log.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            while True:
+                ended = process.poll() is not None
+                text = file.read()
+                if text:
+                    sys.stdout.write(text.decode(errors="replace"))
+                    sys.stdout.flush()
+                elif ended:
+                    return
+                else:
+                    time.sleep(0.5)

@@ -1,0 +1,253 @@
+"""Ray, as far as a run needs it: nodes, placement groups, and actors that each look after one process."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from example_trainer.async_grpo.actor import ROOT, NodeNeeds, NodeReport, RoleProcess, project_ray
+from example_trainer.async_grpo.placement import Demand, Node
+from example_trainer.async_grpo.roles import Role
+from example_trainer.errors import TrainerError
+
+OBJECT_STORE_BYTES = 100 << 20
+"""Ray's own bound is a third of the memory; nothing of a run but a few words goes through it."""
+MISSING = (
+    "asynchronous runs need Ray, which is not installed: `pip install 'lockstep-rl[ray]'`, or scripts/setup.sh, which installs "
+    "the release that is pinned"
+)
+
+
+class ClusterError(TrainerError):
+    """Ray is not there, or cannot be used. A single line."""
+
+
+class SeatLost(Exception):
+    """An actor is gone, with its process: its node, its worker, or whoever killed it."""
+
+
+class Pending(Protocol):
+    """An answer that may not have come."""
+
+    def done(self) -> bool:
+        """Whether `get` returns or raises at once."""
+
+    def get(self) -> Any:
+        """The answer. Raises SeatLost if whoever was asked is gone."""
+
+
+class Seat(Protocol):
+    """An actor for one process."""
+
+    def ask(self, method: str, *arguments: object) -> Pending:
+        """Call a method of RoleProcess there; the first answer comes when the actor has its place."""
+
+    def node(self) -> str:
+        """The id of its node; empty as long as it has none."""
+
+    def kill(self) -> None:
+        """End the actor, and with it its process. Safe to call twice."""
+
+
+class Cluster(Protocol):
+    """What the driver needs of Ray."""
+
+    version: str
+
+    def nodes(self) -> list[Node]:
+        """The nodes that live, with what they have and is not taken."""
+
+    def host(self, node: str) -> str:
+        """By what other roles reach a node; localhost if all nodes are one machine."""
+
+    def home(self) -> str:
+        """Resource that only nodes on the driver's machine have."""
+
+    def lives(self, node: str) -> bool:
+        """Whether a node is there."""
+
+    def reserve(self, demand: Demand) -> None:
+        """Ask for a placement group, once for each group; it moves by itself when its node dies."""
+
+    def seat(self, role: Role, folder: str, life: int) -> Seat:
+        """Make the role's actor, its so-manieth, in its bundle."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+@dataclass
+class _RayPending:
+    reference: Any
+
+    def done(self) -> bool:
+        import ray
+
+        return bool(ray.wait([self.reference], timeout=0)[0])
+
+    def get(self) -> Any:
+        import ray
+
+        try:
+            return ray.get(self.reference, timeout=60)
+        except ray.exceptions.RayTaskError:
+            raise  # a bug, or a full disk: said whole
+        except ray.exceptions.RayError as error:
+            raise SeatLost(first_line(error)) from error
+
+
+class _RaySeat:
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self._where = actor.where.remote()
+        self._node = ""
+
+    def ask(self, method: str, *arguments: object) -> _RayPending:
+        return _RayPending(getattr(self._actor, method).remote(*arguments))
+
+    def node(self) -> str:
+        if not self._node and _RayPending(self._where).done():
+            self._node = str(_RayPending(self._where).get())
+        return self._node
+
+    def kill(self) -> None:
+        import ray
+
+        ray.kill(self._actor, no_restart=True)
+
+
+class RayCluster:
+    """The cluster that RAY_ADDRESS names, or one on this machine alone that ends with this process.
+
+    Args:
+        name: of the run, in the names of its actors.
+        dashboard: start Ray's dashboard, where Ray is started here.
+
+    Raises:
+        ClusterError: Ray is not installed, is not there, or is another release.
+    """
+
+    def __init__(self, name: str, dashboard: bool = False) -> None:
+        self.version = project_ray()
+        if not self.version:
+            raise ClusterError(MISSING)
+        import ray
+
+        self._name = name
+        address = os.environ.get("RAY_ADDRESS", "")
+        started_here: dict[str, Any] = {
+            "address": "local",
+            "include_dashboard": dashboard,
+            "object_store_memory": OBJECT_STORE_BYTES,
+        }
+        # Workers find this project where it lies here; a job that was handed in with --working-dir has it there already.
+        environment = {
+            "env_vars": {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])])}
+        }
+        try:
+            ray.init(
+                **({"address": address} if address else started_here),
+                namespace=f"lockstep-{name}",
+                runtime_env=environment,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+        except (RuntimeError, ConnectionError, ValueError, OSError) as error:
+            raise ClusterError(f"cannot use Ray at {address or 'this machine'}: {said(error)}") from error
+        self._groups: dict[str, Any] = {}
+        self._here = str(ray.util.get_node_ip_address())
+
+        class Keeper(RoleProcess):
+            """RoleProcess as an actor."""
+
+            def where(self) -> str:
+                return str(ray.get_runtime_context().get_node_id())
+
+            def check(self, needs: NodeNeeds, gpus: Sequence[str] = ()) -> NodeReport:
+                return super().check(needs, [str(gpu) for gpu in ray.get_gpu_ids()])
+
+        self._keeper = ray.remote(max_restarts=0, max_task_retries=0)(Keeper)
+
+    def _alive(self) -> list[dict[str, Any]]:
+        import ray
+
+        return [node for node in ray.nodes() if node["Alive"]]
+
+    def nodes(self) -> list[Node]:
+        """See Cluster."""
+        import ray
+
+        alive = self._alive()
+        addresses = [node["NodeManagerAddress"] for node in alive]
+        free = ray._private.state.available_resources_per_node()
+        return [
+            Node(
+                f"node {address}" + (f" ({node['NodeID'][:6]})" if addresses.count(address) > 1 else ""),
+                dict(free.get(node["NodeID"], node["Resources"])),
+            )
+            for node, address in zip(alive, addresses, strict=True)
+        ]
+
+    def host(self, node: str) -> str:
+        """See Cluster."""
+        addresses = {found["NodeID"]: str(found["NodeManagerAddress"]) for found in self._alive()}
+        return "localhost" if set(addresses.values()) <= {self._here} else addresses.get(node, self._here)
+
+    def home(self) -> str:
+        """See Cluster."""
+        return f"node:{self._here}"
+
+    def lives(self, node: str) -> bool:
+        """See Cluster."""
+        return any(found["NodeID"] == node for found in self._alive())
+
+    def reserve(self, demand: Demand) -> None:
+        """See Cluster."""
+        from ray.util.placement_group import placement_group
+
+        bundles = [dict(bundle) or {"CPU": 0.001} for bundle in demand.bundles.values()]
+        self._groups[demand.name] = placement_group(bundles, strategy="STRICT_PACK", name=f"{self._name}-{demand.name}")
+
+    def seat(self, role: Role, folder: str, life: int) -> _RaySeat:
+        """See Cluster."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        place = PlacementGroupSchedulingStrategy(self._groups[role.group], placement_group_bundle_index=role.bundle)
+        actor = self._keeper.options(
+            name=role.name if life == 1 else f"{role.name}, life {life}",
+            num_cpus=role.resources.get("CPU", 0),
+            num_gpus=role.resources.get("GPU", 0),
+            scheduling_strategy=place,
+        )
+        return _RaySeat(actor.remote(role.name, folder, True))
+
+    def close(self) -> None:
+        """See Cluster."""
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        for group in self._groups.values():
+            remove_placement_group(group)
+        self._groups.clear()
+        ray.shutdown()
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says."""
+    return str(error).strip().split("\n")[0]
+
+
+def said(error: BaseException) -> str:
+    """What Ray says, as one line."""
+    return " ".join(str(error).split())[:600]
+
+
+def demands_at_home(demands: Sequence[Demand], home: str) -> list[Demand]:
+    """The same, with the service's group tied to the driver's machine, where the run's folder is."""
+    return [
+        Demand(d.name, {role: {**bundle, home: 0.001} for role, bundle in d.bundles.items()}) if d.name == "service" else d
+        for d in demands
+    ]

@@ -1,0 +1,321 @@
+"""Starts the roles in order, watches them, starts again what fails, and stops everything at the end, however it comes."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from enum import Enum
+
+from example_trainer.async_grpo.actor import Look, NodeNeeds, NodeReport
+from example_trainer.async_grpo.cluster import Cluster, Pending, Seat, SeatLost, demands_at_home
+from example_trainer.async_grpo.fleet import Fleet
+from example_trainer.async_grpo.launch import Address
+from example_trainer.async_grpo.placement import amounts, refusal
+from example_trainer.async_grpo.restarts import Ended, Policy, Row
+from example_trainer.async_grpo.roles import STOP_ORDER, Commands, Role, demands_of, roles_of
+from example_trainer.async_grpo.settings import Settings
+from example_trainer.errors import TrainerError
+
+logger = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.5
+WAITING_SECONDS = 30.0
+"""Between two lines about a role that cannot be placed, or does not answer."""
+STOP_MARGIN_SECONDS = 30.0
+
+
+class RunFailed(TrainerError):
+    """The run cannot go on. A single line; everything that was started is stopped."""
+
+
+class State(Enum):
+    """Of one role. The values are for people."""
+
+    WAITING = "waits for its turn"
+    PLACING = "waits for its place"
+    LAUNCHING = "is being started"
+    STARTING = "starts"
+    UP = "runs"
+    DONE = "is done"
+
+
+class Keeper:
+    """One role and what has become of it.
+
+    Args:
+        role: which.
+        policy: of its restarts.
+    """
+
+    def __init__(self, role: Role, policy: Policy) -> None:
+        self.role, self.row = role, Row(policy)
+        self.state, self.since, self.due = State.WAITING, 0.0, 0.0
+        self.seat: Seat | None = None
+        self.pending: Pending | None = None
+        self.place: Address | None = None
+        self.bound: tuple[Address | None, ...] = ()
+        self.node = ""
+        self.common = True
+        self.lives = 0
+        self.was_up = False
+        self.log_offset = 0
+        self.missing = ""
+        self.told = 0.0
+
+    def enter(self, state: State, now: float) -> None:
+        """Go to another state."""
+        self.state, self.since, self.told = state, now, now
+
+
+class Driver:
+    """One run.
+
+    Args:
+        settings: of it.
+        cluster: where.
+        keys: variable → key of the servers.
+        fleet: told when a vLLM server has another address.
+        check: raises if the run shall stop; called at each look.
+        commands: what starts each role, if not the project's own.
+        clock, sleep: the time to go by.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        cluster: Cluster,
+        keys: Mapping[str, str],
+        fleet: Fleet,
+        check: Callable[[], None] = lambda: None,
+        commands: Commands | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._settings, self._cluster, self._fleet, self._check = settings, cluster, fleet, check
+        self._clock, self._sleep = clock, sleep
+        asked = settings.orchestration
+        policy = Policy(asked.proven_seconds, asked.restarts, asked.restart_delay, asked.steady_seconds)
+        self.keepers = {role.name: Keeper(role, policy) for role in roles_of(settings)}
+        self._commands = commands or Commands(settings, keys)
+        self._marker = secrets.token_hex(8)
+
+    def run(self) -> None:
+        """Everything, from the first look at the cluster to the end of training.
+
+        Raises:
+            RunFailed: it cannot go on.
+        """
+        demands = demands_at_home(demands_of([keeper.role for keeper in self.keepers.values()]), self._cluster.home())
+        nodes = self._cluster.nodes()
+        if why := refusal(demands, nodes):
+            raise RunFailed(why)
+        for node in nodes:
+            logger.info("[Async] %s has %s", node.name, amounts(node.free))
+        (self._settings.folder / "logs").mkdir(parents=True, exist_ok=True)
+        (self._settings.folder / ".run").write_text(self._marker)
+        for demand in demands:
+            self._cluster.reserve(demand)
+        try:
+            while not self.trainer_is_done():
+                self._check()
+                self.tick()
+                self._sleep(TICK_SECONDS)
+            logger.info("[Async] training is complete; all roles are stopped")
+        finally:
+            self.stop()
+
+    def trainer_is_done(self) -> bool:
+        """Whether training has come to its end."""
+        return self.keepers["trainer"].state is State.DONE
+
+    def tick(self) -> None:
+        """Look at every role once and do what is due."""
+        for keeper in self.keepers.values():
+            try:
+                self._advance(keeper)
+            except SeatLost as lost:
+                self._lost(keeper, str(lost))
+
+    # ---- one role ----------------------------------------------------------------------------------------------------
+
+    def _advance(self, keeper: Keeper) -> None:
+        now = self._clock()
+        if keeper.state is State.DONE:
+            return
+        if keeper.state is State.WAITING:
+            if now >= keeper.due and self._may_start(keeper):
+                self._sit_down(keeper, now)
+            return
+        if keeper.pending is None or not keeper.pending.done():
+            self._wait(keeper, now)
+            return
+        answer, keeper.pending = keeper.pending.get(), None
+        if keeper.state is State.PLACING:
+            self._placed(keeper, answer, now)
+        elif keeper.state is State.LAUNCHING:
+            keeper.enter(State.STARTING, now)
+            self._look(keeper)
+        else:
+            self._looked(keeper, answer, now)
+
+    def _may_start(self, keeper: Keeper) -> bool:
+        role = keeper.role
+        needed = role.needs if keeper.lives else (*role.needs, *role.wants)
+        return all(self.keepers[name].state is State.UP for name in needed)
+
+    def _sit_down(self, keeper: Keeper, now: float) -> None:
+        role = keeper.role
+        keeper.lives += 1
+        keeper.seat = self._cluster.seat(role, str(self._settings.folder), keeper.lives)
+        settings = self._settings
+        needs = NodeNeeds(
+            folder=str(settings.folder),
+            marker=self._marker,
+            model=settings.model if role.kind in ("generator", "trainer", "reference") else "",
+            environment=settings.inference.environment if role.kind == "environment" else "",
+            ray=self._cluster.version,
+            ports=role.ports,
+            wanted=keeper.place.ports if keeper.place else (),
+        )
+        keeper.pending = keeper.seat.ask("check", needs)
+        keeper.enter(State.PLACING, now)
+
+    def _placed(self, keeper: Keeper, report: NodeReport, now: float) -> None:
+        assert keeper.seat is not None
+        role, before, node = keeper.role, keeper.place, keeper.seat.node()
+        host = self._cluster.host(node)
+        if report.problems:
+            raise RunFailed(f"node {host} ({report.hostname}) cannot run {role.name}: {report.problems[0]}")
+        keeps = role.kind in ("service", "trainer")  # what these have on their disk is the run
+        if before is not None and keeps and node != keeper.node and not (keeper.common and report.common):
+            raise RunFailed(
+                f"the node of the {role.name} is lost, and {self._settings.folder} with what it needs is not common to all "
+                "nodes: put logging.folder on a disk that all nodes have; or start the run again where that folder is"
+            )
+        keeper.node, keeper.common = node, report.common
+        keeper.place = Address(host, report.ports, report.gpus)
+        if role.kind == "generator" and before is not None and before.server != keeper.place.server:
+            self._fleet.moved(self.keepers["service"].place, before, keeper.place)
+        places = {name: other.place for name, other in self.keepers.items() if other.place is not None}
+        launch = self._commands.launch(role, places, first=keeper.lives == 1)
+        keeper.bound = self._bound(role)
+        keeper.missing = ""
+        logger.info("[Async] %s on %s%s", role.name, host, f" port {report.ports[0]}" if report.ports else "")
+        keeper.pending = keeper.seat.ask("start", launch, role.grace, role.may_finish)
+        keeper.enter(State.LAUNCHING, now)
+
+    def _bound(self, role: Role) -> tuple[Address | None, ...]:
+        return tuple(self.keepers[name].place for name in role.bound)
+
+    def _look(self, keeper: Keeper) -> None:
+        role = keeper.role
+        path = role.ready[0 if keeper.lives == 1 else 1]
+        url = keeper.place.url + path if path and keeper.place else ""
+        assert keeper.seat is not None
+        keeper.pending = keeper.seat.ask("look", url, keeper.log_offset)
+
+    def _looked(self, keeper: Keeper, look: Look, now: float) -> None:
+        role = keeper.role
+        if look.log:
+            with (self._settings.folder / "logs" / f"{role.name}.log").open("ab") as file:
+                file.write(look.log)
+            keeper.log_offset += len(look.log)
+        if look.code is not None:
+            self._ended(keeper, look, now)
+            return
+        keeper.missing = look.missing
+        if look.ready and keeper.state is State.STARTING:
+            keeper.enter(State.UP, now)
+            again = "" if keeper.lives == 1 else f" again, life {keeper.lives}"
+            logger.info("[Async] %s runs%s after %.0f s", role.name, again, look.lived)
+        # A process that listens nowhere has shown that it works when it has lived for a while.
+        policy = keeper.row.policy
+        keeper.was_up = keeper.was_up or (look.ready and (bool(role.ready[0]) or look.lived >= policy.proven))
+        if keeper.bound != self._bound(role):
+            moved = [name for name, place in zip(role.bound, keeper.bound, strict=True) if self.keepers[name].place != place]
+            logger.info("[Async] %s is started anew: %s has another address", role.name, " and ".join(moved))
+            self._give_up(keeper, now, 0.0)
+            return
+        self._wait(keeper, now)
+        self._look(keeper)
+
+    def _wait(self, keeper: Keeper, now: float) -> None:
+        """Say what a role waits for, and end the run where it has waited too long."""
+        if keeper.state is State.UP:
+            return
+        limit = self._settings.orchestration.start_seconds
+        asks = amounts(keeper.role.resources)
+        why = f"asks {asks}" if keeper.state is State.PLACING else keeper.missing or "no answer yet"
+        if now - keeper.since > limit:
+            there = "; ".join(f"{node.name} has {amounts(node.free)} free" for node in self._cluster.nodes())
+            there = f"; the cluster: {there}" if keeper.state is State.PLACING else f"; log: {self._log(keeper)}"
+            raise RunFailed(f"{keeper.role.name} {keeper.state.value} for more than {limit:.0f} s: {why}{there}")
+        if now - keeper.told > WAITING_SECONDS:
+            keeper.told = now
+            logger.info("[Async] %s %s: %s", keeper.role.name, keeper.state.value, why)
+
+    def _log(self, keeper: Keeper) -> str:
+        return str(self._settings.folder / "logs" / f"{keeper.role.name}.log")
+
+    # ---- the end of one ----------------------------------------------------------------------------------------------
+
+    def _ended(self, keeper: Keeper, look: Look, now: float) -> None:
+        role = keeper.role
+        if look.code == 0 and role.may_finish:
+            logger.info("[Async] %s is done", role.name)
+            keeper.enter(State.DONE, now)
+            self._release(keeper)
+            return
+        self._again(keeper, Ended(look.code, look.lived, keeper.was_up), f"{look.said}; log: {self._log(keeper)}", now)
+
+    def _lost(self, keeper: Keeper, why: str) -> None:
+        now = self._clock()
+        where = "" if not keeper.node or self._cluster.lives(keeper.node) else "its node is lost: "
+        lived = now - keeper.since if keeper.state is State.UP else 0.0
+        self._again(keeper, Ended(None, lived, keeper.was_up), where + why, now)
+
+    def _again(self, keeper: Keeper, ended: Ended, why: str, now: float) -> None:
+        delay = keeper.row.after(ended)
+        name = keeper.role.name
+        if delay is None:
+            how = "would do so again" if keeper.row.count == 0 else f"failed {keeper.row.count} times in a row"
+            raise RunFailed(f"{name} {why}; it {how}")
+        logger.warning("[Async] %s %s; it is started again in %.0f s", name, why, delay)
+        self._give_up(keeper, now, delay)
+
+    def _give_up(self, keeper: Keeper, now: float, delay: float) -> None:
+        self._release(keeper)
+        keeper.enter(State.WAITING, now)
+        keeper.due = now + delay
+
+    def _release(self, keeper: Keeper) -> None:
+        if keeper.seat is not None:
+            keeper.seat.kill()
+        keeper.seat, keeper.pending = None, None
+        if not keeper.common:
+            keeper.log_offset = 0  # the next node has a log of its own
+
+    # ---- the end of all ----------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Stop every process, those that feed others first; never raises for one that is gone."""
+        for kind in STOP_ORDER:
+            keepers = [keeper for keeper in self.keepers.values() if keeper.role.kind == kind and keeper.seat is not None]
+            pending = []
+            for keeper in keepers:
+                assert keeper.seat is not None
+                if keeper.state not in (State.PLACING, State.WAITING):
+                    pending.append((keeper, keeper.seat.ask("stop")))
+            limit = self._clock() + max([keeper.role.grace for keeper, _ in pending], default=0.0) + STOP_MARGIN_SECONDS
+            for keeper, answer in pending:
+                while not answer.done() and self._clock() < limit:
+                    self._sleep(0.1)
+                if not answer.done():
+                    logger.warning("[Async] %s did not stop in time and is killed", keeper.role.name)
+            for keeper in keepers:
+                self._release(keeper)
+                if keeper.state is not State.DONE:
+                    keeper.enter(State.WAITING, self._clock())
+        self._cluster.close()

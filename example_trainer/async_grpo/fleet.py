@@ -1,0 +1,46 @@
+"""Tells the trainer, by way of the rollout service, that a vLLM server has moved. Its keeper does the rest."""
+
+from __future__ import annotations
+
+import json
+import logging
+import urllib.request
+from typing import Protocol
+
+from example_trainer.async_grpo.launch import Address
+from example_trainer.child_processes.readiness import opener
+
+logger = logging.getLogger(__name__)
+
+SECONDS = 5.0
+
+
+class Fleet(Protocol):
+    """Who is told."""
+
+    def moved(self, service: Address | None, before: Address, now: Address) -> None:
+        """A server that was at one address is at another."""
+
+
+class ServiceFleet:
+    """POST /fleet/join and /fleet/leave at the rollout service.
+
+    Args:
+        key: of the rollout service.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    def moved(self, service: Address | None, before: Address, now: Address) -> None:
+        """See Fleet. A service that does not answer is no error: a trainer that starts again is told the addresses anyway."""
+        for path, server in (("join", now), ("leave", before)):
+            if service is None:
+                return
+            headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
+            body = json.dumps({"url": server.url}).encode()
+            try:
+                opener.open(urllib.request.Request(f"{service.url}/fleet/{path}", body, headers), timeout=SECONDS).close()
+                logger.info("[Async] the trainer is told that %s shall %s", server.url, path)
+            except OSError as error:
+                logger.warning("[Async] POST %s/fleet/%s: %s", service.url, path, error)

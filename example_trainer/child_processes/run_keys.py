@@ -1,0 +1,63 @@
+"""The API keys of one run, in a file that only its owner can read."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+from example_trainer.child_processes.processes import ProcessError
+
+KEYS_FILE = "keys.env"
+SERVICE, VLLM = "ROLLOUT_API_KEY", "VLLM_API_KEY"
+
+
+def read_keys(run: Path) -> dict[str, str]:
+    """Variable -> key, as the run's file has them; empty if there is none.
+
+    Raises:
+        ProcessError: the file cannot be read, or holds something else.
+    """
+    path = run / KEYS_FILE
+    try:
+        words = shlex.split(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ProcessError(
+            f"{path} cannot be read ({error}), which holds the run's keys: stop what runs with them and remove it"
+        ) from None
+    return {name: key for word in words if word != "export" for name, _, key in [word.partition("=")]}
+
+
+def make_keys(run: Path, environment: Mapping[str, str], running: bool) -> dict[str, str]:
+    """The keys that the parts of this run shall have: those of the shell, else those that the run has, else new ones.
+
+    Args:
+        run: its folder; gets the file, mode 0600.
+        environment: of the shell.
+        running: parts of the run live, with the keys that are in the file.
+
+    Raises:
+        ProcessError: the shell names another key than the living parts have, or the file cannot be written.
+    """
+    old = read_keys(run)
+    keys = {}
+    for name in (SERVICE, VLLM):
+        keys[name] = environment.get(name) or old.get(name) or secrets.token_urlsafe(32)
+        if running and old and keys[name] != old.get(name):
+            raise ProcessError(
+                f"{name} in this shell is another key than the parts that run in {run} have: `unset {name}`, or stop them first"
+            )
+    path = run / KEYS_FILE
+    draft = path.with_suffix(".draft")
+    try:
+        draft.unlink(missing_ok=True)
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.writelines(f"export {name}={shlex.quote(key)}\n" for name, key in keys.items())
+        draft.replace(path)
+    except OSError as error:
+        raise ProcessError(f"cannot write the run's keys to {path}: {error.strerror}") from error
+    return keys

@@ -1,0 +1,304 @@
+"""The driver, with a cluster and a clock that do as they are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from example_trainer.async_grpo.actor import Look, NodeReport, RoleProcess
+from example_trainer.async_grpo.cluster import SeatLost
+from example_trainer.async_grpo.driver import Driver, RunFailed, State
+from example_trainer.async_grpo.launch import Address, Launch
+from example_trainer.async_grpo.placement import Demand, Node
+from example_trainer.async_grpo.roles import Role
+from example_trainer.async_grpo.settings import make_settings
+
+KEYS = {"ROLLOUT_API_KEY": "r", "VLLM_API_KEY": "v"}
+
+
+class Answer:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def done(self) -> bool:
+        return True
+
+    def get(self) -> Any:
+        if isinstance(self.value, Exception):
+            raise self.value
+        return self.value
+
+
+class FakeSeat:
+    """What the test says of its process is what it answers."""
+
+    def __init__(self, cluster: FakeCluster, role: Role) -> None:
+        self.cluster, self.role, self.begun = cluster, role, 0.0
+        self.launch: Launch | None = None
+        self.code: int | None = None
+        self.lost = self.killed = self.stopped = False
+
+    def ask(self, method: str, *arguments: Any) -> Answer:
+        if self.lost:
+            return Answer(SeatLost("the actor died"))
+        if method == "check":
+            wanted = arguments[0].wanted or self.cluster.ports(self.role.ports)
+            return Answer(NodeReport("host", wanted, (), self.cluster.common, self.cluster.problems.get(self.role.name, ())))
+        if method == "start":
+            self.launch, self.begun = arguments[0], self.cluster.now
+            self.cluster.order.append(self.role.name)
+            return Answer(1)
+        if method == "stop":
+            self.stopped = True
+            self.cluster.stopped.append(self.role.name)
+            return Answer(0)
+        ready = self.role.name not in self.cluster.slow
+        lived = self.cluster.now - self.begun
+        return Answer(
+            Look(ready, "" if ready else "GET: refused", self.code, lived, f"exited with code {self.code}: why", b"", 1)
+        )
+
+    def node(self) -> str:
+        return self.cluster.node_of.get(self.role.group, "n1")
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+class FakeCluster:
+    version = "2"
+
+    def __init__(self) -> None:
+        self.now, self.next_port = 0.0, 7000
+        self.seats: dict[str, FakeSeat] = {}
+        self.order: list[str] = []
+        self.stopped: list[str] = []
+        self.groups: list[Demand] = []
+        self.problems: dict[str, tuple[str, ...]] = {}
+        self.slow: set[str] = set()
+        self.node_of: dict[str, str] = {}
+        self.common, self.closed = True, False
+        self.free = {"CPU": 64.0, "GPU": 8.0, "node:here": 1.0}
+
+    def ports(self, count: int) -> tuple[int, ...]:
+        self.next_port += count
+        return tuple(range(self.next_port - count, self.next_port))
+
+    def nodes(self) -> list[Node]:
+        return [Node("node here", dict(self.free))]
+
+    def host(self, node: str) -> str:
+        return "localhost" if len(set(self.node_of.values())) < 2 else node
+
+    def home(self) -> str:
+        return "node:here"
+
+    def lives(self, node: str) -> bool:
+        return True
+
+    def reserve(self, demand: Demand) -> None:
+        self.groups.append(demand)
+
+    def seat(self, role: Role, folder: str, life: int) -> FakeSeat:
+        self.seats[role.name] = made = FakeSeat(self, role)
+        return made
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeFleet:
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str]] = []
+
+    def moved(self, service: Address | None, before: Address, now: Address) -> None:
+        self.told.append((before.server, now.server))
+
+
+class Bench:
+    """A driver, and what turns its hands."""
+
+    def __init__(self, folder: Path, **orchestration: Any) -> None:
+        values = {"training": {"model_name": "m"}, "logging": {"folder": str(folder)}, "orchestration": orchestration}
+        self.cluster, self.fleet = FakeCluster(), FakeFleet()
+        settings = make_settings(values, Path("x.yaml"))
+        self.driver = Driver(settings, self.cluster, KEYS, self.fleet, clock=lambda: self.cluster.now, sleep=self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.cluster.now += seconds
+
+    def turn(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.driver.tick()
+            self.cluster.now += 0.5
+
+    def state(self, name: str) -> State:
+        return self.driver.keepers[name].state
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    made = Bench(tmp_path, generators=2)
+    made.turn(10)
+    assert {keeper.state for keeper in made.driver.keepers.values()} == {State.UP}
+    return made
+
+
+def test_roles_are_started_when_what_they_need_is_up(tmp_path: Path) -> None:
+    made = Bench(tmp_path, generators=2)
+    made.cluster.slow = {"generator-2"}
+    made.turn(10)
+    assert made.cluster.order == ["service", "generator-1", "generator-2", "environment-1"]
+    assert made.state("trainer") is State.WAITING  # it wants all generators the first time
+    made.cluster.slow.clear()
+    made.turn(10)
+    assert made.cluster.order[4:] == ["trainer", "environment-2"]
+
+
+def test_the_end_of_training_ends_everything(tmp_path: Path) -> None:
+    made = Bench(tmp_path)
+
+    def end_training(seconds: float) -> None:
+        made.sleep(seconds)
+        if made.cluster.now > 20 and "trainer" in made.cluster.seats:
+            made.cluster.seats["trainer"].code = 0
+
+    made.driver._sleep = end_training
+    made.driver.run()
+    assert made.cluster.closed
+    assert made.cluster.stopped == ["environment-1", "generator-1", "service"]
+    assert all(seat.killed for seat in made.cluster.seats.values())
+    assert dict(made.cluster.groups[0].bundles["service"]) == {"CPU": 1.0, "node:here": 0.001}
+
+
+def test_a_process_that_was_killed_is_started_again_at_its_place(bench: Bench) -> None:
+    before = bench.driver.keepers["generator-1"].place
+    bench.cluster.seats["generator-1"].code = 137
+    bench.turn(8)
+    assert bench.cluster.order.count("generator-1") == 2
+    assert (bench.driver.keepers["generator-1"].place, bench.fleet.told) == (before, [])
+    assert bench.cluster.order.count("trainer") == bench.cluster.order.count("environment-1") == 1
+
+
+def test_a_generator_on_another_node_is_told_to_the_fleet_and_its_environment_follows(bench: Bench) -> None:
+    before = bench.driver.keepers["generator-1"].place
+    assert before is not None
+    bench.cluster.node_of = {"generator-1": "n2"}
+    bench.cluster.seats["generator-1"].lost = bench.cluster.seats["environment-1"].lost = True
+    bench.turn(12)
+    now = bench.driver.keepers["generator-1"].place
+    assert now is not None
+    assert now.host == "localhost" or now.host == "n2"
+    assert bench.state("generator-1") is bench.state("environment-1") is State.UP
+    launch = bench.cluster.seats["environment-1"].launch
+    assert launch is not None
+    assert now.url in launch.arguments
+
+
+def test_who_uses_the_service_follows_it_to_another_address(bench: Bench) -> None:
+    bench.cluster.node_of = {"service": "n2", "trainer": "n1"}
+    bench.cluster.seats["service"].lost = True
+    bench.turn(20)
+    assert bench.driver.keepers["service"].place.url.startswith("http://n2:")  # type: ignore[union-attr]
+    for name in ("trainer", "environment-1", "environment-2"):
+        assert bench.cluster.order.count(name) == 2, name
+        launch = bench.cluster.seats[name].launch
+        assert launch is not None
+        assert any("http://n2:" in text for text in (*launch.arguments, *launch.files.values()))
+    assert bench.cluster.order.count("generator-1") == 1
+
+
+def test_a_lost_trainer_is_started_again_without_waiting_for_generators(bench: Bench) -> None:
+    bench.cluster.slow = {"generator-2"}
+    bench.cluster.seats["generator-2"].lost = bench.cluster.seats["trainer"].lost = True
+    bench.turn(12)
+    assert bench.cluster.order.count("trainer") == 2
+    assert bench.state("generator-2") is State.STARTING
+
+
+def test_a_trainer_whose_checkpoints_are_on_a_lost_disk_ends_the_run(bench: Bench) -> None:
+    bench.cluster.common = False
+    bench.driver.keepers["trainer"].common = False
+    bench.cluster.node_of = {"trainer": "n2"}
+    bench.cluster.seats["trainer"].lost = True
+    with pytest.raises(RunFailed, match=r"the node of the trainer is lost, and .* put logging.folder on a disk"):
+        bench.turn(12)
+
+
+def test_a_process_that_never_worked_ends_the_run_with_its_reason(tmp_path: Path) -> None:
+    made = Bench(tmp_path)
+
+    def fail(seconds: float) -> None:
+        made.sleep(seconds)
+        if "environment-1" in made.cluster.seats:
+            made.cluster.seats["environment-1"].code = 1
+
+    made.driver._sleep = fail
+    with pytest.raises(
+        RunFailed, match=r"environment-1 exited with code 1: why; log: .*environment-1.log; it would do so again"
+    ):
+        made.driver.run()
+    assert made.cluster.closed
+    assert {"service", "generator-1"} <= set(made.cluster.stopped)
+
+
+def test_a_process_that_is_killed_again_and_again_ends_the_run(bench: Bench) -> None:
+    def kill_again() -> None:
+        for _ in range(400):
+            bench.cluster.seats["trainer"].code = 137
+            bench.turn()
+
+    with pytest.raises(RunFailed, match=r"trainer .* failed 7 times in a row"):
+        kill_again()
+
+
+def test_what_the_cluster_cannot_place_is_said_before_anything_is_started(tmp_path: Path) -> None:
+    made = Bench(tmp_path, generators=20)
+    with pytest.raises(RunFailed, match=r"the cluster cannot place generator-\d+: it asks 1 GPU and 5 CPU on one node"):
+        made.driver.run()
+    assert made.cluster.groups == []
+
+
+def test_a_node_that_cannot_run_a_role_is_named(tmp_path: Path) -> None:
+    made = Bench(tmp_path)
+    made.cluster.problems["trainer"] = ("model folder /m is not there",)
+    with pytest.raises(RunFailed, match=r"node localhost \(host\) cannot run trainer: model folder /m is not there"):
+        made.driver.run()
+    assert made.cluster.closed
+
+
+def test_a_role_that_never_answers_ends_the_run(tmp_path: Path) -> None:
+    made = Bench(tmp_path, start_seconds=30)
+    made.cluster.slow = {"generator-1"}
+    with pytest.raises(RunFailed, match=r"generator-1 starts for more than 30 s: GET: refused; log: "):
+        made.driver.run()
+
+
+def test_an_actor_starts_looks_and_stops(tmp_path: Path) -> None:
+    """RoleProcess itself, with a real process."""
+    from example_trainer.async_grpo.actor import NodeNeeds
+    from example_trainer.async_grpo.launch import PYTHON
+    from tests.conftest import wait_until
+
+    seat = RoleProcess("role", str(tmp_path))
+    (tmp_path / ".run").write_text("elsewhere")
+    report = seat.check(NodeNeeds(str(tmp_path), "mark", ports=2))
+    assert (len(report.ports), report.common, report.problems) == (2, False, ())
+    assert seat.check(NodeNeeds(str(tmp_path), "mark", model="/no/such")).problems[0].startswith("model folder /no/such is not")
+    assert "environment file" in seat.check(NodeNeeds(str(tmp_path), "mark", environment="x/y.py")).problems[0]
+    assert "has Ray" in seat.check(NodeNeeds(str(tmp_path), "mark", ray="0.1")).problems[0]
+    stale = tmp_path / "role" / "old.json"
+    stale.parent.mkdir()
+    stale.write_text("{}")
+    code = "import sys; print(open(sys.argv[1]).read()); raise ModuleNotFoundError('no module that was wanted')"
+    launch = Launch((PYTHON, "-c", code, str(tmp_path / "in.txt")), {"X": "1"}, {"in.txt": "hello"}, ("role/*.json",))
+    seat.start(launch, 2.0, False)
+    wait_until("the end", lambda: None if seat.look().code is not None else "it runs", 30)
+    look = seat.look(offset=2)
+    assert (look.code, look.ready) == (1, False)
+    assert look.said.endswith("ModuleNotFoundError: no module that was wanted")
+    assert look.log.startswith(b"llo\n")
+    assert not stale.exists()
+    assert seat.stop() == 1

@@ -1,0 +1,110 @@
+"""Which processes a configuration becomes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from example_trainer.async_grpo.launch import PYTHON, Address
+from example_trainer.async_grpo.roles import NEEDED_KEYS, STOP_ORDER, Commands, Role, demands_of, natural, roles_of
+from example_trainer.async_grpo.settings import Settings, make_settings
+from example_trainer.command_line import parse_config
+
+KEYS = {"ROLLOUT_API_KEY": "secret-r", "VLLM_API_KEY": "secret-v"}
+
+
+def settings(training: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Settings:
+    values = {"training": {"model_name": "assets/starter_model"} | (training or {}), "logging": {"folder": "/tmp/run"}}
+    return make_settings(values | sections, Path("x.yaml"))
+
+
+def places_of(roles: list[Role]) -> dict[str, Address]:
+    return {
+        role.name: Address(
+            "localhost", tuple(range(7000 + 10 * n, 7000 + 10 * n + role.ports)), ("3",) * ("GPU" in role.resources)
+        )
+        for n, role in enumerate(roles)
+    }
+
+
+def test_a_generator_lies_together_with_its_environments() -> None:
+    made = settings(
+        orchestration={"generators": 2, "environments_per_generator": 2, "trainer_ranks": 2, "reference_workers": 0},
+        inference={"tensor_parallel_size": 2},
+    )
+    roles = roles_of(made)
+    demands = {demand.name: demand for demand in demands_of(roles)}
+    assert demands.keys() == {"service", "generator-1", "generator-2", "trainer"}
+    assert list(demands["generator-2"].bundles) == ["generator-2", "environment-2-1", "environment-2-2"]
+    assert demands["generator-2"].total == {"GPU": 2.0, "CPU": 6.0}
+    assert demands["trainer"].total == {"GPU": 2.0, "CPU": 4.0}
+    assert {role.kind for role in roles} <= NEEDED_KEYS.keys() == set(STOP_ORDER)
+
+
+def test_with_one_copy_of_the_weights_trainer_and_generator_share_a_node_and_its_gpu() -> None:
+    made = settings({"colocate": True})
+    roles = roles_of(made)
+    (demand,) = [demand for demand in demands_of(roles) if "trainer" in demand.bundles]
+    assert demand.name == "generator-1"
+    assert demand.total["GPU"] == 1.0
+    launch = Commands(made, KEYS).launch(next(r for r in roles if r.kind == "trainer"), places_of(roles))
+    assert launch.variables["CUDA_VISIBLE_DEVICES"] == "3"
+
+
+def test_the_trainers_file_is_one_that_the_trainer_takes(tmp_path: Path) -> None:
+    made = settings({"max_staleness": 2}, orchestration={"generators": 11, "device": "cpu", "steps": 5})
+    roles = roles_of(made)
+    launch = Commands(made, KEYS).launch(next(r for r in roles if r.kind == "trainer"), places_of(roles))
+    file = tmp_path / "trainer.yaml"
+    file.write_text(launch.files["trainer.yaml"])
+    config = parse_config(["--config", str(file)])
+    assert config.vllm_servers[0] == places_of(roles)["generator-1"].server
+    assert config.vllm_servers[10] == places_of(roles)["generator-11"].server
+    assert (config.resume, config.training_steps, config.max_staleness) == ("auto", 5, 2)
+    assert launch.arguments[:2] == (PYTHON, "-u")
+    assert not any("secret" in text for text in (*launch.arguments, *launch.files.values()))
+
+
+def test_keys_go_to_who_needs_them_as_variables_alone() -> None:
+    made = settings(orchestration={"device": "cpu"}, inference={"environment": "arithmetic", "seed": 1})
+    roles = roles_of(made)
+    for role in roles:
+        launch = Commands(made, KEYS).launch(role, places_of(roles))
+        has = {name for name in KEYS if launch.variables[name]}
+        assert has == set(NEEDED_KEYS[role.kind])
+        assert not any("secret" in word for word in launch.arguments)
+
+
+def test_an_environment_uses_its_own_generator_and_is_bound_to_it() -> None:
+    made = settings(orchestration={"generators": 2, "device": "cpu"}, inference={"environment": "my/env.py", "seed": 5})
+    roles = roles_of(made)
+    places = places_of(roles)
+    role = next(r for r in roles if r.name == "environment-2")
+    words = Commands(made, KEYS).launch(role, places).arguments
+    assert words[2] == "my/env.py"
+    assert words[words.index("--openai.base_url") + 1] == places["generator-2"].url
+    assert role.bound == ("service", "generator-2")
+    other = Commands(made, KEYS).launch(next(r for r in roles if r.name == "environment-1"), places).arguments
+    assert other[other.index("--env.seed") + 1] != words[words.index("--env.seed") + 1]
+
+
+def test_only_the_first_life_of_a_server_forgets_what_was_published() -> None:
+    made = settings(orchestration={"device": "cpu"})
+    roles = roles_of(made)
+    role = next(r for r in roles if r.kind == "generator")
+    commands = Commands(made, KEYS)
+    assert commands.launch(role, places_of(roles)).stale == ("generator-1/vllm_bridge_config*.json",)
+    assert commands.launch(role, places_of(roles), first=False).stale == ()
+
+
+def test_names_are_sorted_as_people_count() -> None:
+    assert sorted(["g-10", "g-9", "trainer"], key=natural) == ["g-9", "g-10", "trainer"]
+
+
+def test_the_trainers_file_holds_plain_values() -> None:
+    made = settings({"save_path": "/tmp/x"})
+    roles = roles_of(made)
+    launch = Commands(made, KEYS).launch(next(r for r in roles if r.kind == "trainer"), places_of(roles))
+    assert yaml.safe_load(launch.files["trainer.yaml"])["save_path"] == "/tmp/x"

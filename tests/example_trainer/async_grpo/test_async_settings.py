@@ -1,0 +1,85 @@
+"""The configuration of asynchronous runs: what is refused, and in which words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from example_trainer.async_grpo.settings import Settings, make_settings, read_settings
+from example_trainer.errors import ConfigError
+from tests.conftest import ROOT
+
+CONFIGS = sorted((ROOT / "example_trainer" / "configs").glob("*async*.yaml"))
+
+
+def settings(**sections: dict[str, Any]) -> Settings:
+    values = {"training": {"model_name": "assets/starter_model"}} | sections
+    return make_settings(values, Path("x.yaml"))
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda path: path.name)
+def test_the_configurations_that_we_ship_are_good(file: Path) -> None:
+    assert read_settings(file).trainer_values["training_steps"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("orchestratoin: {}", "unknown section 'orchestratoin' in .*; did you mean orchestration?"),
+        ("orchestration: {generatrs: 2}", "unknown key 'generatrs' under orchestration in .*; did you mean generators?"),
+        ("training: {model_name: m, bach-size: 2}", "unknown key 'bach_size' under training .*; did you mean batch_size?"),
+        ("inference: {lr: 1.0}", "unknown key 'lr' under inference in .*; it belongs to training"),
+        ("orchestration: 3", "orchestration in .* must hold 'name: value' lines, not int"),
+        ("[1]", "must hold sections"),
+        ("a: [", "is not YAML"),
+        ("orchestration: {}", "training in .* needs model_name"),
+        (
+            "training: {model_name: m, vllm_servers: a:1}",
+            "vllm_servers under .* follows from orchestration.generators",
+        ),
+        ("training: {model_name: m, vllm_api_key: k}", "whoever reads the file has the key; set VLLM_API_KEY"),
+        ("training: {model_name: m, lr: -1}", "lr in .* -1: input should be greater"),
+        ("training: {model_name: m}\norchestration: {generators: 0}", "orchestration.generators in .* 0: input should be"),
+        ("training: {model_name: m, training_steps: 3}\norchestration: {steps: 4}", "training.training_steps 3 and .* are one"),
+        ("training: {model_name: m, colocate: true}\norchestration: {generators: 2}", "are for one generator"),
+        ("training: {model_name: m}\ninference: {weight_sync_every: 2}", "needs orchestration.parameter_servers"),
+        ("training: {model_name: m}\ninference: {server_args: --api-key x}", "everybody can read a key in `ps`"),
+        (
+            "training: {model_name: m}\norchestration: {device: cpu, trainer_ranks: 2}",
+            "trainer_ranks 2 needs orchestration.device gpu",
+        ),
+    ],
+)
+def test_what_is_wrong_is_one_line(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=says) as caught:
+        read_settings(file)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read --config .*none.yaml: No such file"):
+        read_settings(tmp_path / "none.yaml")
+
+
+def test_the_trainer_gets_what_follows_from_the_rest() -> None:
+    made = settings(orchestration={"steps": 7}, inference={"temperature": 0.5}, logging={"folder": "/tmp/run"}).trainer_values
+    assert (made["training_steps"], made["temperature"]) == (7, 0.5)
+    assert (made["weight_bridge_mode"], made["use_shared_memory"]) == ("shared_vllm", True)
+    assert (made["save_path"], made["log_dir"]) == ("/tmp/run/checkpoints", "/tmp/run/trainer")
+    shared = settings(training={"model_name": "m", "colocate": True}).trainer_values
+    assert "use_shared_memory" not in shared
+
+
+def test_every_option_of_the_trainer_may_be_given() -> None:
+    given = {"model_name": "m", "kl_coef": 0.1, "loss": "dapo", "ppo_epochs": 2, "minibatches": 2, "save_path": "/tmp/x"}
+    try:
+        made = settings(training=given)
+    except ConfigError as error:  # names of losses may change
+        pytest.fail(str(error))
+    assert made.trainer_values["save_path"] == "/tmp/x"
+    assert yaml.safe_load(yaml.safe_dump(dict(made.training))) == given
