@@ -70,6 +70,8 @@ class _QueueState(Collector):
             "rollout_queue_groups": ("Groups ready for a batch", queue.lines.groups),
             "rollout_queue_sequences": ("Sequences ready for a batch", queue.lines.total_sequences()),
             "rollout_buffered_groups": ("Groups that wait to be recombined", sum(len(b) for b in queue.buffers.values())),
+            "rollout_reference_waiting_groups": ("Groups that wait for ref_logprobs", len(queue.reference.waiting)),
+            "rollout_reference_leased_groups": ("Groups at reference workers, overdue ones too", len(queue.reference.loans)),
             "rollout_leased_batches": ("Batches not yet acknowledged", len(queue.leases)),
             "rollout_held_groups": ("Groups held in all", queue.held_groups),
             "rollout_held_bytes": ("Bytes held in all", queue.held_bytes),
@@ -83,6 +85,13 @@ class _QueueState(Collector):
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(name, text, value)
+        counted = {
+            "rollout_references_answered": ("Groups that got their ref_logprobs from workers", queue.reference.answered),
+            "rollout_references_unusable": ("Groups for which workers could compute none", queue.reference.unusable),
+            "rollout_reference_leases_expired": ("Groups that a worker kept for too long", queue.reference.expired),
+        }
+        for name, (text, value) in counted.items():
+            yield CounterMetricFamily(name, text, value)
         drops = CounterMetricFamily("rollout_groups_dropped", "Groups dropped", labels=["reason", "longest_up_to"])
         for (reason, bucket), count in sorted(queue.drops.items()):
             drops.add_metric([reason, str(bucket)], count)

@@ -13,8 +13,10 @@ from atroposlib.api.schemas import (
     AckBatch,
     EndRun,
     EnvIdentifier,
+    LeaseReferences,
     PostedEvaluation,
     PublishedFleet,
+    ReferencesDone,
     RegisterEnv,
     RegisterTrainer,
     ScoredData,
@@ -31,6 +33,8 @@ MODELS: list[type[BaseModel]] = [
     PostedEvaluation,
     PublishedFleet,
     ServerAddress,
+    LeaseReferences,
+    ReferencesDone,
     ScoredData,
 ]
 REFUSALS = {
@@ -39,7 +43,7 @@ REFUSALS = {
     403: "Without a key: a web page, or a Host that is not this service's",
     404: "No such environment, batch or inference server",
     408: "The body did not arrive in time",
-    409: "No trainer has registered, or another one has taken over",
+    409: "No trainer has registered, or another one has taken over, or it has another model",
     413: "The body is too large",
     415: "A Content-Encoding other than gzip",
     422: "The body does not validate; the answer names field, index and value",

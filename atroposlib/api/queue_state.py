@@ -11,7 +11,12 @@ from atroposlib.api.evaluations import Evaluations
 from atroposlib.api.fleet import Wishes
 from atroposlib.api.lines import Lines
 from atroposlib.api.packing import choose_multiple
+from atroposlib.api.reference_stage import ReferenceStage
 from atroposlib.api.state import (
+    MISSING,
+    NOBODY,
+    QUEUED,
+    REFERENCE,
     Changes,
     Group,
     Lease,
@@ -54,6 +59,7 @@ class QueueState:
         self.fleet = Wishes()
         self.lines = Lines()
         self.buffers: dict[int, list[Group]] = {}
+        self.reference = ReferenceStage()
         self.leases: dict[int, Lease] = {}
         self.keys: OrderedDict[str, Receipt] = OrderedDict()
         self.drops: Counter[tuple[str, int]] = Counter()
@@ -121,6 +127,7 @@ class QueueState:
             self.lines.add(group)
         for group in snapshot.buffered:
             self.buffers.setdefault(group.line, []).append(group)
+        self.reference.add(snapshot.for_reference)
         self.leases = {lease.batch_id: lease for lease in sorted(snapshot.leases, key=lambda lease: lease.batch_id)}
         self.keys.update(snapshot.keys)
         self.evaluations.restore(snapshot.evaluations, state.get("next_evaluation", 1))
@@ -134,6 +141,7 @@ class QueueState:
         yield from self.lines
         for buffer in self.buffers.values():
             yield from buffer
+        yield from self.reference.waiting.values()
         for lease in self.leases.values():
             yield from lease.groups
 
@@ -210,7 +218,7 @@ class QueueState:
         return self.former_version is not None and self.trainer_version() + 1 < version <= self.former_version
 
     def _drop_where(self, unwanted: Callable[[Group], bool], reason: str) -> int:
-        gone = self.lines.remove_where(unwanted)
+        gone = self.lines.remove_where(unwanted) + self.reference.remove_where(unwanted)
         for env_id, buffer in self.buffers.items():
             gone += [group for group in buffer if unwanted(group)]
             self.buffers[env_id] = [group for group in buffer if not unwanted(group)]
@@ -239,6 +247,25 @@ class QueueState:
         if self.lines.add(group):
             self.registry.wake(group.line)
 
+    def _sort_line(self, line: int) -> None:
+        """Older groups have joined a line, or a buffer."""
+        self.lines.sort(line)
+        if line in self.buffers:
+            self.buffers[line].sort(key=lambda group: group.seq)
+
+    def _wants_reference(self, group: Group) -> bool:
+        """Whether a group has to wait for a reference worker."""
+        return group.reference == MISSING and self.takes_references()
+
+    def takes_references(self) -> bool:
+        """Whether groups without ref_logprobs wait for a reference worker."""
+        return self.registration is not None and self.registration.ref_logprobs_from_workers
+
+    def _is_mis_sized(self, line: int, size: int) -> bool:
+        """Whether a group has another size than those of its environment, and waits in its buffer until some add up."""
+        environment = self.registry.by_id[line]
+        return line != NOBODY and environment.connected and size != environment.group_size
+
     # ---- buffers ----
 
     def _recombine(self, env_id: int) -> None:
@@ -255,7 +282,7 @@ class QueueState:
         for position, group in enumerate(self.buffers.get(env_id, [])):
             if position in chosen:
                 self._queue(group)
-                self.changes.queued.append(group.seq)
+                self.changes.moved.append((group.seq, QUEUED))
         self.buffers[env_id] = [group for position, group in enumerate(self.buffers.get(env_id, [])) if position not in chosen]
 
     # ---- leases ----
@@ -269,11 +296,16 @@ class QueueState:
         self._forget(lease.groups)
 
     def _dissolve(self, lease: Lease) -> None:
-        """Put the groups of a lease back at the front of their lines."""
+        """Put the groups of a lease back at the front of their lines, or where they wait for a reference."""
         del self.leases[lease.batch_id]
         self.changes.leases_removed.append(lease.batch_id)
         for group in lease.groups:
-            self._queue(group)
-            self.changes.queued.append(group.seq)
+            place = REFERENCE if self._wants_reference(group) else QUEUED
+            if place == QUEUED:
+                self._queue(group)
+            else:
+                self._note_waiting(group)
+                self.reference.add([group])
+            self.changes.moved.append((group.seq, place))
         for line in {group.line for group in lease.groups}:
-            self.lines.sort(line)
+            self._sort_line(line)

@@ -12,28 +12,23 @@ Which groups make a batch is decided in `scheduling`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from atroposlib.api import scheduling
 from atroposlib.api.evaluations import Evaluations
-from atroposlib.api.queue_state import QueueState
+from atroposlib.api.intake import Intake
 from atroposlib.api.state import (
-    NOBODY,
-    BatchTooSmallError,
-    Draft,
     Environment,
     Group,
     Lease,
-    QueueFullError,
-    Receipt,
     Registration,
     UnknownBatchError,
 )
-from atroposlib.utils.lives import begin_life, oldest
+from atroposlib.utils.lives import begin_life
 
 
-class RolloutQueue(QueueState):
+class RolloutQueue(Intake):
     """Queue, buffers, leases and registrations of one rollout service."""
 
     # ---- the trainer ----
@@ -73,8 +68,15 @@ class RolloutQueue(QueueState):
         def ahead(group: Group) -> bool:
             return group.version < 0 if self.lives else group.version > registration.starting_step
 
+        other_reference = old is not None and old.reference != registration.reference
+        if other_reference:
+            self._forget_references()
         for lease in list(self.leases.values()):
-            foreign = another_run or any(group.stated and ahead(group) for group in lease.groups)
+            foreign = (
+                another_run
+                or any(map(self._wants_reference, lease.groups))
+                or any(group.stated and ahead(group) for group in lease.groups)
+            )
             if foreign or old is None or old.batch_size != registration.batch_size:
                 self._dissolve(lease)
             else:  # a new record, so that an answer that is still on its way to the old trainer cannot mark it
@@ -88,6 +90,7 @@ class RolloutQueue(QueueState):
         dropped = held - self.held_groups
         self._drop_where(lambda group: group.size > registration.batch_size, "larger_than_batch")
         self._drop_stale()
+        self._move_by_reference()
         for env_id in list(self.buffers):
             self._recombine(env_id)
         return dropped
@@ -122,20 +125,12 @@ class RolloutQueue(QueueState):
                 return self._hand_out(lease)
             self._dissolve(lease)
             self._drop_where(self._is_stale, "stale")
-        if self.lines.total_sequences() < registration.batch_size:
-            self.waiting = f"{self.lines.total_sequences()} of {registration.batch_size} sequences are there"
-            return None
         reservations = self.registry.reservations(registration.batch_size, now)
-        staleness = registration.max_staleness
-        groups, self.waiting = scheduling.form_batch(
-            registration.batch_size,
-            self.lines.by_line,
-            self.registry.by_id,
-            reservations,
-            None if staleness is None else (staleness + 1) * registration.batch_size,
-        )
+        groups, reason = self._choose(registration, reservations)
         if groups is None:
+            self.waiting = "; ".join(filter(None, [reason, self.reference.why_waiting(now)]))
             return None
+        self.waiting = None
         served: Counter[int] = Counter()
         for group in groups:
             self.lines.remove(group)
@@ -145,6 +140,19 @@ class RolloutQueue(QueueState):
         self.next_batch_id += 1
         self.leases[lease.batch_id] = lease
         return self._hand_out(lease)
+
+    def _choose(self, registration: Registration, reservations: Mapping[int, float]) -> tuple[list[Group] | None, str | None]:
+        """The groups of a new batch, or None and the reason why there is none."""
+        if self.lines.total_sequences() < registration.batch_size:
+            return None, f"{self.lines.total_sequences()} of {registration.batch_size} sequences are there"
+        staleness = registration.max_staleness
+        return scheduling.form_batch(
+            registration.batch_size,
+            self.lines.by_line,
+            self.registry.by_id,
+            reservations,
+            None if staleness is None else (staleness + 1) * registration.batch_size,
+        )
 
     def _hand_out(self, lease: Lease) -> Lease:
         self.current_step += 1
@@ -254,19 +262,20 @@ class RolloutQueue(QueueState):
         """What an environment needs to know to pace itself.
 
         Both queue sizes are in groups of the environment's own group_size, rounded down: that is the unit in which it
-        counts its work, whatever the size of the groups that others post. What the trainer has fetched ahead is among them,
-        or an environment that bounds how many batches are ahead of it would be trained on one version later.
+        counts its work, whatever the size of the groups that others post. What waits for a reference is among them, and so is
+        what the trainer has fetched ahead, or an environment that bounds how many batches are ahead of it would be trained on
+        one version later.
 
         Raises:
             UnknownEnvironmentError: not registered here (any more); the environment should register again.
         """
         unit = self.registry.get(env_id).group_size
         self.registry.touch(env_id, now)
-        ahead = self.held_ahead()
+        waiting = self.lines.sequences + self.reference.sequences + self.held_ahead()
         return {
             "current_step": self.current_step,
-            "queue_size": (self.lines.total_sequences() + ahead.total()) // unit,
-            "self_queue_size": (self.lines.sequences[env_id] + ahead[env_id]) // unit,
+            "queue_size": waiting.total() // unit,
+            "self_queue_size": waiting[env_id] // unit,
             "max_group_size": max(self.lines.sizes, default=1),
             **self.registry.shares(env_id, now),
             "groups_wanted": self.groups_wanted(env_id, now),
@@ -284,7 +293,7 @@ class RolloutQueue(QueueState):
         if self.registration is None or self.registration.max_staleness is None:
             return room
         batches = self.registration.max_staleness + 1 - (self.trainer_version() - self.sampling_version())
-        waiting = Counter(self.lines.sequences)
+        waiting = self.lines.sequences + self.reference.sequences
         for line, buffer in self.buffers.items():
             waiting[line] += sum(group.size for group in buffer)
         wanted = scheduling.apportion(
@@ -297,85 +306,6 @@ class RolloutQueue(QueueState):
         self.registry.touch(result["env_id"], now)
         self._state_changed = True  # ids go on, also when all of them are gone
         return self.evaluations.add(**result)
-
-    # ---- groups ----
-
-    def check(self, drafts: Sequence[Draft]) -> None:
-        """Refuse what cannot be accepted, before anything of it is.
-
-        Raises:
-            BatchTooSmallError: a group holds more sequences than a batch.
-            QueueFullError: the queue is at its bound.
-        """
-        batch_size = self.registration.batch_size if self.registration else None
-        new = [(index, draft) for index, draft in enumerate(drafts) if draft.key is None or draft.key not in self.keys]
-        for index, draft in new:
-            if batch_size is not None and draft.size > batch_size:
-                raise BatchTooSmallError(index, draft.size, batch_size)
-        drafts = [draft for _, draft in new]
-        groups = self.held_groups + len(drafts)
-        size = self.held_bytes + sum(len(draft.body) for draft in drafts)
-        if groups <= self.limits.max_groups and size <= self.limits.max_bytes:
-            return
-        if self.lines.total_sequences() < 2 * (batch_size or 0) and not any(self._mis_sized(draft) for draft in drafts):
-            return  # what is held cannot fill two batches: a bound that small must not starve the trainer
-        raise QueueFullError(
-            f"the queue holds {self.held_groups} groups in {self.held_bytes} bytes; its bounds are {self.limits.max_groups} "
-            f"groups and {self.limits.max_bytes} bytes: post again when the trainer has taken some"
-        )
-
-    def _mis_sized(self, draft: Draft) -> bool:
-        environment = self.registry.by_id[self.registry.line_of(draft.env_id)]
-        return environment.env_id != NOBODY and environment.connected and draft.size != environment.group_size
-
-    def add(self, draft: Draft, now: float) -> Receipt:
-        """Accept one group, which has passed `check`. The same idempotency key again gives the first answer again."""
-        if draft.key is not None and draft.key in self.keys:
-            return self.keys[draft.key]
-        self.registry.touch(draft.env_id, now)
-        epoch = self.lives[-1].epoch if self.lives else 0
-        weights = tuple((epoch if said is None else said, version) for said, version in draft.weights)
-        weights = weights or ((epoch, self.sampling_version()),)
-        counts_as, bound = oldest(weights, self.lives), self.oldest_allowed()
-        foreign = [version for said, version in draft.weights if self._is_of_another_run(said, version)]
-        if foreign:
-            self._count_drop("another_run", draft.longest)
-            reason = (
-                f"another run: sampled at weight version {max(foreign)}, which an earlier trainer had reached; this one is at "
-                f"{self.sampling_version()}. Does the inference server have its weights?"
-            )
-            receipt = Receipt("dropped", reason=reason)
-        elif bound is not None and counts_as < bound:
-            self._count_drop("stale", draft.longest)
-            reached = f"{counts_as}" if (counts_as in (v for _, v in weights)) else f"{counts_as} (an earlier trainer's)"
-            reason = f"stale: sampled at weight version {reached}, but the trainer takes none below {bound} now"
-            receipt = Receipt("dropped", reason=reason)
-        else:
-            receipt = self._accept(draft, weights, counts_as)
-        if draft.key is not None:
-            self.keys[draft.key] = receipt
-            self.changes.keys_added.append((draft.key, receipt))
-            if len(self.keys) > self.limits.max_keys:
-                self.changes.keys_removed.append(self.keys.popitem(last=False)[0])
-        return receipt
-
-    def _accept(self, draft: Draft, weights: tuple[tuple[int, int], ...], version: int) -> Receipt:
-        line = self.registry.line_of(draft.env_id)
-        stated = bool(draft.weights)
-        group = Group(self.next_seq, line, draft.size, draft.longest, len(draft.body), weights, stated, version)
-        self.next_seq += 1
-        self.held_groups += 1
-        self.held_bytes += group.n_bytes
-        self.registry.accepted(line)
-        buffered = self._mis_sized(draft)
-        self.changes.added.append((group, draft.body, buffered))
-        if not buffered:
-            self._queue(group)
-            return Receipt("received")
-        self._note_waiting(group)
-        self.buffers.setdefault(line, []).append(group)
-        self._recombine(line)
-        return Receipt("buffered", buffer_size=sum(group.size for group in self.buffers[line]))
 
     def reset(self) -> None:
         """Forget everything, registrations included."""

@@ -6,9 +6,9 @@ are the bytes that go out: `read_groups` never builds them anew unless a value h
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError, model_validator
 
 from atroposlib.api.fleet import MOST_SERVERS, first_double
 from atroposlib.api.group_checks import check_group
@@ -26,7 +26,11 @@ SafeInt = Annotated[int, Field(ge=-(2**53) + 1, le=2**53 - 1)]
 Version = Annotated[int, Field(ge=0, le=2**53 - 1)]
 Size = Annotated[int, Field(ge=1, le=LARGEST_BATCH)]
 Name = Annotated[str, Field(max_length=4096)]
+ShortName = Annotated[str, Field(max_length=64)]
 Key = Annotated[str, Field(min_length=1, max_length=256)]
+WorkerName = Annotated[str, Field(min_length=1, max_length=256)]
+MOST_LEASED_TOKENS = 1 << 22
+"""At a reference worker at a time, by one request: its answer is read at once."""
 MetricName = Annotated[str, Field(min_length=1, max_length=256)]
 ServerUrl = Annotated[str, Field(max_length=LONGEST), AfterValidator(server_address)]
 """http://host:port, or https."""
@@ -68,6 +72,17 @@ class RegisterTrainer(Request):
     weight_epoch: Version = 0
     """Names this life of the trainer: unix milliseconds of its start, above those of the lives that it continues; 0 if it
     does not say."""
+    ref_logprobs_from_workers: bool = False
+    """Groups that come without ref_logprobs get them from reference workers (POST /reference/lease) before they are handed
+    out. Needs `model`: by it workers are told from those of another one."""
+    reference: Annotated[dict[ShortName, SafeInt | FiniteFloat | bool | Name | None], Field(max_length=64)] | None = None
+    """How they are to be computed, for the workers to compare with. If it names a `model`, theirs is compared with that one."""
+
+    @model_validator(mode="after")
+    def _workers_know_the_model(self) -> Self:
+        if self.ref_logprobs_from_workers and self.model is None:
+            raise ValueError("ref_logprobs_from_workers needs model, which tells reference workers whose logprobs are meant")
+        return self
 
 
 def _or_default(weight: float) -> float:
@@ -167,6 +182,43 @@ class PublishedFleet(Request):
     """What /register answered; a trainer that was superseded is told so, and its table is not taken."""
 
 
+class LeaseReferences(Request):
+    """POST /reference/lease."""
+
+    worker: WorkerName
+    """The worker's own name."""
+    model: Name
+    """Whose logprobs it computes: as the trainer named it when it registered."""
+    max_tokens: Annotated[int, Field(ge=1, le=MOST_LEASED_TOKENS)]
+    """Of all sequences of all groups. A group that has more comes alone."""
+    seconds: Annotated[FiniteFloat, Field(gt=0, le=86400)]
+    """After which the groups go to another worker."""
+
+
+class AnsweredReference(Request):
+    """The reference logprobs of one group, or why there are none."""
+
+    id: Version
+    """As it came with the group."""
+    ref_logprobs: FloatRows | None = None
+    """[n][length]: aligned with the group's tokens; where the mask is -100, as in inference_logprobs, 1.0."""
+    unusable: Name | None = None
+    """Why there can be none for this group: it goes on to the trainer without."""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.ref_logprobs is None) == (self.unusable is None):
+            raise ValueError("a group has either ref_logprobs, or says in unusable why there can be none")
+        return self
+
+
+class ReferencesDone(Request):
+    """POST /reference/done."""
+
+    worker: WorkerName
+    groups: Annotated[list[AnsweredReference], Field(fail_fast=True)]
+
+
 class ScoredData(BaseModel):
     """POST /scored_data: one group, n sequences that answer the same prompt."""
 
@@ -217,6 +269,10 @@ class ScoredData(BaseModel):
 
 RETURNED = [name for name in ScoredData.model_fields if name != "idempotency_key"]
 """The keys that every group in a batch has, null where nothing was posted."""
+
+REFERENCE_KEY = b',"ref_logprobs":'
+"""The last key in the body of a group that came without: so that they can be put there."""
+NO_REFERENCE = REFERENCE_KEY + b"null}"
 
 PER_SEQUENCE = (
     "advantages",
@@ -277,7 +333,7 @@ def read_groups(body: bytes, many: bool) -> list[Draft]:
         except ValidationError as error:
             raise _from_pydantic(error) from None
     if not many:
-        exact = not _clear_empty(parsed) and exact
+        exact = not _clear_empty(parsed) and not _says_that_none_are_referenced(parsed) and exact
         check_group(parsed, [])
         return [_draft(parsed, body.strip() if exact else _dump(parsed))]
     for index, group in enumerate(parsed):
@@ -294,22 +350,43 @@ def _clear_empty(group: ScoredData) -> bool:
     return bool(empty)
 
 
+def _says_that_none_are_referenced(group: ScoredData) -> bool:
+    """The key may stand anywhere in the body, where no reference could be put later."""
+    return group.ref_logprobs is None and "ref_logprobs" in group.model_fields_set
+
+
 def _dump(group: ScoredData) -> bytes:
-    return group.model_dump_json(exclude_unset=True).encode()
+    absent = {"ref_logprobs"} if group.ref_logprobs is None else None
+    return group.model_dump_json(exclude_unset=True, exclude=absent).encode()
 
 
 def _draft(group: ScoredData, body: bytes) -> Draft:
-    missing = [name for name in RETURNED if name not in group.model_fields_set]
-    if missing:
-        body = body[:-1] + "".join(f',"{name}":null' for name in missing).encode() + b"}"
+    missing = [name for name in RETURNED if name not in group.model_fields_set and name != "ref_logprobs"]
+    referenced = group.ref_logprobs is not None
+    if missing or not referenced:
+        ends = b"}" if referenced else NO_REFERENCE
+        body = body[:-1] + "".join(f',"{name}":null' for name in missing).encode() + ends
+    lengths = [len(row) for row in group.tokens]
     versions = group.weight_versions or []
     return Draft(
         body=body,
-        size=len(group.tokens),
-        longest=max(len(row) for row in group.tokens),
+        size=len(lengths),
+        longest=max(lengths),
         env_id=group.env_id,
         weights=tuple(sorted(set(zip(group.weight_epochs, versions, strict=True))))
         if group.weight_epochs
         else tuple((None, version) for version in sorted(set(versions))),
         key=group.idempotency_key,
+        tokens=sum(lengths),
+        referenced=referenced,
     )
+
+
+def with_reference(body: bytes, ref_logprobs: bytes = b"null") -> bytes:
+    """The body of a group with this reference, in place of the one that it had.
+
+    Args:
+        body: of a group that came without ref_logprobs, so that they are the last of its keys.
+        ref_logprobs: [n][length], as JSON.
+    """
+    return body[: body.rindex(REFERENCE_KEY)] + REFERENCE_KEY + ref_logprobs + b"}"

@@ -23,6 +23,7 @@ from atroposlib.api.fleet_routes import add_fleet_routes
 from atroposlib.api.group_reader import GroupReader, ReaderError
 from atroposlib.api.middleware import GZIP_FROM, Gate, Place, RequestLimits, accepts_gzip, compress
 from atroposlib.api.openapi import describe, takes
+from atroposlib.api.reference_routes import add_reference_routes
 from atroposlib.api.refusals import InvalidRequestError, invalid
 from atroposlib.api.schemas import (
     AckBatch,
@@ -133,6 +134,7 @@ def make_app(service: RolloutService, limits: RequestLimits | None = None) -> Fa
     add_environment_routes(app, service, reader)
     add_evaluation_routes(app, service)
     add_fleet_routes(app, service)
+    add_reference_routes(app, service)
     add_status_routes(app, service)
     describe(app)
     return app

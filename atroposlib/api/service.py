@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,7 +17,8 @@ from atroposlib.api.committer import Committer
 from atroposlib.api.fleet import Table
 from atroposlib.api.metrics import Metrics
 from atroposlib.api.rollout_queue import RolloutQueue
-from atroposlib.api.state import NOBODY, Draft, Lease, Limits, Receipt
+from atroposlib.api.schemas import NO_REFERENCE, with_reference
+from atroposlib.api.state import MISSING, NOBODY, Draft, Lease, Limits, Receipt
 from atroposlib.api.store import DamagedError, Store, StoreError
 
 logger = logging.getLogger(__name__)
@@ -148,19 +149,30 @@ class RolloutService:
         """The JSON answer for a batch; None if it has been dissolved, because bodies were damaged."""
         seqs = [group.seq for group in lease.groups]
         try:
-            bodies = self.store.bodies_at_hand(seqs)
-            if bodies is None:
-                bodies = await asyncio.to_thread(self.store.bodies, seqs)
+            bodies = await self.bodies(seqs)
         except DamagedError as error:
             damaged = error.seqs
             dropped = await self.run(lambda queue: queue.drop_damaged(lease, damaged))
             if dropped:
                 logger.error("%s; dropped %d groups of batch %d, and forming it anew", error, dropped, lease.batch_id)
             return None
+        for at, group in enumerate(lease.groups):
+            if group.reference == MISSING and not bodies[at].endswith(NO_REFERENCE):  # of a reference that is none any more
+                bodies[at] = with_reference(bodies[at])
         names = {str(line): self.queue.registry.by_id[line].desired_name for line in {group.line for group in lease.groups}}
         names.pop(str(NOBODY), None)
         head = orjson.dumps({"batch_id": lease.batch_id, "environments": names})
         return HandOut(lease, b'{"batch":[' + b",".join(bodies) + b"]," + head[1:])
+
+    async def bodies(self, seqs: Sequence[int]) -> list[bytes]:
+        """The bodies of groups, in the order asked for.
+
+        Raises:
+            DamagedError: some of them are damaged or gone.
+            StoreError: they cannot be read.
+        """
+        bodies = self.store.bodies_at_hand(seqs)
+        return await asyncio.to_thread(self.store.bodies, seqs) if bodies is None else bodies
 
     def stats(self) -> dict[str, Any]:
         """What waits, what is leased, what was dropped and why, and who is behind; for people and scripts."""
@@ -179,6 +191,7 @@ class RolloutService:
                 "groups": queue.lines.groups,
                 "sequences": queue.lines.total_sequences(),
                 "buffered_groups": sum(len(buffer) for buffer in queue.buffers.values()),
+                "waiting_for_reference": len(queue.reference.waiting),
                 "held_groups": queue.held_groups,
                 "held_bytes": queue.held_bytes,
                 "max_groups": self.limits.max_groups,

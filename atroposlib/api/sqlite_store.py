@@ -20,15 +20,13 @@ from typing import TypeVar
 import orjson
 
 from atroposlib.api.evaluations import Evaluation
-from atroposlib.api.state import Changes, Group, Lease, Receipt, Snapshot
+from atroposlib.api.sqlite_schema import APPLICATION_ID, FORMAT, SCHEMA, UPGRADE
+from atroposlib.api.state import BUFFERED, QUEUED, REFERENCE, Changes, Group, Lease, Receipt, Snapshot
 from atroposlib.api.store import DamagedError, Store, StoreError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-APPLICATION_ID = 0x4C6F636B
-"""Marks the file as ours."""
-FORMAT = 4
 PAGE_SIZE = 65536
 """Bodies are long: larger pages make fewer links."""
 CHECKPOINT_PAGES = 1024
@@ -37,33 +35,6 @@ MOST_VARIABLES = 999
 """In one statement: what every SQLite takes, those before 3.32 included."""
 RECENT_BYTES = 64 << 20
 """Bodies of the newest groups are kept in memory, since most are handed out soon."""
-QUEUED, BUFFERED = 0, -1  # the column `place`; above 0 it is the id of the batch that holds the group
-
-SCHEMA = """
-CREATE TABLE state (id INTEGER PRIMARY KEY CHECK (id = 1), record BLOB NOT NULL);
-CREATE TABLE environments (env_id INTEGER PRIMARY KEY, record BLOB NOT NULL);
-CREATE TABLE groups (
-    seq INTEGER PRIMARY KEY, line INTEGER NOT NULL, size INTEGER NOT NULL, longest INTEGER NOT NULL,
-    n_bytes INTEGER NOT NULL, weights TEXT NOT NULL, stated INTEGER NOT NULL, place INTEGER NOT NULL);
-CREATE TABLE bodies (seq INTEGER PRIMARY KEY, crc INTEGER NOT NULL, body BLOB NOT NULL);
-CREATE TABLE leases (batch_id INTEGER PRIMARY KEY, sent INTEGER NOT NULL, returned INTEGER NOT NULL);
-CREATE TABLE keys (
-    place INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL UNIQUE, status TEXT NOT NULL, buffer_size INTEGER, reason TEXT);
-CREATE TABLE evaluations (id INTEGER PRIMARY KEY, record BLOB NOT NULL);
-"""
-
-UPGRADE = {
-    1: "ALTER TABLE groups ADD COLUMN stated INTEGER NOT NULL DEFAULT 0;",
-    2: f"""
-ALTER TABLE groups RENAME TO groups_before;
-{SCHEMA[SCHEMA.index("CREATE TABLE groups") : SCHEMA.index("CREATE TABLE bodies")]}
-INSERT INTO groups SELECT seq, line, size, longest, n_bytes, '[[0,' || version || ']]', stated, place FROM groups_before;
-DROP TABLE groups_before;
-DROP TABLE IF EXISTS clean_stop;
-""",
-    3: SCHEMA[SCHEMA.index("CREATE TABLE evaluations") :],
-}
-"""From each earlier format to the one after it, for every SQLite: those before 3.35 can drop no column."""
 
 
 class SqliteStore(Store):
@@ -169,16 +140,13 @@ class SqliteStore(Store):
             batch_id: Lease(batch_id, [], bool(sent), bool(returned))
             for batch_id, sent, returned in run("SELECT batch_id, sent, returned FROM leases ORDER BY batch_id")
         }
-        columns = "seq, line, size, longest, n_bytes, weights, stated, place"
-        for seq, line, size, longest, n_bytes, listed, stated, place in run(f"SELECT {columns} FROM groups ORDER BY seq"):
+        waiting = {QUEUED: snapshot.queued, BUFFERED: snapshot.buffered, REFERENCE: snapshot.for_reference}
+        columns = "place, weights, stated, seq, line, size, longest, n_bytes, tokens, reference, uses"
+        for place, listed, stated, *numbers in run(f"SELECT {columns} FROM groups ORDER BY seq"):
+            seq, line, size, longest, n_bytes, *others = numbers
             weights = tuple((epoch, version) for epoch, version in orjson.loads(listed))
-            group = Group(seq, line, size, longest, n_bytes, weights, bool(stated))
-            if place == QUEUED:
-                snapshot.queued.append(group)
-            elif place == BUFFERED:
-                snapshot.buffered.append(group)
-            else:
-                leases[place].groups.append(group)
+            group = Group(seq, line, size, longest, n_bytes, weights, bool(stated), 0, *others)
+            (waiting[place] if place in waiting else leases[place].groups).append(group)
         snapshot.leases = list(leases.values())
         snapshot.keys = [
             (key, Receipt(*receipt))
@@ -252,11 +220,17 @@ class SqliteStore(Store):
         added = [entry for changes in together for entry in changes.added]
         if added:
             rows = []
-            for group, _, buffered in added:
-                weights, place = orjson.dumps(group.weights).decode(), BUFFERED if buffered else QUEUED
-                rows.append((group.seq, group.line, group.size, group.longest, group.n_bytes, weights, group.stated, place))
+            for group, _, place in added:
+                weights = orjson.dumps(group.weights).decode()
+                numbers = (group.seq, group.line, group.size, group.longest, group.n_bytes)
+                rows.append((*numbers, weights, group.stated, place, group.tokens, group.reference, group.uses))
             self._insert("groups", rows)
             self._insert("bodies", [(group.seq, zlib.crc32(body), body) for group, body, _ in added])
+        for seq, body in [entry for changes in together for entry in changes.referenced]:
+            run("UPDATE bodies SET crc = ?, body = ? WHERE seq = ?", (zlib.crc32(body), body, seq))
+            run("UPDATE groups SET n_bytes = ? WHERE seq = ?", (len(body), seq))
+        for seq, reference in [entry for changes in together for entry in changes.reference]:
+            run("UPDATE groups SET reference = ? WHERE seq = ?", (reference, seq))
         for changes in together:
             self._place(changes)
         removed = [seq for changes in together for seq in changes.removed]
@@ -298,7 +272,9 @@ class SqliteStore(Store):
     def _place(self, changes: Changes) -> None:
         run = self._writer.execute
         place = "UPDATE groups SET place = ? WHERE seq"
-        self._for_all(place, changes.queued, QUEUED)
+        moved = dict(changes.moved)
+        for to in sorted(set(moved.values())):
+            self._for_all(place, [seq for seq, last in moved.items() if last == to], to)
         for batch_id, sent, returned, seqs in changes.leases:
             run("INSERT OR REPLACE INTO leases VALUES (?, ?, ?)", (batch_id, sent, returned))
             self._for_all(place, seqs, batch_id)
@@ -334,9 +310,9 @@ class _Recent:
         """Keep what was added, let go of what was removed."""
         if changes.wipe:
             self.clear()
-        for group, body, _ in changes.added:
-            self._bodies[group.seq] = body
-            self._bytes += len(body)
+        for seq, body in [*((group.seq, body) for group, body, _ in changes.added), *changes.referenced]:
+            self._bytes += len(body) - len(self._bodies.pop(seq, b""))
+            self._bodies[seq] = body
         for seq in changes.removed:
             self._bytes -= len(self._bodies.pop(seq, b""))
         while self._bytes > self.most_bytes:
@@ -369,7 +345,8 @@ def set_aside(path: Path) -> int:
     store = SqliteStore(path)
     with closing(store):
         snapshot = store.load()
-        groups = len(snapshot.queued) + len(snapshot.buffered) + sum(len(lease.groups) for lease in snapshot.leases)
+        waiting = len(snapshot.queued) + len(snapshot.buffered) + len(snapshot.for_reference)
+        groups = waiting + sum(len(lease.groups) for lease in snapshot.leases)
     # Closing the last connection has folded the log into the file, so that the file alone is the whole store.
     if groups:
         path.replace(path.with_suffix(".previous.db"))

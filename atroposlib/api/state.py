@@ -9,6 +9,12 @@ from atroposlib.api.evaluations import Evaluation
 
 NOBODY = -1
 """The line of groups that name no environment, or one that never registered here."""
+QUEUED, BUFFERED, REFERENCE = 0, -1, -2
+"""Where a group is: in its line, in its environment's buffer, or waiting for reference logprobs. A number above 0 is the id of
+the batch that it was handed out with."""
+MISSING, GIVEN, COMPUTED = 0, 1, 2
+"""A group's ref_logprobs: it has none, or none that count; what it came with is all that there will be; a reference worker has
+put them in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,10 @@ class Draft:
     version is known; nothing at all if the environment does not say."""
     key: str | None = None
     """Idempotency key."""
+    tokens: int = 0
+    """Of all its sequences."""
+    referenced: bool = True
+    """It holds ref_logprobs. If not, its body ends with a null in their place."""
 
 
 @dataclass(slots=True)
@@ -61,6 +71,12 @@ class Group:
     """The weights are the environment's word; else they are the trainer's when the group arrived."""
     version: int = 0
     """What the oldest of its weights count as for the present trainer; see `lives`. The queue keeps it up to date."""
+    tokens: int = 0
+    """Of all its sequences."""
+    reference: int = GIVEN
+    """MISSING, GIVEN or COMPUTED."""
+    uses: int = 0
+    """Batches with it that a trainer has learned from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +109,16 @@ class Registration:
     model: str | None = None
     weight_epoch: int = 0
     """Names this life of the trainer; 0 if it does not say. See `lives`."""
+    ref_logprobs_from_workers: bool = False
+    """Groups without ref_logprobs wait for a reference worker before they are handed out."""
+    reference: dict[str, Any] | None = None
+    """How they are to be computed: handed on to the workers as it is, but for its `model`, which theirs is compared with."""
+
+    @property
+    def reference_model(self) -> str | None:
+        """Whose logprobs the reference workers compute."""
+        named = (self.reference or {}).get("model")
+        return named if isinstance(named, str) else self.model
 
     def is_another_run(self, other: Registration) -> bool:
         """Whether the two say that they train different models, or the same one into different folders."""
@@ -139,10 +165,14 @@ class Changes:
     """What one call changed, to be stored in one transaction. Applied in the order of the fields."""
 
     wipe: bool = False
-    added: list[tuple[Group, bytes, bool]] = field(default_factory=list)
-    """(group, body, buffered)"""
-    queued: list[int] = field(default_factory=list)
-    """Sequence numbers that moved into the queue, from a buffer or from a lease."""
+    added: list[tuple[Group, bytes, int]] = field(default_factory=list)
+    """(group, body, place): the place is QUEUED, BUFFERED or REFERENCE."""
+    referenced: list[tuple[int, bytes]] = field(default_factory=list)
+    """(sequence number, body): groups that have got their ref_logprobs, with the body that now holds them."""
+    reference: list[tuple[int, int]] = field(default_factory=list)
+    """(sequence number, MISSING, GIVEN or COMPUTED)"""
+    moved: list[tuple[int, int]] = field(default_factory=list)
+    """(sequence number, place): groups that moved there, from another of these places or from a lease, in that order."""
     leases: list[tuple[int, bool, bool, list[int]]] = field(default_factory=list)
     """(batch id, sent, returned, sequence numbers): leases that are new or changed."""
     removed: list[int] = field(default_factory=list)
@@ -161,7 +191,9 @@ class Changes:
             (
                 self.wipe,
                 self.added,
-                self.queued,
+                self.referenced,
+                self.reference,
+                self.moved,
                 self.leases,
                 self.removed,
                 self.leases_removed,
@@ -184,6 +216,8 @@ class Snapshot:
     queued: list[Group] = field(default_factory=list)
     """In order of acceptance."""
     buffered: list[Group] = field(default_factory=list)
+    for_reference: list[Group] = field(default_factory=list)
+    """In order of acceptance."""
     leases: list[Lease] = field(default_factory=list)
     keys: list[tuple[str, Receipt]] = field(default_factory=list)
     """Oldest first."""
@@ -231,6 +265,16 @@ class UnknownEnvironmentError(QueueError):
 
     def __init__(self, env_id: int) -> None:
         super().__init__(f"environment {env_id} is not registered here; POST /register-env to get an id")
+
+
+class OtherModelError(QueueError):
+    """A reference worker computes the logprobs of another model than the trainer's."""
+
+    def __init__(self, worker: str, model: str, trained: str | None) -> None:
+        super().__init__(
+            f"reference worker {worker!r} has the model {model!r}, but the trainer's reference is {trained!r}: "
+            "start it with that"
+        )
 
 
 class UnknownBatchError(QueueError):

@@ -80,6 +80,7 @@ class MemoryStore(Store):
                 self._bodies.clear()
             for group, body, _ in changes.added:
                 self._bodies[group.seq] = body
+            self._bodies.update(changes.referenced)
             for seq in changes.removed:
                 self._bodies.pop(seq, None)
 

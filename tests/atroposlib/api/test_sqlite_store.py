@@ -16,7 +16,7 @@ import pytest
 from atroposlib.api.evaluations import MOST_BYTES, MOST_KEPT, Evaluation, Evaluations
 from atroposlib.api.rollout_queue import RolloutQueue
 from atroposlib.api.sqlite_store import MOST_VARIABLES, PAGE_SIZE, SqliteStore, set_aside
-from atroposlib.api.state import Changes, Draft, Group, Limits, Registration
+from atroposlib.api.state import GIVEN, Changes, Draft, Group, Limits, Registration
 from atroposlib.api.store import DamagedError, StoreError
 
 from .conftest import ROOT
@@ -312,6 +312,7 @@ EARLIER = {
     1: "version INTEGER NOT NULL, place INTEGER NOT NULL",
     2: "version INTEGER NOT NULL, place INTEGER NOT NULL, stated INTEGER NOT NULL",
     3: "weights TEXT NOT NULL, stated INTEGER NOT NULL, place INTEGER NOT NULL",
+    4: "weights TEXT NOT NULL, stated INTEGER NOT NULL, place INTEGER NOT NULL",
 }
 
 
@@ -321,17 +322,17 @@ def test_a_store_of_an_earlier_format_is_taken_over(path: Path, version: int) ->
     store.commit([Changes(added=[(Group(0, -1, 1, 1, 2, WEIGHTS), b"{}", False)])])
     store.close()
     columns = f"seq INTEGER PRIMARY KEY, line INTEGER, size INTEGER, longest INTEGER, n_bytes INTEGER, {EARLIER[version]}"
-    row = (0, -1, 1, 1, 2, *{1: (7, 0), 2: (7, 0, 1), 3: ("[[0,7]]", 1, 0)}[version])
+    row = (0, -1, 1, 1, 2, *{1: (7, 0), 2: (7, 0, 1), 3: ("[[0,7]]", 1, 0)}[min(version, 3)])
     with closing(sqlite3.connect(path)) as old:
-        old.executescript(
-            f"DROP TABLE evaluations; DROP TABLE groups; CREATE TABLE groups ({columns}); INSERT INTO groups VALUES {row};"
-        )
+        if version < 4:
+            old.execute("DROP TABLE evaluations")
+        old.executescript(f"DROP TABLE groups; CREATE TABLE groups ({columns}); INSERT INTO groups VALUES {row};")
         if version == 2:
             old.execute("CREATE TABLE clean_stop (id INTEGER PRIMARY KEY CHECK (id = 1))")
         old.execute(f"PRAGMA user_version = {version}")
     for _ in range(2):
         store = SqliteStore(path)
-        assert store.load().queued == [Group(0, -1, 1, 1, 2, ((0, 7),), version > 1)]
+        assert store.load().queued == [Group(0, -1, 1, 1, 2, ((0, 7),), version > 1, tokens=1, reference=GIVEN)]
         assert store.bodies([0]) == [b"{}"]
         store.close()
     store = SqliteStore(path)

@@ -12,10 +12,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from atroposlib.api.evaluations import MOST_KEPT
 from atroposlib.api.rollout_queue import RolloutQueue
+from atroposlib.api.schemas import NO_REFERENCE, with_reference
 from atroposlib.api.sqlite_store import SqliteStore
-from atroposlib.api.state import Draft, Limits, Registration
+from atroposlib.api.state import COMPUTED, Draft, Limits, Registration
 
 GROUP_SIZE = 4
+REFERENCES: dict[str, dict[str, str] | None] = {"none": None, "workers": {"a": "1"}, "other": {"a": "2"}}
 
 
 class ServiceMachine(RuleBasedStateMachine):
@@ -36,6 +38,11 @@ class ServiceMachine(RuleBasedStateMachine):
         self.epochs = [0]
         self.foreign_epochs: set[int] = set()
         self.env: dict[int, int | None] = {}
+        self.body: dict[int, bytes] = {}
+        self.computed: set[int] = set()
+        self.lacking: set[int] = set()
+        self.references = "none"
+        self.now = 0.0
         self.waiting: set[int] = set()
         self.out: dict[int, list[int]] = {}
         self.arrived: set[int] = set()
@@ -60,6 +67,9 @@ class ServiceMachine(RuleBasedStateMachine):
     def is_ahead(self, number: int, step: int) -> bool:
         return self.version(number) < 0 if self.lives else self.weights[number][1] > step
 
+    def worker_model(self) -> str:
+        return (self.queue.registration.reference_model if self.queue.registration else None) or ""
+
     def commit(self) -> None:
         self.store.commit([self.queue.take_changes()])
 
@@ -67,6 +77,7 @@ class ServiceMachine(RuleBasedStateMachine):
         """A group may only vanish where the contract says so; which ones did is told by the numbers."""
         held = {group.seq for group in self.queue.lines}
         held |= {group.seq for buffer in self.queue.buffers.values() for group in buffer}
+        held |= set(self.queue.reference.waiting)
         held |= {seq for batch in self.out.values() for seq in batch}
         gone = self.waiting - held
         oldest = self.queue.oldest_allowed()
@@ -89,13 +100,39 @@ class ServiceMachine(RuleBasedStateMachine):
         acks=st.booleans(),
         model=st.sampled_from([None, "a", "a", "b"]),
         named=st.booleans(),
+        references=st.sampled_from(sorted(REFERENCES)),
     )
-    def register(self, batch_size: int, staleness: int | None, step: int, acks: bool, model: str | None, named: bool) -> None:
+    def register(
+        self, batch_size: int, staleness: int | None, step: int, acks: bool, model: str | None, named: bool, references: str
+    ) -> None:
         old = self.queue.registration
         self.uuid += 1
         epoch = 10 * self.uuid if named else 0
-        self.queue.register(Registration(self.uuid, "g", "p", batch_size, 9, "c", 1, step, 9, staleness, acks, model, epoch))
+        model = "a" if model is None and references != "none" else model
+        self.queue.register(
+            Registration(
+                self.uuid,
+                "g",
+                "p",
+                batch_size,
+                9,
+                "c",
+                1,
+                step,
+                9,
+                staleness,
+                acks,
+                model,
+                epoch,
+                references != "none",
+                REFERENCES[references],
+            )
+        )
         self.acks = acks
+        if references != self.references:
+            self.lacking |= self.computed
+            self.computed.clear()
+        self.references = references
         self.commit()
         another_run = old is not None and {old.model, model} == {"a", "b"}
         if another_run:
@@ -105,6 +142,7 @@ class ServiceMachine(RuleBasedStateMachine):
         self.epochs.append(epoch)
         for batch_id, batch in list(self.out.items()):
             ahead = any(self.is_ahead(seq, step) for seq in batch)
+            ahead = ahead or (references != "none" and bool(self.lacking & set(batch)))
             if old is None or old.batch_size != batch_size or another_run or ahead:
                 self.waiting |= set(self.out.pop(batch_id))
         self.arrived.clear()
@@ -116,7 +154,8 @@ class ServiceMachine(RuleBasedStateMachine):
         trainer = self.queue.registration
         assert trainer is not None
         version, named = self.queue.trainer_version() + later, bool(trainer.weight_epoch)
-        self.register(trainer.batch_size, trainer.max_staleness, version, trainer.ack_batches, trainer.model, named)
+        acks, model = trainer.ack_batches, trainer.model
+        self.register(trainer.batch_size, trainer.max_staleness, version, acks, model, named, self.references)
         self.batch(arrives=True)
 
     @precondition(lambda self: self.queue.started)
@@ -128,22 +167,53 @@ class ServiceMachine(RuleBasedStateMachine):
             self.envs.append(environment.env_id)
             self.commit()
 
-    @rule(size=st.sampled_from([4, 4, 4, 1, 2, 3, 6]), which=st.integers(0, 3), age=st.integers(0, 1), key=st.booleans())
-    def post(self, size: int, which: int, age: int, key: bool) -> None:
+    @rule(
+        size=st.sampled_from([4, 4, 4, 1, 2, 3, 6]),
+        which=st.integers(0, 3),
+        age=st.integers(0, 1),
+        key=st.booleans(),
+        referenced=st.booleans(),
+    )
+    def post(self, size: int, which: int, age: int, key: bool, referenced: bool) -> None:
         for _ in range(3):
-            self.post_one(size, which, key, None, max(0, self.queue.sampling_version() - age))
+            self.post_one(size, which, key, None, max(0, self.queue.sampling_version() - age), referenced)
 
     @rule(data=st.data(), version=st.integers(0, 12))
     def post_of_some_life(self, data: st.DataObject, version: int) -> None:
-        self.post_one(4, 3, False, data.draw(st.sampled_from(self.epochs)), version)
+        self.post_one(4, 3, False, data.draw(st.sampled_from(self.epochs)), version, True)
 
-    def post_one(self, size: int, which: int, key: bool, epoch: int | None, version: int) -> None:
+    @rule(tokens=st.integers(1, 12), waits=st.booleans(), answers=st.sampled_from(["all", "one", "none", "unusable"]))
+    def work_on_references(self, tokens: int, waits: bool, answers: str) -> None:
+        """A worker takes what it can; it answers some of it, and dies, or another one has answered before."""
+        self.now += 10.0 * waits
+        groups = self.queue.lend_references("worker", self.worker_model(), tokens, 5.0, self.now)
+        assert {group.seq for group in groups} <= self.waiting & self.lacking
+        assert sum(group.tokens for group in groups) <= max(tokens, *(group.tokens for group in groups), 0)
+        self.note_drops()
+        if answers == "none":
+            self.commit()
+            return
+        made: dict[int, bytes | None] = {}
+        for group in groups[: 1 if answers == "one" else None]:
+            (body,) = self.store.bodies([group.seq])
+            made[group.seq] = None if answers == "unusable" else with_reference(body, b"[%d]" % self.uuid)
+        self.queue.take_references("worker", made, self.now)
+        self.queue.take_references("late", dict.fromkeys(made, b"other"), self.now)
+        self.commit()
+        for seq, answer in made.items():
+            self.lacking.remove(seq)
+            if answer is not None:
+                self.computed.add(seq)
+                self.body[seq] = answer
+
+    def post_one(self, size: int, which: int, key: bool, epoch: int | None, version: int, referenced: bool) -> None:
         env_id = self.envs[which] if which < len(self.envs) else None
         if self.queue.registration is not None and size > self.queue.registration.batch_size:
             return
         self.keys += 1
-        body = b'{"number":%d}' % self.queue.next_seq
-        draft = Draft(body, size, 9, env_id, ((epoch, version),), f"key {self.keys}" if key else None)
+        body = b'{"number":%d' % self.queue.next_seq + (b"}" if referenced else NO_REFERENCE)
+        name = f"key {self.keys}" if key else None
+        draft = Draft(body, size, 9, env_id, ((epoch, version),), name, tokens=size, referenced=referenced)
         self.posted += 1
         number = self.queue.next_seq
         receipt = self.queue.add(draft, 0.0)
@@ -160,7 +230,9 @@ class ServiceMachine(RuleBasedStateMachine):
         assert self.queue.next_seq == number + 1
         present = self.lives[-1][0] if self.lives else 0
         self.weights[number] = (present if epoch is None else epoch, version)
-        self.size[number], self.env[number] = size, env_id
+        self.size[number], self.env[number], self.body[number] = size, env_id, body
+        if not referenced:
+            self.lacking.add(number)
         self.waiting.add(number)
 
     @precondition(lambda self: self.queue.registration is not None)
@@ -186,7 +258,9 @@ class ServiceMachine(RuleBasedStateMachine):
         numbers = [group.seq for group in lease.groups]
         assert sum(self.size[number] for number in numbers) == registration.batch_size, "exact"
         assert numbers == sorted(numbers)
-        assert self.store.bodies(numbers) == [b'{"number":%d}' % number for number in numbers], "whole"
+        assert self.store.bodies(numbers) == [self.body[number] for number in numbers], "whole"
+        if self.references != "none":
+            assert not self.lacking & set(numbers), "with references"
         if lease.batch_id in self.out:
             assert numbers == self.out[lease.batch_id], "the same batch"
         else:
@@ -247,6 +321,9 @@ class ServiceMachine(RuleBasedStateMachine):
         self.posted = 0
         self.lives, self.epochs = [], [0]
         self.foreign_epochs.clear()
+        self.computed.clear()
+        self.lacking.clear()
+        self.references = "none"
         self.size.clear()
         self.waiting.clear()
         self.out.clear()
@@ -262,9 +339,18 @@ class ServiceMachine(RuleBasedStateMachine):
         queued = [group.seq for group in self.queue.lines]
         buffered = [group.seq for buffer in self.queue.buffers.values() for group in buffer]
         leased = [group.seq for lease in self.queue.leases.values() for group in lease.groups]
-        held = queued + buffered + leased
+        at_workers = list(self.queue.reference.waiting)
+        held = queued + buffered + leased + at_workers
+        assert set(at_workers) == (self.lacking & self.waiting if self.references != "none" else set())
+        assert self.queue.reference.sequences.total() == sum(self.size[seq] for seq in at_workers)
+        for (
+            line
+        ) in self.queue.lines.by_line.values():  # who has waited for others of its size joins behind those that came since
+            whole = [seq for seq, group in line.items() if group.size == GROUP_SIZE]
+            assert whole == sorted(whole), "oldest first"
+        assert {group.seq for group in self.queue._held() if group.reference == COMPUTED} == self.computed & set(held)
         assert len(held) == len(set(held)), "nothing twice"
-        assert set(queued + buffered) == self.waiting
+        assert set(queued + buffered + at_workers) == self.waiting
         assert {batch_id: [g.seq for g in lease.groups] for batch_id, lease in self.queue.leases.items()} == self.out
         assert self.queue.held_groups == len(held)
         for group in self.queue._held():
