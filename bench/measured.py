@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMIT_VARIABLE = "LOCKSTEP_COMMIT"
@@ -29,6 +31,12 @@ def commit() -> str:
 def measured() -> dict[str, str]:
     """`commit`, `date` (UTC, of this moment) and `run` (when this process began: rows of one run have it in common)."""
     return {"commit": commit(), "date": _minutes(datetime.now(UTC)), "run": _minutes(_BEGAN)}
+
+
+def put_into(path: Path, key: str, value: dict[str, Any]) -> None:
+    """Put what one script found into a results file that several share, in place of what it had under that key."""
+    data = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    path.write_text(json.dumps(data | {key: value}, indent=1), encoding="utf-8")
 
 
 def _minutes(moment: datetime) -> str:

@@ -11,6 +11,8 @@ from typing import Any
 
 ROLES = ("trainer", "parameter-server", "reference", "generator")
 """In this order they are shown; others come behind."""
+ASIDE = ("update", "pull")
+"""Kinds of work that a process has done for it while it is at another."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +112,17 @@ def shares(process: Process, begin: int, end: int) -> dict[str, float]:
 
 
 def lanes(spans: Iterable[Span]) -> list[list[Span]]:
-    """Spans laid into as few lanes as will do, so that none overlaps another in its lane."""
-    found: list[list[Span]] = []
+    """Spans laid into few lanes, none overlapping another in its lane; what goes on beside the work itself comes last."""
+    work, aside = list[Span](), list[Span]()
     for span in sorted(spans, key=lambda s: (s.begin, s.end)):
+        (aside if span.what in ASIDE else work).append(span)
+    return [*_laid(work), *_laid(aside)]
+
+
+def _laid(spans: Sequence[Span]) -> list[list[Span]]:
+    """As few lanes as will do; spans come by begin."""
+    found: list[list[Span]] = []
+    for span in spans:
         free = next((lane for lane in found if lane[-1].end <= span.begin), None)
         if free is None:
             found.append([span])

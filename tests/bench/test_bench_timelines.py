@@ -21,7 +21,7 @@ START = 1_790_000_000_000_000_000
 spans = st.lists(
     st.builds(
         lambda what, begin, length: Span(what, START + begin, START + begin + length),
-        st.sampled_from(["train", "wait", "sync"]),
+        st.sampled_from(["train", "wait", "update"]),
         st.integers(0, 1000),
         st.integers(0, 200),
     ),
@@ -40,13 +40,16 @@ def test_every_span_is_in_one_lane_and_none_overlaps(some: list[Span]) -> None:
     assert sorted((s.what, s.begin, s.end) for lane in laid for s in lane) == sorted((s.what, s.begin, s.end) for s in some)
     for lane in laid:
         assert all(before.end <= after.begin for before, after in pairwise(lane))
-    at_once = max((sum(s.begin <= moment < s.end for s in some) for moment in range(START, START + 1200, 1)), default=0)
-    assert len(laid) <= max(at_once, 1) + sum(s.begin == s.end for s in some)
+    assert all(len({span.what == "update" for span in lane}) == 1 for lane in laid)
+    for aside in (False, True):
+        mine = [span for span in some if (span.what == "update") is aside]
+        at_once = max((sum(s.begin <= span.begin < s.end for s in mine) for span in mine), default=0)
+        assert sum((lane[0].what == "update") is aside for lane in laid) <= at_once + sum(s.begin == s.end for s in mine)
 
 
 @given(spans, st.integers(0, 30))
 def test_merging_keeps_what_is_covered(some: list[Span], gap: int) -> None:
-    for what in ("train", "wait", "sync"):
+    for what in ("train", "wait", "update"):
         exact, wide = moments(merged(some), what), moments(merged(some, gap), what)
         assert exact == moments(some, what)
         assert exact <= wide
@@ -59,7 +62,7 @@ def test_shares_are_of_the_moments_between(some: list[Span], begin: int, length:
     first, last = START + begin, START + begin + length
     process = Process("trainer", "rank0", tuple(some))
     found = shares(process, first, last)
-    for what in ("train", "wait", "sync"):
+    for what in ("train", "wait", "update"):
         expected = len(moments(some, what) & set(range(first, last))) / length
         assert found.get(what, 0.0) == pytest.approx(expected)
     assert all(first <= span.begin <= span.end <= last for span in within(process, first, last).spans)

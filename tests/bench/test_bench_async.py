@@ -1,0 +1,102 @@
+"""The benchmarks of asynchronous training: what they sum up, and roles that sleep against a real service."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench import async_modes, async_on_paper, async_scaling
+from bench.async_modes import REGIMES, found_in, work_of
+from bench.async_on_paper import Measured, full_at, need
+from bench.gpu.processes import BenchError
+from bench.measured import put_into
+from bench.sleeping_roles import Work, body_of
+from bench.sleeping_roles import work_of as work_at
+from bench.timeline_spans import Process, Span
+
+MEASURED = Measured(30_000.0, 4000.0, 40_000.0, 600.0, 50_000.0)
+
+
+def row(step: int, age: int) -> dict[str, Any]:
+    seconds = {"seconds_wait": 0.5, "seconds_train": 1.0, "seconds_sync": 0.5}
+    return {"step": step, "tokens": 100, "sequences": 4, "reward_mean": step / 10, "age_mean": age, "age_max": age, **seconds}
+
+
+def test_a_regime_is_summed_up_without_its_first_steps() -> None:
+    rows = [(2.0 * step, row(step, min(step, 2))) for step in range(1, 11)]
+    found = found_in(rows, leave_out=4)
+    assert (found["steps"], found["seconds"], found["seconds_a_step"]) == (6, 12.0, 2.0)
+    assert (found["sampled_tokens_per_second"], found["age_mean"], found["age_max"]) == (50.0, 2.0, 2)
+    assert (found["reward_first"], found["reward_last"]) == (0.15, 0.95)
+    with pytest.raises(BenchError):
+        found_in(rows[:3], leave_out=4)
+    shares = {"trainer": {"train": 0.5, "wait": 0.25}, "generator": {"generating": 0.9}}
+    table = async_modes.report({"regimes": {"turns": found | {"share_of_time": shares}, "overlapped": {"failed": "a reason"}}})
+    assert re.search(r"turns +2.0 +50 +50% +25% +90% +2.0 +2 +0.15 to 0.95", table)
+    assert "a reason" in table
+
+
+def test_the_share_of_a_role_is_the_mean_over_its_processes() -> None:
+    processes = [Process("generator", str(n), (Span("generating", 0, 50 * n),)) for n in (1, 2)]
+    assert work_of(processes, 0, 100) == {"generator": {"generating": 0.75}}
+
+
+def test_regimes_go_from_on_policy_to_far_ahead() -> None:
+    bounds = [(regime.staleness, regime.ahead) for regime in REGIMES.values()]
+    assert bounds == [(0, 0), (1, 1), (1, -1), (2, -1), (4, -1)]
+
+
+@given(st.floats(100.0, 1e6), st.integers(1, 64), st.integers(1, 32), st.integers(1, 4096))
+def test_a_generator_asleep_samples_as_fast_as_its_model(rate: float, groups: int, group: int, tokens: int) -> None:
+    work = work_at(rate, groups * group, group, tokens)
+    assert work.in_flight == groups
+    assert work.in_flight * work.group * work.tokens / work.seconds == pytest.approx(rate)
+
+
+def test_a_body_is_what_environments_post() -> None:
+    work = Work(1, 1.0, group=2, tokens=5)
+    body = json.loads(gzip.decompress(body_of(work, 3)))
+    assert [len(rows) for rows in body["tokens"] + body["masks"] + body["inference_logprobs"]] == [5] * 6
+    assert body_of(work, 3) == body_of(work, 3) != body_of(work, 4)
+
+
+@given(st.integers(1, 2000), st.integers(1, 10), st.floats(1.0, 50.0))
+def test_on_paper_all_grows_with_the_generators_and_is_full_where_it_says(count: int, times: int, slower: float) -> None:
+    few, many = need(count, slower, MEASURED), need(count * times, slower, MEASURED)
+    for key in ("groups_per_second", "services", "wire_mb_per_second"):
+        assert many[key] == pytest.approx(times * few[key])
+    assert few["trainer_gpus"] <= many["trainer_gpus"]
+    assert need(1, slower, MEASURED)["services"] * full_at(slower, MEASURED) == pytest.approx(1.0)
+    assert few["trainer_gpus"] == need(count, 1.0, MEASURED)["trainer_gpus"], (
+        "a larger model trains as much slower as it samples"
+    )
+
+
+def test_a_shared_file_keeps_what_others_found(tmp_path: Path) -> None:
+    put_into(tmp_path / "a.json", "modes", {"x": 1})
+    put_into(tmp_path / "a.json", "scaling", {"y": 2})
+    put_into(tmp_path / "a.json", "modes", {"x": 3})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"modes": {"x": 3}, "scaling": {"y": 2}}
+
+
+def test_sleeping_generators_against_a_real_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One generator for a moment, then as fast as one can, then a queue that is emptied: every figure is there."""
+    monkeypatch.setattr(async_scaling, "RAMP_SECONDS", 0.1)
+    into = tmp_path / "async.json"
+    words = ["--output", str(tmp_path), "--generators", "1", "--seconds", "0.7", "--clients", "1", "--into", str(into)]
+    assert async_scaling.main([*words, "--batch", "16"]) == 0
+    data = json.loads(into.read_text())["scaling"]
+    one, rushed, drain = data["generators"]["1"], data["saturation"]["service"], data["saturation"]["drain"]
+    assert one["offered_tokens_per_second"] > 0 < one["service_core_share"]
+    assert rushed["trained_groups_per_second"] > 0 < drain["groups"]
+    assert rushed["post_ms"]["p50"] <= rushed["post_ms"]["p99"]
+    assert data["on_paper"]["measured"]["date"]
+    assert async_on_paper.main([str(into), "--generators", "7"]) == 0
+    assert [*json.loads(into.read_text())["scaling"]["on_paper"]["found"]["32B"]] == ["7"]
