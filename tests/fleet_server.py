@@ -8,7 +8,8 @@ python -m tests.fleet_server            reads lines of JSON from stdin, and answ
     {"do": "signal", "pid": 123, "number": 9}                          → {}
     {"do": "wait", "pid": 123}                                         → {"status": -9}   when it has ended
 
-`start` may also say to which `address` the server listens, and how many bytes a `bucket` has.
+`start` may also say to which `address` the server listens, how many bytes a `bucket` has, and of which `model` (a folder with a
+config.json) it is.
 
 A started server answers, beside the bridge's routes, GET /test (what its engine has seen) and POST /test/fault
 {"at": cohort | begin | receive | commit, "do": kill | stop | lie | slow}: what happens to it when it comes there next.
@@ -41,6 +42,12 @@ from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
 GEOMETRY = ModelGeometry("qwen3", 1, 12, 8, 4, 2, 3, 70, True, False, False, False, True)
 STEP_SECONDS = 0.02
 FAULT_PLACES = ("cohort", "begin", "receive", "commit")
+
+
+def take_shapes_of(folder: Path) -> None:
+    """Have servers and trainers of this process the parameters of the model in a folder."""
+    global GEOMETRY
+    GEOMETRY = ModelGeometry.from_hf_config(json.loads((folder / "config.json").read_text()))
 
 
 def tiny_model(full: bool) -> torch.nn.Module:
@@ -266,6 +273,8 @@ def _be_server(told: dict[str, Any]) -> None:
     path = Path(told["folder"])
     _log_into(path / f"server-{told['port']}.log")
     os.environ["LOGDIR"] = str(path)
+    if model := told.get("model"):
+        take_shapes_of(Path(model))
     if bucket := told.get("bucket"):
         from vllm_patching.worker import extension, updater
 

@@ -65,6 +65,7 @@ class LightServer:
         port, address: where it listens, and where it is asked.
         bucket: bytes of a bucket; 0: as many as outside of tests.
         asking: carries a request out in another network.
+        model: folder of the model whose shapes it has; None: a tiny one's.
     """
 
     starter: Starter
@@ -72,6 +73,7 @@ class LightServer:
     address: str = "127.0.0.1"
     bucket: int = 0
     asking: Callable[[Callable[[], Any]], Any] = here
+    model: Path | None = None
     pid: int = 0
 
     @property
@@ -84,7 +86,8 @@ class LightServer:
 
     def start(self) -> None:
         told = {"port": self.port, "address": self.address, "folder": str(self.starter.folder), "bucket": self.bucket}
-        self.pid = self.starter.tell(do="start", timeout=TIMEOUT, **told)["pid"]
+        shapes = {} if self.model is None else {"model": str(self.model)}
+        self.pid = self.starter.tell(do="start", timeout=TIMEOUT, **told, **shapes)["pid"]
         until(lambda: self.get("/weights") is not None)
 
     def signal(self, number: int) -> None:

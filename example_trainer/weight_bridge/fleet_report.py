@@ -20,7 +20,7 @@ def line_of(change: Change, fleet: Fleet) -> str:
         goes_on = f"training goes on with {good} of {size} servers"
         if good < fleet.least:
             goes_on = f"training waits: {good} of {size} servers are good, --min-servers {fleet.least}"
-        return f"[Fleet] {change.url} quarantined: {change.reason}; {goes_on}"
+        return f"[Fleet] {change.url} {change.now}: {change.reason}; {goes_on}"
     return ""
 
 

@@ -222,7 +222,7 @@ class FleetUpdates:
     def watch(self, group: Group) -> Watch:
         """Over the members of a group, for as long as they are sent to."""
         self._failures = {}
-        return Watch(self._of(group), self._version, self.patience)
+        return Watch(self._of(group), self._version, self.patience, self._timeout)
 
     def call_together(self, group: Group, host: str, port: int, lanes: int, watch: Watch) -> None:
         """Have the members meet at the trainer's store.

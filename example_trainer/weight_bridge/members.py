@@ -31,6 +31,7 @@ LOOK_SECONDS = 2.0
 _FIRST_LOOK_SECONDS = 1.0
 """An update that takes no longer than this is not watched."""
 _NEXT_LOOK_SECONDS = 0.5
+_SAY_EVERY_SECONDS = 10.0
 _POLL_SECONDS = 0.1
 
 
@@ -245,16 +246,26 @@ def is_away(error: BaseException) -> bool:
 
 
 class Watch:
-    """Looks at all members while they are to do the same thing, and says whom not to wait for.
+    """Looks at all members while they are to do the same thing, and says whom not to wait for; in the log, whom all wait for.
 
     Used as a context; `lost` and `guilty` may be asked by any thread.
     """
 
-    def __init__(self, members: Mapping[str, Member], version: int, patience: float) -> None:
-        self._members, self._version, self._patience = members, version, patience
+    def __init__(self, members: Mapping[str, Member], version: int, patience: float, limit: float) -> None:
+        """
+        Args:
+            members: by address.
+            version: that they are sent.
+            patience: seconds for which one of them may keep the others waiting.
+            limit: that all of it may take from the first byte on.
+        """
+        self._members, self._version, self._patience, self._limit = members, version, patience, limit
         self._laggards = Laggards(patience)
         self._guilty: dict[str, str] = {}
         self._forming = ""
+        self._sent_since: float | None = None
+        self._said = 0.0
+        self._behind = dict.fromkeys(members, 0)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch over an update", daemon=True)
         self._heard = dict.fromkeys(members, time.monotonic())
@@ -279,8 +290,8 @@ class Watch:
         return "; ".join(f"{url} {reason}" for url, reason in self.guilty.items())
 
     def forming(self, key: str) -> None:
-        """The members are to meet under this key; an empty one: they have."""
-        self._forming = key
+        """The members are to meet under this key; an empty one: they have, and are sent to."""
+        self._forming, self._sent_since = key, None if key else time.monotonic()
 
     def _run(self) -> None:
         pause = _FIRST_LOOK_SECONDS
@@ -308,8 +319,33 @@ class Watch:
             progress[url] = Progress(self._amount(ranks, forming), trouble, silent)
         if not self._ended.is_set():
             self._guilty = self._guilty or self._laggards.named(progress, now)
+            if not self._guilty:
+                self._say_slowest({url: one.amount for url, one in progress.items()}, now)
+
+    def _say_slowest(self, amounts: Mapping[str, int], now: float) -> None:
+        """Whom all wait for who are sent to. Who is slow, and not late, is waited for to the end.
+
+        Nobody is ever ahead by more than the sender's two buckets, so it is added up who was behind at each look.
+        """
+        most = max(amounts.values())
+        for url, amount in amounts.items():
+            self._behind[url] += most - amount
+        if self._sent_since is None or now - self._sent_since < self._patience or now < self._said:
+            return
+        self._said = now + _SAY_EVERY_SECONDS
+        worst = max(self._behind.values())
+        slowest = ", ".join(f"{url} (has {_megabytes(amounts[url])})" for url in amounts if self._behind[url] == worst)
+        until = time.strftime("%H:%M:%S", time.localtime(time.time() + self._sent_since + self._limit - now))
+        logger.warning(
+            "[Fleet] version %d is on its way for %.0f s, waiting for %s; the fastest of %d servers has %s; until %s",
+            self._version, now - self._sent_since, slowest, len(amounts), _megabytes(most), until,
+        )  # fmt: skip
 
     def _amount(self, ranks: list[dict[str, Any]], forming: str) -> int:
         if forming:
             return 0  # who has not come is known at the meeting itself
         return min((int(rank.get("received_bytes") or 0) for rank in ranks), default=0)
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.1f} MB"

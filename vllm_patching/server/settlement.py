@@ -27,6 +27,7 @@ class Settlement:
 
     def __init__(self, state: BridgeState, ranks: RankCalls, leases: Leases, switch: EngineSwitch) -> None:
         self._state, self._ranks, self._leases, self._switch = state, ranks, leases, switch
+        self._said = ""
 
     async def give_up(self, reason: str) -> None:
         """End the update. Never raises: what cannot be found out or done is left undecided."""
@@ -83,13 +84,17 @@ class Settlement:
                 raise BridgeRefusal(409, f"nobody else may write the weights now: {lease.remedy}")
 
     async def stand_still(self) -> None:
-        """See that the engine stands still. If it does not answer, `look_again` tries anew."""
+        """See that the engine stands still. If it does not answer, `look_again` tries anew; the same reason is told once."""
+        told = ""
         try:
             if not self._switch.paused:
                 await self._switch.pause()
             self._switch.release_outputs()
         except BridgeRefusal as refusal:
-            logger.error("[Bridge] the engine, whose weights may not be whole, could not be stopped: %s", refusal)
+            told = str(refusal)
+            if told != self._said:
+                logger.error("[Bridge] the engine, whose weights may not be whole, could not be stopped: %s", told)
+        self._said = told
 
     async def _look(self) -> tuple[bool, str]:
         """Whether the live weights are those of the version served and nobody may write them; and if that cannot be known now,

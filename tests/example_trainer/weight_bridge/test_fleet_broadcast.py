@@ -275,7 +275,7 @@ def test_one_that_fails_is_left_out_of_the_step_and_is_right_again_after_the_nex
     assert time.monotonic() - begun < 10
     others = [played.url for played in world.servers if played is not faulty]
     assert set(others) <= set(world.right(2))
-    assert f"[Fleet] {url} quarantined: " in caplog.text
+    assert f"[Fleet] {url} {'quarantined' if faulty.alive else 'away'}: " in caplog.text
     assert "training goes on with 2 of 3 servers" in caplog.text
     if what == "refuses":
         assert "another checksum" in faulty.quarantine

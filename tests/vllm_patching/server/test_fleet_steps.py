@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from tests.vllm_patching.server.bridge_world import CLOCKED, TIMEOUT, Trainer, World
+from tests.vllm_patching.server.fake_engine import Fault
 from tests.vllm_patching.server.virtual_time import VirtualLoop, virtual_time
 from vllm_patching.protocol.verification import BridgeRefusal
 from vllm_patching.server.access import Door
@@ -89,6 +90,17 @@ def test_a_quarantine_is_told_at_once_whatever_the_engine_does(world: World) -> 
     world.check_tokens()
     served(world, trainer, 2)
     assert (world.server.trouble(), world.server.status()["quarantine"]) == ("", "")
+
+
+def test_that_an_engine_cannot_be_stopped_is_said_once_and_tried_on(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = Trainer(world, "direct")
+    served(world, trainer, 1)
+    world.core.faults.extend([Fault("fails before", command="pause") for _ in range(6)])
+    world.loop.run_until_complete(trainer.quarantine("it is late"))
+    world.run(2.0)
+    assert (caplog.text.count("could not be stopped"), world.core.paused) == (1, False)
+    world.run(2.0)
+    assert (caplog.text.count("could not be stopped"), world.core.paused) == (1, True)
 
 
 def test_what_cannot_be_a_cohort_is_refused(world: World) -> None:
