@@ -98,7 +98,6 @@ def test_a_fleet_grows_under_a_real_trainer(three: Hosts, processes: Processes, 
     start(
         "service", host.command(sys.executable, "-m", "atroposlib.cli.run_api", "--port", "8000", "--new-run", directory=ROOT)
     )
-    processes.wait_until("the service", lambda: on_trainer(http_probe(service)), 60)
     flags = f"""--weight-bridge-mode shared_vllm --use-shared-memory --vllm-servers server-a:{PORT},server-b:{PORT}
         --server-patience 1 --atropos-url {service} --training-steps 2 --batch-size 1 --gradient-accumulation-steps 4
         --seq-len 64 --num-threads 1""".split()
@@ -110,6 +109,7 @@ def test_a_fleet_grows_under_a_real_trainer(three: Hosts, processes: Processes, 
     def post(path: str, body: Any) -> None:
         on_trainer(lambda: httpx.post(service + path, json=body, timeout=30, trust_env=False).raise_for_status())
 
+    processes.wait_until("the service", lambda: on_trainer(http_probe(service)), 60)
     post("/scored_data", made_up_group(0))
     processes.wait_for_text(trainer, "Waiting for the vLLM server at http://server-b", 60)
     time.sleep(3)  # for longer than one server keeps the others waiting
