@@ -38,11 +38,11 @@ class Intake(QueueState):
             if batch_size is not None and draft.size > batch_size:
                 raise BatchTooSmallError(index, draft.size, batch_size)
         drafts = [draft for _, draft in new]
-        groups = self.held_groups + len(drafts)
-        size = self.held_bytes + sum(len(draft.body) for draft in drafts)
+        groups = self.held_groups - self.lines.used_groups + len(drafts)
+        size = self.held_bytes - self.lines.used_bytes + sum(len(draft.body) for draft in drafts)
         if groups <= self.limits.max_groups and size <= self.limits.max_bytes:
             return
-        waiting = self.lines.total_sequences() + self.reference.sequences.total()
+        waiting = self.lines.fresh.total() + self.reference.sequences.total()
         if waiting < 2 * (batch_size or 0) and not any(
             self._is_mis_sized(self.registry.line_of(draft.env_id), draft.size) for draft in drafts
         ):
@@ -104,9 +104,23 @@ class Intake(QueueState):
         place = self._place_of(group)
         self.changes.added.append((group, draft.body, place))
         self._enter(group, place)
+        self._make_room()
         if place != BUFFERED:
             return Receipt("received")
         return Receipt("buffered", buffer_size=sum(group.size for group in self.buffers[line]))
+
+    def _make_room(self) -> None:
+        """Beyond the bounds, new groups take the place of those that were learned from: first of those that were most often."""
+        groups, size = self.held_groups - self.limits.max_groups, self.held_bytes - self.limits.max_bytes
+        if not self.lines.used_groups or (groups <= 0 and size <= 0):
+            return
+        replaced = set()
+        for group in sorted((group for group in self.lines if group.uses), key=lambda group: (-group.uses, group.seq)):
+            if groups <= 0 and size <= 0:
+                break
+            replaced.add(group.seq)
+            groups, size = groups - 1, size - group.n_bytes
+        self._drop_where(lambda group: group.seq in replaced, "replaced")
 
     def _place_of(self, group: Group) -> int:
         """Where a group has to wait that is in no batch."""

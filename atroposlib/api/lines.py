@@ -18,6 +18,10 @@ class Lines:
         """Sequences that wait in each line."""
         self.sizes: Counter[int] = Counter()
         """How many groups of each size wait."""
+        self.fresh: Counter[int] = Counter()
+        """Sequences of groups that were never learned from, by line."""
+        self.used_groups = 0
+        self.used_bytes = 0
 
     def __iter__(self) -> Iterator[Group]:
         for line in self.by_line.values():
@@ -38,6 +42,7 @@ class Lines:
         self.groups += 1
         self.sequences[group.line] += group.size
         self.sizes[group.size] += 1
+        self._count(group, 1)
         return len(line) == 1
 
     def remove(self, group: Group) -> None:
@@ -48,6 +53,14 @@ class Lines:
         self.sizes[group.size] -= 1
         if not self.sizes[group.size]:
             del self.sizes[group.size]
+        self._count(group, -1)
+
+    def _count(self, group: Group, sign: int) -> None:
+        if group.uses:
+            self.used_groups += sign
+            self.used_bytes += sign * group.n_bytes
+        else:
+            self.fresh[group.line] += sign * group.size
 
     def remove_where(self, unwanted: Callable[[Group], bool]) -> list[Group]:
         """Take out all groups that are unwanted, and return them."""

@@ -70,6 +70,7 @@ class _QueueState(Collector):
             "rollout_queue_groups": ("Groups ready for a batch", queue.lines.groups),
             "rollout_queue_sequences": ("Sequences ready for a batch", queue.lines.total_sequences()),
             "rollout_buffered_groups": ("Groups that wait to be recombined", sum(len(b) for b in queue.buffers.values())),
+            "rollout_used_groups_waiting": ("Groups that may be learned from again", queue.lines.used_groups),
             "rollout_reference_waiting_groups": ("Groups that wait for ref_logprobs", len(queue.reference.waiting)),
             "rollout_reference_leased_groups": ("Groups at reference workers, overdue ones too", len(queue.reference.loans)),
             "rollout_leased_batches": ("Batches not yet acknowledged", len(queue.leases)),
@@ -86,6 +87,8 @@ class _QueueState(Collector):
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(name, text, value)
         counted = {
+            "rollout_group_uses": ("Groups in batches that were learned from, each time", queue.uses),
+            "rollout_groups_used": ("Groups that were learned from at all", queue.groups_used),
             "rollout_references_answered": ("Groups that got their ref_logprobs from workers", queue.reference.answered),
             "rollout_references_unusable": ("Groups for which workers could compute none", queue.reference.unusable),
             "rollout_reference_leases_expired": ("Groups that a worker kept for too long", queue.reference.expired),

@@ -9,14 +9,13 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from atroposlib.api.reference_schemas import LeaseReferences, ReferencesDone
 from atroposlib.api.schemas import (
     AckBatch,
     EndRun,
     EnvIdentifier,
-    LeaseReferences,
     PostedEvaluation,
     PublishedFleet,
-    ReferencesDone,
     RegisterEnv,
     RegisterTrainer,
     ScoredData,

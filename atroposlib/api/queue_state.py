@@ -12,6 +12,7 @@ from atroposlib.api.fleet import Wishes
 from atroposlib.api.lines import Lines
 from atroposlib.api.packing import choose_multiple
 from atroposlib.api.reference_stage import ReferenceStage
+from atroposlib.api.replay import Replay
 from atroposlib.api.state import (
     MISSING,
     NOBODY,
@@ -53,6 +54,8 @@ class QueueState:
         self.run_epoch = 0  # weights of an epoch below, but for 0, are another run's
         self.ended = False  # the trainer has said that its run is over
         self.learned_up_to = 0  # the highest id of a batch that is learned from and kept for the next trainer
+        self.uses = 0  # groups in batches that were learned from, each time that one was
+        self.groups_used = 0  # those that were learned from at all
         self.batches_skipped = 0  # acknowledged by a trainer that could not learn from them
         self.registry = Registry(self.limits)
         self.evaluations = Evaluations()
@@ -92,6 +95,8 @@ class QueueState:
                 "run_epoch": self.run_epoch,
                 "ended": self.ended,
                 "learned_up_to": self.learned_up_to,
+                "uses": self.uses,
+                "groups_used": self.groups_used,
                 "batches_skipped": self.batches_skipped,
                 "clock": self.registry.clock,
                 "name_counts": dict(self.registry.name_counts),
@@ -117,6 +122,8 @@ class QueueState:
         self.run_epoch = state.get("run_epoch", 0)
         self.ended = state.get("ended", False)
         self.learned_up_to = state.get("learned_up_to", 0)
+        self.uses = state.get("uses", 0)
+        self.groups_used = state.get("groups_used", 0)
         self.batches_skipped = state.get("batches_skipped", 0)
         self.next_batch_id = state.get("next_batch_id", 1)
         self.drops.update({(reason, bucket): count for reason, bucket, count in state.get("drops", [])})
@@ -224,7 +231,7 @@ class QueueState:
             self.buffers[env_id] = [group for group in buffer if not unwanted(group)]
         self._forget(gone)
         for group in gone:
-            self._count_drop(reason, group.longest)
+            self._count_drop("stale_after_use" if group.uses and reason == "stale" else reason, group.longest)
         return len(gone)
 
     def _count_drop(self, reason: str, longest: int) -> None:
@@ -290,10 +297,33 @@ class QueueState:
     def _note_lease(self, lease: Lease) -> None:
         self.changes.leases.append((lease.batch_id, lease.sent, lease.returned, [group.seq for group in lease.groups]))
 
-    def _finish(self, lease: Lease) -> None:
+    def _finish(self, lease: Lease, learned: bool = True) -> None:
+        """A batch is done with. What was learned from it may be used again; what could not be learned from is gone."""
         del self.leases[lease.batch_id]
         self.changes.leases_removed.append(lease.batch_id)
-        self._forget(lease.groups)
+        if not learned:
+            self._forget(lease.groups)
+            return
+        self._state_changed = True
+        most = self.replay.max_reuse
+        for group in lease.groups:
+            self.groups_used += not group.uses
+            self.uses += 1
+            group.uses += 1
+        self._forget(group for group in lease.groups if group.uses >= most)
+        again = [group for group in lease.groups if group.uses < most]
+        for group in again:
+            self._queue(group)
+            self.changes.uses.append((group.seq, group.uses))
+            self.changes.moved.append((group.seq, QUEUED))
+        for line in {group.line for group in again}:
+            self._sort_line(line)
+
+    @property
+    def replay(self) -> Replay:
+        """In which order and how often groups are used."""
+        wanted = self.registration.replay if self.registration else None
+        return Replay(**(wanted or {}))
 
     def _dissolve(self, lease: Lease) -> None:
         """Put the groups of a lease back at the front of their lines, or where they wait for a reference."""

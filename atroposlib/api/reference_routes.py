@@ -18,8 +18,9 @@ from fastapi.responses import Response
 
 from atroposlib.api.answers import answer, refuse
 from atroposlib.api.openapi import takes
+from atroposlib.api.reference_schemas import AnsweredReference, LeaseReferences, ReferencesDone
 from atroposlib.api.rollout_queue import RolloutQueue
-from atroposlib.api.schemas import AnsweredReference, LeaseReferences, ReferencesDone, read, with_reference
+from atroposlib.api.schemas import read, with_reference
 from atroposlib.api.service import RolloutService
 from atroposlib.api.state import OtherModelError
 from atroposlib.api.store import DamagedError

@@ -68,13 +68,16 @@ class RolloutQueue(Intake):
         def ahead(group: Group) -> bool:
             return group.version < 0 if self.lives else group.version > registration.starting_step
 
+        def used_up(group: Group) -> bool:
+            return group.uses >= self.replay.max_reuse
+
         other_reference = old is not None and old.reference != registration.reference
         if other_reference:
             self._forget_references()
         for lease in list(self.leases.values()):
             foreign = (
                 another_run
-                or any(map(self._wants_reference, lease.groups))
+                or any(self._wants_reference(group) or used_up(group) for group in lease.groups)
                 or any(group.stated and ahead(group) for group in lease.groups)
             )
             if foreign or old is None or old.batch_size != registration.batch_size:
@@ -89,6 +92,7 @@ class RolloutQueue(Intake):
         self._drop_where(ahead, "ahead_of_trainer")
         dropped = held - self.held_groups
         self._drop_where(lambda group: group.size > registration.batch_size, "larger_than_batch")
+        self._drop_where(used_up, "used_up")
         self._drop_stale()
         self._move_by_reference()
         for env_id in list(self.buffers):
@@ -145,13 +149,19 @@ class RolloutQueue(Intake):
         """The groups of a new batch, or None and the reason why there is none."""
         if self.lines.total_sequences() < registration.batch_size:
             return None, f"{self.lines.total_sequences()} of {registration.batch_size} sequences are there"
-        staleness = registration.max_staleness
+        lines: Mapping[int, Mapping[int, Group]] = self.lines.by_line
+        replay, staleness = self.replay, registration.max_staleness
+        if not replay.is_plain:
+            lines = {
+                line: {group.seq: group for group in replay.ordered(groups.values(), self.next_batch_id)}
+                for line, groups in lines.items()
+            }
         return scheduling.form_batch(
             registration.batch_size,
-            self.lines.by_line,
+            lines,
             self.registry.by_id,
             reservations,
-            None if staleness is None else (staleness + 1) * registration.batch_size,
+            None if staleness is None or replay.policy != "fifo" else (staleness + 1) * registration.batch_size,
         )
 
     def _hand_out(self, lease: Lease) -> Lease:
@@ -198,7 +208,7 @@ class RolloutQueue(Intake):
         count as held, and stay for the trainer that registers next, until they are acknowledged without.
 
         Returns:
-            How many groups are thereby gone.
+            How many groups that was.
 
         Raises:
             NotRegisteredError: no trainer has registered.
@@ -226,7 +236,7 @@ class RolloutQueue(Intake):
             return 0
         self.batches_skipped += len(done) if skipped is not None else 0
         for lease in done:
-            self._finish(lease)
+            self._finish(lease, learned=skipped is None)
         self._drop_stale()
         return sum(len(lease.groups) for lease in done)
 
@@ -271,7 +281,7 @@ class RolloutQueue(Intake):
         """
         unit = self.registry.get(env_id).group_size
         self.registry.touch(env_id, now)
-        waiting = self.lines.sequences + self.reference.sequences + self.held_ahead()
+        waiting = self.lines.fresh + self.reference.sequences + self.held_ahead()
         return {
             "current_step": self.current_step,
             "queue_size": waiting.total() // unit,
@@ -287,13 +297,13 @@ class RolloutQueue(Intake):
         """How many more groups of its group_size this environment should have under way, those being sampled included.
 
         With a staleness bound: as many as can still be handed out before they are too old, shared by weight. Without:
-        as many as the queue has room for.
+        as many as the queue has room for. What was learned from already does not count: new groups take its place.
         """
-        room = max(0, self.limits.max_groups - self.held_groups)
+        room = max(0, self.limits.max_groups - self.held_groups + self.lines.used_groups)
         if self.registration is None or self.registration.max_staleness is None:
             return room
         batches = self.registration.max_staleness + 1 - (self.trainer_version() - self.sampling_version())
-        waiting = self.lines.sequences + self.reference.sequences
+        waiting = self.lines.fresh + self.reference.sequences
         for line, buffer in self.buffers.items():
             waiting[line] += sum(group.size for group in buffer)
         wanted = scheduling.apportion(

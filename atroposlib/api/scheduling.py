@@ -1,7 +1,8 @@
 """Which groups make the next batch, and how many each environment should sample. Pure functions.
 
 Order of preference in a batch: first what a `min_batch_allocation` has reserved; then, under a staleness bound, the
-groups of environments that keep to what is wanted of them, oldest weight version first, so that none becomes too old;
+groups of environments that keep to what is wanted of them, oldest weight version first, so that none becomes too old before
+it was learned from;
 then start-time fair queueing over the environments (Goyal, Vin and Cheng, 1996): each environment has a clock that
 advances by size / weight when a group of it is handed out, and the lowest clock goes next; within an environment, oldest
 first. Of all sets of whole groups that fill the batch exactly, the one that comes first in that order is taken.
@@ -34,7 +35,7 @@ def form_batch(
 
     Args:
         batch_size: sequences in a batch, to be met exactly.
-        lines: waiting groups by environment, each line in order of arrival.
+        lines: waiting groups by environment, each line in the order in which its groups shall be used.
         environments: by id; their clocks and weights set the order.
         reservations: sequences of this batch that are kept for an environment, rounded down to whole groups.
         horizon: sequences that can be handed out before what is sampled now is too old; None without a staleness bound.
@@ -61,12 +62,12 @@ def form_batch(
     most = ((horizon or 0) + max(group_sizes, default=0) + sum(group_sizes)) / (sum(weights.values()) or 1.0)
     for env_id, weight in weights.items():
         useful = _useful(lines[env_id], batch_size)
-        waits = sum(group.size for group in lines[env_id].values()) if horizon is not None else 0
+        waits = sum(group.size for group in lines[env_id].values() if not group.uses) if horizon is not None else 0
         by_version = horizon is not None and waits <= most * weight
         clock = environments[env_id].clock
         for group in useful:
             if group.seq not in first:
-                others.append(((group.version if by_version else math.inf, clock, group.seq), group))
+                others.append(((group.version if by_version and not group.uses else math.inf, clock, group.seq), group))
             clock += group.size / weight
     others.sort(key=lambda entry: entry[0])
     order = preferred + [group for _, group in others]

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, 
 from atroposlib.api.fleet import MOST_SERVERS, first_double
 from atroposlib.api.group_checks import check_group
 from atroposlib.api.refusals import InvalidRequestError, path, short
+from atroposlib.api.replay import Policy
 from atroposlib.api.state import Draft
 from atroposlib.utils.addresses import LONGEST, server_address
 
@@ -28,9 +29,6 @@ Size = Annotated[int, Field(ge=1, le=LARGEST_BATCH)]
 Name = Annotated[str, Field(max_length=4096)]
 ShortName = Annotated[str, Field(max_length=64)]
 Key = Annotated[str, Field(min_length=1, max_length=256)]
-WorkerName = Annotated[str, Field(min_length=1, max_length=256)]
-MOST_LEASED_TOKENS = 1 << 22
-"""At a reference worker at a time, by one request: its answer is read at once."""
 MetricName = Annotated[str, Field(min_length=1, max_length=256)]
 ServerUrl = Annotated[str, Field(max_length=LONGEST), AfterValidator(server_address)]
 """http://host:port, or https."""
@@ -49,6 +47,17 @@ class Request(BaseModel):
     """Unknown keys are ignored, as every client of this wire may rely on."""
 
     model_config = ConfigDict(extra="ignore")
+
+
+class WantedReplay(Request):
+    """In which order groups are used, and how often."""
+
+    policy: Policy = "fifo"
+    """fifo: oldest first. recent: newest weights first. uniform: at random among all that wait."""
+    max_reuse: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Batches that a group may be learned from in."""
+    seed: Version = 0
+    """Of uniform's choices."""
 
 
 class RegisterTrainer(Request):
@@ -77,6 +86,22 @@ class RegisterTrainer(Request):
     out. Needs `model`: by it workers are told from those of another one."""
     reference: Annotated[dict[ShortName, SafeInt | FiniteFloat | bool | Name | None], Field(max_length=64)] | None = None
     """How they are to be computed, for the workers to compare with. If it names a `model`, theirs is compared with that one."""
+
+    replay: WantedReplay | None = None
+    """Null for fifo and each group once. Anything else needs max_staleness, by which old groups are dropped; groups that are
+    used again are one version older at least."""
+
+    @model_validator(mode="after")
+    def _replayed_groups_age(self) -> Self:
+        replay = self.replay or WantedReplay()
+        if replay.policy != "fifo" and self.max_staleness is None:
+            raise ValueError(f"replay {replay.policy!r} needs max_staleness: nothing else drops the groups that it passes over")
+        if replay.max_reuse > 1 and not self.max_staleness:
+            raise ValueError(
+                f"max_reuse {replay.max_reuse} needs max_staleness, at least 1: a group that was learned from is of older "
+                "weights than the trainer has afterwards"
+            )
+        return self
 
     @model_validator(mode="after")
     def _workers_know_the_model(self) -> Self:
@@ -180,43 +205,6 @@ class PublishedFleet(Request):
     servers: Annotated[list[PublishedServer], Field(max_length=MOST_SERVERS), AfterValidator(_each_once)]
     uuid: SafeInt | None = None
     """What /register answered; a trainer that was superseded is told so, and its table is not taken."""
-
-
-class LeaseReferences(Request):
-    """POST /reference/lease."""
-
-    worker: WorkerName
-    """The worker's own name."""
-    model: Name
-    """Whose logprobs it computes: as the trainer named it when it registered."""
-    max_tokens: Annotated[int, Field(ge=1, le=MOST_LEASED_TOKENS)]
-    """Of all sequences of all groups. A group that has more comes alone."""
-    seconds: Annotated[FiniteFloat, Field(gt=0, le=86400)]
-    """After which the groups go to another worker."""
-
-
-class AnsweredReference(Request):
-    """The reference logprobs of one group, or why there are none."""
-
-    id: Version
-    """As it came with the group."""
-    ref_logprobs: FloatRows | None = None
-    """[n][length]: aligned with the group's tokens; where the mask is -100, as in inference_logprobs, 1.0."""
-    unusable: Name | None = None
-    """Why there can be none for this group: it goes on to the trainer without."""
-
-    @model_validator(mode="after")
-    def _one_of_both(self) -> Self:
-        if (self.ref_logprobs is None) == (self.unusable is None):
-            raise ValueError("a group has either ref_logprobs, or says in unusable why there can be none")
-        return self
-
-
-class ReferencesDone(Request):
-    """POST /reference/done."""
-
-    worker: WorkerName
-    groups: Annotated[list[AnsweredReference], Field(fail_fast=True)]
 
 
 class ScoredData(BaseModel):

@@ -188,6 +188,8 @@ def add_trainer_routes(app: FastAPI, service: RolloutService) -> None:
             asked.max_staleness,
             asked.weight_epoch,
         )
+        if asked.replay is not None:
+            logger.info("replay: %s, each group in up to %d batches", asked.replay.policy, asked.replay.max_reuse)
         if dropped:
             logger.warning(
                 "dropped %d groups that this trainer's weights did not sample: of another run, or of a version above "

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import orjson
@@ -161,7 +161,10 @@ class RolloutService:
                 bodies[at] = with_reference(bodies[at])
         names = {str(line): self.queue.registry.by_id[line].desired_name for line in {group.line for group in lease.groups}}
         names.pop(str(NOBODY), None)
-        head = orjson.dumps({"batch_id": lease.batch_id, "environments": names})
+        told: dict[str, Any] = {"batch_id": lease.batch_id, "environments": names}
+        if not self.queue.replay.is_plain:
+            told["uses"] = [group.uses for group in lease.groups]
+        head = orjson.dumps(told)
         return HandOut(lease, b'{"batch":[' + b",".join(bodies) + b"]," + head[1:])
 
     async def bodies(self, seqs: Sequence[int]) -> list[bytes]:
@@ -186,6 +189,12 @@ class RolloutService:
             "weight_epoch": trainer.weight_epoch if trainer else None,
             "run_ended": queue.ended,
             "batches_skipped": queue.batches_skipped,
+            "replay": {
+                **asdict(queue.replay),
+                "uses": queue.uses,
+                "groups_used": queue.groups_used,
+                "waiting_to_be_used_again": queue.lines.used_groups,
+            },
             "waiting_because": queue.waiting,
             "queue": {
                 "groups": queue.lines.groups,

@@ -231,6 +231,9 @@ class SqliteStore(Store):
             run("UPDATE groups SET n_bytes = ? WHERE seq = ?", (len(body), seq))
         for seq, reference in [entry for changes in together for entry in changes.reference]:
             run("UPDATE groups SET reference = ? WHERE seq = ?", (reference, seq))
+        uses = dict([entry for changes in together for entry in changes.uses])
+        for times in sorted(set(uses.values())):
+            self._for_all("UPDATE groups SET uses = ? WHERE seq", [seq for seq, n in uses.items() if n == times], times)
         for changes in together:
             self._place(changes)
         removed = [seq for changes in together for seq in changes.removed]

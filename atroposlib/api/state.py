@@ -113,6 +113,8 @@ class Registration:
     """Groups without ref_logprobs wait for a reference worker before they are handed out."""
     reference: dict[str, Any] | None = None
     """How they are to be computed: handed on to the workers as it is, but for its `model`, which theirs is compared with."""
+    replay: dict[str, Any] | None = None
+    """The fields of a `Replay`; None for its defaults."""
 
     @property
     def reference_model(self) -> str | None:
@@ -171,6 +173,8 @@ class Changes:
     """(sequence number, body): groups that have got their ref_logprobs, with the body that now holds them."""
     reference: list[tuple[int, int]] = field(default_factory=list)
     """(sequence number, MISSING, GIVEN or COMPUTED)"""
+    uses: list[tuple[int, int]] = field(default_factory=list)
+    """(sequence number, how often it was learned from)"""
     moved: list[tuple[int, int]] = field(default_factory=list)
     """(sequence number, place): groups that moved there, from another of these places or from a lease, in that order."""
     leases: list[tuple[int, bool, bool, list[int]]] = field(default_factory=list)
@@ -193,6 +197,7 @@ class Changes:
                 self.added,
                 self.referenced,
                 self.reference,
+                self.uses,
                 self.moved,
                 self.leases,
                 self.removed,

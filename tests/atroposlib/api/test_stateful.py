@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -17,6 +19,14 @@ from atroposlib.api.sqlite_store import SqliteStore
 from atroposlib.api.state import COMPUTED, Draft, Limits, Registration
 
 GROUP_SIZE = 4
+REPLAYS: list[dict[str, Any] | None] = [
+    None,
+    None,
+    {"policy": "fifo", "max_reuse": 2},
+    {"policy": "recent", "max_reuse": 1},
+    {"policy": "recent", "max_reuse": 3},
+    {"policy": "uniform", "max_reuse": 2, "seed": 5},
+]
 REFERENCES: dict[str, dict[str, str] | None] = {"none": None, "workers": {"a": "1"}, "other": {"a": "2"}}
 
 
@@ -42,6 +52,8 @@ class ServiceMachine(RuleBasedStateMachine):
         self.computed: set[int] = set()
         self.lacking: set[int] = set()
         self.references = "none"
+        self.max_reuse = 1
+        self.uses: Counter[int] = Counter()
         self.now = 0.0
         self.waiting: set[int] = set()
         self.out: dict[int, list[int]] = {}
@@ -86,7 +98,8 @@ class ServiceMachine(RuleBasedStateMachine):
             stale = oldest is not None and self.version(number) < oldest
             oversize = batch_size is not None and self.size[number] > batch_size
             foreign = another_run or (step is not None and self.is_ahead(number, step))
-            assert stale or oversize or foreign, f"group {number} was lost"
+            used_up = self.uses[number] >= self.max_reuse
+            assert stale or oversize or foreign or used_up, f"group {number} was lost"
         for number in self.waiting - gone if step is not None else ():
             assert not another_run, f"group {number} is another run's"
             assert not self.is_ahead(number, step), f"group {number} is of weights that are gone"
@@ -101,10 +114,21 @@ class ServiceMachine(RuleBasedStateMachine):
         model=st.sampled_from([None, "a", "a", "b"]),
         named=st.booleans(),
         references=st.sampled_from(sorted(REFERENCES)),
+        replay=st.sampled_from(REPLAYS),
     )
     def register(
-        self, batch_size: int, staleness: int | None, step: int, acks: bool, model: str | None, named: bool, references: str
+        self,
+        batch_size: int,
+        staleness: int | None,
+        step: int,
+        acks: bool,
+        model: str | None,
+        named: bool,
+        references: str,
+        replay: dict[str, Any] | None,
     ) -> None:
+        replay = replay if staleness else None
+        self.max_reuse = replay["max_reuse"] if replay else 1
         old = self.queue.registration
         self.uuid += 1
         epoch = 10 * self.uuid if named else 0
@@ -126,6 +150,7 @@ class ServiceMachine(RuleBasedStateMachine):
                 epoch,
                 references != "none",
                 REFERENCES[references],
+                replay,
             )
         )
         self.acks = acks
@@ -143,6 +168,7 @@ class ServiceMachine(RuleBasedStateMachine):
         for batch_id, batch in list(self.out.items()):
             ahead = any(self.is_ahead(seq, step) for seq in batch)
             ahead = ahead or (references != "none" and bool(self.lacking & set(batch)))
+            ahead = ahead or any(self.uses[seq] >= self.max_reuse for seq in batch)
             if old is None or old.batch_size != batch_size or another_run or ahead:
                 self.waiting |= set(self.out.pop(batch_id))
         self.arrived.clear()
@@ -155,7 +181,7 @@ class ServiceMachine(RuleBasedStateMachine):
         assert trainer is not None
         version, named = self.queue.trainer_version() + later, bool(trainer.weight_epoch)
         acks, model = trainer.ack_batches, trainer.model
-        self.register(trainer.batch_size, trainer.max_staleness, version, acks, model, named, self.references)
+        self.register(trainer.batch_size, trainer.max_staleness, version, acks, model, named, self.references, trainer.replay)
         self.batch(arrives=True)
 
     @precondition(lambda self: self.queue.started)
@@ -244,7 +270,7 @@ class ServiceMachine(RuleBasedStateMachine):
             self.queue.sending(lease)
         self.commit()
         for batch_id in done:
-            self.done |= set(self.out.pop(batch_id))
+            self.learn(batch_id)
         self.arrived -= done
         # a batch that waited for a new trainer may have been dissolved because part of it became too old
         for batch_id in [batch_id for batch_id in self.out if batch_id not in self.queue.leases]:
@@ -282,9 +308,16 @@ class ServiceMachine(RuleBasedStateMachine):
         batch_id = data.draw(st.sampled_from(sorted(self.out)))
         self.queue.ack(batch_id, self.queue.sampling_version() + step)
         self.commit()
-        self.done |= set(self.out.pop(batch_id))
+        self.learn(batch_id)
         self.arrived.discard(batch_id)
         self.note_drops()
+
+    def learn(self, batch_id: int) -> None:
+        """What was learned from a batch may be used again, so often."""
+        batch = self.out.pop(batch_id)
+        self.uses.update(batch)
+        self.waiting |= {seq for seq in batch if self.uses[seq] < self.max_reuse}
+        self.done |= {seq for seq in batch if self.uses[seq] >= self.max_reuse}
 
     @precondition(lambda self: bool(self.envs))
     @rule(which=st.integers(0, 2))
@@ -323,7 +356,8 @@ class ServiceMachine(RuleBasedStateMachine):
         self.foreign_epochs.clear()
         self.computed.clear()
         self.lacking.clear()
-        self.references = "none"
+        self.uses.clear()
+        self.references, self.max_reuse = "none", 1
         self.size.clear()
         self.waiting.clear()
         self.out.clear()
@@ -355,7 +389,10 @@ class ServiceMachine(RuleBasedStateMachine):
         assert self.queue.held_groups == len(held)
         for group in self.queue._held():
             assert group.version == self.version(group.seq), "told anew by each trainer, and found again after a kill"
+            assert group.uses == self.uses[group.seq] < self.max_reuse, "counted, and no more often than allowed"
         assert self.queue.lines.total_sequences() == sum(self.size[seq] for seq in queued)
+        assert self.queue.lines.fresh.total() == sum(self.size[seq] for seq in queued if not self.uses[seq])
+        assert self.queue.lines.used_groups == sum(self.uses[seq] > 0 for seq in queued)
         for buffer in self.queue.buffers.values():
             assert sum(group.size for group in buffer) != GROUP_SIZE, "what can be recombined was"
 
