@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -19,6 +19,8 @@ from example_trainer.api_keys import SECRETS
 from example_trainer.config import SECTIONS, TrainerConfig
 from example_trainer.errors import ConfigError
 from example_trainer.options.section import flag_of
+
+Options = TypeVar("Options", bound=BaseModel)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -114,6 +116,26 @@ def checked_config(values: Mapping[str, Any], flags: Collection[str], file: Path
         make_importable([Path.cwd(), *([file.parent] if file else [])])
     find_advantages(method.advantages)  # long before the first batch; the loss is tried when the objective is made of it
     return config
+
+
+def parse_section(section: type[Options], program: str, arguments: Sequence[str]) -> Options:
+    """Read the flags of a program that has one section of options.
+
+    Raises:
+        ConfigError: an unknown flag, or a value that does not fit.
+        SystemExit: --help was given.
+    """
+    parser = _Parser(prog=program, allow_abbrev=False)
+    add_section(parser, section)
+    given, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        kind = "unknown flag" if unknown[0].startswith("-") else "unexpected argument"
+        flag = unknown[0].split("=")[0]
+        raise ConfigError(f"{kind} {flag}{_nearest(flag, [flag_of(name) for name in section.model_fields])}")
+    try:
+        return section.model_validate(vars(given))
+    except ValidationError as error:
+        raise ConfigError(_one_line(error, from_flags=set(vars(given)), file=None)) from error
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:

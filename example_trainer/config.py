@@ -80,6 +80,37 @@ class TrainerConfig(
         return self
 
     @model_validator(mode="after")
+    def _parameter_servers_agree(self) -> TrainerConfig:
+        if self.weight_bridge_mode != "parameter_server":
+            given = [name for name in ("parameter_servers", "push_every") if name in self.model_fields_set]
+            if given and (self.parameter_servers or self.push_every != 1):
+                raise ValueError(
+                    f"{flag_of(given[0])} needs --weight-bridge-mode parameter_server, which is {self.weight_bridge_mode!r}"
+                )
+            return self
+        if not self.parameter_servers:
+            raise ValueError(
+                "--weight-bridge-mode parameter_server needs --parameter-servers host:port; start one with "
+                "`python -m example_trainer.parameter_server`"
+            )
+        if self.vllm_servers:
+            raise ValueError(
+                "--vllm-servers are given to the parameter servers, which send them the weights; this trainer speaks to "
+                "--parameter-servers alone"
+            )
+        if self.weight_transfer == "direct":
+            raise ValueError(
+                "--weight-transfer direct and --weight-bridge-mode parameter_server exclude each other: a parameter server "
+                "receives beside what it holds; leave it out here, and give it to the parameter server if vLLM is to receive so"
+            )
+        if self.max_staleness is not None and self.max_staleness < self.push_every - 1:
+            raise ValueError(
+                f"--max-staleness {self.max_staleness} would wait for newer rollouts for ever: with --push-every "
+                f"{self.push_every} they are up to {self.push_every - 1} versions behind; give at least that"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _batches_can_be_divided(self) -> TrainerConfig:
         if self.minibatches > self.sequences_per_step:
             raise ValueError(

@@ -40,6 +40,10 @@ class ServerRefused(BridgeError):
 class VLLMClient:
     """Speaks HTTP to one server. Its methods may be called by several threads."""
 
+    what = "vLLM server"
+    options = "--vllm-host and --vllm-port"
+    """What it is, and the options that name it, for messages."""
+
     def __init__(
         self,
         url: str,
@@ -111,7 +115,7 @@ class VLLMClient:
         """As `look`; says in the log, once, that a server is away, and what it will get (`owed`) when it is back."""
         answer = self.look(path, seconds)
         if answer is None and not self._said_away:
-            logger.warning("[Bridge] the vLLM server at %s does not answer; start it again, it will get %s", self.url, owed)
+            logger.warning("[Bridge] the %s at %s does not answer; start it again, it will get %s", self.what, self.url, owed)
         self._said_away = answer is None
         return answer
 
@@ -155,11 +159,11 @@ class VLLMClient:
                 reason = _first_words(error)
             if time.monotonic() > deadline:
                 raise BridgeError(
-                    f"no vLLM server at {self.url} after {self.startup_timeout:g} s ({reason}); start it ({start}), or correct "
-                    "--vllm-host and --vllm-port, or wait longer with --service-timeout"
+                    f"no {self.what} at {self.url} after {self.startup_timeout:g} s ({reason}); start it ({start}), or correct "
+                    f"{self.options}, or wait longer with --service-timeout"
                 )
             if time.monotonic() >= next_log:
-                logger.info("[Bridge] Waiting for the vLLM server at %s (%s)", self.url, reason)
+                logger.info("[Bridge] Waiting for the %s at %s (%s)", self.what, self.url, reason)
                 next_log = time.monotonic() + _LOG_EVERY_SECONDS
             self.sleep(_POLL_SECONDS)
 

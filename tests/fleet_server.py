@@ -5,6 +5,7 @@ python -m tests.fleet_server            reads lines of JSON from stdin, and answ
 
     {"do": "start", "port": 9001, "folder": "/tmp/x", "timeout": 20}  → {"pid": 123}     forked from this process
     {"do": "train", …}                                                 → {"pid": 123}     see tests/fleet_trainer.py
+    {"do": "parameter server", "arguments": ["--port", …], "folder": …} → {"pid": 123}
     {"do": "signal", "pid": 123, "number": 9}                          → {}
     {"do": "wait", "pid": 123}                                         → {"status": -9}   when it has ended
 
@@ -28,7 +29,6 @@ import threading
 import time
 import traceback
 import types
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +37,8 @@ from typing import Annotated, Any
 import torch
 from fastapi import Body
 
+from example_trainer.parameter_server.engine import StillEngine
+from example_trainer.parameter_server.held import module_of
 from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
 
 GEOMETRY = ModelGeometry("qwen3", 1, 12, 8, 4, 2, 3, 70, True, False, False, False, True)
@@ -52,17 +54,7 @@ def take_shapes_of(folder: Path) -> None:
 
 def tiny_model(full: bool) -> torch.nn.Module:
     """Parameters as vLLM has them at tensor-parallel degree 1, or (`full`) as the trainer has them."""
-    model = torch.nn.Module()
-    for spec in plan_shards(GEOMETRY, 0, 1):
-        *path, last = spec.name.split(".")
-        place = model
-        for name in path:
-            if not hasattr(place, name):
-                place.add_module(name, torch.nn.Module())
-            place = getattr(place, name)
-        shape = spec.full_shape if full else spec.shape
-        place.register_parameter(last, torch.nn.Parameter(torch.zeros(shape), requires_grad=False))
-    return model
+    return module_of({spec.name: torch.zeros(spec.full_shape if full else spec.shape) for spec in plan_shards(GEOMETRY, 0, 1)})
 
 
 def _stand_in_for_vllm() -> None:
@@ -160,56 +152,32 @@ def fault_seconds() -> float:
     return float(os.environ.get("FLEET_SLOW_SECONDS", "4"))
 
 
-class Engine:
+class Engine(StillEngine):
     """vLLM's AsyncLLM, of which one worker steps while nothing pauses it."""
 
     def __init__(self, worker: Any) -> None:
-        self.errored = False
+        super().__init__(lambda method, args: [getattr(worker, method)(*args)], self._go_on)
         self.paused = False
         self.mixtures: list[str] = []
         self.steps: dict[str, int] = {}
-        self.engine_core = self
-        self.renderer = SimpleNamespace(clear_mm_cache_async=self._nothing)
-        self.output_processor = SimpleNamespace(request_states={}, add_request=print, process_outputs=print)
         self.model_config = SimpleNamespace(logprobs_mode="processed_logprobs")
         self._worker = worker
-        self._main = ThreadPoolExecutor(1, "worker")  # a worker does one thing at a time
         self._stepping = asyncio.get_running_loop().create_task(self._run())
 
-    async def _nothing(self) -> None:
-        return None
-
-    async def _on_main(self, work: Any, *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._main, work, *args)
-
-    async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
-        return [await self._on_main(getattr(self._worker, method), *args)]
+    def _go_on(self) -> None:
+        self.paused = False
 
     async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
         self.paused = True
-        await self._on_main(int)  # behind the step that is under way
+        await super().pause_scheduler_async(mode, clear_cache)  # behind the step that is under way
 
     async def resume_generation(self) -> None:
         self.paused = False
 
-    async def call_utility_async(self, method: str, *args: Any) -> Any:
-        from vllm_patching.engine_core.extension import verify_and_resume
-        from vllm_patching.protocol.verification import CAN_VERIFY_AND_RESUME
-
-        if method == CAN_VERIFY_AND_RESUME:
-            return True
-        core = SimpleNamespace(
-            collective_rpc=lambda name: [getattr(self._worker, name)()], resume_scheduler=lambda: setattr(self, "paused", False)
-        )
-        return await self._on_main(verify_and_resume, core, *args)
-
-    async def get_output_async(self) -> Any:
-        await asyncio.Event().wait()
-
     async def _run(self) -> None:
         while True:
             if not self.paused:
-                await self._on_main(self._step)
+                await self.on_main(self._step)
             await asyncio.sleep(STEP_SECONDS)
 
     def _step(self) -> None:
@@ -276,9 +244,9 @@ def _be_server(told: dict[str, Any]) -> None:
     if model := told.get("model"):
         take_shapes_of(Path(model))
     if bucket := told.get("bucket"):
-        from vllm_patching.worker import extension, updater
+        from vllm_patching.worker import receiving, updater
 
-        extension.WeightUpdater = partial(updater.WeightUpdater, bucket_bytes=bucket)  # type: ignore[assignment,misc]
+        receiving.WeightUpdater = partial(updater.WeightUpdater, bucket_bytes=bucket)  # type: ignore[assignment,misc]
     asyncio.run(_serve(told["port"], path, told["timeout"], told.get("address", "127.0.0.1")))
 
 
@@ -287,6 +255,17 @@ def _be_trainer(told: dict[str, Any]) -> None:
 
     _log_into(Path(told["folder"]) / f"trainer-{os.getpid()}.log")
     fleet_trainer.run(told)
+
+
+def _be_parameter_server(told: dict[str, Any]) -> None:
+    from example_trainer.command_line import parse_section
+    from example_trainer.parameter_server.options import ParameterServerOptions
+    from example_trainer.parameter_server.serving import serve
+    from example_trainer.process import run
+
+    _log_into(Path(told["folder"]) / "parameter-server.log")
+    options = parse_section(ParameterServerOptions, "parameter_server", told["arguments"])
+    os._exit(run(lambda stop: serve(options, stop)))
 
 
 def main() -> None:
@@ -298,16 +277,20 @@ def main() -> None:
     import vllm_patching.server.routes
     import vllm_patching.worker.extension  # noqa: F401
 
+    roles = {"start": _be_server, "train": _be_trainer, "parameter server": _be_parameter_server}
     children: set[int] = set()
     for line in sys.stdin:
         told = json.loads(line)
         answer: dict[str, Any] = {}
-        if told["do"] in ("start", "train"):
+        if told["do"] in roles:
+            if told["do"] == "parameter server":
+                import example_trainer.parameter_server.serving  # noqa: F401 - likewise
+
             pid = os.fork()
             if pid == 0:
                 try:
                     sys.stdin.close()
-                    _be_server(told) if told["do"] == "start" else _be_trainer(told)
+                    roles[told["do"]](told)
                 except BaseException:
                     traceback.print_exc()  # into its log; the parent's frames are none of its business
                     raise

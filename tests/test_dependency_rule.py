@@ -36,6 +36,7 @@ ROOMS = (
     "async_grpo",
     "simple_rl",
     "grpo",
+    "parameter_server",
     "training",
     "observe",
     "deterministic",

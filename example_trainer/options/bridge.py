@@ -13,9 +13,12 @@ from example_trainer.options.section import Section, split_commas
 class BridgeOptions(Section):
     """Weight bridge"""
 
-    weight_bridge_mode: Literal["none", "shared_vllm", "lora_only"] = Field(
-        "none", description="how vLLM gets the new weights: from checkpoints, directly, or as LoRA adapters"
+    weight_bridge_mode: Literal["none", "shared_vllm", "lora_only", "parameter_server"] = Field(
+        "none",
+        description="how vLLM gets the new weights: from checkpoints, directly, as LoRA adapters, or by a parameter server",
     )
+    parameter_servers: list[str] = Field([], description="parameter_server: host:port of each of them")
+    push_every: int = Field(1, ge=1, description="parameter_server: push every so many steps, and after the last one")
     use_shared_memory: bool = Field(False, description="shared_vllm: broadcast the weights (trainer on other GPUs than vLLM)")
     single_copy: bool = Field(False, description="shared_vllm: train in vLLM's own memory (trainer on vLLM's GPUs)")
     colocate: bool = Field(
@@ -57,21 +60,15 @@ class BridgeOptions(Section):
     vllm_start_timeout: float = Field(600.0, gt=0, description="seconds that server may take to load and answer")
     bridge_timeout: float = Field(120.0, gt=0, description="seconds that each phase of a weight update may take")
 
-    @field_validator("vllm_servers", mode="before")
+    @field_validator("vllm_servers", "parameter_servers", mode="before")
     @classmethod
     def _split_servers(cls, value: Any) -> Any:
         return split_commas(value)
 
-    @field_validator("vllm_servers")
+    @field_validator("vllm_servers", "parameter_servers")
     @classmethod
     def _addresses(cls, value: list[str]) -> list[str]:
-        for server in value:
-            host, _, port = server.rpartition(":")
-            if not host or not port.isdigit() or not 0 < int(port) < 65536:
-                raise ValueError(f"{server!r} is no address; give host:port, as in localhost:9001")
-        if len(set(value)) != len(value):
-            raise ValueError(f"{', '.join(value)} names a server twice")
-        return value
+        return checked_addresses(value)
 
     @field_validator("vllm_command", "vllm_args")
     @classmethod
@@ -82,5 +79,20 @@ class BridgeOptions(Section):
     @property
     def vllm_addresses(self) -> list[tuple[str, int]]:
         """Host and port of each vLLM server."""
-        pairs = [server.rpartition(":") for server in self.vllm_servers]
-        return [(host, int(port)) for host, _, port in pairs] or [(self.vllm_host, self.vllm_port)]
+        return host_and_port(self.vllm_servers) or [(self.vllm_host, self.vllm_port)]
+
+
+def host_and_port(servers: list[str]) -> list[tuple[str, int]]:
+    """`["localhost:9001"]` → `[("localhost", 9001)]`."""
+    return [(host, int(port)) for host, _, port in (server.rpartition(":") for server in servers)]
+
+
+def checked_addresses(value: list[str]) -> list[str]:
+    """The same. Raises ValueError if one is no host:port, or comes twice."""
+    for server in value:
+        host, _, port = server.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise ValueError(f"{server!r} is no address; give host:port, as in localhost:9001")
+    if len(set(value)) != len(value):
+        raise ValueError(f"{', '.join(value)} names a server twice")
+    return value

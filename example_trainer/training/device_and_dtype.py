@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Protocol
 
 import torch
 
@@ -12,7 +13,19 @@ from example_trainer.models.hf_checkpoint import checkpoint_dtype, find_checkpoi
 from example_trainer.parallel.ranks import place_of
 
 
-def choose_device(config: TrainerConfig) -> torch.device:
+class DeviceOptions(Protocol):
+    """What says which device is used; TrainerConfig has it."""
+
+    @property
+    def device(self) -> str:
+        """auto, cpu, cuda or cuda:N."""
+
+    @property
+    def num_threads(self) -> int | None:
+        """Torch's CPU threads."""
+
+
+def choose_device(config: DeviceOptions) -> torch.device:
     """The device to train on; also sets the number of torch's CPU threads.
 
     Raises:

@@ -22,6 +22,7 @@ from example_trainer.weight_bridge.base import SyncReport, WeightBridge, Weights
 from example_trainer.weight_bridge.cohorts import Cohort
 from example_trainer.weight_bridge.fleet import Fleet
 from example_trainer.weight_bridge.fleet_keeper import Board, FleetKeeper
+from example_trainer.weight_bridge.fleet_report import table
 from example_trainer.weight_bridge.fleet_updates import FleetUpdates, Group
 from example_trainer.weight_bridge.members import Member, Unfit, Watch
 from example_trainer.weight_bridge.send_plan import SendPlan, distinct_layouts
@@ -74,22 +75,24 @@ class BroadcastBridge(WeightBridge):
         hosts: int = 0,
         make_server: Callable[[str], BridgeServer] | None = None,
         board: Board | None = None,
+        port: int | None = None,
     ) -> None:
         """
         Args:
-            servers: one or several that serve the same model.
+            servers: one or several that serve the same model; none where `least` is 0 and others join.
             transfer: `direct` into the live weights of a paused server; `overlapped`, beside them while it generates; `auto`
                 overlaps where the server's GPUs have room for a second copy.
             ranks: the trainer's processes, if it has several.
-            least: servers without which training waits.
+            least: servers without which training waits; 0: no server is ever waited for, not at the beginning either.
             patience: seconds for which one server may keep the others waiting.
             hosts: so many machines must have a server when training begins; 0: any number.
             make_server: speaks to a server that joins later, by its address.
             board: where the fleet's table is shown, and where it is said who joins and leaves.
+            port: where the servers meet this process; 0: any that is free; None: as the environment says.
         """
         self._ranks = ranks or Ranks()
         given = [servers] if isinstance(servers, BridgeServer) else list(servers)
-        first = given[0]
+        first = given[0] if given else _required(make_server)("http://localhost:1")  # for its deadlines alone
         members = {server.url: Member(server) for server in given}
         make = make_server or (lambda url: _same_kind(first, url))
         fleet = Fleet(members, min(least, len(members)) if make_server is None else least, patience, time.time())
@@ -105,7 +108,7 @@ class BroadcastBridge(WeightBridge):
         self._model: torch.nn.Module | None = None
         self._shapes: Shapes = {}
         self._device = torch.device("cpu")
-        self._address = ("", 0)
+        self._port = port
         self._store: torch.distributed.TCPStore | None = None
         self._lines: dict[str, Line] = {}
         self._version = 0
@@ -129,16 +132,10 @@ class BroadcastBridge(WeightBridge):
         self._model, self._shapes = model, shapes_of(model)
         self._device = next(model.parameters()).device
         self.params_total = len(self._shapes)
-        hosts = [str(urlsplit(url).hostname) for url in self._keeper.members]
-        # Rank 0's: another machine's way to the servers may begin at another address.
-        host, port = self._ranks.on_main("finding the rendezvous", lambda: _translate(lambda: rendezvous_address(hosts)))
-        self._address = (host, port)
-        # Rank 0 hosts the store: the others come after it.
-        if self._ranks.is_main:
-            self._store = _translate(lambda: host_store(*self._address, self._timeout))
-        self._ranks.barrier("opening the rendezvous with vLLM")
+        # Rank 0 hosts the store: the others come after it. Another machine's way to the servers may begin at another address.
+        host, port = self._ranks.on_main("opening the rendezvous", self._open_store)
         if not self._ranks.is_main:
-            self._store = _translate(lambda: host_store(*self._address, self._timeout, is_host=False))
+            self._store = _translate(lambda: host_store(host, port, self._timeout, is_host=False))
         own = self._ranks.gather(gpu_uuid(self._device) if self._device.type == "cuda" else "", "naming the GPUs")
 
         def prepare() -> list[int]:
@@ -157,12 +154,30 @@ class BroadcastBridge(WeightBridge):
         facts = ("checksum", "bytes_moved", "first_byte_to_verified", "server_seconds", "fleet")
         return SyncReport(version=version, seconds=seconds, **{name: done[name] for name in facts})
 
+    def offer(self, version: int, weight_epoch: int) -> None:
+        """The parameters of the model given to `connect` hold other weights now, perhaps in other memory: what `sync` and
+        `keep_serving` send from here on. Nothing is sent. Collective.
+
+        Args:
+            version, weight_epoch: of them. With another epoch servers are joined anew.
+        """
+        for line in self._lines.values():
+            line.stream.rebind()
+        self._version = version
+        if self._ranks.is_main:
+            self._keeper.change_epoch(weight_epoch)
+
     def require(self, check: Callable[[str, dict[str, Any]], None]) -> None:
         self._updates.require(lambda member: check(member.url, member.info))
 
     def server_urls(self) -> list[str]:
         with self._keeper.lock:
             return list(self._keeper.fleet.good)
+
+    def fleet_table(self) -> list[dict[str, Any]]:
+        """The servers and how they stand, on rank 0."""
+        with self._keeper.lock:
+            return table(self._keeper.fleet)
 
     def server_restarted(self) -> bool:
         return bool(self._keeper.due())
@@ -231,16 +246,30 @@ class BroadcastBridge(WeightBridge):
         """Have the members meet."""
         line.leave()
         key, members = group["key"], sum(replicas for _, _, replicas, _ in group["members"])
-        host, port = self._address
         lanes = line.cohort.plan.lanes
-        self._ranks.on_main(
-            "calling vLLM's ranks together",
-            lambda: self._updates.call_together(group, host, port, lanes, _here(watch)),
-            self._longest,
-        )
+
+        def call_together() -> list[Any]:
+            host, port = self._address([url for url, *_ in group["members"]])
+            self._updates.call_together(group, host, port, lanes, _here(watch))
+            return [host, port]
+
+        host, port = self._ranks.on_main("calling vLLM's ranks together", call_together, self._longest)
         assert self._store is not None
         line.cohort.form(host, port, key, members, line.backend, self._store, self._meeting_seconds, _lost(watch))
         line.formed, line.key = list(group["members"]), key
+
+    def _open_store(self) -> list[Any]:
+        """On rank 0. Returns where the other ranks reach it."""
+        host, port = self._address(list(self._keeper.members))
+        self._store = _translate(lambda: host_store(host, port, self._timeout))
+        if self._port is not None:
+            self._port = self._store.port  # what was free, if any would do
+        return [host, self._port or port]
+
+    def _address(self, urls: Sequence[str]) -> tuple[str, int]:
+        """Where these servers meet this process."""
+        host, port = _translate(lambda: rendezvous_address([str(urlsplit(url).hostname) for url in urls]))
+        return host, port if self._port is None else self._port
 
     def _line(self, group: Group) -> Line:
         """Of the layout of a group; made when the layout is met for the first time."""
@@ -289,6 +318,11 @@ def _lost(watch: Watch | None) -> Callable[[], str]:
 def _here(watch: Watch | None) -> Watch:
     assert watch is not None, "rank 0 alone speaks with the servers"
     return watch
+
+
+def _required(make: Callable[[str], BridgeServer] | None) -> Callable[[str], BridgeServer]:
+    assert make is not None, "without servers there must be a way to those that join"
+    return make
 
 
 def _same_kind(server: BridgeServer, url: str) -> BridgeServer:

@@ -19,8 +19,9 @@ from example_trainer.weight_bridge.base import NoBridge, WeightBridge
 from example_trainer.weight_bridge.broadcast import BroadcastBridge
 from example_trainer.weight_bridge.fleet_keeper import ServiceBoard
 from example_trainer.weight_bridge.lora import LoraBridge, LoraServer
+from example_trainer.weight_bridge.parameter_server import ParameterServerBridge
 from example_trainer.weight_bridge.restart import RestartBridge
-from example_trainer.weight_bridge.server import BridgeServer, configured_servers
+from example_trainer.weight_bridge.server import BridgeServer, ParameterServer, configured_servers
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
 from vllm_patching.transport.shared_memory import gpu_uuid
 
@@ -53,6 +54,11 @@ def make_bridge(
         return LoraBridge(
             configured_servers(LoraServer, config, stop, weight_epoch), config.lora, config.save_path,
             base_model_name(config.model_name),
+        )  # fmt: skip
+    if config.weight_bridge_mode == "parameter_server":
+        return ParameterServerBridge(
+            configured_servers(ParameterServer, config, stop, weight_epoch), ranks, config.min_servers, config.server_patience,
+            config.push_every, config.training_steps, config.oldest_rollouts,
         )  # fmt: skip
     servers = configured_servers(BridgeServer, config, stop, weight_epoch)
     single = config.single_copy

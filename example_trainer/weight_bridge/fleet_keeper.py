@@ -86,6 +86,7 @@ class FleetKeeper:
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="fleet keeper", daemon=True)
         self._said_away: set[str] = set()
+        self._weight_epoch: int | None = None
 
     def start(self) -> None:
         """Begin to look."""
@@ -121,6 +122,14 @@ class FleetKeeper:
             with self.lock:
                 self._updating, self._updates = False, self._updates + 1
                 self.tell()
+
+    def change_epoch(self, weight_epoch: int) -> None:
+        """What is sent from now on belongs to this weight epoch: servers that joined for another one join anew."""
+        with self.lock:
+            self._weight_epoch = weight_epoch
+            for member in self.members.values():
+                if member.server.weight_epoch != weight_epoch:
+                    member.server.weight_epoch, member.joined = weight_epoch, False
 
     def due(self) -> list[str]:
         """Who could be brought in now, as of the last look.
@@ -185,7 +194,9 @@ class FleetKeeper:
             self.members.pop(url).server.close()
         for url in came:
             logger.info("[Fleet] %s shall join", url)
-            self.members[url] = Member(self._make(url))
+            server = self._make(url)
+            server.weight_epoch = server.weight_epoch if self._weight_epoch is None else self._weight_epoch
+            self.members[url] = Member(server)
         if came or went:
             self._changed.set()
 
@@ -195,4 +206,5 @@ class FleetKeeper:
             self._said_away.discard(url)
         elif url not in self._said_away:
             self._said_away.add(url)
-            logger.warning("[Bridge] the vLLM server at %s does not answer; start it again, it will get the weights", url)
+            what = self.members[url].server.what
+            logger.warning("[Bridge] the %s at %s does not answer; start it again, it will get the weights", what, url)

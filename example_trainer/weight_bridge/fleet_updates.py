@@ -116,7 +116,7 @@ class FleetUpdates:
         """
         self._shapes, self._device = shapes, device
         self._checks.append(check)
-        if not any(member.info for member in self._keeper.members.values()):
+        if self._keeper.fleet.least and not any(member.info for member in self._keeper.members.values()):
             self.gather()
         present = [url for url, member in self._keeper.members.items() if member.info]
         with self._keeper.updating():

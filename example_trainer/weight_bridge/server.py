@@ -15,6 +15,7 @@ from example_trainer.api_keys import revealed
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BridgeError
 from example_trainer.models.shards import Shards
+from example_trainer.options.bridge import host_and_port
 from example_trainer.process import StopSignal
 from example_trainer.vllm_client import ServerRefused, ServerSilent, VLLMClient
 from example_trainer.weight_bridge.base import LeaseLost
@@ -37,6 +38,9 @@ Server = TypeVar("Server", bound=VLLMClient)
 
 class BridgeServer(VLLMClient):
     """The /bridge routes of one server: who has joined, what it serves, and the steps of an update."""
+
+    role = "trainer"
+    """What this process is to the server, for messages."""
 
     def __init__(
         self,
@@ -67,7 +71,10 @@ class BridgeServer(VLLMClient):
             BridgeError: it is not there after the deadline, or it is there and does not share its weights.
         """
         start = "`VLLM_ENABLE_SHARED_WEIGHTS=1 python -u example_trainer/vllm_api_server.py --model …`"
-        info = self.wait_for("/bridge/info", "the bridge", start, ", or train with --weight-bridge-mode none")
+        return self._info(start, ", or train with --weight-bridge-mode none")
+
+    def _info(self, start: str, instead: str) -> dict[str, Any]:
+        info = self.wait_for("/bridge/info", "the bridge", start, instead)
         self._instance = info["instance"]
         return info
 
@@ -88,7 +95,7 @@ class BridgeServer(VLLMClient):
             BridgeError: the server refuses, or is not the one whose layout was asked for.
         """
         body = {
-            "trainer": f"trainer {socket.gethostname()}:{os.getpid()}",
+            "trainer": f"{self.role} {socket.gethostname()}:{os.getpid()}",
             "mode": mode,
             "transfer": transfer,
             "weight_epoch": self.weight_epoch,
@@ -217,10 +224,22 @@ class BridgeServer(VLLMClient):
         return self.look("/bridge/state", _STATE_SECONDS)
 
 
+class ParameterServer(BridgeServer):
+    """The /bridge routes of a parameter server, which are those of a vLLM server."""
+
+    what = "parameter server"
+    options = "--parameter-servers"
+
+    def wait_for_info(self) -> dict[str, Any]:
+        """See BridgeServer.wait_for_info."""
+        start = "`python -m example_trainer.parameter_server --model-name … --vllm-servers …`"
+        return self._info(start, ", or train with --weight-bridge-mode shared_vllm")
+
+
 def configured_servers(
     kind: Callable[..., Server], config: TrainerConfig, stop: StopSignal | None = None, weight_epoch: int = 0
 ) -> list[Server]:
-    """The vLLM servers that the options name; nothing is asked of them.
+    """The vLLM servers or parameter servers that the options name; nothing is asked of them.
 
     Args:
         kind: BridgeServer or LoraServer, which take the same arguments.
@@ -230,7 +249,7 @@ def configured_servers(
     key, sleep = revealed(config.vllm_api_key), stop.wait if stop else time.sleep
     return [
         kind(host, port, config.bridge_timeout, key, config.service_timeout, sleep, weight_epoch)
-        for host, port in config.vllm_addresses
+        for host, port in host_and_port(config.parameter_servers) or config.vllm_addresses
     ]
 
 

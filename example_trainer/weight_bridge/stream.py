@@ -77,6 +77,10 @@ class WeightStream:
         self._gather_stream = torch.cuda.Stream(device) if self._gpu else None
         self._prepare()
 
+    def rebind(self) -> None:
+        """The model's parameters lie elsewhere now."""
+        self._prepare()
+
     def not_finite(self) -> str:
         """The first parameter that holds NaN or infinity, or would once it is rounded to the servers' dtype; empty if none."""
         local = [(name, self._shards.local(parameter)) for name, parameter in self._parameters.items()]

@@ -52,7 +52,7 @@ def test_the_documented_commands_are_understood(command: str) -> None:
 def test_every_field_is_a_flag_and_a_key(tmp_path: Path) -> None:
     values = {
         "model_name": "m", "dtype": "float32", "device": "cpu", "weight_bridge_mode": "none", "vllm_host": "h",
-        "vllm_servers": ["a:1"], "weight_transfer": "direct",
+        "vllm_servers": ["a:1"], "weight_transfer": "direct", "parameter_servers": [], "push_every": 1,
         "vllm_api_key": "k", "vllm_restart_interval": 3, "vllm_command": "c", "vllm_gpus": "0,1", "vllm_args": "-x y",
         "lora_target_modules": ["q_proj", "up_proj"], "atropos_url": "http://x:1",
         "atropos_api_key": "s", "max_staleness": 3, "lr_schedule": "cosine", "num_threads": 2, "clip_eps": 0.1,
@@ -84,7 +84,7 @@ def test_every_field_is_a_flag_and_a_key(tmp_path: Path) -> None:
     for name, value in values.items():
         if isinstance(value, bool):
             words.append(flag_of(name) if value else "--no-" + flag_of(name)[2:])
-        else:
+        elif value != []:
             words += [flag_of(name), *map(str, value if isinstance(value, list) else [value])]
     assert parse_config(words) == from_file
     secrets = {name: revealed(getattr(from_file, name)) for name in SECRETS}

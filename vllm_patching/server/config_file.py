@@ -200,8 +200,10 @@ class ConfigFile:
 
 
 def runs_here(trainer: str) -> bool | None:
-    """Whether the process of "trainer HOST:PID" runs on this machine; None if it is on another one, and cannot be looked up."""
-    host, _, pid = trainer.removeprefix("trainer ").rpartition(":")
+    """Whether the process of "trainer HOST:PID", or of anything else followed by these, runs on this machine; None if it is on
+    another one, and cannot be looked up.
+    """
+    host, _, pid = trainer.rpartition(" ")[2].rpartition(":")
     if host != os.uname().nodename or not pid.isdigit():
         return None
     try:

@@ -1,5 +1,5 @@
-"""The routes that are added to vLLM's app: /generate, /health_generate, /deterministic, /sampling, /vocabulary, /weights,
-/bridge/*.
+"""The routes that are added to vLLM's app: /generate, /health_generate, /deterministic, /sampling, /vocabulary, and those of
+bridge_routes.
 """
 
 from __future__ import annotations
@@ -7,20 +7,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel
 
 from vllm_patching.compat.engine import engine_is_dead
 from vllm_patching.compat.outputs import output_token_counts
 from vllm_patching.compat.requests import logprobs_mode, tokenizer_of
-from vllm_patching.protocol.messages import AbortBody, BeginBody, CohortBody, CommitBody, InitBody, QuarantineBody
-from vllm_patching.protocol.verification import BridgeRefusal
-from vllm_patching.protocol.writers import Writer
 from vllm_patching.server.access import AskAtTheDoor, Door
+from vllm_patching.server.bridge_routes import NOT_SHARED, add_bridge_routes
 from vllm_patching.server.controller import BridgeController
 from vllm_patching.server.generate import GenerateRequest, Generator, LogprobNotFinite
 from vllm_patching.server.guard import RefuseWhileUnavailable
@@ -33,10 +30,6 @@ logger = logging.getLogger("vllm.lockstep.routes")
 HEALTH_GENERATE_SECONDS = 30.0
 GENERATE_OPTIONS = ["return_text", "token_logprobs", "prompt_token_logprobs"]
 """Fields of /generate that other servers refuse; GET /sampling names them for clients that speak to several kinds."""
-NOT_SHARED = (
-    "this server does not share its weights: VLLM_ENABLE_SHARED_WEIGHTS was not 1 when it started. "
-    "Stop it, `export VLLM_ENABLE_SHARED_WEIGHTS=1`, and start it again."
-)
 
 
 class LockstepService:
@@ -129,10 +122,6 @@ def make_router(service: LockstepService) -> APIRouter:
             work.cancel()
             gone.cancel()
 
-    @router.get("/weights")
-    async def weights() -> JSONResponse:
-        return JSONResponse(service.weights_served())
-
     @router.get("/deterministic")
     async def deterministic() -> JSONResponse:
         if service.engine is None:
@@ -158,48 +147,7 @@ def make_router(service: LockstepService) -> APIRouter:
         # Hundreds of thousands of entries: not in the event loop.
         return await asyncio.to_thread(lambda: JSONResponse({"vocabulary": tokenizer.get_vocab()}))
 
-    def bridge_route(
-        path: str, step: Callable[[BridgeController, Any], Awaitable[dict[str, Any]]], body: type[BaseModel]
-    ) -> None:
-        async def endpoint(body: Any) -> JSONResponse:
-            if service.bridge is None:
-                return _error(409, NOT_SHARED)
-            try:
-                return JSONResponse(await step(service.bridge, body))
-            except BridgeRefusal as refusal:
-                logger.warning("[Bridge] %s: %s", path, refusal)
-                return _error(refusal.status, str(refusal))
-
-        endpoint.__annotations__["body"] = body
-        router.post(path)(endpoint)
-
-    def info(read: Callable[[BridgeController], dict[str, Any]]) -> JSONResponse:
-        if service.engine is None:
-            return _error(503, "the engine is still loading")
-        if service.bridge is None:
-            return _error(409, NOT_SHARED)
-        return JSONResponse(read(service.bridge))
-
-    @router.get("/bridge/info")
-    async def bridge_info() -> JSONResponse:
-        return info(lambda bridge: {**bridge.info(), "deterministic": service.deterministic})
-
-    @router.get("/bridge/state")
-    async def bridge_state() -> JSONResponse:
-        return info(lambda bridge: bridge.status())
-
-    bridge_route(
-        "/bridge/init",
-        lambda b, body: b.init(
-            **body.model_dump(exclude={"writers"}), writers=[Writer(**writer.model_dump()) for writer in body.writers]
-        ),
-        InitBody,
-    )
-    bridge_route("/bridge/cohort", lambda b, body: b.cohort(**body.model_dump()), CohortBody)
-    bridge_route("/bridge/begin", lambda b, body: b.begin(**body.model_dump()), BeginBody)
-    bridge_route("/bridge/commit", lambda b, body: b.commit(**body.model_dump()), CommitBody)
-    bridge_route("/bridge/abort", lambda b, body: b.abort(**body.model_dump()), AbortBody)
-    bridge_route("/bridge/quarantine", lambda b, body: b.quarantine(**body.model_dump()), QuarantineBody)
+    add_bridge_routes(router, service)
     add_lora_routes(router, service)
     add_turn_routes(router, lambda: service.bridge.turns if service.bridge is not None else None, NOT_SHARED)
     return router

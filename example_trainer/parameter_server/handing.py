@@ -1,0 +1,174 @@
+"""The half that the vLLM servers see: a trainer's broadcast bridge, which sends what is held."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+
+from example_trainer.api_keys import revealed
+from example_trainer.errors import BridgeError, ConfigError
+from example_trainer.parallel.ranks import Ranks
+from example_trainer.parameter_server.held import HeldWeights, held_model, show
+from example_trainer.parameter_server.options import ParameterServerOptions, Share
+from example_trainer.vllm_client import QUICK_SECONDS, VLLMClient
+from example_trainer.weight_bridge.broadcast import BroadcastBridge
+from example_trainer.weight_bridge.fleet_keeper import ServiceBoard
+from example_trainer.weight_bridge.server import BridgeServer
+from vllm_patching.server.version_spans import Weights
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = 5.0
+"""After a hand-over that failed altogether."""
+
+
+class ServedByParameters(BridgeServer):
+    """A vLLM server, as a parameter server speaks to it."""
+
+    role = "parameter server"
+
+
+class ShareBoard(ServiceBoard):
+    """The rollout service's /fleet, of which the servers of one share are this one's."""
+
+    def __init__(self, url: str, api_key: str | None, share: Share) -> None:
+        super().__init__(url, api_key)
+        self._share = share
+
+    def publish(self, rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]] | None:
+        """See Board.publish."""
+        wishes = super().publish(rows)
+        if wishes is None:
+            return None
+        wanted, left = wishes
+        return [url for url in wanted if self._share.has(url)], left
+
+
+class SameSampling:
+    """Lets in servers alone that hand out logprobs of the same kind, which the trainer is told when it asks."""
+
+    def __init__(self, api_key: str | None) -> None:
+        self.mode = ""
+        self._api_key = api_key
+
+    def check(self, url: str, info: dict[str, Any]) -> None:
+        """Raise ConfigError if a server's differ from the first one's. Servers that do not say are let in."""
+        with closing(VLLMClient(url, QUICK_SECONDS, self._api_key)) as server:
+            mode = (server.look("/sampling") or {}).get("logprobs_mode")
+        if not isinstance(mode, str):
+            return
+        if self.mode not in ("", mode):
+            raise ConfigError(
+                f"{url} hands out {mode}, and the servers that joined before it {self.mode}; start all with the same "
+                "--logprobs-mode"
+            )
+        self.mode = mode
+
+
+@dataclass(frozen=True)
+class Order:
+    """What all shards do together.
+
+    Attributes:
+        weights: what is handed out.
+        everyone: to all servers, or to those alone that do not serve what they should.
+    """
+
+    weights: Weights
+    everyone: bool
+
+
+class Handing:
+    """Hands weights out. `due` is for rank 0; `carry_out` is collective."""
+
+    def __init__(
+        self, options: ParameterServerOptions, held: HeldWeights, device: torch.device, ranks: Ranks,
+        sleep: Callable[[float], None],
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            sleep: how to wait; may raise to end the wait.
+        """
+        self._every, self._held, self._ranks = options.pull_every, held, ranks
+        key, share = revealed(options.vllm_api_key), options.share
+        self.sampling = SameSampling(key)
+
+        def server(url: str) -> BridgeServer:
+            place = urlsplit(url)
+            return ServedByParameters(str(place.hostname), place.port or 80, options.bridge_timeout, key, None, sleep)
+
+        board = None
+        if options.atropos_url is not None and ranks.is_main:
+            board = ShareBoard(options.atropos_url, revealed(options.atropos_api_key), share)
+        self.bridge = BroadcastBridge(
+            [server(url) for url in share.named()], options.weight_transfer, ranks, least=0, patience=options.server_patience,
+            make_server=server, board=board, port=options.rendezvous_port,
+        )  # fmt: skip
+        self._model = held_model(held)
+        self.bridge.connect(self._model)
+        self.bridge.require(self.sampling.check)
+        self._handed: Weights | None = None
+        self._not_before = 0.0
+
+    def due(self, held: Weights | None) -> Order | None:
+        """What is to be done now.
+
+        Args:
+            held: what may be handed out; None if nothing may.
+        """
+        if held is None or time.monotonic() < self._not_before:
+            return None
+        handed = self._handed
+        if handed is None or handed.epoch != held.epoch or abs(held.version - handed.version) >= self._every:
+            return Order(held, True)
+        return Order(held, False) if self.bridge.server_restarted() else None
+
+    def carry_out(self, order: Order) -> str:
+        """Hand the pinned copy out.
+
+        Returns:
+            why it must not be handed out; empty if it was.
+        """
+        copy, weights = self._held.pinned, order.weights
+        told = self._ranks.gather([copy.version, copy.is_sound()], "looking at what is held")
+        if any(version != weights.version for version, _ in told):
+            return ""  # a shard has newer ones by now: there is another order soon
+        spoilt = [rank for rank, (_, sound) in enumerate(told) if not sound]
+        if spoilt:
+            return (
+                f"version {weights.version} is not handed out: what shard {spoilt[0]} of {len(told)} holds has not the "
+                "checksum any more with which it came (is this machine's memory sound?); the trainer's next push mends it"
+            )
+        show(self._model, copy)
+        self.bridge.offer(weights.version, weights.epoch)
+        begun = time.monotonic()
+        try:
+            if order.everyone:
+                report = self.bridge.sync(weights.version, _nothing)
+                self._handed = weights
+                good, size = report.fleet.get("good", 0), report.fleet.get("size", 0)
+                logger.info(
+                    "[ParameterServer] version %d is with %d of %d servers after %.2f s",
+                    weights.version, good, size, time.monotonic() - begun,
+                )  # fmt: skip
+            else:
+                self.bridge.keep_serving(_nothing)
+        except BridgeError as error:
+            self._not_before = time.monotonic() + RETRY_SECONDS
+            logger.error("[ParameterServer] version %d could not be handed out: %s", weights.version, error)
+        return ""
+
+    def table(self) -> list[dict[str, Any]]:
+        """The servers and how they stand."""
+        return self.bridge.fleet_table()
+
+
+def _nothing() -> None:
+    """The weights are there."""

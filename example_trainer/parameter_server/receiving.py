@@ -1,0 +1,231 @@
+"""The half that the trainer sees: a vLLM server's bridge and routes, around held weights."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import APIRouter, FastAPI, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from example_trainer.errors import BridgeError, ConfigError
+from example_trainer.parameter_server.engine import Call, StillEngine
+from vllm_patching.protocol.verification import BridgeRefusal
+from vllm_patching.protocol.writers import Writer
+from vllm_patching.server.access import AskAtTheDoor, Door
+from vllm_patching.server.bridge_routes import add_bridge_routes
+from vllm_patching.server.controller import BridgeController
+from vllm_patching.server.metrics import BridgeMetrics, FollowBridge
+from vllm_patching.server.version_spans import VersionSpans, Weights
+
+logger = logging.getLogger(__name__)
+
+START_SECONDS = 60.0
+STOP_SECONDS = 5.0
+ASK_SECONDS = 60.0
+NOTHING_YET = "no trainer has pushed its weights to this parameter server yet"
+
+
+class HeldController(BridgeController):
+    """The bridge of a parameter server: every update arrives beside what is held."""
+
+    async def start(self) -> None:
+        """As of vLLM's; then wait for the first push."""
+        await super().start()
+        self.state.await_weights(NOTHING_YET)
+        await self._settlement.stand_still()
+
+    async def init(
+        self,
+        trainer: str,
+        mode: str,
+        parameters: dict[str, tuple[tuple[int, ...], str]],
+        writers: Sequence[Writer],
+        transfer: str = "auto",
+        events: Sequence[str] = (),
+        weight_epoch: int = 0,
+    ) -> dict[str, Any]:
+        """See BridgeController.init."""
+        if mode != "broadcast" or transfer == "direct":
+            asked = mode if mode != "broadcast" else f"--weight-transfer {transfer}"
+            raise BridgeRefusal(
+                422, f"this is a parameter server, which receives a broadcast beside what it holds, and not {asked}; start the "
+                "trainer with --weight-bridge-mode parameter_server"
+            )  # fmt: skip
+        return await super().init(trainer, mode, parameters, writers, transfer, events, weight_epoch)
+
+    facts: dict[str, Any]
+    """More of what /bridge/info answers."""
+
+    def info(self) -> dict[str, Any]:
+        """See Bridge.info."""
+        return {**super().info(), **self.facts}
+
+    @property
+    def held(self) -> Weights | None:
+        """What may be handed out; None if nothing may."""
+        state = self.state
+        weights = Weights(state.weight_epoch, state.weight_version)
+        return weights if state.healthy and state.updates else None
+
+    async def spoilt(self, reason: str) -> None:
+        """What is held is not what came: nothing is handed out until the trainer has pushed again."""
+        await self.quarantine(self.state.epoch, reason)
+
+
+class ReceivingServer:
+    """Answers the trainer, in a thread with an event loop of its own.
+
+    Attributes:
+        bridge: of the held weights.
+        engine: asks the shards.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        model: str,
+        dtype: str,
+        timeout: float,
+        folder: Path,
+        host: str,
+        port: int,
+        door: Door,
+        facts: dict[str, Any],
+    ) -> None:
+        """
+        Args:
+            call: asks the shards.
+            model, dtype: for messages.
+            timeout: seconds for each step of an update.
+            folder: where vllm_bridge_config.json goes.
+            host, port: where to listen.
+            door: who is let in.
+            facts: more of what /bridge/info answers.
+        """
+        self._call = call
+        self._facts = facts
+        self._about = (model, dtype, timeout, folder)
+        self._host, self._port, self._door = host, port, door
+        self.deterministic: dict[str, Any] | None = None
+        self.bridge: HeldController | None = None
+        self.engine: StillEngine | None = None
+        self.fleet: Callable[[], list[dict[str, Any]]] = list
+        """The servers that get weights from here, for GET /fleet."""
+        self.sampling: Callable[[], str] = str
+        """The logprobs mode of those servers; empty if none is known."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ready, self._failure = threading.Event(), ""
+        self._server: uvicorn.Server | None = None
+        self._thread = threading.Thread(target=self._run, name="receiving server", daemon=True)
+
+    def start(self) -> None:
+        """Return when it listens. Raises ConfigError if it cannot."""
+        self._thread.start()
+        if not self._ready.wait(START_SECONDS) or self._failure:
+            raise ConfigError(f"cannot listen on port {self._port}: {self._failure or 'it took too long'}; give another --port")
+
+    def check(self) -> None:
+        """Raise BridgeError if the thread has ended."""
+        if not self._thread.is_alive():
+            raise BridgeError(f"the parameter server does not listen any more: {self._failure or 'its thread has ended'}")
+
+    def stop(self) -> None:
+        """Stop listening. Safe to call twice."""
+        if self._server is not None:
+            self._server.should_exit = True
+        if self._thread.is_alive():
+            self._thread.join(STOP_SECONDS)
+
+    def ask(self, method: str, *args: Any) -> list[Any]:
+        """Every shard's answer, in turn with what the trainer wants of them."""
+        assert self.engine is not None
+        return self.engine.ask(method, *args, seconds=ASK_SECONDS)
+
+    def condemn(self, reason: str) -> None:
+        """See HeldController.spoilt."""
+        assert self.bridge is not None
+        assert self._loop is not None
+        asyncio.run_coroutine_threadsafe(self.bridge.spoilt(reason), self._loop).result(ASK_SECONDS)
+
+    def weights_served(self) -> dict[str, Any]:
+        """What GET /weights answers."""
+        bridge = self.bridge
+        assert bridge is not None
+        trouble = bridge.trouble()
+        version, epoch = bridge.state.weight_version, bridge.state.weight_epoch
+        return {
+            "instance": bridge.instance, "weight_version": version, "weight_epoch": epoch, "serving": not trouble,
+            "trouble": trouble, "in_flight": 0,
+        }  # fmt: skip
+
+    # ---- in the thread ----
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except (Exception, SystemExit) as error:
+            self._failure = self._failure or f"{type(error).__name__}: {error}"
+            logger.exception("[ParameterServer] does not listen")
+        finally:
+            self._ready.set()
+
+    async def _serve(self) -> None:
+        model, dtype, timeout, folder = self._about
+        self._loop = asyncio.get_running_loop()
+
+        def verified() -> None:
+            self._call("held_accept", ())
+
+        engine = StillEngine(self._call, verified)
+        self.bridge = HeldController(engine, model, dtype, timeout, folder, VersionSpans(), port=self._port)
+        self.bridge.facts = self._facts
+        await self.bridge.start()
+        self.engine = engine
+        config = uvicorn.Config(self._app(), self._host, self._port, log_level="warning", access_log=False)
+        self._server = server = uvicorn.Server(config)
+        told = asyncio.create_task(self._tell_ready(server))
+        try:
+            await server.serve()
+        finally:
+            told.cancel()
+            await self.bridge.stop()
+
+    async def _tell_ready(self, server: uvicorn.Server) -> None:
+        while not server.started:
+            await asyncio.sleep(0.01)
+        self._ready.set()
+
+    def _app(self) -> Any:
+        app = FastAPI(title="Lockstep parameter server")
+        router = APIRouter()
+        add_bridge_routes(router, self)
+
+        @router.get("/health")
+        async def health() -> JSONResponse:
+            trouble = self.weights_served()["trouble"]
+            return JSONResponse({"error": trouble} if trouble else {"status": "ok"}, 503 if trouble else 200)
+
+        @router.get("/metrics")
+        async def metrics() -> Response:
+            return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
+
+        @router.get("/fleet")
+        async def fleet() -> JSONResponse:
+            return JSONResponse({"servers": self.fleet()})
+
+        @router.get("/sampling")
+        async def sampling() -> JSONResponse:
+            mode = self.sampling()
+            return JSONResponse({"logprobs_mode": mode} if mode else {"error": "no vLLM server is known"}, 200 if mode else 503)
+
+        app.include_router(router)
+        bridge = self.bridge
+        assert bridge is not None
+        return AskAtTheDoor(FollowBridge(app, BridgeMetrics(), bridge.status), self._door)

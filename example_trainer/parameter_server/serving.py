@@ -1,0 +1,156 @@
+"""A parameter server from its start to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from example_trainer.api_keys import revealed
+from example_trainer.errors import ModelError
+from example_trainer.models.hf_checkpoint import checkpoint_dtype, find_checkpoint
+from example_trainer.parallel.ranks import Ranks, join_ranks, place_of
+from example_trainer.parameter_server.handing import Handing
+from example_trainer.parameter_server.held import COPIES, HeldMemoryShortage, HeldWeights, held_manifest
+from example_trainer.parameter_server.options import ParameterServerOptions
+from example_trainer.parameter_server.receiving import ReceivingServer
+from example_trainer.process import StopSignal
+from example_trainer.training.device_and_dtype import choose_device
+from example_trainer.training.host_memory import free_host_memory
+from example_trainer.weight_bridge.send_plan import buffer_bytes
+from vllm_patching.protocol.manifest import Manifest, flat_layout
+from vllm_patching.protocol.sharding import ModelGeometry
+from vllm_patching.server.access import Door
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.1
+PROCESS_BYTES = 300 << 20
+"""What torch's thread pools and the HTTP server take beside the weights."""
+
+
+def serve(options: ParameterServerOptions, stop: StopSignal) -> None:
+    """Hold weights and hand them out until a signal comes.
+
+    Raises:
+        ConfigError: an option does not go with this machine.
+        HeldMemoryShortage: the copies do not fit.
+        TrainerError: as its message says.
+    """
+    if options.shards > 1 and place_of(os.environ) is None:
+        start_shards(options.shards)
+    for name in ("vllm.lockstep",):
+        logging.getLogger(name).setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+    device = choose_device(options)
+    folder = find_checkpoint(options.model_name)
+    geometry = geometry_of(folder)
+    wanted = options.dtype
+    if wanted == "auto":
+        dtype = checkpoint_dtype(folder) if device.type == "cuda" else torch.float32
+    else:
+        dtype = getattr(torch, wanted)
+    with contextlib.ExitStack() as stack:
+        ranks = stack.enter_context(join_ranks(options.rank_timeout, device))
+        manifests = tuple(held_manifest(geometry, dtype, device, r, ranks.world_size) for r in range(ranks.world_size))
+        require_room(options.model_name, manifests, ranks, dtype, device)
+        held = HeldWeights(geometry, dtype, device, ranks.rank, ranks.world_size)
+        server = ReceivingServer(
+            lambda method, args: [getattr(held, method)(*args)],
+            options.model_name,
+            wanted,
+            options.bridge_timeout,
+            options.log_dir / f"parameter_server-{options.port}",
+            options.host,
+            options.port,
+            Door(
+                tuple(filter(None, [revealed(options.vllm_api_key)])),
+                options.host,
+                frozenset(map(str.lower, options.allow_host)),
+            ),
+            {"pull_every": options.pull_every},
+        )
+        server.start()
+        stack.callback(server.stop)
+        handing = Handing(options, held, device, ranks, stop.wait)
+        stack.callback(handing.bridge.close)
+        server.fleet, server.sampling = handing.table, lambda: handing.sampling.mode
+        num_bytes = sum(flat_layout(manifest)[1] for manifest in manifests)
+        logger.info(
+            "[ParameterServer] ready on port %d: %d parameters of %s in %s, %d copies of %.2f GB on %s, %d shard(s); waits "
+            "for the trainer's first push",
+            options.port, len(held.manifest.entries), options.model_name, str(dtype).removeprefix("torch."), COPIES,
+            num_bytes / 1e9, device, ranks.world_size,
+        )  # fmt: skip
+        stop.defer()
+        while True:
+            hand_out(server, handing)
+            stop.wait(LOOK_SECONDS)
+
+
+def geometry_of(folder: Path) -> ModelGeometry:
+    """The sizes of a checkpoint's parameters. Raises ModelError if they cannot be read, or are of no model that is known."""
+    try:
+        return ModelGeometry.from_hf_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{folder / 'config.json'}: {error!s}") from error
+
+
+def hand_out(server: ReceivingServer, handing: Handing) -> None:
+    """Do what is due, if anything is."""
+    server.check()
+    assert server.bridge is not None
+    order = handing.due(server.bridge.held)
+    if order is None:
+        return
+    try:
+        pinned = server.ask("held_pin")
+        if any(answer["version"] != order.weights.version for answer in pinned):
+            return  # it is being replaced; the next one is due soon
+        reason = handing.carry_out(order)
+        if reason:
+            logger.error("[ParameterServer] %s", reason)
+            server.condemn(reason)
+    finally:
+        server.ask("held_unpin")
+
+
+def require_room(model: str, manifests: tuple[Manifest, ...], ranks: Ranks, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse what does not fit, before anything is taken.
+
+    Raises:
+        HeldMemoryShortage: names bytes needed and free.
+    """
+    here = [manifests[ranks.rank]] if device.type == "cuda" else list(manifests)  # shards on CPUs share this machine's memory
+    copies = COPIES * sum(flat_layout(manifest)[1] for manifest in here)
+    sending = buffer_bytes(manifests, ranks.world_size, dtype, device.type == "cpu").total
+    needed = copies + len(here) * (2 * sending + (PROCESS_BYTES if device.type == "cpu" else 0))
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_memory()[0]
+    if needed > free:
+        remedy = (
+            "give more --shards (each on a GPU of its own), or a smaller model"
+            if device.type == "cuda"
+            else "use a machine with more memory, or several with torchrun"
+        )
+        raise HeldMemoryShortage(
+            f"a parameter server of {model} needs {needed / 2**30:.2f} GiB on {device} ({COPIES} copies "
+            f"of {copies / COPIES / 2**30:.2f} GiB, and buffers); {free / 2**30:.2f} GiB are free; {remedy}"
+        )
+
+
+def start_shards(shards: int) -> None:
+    """Become torchrun, which starts the shards on this machine and ends all when one ends."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={shards}",
+        "-m",
+        "example_trainer.parameter_server",
+    ]
+    os.execv(sys.executable, [*command, *sys.argv[1:]])
