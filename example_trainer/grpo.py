@@ -110,7 +110,8 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
         if (pairing := require_pairing(config, model)) is not None:
             bridge.require(pairing)
         ask_servers()  # before there is anything to train on
-        batches.register(registration(config, optimizer.steps, start.run.epoch))
+        positions = start.saved.positions if start.saved else {}
+        batches.register(registration(config, optimizer.steps, start.run.epoch, positions))
         evaluations = None
         if ranks.is_main:  # before the first batch is asked for, since environments are let in then
             seen, key = metrics.evaluations.seen, revealed(config.atropos_api_key)

@@ -68,6 +68,10 @@ class Registry:
             raise UnknownEnvironmentError(env_id)
         return self.by_id[env_id]
 
+    def serving(self, stream: str) -> list[int]:
+        """The connected environments that serve a stream of items."""
+        return [env_id for env_id, one in self.by_id.items() if one.connected and one.stream == stream]
+
     def line_of(self, env_id: int | None) -> int:
         """The line in which groups of this environment wait."""
         return env_id if env_id is not None and env_id in self.by_id else NOBODY

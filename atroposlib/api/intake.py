@@ -75,7 +75,7 @@ class Intake(QueueState):
             reason = f"stale: sampled at weight version {reached}, but the trainer takes none below {bound} now"
             receipt = Receipt("dropped", reason=reason)
         else:
-            receipt = self._accept(draft, weights, counts_as)
+            receipt = self.streams.refusal(draft) or self._accept(draft, weights, counts_as)
         if draft.key is not None:
             self.keys[draft.key] = receipt
             self.changes.keys_added.append((draft.key, receipt))
@@ -97,6 +97,7 @@ class Intake(QueueState):
             tokens=draft.tokens,
             reference=GIVEN if draft.referenced else MISSING,
         )
+        self._state_changed |= self.streams.add(draft, group.seq)
         self.next_seq += 1
         self.held_groups += 1
         self.held_bytes += group.n_bytes

@@ -29,6 +29,7 @@ from atroposlib.api.state import (
     SupersededError,
     length_bucket,
 )
+from atroposlib.api.streams import Streams
 from atroposlib.utils.lives import Life, line_version, oldest
 
 
@@ -60,6 +61,7 @@ class QueueState:
         self.registry = Registry(self.limits)
         self.evaluations = Evaluations()
         self.fleet = Wishes()
+        self.streams = Streams()
         self.lines = Lines()
         self.buffers: dict[int, list[Group]] = {}
         self.reference = ReferenceStage()
@@ -104,6 +106,7 @@ class QueueState:
                 "next_batch_id": self.next_batch_id,
                 "next_evaluation": self.evaluations.next_id,
                 "fleet": self.fleet.stored(),
+                "streams": self.streams.stored(),
                 "drops": [[reason, bucket, count] for (reason, bucket), count in sorted(self.drops.items())],
             }
         return changes
@@ -139,6 +142,7 @@ class QueueState:
         self.keys.update(snapshot.keys)
         self.evaluations.restore(snapshot.evaluations, state.get("next_evaluation", 1))
         self.fleet = Wishes(**state.get("fleet", {}))
+        self.streams = Streams(state.get("streams"))
         held = list(self._held())
         self.held_groups, self.held_bytes = len(held), sum(group.n_bytes for group in held)
         self._tell_versions()
@@ -238,7 +242,8 @@ class QueueState:
         self.drops[reason, length_bucket(longest)] += 1
         self._state_changed = True
 
-    def _forget(self, groups: Iterable[Group]) -> None:
+    def _forget(self, groups: Sequence[Group]) -> None:
+        self._state_changed |= self.streams.forget(groups)
         for group in groups:
             self.changes.removed.append(group.seq)
             self.held_groups -= 1
@@ -310,7 +315,7 @@ class QueueState:
             self.groups_used += not group.uses
             self.uses += 1
             group.uses += 1
-        self._forget(group for group in lease.groups if group.uses >= most)
+        self._forget([group for group in lease.groups if group.uses >= most])
         again = [group for group in lease.groups if group.uses < most]
         for group in again:
             self._queue(group)
@@ -329,6 +334,7 @@ class QueueState:
         """Put the groups of a lease back at the front of their lines, or where they wait for a reference."""
         del self.leases[lease.batch_id]
         self.changes.leases_removed.append(lease.batch_id)
+        self.streams.put_back(lease.groups)
         for group in lease.groups:
             place = REFERENCE if self._wants_reference(group) else QUEUED
             if place == QUEUED:

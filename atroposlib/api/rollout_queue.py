@@ -97,6 +97,7 @@ class RolloutQueue(Intake):
         self._move_by_reference()
         for env_id in list(self.buffers):
             self._recombine(env_id)
+        self.streams.rewind(registration.uuid, registration.positions, self._held())
         return dropped
 
     def next_batch(self, now: float, received: int | None = None, uuid: int | None = None) -> Lease | None:
@@ -167,6 +168,7 @@ class RolloutQueue(Intake):
     def _hand_out(self, lease: Lease) -> Lease:
         self.current_step += 1
         self._state_changed = True
+        self.streams.hand_out(lease.groups)
         self._note_lease(lease)
         return lease
 
@@ -253,12 +255,25 @@ class RolloutQueue(Intake):
     # ---- environments ----
 
     def register_env(
-        self, desired_name: str, weight: float, group_size: int, max_token_length: int, allocation: float | None, now: float
+        self,
+        desired_name: str,
+        weight: float,
+        group_size: int,
+        max_token_length: int,
+        allocation: float | None,
+        now: float,
+        stream: str | None = None,
     ) -> Environment | None:
-        """A new environment; None until the trainer has asked for its first batch."""
+        """A new environment; None until the trainer has asked for its first batch. Of several that serve one stream of items,
+        the newest has taken the others' place."""
         if self.registration is None or not self.started:
             return None
+        if stream is not None:
+            for former in self.registry.serving(stream):
+                self.disconnect_env(former)
+            self.streams.open(stream, self.registration.positions)
         environment = self.registry.add(desired_name, weight, group_size, max_token_length, allocation, now)
+        environment.stream = stream
         self.lines.open(environment.env_id)
         self._state_changed = True
         return environment
@@ -279,7 +294,8 @@ class RolloutQueue(Intake):
         Raises:
             UnknownEnvironmentError: not registered here (any more); the environment should register again.
         """
-        unit = self.registry.get(env_id).group_size
+        environment = self.registry.get(env_id)
+        unit = environment.group_size
         self.registry.touch(env_id, now)
         waiting = self.lines.fresh + self.reference.sequences + self.held_ahead()
         return {
@@ -291,6 +307,7 @@ class RolloutQueue(Intake):
             "groups_wanted": self.groups_wanted(env_id, now),
             "max_staleness": self.registration.max_staleness if self.registration else None,
             "run_ended": self.ended,
+            **({"stream": self.streams.told(environment.stream)} if environment.stream is not None else {}),
         }
 
     def groups_wanted(self, env_id: int, now: float) -> int:
@@ -306,6 +323,8 @@ class RolloutQueue(Intake):
         waiting = self.lines.fresh + self.reference.sequences
         for line, buffer in self.buffers.items():
             waiting[line] += sum(group.size for group in buffer)
+        for group in [group for lease in self.leases.values() if lease.returned for group in lease.groups if not group.uses]:
+            waiting[group.line] += group.size
         wanted = scheduling.apportion(
             max(0, batches) * self.registration.batch_size, waiting, self.registry.active(now), self.limits.max_groups
         )

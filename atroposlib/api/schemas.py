@@ -15,6 +15,7 @@ from atroposlib.api.group_checks import check_group
 from atroposlib.api.refusals import InvalidRequestError, path, short
 from atroposlib.api.replay import Policy
 from atroposlib.api.state import Draft
+from atroposlib.api.streams import MOST_STREAMS, place_in_stream
 from atroposlib.utils.addresses import LONGEST, server_address
 
 MOST_OF_A_REASON = 4096
@@ -81,6 +82,8 @@ class RegisterTrainer(Request):
     weight_epoch: Version = 0
     """Names this life of the trainer: unix milliseconds of its start, above those of the lives that it continues; 0 if it
     does not say."""
+    positions: Annotated[dict[Name, Version], Field(max_length=MOST_STREAMS)] | None = None
+    """Those of the last batch that the weights have learned from, {} before the first; null if they are not known."""
     ref_logprobs_from_workers: bool = False
     """Groups that come without ref_logprobs get them from reference workers (POST /reference/lease) before they are handed
     out. Needs `model`: by it workers are told from those of another one."""
@@ -127,6 +130,9 @@ class RegisterEnv(Request):
     group_size: Size
     min_batch_allocation: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
     """Fraction of every batch that is kept for this environment."""
+    stream: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """Names the stream of items that it serves, if it can be resumed exactly: it numbers them, and GET /status-env tells it
+    where the stream stands. It takes the place of an environment that served the same stream before."""
 
 
 class EnvIdentifier(Request):
@@ -367,6 +373,7 @@ def _draft(group: ScoredData, body: bytes) -> Draft:
         key=group.idempotency_key,
         tokens=sum(lengths),
         referenced=referenced,
+        **place_in_stream(group.model_extra or {}),
     )
 
 

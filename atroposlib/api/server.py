@@ -265,7 +265,13 @@ def add_environment_routes(app: FastAPI, service: RolloutService, reader: GroupR
         now = service.clock()
         environment = await service.run(
             lambda queue: queue.register_env(
-                asked.desired_name, asked.weight, asked.group_size, asked.max_token_length, asked.min_batch_allocation, now
+                asked.desired_name,
+                asked.weight,
+                asked.group_size,
+                asked.max_token_length,
+                asked.min_batch_allocation,
+                now,
+                asked.stream,
             )
         )
         trainer = service.queue.registration

@@ -147,7 +147,9 @@ class RolloutService:
 
     async def _read(self, lease: Lease) -> HandOut | None:
         """The JSON answer for a batch; None if it has been dissolved, because bodies were damaged."""
-        seqs = [group.seq for group in lease.groups]
+        groups = self.queue.streams.in_order(lease.groups)
+        seqs = [group.seq for group in groups]
+        positions = self.queue.streams.after(lease.groups)
         try:
             bodies = await self.bodies(seqs)
         except DamagedError as error:
@@ -156,14 +158,16 @@ class RolloutService:
             if dropped:
                 logger.error("%s; dropped %d groups of batch %d, and forming it anew", error, dropped, lease.batch_id)
             return None
-        for at, group in enumerate(lease.groups):
+        for at, group in enumerate(groups):
             if group.reference == MISSING and not bodies[at].endswith(NO_REFERENCE):  # of a reference that is none any more
                 bodies[at] = with_reference(bodies[at])
         names = {str(line): self.queue.registry.by_id[line].desired_name for line in {group.line for group in lease.groups}}
         names.pop(str(NOBODY), None)
         told: dict[str, Any] = {"batch_id": lease.batch_id, "environments": names}
         if not self.queue.replay.is_plain:
-            told["uses"] = [group.uses for group in lease.groups]
+            told["uses"] = [group.uses for group in groups]
+        if positions:
+            told["positions"] = positions
         head = orjson.dumps(told)
         return HandOut(lease, b'{"batch":[' + b",".join(bodies) + b"]," + head[1:])
 

@@ -52,6 +52,12 @@ class Draft:
     """Of all its sequences."""
     referenced: bool = True
     """It holds ref_logprobs. If not, its body ends with a null in their place."""
+    stream: str | None = None
+    """The stream of items that it belongs to, if its environment can be resumed exactly; see `streams`."""
+    item: int | None = None
+    """Which of them it answers."""
+    life: str | None = None
+    """Of the stream when that item was begun."""
 
 
 @dataclass(slots=True)
@@ -109,6 +115,8 @@ class Registration:
     model: str | None = None
     weight_epoch: int = 0
     """Names this life of the trainer; 0 if it does not say. See `lives`."""
+    positions: dict[str, int] | None = None
+    """The first item after the last batch that its weights have learned from, by stream; None if it does not say."""
     ref_logprobs_from_workers: bool = False
     """Groups without ref_logprobs wait for a reference worker before they are handed out."""
     reference: dict[str, Any] | None = None
@@ -146,6 +154,8 @@ class Environment:
     """Sequences of its reserved share that earlier batches could not hold because groups are whole."""
     accepted: int = 0
     """Groups accepted from it."""
+    stream: str | None = None
+    """The stream of items that it serves, if it can be resumed exactly."""
 
 
 @dataclass(slots=True)

@@ -48,6 +48,11 @@ class BaseEnvConfig(WarnsOfUnknownKeys):
         description="Sample each item with a seed of its own, made of `seed` and the item's number: a deterministic server "
         "then gives the same rollouts in every run",
     )
+    exact_resume: bool = Field(
+        default=False,
+        description="After a kill of any process, serve the items, with the seeds, that the run would have had without it "
+        "(docs/runs.md): needs a trainer with --max-staleness 0 and no second environment; implies seed_rollouts",
+    )
 
     # The rollout service and the trainer behind it
     rollout_server_url: str = Field(default="http://localhost:8000", description="URL of the rollout service")

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from atroposlib.envs.errors import EnvironmentFailure, RolloutFailure
 from atroposlib.envs.groups import all_scores_equal, group_from_items, without_empty_fields, wrong_shape
+from atroposlib.envs.item_window import ItemWindow, exact_place
 from atroposlib.envs.jsonl import encode, unencodable_fields
 from atroposlib.envs.server_handling.generation import VersionRecord, current_versions, weight_fields
 from atroposlib.envs.server_handling.server_baseline import APIServer
@@ -35,6 +36,14 @@ _item_number: ContextVar[int] = ContextVar("item_number")
 
 class RolloutMixin(TeachingMixin):
     """One item's way to the service. An error on the way is retried, counted and reported; it never becomes a score."""
+
+    item_window: ItemWindow | None = None
+    """With `exact_resume`, the items from which the next batch is made."""
+
+    @property
+    def _stream(self) -> str:
+        """What the service calls the order of items that this environment serves."""
+        return f"{self._label} seed {self.config.seed}"
 
     async def collect_trajectories(self, item: Item) -> tuple[Any, list[Item]]:
         """`group_size` responses to an item, each by `collect_trajectory`, as a group; and items for the backlog.
@@ -67,7 +76,7 @@ class RolloutMixin(TeachingMixin):
         Raises:
             RuntimeError: no item is in work here, as in an evaluation.
         """
-        if not self.config.seed_rollouts:
+        if not (self.config.seed_rollouts or self.config.exact_resume):
             return None
         number = _item_number.get(None)
         if number is None:
@@ -102,10 +111,16 @@ class RolloutMixin(TeachingMixin):
         """
         record = VersionRecord()
         token = current_versions.set(record)
-        numbered = _item_number.set(self.items_begun)
+        known = exact_place.get()
+        numbered = _item_number.set(self.items_begun if known is None else known[0])
         self.items_begun += 1
         try:
             groups, backlog = await self._retried("collect_trajectories", lambda: self.collect_trajectories(item))
+            if backlog and known is not None:
+                raise EnvironmentFailure(
+                    f"{type(self).__name__} gives items for the backlog, which have no place in the order of its items: run it "
+                    "without --env.exact_resume"
+                )
             self.backlog.extend(backlog or [])
             if not groups:
                 return None
@@ -287,8 +302,15 @@ class RolloutMixin(TeachingMixin):
     async def _send_scored_data_to_api(self, scored_data: Any) -> None:
         """Post one group or a list of groups; waits and retries while the service is away or full."""
         groups = scored_data if isinstance(scored_data, list) else [scored_data]
+        place = exact_place.get()
+        if place is not None and len(groups) > 1:
+            raise EnvironmentFailure(
+                f"{type(self).__name__} gives {len(groups)} groups for one item: run it without --env.exact_resume, or one each"
+            )
         for group in groups:
             group["env_id"] = self.env_id
+            if place is not None:
+                group["stream"], (group["stream_item"], group["stream_life"]) = self._stream, place
             # The same key on every retry: a post whose answer was lost is not counted twice.
             group.setdefault("idempotency_key", uuid.uuid4().hex)
         path = "/scored_data_list" if isinstance(scored_data, list) else "/scored_data"
@@ -300,6 +322,8 @@ class RolloutMixin(TeachingMixin):
             return
         dropped = 1 if answer.get("status") == "dropped" else int(answer.get("dropped") or 0)
         if dropped:
+            if place is not None and self.item_window is not None:
+                self.item_window.refuse(place[0])
             self.drops.add("dropped_by_service", dropped)
             logger.warning("the rollout service dropped %d of %d group(s): %s", dropped, len(groups), answer.get("reason"))
         self.items_sent_this_step += len(groups) - dropped

@@ -3,17 +3,14 @@
 import asyncio
 import logging
 import time
-import uuid
-from collections.abc import Callable
 from typing import Any
 
 from atroposlib.envs.config import EvalHandlingEnum
-from atroposlib.envs.errors import EnvironmentFailure, RolloutFailure, ServiceUnavailable
-from atroposlib.envs.rollouts import RolloutMixin
+from atroposlib.envs.errors import EnvironmentFailure, ServiceUnavailable
 from atroposlib.envs.server_handling.server_baseline import APIServer
 from atroposlib.envs.service_client import RejectedByService
 from atroposlib.envs.waiting import Patience
-from atroposlib.envs.worker_policy import QueueState, WorkerLimits, allowed_workers, workers_during_eval
+from atroposlib.envs.workers import WorkersMixin
 
 logger = logging.getLogger(__name__)
 
@@ -26,14 +23,10 @@ LAST_EVALUATION_SECONDS = 120.0
 """How long an evaluation may still run after training is over; the inference server may be stopped at any moment then."""
 
 
-class ServingMixin(RolloutMixin):
+class ServingMixin(WorkersMixin):
     """`env_manager` runs the whole life cycle."""
 
-    _wake: asyncio.Event | None = None
-    _fatal: EnvironmentFailure | None = None
-    _failures_in_a_row = 0
     _trainer_steps = -1
-    _busy_when_asked = 0
     _handed_out: tuple[int, float] | None = None
     """When every step was handed out: the step that was reached, and since when nothing has moved."""
 
@@ -111,6 +104,7 @@ class ServingMixin(RolloutMixin):
                 "weight": self.config.inference_weight,
                 "min_batch_allocation": self.config.min_batch_allocation,
                 "group_size": self.config.group_size,
+                **({"stream": self._stream} if self.config.exact_resume else {}),
             },
         )
 
@@ -135,7 +129,7 @@ class ServingMixin(RolloutMixin):
         self._trainer_steps = data["num_steps"]
         if first_time:
             self.curr_step = data["starting_step"]
-            if self.curr_step > 0:
+            if self.curr_step > 0 and not self.config.exact_resume:  # there the service says which item comes next
                 self.load_checkpoint()
         logger.info("registered as %s (id %s), training to step %s", self.wandb_prepend, self.env_id, self._last_step())
 
@@ -191,6 +185,7 @@ class ServingMixin(RolloutMixin):
             logger.info("the trainer went back from step %d to %d", self.curr_step, status["current_step"])
             await self.get_server_info()
         self.status_dict = status
+        self._heed_position(status)
         await self.server.update_weight(status.get("env_weight", 1.0))
 
     def _last_step(self) -> int:
@@ -264,116 +259,6 @@ class ServingMixin(RolloutMixin):
             logger.info("waiting for the evaluation that still runs")
             await asyncio.wait({self.eval_runner}, timeout=LAST_EVALUATION_SECONDS)
         await self.wandb_log({})
-
-    # ---- workers ---------------------------------------------------------------------------------------------------------
-
-    @property
-    def derived_batch_size(self) -> int:
-        """Sequences per batch that this environment may fill: what is not reserved, and its own reserve."""
-        if not self.status_dict or self.config.batch_size <= 0:
-            return self.config.batch_size
-        share = self.status_dict.get("unallocated_fraction", 1.0) + (self.config.min_batch_allocation or 0.0)
-        return int(self.config.batch_size * min(1.0, share))
-
-    def workers_wanted(self) -> int:
-        """How many items may be in work now."""
-        config, status = self.config, self.status_dict
-        allowed = allowed_workers(
-            WorkerLimits(
-                max_workers=self.max_num_workers,
-                group_size=config.group_size,
-                batch_size=config.batch_size,
-                max_batches_offpolicy=config.max_batches_offpolicy,
-                min_batch_allocation=config.min_batch_allocation,
-            ),
-            QueueState(
-                queue_size=status.get("queue_size", 0),
-                self_queue_size=status.get("self_queue_size", 0),
-                unallocated_fraction=status.get("unallocated_fraction", 1.0),
-                groups_wanted=status.get("groups_wanted"),
-            ),
-        )
-        if self.eval_runner is not None and not self.eval_runner.done():
-            return workers_during_eval(allowed, config.eval_handling, config.eval_limit_ratio)
-        return allowed
-
-    async def add_train_workers(self) -> None:
-        """Start workers up to the number allowed: the backlog first, then new items."""
-        # A worker that has posted since the service was asked is in neither number: with it, a batch would be exceeded.
-        missing = self.workers_wanted() - max(len(self.workers), self._busy_when_asked)
-        self.workers_added_list.append(max(0, missing))
-        for _ in range(missing):
-            item = self.backlog.pop() if self.backlog else await self.get_next_item()
-            if item is None:
-                return
-            item_id = str(uuid.uuid4())
-            worker = asyncio.create_task(self.handle_env(item_id), name=f"rollout {item_id}")
-            self.running_items[item_id] = {"item": item, "worker": worker, "start_time": time.monotonic(), "collected": False}
-            self.workers.add(worker)
-            worker.add_done_callback(self._worker_done(item))
-
-    def _worker_done(self, item: Any) -> Callable[[asyncio.Task[Any]], None]:
-        def done(task: asyncio.Task[Any]) -> None:
-            self.workers.discard(task)
-            if task.cancelled():
-                return
-            if (error := task.exception()) is not None:
-                self._fatal = (
-                    error if isinstance(error, EnvironmentFailure) else EnvironmentFailure(f"a worker died: {error!r}")
-                )
-            elif task.result():
-                self.last_completed_item = item
-            self._wake_up()
-
-        return done
-
-    def _wake_up(self) -> None:
-        if self._wake is not None:
-            self._wake.set()
-
-    async def handle_env(self, item_uuid: str) -> Any:
-        """One item from start to end. Returns its groups, or None when there are none.
-
-        Raises:
-            EnvironmentFailure: something that only a person can mend; what is wrong with one item ends that item only.
-        """
-        running = self.running_items[item_uuid]
-        item, started = running["item"], time.monotonic()
-        groups = None
-        try:
-            groups, _ = await self.work_on(item, collected=lambda: running.update(collected=True))
-            self._failures_in_a_row = 0
-        except RolloutFailure as failure:
-            self._failures_in_a_row += 1
-            logger.error("an item was given up: %s (%d in a row)", failure, self._failures_in_a_row)
-        finally:
-            self.running_items.pop(item_uuid, None)
-        duration = time.monotonic() - started
-        self.task_duration.append(duration)
-        self.task_successful.append(int(groups is not None))
-        (self.succeeded_task_duration if groups is not None else self.failed_task_duration).append(duration)
-        return groups
-
-    def _put_back(self, item_id: str) -> None:
-        """Stop an item's worker; the item is worked on anew later."""
-        running = self.running_items.pop(item_id)
-        running["worker"].cancel()
-        self.workers.discard(running["worker"])
-        self.backlog.append(running["item"])
-
-    def _check_health(self) -> None:
-        """End on what a retry cannot mend."""
-        if self._fatal is not None:
-            raise self._fatal
-        for server in self.server.servers:
-            if isinstance(server, APIServer) and server.gate.failure is not None:
-                raise server.gate.failure
-        limit = self.config.max_consecutive_failures
-        if 0 < limit <= self._failures_in_a_row:
-            raise EnvironmentFailure(
-                f"the last {self._failures_in_a_row} items all failed ({self.drops}): see the tracebacks above, "
-                "or raise --env.max_consecutive_failures"
-            )
 
     async def _stop(self) -> None:
         """Cancel what runs, say goodbye, close files and connections."""

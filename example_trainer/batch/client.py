@@ -39,6 +39,7 @@ class Registration:
         max_staleness: oldest data wanted, in weight versions; None for any.
         model: what is trained; with checkpoint_dir it keeps one run's rollouts from another's trainer.
         weight_epoch: of the weights that this trainer makes; see ages.
+        positions: of the last batch that the weights have learned from, {} before the first; None if that is not known.
     """
 
     wandb_group: str
@@ -52,6 +53,7 @@ class Registration:
     max_staleness: int | None = None
     model: str | None = None
     weight_epoch: int = 0
+    positions: dict[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,13 @@ class TrainedBatch:
     Attributes:
         id: the rollout service's number for it.
         uuid: of the registration under which it was handed out, which says of which service and which trainer it was.
+        positions: where the environments that can be resumed exactly go on after it: the number of an item, by stream; None if
+            there are none.
     """
 
     id: int
     uuid: int | None
+    positions: dict[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -110,10 +115,11 @@ class RolloutClient:
         self.url, self.stop, self.batch_timeout = self._service.url, stop, batch_timeout
         self._registration: Registration | None = None
         self._version = 0
+        self._positions: dict[str, int] | None = None
         self._query: dict[str, int] = {}
         self._said_no_leases = False
         self._changed = threading.Condition()
-        """Guards `_held` and `_version`."""
+        """Guards `_held`, `_version` and `_positions`."""
         self._held: deque[TrainedBatch | None] = deque()
 
     def close(self) -> None:
@@ -131,13 +137,16 @@ class RolloutClient:
             RolloutServiceError: it is not there in time, or refuses.
         """
         self._registration, self._version = registration, registration.starting_step
+        self._positions = registration.positions
         self._register()
         logger.info("Registered with the rollout service at %s", self.url)
 
     def _register(self) -> None:
         if self._registration is None:
             raise RuntimeError("register() comes first")
-        body = asdict(self._registration) | {"starting_step": self._version, "ack_batches": True}
+        body = asdict(self._registration) | {
+            **{"starting_step": self._version, "positions": self._positions, "ack_batches": True}
+        }
         uuid = self._service.request("POST", "/register", body).get("uuid")
         self._query = {} if uuid is None else {"uuid": uuid}
 
@@ -169,7 +178,7 @@ class RolloutClient:
                     raise RolloutServiceError(
                         f"{self.url}/batch answered a batch that is no list of groups: {str(groups)[:200]}"
                     )
-                lease = self._leased(answer.get("batch_id"))
+                lease = self._leased(answer.get("batch_id"), answer.get("positions"))
                 with self._changed:
                     self._held.append(lease)
                 names = answer.get("environments")
@@ -204,10 +213,10 @@ class RolloutClient:
         answer = self._service.request("GET", "/status")
         return int(answer.get("queue_size") or 0)
 
-    def _leased(self, batch_id: int | None) -> TrainedBatch | None:
+    def _leased(self, batch_id: int | None, positions: dict[str, int] | None) -> TrainedBatch | None:
         if batch_id is not None:
             self._query["received"] = batch_id
-            return TrainedBatch(batch_id, self._query.get("uuid"))
+            return TrainedBatch(batch_id, self._query.get("uuid"), positions)
         if not self._said_no_leases:
             self._said_no_leases = True
             logger.info("The rollout service at %s leases no batches: one is lost if the trainer dies with it", self.url)
@@ -230,6 +239,8 @@ class RolloutClient:
             self._acknowledge(lease, weight_version, skipped)
         with self._changed:  # only now: who waits for this registers at the new version
             self._version = weight_version
+            if lease is not None and lease.positions is not None and skipped is None:
+                self._positions = lease.positions
             self._held.popleft()
 
     def keep(self, lease: TrainedBatch | None, weight_version: int) -> None:
@@ -283,8 +294,11 @@ class RolloutClient:
             logger.warning("The rollout service was not told that the run has ended: %s", error)
 
 
-def registration(config: TrainerConfig, starting_step: int, weight_epoch: int = 0) -> Registration:
-    """What the rollout service is told. `weight_epoch` names this trainer's weights; see ages."""
+def registration(
+    config: TrainerConfig, starting_step: int, weight_epoch: int = 0, positions: dict[str, int] | None = None
+) -> Registration:
+    """What the rollout service is told. `weight_epoch` names this trainer's weights, see ages; `positions` are where its data
+    goes on."""
     project, group = config.wandb_names
     return Registration(
         wandb_group=group,
@@ -298,4 +312,5 @@ def registration(config: TrainerConfig, starting_step: int, weight_epoch: int = 
         max_staleness=config.oldest_rollouts,
         model=config.model_name,
         weight_epoch=weight_epoch,
+        positions=positions,
     )

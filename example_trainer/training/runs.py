@@ -108,7 +108,7 @@ class SavedStep:
                 checkpoint,
                 int(content["step"]),
                 Run.from_record(run) if run else Run(UNNAMED, model_identity(content.get("config", {}).get("model_name", ""))),
-                TrainedBatch(int(batch["id"]), batch["uuid"]) if batch else None,
+                TrainedBatch(int(batch["id"]), batch["uuid"], batch.get("positions")) if batch else None,
                 tuple(TrainedBatch(int(one["id"]), one["uuid"]) for one in content.get("unacknowledged", [])),
                 None if content.get("updates") is None else int(content["updates"]),
             )
@@ -117,6 +117,11 @@ class SavedStep:
                 f"cannot read {file} ({type(error).__name__}: {error}): move {checkpoint.name} out of the folder, "
                 "or resume from another checkpoint"
             ) from error
+
+    @property
+    def positions(self) -> dict[str, int] | None:
+        """Where the data of these weights goes on; None if that is not known."""
+        return self.batch.positions if self.batch else None
 
     @property
     def order(self) -> tuple[int, int]:

@@ -44,6 +44,7 @@ def test_the_original_wire_without_leases_works(scripted: MakeServer, client_of:
         "max_staleness": None,
         "model": None,
         "weight_epoch": 0,
+        "positions": None,
         "ack_batches": True,
     }
 

@@ -31,7 +31,7 @@ def test_a_checkpoint_holds_the_weights_that_are_served(start: Path, tmp_path: P
     model, optimizer = load(start)
     train(model, optimizer, 2)
     checkpoints = Checkpoints(tmp_path / "out", RUN)
-    folder = checkpoints.begin(model, optimizer, {"lr": 0.02}, TrainedBatch(7, 99), [TrainedBatch(6, 99)])
+    folder = checkpoints.begin(model, optimizer, {"lr": 0.02}, TrainedBatch(7, 99, {"a": 4}), [TrainedBatch(6, 99)])
     checkpoints.wait()
     assert folder == tmp_path / "out" / "step_2"
     again = load_model(str(folder), torch.bfloat16)
@@ -40,9 +40,12 @@ def test_a_checkpoint_holds_the_weights_that_are_served(start: Path, tmp_path: P
     assert (folder / "config.json").read_bytes() == (start / "config.json").read_bytes()
     state = json.loads((folder / "trainer_state" / "trainer.json").read_text())
     run = {"name": "a", "model": "model", "lives": [[1000, 0]]}
-    batches = {"batch": {"id": 7, "uuid": 99}, "unacknowledged": [{"id": 6, "uuid": 99}]}
+    batches = {
+        "batch": {"id": 7, "uuid": 99, "positions": {"a": 4}},
+        "unacknowledged": [{"id": 6, "uuid": 99, "positions": None}],
+    }
     assert state == {"step": 2, "updates": 2, "run": run, "config": {"lr": 0.02}} | batches
-    assert SavedStep.read(folder) == SavedStep(folder, 2, RUN, TrainedBatch(7, 99), (TrainedBatch(6, 99),), 2)
+    assert SavedStep.read(folder) == SavedStep(folder, 2, RUN, TrainedBatch(7, 99, {"a": 4}), (TrainedBatch(6, 99),), 2)
 
 
 def test_saving_does_not_touch_the_model(start: Path, tmp_path: Path) -> None:
