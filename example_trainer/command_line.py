@@ -23,13 +23,15 @@ from example_trainer.options.section import flag_of
 Options = TypeVar("Options", bound=BaseModel)
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with a command line in one line."""
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see --help")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="grpo.py", description="Train a language model with GRPO on rollouts.", allow_abbrev=False)
+    parser = Parser(prog="grpo.py", description="Train a language model with GRPO on rollouts.", allow_abbrev=False)
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="YAML file with any of the options below; flags win over it"
     )
@@ -86,15 +88,25 @@ def parse_config(arguments: Sequence[str]) -> TrainerConfig:
             user's that are none. From here on modules are found in the current directory and beside the YAML file too.
         SystemExit: --help was given.
     """
-    given, unknown = _parser().parse_known_args(arguments)
+    flags = read_flags(_parser(), arguments)
+    file = flags.pop("config")
+    return checked_config((_read_yaml(file) if file else {}) | flags, flags, file)
+
+
+def read_flags(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> dict[str, Any]:
+    """The values of flags, by name.
+
+    Raises:
+        ConfigError: an unknown flag; the nearest that there is is given.
+        SystemExit: --help was given.
+    """
+    given, unknown = parser.parse_known_args(arguments)
     if unknown:
         flag = unknown[0].split("=")[0]
         kind = "unknown flag" if flag.startswith("-") else "unexpected argument"
-        known = [flag_of(name) for name in TrainerConfig.model_fields] + ["--config"]
+        known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
         raise ConfigError(f"{kind} {flag}{_nearest(flag, known)}")
-    flags = vars(given)
-    file = flags.pop("config")
-    return checked_config((_read_yaml(file) if file else {}) | flags, flags, file)
+    return vars(given)
 
 
 def checked_config(values: Mapping[str, Any], flags: Collection[str], file: Path | None = None) -> TrainerConfig:
@@ -107,10 +119,7 @@ def checked_config(values: Mapping[str, Any], flags: Collection[str], file: Path
     Raises:
         ConfigError: a value does not fit.
     """
-    try:
-        config = TrainerConfig.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(_one_line(error, from_flags=set(flags), file=file)) from error
+    config = checked(TrainerConfig, values, flags, file)
     method = config.method
     if is_import(method.loss) or is_import(method.advantages):
         make_importable([Path.cwd(), *([file.parent] if file else [])])
@@ -125,17 +134,18 @@ def parse_section(section: type[Options], program: str, arguments: Sequence[str]
         ConfigError: an unknown flag, or a value that does not fit.
         SystemExit: --help was given.
     """
-    parser = _Parser(prog=program, allow_abbrev=False)
+    parser = Parser(prog=program, allow_abbrev=False)
     add_section(parser, section)
-    given, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        kind = "unknown flag" if unknown[0].startswith("-") else "unexpected argument"
-        flag = unknown[0].split("=")[0]
-        raise ConfigError(f"{kind} {flag}{_nearest(flag, [flag_of(name) for name in section.model_fields])}")
+    flags = read_flags(parser, arguments)
+    return checked(section, flags, flags)
+
+
+def checked(options: type[Options], values: Mapping[str, Any], flags: Collection[str], file: Path | None = None) -> Options:
+    """As checked_config, of any options."""
     try:
-        return section.model_validate(vars(given))
+        return options.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(_one_line(error, from_flags=set(vars(given)), file=None)) from error
+        raise ConfigError(_one_line(error, from_flags=set(flags), file=file)) from error
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:

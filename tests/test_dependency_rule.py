@@ -35,6 +35,7 @@ NEVER = {
 ROOMS = (
     "async_grpo",
     "simple_rl",
+    "reference_worker",
     "grpo",
     "parameter_server",
     "training",

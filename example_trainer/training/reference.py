@@ -1,0 +1,184 @@
+"""How the reference's logprobs are computed: what a trainer tells reference workers of it, and what they do with a group.
+
+A group's rows depend on the group alone: it is packed by itself, whatever else there is to do. So two workers that compute the
+same group answer the same, and a run does not depend on which of them had it. With the invariant operations the rows are, to
+the bit, what the trainer would compute in bins of its own. With the others they are that where the trainer packs the group the
+same way, and else to rounding: so much its own bins differ from one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from example_trainer.algorithm.advantages import find_advantages
+from example_trainer.batch.bins import PackedBin
+from example_trainer.batch.group_error import GroupError
+from example_trainer.batch.groups import Batch, Rules, parse_batch
+from example_trainer.batch.packing import pack_batch
+from example_trainer.batch.reader import CPU_TOKENS_PER_MICROBATCH
+from example_trainer.batch.reference_logprobs import NOT_SCORED, wire_row
+from example_trainer.batch.sampling import SamplingRules
+from example_trainer.config import TrainerConfig
+from example_trainer.errors import ConfigError, NonFiniteError
+from example_trainer.models import Decoder
+from example_trainer.training.step import response_logprobs
+
+GPU_TOKENS_PER_PASS = 16384
+"""Without --tokens-per-microbatch. Nothing is kept for a backward pass, so memory is not what bounds it."""
+
+
+@dataclass(frozen=True)
+class ReferenceSettings:
+    """What decides the reference's logprobs of a group.
+
+    Attributes:
+        model: its name, as the options have it.
+        dtype: of its parameters, such as "bfloat16".
+        table: of operations; see choose_table.
+        vocab_size: token ids lie below it.
+        temperature: of sequences that do not say theirs.
+        seq_len: longer sequences are not scored.
+        share_prefixes: whether what a group begins with is forwarded once.
+    """
+
+    model: str
+    dtype: str
+    table: str
+    vocab_size: int
+    temperature: float = 1.0
+    seq_len: int = 2048
+    share_prefixes: bool = True
+
+    @classmethod
+    def of(cls, config: TrainerConfig, model: Decoder) -> ReferenceSettings:
+        """Those of a trainer's options.
+
+        Args:
+            model: that is trained, or the reference: their dtype, table and vocabulary are the same.
+        """
+        return cls(
+            model=config.reference_model or config.model_name,
+            dtype=str(model.output_weight.dtype).removeprefix("torch."),
+            table=model.arithmetic.ops.NAME,
+            vocab_size=model.geometry.vocab_size,
+            temperature=config.temperature,
+            seq_len=config.seq_len,
+            share_prefixes=config.shares_prefixes,
+        )
+
+    def for_the_wire(self) -> dict[str, str | float | bool]:
+        """As the rollout service takes it."""
+        return asdict(self)
+
+    def agreed(self, registered: Mapping[str, Any]) -> ReferenceSettings:
+        """A worker's settings, with those of the trainer for which it need not be started anew.
+
+        Args:
+            registered: what the trainer told; what it does not tell is taken to be as here.
+
+        Raises:
+            ConfigError: the trainer's model, dtype, table or vocabulary is another one.
+        """
+        theirs = replace(self, **{one.name: told for one in fields(self) if (told := registered.get(one.name)) is not None})
+        if theirs.model != self.model:
+            raise ConfigError(f"--model-name {self.model}, but the trainer's reference is {theirs.model}; give the same name")
+        if theirs.vocab_size != self.vocab_size:
+            raise ConfigError(
+                f"--model-name {self.model} has a vocabulary of {self.vocab_size} ids here, and the trainer's model one of "
+                f"{theirs.vocab_size}: these are not the same files, or the reference is no relative; give both the same model"
+            )
+        if theirs.dtype != self.dtype:
+            raise ConfigError(
+                f"the trainer computes in {theirs.dtype} and this worker in {self.dtype}; give it --dtype {theirs.dtype}"
+            )
+        if theirs.table != self.table:
+            remedy = {"invariant": "give --deterministic", "fast": "start it on a GPU, without --deterministic"}
+            what = remedy.get(theirs.table, "start it on such a device as the trainer's, without --deterministic")
+            raise ConfigError(
+                f"the trainer computes with the {theirs.table} operations, this worker with the {self.table} ones, which have "
+                f"other bits; {what}"
+            )
+        return theirs
+
+
+class ReferenceScorer:
+    """Computes a group's `ref_logprobs` with frozen weights.
+
+    Args:
+        model: the reference.
+        config: of it, the bound of a pass is used, and how logits are chunked.
+
+    Example:
+        scorer = ReferenceScorer(model, config)
+        rows = scorer.rows(group, settings)
+    """
+
+    def __init__(self, model: Decoder, config: TrainerConfig) -> None:
+        self._model, self._config = model, config
+        device = model.output_weight.device
+        default = GPU_TOKENS_PER_PASS if device.type == "cuda" else CPU_TOKENS_PER_MICROBATCH
+        self._tokens_per_pass = config.tokens_per_microbatch or default
+
+    def rows(self, group: Mapping[str, Any], settings: ReferenceSettings) -> list[list[float]]:
+        """Score a group.
+
+        Args:
+            group: tokens, masks and, if there are any, sampling_params, as on the wire.
+
+        Returns:
+            [n][length], see batch.reference_logprobs.
+
+        Raises:
+            GroupError: it cannot be scored; a trainer could not train on it either.
+            NonFiniteError: the model computes NaN or infinity.
+        """
+        batch = self._parsed(group, settings)
+        rows = [[NOT_SCORED] * len(tokens) for tokens in group["tokens"]]
+        for bin in self._bins(batch, settings):
+            device = self._model.output_weight.device
+            moved = bin.handed_to(device)
+            with torch.no_grad():
+                logprobs, _ = response_logprobs(self._model, moved, moved.packing(), self._config)
+            if not logprobs.isfinite().all():
+                raise NonFiniteError(
+                    f"the reference {settings.model} computes NaN or infinity for {int((~logprobs.isfinite()).sum())} of "
+                    f"{len(logprobs)} tokens of a group; look at its weights, and at --dtype {settings.dtype}"
+                )
+            counts = bin.counts.tolist()
+            for (_, i), found, positions in zip(
+                bin.orders.tolist(), logprobs.cpu().split(counts), bin.positions.split(counts), strict=True
+            ):
+                rows[i] = wire_row(len(rows[i]), positions.numpy(), found.numpy())
+        return rows
+
+    def _parsed(self, group: Mapping[str, Any], settings: ReferenceSettings) -> Batch:
+        tokens = group.get("tokens")
+        wanted = {
+            "tokens": tokens,
+            "masks": group.get("masks"),
+            "sampling_params": group.get("sampling_params"),
+            "scores": [0.0] * (len(tokens) if isinstance(tokens, list) else 0),
+        }
+        # What may be trained on is for the trainer to say: of how a token was sampled, the temperature alone counts here.
+        deterministic = settings.table == "invariant"
+        rules = Rules(find_advantages("zero"), sampling=SamplingRules(allow_narrowed=True, deterministic=deterministic))
+        batch = parse_batch([wanted], settings.seq_len, self._model.geometry.vocab_size, rules)
+        if batch.invalid:
+            raise GroupError(batch.invalid[0].removeprefix("group 0: "))
+        return batch
+
+    def _bins(self, batch: Batch, settings: ReferenceSettings) -> Sequence[PackedBin]:
+        ((bins,),) = pack_batch(
+            batch,
+            tokens_per_bin=self._tokens_per_pass,
+            ranks=1,
+            normalisation="token",
+            max_tokens=settings.seq_len,
+            share_prefixes=settings.share_prefixes,
+            temperature=settings.temperature,
+        )
+        return bins
