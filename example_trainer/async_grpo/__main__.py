@@ -8,12 +8,14 @@ import fcntl
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from example_trainer.api_keys import SECRETS
 from example_trainer.async_grpo.cluster import RayCluster
 from example_trainer.async_grpo.driver import Driver
 from example_trainer.async_grpo.fleet import ServiceFleet
+from example_trainer.async_grpo.roles import Commands
 from example_trainer.async_grpo.settings import Settings, read_settings
 from example_trainer.child_processes.processes import ProcessError
 from example_trainer.child_processes.run_keys import make_keys
@@ -51,7 +53,7 @@ def settings_of(given: argparse.Namespace) -> Settings:
     return settings
 
 
-def orchestrate(given: argparse.Namespace, stop: StopSignal) -> None:
+def orchestrate(given: argparse.Namespace, stop: StopSignal, commands: type[Commands] = Commands) -> None:
     """The whole run."""
     settings = settings_of(given)
     with contextlib.ExitStack() as stack:
@@ -73,16 +75,17 @@ def orchestrate(given: argparse.Namespace, stop: StopSignal) -> None:
         cluster = RayCluster(folder.name, settings.logging.dashboard)
         stop.install()  # Ray has put a handler of its own in place
         logger.info("[Async] logs of all roles: %s", folder / "logs")
-        driver = Driver(settings, cluster, keys, ServiceFleet(keys[SECRETS["atropos_api_key"]]), stop.check)
+        fleet = ServiceFleet(keys[SECRETS["atropos_api_key"]])
+        driver = Driver(settings, cluster, keys, fleet, stop.check, commands(settings, keys))
         stop.defer()
         driver.run()
 
 
-def main() -> int:
+def main(arguments: Sequence[str], commands: type[Commands] = Commands) -> int:
     """See the module; the exit status is that of `run` in process.py."""
-    given = parser().parse_args()
-    return run(lambda stop: orchestrate(given, stop))
+    given = parser().parse_args(arguments)
+    return run(lambda stop: orchestrate(given, stop, commands))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

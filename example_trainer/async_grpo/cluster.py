@@ -29,6 +29,10 @@ class SeatLost(Exception):
     """An actor is gone, with its process: its node, its worker, or whoever killed it."""
 
 
+class SeatSilent(Exception):
+    """An actor does not answer, and Ray does not say that it is gone: its node may be busy, or cut off for a moment."""
+
+
 class Pending(Protocol):
     """An answer that may not have come."""
 
@@ -36,7 +40,7 @@ class Pending(Protocol):
         """Whether `get` returns or raises at once."""
 
     def get(self) -> Any:
-        """The answer. Raises SeatLost if whoever was asked is gone."""
+        """The answer. Raises SeatLost if whoever was asked is gone, SeatSilent if it may be."""
 
 
 class Seat(Protocol):
@@ -95,6 +99,8 @@ class _RayPending:
             return ray.get(self.reference, timeout=60)
         except ray.exceptions.RayTaskError:
             raise  # a bug, or a full disk: said whole
+        except ray.exceptions.ActorUnavailableError as error:
+            raise SeatSilent(first_line(error)) from error
         except ray.exceptions.RayError as error:
             raise SeatLost(first_line(error)) from error
 
@@ -147,6 +153,8 @@ class RayCluster:
         environment = {
             "env_vars": {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])])}
         }
+        # Ray's workers are nice to the rest of the machine; here they are what the machine is for.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         try:
             ray.init(
                 **({"address": address} if address else started_here),

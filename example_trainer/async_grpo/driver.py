@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 
 from example_trainer.async_grpo.actor import Look, NodeNeeds, NodeReport
-from example_trainer.async_grpo.cluster import Cluster, Pending, Seat, SeatLost, demands_at_home
+from example_trainer.async_grpo.cluster import Cluster, Pending, Seat, SeatLost, SeatSilent, demands_at_home
 from example_trainer.async_grpo.fleet import Fleet
 from example_trainer.async_grpo.launch import Address
 from example_trainer.async_grpo.placement import amounts, refusal
@@ -24,6 +24,8 @@ TICK_SECONDS = 0.5
 WAITING_SECONDS = 30.0
 """Between two lines about a role that cannot be placed, or does not answer."""
 STOP_MARGIN_SECONDS = 30.0
+SILENT_SECONDS = 30.0
+"""How long an actor may not answer, without Ray saying that it is lost, before it is taken for lost."""
 
 
 class RunFailed(TrainerError):
@@ -63,6 +65,7 @@ class Keeper:
         self.log_offset = 0
         self.missing = ""
         self.told = 0.0
+        self.silent_since: float | None = None
 
     def enter(self, state: State, now: float) -> None:
         """Go to another state."""
@@ -135,6 +138,8 @@ class Driver:
         for keeper in self.keepers.values():
             try:
                 self._advance(keeper)
+            except SeatSilent as silent:
+                self._silent(keeper, str(silent))
             except SeatLost as lost:
                 self._lost(keeper, str(lost))
 
@@ -152,6 +157,7 @@ class Driver:
             self._wait(keeper, now)
             return
         answer, keeper.pending = keeper.pending.get(), None
+        keeper.silent_since = None
         if keeper.state is State.PLACING:
             self._placed(keeper, answer, now)
         elif keeper.state is State.LAUNCHING:
@@ -269,6 +275,14 @@ class Driver:
             self._release(keeper)
             return
         self._again(keeper, Ended(look.code, look.lived, keeper.was_up), f"{look.said}; log: {self._log(keeper)}", now)
+
+    def _silent(self, keeper: Keeper, why: str) -> None:
+        now = self._clock()
+        keeper.silent_since = now if keeper.silent_since is None else keeper.silent_since
+        if keeper.state is State.UP and now - keeper.silent_since < SILENT_SECONDS:
+            self._look(keeper)
+        else:
+            self._lost(keeper, why)
 
     def _lost(self, keeper: Keeper, why: str) -> None:
         now = self._clock()

@@ -231,25 +231,22 @@ class Commands:
     def _parameter_server(self, role: Role, places: Mapping[str, Address]) -> dict[str, Any]:
         here = places[role.name]
         words = [PYTHON, "-u", "-m", "example_trainer.parameter_server", "--model-name", self._settings.model]
-        words += ["--port", str(here.ports[0]), "--atropos-url", places["service"].url]
+        words += ["--host", here.listen, "--port", str(here.ports[0]), "--atropos-url", places["service"].url]
+        words += ["--part", f"{number_of(role)}/{self._settings.orchestration.parameter_servers}"]
         if self._settings.inference.weight_sync_every:
             words += ["--pull-every", str(self._settings.inference.weight_sync_every)]
-        servers = self.served_by(role, places)
-        words += ["--vllm-servers", ",".join(servers)] if servers else []
-        return {"arguments": words, "variables": {"MASTER_ADDR": None, "MASTER_PORT": str(here.ports[1])}}
-
-    def served_by(self, role: Role, places: Mapping[str, Address]) -> list[str]:
-        """The vLLM servers that a parameter server serves: each of P has every P-th, as host:port."""
-        servers = [places[name].server for name in sorted(places, key=natural) if name.startswith("generator-")]
-        return servers[number_of(role) - 1 :: self._settings.orchestration.parameter_servers]
+        words += ["--device", "cuda" if here.gpus else "cpu"]
+        words += ["--dtype", self._settings.inference.dtype] if self._settings.inference.dtype else []
+        words += ["--log-dir", str(self._settings.folder / role.name)]
+        return {"arguments": [*words, "--vllm-servers", *servers_in(places)]}
 
     def _trainer(self, role: Role, places: Mapping[str, Address]) -> dict[str, Any]:
         settings = self._settings
         values = settings.trainer_values | {"atropos_url": places["service"].url, "resume": "auto"}
-        names = sorted(places, key=natural)
-        values["vllm_servers"] = [places[name].server for name in names if name.startswith("generator-")]
         if settings.orchestration.parameter_servers:
-            values["parameter_servers"] = [places[name].server for name in names if name.startswith("parameter-server-")]
+            values["parameter_servers"] = servers_in(places, "parameter-server-")
+        else:
+            values["vllm_servers"] = servers_in(places)
         file = str(settings.folder / TRAINER_FILE)
         ranks = settings.orchestration.trainer_ranks
         words = [PYTHON, "-u"]
@@ -277,6 +274,11 @@ def number_of(role: Role) -> int:
     """`generator-2` → 2, `environment-2-1` → 2, another → 1."""
     numbers = [int(part) for part in role.name.split("-") if part.isdigit()]
     return numbers[0] if numbers else 1
+
+
+def servers_in(places: Mapping[str, Address], kind: str = "generator-") -> list[str]:
+    """host:port of all roles whose names begin so, in the order of their numbers."""
+    return [places[name].server for name in sorted(places, key=natural) if name.startswith(kind)]
 
 
 def natural(name: str) -> tuple[str, int]:

@@ -183,6 +183,12 @@ def parser() -> OneLineParser:
         help="start again what of this run does not run, with the options of its last start; the trainer goes on from its "
         "newest checkpoint. With a larger --vllm-servers: further servers join the training that runs",
     )
+    made.add_argument(
+        "--ray",
+        action="store_true",
+        help="an asynchronous run on Ray in the foreground instead, by --config FILE (default: the starter model on this "
+        "machine's cores); --folder and --steps are the only other flags then (docs/async.md)",
+    )
     made.add_argument("--no-links", action="store_true", help="put no links to the logs into the folder where this is typed")
     return made
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from example_trainer.async_grpo.actor import Look, NodeReport, RoleProcess
-from example_trainer.async_grpo.cluster import SeatLost
+from example_trainer.async_grpo.cluster import SeatLost, SeatSilent
 from example_trainer.async_grpo.driver import Driver, RunFailed, State
 from example_trainer.async_grpo.launch import Address, Launch
 from example_trainer.async_grpo.placement import Demand, Node
@@ -38,9 +38,11 @@ class FakeSeat:
         self.cluster, self.role, self.begun = cluster, role, 0.0
         self.launch: Launch | None = None
         self.code: int | None = None
-        self.lost = self.killed = self.stopped = False
+        self.lost = self.silent = self.killed = self.stopped = False
 
     def ask(self, method: str, *arguments: Any) -> Answer:
+        if self.silent:
+            return Answer(SeatSilent("no answer"))
         if self.lost:
             return Answer(SeatLost("the actor died"))
         if method == "check":
@@ -218,6 +220,18 @@ def test_a_lost_trainer_is_started_again_without_waiting_for_generators(bench: B
     assert bench.state("generator-2") is State.STARTING
 
 
+def test_an_actor_that_is_silent_for_a_moment_is_left_alone(bench: Bench) -> None:
+    seat = bench.cluster.seats["trainer"]
+    seat.silent = True
+    bench.turn(20)
+    seat.silent = False
+    bench.turn(4)
+    assert bench.cluster.order.count("trainer") == 1
+    seat.silent = True
+    bench.turn(80)
+    assert bench.cluster.order.count("trainer") == 2
+
+
 def test_a_trainer_whose_checkpoints_are_on_a_lost_disk_ends_the_run(bench: Bench) -> None:
     bench.cluster.common = False
     bench.driver.keepers["trainer"].common = False
@@ -297,7 +311,7 @@ def test_an_actor_starts_looks_and_stops(tmp_path: Path) -> None:
     seat.start(launch, 2.0, False)
     wait_until("the end", lambda: None if seat.look().code is not None else "it runs", 30)
     look = seat.look(offset=2)
-    assert (look.code, look.ready) == (1, False)
+    assert look.code == 1
     assert look.said.endswith("ModuleNotFoundError: no module that was wanted")
     assert look.log.startswith(b"llo\n")
     assert not stale.exists()
