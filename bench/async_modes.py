@@ -11,7 +11,8 @@ weights and takes the same number of steps. The first steps are left out: they w
     off_policy_N    --max-staleness N, as much ahead as the service lets: the server is never left without work
 
 A trainer takes its batch whole, so that what is overlapped is one step old; only turns are on-policy. Writes async_modes.json,
-timeline.svg and a trace, and prints a table; --into FILE puts the figures into a results file under `modes`.
+timeline.svg and a trace, and prints a table; --into FILE puts the figures into a results file under `modes`,
+those of GPUs under `modes_gpu`.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class Benchmark(Sitting):
         os.environ[VARIABLE] = str(self.folder)  # the children's too
         shown = ("steps", "leave_out", "sequences", "group", "cap", "lr", "device")
         settings = {name: getattr(args, name) for name in shown} | {"model": args.model.name}
-        self.describe(settings=settings)
+        self.describe(settings=settings, load_average_before=os.getloadavg())
         # A cache that no regime fills: what is in flight at most, with room for prompts.
         cache = {"cache_gib": args.cache_gib} if self.on_gpu else {}
         options = ServerOptions(
@@ -128,7 +129,7 @@ class Benchmark(Sitting):
             self.results.measure("regimes", name, run=partial(self._regime, name))
         self._picture()
         if args.into and not self.results.failures:
-            put_into(args.into, "modes", self.results.data)
+            put_into(args.into, "modes_gpu" if self.on_gpu else "modes", self.results.data)
 
     def _regime(self, name: str) -> dict[str, Any]:
         args, regime = self.args, REGIMES[name]
@@ -195,7 +196,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=REGIMES)
     parser.add_argument("--model", type=Path, default=STARTER, help="folder of a checkpoint (default: the starter model)")
     parser.add_argument("--environment", default="environments/arithmetic_server.py", help="script (default: %(default)s)")
-    parser.add_argument("--environment-flags", default="", help="more flags for it")
+    kept = "--env.ensure_scores_are_not_same false"  # or ever more answers are sampled for a batch, the better they become
+    parser.add_argument("--environment-flags", default=kept, help="more flags for it (default: %(default)s)")
     parser.add_argument("--trainer-flags", default="", help="more flags for grpo.py")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--leave-out", type=int, default=4, help="first steps that are not counted")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bench import bridge_figures, determinism_figures, learning_figures, trainer_figures
+from bench import async_figures, bridge_figures, determinism_figures, learning_figures, trainer_figures
 from bench.bridge_figures import markdown, sources
 from bench.results_book import Book
 
@@ -86,6 +86,7 @@ def span(seconds: float) -> str:
 
 
 NAMED: dict[str, Callable[[Book], str]] = {
+    **async_figures.NAMED,
     **bridge_figures.NAMED,
     **determinism_figures.NAMED,
     **learning_figures.NAMED,

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import async_modes, async_on_paper, async_scaling
+from bench import async_figures, async_modes, async_on_paper, async_scaling
 from bench.async_modes import REGIMES, found_in, work_of
 from bench.async_on_paper import Measured, full_at, need
 from bench.gpu.processes import BenchError
-from bench.measured import put_into
+from bench.measured import COMMIT_VARIABLE, measured, put_into
+from bench.results_book import Book
 from bench.sleeping_roles import Work, body_of
 from bench.sleeping_roles import work_of as work_at
 from bench.timeline_spans import Process, Span
@@ -89,6 +90,7 @@ def test_a_shared_file_keeps_what_others_found(tmp_path: Path) -> None:
 def test_sleeping_generators_against_a_real_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One generator for a moment, then as fast as one can, then a queue that is emptied: every figure is there."""
     monkeypatch.setattr(async_scaling, "RAMP_SECONDS", 0.1)
+    monkeypatch.setenv(COMMIT_VARIABLE, "abc")
     into = tmp_path / "async.json"
     words = ["--output", str(tmp_path), "--generators", "1", "--seconds", "0.7", "--clients", "1", "--into", str(into)]
     assert async_scaling.main([*words, "--batch", "16"]) == 0
@@ -99,4 +101,22 @@ def test_sleeping_generators_against_a_real_service(tmp_path: Path, monkeypatch:
     assert rushed["post_ms"]["p50"] <= rushed["post_ms"]["p99"]
     assert data["on_paper"]["measured"]["date"]
     assert async_on_paper.main([str(into), "--generators", "7"]) == 0
-    assert [*json.loads(into.read_text())["scaling"]["on_paper"]["found"]["32B"]] == ["7"]
+    book = Book(tmp_path)
+    assert [*book.get("async", "scaling/on_paper/found/32B")] == ["7"]
+    tables = {name: make(book) for name, make in async_figures.NAMED.items() if name != "async_modes"}
+    assert "| 32B | 7 | " in tables["async_on_paper"]
+    assert "commit abc" in tables["async_scaling"]
+    assert "groups/s are posted" in tables["async_saturation"]
+    assert tables["async_full_at"].endswith(" of 32B")
+
+
+def test_regimes_as_documents_show_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(COMMIT_VARIABLE, "abc")
+    found = found_in([(2.0 * step, row(step, 1)) for step in range(1, 11)], leave_out=4)
+    shares = {"trainer": {"train": 0.5, "wait": 0.25}, "generator": {"generating": 0.9}}
+    settings = {"steps": 10, "leave_out": 4, "sequences": 64}
+    regimes = {"off_policy_2": {**found, "share_of_time": shares, "measured": measured()}}
+    put_into(tmp_path / "async.json", "modes", {"settings": settings, "regimes": regimes})
+    table = async_figures.modes(Book(tmp_path))
+    assert "| off-policy by 2 | 2.00 | 50 | 50% | 25% | 0% | 90% | 0% | 1.0, 1 | 0.95 |" in table
+    assert "over 6 steps of 64 answers" in table

@@ -27,6 +27,7 @@ class VllmServer:
     port: int
     model: Path
     process: ManagedProcess
+    folder: Path
 
     def generate(self, prompt: list[int], **parameters: object) -> dict[str, list]:  # type: ignore[type-arg]
         response = httpx.post(f"{self.url}/generate", json={"prompt": {"prompt_token_ids": prompt}, **parameters}, timeout=120)
@@ -94,10 +95,11 @@ def start_vllm(
     """Start a server and wait until it generates, or until it answers `ready`."""
     port = free_port()
     environment = {"VLLM_ENABLE_SHARED_WEIGHTS": "1" if shared else None, "LOGDIR": str(folder), "OMP_NUM_THREADS": "1"}
+    environment["LOCKSTEP_TIMELINE"] = str(folder)
     process = processes.start("vllm", vllm_command(model, port, *flags), environment=environment)
     url = f"http://localhost:{port}"
     processes.wait_for_http(f"{url}{ready}", SERVER_SECONDS)
-    return VllmServer(url, port, model, process)
+    return VllmServer(url, port, model, process, folder)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -160,8 +161,21 @@ def test_a_request_across_an_update_says_which_tokens_are_whose(
                 stalled = stalled_of(server)
                 assert stalled is not None, "the server never said when its engine went on"
                 assert 0 < stalled < 10
+                require_timeline(server, version)
                 return
     pytest.fail("no update fell into a request")
+
+
+def require_timeline(server: VllmServer, version: int) -> None:
+    """Its timeline says that the server generated, and stood still within the update to a version."""
+    (path,) = server.folder.glob("timeline-generator-*.jsonl")
+    head, *spans = map(json.loads, path.read_text().splitlines())
+    assert (head["role"], head["name"].rpartition("-")[2]) == ("generator", str(server.port))
+    update = [span for span in spans if span["what"] == "update"][-1]
+    halted = [span for span in spans if span["what"] == "halted"][-1]
+    assert update["version"] == version
+    assert update["begin"] <= halted["begin"] <= halted["end"] <= update["end"]
+    assert [span for span in spans if span["what"] == "generating" and span["end"] == halted["begin"]]
 
 
 def test_an_idle_server_did_not_stand_still_until_the_next_request(

@@ -1,0 +1,101 @@
+"""Tables of asynchronous training as documents show them: regimes side by side, and what one rollout service holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bench.bridge_figures import markdown, sources
+from bench.results_book import Book
+
+FILE = "async"
+NAMES = {"turns": "in turns", "overlapped": "overlapped", **{f"off_policy_{n}": f"off-policy by {n}" for n in (1, 2, 4)}}
+
+
+def modes(book: Book) -> str:
+    """Every regime of bench/async_modes.py on the processor."""
+    return _regimes(book, "modes")
+
+
+def _regimes(book: Book, part: str) -> str:
+    head = ["", "seconds a step", "sampled tokens/s", "trainer trains", "waits", "hands over", "vLLM generates", "stands still"]
+    head += ["age, mean and most", "reward at the end"]
+    rows, places = [], {}
+    for name, found in book.get(FILE, f"{part}/regimes").items():
+        place = f"{part}/regimes/{name}"
+        seconds, rate, reward = (
+            book.number(FILE, f"{place}/{key}") for key in ("seconds_a_step", "sampled_tokens_per_second", "reward_last")
+        )
+        work = found["share_of_time"]
+        shares = [work["trainer"].get(what, 0.0) for what in ("train", "wait", "sync")]
+        shares += [work["generator"].get(what, 0.0) for what in ("generating", "halted")]
+        age = f"{found['age_mean']:.1f}, {found['age_max']}"
+        rows.append(
+            [NAMES[name], f"{seconds:.2f}", f"{rate:,.0f}", *(f"{share:.0%}" for share in shares), age, f"{reward:.2f}"]
+        )
+        places[NAMES[name]] = (FILE, place)
+    settings = book.get(FILE, f"{part}/settings")
+    counted = settings["steps"] - settings["leave_out"]
+    told = f"Means over {counted} steps of {settings['sequences']} answers; the reward of the last fifth, between -1 and 1."
+    return f"{markdown(head, rows)}\n\n{told} {sources(book, places)}"
+
+
+def scaling(book: Book) -> str:
+    """Generators that sleep, and what arrives of theirs."""
+    head = ["generators", "tokens/s offered", "tokens/s arrived", "groups/s", "of a core", "a post, median", "a post, p99"]
+    rows, places = [], {}
+    for number in book.get(FILE, "scaling/generators"):
+        place = f"scaling/generators/{number}"
+        offered, arrived, groups, share, p50, p99 = (
+            book.number(FILE, f"{place}/{key}")
+            for key in (
+                "offered_tokens_per_second", "tokens_per_second", "groups_per_second", "service_core_share", "post_ms/p50",
+                "post_ms/p99",
+            )
+        )  # fmt: skip
+        posts = [f"{p50:.1f} ms", f"{p99:.1f} ms"]
+        rows.append([number, f"{offered:,.0f}", f"{arrived:,.0f}", f"{groups:.1f}", f"{share:.0%}", *posts])
+        places[number] = (FILE, place)
+    return f"{markdown(head, rows)}\n\n{sources(book, places)}"
+
+
+def saturation(book: Book) -> str:
+    """Where service and trainer are full."""
+    taken, posted = (book.number(FILE, f"scaling/saturation/service/{key}_per_second") for key in ("trained_groups", "groups"))
+    drained = book.number(FILE, "scaling/saturation/drain/groups_per_second")
+    return (
+        f"{posted:.0f} groups/s are posted and {taken:.0f} groups/s taken while both go as fast as they can; a full queue is "
+        f"emptied at {drained:.0f} groups/s by a trainer that only acknowledges"
+    )
+
+
+def on_paper(book: Book) -> str:
+    """What many generators need."""
+    head = ["model", "generators", "tokens/s", "groups/s", "rollout services", "wire", "trainer GPUs"]
+    rows, places = [], {}
+    for size, by_number in book.get(FILE, "scaling/on_paper/found").items():
+        for number in by_number:
+            place = f"scaling/on_paper/found/{size}/{number}"
+            tokens, groups, services, wire, gpus = (
+                book.number(FILE, f"{place}/{key}")
+                for key in ("tokens_per_second", "groups_per_second", "services", "wire_mb_per_second", "trainer_gpus")
+            )
+            needed = [f"{services:.2f}", f"{wire:.1f} MB/s", f"{gpus:.0f}"]
+            rows.append([size, f"{int(number):,}", f"{tokens:,.0f}", f"{groups:,.1f}", *needed])
+            places[f"{size}, {number}"] = (FILE, place)
+    return f"{markdown(head, rows)}\n\n{sources(book, places)}"
+
+
+def full_at(book: Book) -> str:
+    """`70 generators of 1.7B, 1,300 of 32B`."""
+    sizes = book.get(FILE, "scaling/on_paper/full_at")
+    return ", ".join(f"{book.number(FILE, f'scaling/on_paper/full_at/{size}'):,.0f} of {size}" for size in sizes)
+
+
+NAMED: dict[str, Callable[[Book], str]] = {
+    "async_modes": modes,
+    "async_scaling": scaling,
+    "async_saturation": saturation,
+    "async_on_paper": on_paper,
+    "async_full_at": full_at,
+}
+"""By the name that stands in the documents."""
