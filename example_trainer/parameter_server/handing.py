@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -21,6 +22,7 @@ from example_trainer.vllm_client import QUICK_SECONDS, VLLMClient
 from example_trainer.weight_bridge.broadcast import BroadcastBridge
 from example_trainer.weight_bridge.fleet_keeper import ServiceBoard
 from example_trainer.weight_bridge.server import BridgeServer
+from vllm_patching.protocol.timeline import Timeline, open_timeline, unix_ns
 from vllm_patching.server.version_spans import Weights
 
 logger = logging.getLogger(__name__)
@@ -96,6 +98,8 @@ class Handing:
         Args:
             sleep: how to wait; may raise to end the wait.
         """
+        name = f"{socket.gethostname()}-{options.port}"
+        self._timeline = open_timeline("parameter-server", name) if ranks.is_main else Timeline(None, "", "")
         self._every, self._held, self._ranks = options.pull_every, held, ranks
         key, share = revealed(options.vllm_api_key), options.share
         self.sampling = SameSampling(key)
@@ -160,6 +164,7 @@ class Handing:
                 )  # fmt: skip
             else:
                 self.bridge.keep_serving(_nothing)
+            self._timeline.write("pull", unix_ns(begun), version=weights.version)
         except BridgeError as error:
             self._not_before = time.monotonic() + RETRY_SECONDS
             logger.error("[ParameterServer] version %d could not be handed out: %s", weights.version, error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,12 +17,14 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from example_trainer.errors import BridgeError, ConfigError
 from example_trainer.parameter_server.engine import Call, StillEngine
+from vllm_patching.protocol.timeline import open_timeline
 from vllm_patching.protocol.verification import BridgeRefusal
 from vllm_patching.protocol.writers import Writer
 from vllm_patching.server.access import AskAtTheDoor, Door
 from vllm_patching.server.bridge_routes import add_bridge_routes
 from vllm_patching.server.controller import BridgeController
 from vllm_patching.server.metrics import BridgeMetrics, FollowBridge
+from vllm_patching.server.timeline import PushTimeline
 from vllm_patching.server.version_spans import VersionSpans, Weights
 
 logger = logging.getLogger(__name__)
@@ -110,6 +113,8 @@ class ReceivingServer:
             facts: more of what /bridge/info answers.
         """
         self._call = call
+        # As handing.py names its own: one file has the pushes that come and the pulls that go.
+        self._timeline = PushTimeline(open_timeline("parameter-server", f"{socket.gethostname()}-{port}"))
         self._facts = facts
         self._about = (model, dtype, timeout, folder)
         self._host, self._port, self._door = host, port, door
@@ -184,7 +189,8 @@ class ReceivingServer:
             self._call("held_accept", ())
 
         engine = StillEngine(self._call, verified)
-        self.bridge = HeldController(engine, model, dtype, timeout, folder, VersionSpans(), port=self._port)
+        spans = VersionSpans()
+        self.bridge = HeldController(engine, model, dtype, timeout, folder, spans, port=self._port, timeline=self._timeline)
         self.bridge.facts = self._facts
         await self.bridge.start()
         self.engine = engine

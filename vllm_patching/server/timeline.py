@@ -49,6 +49,17 @@ class ServerTimeline:
         self._activity.be("halted" if self._halted else "generating" if self._in_flight else "")
 
 
+class PushTimeline(ServerTimeline):
+    """Of a server that holds weights and samples nothing: each update is a `push`, and no engine halts for it."""
+
+    def engine(self, state: EngineState) -> None:
+        """There is none."""
+
+    def updated(self, began: float, version: int) -> None:
+        """See ServerTimeline."""
+        self._timeline.write("push", unix_ns(began), version=version)
+
+
 class FollowRequests:
     """ASGI middleware behind the guard: tells of the requests that may sample."""
 

@@ -17,6 +17,7 @@ from example_trainer.weight_bridge.server import ParameterServer
 from tests.fleet_server import GEOMETRY, tiny_model
 from tests.fleet_trainer import PATIENCE, TIMEOUT
 from tests.light_servers import SOON, LightServer, Starter, sound, until
+from vllm_patching.protocol.timeline import VARIABLE
 
 
 @dataclass
@@ -75,9 +76,12 @@ def training(servers: list[HeldServer], port: int, **options: int) -> Iterator[T
 
 @pytest.fixture(scope="module")
 def starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
-    one = Starter(tmp_path_factory.mktemp("parameters"))
-    yield one
-    one.close()
+    folder = tmp_path_factory.mktemp("parameters")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, str(folder))
+        one = Starter(folder)
+        yield one
+        one.close()
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +127,10 @@ def test_what_is_pushed_reaches_all_servers(trainer: Trainer, holder: HeldServer
     assert [server.get("/weights")["weight_epoch"] for server in servers] == [5, 5]  # type: ignore[index]
     assert [row["standing"] for row in holder.get("/fleet")["servers"]] == ["good", "good"]  # type: ignore[index]
     sound(servers)
+    (path,) = holder.starter.folder.glob(f"timeline-parameter-server-*-{holder.port}.jsonl")
+    spans = [span for span in map(json.loads, path.read_text().splitlines()) if "what" in span]
+    assert [span["version"] for span in spans if span["what"] == "push"] == [1, 2]
+    assert 1 in [span["version"] for span in spans if span["what"] == "pull"]  # of 2 it may not have been written yet
 
 
 def test_a_push_waits_for_no_vllm_server(trainer: Trainer, servers: list[LightServer]) -> None:
