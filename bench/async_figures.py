@@ -36,7 +36,13 @@ def _regimes(book: Book, part: str) -> str:
     settings = book.get(FILE, f"{part}/settings")
     counted = settings["steps"] - settings["leave_out"]
     told = f"Means over {counted} steps of {settings['sequences']} answers; the reward of the last fifth, between -1 and 1."
-    return f"{markdown(head, rows)}\n\n{told} {sources(book, places)}"
+    return f"{markdown(head, rows)}\n\n{told} {sources(book, places)} {_load(book, f'{part}/load_average_before/0')}"
+
+
+def _load(book: Book, place: str) -> str:
+    """What else the machine had to do."""
+    load = book.maybe(FILE, place)
+    return "The machine's load before it was not noted." if load is None else f"The machine's load before it: {load:.1f}."
 
 
 def scaling(book: Book) -> str:
@@ -55,7 +61,8 @@ def scaling(book: Book) -> str:
         posts = [f"{p50:.1f} ms", f"{p99:.1f} ms"]
         rows.append([number, f"{offered:,.0f}", f"{arrived:,.0f}", f"{groups:.1f}", f"{share:.0%}", *posts])
         places[number] = (FILE, place)
-    return f"{markdown(head, rows)}\n\n{sources(book, places)}"
+    load = _load(book, "scaling/machine/load_average_before/0")
+    return f"{markdown(head, rows)}\n\n{sources(book, places)} {load}"
 
 
 def saturation(book: Book) -> str:
