@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import time
@@ -151,3 +152,26 @@ def refuses_to_sample(server: VllmServer) -> None:
         assert "the weights are not whole" in answer.json()["error"]
     for path in ("/metrics", "/version", "/v1/models", "/bridge/info"):
         assert httpx.get(f"{server.url}{path}", timeout=30).status_code == 200
+
+
+def stalled_of(server: VllmServer, seconds: float = 60.0) -> float | None:
+    """What the server says of its last update, once it has asked its workers; None if it has not said so in time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        last: dict[str, float] = server.state()["last_update"]  # type: ignore[assignment]
+        if "stalled" in last:
+            return last["stalled"]
+        time.sleep(0.1)
+    return None
+
+
+def require_timeline(server: VllmServer, version: int) -> None:
+    """Its timeline says that the server generated, and stood still within the update to a version."""
+    (path,) = server.folder.glob("timeline-generator-*.jsonl")
+    head, *spans = map(json.loads, path.read_text().splitlines())
+    assert (head["role"], head["name"].rpartition("-")[2]) == ("generator", str(server.port))
+    update = [span for span in spans if span["what"] == "update"][-1]
+    halted = [span for span in spans if span["what"] == "halted"][-1]
+    assert update["version"] == version
+    assert update["begin"] <= halted["begin"] <= halted["end"] <= update["end"]
+    assert [span for span in spans if span["what"] == "generating" and span["end"] == halted["begin"]]

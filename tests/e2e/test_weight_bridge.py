@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -34,7 +33,9 @@ from tests.e2e.bridge_helpers import (
     new_masters,
     new_weights,
     refuses_to_sample,
+    require_timeline,
     served_logprobs,
+    stalled_of,
     trainer_logprobs,
     wait_for_state,
 )
@@ -53,17 +54,6 @@ def wait_until_generating(server: VllmServer, asking: threading.Thread) -> None:
         r"^vllm:num_requests_running\S* [1-9]", httpx.get(f"{server.url}/metrics", timeout=30).text, re.MULTILINE
     ):
         assert time.monotonic() < deadline, "the request never ran"
-
-
-def stalled_of(server: VllmServer, seconds: float = 60.0) -> float | None:
-    """What the server says of its last update, once it has asked its workers; None if it has not said so in time."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        last: dict[str, float] = server.state()["last_update"]  # type: ignore[assignment]
-        if "stalled" in last:
-            return last["stalled"]
-        time.sleep(0.1)
-    return None
 
 
 def test_generate_equals_the_trainers_forward_pass(server: VllmServer) -> None:
@@ -164,18 +154,6 @@ def test_a_request_across_an_update_says_which_tokens_are_whose(
                 require_timeline(server, version)
                 return
     pytest.fail("no update fell into a request")
-
-
-def require_timeline(server: VllmServer, version: int) -> None:
-    """Its timeline says that the server generated, and stood still within the update to a version."""
-    (path,) = server.folder.glob("timeline-generator-*.jsonl")
-    head, *spans = map(json.loads, path.read_text().splitlines())
-    assert (head["role"], head["name"].rpartition("-")[2]) == ("generator", str(server.port))
-    update = [span for span in spans if span["what"] == "update"][-1]
-    halted = [span for span in spans if span["what"] == "halted"][-1]
-    assert update["version"] == version
-    assert update["begin"] <= halted["begin"] <= halted["end"] <= update["end"]
-    assert [span for span in spans if span["what"] == "generating" and span["end"] == halted["begin"]]
 
 
 def test_an_idle_server_did_not_stand_still_until_the_next_request(
