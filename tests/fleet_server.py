@@ -6,6 +6,7 @@ python -m tests.fleet_server            reads lines of JSON from stdin, and answ
     {"do": "start", "port": 9001, "folder": "/tmp/x", "timeout": 20}  → {"pid": 123}     forked from this process
     {"do": "train", …}                                                 → {"pid": 123}     see tests/fleet_trainer.py
     {"do": "parameter server", "arguments": ["--port", …], "folder": …} → {"pid": 123}
+                 with "environment", and "dies": push begins, push ends or pull: where it kills itself
     {"do": "signal", "pid": 123, "number": 9}                          → {}
     {"do": "wait", "pid": 123}                                         → {"status": -9}   when it has ended
 
@@ -259,11 +260,24 @@ def _be_trainer(told: dict[str, Any]) -> None:
 
 def _be_parameter_server(told: dict[str, Any]) -> None:
     from example_trainer.command_line import parse_section
+    from example_trainer.parameter_server.held import HeldWeights
     from example_trainer.parameter_server.options import ParameterServerOptions
     from example_trainer.parameter_server.serving import serve
     from example_trainer.process import run
+    from example_trainer.weight_bridge.stream import WeightStream
+
+    def die(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
     _log_into(Path(told["folder"]) / "parameter-server.log")
+    os.environ |= told.get("environment", {})
+    dies = told.get("dies", "")
+    if dies == "push begins":
+        HeldWeights.lockstep_receive = die  # type: ignore[method-assign]
+    elif dies == "push ends":
+        HeldWeights.held_accept = die  # type: ignore[method-assign]
+    elif dies == "pull":
+        WeightStream.send = die  # type: ignore[method-assign,assignment]
     options = parse_section(ParameterServerOptions, "parameter_server", told["arguments"])
     os._exit(run(lambda stop: serve(options, stop)))
 

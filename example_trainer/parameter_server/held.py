@@ -7,6 +7,8 @@ ranks; what is sent on is a model that is spread over ranks.
 from __future__ import annotations
 
 import logging
+import os
+import queue
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +21,7 @@ from vllm_patching.protocol.checksum import WeightSums
 from vllm_patching.protocol.manifest import FlatSlice, Manifest, ManifestEntry, dtype_name, flat_layout, flat_views
 from vllm_patching.protocol.sharding import ModelGeometry, ShardSpec, Slice, plan_shards
 from vllm_patching.transport.cohort import Target
+from vllm_patching.transport.shared_memory import gpu_uuid
 from vllm_patching.worker.receiving import WeightReceiver
 from vllm_patching.worker.updater import WeightUpdater
 
@@ -115,6 +118,8 @@ class HeldWeights(WeightReceiver):
         self._newest: int | None = None
         self._pinned: int | None = None
         self._receiving = 0
+        self.orders: queue.SimpleQueue[tuple[int, int, bool]] = queue.SimpleQueue()
+        """What rank 0 wants all shards to hand out: weight epoch, version, and whether to everyone."""
         updater = _CopyUpdater(rank, layout, num_bytes, self.copies)
         self.lockstep_open(self.manifest, self.copies[0].tensors, 0, logger, updater)
 
@@ -122,7 +127,10 @@ class HeldWeights(WeightReceiver):
 
     def lockstep_setup(self, share_storage: bool) -> dict[str, Any]:
         """See the worker extension; nothing is shared, and nothing is there yet."""
-        return {"manifest": self.manifest.to_json(), "handles": None, "checksum": "", "pid": 0}
+        handles = None
+        if self._lockstep_device.type == "cuda":
+            handles = {"kind": "held", "gpu_uuid": gpu_uuid(self._lockstep_device)}  # NCCL cannot send from a GPU to itself
+        return {"manifest": self.manifest.to_json(), "handles": handles, "checksum": "", "pid": os.getpid()}
 
     def lockstep_room(self) -> dict[str, Any]:
         """The second copy is there already."""
@@ -161,6 +169,11 @@ class HeldWeights(WeightReceiver):
         """Keep the newest weights as they are until `held_unpin`. Answers their version, None if there are none."""
         self._pinned = self._newest
         return {"version": None if self._pinned is None else self.copies[self._pinned].version}
+
+    def held_order(self, epoch: int, version: int, everyone: bool) -> None:
+        """Have the main thread of this shard hand out what is pinned, together with the others'."""
+        if self._lockstep_rank:  # rank 0's main thread has decided it
+            self.orders.put((epoch, version, everyone))
 
     def held_unpin(self) -> None:
         """What was kept may be overwritten."""

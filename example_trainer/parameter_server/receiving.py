@@ -149,9 +149,14 @@ class ReceivingServer:
             self._thread.join(STOP_SECONDS)
 
     def ask(self, method: str, *args: Any) -> list[Any]:
-        """Every shard's answer, in turn with what the trainer wants of them."""
+        """Every shard's answer, in turn with what the trainer wants of them. Raises BridgeError if one does not answer."""
         assert self.engine is not None
-        return self.engine.ask(method, *args, seconds=ASK_SECONDS)
+        try:
+            return self.engine.ask(method, *args, seconds=ASK_SECONDS)
+        except (RuntimeError, TimeoutError) as error:
+            raise BridgeError(
+                f"the shards do not answer {method} ({error or type(error).__name__}); start this parameter server again"
+            ) from error
 
     def condemn(self, reason: str) -> None:
         """See HeldController.spoilt."""

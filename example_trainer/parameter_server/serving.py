@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import queue
 import sys
 from pathlib import Path
 
@@ -15,10 +16,11 @@ from example_trainer.api_keys import revealed
 from example_trainer.errors import ModelError
 from example_trainer.models.hf_checkpoint import checkpoint_dtype, find_checkpoint
 from example_trainer.parallel.ranks import Ranks, join_ranks, place_of
-from example_trainer.parameter_server.handing import Handing
+from example_trainer.parameter_server.handing import Handing, Order
 from example_trainer.parameter_server.held import COPIES, HeldMemoryShortage, HeldWeights, held_manifest
 from example_trainer.parameter_server.options import ParameterServerOptions
 from example_trainer.parameter_server.receiving import ReceivingServer
+from example_trainer.parameter_server.shards import Shards
 from example_trainer.process import StopSignal
 from example_trainer.training.device_and_dtype import choose_device
 from example_trainer.training.host_memory import free_host_memory
@@ -26,6 +28,7 @@ from example_trainer.weight_bridge.send_plan import buffer_bytes
 from vllm_patching.protocol.manifest import Manifest, flat_layout
 from vllm_patching.protocol.sharding import ModelGeometry
 from vllm_patching.server.access import Door
+from vllm_patching.server.version_spans import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -59,26 +62,16 @@ def serve(options: ParameterServerOptions, stop: StopSignal) -> None:
         manifests = tuple(held_manifest(geometry, dtype, device, r, ranks.world_size) for r in range(ranks.world_size))
         require_room(options.model_name, manifests, ranks, dtype, device)
         held = HeldWeights(geometry, dtype, device, ranks.rank, ranks.world_size)
-        server = ReceivingServer(
-            lambda method, args: [getattr(held, method)(*args)],
-            options.model_name,
-            wanted,
-            options.bridge_timeout,
-            options.log_dir / f"parameter_server-{options.port}",
-            options.host,
-            options.port,
-            Door(
-                tuple(filter(None, [revealed(options.vllm_api_key)])),
-                options.host,
-                frozenset(map(str.lower, options.allow_host)),
-            ),
-            {"pull_every": options.pull_every},
-        )
-        server.start()
-        stack.callback(server.stop)
+        shards = Shards(held, ranks)
+        server = receiving_server(options, wanted, shards) if ranks.is_main else None
+        if server is not None:
+            server.start()
+            stack.callback(server.stop)
+        ranks.barrier("listening", options.rank_timeout)
         handing = Handing(options, held, device, ranks, stop.wait)
         stack.callback(handing.bridge.close)
-        server.fleet, server.sampling = handing.table, lambda: handing.sampling.mode
+        if server is not None:
+            server.fleet, server.sampling = handing.table, lambda: handing.sampling.mode
         num_bytes = sum(flat_layout(manifest)[1] for manifest in manifests)
         logger.info(
             "[ParameterServer] ready on port %d: %d parameters of %s in %s, %d copies of %.2f GB on %s, %d shard(s); waits "
@@ -88,8 +81,29 @@ def serve(options: ParameterServerOptions, stop: StopSignal) -> None:
         )  # fmt: skip
         stop.defer()
         while True:
-            hand_out(server, handing)
-            stop.wait(LOOK_SECONDS)
+            shards.check()
+            if server is not None:
+                hand_out(server, handing)
+                stop.wait(LOOK_SECONDS)
+            else:
+                follow(held, handing)
+                stop.check()
+
+
+def receiving_server(options: ParameterServerOptions, dtype: str, shards: Shards) -> ReceivingServer:
+    """What the trainer speaks with."""
+    keys = tuple(filter(None, [revealed(options.vllm_api_key)]))
+    return ReceivingServer(
+        shards.call,
+        options.model_name,
+        dtype,
+        options.bridge_timeout,
+        options.log_dir / f"parameter_server-{options.port}",
+        options.host,
+        options.port,
+        Door(keys, options.host, frozenset(map(str.lower, options.allow_host))),
+        {"pull_every": options.pull_every},
+    )
 
 
 def geometry_of(folder: Path) -> ModelGeometry:
@@ -111,12 +125,22 @@ def hand_out(server: ReceivingServer, handing: Handing) -> None:
         pinned = server.ask("held_pin")
         if any(answer["version"] != order.weights.version for answer in pinned):
             return  # it is being replaced; the next one is due soon
+        server.ask("held_order", *order.weights, order.everyone)
         reason = handing.carry_out(order)
         if reason:
             logger.error("[ParameterServer] %s", reason)
             server.condemn(reason)
     finally:
         server.ask("held_unpin")
+
+
+def follow(held: HeldWeights, handing: Handing) -> None:
+    """On the other shards: do what rank 0 has ordered, if anything comes soon."""
+    try:
+        epoch, version, everyone = held.orders.get(timeout=LOOK_SECONDS)
+    except queue.Empty:
+        return
+    handing.carry_out(Order(Weights(epoch, version), everyone))
 
 
 def require_room(model: str, manifests: tuple[Manifest, ...], ranks: Ranks, dtype: torch.dtype, device: torch.device) -> None:

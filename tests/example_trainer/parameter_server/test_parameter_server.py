@@ -5,35 +5,59 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from example_trainer.weight_bridge.parameter_server import ParameterServerBridge
+from example_trainer.command_line import parse_config, parse_section
+from example_trainer.errors import BridgeError, ConfigError
+from example_trainer.parameter_server import serving
+from example_trainer.parameter_server.held import HeldCopy, held_manifest
+from example_trainer.parameter_server.options import ParameterServerOptions, Share
+from example_trainer.process import StopSignal
+from example_trainer.weight_bridge.parameter_server import ParameterServerBridge, require_fresh_enough
 from example_trainer.weight_bridge.server import ParameterServer
+from example_trainer.weight_bridge.stream import WeightStream
 from tests.fleet_server import GEOMETRY, tiny_model
 from tests.fleet_trainer import PATIENCE, TIMEOUT
 from tests.light_servers import SOON, LightServer, Starter, sound, until
+from vllm_patching.protocol.checksum import weights_checksum
+from vllm_patching.protocol.manifest import ManifestEntry, flat_layout, source_view
+from vllm_patching.protocol.sharding import plan_shards
 from vllm_patching.protocol.timeline import VARIABLE
 
 
 @dataclass
 class HeldServer(LightServer):
-    """A parameter server's process."""
+    """A parameter server's process, the shard that answers."""
 
     model: Path = Path()
     more: tuple[str, ...] = ()
 
-    def start(self) -> None:
+    def start(self, dies: str = "", ranks: int = 1, rendezvous: int = 0) -> None:
         arguments = [
             "--model-name", str(self.model), "--port", str(self.port), "--device", "cpu", "--bridge-timeout", str(TIMEOUT),
             "--server-patience", str(PATIENCE), "--log-dir", str(self.starter.folder), *self.more,
         ]  # fmt: skip
-        told = self.starter.tell(**{"do": "parameter server", "arguments": arguments, "folder": str(self.starter.folder)})
-        self.pid = told["pid"]
+        told = {"do": "parameter server", "arguments": arguments, "folder": str(self.starter.folder), "dies": dies}
+        for rank in reversed(range(ranks)):
+            place = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": ranks,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": rendezvous,
+            }
+            environment = {name: str(value) for name, value in place.items()} if ranks > 1 else {}
+            self.pid = self.starter.tell(**told, environment=environment)["pid"]
         until(lambda: self.get("/weights") is not None)
 
 
@@ -48,16 +72,33 @@ class Trainer:
         self.bridge.connect(self.model)
         self.version = 0
 
-    def step(self) -> float:
-        """One push. Returns the seconds that it took."""
+    def step(self, different: bool = False) -> float:
+        """One step. Returns the seconds that its push took."""
         self.version += 1
         begun = time.monotonic()
-        self.bridge.sync(self.version, self.write)
+        self.bridge.sync(self.version, self.write_different if different else self.write)
         return time.monotonic() - begun
 
     def write(self) -> None:
         for parameter in self.model.parameters():
             parameter.data.fill_(float(self.version))
+
+    def write_different(self) -> None:
+        for (_, parameter), (_, values) in zip(self.model.named_parameters(), self.parts(self.version), strict=True):
+            parameter.data.copy_(values)
+
+    def parts(self, version: int) -> list[tuple[str, torch.Tensor]]:
+        """Weights of which no two are the same."""
+        made, first = [], 1000 * version
+        for name, parameter in self.model.named_parameters():
+            made.append((name, torch.arange(first, first + parameter.numel(), dtype=torch.float32).view(parameter.shape)))
+            first += parameter.numel()
+        return made
+
+    def look_after(self) -> None:
+        """What training does while it waits for rollouts."""
+        if self.bridge.server_restarted():
+            self.bridge.keep_serving(lambda: None)
 
     def until_served(self, servers: list[LightServer]) -> None:
         until(lambda: all(server.serves(self.version) for server in servers))
@@ -145,3 +186,174 @@ def test_a_push_waits_for_no_vllm_server(trainer: Trainer, servers: list[LightSe
     assert max(trainer.step() for _ in range(3)) < PATIENCE
     trainer.until_served(servers)
     sound(servers)
+
+
+def test_a_server_that_is_restarted_or_lies_gets_its_weights_without_the_trainer(
+    trainer: Trainer, holder: HeldServer, servers: list[LightServer]
+) -> None:
+    servers[1].kill()
+    servers[1].start()
+    trainer.until_served(servers)
+    servers[1].fault("commit", "lie")
+    trainer.step()
+    trainer.until_served(servers)
+    assert servers[1].state()["last_error"] == ""
+    sound(servers)
+
+
+def test_what_came_with_a_falsified_checksum_is_not_handed_out(
+    trainer: Trainer, holder: HeldServer, servers: list[LightServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, failures = WeightStream.send, holder.state()["failures"]
+
+    def falsify(self: WeightStream, cohort: Any, lost: Any) -> list[str]:
+        monkeypatch.setattr(WeightStream, "send", send)
+        return ["falsified" for _ in send(self, cohort, lost)]
+
+    monkeypatch.setattr(WeightStream, "send", falsify)
+    trainer.step()  # the second try is right
+    assert holder.state()["failures"] == failures + 1
+    trainer.until_served(servers)
+    sound(servers)
+
+
+@pytest.mark.parametrize("dies", ["", "push begins", "push ends", "pull"])
+def test_a_parameter_server_that_is_killed_takes_the_next_push(
+    trainer: Trainer, holder: HeldServer, servers: list[LightServer], dies: str
+) -> None:
+    version = trainer.version
+    holder.kill()
+    assert all(server.serves(version) for server in servers)  # they go on with what they have
+    holder.start(dies)
+    assert holder.get("/weights")["trouble"].startswith("the weights are not whole: no trainer has pushed")  # type: ignore[index]
+    if dies:
+        again = threading.Thread(target=lambda: (until(lambda: holder.get("/weights") is None), holder.kill(), holder.start()))
+        again.start()
+        trainer.step()
+        again.join(SOON)
+    else:
+        assert trainer.bridge.server_restarted() or until(trainer.bridge.server_restarted) is None
+    until(lambda: (trainer.look_after(), holder.serves(trainer.version))[1])
+    trainer.step()
+    trainer.until_served(servers)
+    sound(servers)
+
+
+def test_a_trainer_that_is_killed_in_a_push_is_followed_by_one_of_another_epoch(
+    trainer: Trainer, holder: HeldServer, servers: list[LightServer], free_port: Callable[[], int]
+) -> None:
+    told = {
+        "do": "train", "ports": [holder.port], "rendezvous": free_port(), "transfer": "overlapped", "bucket": 0,
+        "folder": str(holder.starter.folder), "dies": {"version": 2, "at": "commit"},
+    }  # fmt: skip
+    pid = holder.starter.tell(**told)["pid"]
+    assert holder.starter.tell(do="wait", pid=pid)["status"] == -signal.SIGKILL
+    until(lambda: holder.state()["state"] == "serving")
+    assert holder.serves(1)  # what the killed one had pushed before, and nothing of its version 2
+    until(lambda: all(server.serves(1) for server in servers))
+    servers[0].kill()
+    servers[0].start()
+    until(lambda: servers[0].serves(1))
+    with training([holder], free_port(), epoch=6) as second:
+        second.step()
+        second.step()
+        second.until_served(servers)
+        assert {server.state()["weight_epoch"] for server in servers} == {6}
+    sound(servers)
+
+
+def test_a_trainer_of_another_model_is_refused(holder: HeldServer, free_port: Callable[[], int]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.fleet_server.GEOMETRY", replace(GEOMETRY, num_layers=2))
+        with (
+            pytest.raises(BridgeError, match=r"model.layers.1.*the trainer has it, vLLM does not"),
+            training([holder], free_port()),
+        ):
+            pass
+
+
+def test_shards_hold_rows_each_and_push_and_pull_have_their_own_pace(
+    starter: Starter, model: Path, servers: list[LightServer], free_port: Callable[[], int]
+) -> None:
+    """Two shards that hand out every other version, to a trainer that pushes every third step and one server of two."""
+    late = LightServer(starter, free_port())
+    named = f"127.0.0.1:{free_port()},127.0.0.1:{late.port}"
+    holder = HeldServer(starter, free_port(), model=model, more=("--vllm-servers", named, "--part", "2/2", "--pull-every", "2"))
+    holder.start(ranks=2, rendezvous=free_port())
+    until(lambda: [row["url"] for row in holder.get("/fleet")["servers"]] == [late.url])  # type: ignore[index]
+    assert len(holder.get("/bridge/info")["ranks"]) == 2  # type: ignore[index]
+    with training([holder], free_port(), push_every=3, last=7) as trainer:
+        pushed = []
+        for version in range(7):
+            trainer.step(different=True)
+            pushed.append(holder.state()["weight_version"])
+            if version == 1:
+                late.start()
+                until(lambda: late.serves(1))
+        assert pushed == [1, 1, 3, 3, 3, 6, 7]
+        until(lambda: late.serves(6))
+        manifest, whole = held_manifest(GEOMETRY, torch.float32, torch.device("cpu")), dict(trainer.parts(6))
+        vllms = [ManifestEntry(spec, "float32", "cpu") for spec in plan_shards(GEOMETRY, 0, 1)]
+        layout, _ = flat_layout(replace(manifest, entries=tuple(vllms)))
+        expected = weights_checksum((item.name, source_view(item, whole[item.name])) for item in layout)
+        assert late.state()["checksums"] == [expected]
+        late.kill()
+        late.start()  # at once, and with the newest
+        until(lambda: late.serves(7))
+
+
+def test_the_shards_of_a_parameter_are_the_rows_that_the_senders_expect() -> None:
+    for size in (1, 2, 3, 5, 16):
+        manifests = [held_manifest(GEOMETRY, torch.float32, torch.device("cpu"), rank, size) for rank in range(size)]
+        for entries in zip(*(manifest.entries for manifest in manifests), strict=True):
+            full = torch.arange(entries[0].shard.full_shape[0])
+            held = [full[s.source_start : s.source_start + s.length] for entry in entries for s in entry.shard.slices]
+            assert [part.tolist() for part in held] == [part.tolist() for part in full.split(-(-len(full) // size))]
+
+
+def test_a_copy_that_has_changed_in_memory_is_found_out() -> None:
+    copy = HeldCopy(held_manifest(GEOMETRY, torch.float32, torch.device("cpu")), torch.device("cpu"))
+    copy.checksum = weights_checksum(copy.slices)
+    assert copy.is_sound()
+    copy.tensors["model.norm.weight"][3] = 1e-30
+    assert not copy.is_sound()
+
+
+def test_what_does_not_fit_is_one_line_with_the_bytes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "free_host_memory", lambda: (1 << 20, 1 << 40))
+    options = parse_section(ParameterServerOptions, "x", ["--model-name", str(model), "--device", "cpu"])
+    with pytest.raises(serving.HeldMemoryShortage, match=r"needs 0\.\d\d GiB on cpu \(2 copies of .* 0\.00 GiB are free"):
+        serving.serve(options, StopSignal())
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ([], "needs --parameter-servers host:port"),
+        (["--parameter-servers", "h:1", "--vllm-servers", "h:2"], "are given to the parameter servers"),
+        (["--parameter-servers", "h:1", "--weight-transfer", "direct"], "receives beside what it holds"),
+        (["--parameter-servers", "h:1", "--push-every", "4", "--max-staleness", "2"], "up to 3 versions behind"),
+        (["--parameter-servers", "h:1", "--deterministic"], "--deterministic needs --weight-bridge-mode shared_vllm"),
+        (["--parameter-servers", "h:1", "--single-copy"], "--single-copy needs --weight-bridge-mode shared_vllm"),
+        (["--weight-bridge-mode", "none", "--push-every", "2"], "--push-every needs --weight-bridge-mode parameter_server"),
+    ],
+)
+def test_options_that_do_not_go_together(flags: list[str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        parse_config(["--model-name", "m", "--weight-bridge-mode", "parameter_server", *flags])
+
+
+def test_a_trainer_does_not_wait_for_rollouts_that_never_come() -> None:
+    require_fresh_enough("http://h:1", 3, 2, 3)
+    require_fresh_enough("http://h:1", 3, 2, None)
+    with pytest.raises(ConfigError, match="up to 3 versions behind, and --max-staleness 2"):
+        require_fresh_enough("http://h:1", 3, 2, 2)
+
+
+@given(st.lists(st.integers(1, 999), unique=True), st.lists(st.integers(1000, 1999)), st.integers(1, 6))
+def test_every_server_is_one_parameter_servers(named: list[int], others: list[int], count: int) -> None:
+    shares = [Share(number, count, [f"http://h:{port}" for port in named]) for number in range(count)]
+    for port in (*named, *others):
+        assert sum(share.has(f"http://h:{port}") for share in shares) == 1
+    sizes = [len(share.named()) for share in shares]
+    assert max(sizes) - min(sizes) <= 1
