@@ -111,6 +111,29 @@ class TrainerConfig(
         return self
 
     @model_validator(mode="after")
+    def _replay_agrees(self) -> TrainerConfig:
+        if self.replay != "fifo" and self.oldest_rollouts is None:
+            raise ValueError(
+                f"--replay {self.replay} needs --max-staleness, without which nothing drops the rollouts that it passes over"
+            )
+        if self.max_reuse > 1 and not self.oldest_rollouts:
+            raise ValueError(
+                f"--max-reuse {self.max_reuse} needs --max-staleness, at least 1: what was trained on once is of older weights "
+                "afterwards" + (", which --colocate excludes" if self.colocate else "")
+            )
+        if self.max_reuse > 1 and self.correction == "none":
+            raise ValueError(
+                f"--max-reuse {self.max_reuse} needs a --correction, which is 'none': what is trained on again was sampled "
+                "with other weights than the present ones, and would be learned from as if it were not"
+            )
+        return self
+
+    @property
+    def replays(self) -> bool:
+        """Whether rollouts are used in another way than each once, oldest first."""
+        return self.replay != "fifo" or self.max_reuse > 1
+
+    @model_validator(mode="after")
     def _batches_can_be_divided(self) -> TrainerConfig:
         if self.minibatches > self.sequences_per_step:
             raise ValueError(

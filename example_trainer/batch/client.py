@@ -40,6 +40,7 @@ class Registration:
         model: what is trained; with checkpoint_dir it keeps one run's rollouts from another's trainer.
         weight_epoch: of the weights that this trainer makes; see ages.
         positions: of the last batch that the weights have learned from, {} before the first; None if that is not known.
+        replay: policy, max_reuse and seed, by which the service uses groups; None for each once, oldest first.
     """
 
     wandb_group: str
@@ -54,6 +55,7 @@ class Registration:
     model: str | None = None
     weight_epoch: int = 0
     positions: dict[str, int] | None = None
+    replay: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -81,12 +83,14 @@ class FetchedBatch:
         lease: names it; None if the service leases none.
         queue_size: groups that the service then held for later batches.
         environments: names of the environments that the groups are from, by id; empty if the service says none.
+        uses: how often each group was learned from before; empty if the service does not say.
     """
 
     groups: list[dict[str, Any]]
     lease: TrainedBatch | None
     queue_size: int
     environments: dict[str, Any] = field(default_factory=dict)
+    uses: list[int] = field(default_factory=list)
 
 
 class RolloutClient:
@@ -182,7 +186,8 @@ class RolloutClient:
                 with self._changed:
                     self._held.append(lease)
                 names = answer.get("environments")
-                return FetchedBatch(groups, lease, self.queue_size(), names if isinstance(names, dict) else {})
+                names = names if isinstance(names, dict) else {}
+                return FetchedBatch(groups, lease, self.queue_size(), names, self._uses(answer))
             seconds = waited()
             if seconds > self.batch_timeout:
                 raise RolloutServiceError(
@@ -212,6 +217,16 @@ class RolloutClient:
         """Groups that the service holds for later batches."""
         answer = self._service.request("GET", "/status")
         return int(answer.get("queue_size") or 0)
+
+    def _uses(self, answer: dict[str, Any]) -> list[int]:
+        if self._registration is None or self._registration.replay is None:
+            return []
+        if not isinstance(uses := answer.get("uses"), list):
+            raise RolloutServiceError(
+                f"{self.url} uses each group once, oldest first: it knows nothing of --replay and --max-reuse; leave them out, "
+                "or start the rollout service of this version"
+            )
+        return uses
 
     def _leased(self, batch_id: int | None, positions: dict[str, int] | None) -> TrainedBatch | None:
         if batch_id is not None:
@@ -313,4 +328,5 @@ def registration(
         model=config.model_name,
         weight_epoch=weight_epoch,
         positions=positions,
+        replay={"policy": config.replay, "max_reuse": config.max_reuse, "seed": config.seed} if config.replays else None,
     )

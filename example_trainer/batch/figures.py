@@ -29,6 +29,7 @@ class BatchFigures:
         zero_advantage_share: of the rollouts that are trained on, those whose advantages are all 0.
         groups_invalid: groups that were left out.
         age_mean, age_max: weight versions since the rollouts were begun; None if no environment says.
+        uses_mean: batches in which a group of the batch had been trained on before; None if each is used once.
         forwarded_tokens: those of all bins.
         forwarded_targets: trained tokens of all bins: all of them, but for those of advantage 0 where these are not forwarded.
         targets_with_logprobs: those of them that came with the logprob that they were sampled with.
@@ -62,6 +63,7 @@ class BatchFigures:
     attended_pairs: int
     bins: int
     rewards: dict[str, float] = field(default_factory=dict)
+    uses_mean: float | None = None
 
     def row(self) -> dict[str, Any]:
         """The figures by name, the reward of an environment as `reward/<its name>`."""
@@ -76,6 +78,7 @@ def figures_of(
     version: int,
     lives: Sequence[Life] = (),
     environments: Mapping[str, Any] | None = None,
+    uses: Sequence[int] = (),
 ) -> BatchFigures:
     """The figures of a batch.
 
@@ -84,6 +87,7 @@ def figures_of(
         version: the trainer's when it trains on the batch.
         lives: of its run; see ages.
         environments: their names by id, as `/batch` says them.
+        uses: how often each group was trained on before; empty where each is used once.
     """
     bins = [one for shares in minibatches for share in shares for one in share if not one.empty]
     forwarded = {(group, number) for one in bins for group, number in one.orders.tolist()}
@@ -115,6 +119,7 @@ def figures_of(
         attended_pairs=sum(one.packing().attended_pairs for one in bins),
         bins=len(bins),
         rewards=_rewards(batch, environments or {}),
+        uses_mean=float(np.mean(uses)) if uses else None,
     )
 
 

@@ -327,7 +327,7 @@ class Batches:
         begun = time.perf_counter()
         made = _Prepared(fetched.lease, fetched.queue_size)
         try:
-            packed = self._reader.read(fetched.groups, version, fetched.environments)
+            packed = self._reader.read(fetched.groups, version, fetched.environments, fetched.uses)
             made = self._copy(replace(made, packed=packed))
         except BatchError as error:
             made = replace(made, error=error)

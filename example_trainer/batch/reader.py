@@ -36,16 +36,18 @@ class PackedBatch:
         minibatches: of each, the bins of each data-parallel rank.
         lives: of the run; see ages.
         environments: their names by id, as `/batch` says them.
+        uses: how often each group was trained on before; empty if that is not known.
     """
 
     batch: Batch
     minibatches: list[list[list[PackedBin]]]
     lives: Sequence[Life]
     environments: Mapping[str, Any]
+    uses: Sequence[int] = ()
 
     def figures(self, version: int) -> BatchFigures:
         """Its figures when it is trained on at `version`."""
-        return figures_of(self.batch, self.minibatches, version, self.lives, self.environments)
+        return figures_of(self.batch, self.minibatches, version, self.lives, self.environments, self.uses)
 
 
 class BatchReader:
@@ -82,7 +84,11 @@ class BatchReader:
         self._rules = replace(self._rules, sampling=replace(self._rules.sampling, servers=servers))
 
     def read(
-        self, groups: Sequence[Mapping[str, Any]], version: int, environments: Mapping[str, Any] | None = None
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        version: int,
+        environments: Mapping[str, Any] | None = None,
+        uses: Sequence[int] = (),
     ) -> PackedBatch:
         """Parse and pack a batch. Says what it had to leave out.
 
@@ -90,6 +96,7 @@ class BatchReader:
             groups: as `/batch` returns them.
             version: the highest that the trainer can have when it trains on the batch.
             environments: names by id, as `/batch` says them.
+            uses: how often each group was trained on before, as `/batch` says it.
 
         Raises:
             BatchError: nothing in the batch can be trained on, or a teacher is to be learned from and said nothing.
@@ -116,7 +123,7 @@ class BatchReader:
             temperature=config.temperature,
             forward_zero_advantages=config.forwards_zero_advantages,
         )
-        return PackedBatch(batch, minibatches, self.lives, environments or {})
+        return PackedBatch(batch, minibatches, self.lives, environments or {}, uses)
 
     def _tell(self, batch: Batch) -> None:
         for problem in batch.invalid:

@@ -58,6 +58,7 @@ GAUGES = {
     "queue_size": ("queue_groups", "Groups that waited in the rollout service after the step"),
     "age_mean": ("staleness_mean_versions", "Mean age of what was trained on, in weight versions"),
     "age_max": ("staleness_max_versions", "Greatest age of what was trained on, in weight versions"),
+    "uses_mean": ("uses_mean", "Batches in which a group of the batch had been trained on before"),
     "weight_version": ("served_weight_version", "Weight version that the inference server serves"),
     "seconds_wait": ("wait_seconds", "Seconds that the step waited for its batch"),
     "seconds_train": ("train_seconds", "Seconds of forward, backward and optimizer"),

@@ -34,6 +34,8 @@ _CLOSE_SECONDS = 30.0
 def step_line(step: int, steps: int, row: Row) -> str:
     """One line for people: `Step 1/100  reward 0.500 …`."""
     age = "age ?" if row["age_mean"] is None else f"age {row['age_mean']:.1f} (max {row['age_max']})"
+    if row.get("uses_mean") is not None:
+        age += f"  used before {row['uses_mean']:.2f}"
     parity = older = ""
     if "mismatched_tokens" in row:
         parity = f"  mismatched {row['mismatched_tokens']}/{row['compared_tokens']}  weights {row['weights_sha']}"

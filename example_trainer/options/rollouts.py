@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, SecretStr
 
 from example_trainer.api_keys import from_variable
@@ -24,6 +26,18 @@ class RolloutOptions(Section):
         None,
         ge=0,
         description="oldest rollouts to train on, in weight versions; not given: any, with --deterministic 0",
+    )
+    replay: Literal["fifo", "recent", "uniform"] = Field(
+        "fifo",
+        description="which waiting rollouts are trained on first: the oldest, those of the newest weights, or any (by --seed); "
+        "recent and uniform need --max-staleness",
+    )
+    max_reuse: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="batches in which a group of rollouts may be trained on; above 1 it needs --max-staleness 1 or more, and a "
+        "--correction",
     )
     max_skipped_batches: int = Field(
         3, ge=0, description="batches in a row that may hold nothing to train on or run out of memory; one more ends the run"

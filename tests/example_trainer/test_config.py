@@ -62,6 +62,7 @@ def test_every_field_is_a_flag_and_a_key(tmp_path: Path) -> None:
         "tokens_per_microbatch": 512, "logprob_chunk": 64, "loss": "dapo", "advantages": "leave_one_out",
         "advantage_std": False, "dual_clip": 3.5, "kl_in": "reward", "correction": "token_mask",
         "correction_low": 0.4, "correction_ratio": "now",
+        "replay": "uniform",
         "sequence_kl_limit": 0.5, "truncated_answers": "penalise", "too_long": "drop", "forward_zero_advantages": True,
         "distill_in": "loss",
     }  # fmt: skip
@@ -124,6 +125,14 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
             "--vllm-restart-interval needs --weight-bridge-mode none, which is 'shared_vllm'",
         ),
         ("--model-name m --vllm-restart-interval 3 --max-staleness 2", "--max-staleness 2 would drop every rollout"),
+        ("--model-name m --replay recent", "--replay recent needs --max-staleness, without which nothing drops"),
+        ("--model-name m --replay lifo", "--replay 'lifo': input should be 'fifo', 'recent' or 'uniform'"),
+        ("--model-name m --max-reuse 2", "--max-reuse 2 needs --max-staleness, at least 1: what was trained on once"),
+        ("--model-name m --max-reuse 2 --colocate", "--max-reuse 2 needs --max-staleness, at least 1"),
+        (
+            "--model-name m --max-reuse 2 --max-staleness 1 --correction none",
+            "--max-reuse 2 needs a --correction, which is 'none'",
+        ),
         ("--model-name m --vllm-gpus 0", "--vllm-gpus needs --vllm-restart-interval"),
         ("--model-name m --vllm-restart-interval 3 --vllm-gpus zero", "--vllm-gpus 'zero'"),
         ("--model-name m --lr fast", "--lr 'fast': input should be a valid number"),

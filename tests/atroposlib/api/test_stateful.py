@@ -6,7 +6,6 @@ import shutil
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -19,14 +18,7 @@ from atroposlib.api.sqlite_store import SqliteStore
 from atroposlib.api.state import COMPUTED, Draft, Limits, Registration
 
 GROUP_SIZE = 4
-REPLAYS: list[dict[str, Any] | None] = [
-    None,
-    None,
-    {"policy": "fifo", "max_reuse": 2},
-    {"policy": "recent", "max_reuse": 1},
-    {"policy": "recent", "max_reuse": 3},
-    {"policy": "uniform", "max_reuse": 2, "seed": 5},
-]
+REPLAYS = [None, None, ("fifo", 2), ("recent", 1), ("recent", 3), ("uniform", 2)]
 REFERENCES: dict[str, dict[str, str] | None] = {"none": None, "workers": {"a": "1"}, "other": {"a": "2"}}
 
 
@@ -125,10 +117,10 @@ class ServiceMachine(RuleBasedStateMachine):
         model: str | None,
         named: bool,
         references: str,
-        replay: dict[str, Any] | None,
+        replay: tuple[str, int] | None,
     ) -> None:
-        replay = replay if staleness else None
-        self.max_reuse = replay["max_reuse"] if replay else 1
+        wanted = {"policy": replay[0], "max_reuse": replay[1], "seed": 5} if replay and staleness else None
+        self.max_reuse, self.last_replay = replay[1] if replay and staleness else 1, replay
         old = self.queue.registration
         self.uuid += 1
         epoch = 10 * self.uuid if named else 0
@@ -150,7 +142,7 @@ class ServiceMachine(RuleBasedStateMachine):
                 epoch,
                 references != "none",
                 REFERENCES[references],
-                replay,
+                wanted,
             )
         )
         self.acks = acks
@@ -181,7 +173,7 @@ class ServiceMachine(RuleBasedStateMachine):
         assert trainer is not None
         version, named = self.queue.trainer_version() + later, bool(trainer.weight_epoch)
         acks, model = trainer.ack_batches, trainer.model
-        self.register(trainer.batch_size, trainer.max_staleness, version, acks, model, named, self.references, trainer.replay)
+        self.register(trainer.batch_size, trainer.max_staleness, version, acks, model, named, self.references, self.last_replay)
         self.batch(arrives=True)
 
     @precondition(lambda self: self.queue.started)

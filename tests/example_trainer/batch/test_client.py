@@ -45,6 +45,7 @@ def test_the_original_wire_without_leases_works(scripted: MakeServer, client_of:
         "model": None,
         "weight_epoch": 0,
         "positions": None,
+        "replay": None,
         "ack_batches": True,
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -50,6 +51,15 @@ def test_batches_arrive_are_acknowledged_and_survive_a_trainer(
     env_id = httpx.post(f"{url}/register-env", json=asked, timeout=60).raise_for_status().json()["env_id"]
     httpx.post(f"{url}/scored_data", json=group(8) | {"env_id": env_id}, timeout=60).raise_for_status()
     assert again.next_batch().environments == {str(env_id): "sums"}
+    again.close()
+    reusing = client_of(url)
+    reusing.register(replace(REGISTRATION, max_staleness=9, replay={"policy": "fifo", "max_reuse": 2, "seed": 0}))
+    seen = []
+    for version in range(4, 8):
+        batch = reusing.next_batch()
+        seen.append((batch.groups[0]["tokens"][0][1], batch.uses))
+        reusing.acknowledge(batch.lease, version)
+    assert seen == [(7, [0]), (8, [0]), (7, [1]), (8, [1])], "what was left, and all of it again"
 
 
 def test_a_service_that_is_restarted_empty_is_registered_with_again(
