@@ -13,6 +13,8 @@ from typing import Any
 
 MOST_SERVERS = 4096
 """In each list: a fleet's addresses are asked for all at once."""
+FORGET_SECONDS = 60.0
+"""After which what one has said is not shown beside what another says; everybody says it anew every few seconds."""
 
 
 class UnknownServerError(Exception):
@@ -87,12 +89,27 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What the trainer said last of its servers."""
+    """What was said last of the servers, by the trainer or by parameter servers of which each has some."""
 
     servers: list[dict[str, Any]] = field(default_factory=list)
     """url, standing, weight_version, weight_epoch, since, reason of each."""
     published: float | None = None
-    """When, in Unix seconds by this machine's clock; None if it has not said anything yet."""
+    """When, in Unix seconds by this machine's clock; None if nobody has said anything yet."""
+    _parts: dict[str, tuple[float, list[dict[str, Any]]]] = field(default_factory=dict)
+
+    def told(self, by: str, servers: list[dict[str, Any]], now: float) -> Table:
+        """The table after somebody has said something: it takes the place of what the same one said before. Of others counts
+        what is no older than FORGET_SECONDS, and of two who name the same server the later one.
+
+        Args:
+            by: who; empty for the trainer.
+            servers: as `servers`.
+            now: Unix seconds.
+        """
+        parts = {who: part for who, part in self._parts.items() if who != by and now - part[0] < FORGET_SECONDS}
+        parts[by] = (now, servers)
+        rows = {row["url"]: row for _, part in sorted(parts.values(), key=lambda part: part[0]) for row in part}
+        return Table(list(rows.values()), now, parts)
 
     def urls(self) -> list[str] | None:
         """The servers' addresses; None if nothing was published."""

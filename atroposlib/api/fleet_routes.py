@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from atroposlib.api.answers import answer, refuse
-from atroposlib.api.fleet import FleetFullError, Table, UnknownServerError
+from atroposlib.api.fleet import FleetFullError, UnknownServerError
 from atroposlib.api.openapi import takes
 from atroposlib.api.schemas import PublishedFleet, ServerAddress, read
 from atroposlib.api.service import RolloutService
@@ -37,11 +37,12 @@ def add_fleet_routes(app: FastAPI, service: RolloutService) -> None:
 
     @app.post("/fleet", **takes(PublishedFleet))
     async def publish(request: Request) -> Response:
-        """The trainer tells how its servers are. The table replaces the one before."""
+        """The trainer, or a parameter server, tells how its servers are. The table replaces its one before."""
         told = read(PublishedFleet, await request.body())
         if told.uuid is not None:
             service.queue.require_trainer(told.uuid)
-        service.fleet_table = Table([server.model_dump() for server in told.servers], time.time())
+        rows = [server.model_dump() for server in told.servers]
+        service.fleet_table = service.fleet_table.told(told.by, rows, time.time())
         wishes = await service.run(lambda queue: queue.fleet.stored())
         return answer({"status": "success", **wishes})
 

@@ -211,6 +211,8 @@ class PublishedFleet(Request):
     servers: Annotated[list[PublishedServer], Field(max_length=MOST_SERVERS), AfterValidator(_each_once)]
     uuid: SafeInt | None = None
     """What /register answered; a trainer that was superseded is told so, and its table is not taken."""
+    by: Annotated[str, Field(max_length=256)] = ""
+    """Which of several publishers says it, such as a parameter server; empty for the trainer."""
 
 
 class ScoredData(BaseModel):

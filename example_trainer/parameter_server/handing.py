@@ -40,8 +40,8 @@ class ServedByParameters(BridgeServer):
 class ShareBoard(ServiceBoard):
     """The rollout service's /fleet, of which the servers of one share are this one's."""
 
-    def __init__(self, url: str, api_key: str | None, share: Share) -> None:
-        super().__init__(url, api_key)
+    def __init__(self, url: str, api_key: str | None, by: str, share: Share) -> None:
+        super().__init__(url, api_key, by)
         self._share = share
 
     def publish(self, rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]] | None:
@@ -110,7 +110,7 @@ class Handing:
 
         board = None
         if options.atropos_url is not None and ranks.is_main:
-            board = ShareBoard(options.atropos_url, revealed(options.atropos_api_key), share)
+            board = ShareBoard(options.atropos_url, revealed(options.atropos_api_key), f"parameter server {name}", share)
         self.bridge = BroadcastBridge(
             [server(url) for url in share.named()], options.weight_transfer, ranks, least=0, patience=options.server_patience,
             make_server=server, board=board, port=options.rendezvous_port,

@@ -39,14 +39,19 @@ class Board(Protocol):
 class ServiceBoard:
     """The rollout service's /fleet. A service that is away, or has no such route, is asked again with the next table."""
 
-    def __init__(self, url: str, api_key: str | None) -> None:
+    def __init__(self, url: str, api_key: str | None, by: str = "") -> None:
+        """
+        Args:
+            by: which of several publishers this is; empty for a trainer.
+        """
+        self._by = {"by": by} if by else {}
         self._http = direct_client(url, _SERVICE_SECONDS, api_key)
         self._said = ""
 
     def publish(self, rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]] | None:
         """See Board.publish."""
         try:
-            answer = self._http.post("/fleet", json={"servers": list(rows)})
+            answer = self._http.post("/fleet", json={"servers": list(rows), **self._by})
             body = answer.json() if answer.status_code == 200 else None
             problem = "" if body is not None else f"{answer.status_code} {answer.text[:200]}"
         except (httpx.HTTPError, ValueError) as error:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.api.fleet import MOST_SERVERS, FleetFullError, UnknownServerError, Wishes
+from atroposlib.api.fleet import FORGET_SECONDS, MOST_SERVERS, FleetFullError, Table, UnknownServerError, Wishes
 from atroposlib.utils.addresses import server_address
 
 from .conftest import Service, trainer
@@ -99,6 +99,20 @@ def test_the_lists_are_bounded_and_strangers_cannot_leave() -> None:
         wishes.leave("typo", [ONE])
     wishes.leave(ONE, [ONE])
     assert wishes.left == [ONE]
+
+
+def test_tables_of_several_publishers_stand_side_by_side_while_they_are_fresh() -> None:
+    def row(port: int, version: int) -> dict[str, Any]:
+        return {"url": f"http://h:{port}", "weight_version": version}
+
+    table = Table().told("a", [row(1, 1), row(2, 1)], 100.0).told("b", [row(3, 1)], 101.0)
+    assert table.urls() == ["http://h:1", "http://h:2", "http://h:3"]
+    table = table.told("a", [row(1, 2)], 102.0)
+    assert sorted(table.urls() or ()) == ["http://h:1", "http://h:3"]
+    table = table.told("b", [row(1, 3)], 103.0)  # has taken it over
+    assert table.servers == [row(1, 3)]
+    assert table.told("b", [], 103.0 + FORGET_SECONDS).servers == []
+    assert table.told("", [row(4, 1)], 104.0).urls() == ["http://h:1", "http://h:4"]
 
 
 def test_the_trainers_table_is_told_and_forgotten(service: Service) -> None:

@@ -9,8 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -300,6 +301,56 @@ def test_shards_hold_rows_each_and_push_and_pull_have_their_own_pace(
         late.kill()
         late.start()  # at once, and with the newest
         until(lambda: late.serves(7))
+
+
+class Service(BaseHTTPRequestHandler):
+    """The rollout service's POST /fleet, which wants one server."""
+
+    wanted = ""
+    told: ClassVar[dict[str, list[str]]] = {}
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.told[body["by"]] = [row["url"] for row in body["servers"]]
+        answer = json.dumps({"wanted": [self.wanted], "left": []}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_: object) -> None:
+        return None
+
+
+def test_two_parameter_servers_share_the_servers_and_one_that_joins_by_the_service(
+    starter: Starter, model: Path, free_port: Callable[[], int]
+) -> None:
+    found = [LightServer(starter, free_port()) for _ in range(3)]
+    for server in found:
+        server.start()
+    Service.wanted = found[2].url
+    with ThreadingHTTPServer(("127.0.0.1", 0), Service) as service:
+        threading.Thread(target=service.serve_forever, daemon=True).start()
+        named = ",".join(f"127.0.0.1:{server.port}" for server in found[:2])
+        more = ("--vllm-servers", named, "--atropos-url", f"http://127.0.0.1:{service.server_port}")
+        holders = [HeldServer(starter, free_port(), model=model, more=(*more, "--part", f"{part}/2")) for part in (1, 2)]
+        for holder in holders:
+            holder.start()
+        with training(holders, free_port()) as trainer:
+            trainer.step()
+            trainer.until_served(found)
+            until(lambda: sorted(url for urls in Service.told.values() for url in urls) == sorted(one.url for one in found))
+            holders[0].kill()
+            trainer.step()  # the other one has it
+            until(lambda: found[1].serves(trainer.version))
+            assert found[0].serves(1)
+            holders[0].start()
+            until(lambda: (trainer.look_after(), found[0].serves(trainer.version))[1])
+            trainer.until_served(found)
+        service.shutdown()
+    sound(found)
+    for process in (*holders, *found):
+        process.kill()
 
 
 def test_the_shards_of_a_parameter_are_the_rows_that_the_senders_expect() -> None:
