@@ -89,7 +89,8 @@ class BatchResponse(Response):
         try:
             async with self.service.handing_out(self.received, self.uuid) as hand_out:
                 if hand_out is None:
-                    await answer({"batch": None})(scope, receive, send)
+                    why = {"reason": self.service.queue.waiting} if self.service.queue.takes_references() else {}
+                    await answer({"batch": None, **why})(scope, receive, send)
                 else:
                     hand_out.complete = await self._send(hand_out.body, receive, send)
         except NotRegisteredError as error:

@@ -52,8 +52,10 @@ def test_groups_go_to_workers_and_come_back_with_their_reference(service: Servic
     both = lease(service, "two", max_tokens=1000, model="base")["groups"]
     assert [entry["tokens"][0][0] for entry in both] == [2], "what another has is not lent"
     assert both[0]["sampling_params"] == [{"temperature": 0.5}] * 4
-    assert service.get("/batch")["batch"] is None
-    assert "2 groups wait for ref_logprobs, 2 of them at workers" in service.get("/stats")["waiting_because"]
+    told = service.get("/batch")
+    assert told["batch"] is None
+    assert "2 groups wait for ref_logprobs, 2 of them at workers" in told["reason"]
+    assert told["reason"] == service.get("/stats")["waiting_because"]
 
     assert "hand ids back" in done(service, taken["id"] ^ 1)["refused"][0]["reason"]
     assert "rows of [2, 3, 3, 3]" in done(service, both[0]["id"], ref_logprobs=[[1.0, 0.0], *ROWS[1:]])["refused"][0]["reason"]
