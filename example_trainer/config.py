@@ -218,6 +218,21 @@ class TrainerConfig(
         return LoraSettings(self.lora_r, self.lora_alpha, self.lora_dropout, tuple(self.lora_target_modules))
 
     @property
+    def loads_reference(self) -> bool:
+        """Whether a second model is held, for the divergence from it; under adapters the base model is there already."""
+        return bool(self.kl_coef) and not self.has_base_model and not self.ref_logprobs_from_workers
+
+    @property
+    def asks_reference_workers(self) -> bool:
+        """Whether reference workers compute what groups come without."""
+        return bool(self.kl_coef) and self.ref_logprobs_from_workers
+
+    @property
+    def has_base_model(self) -> bool:
+        """Whether the model that is trained can compute its reference's logprobs too."""
+        return self.lora is not None and self.reference_model is None
+
+    @property
     def shareable(self) -> dict[str, Any]:
         """The options as JSON values, without the secrets: for checkpoints and experiment logs."""
         return self.model_dump(mode="json", exclude=set(SECRETS))

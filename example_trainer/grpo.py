@@ -40,6 +40,7 @@ from example_trainer.training.loop import train as take_steps
 from example_trainer.training.memory_plan import check_memory
 from example_trainer.training.model import decoder_maker, make_model, make_reference, refuse_ranks
 from example_trainer.training.optimizer import make_optimizer
+from example_trainer.training.reference import ReferenceSettings
 from example_trainer.training.resume import agreed_start
 from example_trainer.training.runs import SavedStep, mark_run
 from example_trainer.training.step import make_objective
@@ -111,7 +112,8 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
             bridge.require(pairing)
         ask_servers()  # before there is anything to train on
         positions = start.saved.positions if start.saved else {}
-        batches.register(registration(config, optimizer.steps, start.run.epoch, positions))
+        told = ReferenceSettings.of(config, model).for_the_wire() if config.asks_reference_workers else None
+        batches.register(registration(config, optimizer.steps, start.run.epoch, positions, told))
         evaluations = None
         if ranks.is_main:  # before the first batch is asked for, since environments are let in then
             seen, key = metrics.evaluations.seen, revealed(config.atropos_api_key)

@@ -63,7 +63,7 @@ logger = logging.getLogger("example_trainer.simple_rl")
 ROOT = Path(__file__).resolve().parents[1]
 START_SECONDS = 600.0
 PASSED_ON: dict[type[Section], tuple[str, ...]] = {
-    AlgorithmOptions: (),
+    AlgorithmOptions: ("ref_logprobs_from_workers",),
     CorrectionOptions: (),
     LengthOptions: (),
     OptimizerOptions: ("lr",),

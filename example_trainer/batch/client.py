@@ -41,6 +41,8 @@ class Registration:
         weight_epoch: of the weights that this trainer makes; see ages.
         positions: of the last batch that the weights have learned from, {} before the first; None if that is not known.
         replay: policy, max_reuse and seed, by which the service uses groups; None for each once, oldest first.
+        ref_logprobs_from_workers: groups that come without ref_logprobs wait for reference workers.
+        reference: what those are to compute; see training.reference.
     """
 
     wandb_group: str
@@ -56,6 +58,8 @@ class Registration:
     weight_epoch: int = 0
     positions: dict[str, int] | None = None
     replay: dict[str, Any] | None = None
+    ref_logprobs_from_workers: bool = False
+    reference: dict[str, str | float | bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -311,10 +315,14 @@ class RolloutClient:
 
 
 def registration(
-    config: TrainerConfig, starting_step: int, weight_epoch: int = 0, positions: dict[str, int] | None = None
+    config: TrainerConfig,
+    starting_step: int,
+    weight_epoch: int = 0,
+    positions: dict[str, int] | None = None,
+    reference: dict[str, str | float | bool] | None = None,
 ) -> Registration:
     """What the rollout service is told. `weight_epoch` names this trainer's weights, see ages; `positions` are where its data
-    goes on."""
+    goes on; `reference` is what reference workers are to compute, None without them."""
     project, group = config.wandb_names
     return Registration(
         wandb_group=group,
@@ -330,4 +338,6 @@ def registration(
         weight_epoch=weight_epoch,
         positions=positions,
         replay={"policy": config.replay, "max_reuse": config.max_reuse, "seed": config.seed} if config.replays else None,
+        ref_logprobs_from_workers=reference is not None,
+        reference=reference,
     )

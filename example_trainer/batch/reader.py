@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -75,7 +75,7 @@ class BatchReader:
             lengths=LengthRules(config.truncated_answers, config.overlong_buffer, config.overlong_penalty, config.too_long),
             sampling=SamplingRules(config.allow_truncated_sampling, config.deterministic),
             teacher=config.distill_coef > 0,
-            reference="optional" if config.kl_coef else "unused",
+            reference=_wanted_reference(config),
         )
         self._said: set[str] = set()
 
@@ -222,3 +222,9 @@ class BatchReader:
         if config.truncated_answers == "mask" and any(sequence.finish_reason == LENGTH for sequence in batch.sequences):
             return "every answer ran into its limit (--truncated-answers mask)"
         return "every token is masked with -100"
+
+
+def _wanted_reference(config: TrainerConfig) -> Literal["unused", "optional", "required"]:
+    if not config.kl_coef:
+        return "unused"
+    return "optional" if config.loads_reference or config.has_base_model else "required"

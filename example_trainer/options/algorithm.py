@@ -59,6 +59,9 @@ class AlgorithmOptions(Section):
     reference_model: str | None = Field(
         None, description="model of that divergence; not given: --model-name as it was at first"
     )
+    ref_logprobs_from_workers: bool = Field(
+        False, description="reference workers compute the logprobs of that divergence, and no reference is loaded here"
+    )
     entropy_coef: float = Field(
         0.0, allow_inf_nan=False, description="weight of the policy's entropy, which the loss then rewards"
     )
@@ -110,6 +113,8 @@ class AlgorithmOptions(Section):
             )
         if self.kl_in is not None and "kl_coef" not in self.model_fields_set:
             raise ValueError(f"--kl-in {self.kl_in} needs --kl-coef, without which no divergence is taken")
+        if self.ref_logprobs_from_workers and "kl_coef" not in self.model_fields_set:
+            raise ValueError("--ref-logprobs-from-workers needs --kl-coef, without which no divergence is taken")
         return self
 
 

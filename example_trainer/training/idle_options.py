@@ -21,7 +21,9 @@ def idle_options(config: TrainerConfig, objective: Objective) -> list[str]:
         objective: that of the options.
     """
     off = {
-        f"--kl-coef is {config.kl_coef:g}": ("kl_in", "reference_model") if not config.kl_coef else (),
+        f"--kl-coef is {config.kl_coef:g}": (
+            ("kl_in", "reference_model", "ref_logprobs_from_workers") if not config.kl_coef else ()
+        ),
         f"--distill-coef is {config.distill_coef:g}": ("distill_in",) if not config.distill_coef else (),
         f"--truncated-answers is {config.truncated_answers}": (
             ("overlong_buffer", "overlong_penalty") if config.truncated_answers != "penalise" else ()

@@ -259,7 +259,7 @@ def memory_request(config: TrainerConfig, bridge: WeightBridge, dtype: torch.dty
         single_copy=isinstance(bridge, SingleCopyBridge),
         layouts=bridge.layouts(),
         on_gpu=device.type == "cuda",
-        reference=bool(config.kl_coef) and not (lora and config.reference_model is None),
+        reference=config.loads_reference,
         lora=(config.lora_r, tuple(config.lora_target_modules)) if lora else None,
         world_size=_ranks("WORLD_SIZE"),
         workspace=GPU_WORKSPACE if device.type == "cuda" else CPU_WORKSPACE,

@@ -75,9 +75,10 @@ def make_model(
 def make_reference(
     config: TrainerConfig, model: Decoder, dtype: torch.dtype, device: torch.device, make: DecoderMaker = Decoder
 ) -> Decoder | None:
-    """The model that --kl-coef keeps the policy near: under adapters that is the base model, which is in memory already."""
-    if not config.kl_coef:
-        return None
-    if config.lora and config.reference_model is None:
+    """The model that --kl-coef keeps the policy near: under adapters that is the base model, which is in memory already. None
+    if there is none, or reference workers have it."""
+    if config.kl_coef and config.has_base_model:
         return BaseModel(model)
+    if not config.loads_reference:
+        return None
     return load_model(config.reference_model or config.model_name, dtype, device, make).requires_grad_(False)

@@ -46,6 +46,8 @@ def test_the_original_wire_without_leases_works(scripted: MakeServer, client_of:
         "weight_epoch": 0,
         "positions": None,
         "replay": None,
+        "ref_logprobs_from_workers": False,
+        "reference": None,
         "ack_batches": True,
     }
 

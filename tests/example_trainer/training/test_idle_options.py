@@ -30,6 +30,7 @@ def told(words: str) -> list[str]:
         ("--truncated-answers train --overlong-penalty 2", "--overlong-penalty 2.0 does nothing: --truncated-answers is train"),
         ("--kl-in reward --kl-coef 0", "--kl-in reward does nothing: --kl-coef is 0"),
         ("--reference-model m", "--reference-model m does nothing: --kl-coef is 0"),
+        ("--kl-coef 0 --ref-logprobs-from-workers", "--ref-logprobs-from-workers True does nothing: --kl-coef is 0"),
         ("--distill-in loss --distill-coef 0", "--distill-in loss does nothing: --distill-coef is 0"),
         ("--clip-eps 0.1", "--clip-eps 0.1 does nothing: with --correction token_truncate and one update of a batch the "),
         ("--loss dual_clip --dual-clip 4 --clip-eps-high 0.3 --correction sequence_mask",

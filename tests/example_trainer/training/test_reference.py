@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 import torch
 
+from example_trainer.batch.client import registration
 from example_trainer.batch.group_error import GroupError
 from example_trainer.batch.groups import Rules, parse_batch
 from example_trainer.batch.packing import pack_batch
+from example_trainer.batch.reader import BatchReader
 from example_trainer.batch.sampling import SamplingRules
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.pairing import deterministic_decoder
 from example_trainer.errors import ConfigError, NonFiniteError
 from example_trainer.models import Decoder
+from example_trainer.training.model import make_reference
 from example_trainer.training.reference import ReferenceScorer, ReferenceSettings
 from example_trainer.training.step import response_logprobs
 from tests.example_trainer.training.test_step import GEOMETRY, make_groups, make_model
@@ -160,3 +163,31 @@ def test_the_rest_is_the_trainers() -> None:
     agreed = settings.agreed({"temperature": 0.7, "seq_len": 128, "share_prefixes": False, "table": None, "of_later": 1})
     assert agreed == replace(settings, temperature=0.7, seq_len=128, share_prefixes=False)
     assert settings.agreed({}) == settings
+
+
+def test_a_trainer_loads_no_reference_where_workers_have_it() -> None:
+    model = make_model(3)
+    asks = TrainerConfig(model_name="m", kl_coef=0.1, ref_logprobs_from_workers=True)
+    assert make_reference(asks, model, torch.float32, torch.device("cpu")) is None
+    assert (asks.loads_reference, asks.asks_reference_workers) == (False, True)
+    with_adapters = TrainerConfig(
+        model_name="m", kl_coef=0.1, ref_logprobs_from_workers=True, weight_bridge_mode="lora_only", lora_r=2
+    )
+    assert (with_adapters.loads_reference, with_adapters.has_base_model) == (False, True)
+    assert TrainerConfig(model_name="m", kl_coef=0.1).loads_reference
+    told = ReferenceSettings.of(asks, model).for_the_wire()
+    said = registration(asks, 3, reference=told)
+    assert (said.ref_logprobs_from_workers, said.reference) == (True, told)
+    assert not registration(CONFIG, 3).ref_logprobs_from_workers
+    with pytest.raises(ValueError, match="--ref-logprobs-from-workers needs --kl-coef"):
+        TrainerConfig(model_name="m", ref_logprobs_from_workers=True)
+
+
+@pytest.mark.parametrize(("asks", "problems"), [(False, 0), (True, 1)])
+def test_only_where_no_reference_is_held_a_group_must_bring_its_logprobs(asks: bool, problems: int) -> None:
+    options = TrainerConfig(model_name="m", kl_coef=0.1, ref_logprobs_from_workers=asks, seq_len=64)
+    one, two = make_groups(1, count=2)
+    one["ref_logprobs"] = [[-1.0] * len(row) for row in one["tokens"]]
+    batch = BatchReader(options, 31, 4096).read([one, two], 0).batch
+    assert len(batch.invalid) == problems
+    assert all("ref_logprobs is missing" in told for told in batch.invalid)

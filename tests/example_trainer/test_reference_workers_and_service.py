@@ -1,0 +1,116 @@
+"""Real reference workers and the real rollout service: one is killed with groups in its hands, the service is restarted."""
+
+from __future__ import annotations
+
+import random
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from example_trainer.batch.client import RolloutClient
+from example_trainer.batch.groups import Rules, parse_batch
+from example_trainer.batch.packing import pack_batch
+from example_trainer.config import TrainerConfig
+from example_trainer.deterministic.pairing import deterministic_decoder
+from example_trainer.models import Decoder, load_model
+from example_trainer.process import StopSignal
+from example_trainer.training.reference import ReferenceSettings
+from example_trainer.training.step import response_logprobs
+from tests.conftest import Processes
+from tests.example_trainer.batch.registration import REGISTRATION
+
+MODEL = Path(__file__).resolve().parents[2] / "assets" / "starter_model"
+GROUPS, SIZE, LENGTH = 4, 2, 120
+CONFIG = TrainerConfig(model_name=str(MODEL), seq_len=512, share_prefixes=False)
+WAIT = 120.0
+
+
+def groups() -> list[dict[str, Any]]:
+    rng, made = random.Random(0), []
+    for _ in range(GROUPS):
+        prompt = [rng.randrange(1024) for _ in range(5)]
+        answers = [[rng.randrange(1024) for _ in range(LENGTH)] for _ in range(SIZE)]
+        made.append(
+            {
+                "tokens": [prompt + answer for answer in answers],
+                "masks": [[-100] * 5 + answer for answer in answers],
+                "scores": [1.0, 0.0],
+                "sampling_params": [{"temperature": 1.0}, None],
+            }
+        )
+    return made
+
+
+def trainers_own(model: Decoder, batch: list[dict[str, Any]]) -> dict[tuple[int, int], bytes]:
+    """The bits that the trainer would compute, all groups in one pass."""
+    (((bin,),),) = pack_batch(
+        parse_batch(batch, 512, 1024), tokens_per_bin=10**6, ranks=1, normalisation="token", max_tokens=512,
+        share_prefixes=False,
+    )  # fmt: skip
+    with torch.no_grad():
+        found, _ = response_logprobs(model, bin, bin.packing(), CONFIG)
+    rows = zip(bin.orders.tolist(), found.split(bin.counts.tolist()), strict=True)
+    return {(group, i): row.numpy().tobytes() for (group, i), row in rows}
+
+
+def test_every_group_gets_the_trainers_own_bits_whoever_dies(
+    processes: Processes, free_port: Callable[[], int], tmp_path: Path
+) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    service_command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port), "--store", str(tmp_path / "s.db")]
+
+    def start_service() -> Any:
+        started = processes.start("service", service_command)
+        processes.wait_for_http(f"{url}/", seconds=60)
+        return started
+
+    def worker(name: str, model: Path = MODEL) -> list[str]:
+        command = [sys.executable, "-m", "example_trainer.reference_worker", "--model-name", str(model), "--atropos-url", url]
+        return [*command, "--deterministic", "--name", name, "--lease-seconds", "3"]
+
+    def seen() -> dict[str, Any]:
+        found: dict[str, Any] = httpx.get(f"{url}/reference", timeout=60).raise_for_status().json()
+        return found
+
+    service = start_service()
+    (tmp_path / "other").symlink_to(MODEL)
+    told = ["sh", "-c", f'{shlex.join(worker("other", tmp_path / "other"))}; echo "status $?"']
+    other = processes.start("other", told, may_finish=True)
+    doomed = processes.start("doomed", worker("doomed"))
+    model = load_model(str(MODEL), torch.float32, "cpu", deterministic_decoder)
+    client = RolloutClient(url, StopSignal(), service_timeout=60, batch_timeout=WAIT)
+    reference = ReferenceSettings.of(CONFIG, model).for_the_wire()
+    wants = replace(REGISTRATION, batch_size=GROUPS * SIZE, max_token_len=512, model=str(MODEL))
+    wants = replace(wants, ref_logprobs_from_workers=True, reference=reference)
+    client.register(wants)
+    httpx.post(f"{url}/scored_data_list", json=groups(), timeout=60).raise_for_status()
+    processes.wait_until("a lease of the worker that is killed", lambda: None if seen()["leased"] else f"none: {seen()}", WAIT)
+    processes.kill(doomed)
+    answered_before = seen()["answered"]
+    assert answered_before < GROUPS
+    one, _ = (processes.start(name, worker(name)) for name in ("one", "two"))
+    processes.wait_until(
+        "an answer of another worker", lambda: None if seen()["answered"] > answered_before else f"none: {seen()}", WAIT
+    )
+    processes.kill(service)
+    start_service()
+    batch = client.next_batch()
+    parsed = parse_batch(batch.groups, 512, 1024, Rules(reference="required"))
+    assert (parsed.invalid, len(parsed.sequences)) == ([], GROUPS * SIZE)
+    found = {s.order: s.reference_logprobs.tobytes() for s in parsed.sequences if s.reference_logprobs is not None}
+    assert found == trainers_own(model, batch.groups)
+    client.close()
+
+    assert processes.stop(one) == 128 + 15
+    assert "Stopped by SIGTERM" in one.log_path.read_text()
+    said = processes.finish(other, 60)
+    assert "status 2" in said
+    (line,) = [line for line in said.splitlines() if line.startswith("ERROR")]
+    assert f"has the model '{tmp_path / 'other'}', but the trainer's reference is '{MODEL}'" in line
