@@ -92,6 +92,24 @@ def on_paper(book: Book) -> str:
     return f"{markdown(head, rows)}\n\n{sources(book, places)}"
 
 
+def parameter_server(book: Book) -> str:
+    """What a parameter server takes and hands on."""
+    if "parameter_server" not in book.page(FILE):
+        return "Not measured yet."
+    head = ["vLLM servers", "a push", "a pull by all of them", "taken", "handed on, all together"]
+    rows, places = [], {}
+    for number in book.get(FILE, "parameter_server/servers"):
+        place = f"parameter_server/servers/{number}"
+        push, pull, taken, given = (
+            book.number(FILE, f"{place}/{key}")
+            for key in ("push_ms", "pull_ms", "push_gb_per_second", "delivered_gb_per_second")
+        )
+        rows.append([number, f"{push:.0f} ms", f"{pull:.0f} ms", f"{taken:.2f} GB/s", f"{given:.2f} GB/s"])
+        places[number] = (FILE, place)
+    load = _load(book, "parameter_server/load_average_before/0")
+    return f"{markdown(head, rows)}\n\n{sources(book, places)} {load}"
+
+
 def full_at(book: Book) -> str:
     """`70 generators of 1.7B, 1,300 of 32B`."""
     sizes = book.get(FILE, "scaling/on_paper/full_at")
@@ -104,5 +122,6 @@ NAMED: dict[str, Callable[[Book], str]] = {
     "async_saturation": saturation,
     "async_on_paper": on_paper,
     "async_full_at": full_at,
+    "async_parameter_server": parameter_server,
 }
 """By the name that stands in the documents."""

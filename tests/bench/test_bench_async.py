@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import async_figures, async_modes, async_on_paper, async_scaling
+from bench import async_figures, async_modes, async_on_paper, async_scaling, parameter_server
 from bench.async_modes import REGIMES, found_in, work_of
 from bench.async_on_paper import Measured, full_at, need
 from bench.gpu.processes import BenchError
@@ -103,11 +103,23 @@ def test_sleeping_generators_against_a_real_service(tmp_path: Path, monkeypatch:
     assert async_on_paper.main([str(into), "--generators", "7"]) == 0
     book = Book(tmp_path)
     assert [*book.get("async", "scaling/on_paper/found/32B")] == ["7"]
-    tables = {name: make(book) for name, make in async_figures.NAMED.items() if name != "async_modes"}
+    others = ("async_modes", "async_parameter_server")
+    tables = {name: make(book) for name, make in async_figures.NAMED.items() if name not in others}
     assert "| 32B | 7 | " in tables["async_on_paper"]
     assert "commit abc" in tables["async_scaling"]
     assert "groups/s are posted" in tables["async_saturation"]
     assert tables["async_full_at"].endswith(" of 32B")
+
+
+def test_a_parameter_servers_figures_as_documents_show_them(tmp_path: Path) -> None:
+    row = {"push_ms": 50.2, "pull_ms": 80.0, "push_gb_per_second": 2.0, "pull_gb_per_second": 1.25, "updates": 5}
+    row |= {"delivered_gb_per_second": 2.5, "measured": {"commit": "abc", "date": "2026-11-23", "run": "one"}}
+    data = {"load_average_before": [0.5], "servers": {"2": row}, "measured": row["measured"]}
+    put_into(tmp_path / "async.json", "parameter_server", data)
+    table = async_figures.parameter_server(Book(tmp_path))
+    assert "| 2 | 50 ms | 80 ms | 2.00 GB/s | 2.50 GB/s |" in table
+    assert "load before it: 0.5" in table
+    assert "2.5" in parameter_server.report(data)
 
 
 def test_regimes_as_documents_show_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
