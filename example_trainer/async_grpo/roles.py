@@ -73,19 +73,8 @@ def roles_of(settings: Settings) -> list[Role]:
     servers = [f"parameter-server-{n + 1}" for n in range(asked.parameter_servers)]
     for name in servers:
         needs = {"CPU": asked.parameter_server_cpus, "GPU": float(asked.parameter_server_gpus)}
-        found.append(
-            Role(
-                name,
-                "parameter-server",
-                name,
-                0,
-                some(needs),
-                2,
-                ("service",),
-                bound=("service",),
-                ready=("/health", "/health"),
-            )
-        )
+        answers, service = ("/weights", "/weights"), ("service",)
+        found.append(Role(name, "parameter-server", name, 0, some(needs), 1, service, bound=service, ready=answers))
     for n in range(asked.reference_workers):
         needs = {"CPU": asked.reference_cpus, "GPU": gpu}
         name = f"reference-{n + 1}"

@@ -1,0 +1,147 @@
+"""An asynchronous run whose service is the real one, and whose other processes weigh nothing.
+
+    python tests/e2e/async_roles.py drive --config FILE        the driver, with the roles below
+    python tests/e2e/async_roles.py ROLE FOLDER PORT SERVICE   one of them
+
+Each group that an environment sends has a number of its own, which it writes to `sent` before and to `accepted` after the
+service has taken it; the trainer writes those that it has trained on to `trained`, with the batch's id, before it
+acknowledges. Both go on where an earlier life ended. With a file `enough` in the folder environments send no more, and the
+trainer ends when it has trained on all that was accepted.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import os
+
+import httpx
+
+PAUSE = 0.3
+
+
+def numbers(file: Path) -> list[int]:
+    """The first number of each whole line."""
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    return [int(line.split()[0]) for line in lines]
+
+
+def note(file: Path, *values: int) -> None:
+    """Append a line, on the disk when this returns."""
+    with file.open("a") as opened:
+        opened.write(" ".join(map(str, values)) + "\n")
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+def generator(port: int) -> None:
+    """Answers everything with 200."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+
+
+def environment(folder: Path, name: str, client: httpx.Client) -> None:
+    """Sends groups until there are enough."""
+    if (folder / f"{name}.broken").exists():
+        raise ModuleNotFoundError("No module named 'what_it_needs'")
+    sent, accepted = folder / f"sent-{name}", folder / f"accepted-{name}"
+    while True:
+        open_ones = [number for number in numbers(sent) if number not in set(numbers(accepted))]
+        if not open_ones:
+            if (folder / "enough").exists():
+                time.sleep(PAUSE)
+                continue
+            open_ones = [random.getrandbits(30)]
+            note(sent, open_ones[0])
+        for number in open_ones:
+            tokens = [[1, 2, number], [1, 3, number]]
+            group = {"tokens": tokens, "masks": [[-100, 2, number], [-100, 3, number]], "scores": [0.0, 1.0]}
+            try:
+                answer = client.post("/scored_data", json=group | {"idempotency_key": f"{name}-{number}"})
+            except httpx.HTTPError as error:
+                print(f"{error!r}; trying again", flush=True)
+            else:
+                if answer.status_code == 200:
+                    note(accepted, number)
+                else:
+                    print(answer.text, flush=True)
+            time.sleep(2 * PAUSE)
+
+
+def trainer(folder: Path, client: httpx.Client) -> None:
+    """Takes batches of one group until all that was accepted is trained on."""
+    body = {"wandb_group": "g", "wandb_project": "p", "batch_size": 2, "max_token_len": 64, "checkpoint_dir": str(folder)}
+    body |= {"save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 10**6, "ack_batches": True}
+    uuid, trained = None, folder / "trained"
+    while True:
+        try:
+            if uuid is None:
+                body["starting_step"] = len(numbers(trained))  # what was sampled after it, another run would have
+                uuid = client.post("/register", json=body).raise_for_status().json()["uuid"]
+            got = client.get("/batch", params={"uuid": uuid}).raise_for_status().json()
+            if got["batch"] is None:
+                accepted = {number for file in folder.glob("accepted-*") for number in numbers(file)}
+                if (folder / "enough").exists() and accepted <= set(numbers(trained)):
+                    return
+                time.sleep(PAUSE)
+                continue
+            for group in got["batch"]:
+                number = group["tokens"][0][2]
+                if number not in set(numbers(trained)):  # else only the acknowledgement was lost
+                    note(trained, number, got["batch_id"])
+            client.post("/batch/ack", json={"batch_id": got["batch_id"], "uuid": uuid}).raise_for_status()
+        except httpx.HTTPError as error:
+            print(f"{error!r}; trying again", flush=True)
+            time.sleep(PAUSE)
+
+
+def be(name: str, folder: Path, port: int, service: str) -> None:
+    """One role."""
+    headers = {"Authorization": f"Bearer {os.environ.get('ROLLOUT_API_KEY', '')}"}
+    with httpx.Client(base_url=service, headers=headers, timeout=10, trust_env=False) as client:
+        if name.startswith("generator"):
+            generator(port)
+        elif name.startswith("environment"):
+            environment(folder, name, client)
+        else:
+            trainer(folder, client)
+
+
+def drive(arguments: list[str]) -> int:
+    """The driver."""
+    from example_trainer.async_grpo.__main__ import main
+    from example_trainer.async_grpo.launch import PYTHON, Address
+    from example_trainer.async_grpo.roles import Commands, Role
+
+    class LightCommands(Commands):
+        """The project's own commands, but for those of roles that compute."""
+
+        def _light(self, role: Role, places: Mapping[str, Address]) -> dict[str, Any]:
+            port = places[role.name].ports[0] if places[role.name].ports else 0
+            words = [PYTHON, "-u", __file__, role.name, str(self._settings.folder), str(port), places["service"].url]
+            return {"arguments": words}
+
+        _generator = _environment = _trainer = _light
+
+    return main(arguments, LightCommands)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "drive":
+        sys.exit(drive(sys.argv[2:]))
+    be(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
