@@ -260,7 +260,12 @@ def test_help_names_the_variables_and_not_what_they_hold(
     assert "hush" not in said
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "example_trainer" / "configs").glob("*.yaml")), ids=lambda file: file.name)
+CONFIGS = sorted((ROOT / "example_trainer" / "configs").glob("*.yaml"))
+SHIPPED = [file for file in CONFIGS if "orchestration:" not in file.read_text()]
+"""Those of whole runs have sections: tests/example_trainer/async_grpo."""
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.name)
 def test_the_shipped_configs_are_valid(file: Path) -> None:
     assert parse_config(["--config", str(file)]).model_name
 
