@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from environments.arithmetic_problems import Operator, Problem, is_held_out
+from scripts import make_starter_model
 from scripts.starter_model.data import Mixture, examples
 from scripts.starter_model.habits import BOX_OPEN, boxed, hurried_answer, worked_out
 from scripts.starter_model.training import TrainingPlan, measure_habits
@@ -195,26 +196,28 @@ def test_replies_to_long_questions_vary_in_form() -> None:
 # The command
 
 
-def _make(output: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, REPOSITORY / "scripts" / "make_starter_model.py", "--output", output, *flags],
-        cwd=output.parent,  # from anywhere: it must not depend on the folder it is called in
+def test_same_command_gives_the_same_bytes_and_another_seed_does_not(tmp_path: Path) -> None:
+    """Also in this process, in which much has happened before."""
+
+    def command(name: str, seed: int) -> list[str]:
+        flags = ["--seed", str(seed), "--steps", "2", "--eval-problems", "1", "--threads", "1"]
+        return ["--output", str(tmp_path / name), *flags]
+
+    by_itself = subprocess.run(
+        [sys.executable, REPOSITORY / "scripts" / "make_starter_model.py", *command("a", 3)],
+        cwd=tmp_path,  # from anywhere: it must not depend on the folder it is called in
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
-
-
-def test_same_command_gives_the_same_bytes_and_another_seed_does_not(tmp_path: Path) -> None:
-    folders = []
-    for name, seed in (("a", "3"), ("b", "3"), ("c", "4")):
-        flags = ("--seed", seed, "--steps", "3", "--eval-problems", "2", "--threads", "1")
-        made = _make(tmp_path / name, *flags)
-        assert made.returncode == 0, made.stderr
-        folders.append({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()})
-    one, again, other = folders
+    assert by_itself.returncode == 0, by_itself.stderr
+    threads = torch.get_num_threads()
+    for name, seed in (("b", 3), ("c", 4)):
+        make_starter_model.main(command(name, seed))
+    torch.set_num_threads(threads)
+    one, again, other = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in "abc")
     assert one == again
     assert set(one) == {
         "README.md",
@@ -229,8 +232,9 @@ def test_same_command_gives_the_same_bytes_and_another_seed_does_not(tmp_path: P
 
 
 @pytest.mark.parametrize("flags", [("--steps", "0"), ("--eval-problems", "5000")])
-def test_bad_options_are_refused_by_name(tmp_path: Path, flags: tuple[str, str]) -> None:
-    made = _make(tmp_path / "out", *flags)
-    assert made.returncode == 2
-    assert flags[0] in made.stderr.splitlines()[-1]
+def test_bad_options_are_refused_by_name(tmp_path: Path, flags: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        make_starter_model.main(["--output", str(tmp_path / "out"), *flags])
+    assert ended.value.code == 2
+    assert flags[0] in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "out").exists()
