@@ -1,0 +1,77 @@
+"""What a parameter server holds, refuses and serves, without processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from example_trainer.command_line import parse_config, parse_section
+from example_trainer.errors import ConfigError
+from example_trainer.parameter_server import serving
+from example_trainer.parameter_server.held import HeldCopy, held_manifest
+from example_trainer.parameter_server.options import ParameterServerOptions, Share
+from example_trainer.process import StopSignal
+from example_trainer.weight_bridge.parameter_server import require_fresh_enough
+from tests.fleet_server import GEOMETRY
+from vllm_patching.protocol.checksum import weights_checksum
+
+
+def test_the_shards_of_a_parameter_are_the_rows_that_the_senders_expect() -> None:
+    for size in (1, 2, 3, 5, 16):
+        manifests = [held_manifest(GEOMETRY, torch.float32, torch.device("cpu"), rank, size) for rank in range(size)]
+        for entries in zip(*(manifest.entries for manifest in manifests), strict=True):
+            full = torch.arange(entries[0].shard.full_shape[0])
+            held = [full[s.source_start : s.source_start + s.length] for entry in entries for s in entry.shard.slices]
+            assert [part.tolist() for part in held] == [part.tolist() for part in full.split(-(-len(full) // size))]
+
+
+def test_a_copy_that_has_changed_in_memory_is_found_out() -> None:
+    copy = HeldCopy(held_manifest(GEOMETRY, torch.float32, torch.device("cpu")), torch.device("cpu"))
+    copy.checksum = weights_checksum(copy.slices)
+    assert copy.is_sound()
+    copy.tensors["model.norm.weight"][3] = 1e-30
+    assert not copy.is_sound()
+
+
+def test_what_does_not_fit_is_one_line_with_the_bytes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "free_host_memory", lambda: (1 << 20, 1 << 40))
+    options = parse_section(ParameterServerOptions, "x", ["--model-name", str(model), "--device", "cpu"])
+    with pytest.raises(serving.HeldMemoryShortage, match=r"needs 0\.\d\d GiB on cpu \(2 copies of .* 0\.00 GiB are free"):
+        serving.serve(options, StopSignal())
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ([], "needs --parameter-servers host:port"),
+        (["--parameter-servers", "h:1", "--vllm-servers", "h:2"], "are given to the parameter servers"),
+        (["--parameter-servers", "h:1", "--weight-transfer", "direct"], "receives beside what it holds"),
+        (["--parameter-servers", "h:1", "--push-every", "4", "--max-staleness", "2"], "up to 3 versions behind"),
+        (["--parameter-servers", "h:1", "--deterministic"], "--deterministic needs --weight-bridge-mode shared_vllm"),
+        (["--parameter-servers", "h:1", "--single-copy"], "--single-copy needs --weight-bridge-mode shared_vllm"),
+        (["--weight-bridge-mode", "none", "--push-every", "2"], "--push-every needs --weight-bridge-mode parameter_server"),
+    ],
+)
+def test_options_that_do_not_go_together(flags: list[str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        parse_config(["--model-name", "m", "--weight-bridge-mode", "parameter_server", *flags])
+
+
+def test_a_trainer_does_not_wait_for_rollouts_that_never_come() -> None:
+    require_fresh_enough("http://h:1", 3, 2, 3)
+    require_fresh_enough("http://h:1", 3, 2, None)
+    with pytest.raises(ConfigError, match="up to 3 versions behind, and --max-staleness 2"):
+        require_fresh_enough("http://h:1", 3, 2, 2)
+
+
+@given(st.lists(st.integers(1, 999), unique=True), st.lists(st.integers(1000, 1999)), st.integers(1, 6))
+def test_every_server_is_one_parameter_servers(named: list[int], others: list[int], count: int) -> None:
+    shares = [Share(number, count, [f"http://h:{port}" for port in named]) for number in range(count)]
+    for port in (*named, *others):
+        assert sum(share.has(f"http://h:{port}") for share in shares) == 1
+    sizes = [len(share.named()) for share in shares]
+    assert max(sizes) - min(sizes) <= 1
