@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import pytest
+import torch
 
 from example_trainer.errors import BridgeError
+from example_trainer.models.hf_checkpoint import load_model
 from example_trainer.weight_bridge.broadcast import BroadcastBridge
 from example_trainer.weight_bridge.server import BridgeServer
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
 from tests.conftest import Processes
 from tests.e2e.bridge_helpers import TOLERANCE, checksums, joined, largest_difference, new_weights
-from tests.e2e.conftest import BRIDGE_TIMEOUT, start_vllm
+from tests.e2e.conftest import BRIDGE_TIMEOUT, VllmServer, start_vllm
+from tests.light_servers import LightServer, Starter, until
 
 pytestmark = pytest.mark.e2e
 
@@ -51,6 +58,54 @@ def test_every_replica_of_a_data_parallel_server_gets_the_weights(
     single = SingleCopyBridge(BridgeServer("localhost", server.port, BRIDGE_TIMEOUT))
     with pytest.raises(BridgeError, match="--use-shared-memory"):
         single.connect(model)
+    training_goes_on_without_a_server_that_lost_a_replica(server, free_port, tmp_path, monkeypatch)
+
+
+def training_goes_on_without_a_server_that_lost_a_replica(
+    server: VllmServer, free_port: Callable[[], int], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kill one of two replicas' processes, between two updates of a fleet with another server."""
+    starter = Starter(folder / "light")
+    other = LightServer(starter, free_port(), "localhost", model=server.model)
+    other.start()
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    bridge = BroadcastBridge([BridgeServer("localhost", s.port, BRIDGE_TIMEOUT, startup_timeout=60) for s in (server, other)])
+    try:
+        model = load_model(str(server.model), torch.float32)
+        bridge.connect(model)
+        assert bridge.sync(2, new_weights(model, 2)).fleet["good"] == 2
+        os.kill(child_called(b"EngineCore_DP1", server.process.command_pid()), signal.SIGKILL)
+        report = bridge.sync(3, new_weights(model, 3))
+        assert (report.fleet["good"], report.fleet["size"]) == (1, 2)
+        assert other.state()["checksums"] == [report.checksum]
+        assert bridge.server_urls() == [other.url]
+        until(lambda: not healthy(server))
+        assert bridge.sync(4, new_weights(model, 4)).fleet["good"] == 1
+    finally:
+        bridge.close()
+        starter.close()
+
+
+def child_called(title: bytes, of: int) -> int:
+    """The process of this title that a process has started, or one that it has started."""
+    parents, called = {}, []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            called += [int(folder.name)] * (title in (folder / "cmdline").read_bytes())
+
+    def is_ours(pid: int) -> bool:
+        return pid == of or (pid in parents and is_ours(parents[pid]))
+
+    (found,) = filter(is_ours, called)
+    return found
+
+
+def healthy(server: VllmServer) -> bool:
+    try:
+        return httpx.get(f"{server.url}/health", timeout=10).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def test_a_server_that_does_not_share_says_so(
