@@ -70,6 +70,15 @@ class HeldController(BridgeController):
         """See Bridge.info."""
         return {**super().info(), **self.facts}
 
+    async def _until(self, wanted: str, what: str, also: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+        """As of vLLM's; a shard has no step to take meanwhile, so it may wait itself, and what it receives is not held up by
+        questions.
+        """
+        return await self._ranks.until(
+            wanted, what, f"waiting for {self.state.trainer}", also, may_block=True,
+            called_off=lambda: self._calling_off.reason,
+        )  # fmt: skip
+
     @property
     def held(self) -> Weights | None:
         """What may be handed out; None if nothing may."""
