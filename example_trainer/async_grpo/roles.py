@@ -72,7 +72,7 @@ def roles_of(settings: Settings) -> list[Role]:
         found.append(Role(name, "generator", name, 0, some(needs), 1, ready=("/health_generate", "/weights"), grace=30.0))
     servers = [f"parameter-server-{n + 1}" for n in range(asked.parameter_servers)]
     for name in servers:
-        needs = {"CPU": asked.parameter_server_cpus, "GPU": float(asked.parameter_server_gpus)}
+        needs = {"CPU": asked.parameter_server_cpus, "GPU": gpu}
         answers, service = ("/weights", "/weights"), ("service",)
         found.append(Role(name, "parameter-server", name, 0, some(needs), 1, service, bound=service, ready=answers))
     for n in range(asked.reference_workers):
@@ -184,7 +184,7 @@ class Commands:
         words = [PYTHON, "-u", "example_trainer/vllm_api_server.py", "--model", self._settings.model]
         words += ["--host", here.listen, "--port", str(here.ports[0])]
         on_cpu = self._settings.orchestration.device == "cpu"
-        words += ["--dtype", asked.dtype or ("float32" if on_cpu else "bfloat16")]
+        words += ["--dtype", self._dtype]
         words += ["--enforce-eager"] if on_cpu else []
         words += ["--tensor-parallel-size", str(asked.tensor_parallel_size)] if asked.tensor_parallel_size > 1 else []
         words += ["--max-model-len", str(asked.max_model_length)] if asked.max_model_length else []
@@ -217,6 +217,12 @@ class Commands:
         words += ["--deterministic"] if training.get("deterministic") else []
         return {"arguments": words}
 
+    @property
+    def _dtype(self) -> str:
+        """Of the weights that generators serve."""
+        on_cpu = self._settings.orchestration.device == "cpu"
+        return self._settings.inference.dtype or ("float32" if on_cpu else "bfloat16")
+
     def _parameter_server(self, role: Role, places: Mapping[str, Address]) -> dict[str, Any]:
         here = places[role.name]
         words = [PYTHON, "-u", "-m", "example_trainer.parameter_server", "--model-name", self._settings.model]
@@ -225,7 +231,7 @@ class Commands:
         if self._settings.inference.weight_sync_every:
             words += ["--pull-every", str(self._settings.inference.weight_sync_every)]
         words += ["--device", "cuda" if here.gpus else "cpu"]
-        words += ["--dtype", self._settings.inference.dtype] if self._settings.inference.dtype else []
+        words += ["--dtype", self._dtype]
         words += ["--log-dir", str(self._settings.folder / role.name)]
         return {"arguments": [*words, "--vllm-servers", *servers_in(places)]}
 

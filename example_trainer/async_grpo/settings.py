@@ -51,8 +51,7 @@ class Orchestration(Section):
     buffer_groups: int | None = Field(
         None, ge=1, description="groups that the rollout service holds at most; not given: its own bound"
     )
-    device: Literal["gpu", "cpu"] = Field("gpu", description="what generators, reference workers and the trainer compute on")
-    parameter_server_gpus: int = Field(0, ge=0, le=1, description="GPUs of a parameter server; 0: host memory")
+    device: Literal["gpu", "cpu"] = Field("gpu", description="what all but service and environments compute on")
     service_cpus: float = Field(1.0, ge=0, description="CPUs that the rollout service asks of Ray")
     generator_cpus: float = Field(4.0, ge=0, description="CPUs of a vLLM server")
     environment_cpus: float = Field(1.0, ge=0, description="CPUs of an environment process")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
+from example_trainer.async_grpo.cluster import ClusterError, RayCluster
 from example_trainer.async_grpo.launch import PYTHON, Address
 from example_trainer.async_grpo.roles import NEEDED_KEYS, STOP_ORDER, Commands, Role, demands_of, natural, roles_of
 from example_trainer.async_grpo.settings import Settings, make_settings
-from example_trainer.command_line import parse_config
+from example_trainer.command_line import parse_config, parse_section
+from example_trainer.parameter_server.options import ParameterServerOptions
 
 KEYS = {"ROLLOUT_API_KEY": "secret-r", "VLLM_API_KEY": "secret-v"}
 
@@ -108,3 +112,24 @@ def test_the_trainers_file_holds_plain_values() -> None:
     roles = roles_of(made)
     launch = Commands(made, KEYS).launch(next(r for r in roles if r.kind == "trainer"), places_of(roles))
     assert yaml.safe_load(launch.files["trainer.yaml"])["save_path"] == "/tmp/x"
+
+
+def test_a_parameter_server_takes_its_command() -> None:
+    made = settings(orchestration={"generators": 2, "parameter_servers": 2}, inference={"weight_sync_every": 3})
+    roles = roles_of(made)
+    launch = Commands(made, KEYS).launch(next(r for r in roles if r.name == "parameter-server-2"), places_of(roles))
+    program = launch.arguments.index("example_trainer.parameter_server")
+    options = parse_section(ParameterServerOptions, "parameter_server", launch.arguments[program + 1 :])
+    assert (options.part, options.pull_every, options.device) == ("2/2", 3, "cuda")
+    assert options.vllm_servers == [places_of(roles)[name].server for name in ("generator-1", "generator-2")]
+    trainer = Commands(made, KEYS).launch(next(r for r in roles if r.kind == "trainer"), places_of(roles))
+    values = yaml.safe_load(trainer.files["trainer.yaml"])
+    assert values["weight_bridge_mode"] == "parameter_server"
+    assert len(values["parameter_servers"]) == 2
+    assert "vllm_servers" not in values
+
+
+def test_without_ray_one_line_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ClusterError, match=r"need Ray, which is not installed: `pip install 'lockstep-rl\[ray\]'`"):
+        RayCluster("run")
