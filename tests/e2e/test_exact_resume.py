@@ -1,0 +1,113 @@
+"""`kill -9` of every process of a run: resumed, it ends with the weights of the run that nobody killed, bit for bit.
+
+As in test_same_seed, vLLM computes one sequence at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from example_trainer.child_processes.processes import ManagedProcess
+from tests.conftest import ROOT, Processes
+from tests.e2e.conftest import VllmServer, start_vllm
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+STARTER = ROOT / "assets" / "starter_model"
+STEPS = 3
+FLAGS = ("--max-num-seqs", "1", "--no-enable-prefix-caching", "--max-model-len", "256", "--enforce-eager")
+
+
+@dataclass
+class Stack:
+    """The four processes of one run."""
+
+    processes: Processes
+    vllm: VllmServer
+    port: int
+    folder: Path
+
+    def start(self, *resume: str) -> None:
+        service = f"http://127.0.0.1:{self.port}"
+        store = ["--port", str(self.port), "--store", self.folder / "rollouts.db"]
+        self.service = self.processes.start("service", [sys.executable, "-m", "atroposlib.cli.run_api", *store])
+        self.processes.wait_for_http(service, seconds=60)
+        self.trainer = self.processes.start(
+            "trainer",
+            [
+                *(sys.executable, "-u", ROOT / "example_trainer/grpo.py", "--model-name", STARTER, "--lr", "1e-3"),
+                *("--weight-bridge-mode", "shared_vllm", "--single-copy", "--vllm-port", str(self.vllm.port)),
+                *("--atropos-url", service, "--training-steps", str(STEPS), "--batch-size", "8", "--seq-len", "256"),
+                *("--gradient-accumulation-steps", "2", "--max-staleness", "0", "--num-threads", "1"),
+                *("--save-path", self.folder / "checkpoints", "--log-dir", self.folder / "logs"),
+                *("--checkpoint-interval", "1", "--keep-checkpoints", "1", *resume),
+            ],
+            {"OMP_NUM_THREADS": "1"},
+            may_finish=True,
+        )
+        self.environment = self.processes.start(
+            "environment",
+            [
+                *(sys.executable, ROOT / "environments/arithmetic_server.py", "serve", "--env.rollout_server_url", service),
+                *("--env.group_size", "4", "--env.max_token_length", "24", "--env.exact_resume", "true"),
+                *("--openai.base_url", f"http://localhost:{self.vllm.port}", "--openai.server_type", "vllm"),
+            ],
+            may_finish=True,
+        )
+
+    def kill(self) -> None:
+        everyone: list[ManagedProcess] = [self.service, self.environment, self.trainer, self.vllm.process]
+        for process in everyone:
+            self.processes.kill(process)
+
+    def learned(self) -> dict[int, tuple[str, float, int]]:
+        """Of each step of the present weights: their checksum, the mean reward and the tokens."""
+        metrics = self.folder / "logs" / "metrics.jsonl"
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        return {row["weight_version"]: (row["checksum"], row["reward_mean"], row["tokens"]) for row in rows}
+
+    def stats(self) -> dict[str, Any]:
+        answer: dict[str, Any] = httpx.get(f"http://127.0.0.1:{self.port}/stats", timeout=30).json()
+        return answer
+
+    def finish(self) -> tuple[dict[int, tuple[str, float, int]], bytes]:
+        """What was learned, and the weights of the last checkpoint."""
+        self.processes.finish(self.trainer, seconds=240)
+        return self.learned(), (self.folder / "checkpoints" / f"step_{STEPS}" / "model.safetensors").read_bytes()
+
+
+def test_a_run_that_was_killed_ends_as_if_it_had_not(
+    processes: Processes, free_port: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    vllm = start_vllm(processes, free_port, STARTER, tmp_path, flags=FLAGS)
+    whole = Stack(processes, vllm, free_port(), tmp_path / "whole")
+    whole.folder.mkdir()
+    whole.start()
+    expected = whole.finish()
+    assert expected[0].keys() == set(range(1, STEPS + 1))
+    processes.kill(whole.service)
+
+    stack = Stack(processes, vllm, free_port(), tmp_path / "killed")
+    stack.folder.mkdir()
+    stack.start()
+
+    # When a step has been taken, and a part of the next batch is at the service while the rest of it is being sampled.
+    def half_a_batch() -> str | None:
+        stats = stack.stats()
+        there = stats["trainer_version"] >= 1 and 0 < stats["queue"]["groups"] < 4 and not stats["leases"]
+        return None if there else f"version {stats['trainer_version']}, {stats['queue']}"
+
+    processes.wait_until("half a batch", half_a_batch, 180)
+    stack.kill()
+    stack.vllm = start_vllm(processes, lambda: vllm.port, STARTER, tmp_path, flags=FLAGS)
+    stack.start("--resume", "auto")
+    assert stack.finish() == expected
