@@ -29,6 +29,7 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where several workers share the tests: a file's stay together, for what they share; and so do those that share real
     servers, and those that need the GPU to themselves."""
