@@ -26,7 +26,7 @@ else
   # One more at a time than there are cores, since most tests wait for processes; not more than 8, of which each takes 1 GB.
   # tests/conftest.py says which tests stay together.
   workers=$(($(nproc) < 7 ? $(nproc) + 1 : 8))
-  "$venv/bin/python" -m pytest --numprocesses "$workers" --dist loadgroup || failed+=("pytest")
+  "$venv/bin/python" -m pytest --numprocesses "$workers" --dist loadscope --no-loadscope-reorder || failed+=("pytest")
 fi
 ((${#failed[@]} == 0)) && exit 0
 printf 'test: FAILED: %s\n' "${failed[@]}" >&2

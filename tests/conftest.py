@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -29,14 +30,25 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where several workers share the tests: a file's stay together, for what they share; and so do those that share real
-    servers, and those that need the GPU to themselves."""
-    for item in items:
-        place = item.path.relative_to(ROOT / "tests")
-        whole = place.parts[0] in ("e2e", "gpu")
-        item.add_marker(pytest.mark.xdist_group(place.parts[0] if whole else str(place)))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where several workers share the tests, what takes longest in one piece comes first."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.path.relative_to(ROOT).parts[1] != "e2e")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Where several workers share the tests: a file's stay together, for what they share; and so do all that share real
+    servers, and all that need the GPU to themselves."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Together(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            folder = file.split("/")[1]
+            return folder if folder in ("e2e", "gpu") else file
+
+    return Together(config, log)
 
 
 class Processes:
