@@ -18,7 +18,9 @@ from example_trainer.algorithm.objective import ObjectiveInputs, bin_loss
 from example_trainer.command_line import parse_config
 from example_trainer.config import TrainerConfig
 from example_trainer.options.algorithm import AlgorithmOptions, CorrectionOptions, DistillationOptions, LengthOptions
+from example_trainer.options.reference import ReferenceWorkerOptions
 from example_trainer.options.section import flag_of
+from example_trainer.reference_worker import parse_arguments
 from example_trainer.training.step import make_objective
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
@@ -56,7 +58,8 @@ def test_every_option_of_the_algorithm_is_told_of() -> None:
     flags = [flag_of(name) for section in sections for name in section.model_fields if name != "logprob_chunk"]
     told = set(re.findall(r"--[a-z][a-z-]*[a-z]", PAGE)) | {f"--{name.replace('_', '-')}" for name in re.findall(r"\w+", PAGE)}
     assert [flag for flag in flags if flag not in told] == []
-    known = {flag_of(name) for name in TrainerConfig.model_fields} | {"--config", "--help", "--no-advantage-std"}
+    known = {flag_of(name) for options in (TrainerConfig, ReferenceWorkerOptions) for name in options.model_fields}
+    known |= {"--config", "--help", "--no-advantage-std", "--store"}  # the last one is the rollout service's
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", PAGE)) - known == set()
 
 
@@ -73,13 +76,11 @@ def test_the_example_is_found_by_its_command_and_learns(tmp_path: Path, monkeypa
     (tmp_path / "my_losses.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    configs = [
-        parse_config(shlex.split(line.partition("grpo.py")[2]))
-        for block in blocks("bash")
-        for line in block.replace("\\\n", " ").splitlines()
-    ]
+    lines = [line for block in blocks("bash") for line in block.replace("\\\n", " ").splitlines()]
+    configs = [parse_config(shlex.split(line.partition("grpo.py")[2])) for line in lines if "grpo.py" in line]
+    workers = [parse_arguments(shlex.split(line.partition("reference_worker")[2])) for line in lines if "grpo.py" not in line]
     (config,) = (config for config in configs if config.loss == "my_losses:pulled_back")
-    assert (len(configs), config.method.clip_eps, config.minibatches) == (2, 0.1, 4)
+    assert (len(configs), len(workers), config.method.clip_eps, config.minibatches) == (3, 1, 0.1, 4)
     objective, advantages = make_objective(config), find_advantages(config.method.advantages)
     generator = torch.Generator().manual_seed(0)
     policy = torch.zeros(5, requires_grad=True)
