@@ -90,7 +90,7 @@ def parse_config(arguments: Sequence[str]) -> TrainerConfig:
     """
     flags = read_flags(_parser(), arguments)
     file = flags.pop("config")
-    return checked_config((_read_yaml(file) if file else {}) | flags, flags, file)
+    return checked_config((_read_options(file) if file else {}) | flags, flags, file)
 
 
 def read_flags(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> dict[str, Any]:
@@ -148,13 +148,22 @@ def checked(options: type[Options], values: Mapping[str, Any], flags: Collection
         raise ConfigError(_one_line(error, from_flags=set(flags), file=file)) from error
 
 
-def _read_yaml(file: Path) -> dict[str, Any]:
+def read_yaml(file: Path) -> Any:
+    """What a configuration file holds, whatever that is.
+
+    Raises:
+        ConfigError: it cannot be read, or is not YAML; a single line.
+    """
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        return yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read --config {file}: {error.strerror or error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {file} is not YAML: {' '.join(str(error).split())}") from error
+
+
+def _read_options(file: Path) -> dict[str, Any]:
+    content = read_yaml(file)
     if content is None:
         return {}
     if not isinstance(content, dict):

@@ -8,11 +8,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from example_trainer.api_keys import SECRETS
-from example_trainer.command_line import checked_config
+from example_trainer.command_line import checked_config, read_yaml
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
 from example_trainer.options.section import Section
@@ -221,12 +220,7 @@ def read_settings(file: Path) -> Settings:
     Raises:
         ConfigError: it cannot be read, a key does not exist or belongs elsewhere, or a value does not fit; a single line.
     """
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read --config {file}: {error.strerror or error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {file} is not YAML: {' '.join(str(error).split())}") from error
+    content = read_yaml(file)
     if not isinstance(content, dict):
         raise ConfigError(f"--config {file} must hold sections (orchestration, inference, training, logging)")
     values = {str(name): with_underscores(section) for name, section in content.items()}
