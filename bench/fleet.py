@@ -210,7 +210,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--servers", type=int, nargs="+", default=[1, 2, 4, 8], help="how many light servers")
     parser.add_argument("--transfers", nargs="+", default=["direct", "overlapped"])
     add_load(parser, [256, 512], 0.5)
+    parser.set_defaults(shape=None, concurrency=None)
     args = parser.parse_args(arguments)
+    on_gpu = args.device == "cuda"
+    # Two servers and their trainers must fit into a small machine's memory, and its cores into the load.
+    args.shape = args.shape or ("qwen3-1.7b" if on_gpu else "100mb")
+    args.concurrency = args.concurrency or ([256, 512] if on_gpu else [8])
     if args.tiny:
         args.servers = [count for count in args.servers if count <= 2]
     return shrink_if_tiny(args)
