@@ -26,7 +26,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from atroposlib.api.event_loop import new_event_loop
+from atroposlib.api.gate.event_loop import new_event_loop
 
 GROUP_ID = re.compile(rb"\[\[\s*(1\d{7})\s*,")
 """The load marks a group by its first token, an eight-digit number; no other token has so many digits."""

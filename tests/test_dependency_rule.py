@@ -61,6 +61,8 @@ ROOMS = (
 """The trainer's rooms, the uppermost first: doors open downwards only."""
 SERVER_ROOMS = ("server", "batch_invariant", "worker", "engine_core", "transport", "compat", "protocol")
 """The rooms of what runs inside vLLM, likewise: `batch_invariant` has a worker of its own."""
+SERVICE_ROOMS = ("server", "app", "gate", "queue", "utils", "scheduling", "store", "models")
+"""The rollout service's rooms, likewise. `server` and `utils` hold the public package's names."""
 DETACHED = ("vllm_api_server",)
 """Entry points that need nothing of the trainer, and that nothing in it needs."""
 
@@ -156,6 +158,13 @@ def test_the_doors_of_what_runs_inside_vllm_open_downwards() -> None:
     graph = import_graph(ROOT, ("vllm_patching",))
     assert {module.split(".")[1] for module in graph if "." in module} == {*SERVER_ROOMS}
     assert upward(graph, "vllm_patching", SERVER_ROOMS) == []
+
+
+def test_the_rollout_services_doors_open_downwards() -> None:
+    graph = import_graph(ROOT, ("atroposlib",))
+    there = {module.split(".")[2] for module in graph if within(module, "atroposlib.api") and module.count(".") > 1}
+    assert there == {*SERVICE_ROOMS}
+    assert upward(graph, "atroposlib.api", SERVICE_ROOMS) == []
 
 
 def test_a_door_that_opens_upwards_is_found(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Batch formation on plain lists of groups, for code that keeps its own queue.
 
 A group is a dict whose "tokens" holds one list of token ids per sequence; its size is the number of sequences. The names
-and call signatures are those that Atropos users know. The service itself uses `rollout_queue`, on the same packing.
+and call signatures are those that Atropos users know. The service itself uses `queue.rollout_queue`, on the same packing.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from atroposlib.api.packing import choose_exact
+from atroposlib.api.scheduling import choose_exact
 
 Group = dict[str, Any]
 

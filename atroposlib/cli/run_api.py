@@ -14,15 +14,15 @@ from pathlib import Path
 
 import uvicorn
 
-from atroposlib.api.access import Access
-from atroposlib.api.connection import bounded_protocol
-from atroposlib.api.event_loop import new_event_loop
-from atroposlib.api.middleware import RequestLimits
-from atroposlib.api.server import make_app
-from atroposlib.api.service import RolloutService
-from atroposlib.api.sqlite_store import SqliteStore, set_aside
-from atroposlib.api.state import Limits
-from atroposlib.api.store import MemoryStore, Store, StoreError
+from atroposlib.api.app.application import make_app
+from atroposlib.api.app.service import RolloutService
+from atroposlib.api.gate.access import Access
+from atroposlib.api.gate.connection import bounded_protocol
+from atroposlib.api.gate.event_loop import new_event_loop
+from atroposlib.api.gate.gate import RequestLimits
+from atroposlib.api.models.records import Limits
+from atroposlib.api.store.sqlite_store import SqliteStore, set_aside
+from atroposlib.api.store.store import MemoryStore, Store, StoreError
 
 logger = logging.getLogger("atroposlib.cli.run_api")
 

@@ -20,11 +20,11 @@ ROUTES = "a route, for clients to call over HTTP: ours belong to a service with 
 LEFT_OUT = {
     "atroposlib.envs.reward_fns.cosine_scaled_reward": "needs an embedding model in PyTorch, which environments do not load",
     "atroposlib.envs.reward_fns.chandas_meter_reward": "needs a Sanskrit grammar engine",
-    "atroposlib.api.server.GZipRequestMiddleware": "ours unpacks bodies where it bounds them, in middleware.Gate",
+    "atroposlib.api.server.GZipRequestMiddleware": "ours unpacks bodies where it bounds them, in gate.Gate",
     "atroposlib.api.server.MIN_ENV_WEIGHT": "the number 0.01; ours is scheduling.LEAST_WEIGHT",
     "atroposlib.api.server.Info": "the shape of an answer that nothing is made from",
     "atroposlib.api.server.Status": "the shape of an answer that nothing is made from",
-    "atroposlib.api.server.ScoredData.validate_messages": "a step of validation; ours is in schemas",
+    "atroposlib.api.server.ScoredData.validate_messages": "a step of validation; ours is in models.groups",
     **{
         f"atroposlib.api.server.{name}": ROUTES
         for name in (

@@ -15,7 +15,7 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
-from atroposlib.api.access import Access
+from atroposlib.api.gate.access import Access
 from atroposlib.envs.core import load_tokenizer
 from atroposlib.envs.errors import EnvironmentFailure, RolloutFailure
 from atroposlib.envs.server_handling.managed_server import ManagedServer

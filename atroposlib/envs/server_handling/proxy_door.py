@@ -7,8 +7,8 @@ import orjson
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from atroposlib.api.access import Access, NotAllowedError
-from atroposlib.api.middleware import replayed
+from atroposlib.api.gate.access import Access, NotAllowedError
+from atroposlib.api.gate.gate import replayed
 
 
 @dataclass(frozen=True, slots=True)

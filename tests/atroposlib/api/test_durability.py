@@ -14,14 +14,14 @@ from typing import Any
 import httpx
 import pytest
 
-from atroposlib.api import server
-from atroposlib.api.middleware import RequestLimits
-from atroposlib.api.schemas import read_groups
-from atroposlib.api.server import make_app
-from atroposlib.api.service import RolloutService
-from atroposlib.api.sqlite_store import SqliteStore
-from atroposlib.api.state import Changes, Draft, Registration, Snapshot
-from atroposlib.api.store import StoreError
+from atroposlib.api.app import trainer_routes
+from atroposlib.api.app.application import make_app
+from atroposlib.api.app.service import RolloutService
+from atroposlib.api.gate.gate import RequestLimits
+from atroposlib.api.models.groups import read_groups
+from atroposlib.api.models.records import Changes, Draft, Registration, Snapshot
+from atroposlib.api.store.sqlite_store import SqliteStore
+from atroposlib.api.store.store import StoreError
 
 from .conftest import group, marks, trainer
 
@@ -195,7 +195,7 @@ async def a_cancelled_compression(
         return body
 
     with patch.context() as patched, hurried(limits):
-        patched.setattr(server, "compress", never)
+        patched.setattr(trainer_routes, "compress", never)
         assert (await client.get("/batch")).status_code == 503
 
 

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.api.fleet import FORGET_SECONDS, MOST_SERVERS, FleetFullError, Table, UnknownServerError, Wishes
+from atroposlib.api.models.records import MOST_SERVERS
+from atroposlib.api.queue.fleet import FORGET_SECONDS, FleetFullError, Table, UnknownServerError, Wishes
 from atroposlib.utils.addresses import server_address
 
 from .conftest import Service, trainer

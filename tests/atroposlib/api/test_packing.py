@@ -8,7 +8,7 @@ import tracemalloc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.api.packing import choose_exact, choose_multiple
+from atroposlib.api.scheduling import choose_exact, choose_multiple
 
 
 @given(st.lists(st.integers(1, 12), max_size=11), st.integers(1, 40))

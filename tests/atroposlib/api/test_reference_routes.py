@@ -7,10 +7,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from atroposlib.api.reference_stage import IDLE_SECONDS
-from atroposlib.api.rollout_queue import RolloutQueue
-from atroposlib.api.schemas import NO_REFERENCE, read_groups, with_reference
-from atroposlib.api.state import Draft, Registration
+from atroposlib.api.models.groups import NO_REFERENCE, read_groups, with_reference
+from atroposlib.api.models.records import Draft, Registration
+from atroposlib.api.queue.rollout_queue import RolloutQueue
+from atroposlib.api.queue.waiting import IDLE_SECONDS
 
 from .conftest import Service, group, marks, trainer
 

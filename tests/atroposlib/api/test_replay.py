@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atroposlib.api.replay import Replay
-from atroposlib.api.rollout_queue import RolloutQueue
-from atroposlib.api.state import Draft, Group, Limits, QueueFullError, Registration
+from atroposlib.api.models.records import Draft, Group, Limits, QueueFullError, Registration
+from atroposlib.api.queue.rollout_queue import RolloutQueue
+from atroposlib.api.scheduling import Replay
 
 from .conftest import Service, group, marks, trainer
 

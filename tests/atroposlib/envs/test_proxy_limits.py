@@ -11,7 +11,7 @@ from env_stack import OFFLINE
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.api.access import Access
+from atroposlib.api.gate.access import Access
 from atroposlib.envs.errors import InferenceUnavailable
 from atroposlib.envs.server_handling.managed_server_proxy import create_app, parse_arguments
 from atroposlib.envs.server_handling.proxy_door import Door, ProxyLimits

@@ -1,0 +1,87 @@
+"""The ASGI application: routes behind the gate, and one clear answer for every refusal. Each route reads its request, makes one
+call on the service, and shapes the answer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from atroposlib.api.app.answers import describe, refuse
+from atroposlib.api.app.environment_routes import add_environment_routes, add_evaluation_routes
+from atroposlib.api.app.operator_routes import add_fleet_routes, add_status_routes
+from atroposlib.api.app.reference_routes import add_reference_routes
+from atroposlib.api.app.service import RolloutService
+from atroposlib.api.app.trainer_routes import add_trainer_routes
+from atroposlib.api.gate.gate import Gate, RequestLimits
+from atroposlib.api.gate.group_reader import GroupReader, ReaderError
+from atroposlib.api.models.records import (
+    NotRegisteredError,
+    QueueFullError,
+    SupersededError,
+    UnknownBatchError,
+    UnknownEnvironmentError,
+)
+from atroposlib.api.models.requests import InvalidRequestError
+from atroposlib.api.store.store import StoreError
+
+logger = logging.getLogger(__name__)
+
+
+def make_app(service: RolloutService, limits: RequestLimits | None = None) -> FastAPI:
+    """The ASGI application that serves one rollout service."""
+
+    limits = limits or RequestLimits()
+    reader = GroupReader(limits.seconds)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        reader.close()
+        await service.close()
+
+    app = FastAPI(title="Lockstep rollout service", version="0.1.0", lifespan=lifespan)
+    app.add_middleware(Gate, limits=limits, answered=service.metrics.answered)
+    add_error_handlers(app)
+    add_trainer_routes(app, service)
+    add_environment_routes(app, service, reader)
+    add_evaluation_routes(app, service)
+    add_fleet_routes(app, service)
+    add_reference_routes(app, service)
+    add_status_routes(app, service)
+    describe(app)
+    return app
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Every refusal of the layers below becomes one clear answer."""
+
+    @app.exception_handler(InvalidRequestError)
+    async def _(_: Request, error: InvalidRequestError) -> Response:
+        return refuse(422, error.errors)
+
+    @app.exception_handler(QueueFullError)
+    async def _(_: Request, error: QueueFullError) -> Response:
+        return refuse(429, str(error), {"Retry-After": "1"})
+
+    @app.exception_handler(StoreError)
+    async def _(_: Request, error: StoreError) -> Response:
+        return refuse(507, str(error), {"Retry-After": "5"})
+
+    @app.exception_handler(ReaderError)
+    async def _(_: Request, error: ReaderError) -> Response:
+        logger.error("%s", error)
+        return refuse(503, str(error), {"Retry-After": "1"})
+
+    @app.exception_handler(UnknownEnvironmentError)
+    @app.exception_handler(UnknownBatchError)
+    async def _(_: Request, error: Exception) -> Response:
+        return refuse(404, str(error))
+
+    @app.exception_handler(SupersededError)
+    @app.exception_handler(NotRegisteredError)
+    async def _(_: Request, error: Exception) -> Response:
+        return refuse(409, str(error))

@@ -1,0 +1,245 @@
+"""The rollout service between the routes and the rules: it runs one call on the queue, stores what that changed, and only
+then lets the answer go out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import orjson
+
+from atroposlib.api.app.metrics import Metrics
+from atroposlib.api.models.groups import NO_REFERENCE, with_reference
+from atroposlib.api.models.records import MISSING, NOBODY, Draft, Lease, Limits, Receipt
+from atroposlib.api.queue.fleet import Table
+from atroposlib.api.queue.rollout_queue import RolloutQueue
+from atroposlib.api.store.committer import Committer
+from atroposlib.api.store.store import DamagedError, Store, StoreError
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class HandOut:
+    """A batch on its way to a trainer."""
+
+    lease: Lease
+    body: bytes
+    """The JSON answer."""
+    complete: bool = False
+    """All of the answer went out. Whoever sends it says so."""
+
+
+class RolloutService:
+    """One queue and its store. Every method runs on the event loop that made it."""
+
+    def __init__(self, store: Store, limits: Limits | None = None, commit_timeout: float = 30.0) -> None:
+        self.store = store
+        self.limits = limits or Limits()
+        self.clock = time.monotonic  # never the wall clock: it may jump
+        self.queue = RolloutQueue(self.limits, store.load(), self.clock())
+        self.metrics = Metrics(lambda: self.queue)
+        self.latest: bytes | None = None
+        self.fleet_table = Table()
+        self._broken: StoreError | None = None
+        self._mending: asyncio.Task[None] | None = None
+        self.committer = Committer(store, commit_timeout, self.metrics.commit_seconds.observe, self._mend)
+
+    async def run(self, call: Callable[[RolloutQueue], T]) -> T:
+        """Run `call` on the queue and return its result once everything that it changed or saw is stored.
+
+        Raises:
+            StoreError: it could not be stored; the queue is again as the store has it.
+        """
+        if self._broken is not None:
+            self._mend(self._broken)
+            raise self._broken
+        result = call(self.queue)
+        await self.committer.store_all(self.queue.take_changes())
+        return result
+
+    def _mend(self, error: StoreError) -> None:
+        """What the queue did since the last commit did not happen: take over the store's view of it."""
+        if self._mending is not None and not self._mending.done():
+            return
+        self._broken = error
+        logger.error("refusing data: %s", error)
+        self._mending = asyncio.get_running_loop().create_task(self._reload())
+
+    async def _reload(self) -> None:
+        try:
+            snapshot = await asyncio.to_thread(self.store.load)
+        except StoreError as error:
+            self._broken = error  # every request says so; the next one may try again
+            logger.error("%s", error)
+        except Exception as error:
+            self._broken = StoreError(f"the store could not be read: {type(error).__name__}: {error}; see the service's log")
+            logger.exception("the store could not be read")
+        else:
+            self.queue = RolloutQueue(self.limits, snapshot, self.clock())
+            self._broken = None
+            logger.warning("the queue is as the store has it: %d groups", self.queue.held_groups)
+
+    async def post(self, drafts: list[Draft], placed: Callable[[], None]) -> list[Receipt]:
+        """Accept groups, all or none of them. `placed` is called when they have their place in the queue."""
+        now = self.clock()
+
+        def call(queue: RolloutQueue) -> list[Receipt]:
+            queue.check(drafts)
+            receipts = [queue.add(draft, now) for draft in drafts]
+            placed()
+            return receipts
+
+        receipts = await self.run(call)
+        if drafts:
+            self.latest = drafts[-1].body
+        for draft, receipt in zip(drafts, receipts, strict=True):
+            self.metrics.posted(draft, receipt)
+        return receipts
+
+    @asynccontextmanager
+    async def handing_out(self, received: int | None, uuid: int | None) -> AsyncIterator[HandOut | None]:
+        """A batch while it is on its way, or None if there is none yet.
+
+        Whatever ends the block or keeps it from being reached, a commit that stalls, the request's time limit, a client
+        that goes away, the batch is no longer taken to be on its way then: it comes again, unless the block has said that
+        it is `complete`.
+        """
+        now = self.clock()
+        on_its_way: list[Lease] = []
+
+        def take(queue: RolloutQueue) -> None:
+            lease = queue.next_batch(now, received, uuid)
+            if lease is not None:
+                queue.sending(lease)
+                on_its_way.append(lease)
+
+        hand_out = None
+        try:
+            while hand_out is None:
+                await self.run(take)
+                if not on_its_way:
+                    break
+                hand_out = await self._read(on_its_way[0])
+                if hand_out is None:
+                    await self._sent(on_its_way.pop(), complete=False)
+            if hand_out is not None:
+                self.metrics.handed_out(hand_out.lease)
+            yield hand_out
+        finally:
+            for lease in on_its_way:
+                await self._sent(lease, hand_out is not None and hand_out.complete)
+
+    async def _sent(self, lease: Lease, complete: bool) -> None:
+        if not complete:
+            self.queue.sent(lease, complete=False)  # nothing to store, and so nothing to wait for
+            return
+        try:
+            await self.run(lambda queue: queue.sent(lease, complete=True))
+        except StoreError as error:
+            logger.error("batch %d went out, but that is not stored and it may be sent again: %s", lease.batch_id, error)
+
+    async def _read(self, lease: Lease) -> HandOut | None:
+        """The JSON answer for a batch; None if it has been dissolved, because bodies were damaged."""
+        groups = self.queue.streams.in_order(lease.groups)
+        seqs = [group.seq for group in groups]
+        positions = self.queue.streams.after(lease.groups)
+        try:
+            bodies = await self.bodies(seqs)
+        except DamagedError as error:
+            damaged = error.seqs
+            dropped = await self.run(lambda queue: queue.drop_damaged(lease, damaged))
+            if dropped:
+                logger.error("%s; dropped %d groups of batch %d, and forming it anew", error, dropped, lease.batch_id)
+            return None
+        for at, group in enumerate(groups):
+            if group.reference == MISSING and not bodies[at].endswith(NO_REFERENCE):  # of a reference that is none any more
+                bodies[at] = with_reference(bodies[at])
+        names = {str(line): self.queue.registry.by_id[line].desired_name for line in {group.line for group in lease.groups}}
+        names.pop(str(NOBODY), None)
+        told: dict[str, Any] = {"batch_id": lease.batch_id, "environments": names}
+        if not self.queue.replay.is_plain:
+            told["uses"] = [group.uses for group in groups]
+        if positions:
+            told["positions"] = positions
+        head = orjson.dumps(told)
+        return HandOut(lease, b'{"batch":[' + b",".join(bodies) + b"]," + head[1:])
+
+    async def bodies(self, seqs: Sequence[int]) -> list[bytes]:
+        """The bodies of groups, in the order asked for.
+
+        Raises:
+            DamagedError: some of them are damaged or gone.
+            StoreError: they cannot be read.
+        """
+        bodies = self.store.bodies_at_hand(seqs)
+        return await asyncio.to_thread(self.store.bodies, seqs) if bodies is None else bodies
+
+    def stats(self) -> dict[str, Any]:
+        """What waits, what is leased, what was dropped and why, and who is behind; for people and scripts."""
+        queue, now = self.queue, self.clock()
+        trainer = queue.registration
+        return {
+            "current_step": queue.current_step,
+            "trainer_version": queue.trainer_version(),
+            "sampling_version": queue.sampling_version(),
+            "max_staleness": trainer.max_staleness if trainer else None,
+            "weight_epoch": trainer.weight_epoch if trainer else None,
+            "run_ended": queue.ended,
+            "batches_skipped": queue.batches_skipped,
+            "replay": {
+                **asdict(queue.replay),
+                "uses": queue.uses,
+                "groups_used": queue.groups_used,
+                "waiting_to_be_used_again": queue.lines.used_groups,
+            },
+            "waiting_because": queue.waiting,
+            "queue": {
+                "groups": queue.lines.groups,
+                "sequences": queue.lines.total_sequences(),
+                "buffered_groups": sum(len(buffer) for buffer in queue.buffers.values()),
+                "waiting_for_reference": len(queue.reference.waiting),
+                "held_groups": queue.held_groups,
+                "held_bytes": queue.held_bytes,
+                "max_groups": self.limits.max_groups,
+                "max_bytes": self.limits.max_bytes,
+                "oldest_version": min((group.version for group in queue.lines), default=None),
+            },
+            "leases": [
+                {"batch_id": lease.batch_id, "groups": len(lease.groups), "sent": lease.sent, "returned": lease.returned}
+                for lease in queue.leases.values()
+            ],
+            "dropped": [
+                {"reason": reason, "longest_up_to": bucket, "groups": count}
+                for (reason, bucket), count in sorted(queue.drops.items())
+            ],
+            "environments": [
+                {
+                    "env_id": environment.env_id,
+                    "wandb_name": environment.wandb_name,
+                    "connected": environment.connected,
+                    "weight": environment.weight,
+                    "groups_accepted": environment.accepted,
+                    "groups_queued": len(queue.lines.by_line[environment.env_id]),
+                    "groups_buffered": len(queue.buffers.get(environment.env_id, [])),
+                    "groups_wanted": queue.groups_wanted(environment.env_id, now),
+                    "seconds_silent": round(now - queue.registry.last_seen[environment.env_id], 1),
+                }
+                for environment in queue.registry.by_id.values()
+                if environment.env_id != NOBODY
+            ],
+        }
+
+    async def close(self) -> None:
+        """Store what is under way and close the store."""
+        if not await self.committer.close():
+            logger.error("the store did not answer within %g s; what it was given last may be lost", self.committer.timeout)
+        if self._mending is not None:
+            await asyncio.wait([self._mending], timeout=self.committer.timeout)
+        await asyncio.to_thread(self.store.close)

@@ -1,0 +1,143 @@
+"""The routes that a trainer calls: to register, to take batches and say what it has learned from, and to end its run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from atroposlib.api.app.answers import answer, query_int, takes
+from atroposlib.api.app.service import RolloutService
+from atroposlib.api.gate.gate import GZIP_FROM, accepts_gzip, compress
+from atroposlib.api.models.records import NotRegisteredError, Registration
+from atroposlib.api.models.requests import AckBatch, EndRun, RegisterTrainer, read
+from atroposlib.api.queue.fleet import Table
+
+logger = logging.getLogger(__name__)
+
+
+def add_trainer_routes(app: FastAPI, service: RolloutService) -> None:
+    """What a trainer calls."""
+
+    @app.post("/register", **takes(RegisterTrainer))
+    async def register(request: Request) -> Response:
+        """Register the trainer. A later registration takes over, with the batches that were not acknowledged yet."""
+        asked = read(RegisterTrainer, await request.body())
+        registration = Registration(uuid=secrets.randbits(52), **asked.model_dump())
+        dropped = await service.run(lambda queue: queue.register(registration))
+        logger.info(
+            "trainer registered: batch_size %d, max_token_len %d, starting_step %d, max_staleness %s, weight_epoch %d",
+            asked.batch_size,
+            asked.max_token_len,
+            asked.starting_step,
+            asked.max_staleness,
+            asked.weight_epoch,
+        )
+        if asked.replay is not None:
+            logger.info("replay: %s, each group in up to %d batches", asked.replay.policy, asked.replay.max_reuse)
+        if dropped:
+            logger.warning(
+                "dropped %d groups that this trainer's weights did not sample: of another run, or of a version above "
+                "starting_step %d",
+                dropped,
+                asked.starting_step,
+            )
+        return answer({"uuid": registration.uuid})
+
+    @app.get("/batch")
+    async def batch(request: Request) -> Response:
+        """The next batch, exactly batch_size sequences in whole groups, or null if there is none yet."""
+        received, uuid = query_int(request, "received"), query_int(request, "uuid")
+        await request.body()  # so that what comes next on this connection is its end
+        return BatchResponse(service, received, uuid, accepts_gzip(request.headers))
+
+    @app.post("/batch/ack", **takes(AckBatch))
+    async def ack(request: Request) -> Response:
+        """The trainer has learned from a batch: it is gone for good."""
+        asked = read(AckBatch, await request.body())
+        groups = await service.run(
+            lambda queue: queue.ack(asked.batch_id, asked.weight_version, asked.uuid, asked.skipped, asked.keep)
+        )
+        if asked.skipped is not None and not asked.keep:
+            which = "what it held" if asked.batch_id is None else f"batch {asked.batch_id}"
+            logger.warning("the trainer skipped %s, %d groups: %s", which, groups, asked.skipped)
+        return answer({"status": "success", "groups": groups, "weight_version": service.queue.sampling_version()})
+
+    @app.post("/run/end", **takes(EndRun))
+    async def end(request: Request) -> Response:
+        """The trainer's run is over: what starts next is another one."""
+        uuid = read(EndRun, await request.body()).uuid
+        await service.run(lambda queue: queue.end(uuid))
+        logger.info("the trainer says that its run has ended, at version %d", service.queue.sampling_version())
+        return answer({"status": "success"})
+
+    @app.get("/info")
+    async def info() -> Response:
+        """What an environment must know of the trainer."""
+        trainer = service.queue.registration
+        return answer(
+            {
+                "batch_size": trainer.batch_size if trainer else -1,
+                "max_token_len": trainer.max_token_len if trainer else -1,
+            }
+        )
+
+    @app.get("/wandb_info")
+    async def wandb_info() -> Response:
+        """Where the trainer logs."""
+        trainer = service.queue.registration
+        return answer(
+            {"group": trainer.wandb_group if trainer else None, "project": trainer.wandb_project if trainer else None}
+        )
+
+    @app.get("/reset_data")
+    async def reset_data() -> Response:
+        """Forget everything, registrations included."""
+        groups = service.queue.held_groups
+        await service.run(lambda queue: queue.reset())
+        service.latest, service.fleet_table = None, Table()
+        logger.warning("reset: %d groups and all registrations are gone", groups)
+        return Response("Reset successful", media_type="text/plain")
+
+
+class BatchResponse(Response):
+    """A batch, taken only now that it can be sent, so that whatever interrupts it, it is not taken for sent or on its way."""
+
+    def __init__(self, service: RolloutService, received: int | None, uuid: int | None, gzip_accepted: bool) -> None:
+        super().__init__()
+        self.service, self.received, self.uuid, self.gzip_accepted = service, received, uuid, gzip_accepted
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer."""
+        try:
+            async with self.service.handing_out(self.received, self.uuid) as hand_out:
+                if hand_out is None:
+                    why = {"reason": self.service.queue.waiting} if self.service.queue.takes_references() else {}
+                    await answer({"batch": None, **why})(scope, receive, send)
+                else:
+                    hand_out.complete = await self._send(hand_out.body, receive, send)
+        except NotRegisteredError as error:
+            await answer({"status": "error", "message": str(error), "batch": []})(scope, receive, send)
+
+    async def _send(self, body: bytes, receive: Receive, send: Send) -> bool:
+        """Send a batch; whether all of it went out."""
+        headers = {"content-type": "application/json"}
+        if len(body) > GZIP_FROM and self.gzip_accepted:
+            body = await compress(body)
+            headers |= {"content-encoding": "gzip", "vary": "Accept-Encoding"}
+        headers["content-length"] = str(len(body))
+        self.init_headers(headers)
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        # Sending nothing more waits until the connection has taken what was sent.
+        await send({"type": "http.response.body", "body": b"", "more_body": True})
+        gone = asyncio.ensure_future(receive())
+        await asyncio.sleep(0)
+        complete = not (gone.done() and gone.result()["type"] == "http.disconnect")
+        gone.cancel()
+        await send({"type": "http.response.body", "body": b""})
+        return complete

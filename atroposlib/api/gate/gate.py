@@ -1,0 +1,262 @@
+"""What every request passes through: who may call, body limit, time limit, gzip both ways, and the request metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import logging
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import orjson
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from atroposlib.api.gate.access import Access, NotAllowedError
+from atroposlib.api.gate.turnstile import Turn, Turnstile
+
+logger = logging.getLogger(__name__)
+
+GZIP_FROM = 1000
+"""Bytes above which an answer is compressed for a client that accepts it."""
+GZIP_LEVEL = 1
+"""Numbers compress nearly as well at level 1, at a fraction of the time."""
+IN_ORDER = ("/scored_data", "/scored_data_list")
+"""Requests that are let through in the order in which they arrived."""
+LARGE = (*IN_ORDER, "/reference/done")
+"""Requests whose bodies hold groups, or as many numbers."""
+MOST_OF_OTHERS = 1 << 20
+"""Bytes of a body that holds no groups."""
+PATIENCE = 0.25
+"""Seconds for which a slow body may hold up those behind it."""
+IN_A_THREAD_FROM = 1 << 16
+"""Bytes above which compressing would hold up other requests."""
+UNPACK_IN_A_THREAD_FROM = 1 << 12
+"""Bytes above which unpacking would: they can be a thousand times as many afterwards."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What one request may take."""
+
+    max_body: int = 256 << 20
+    """Bytes of a body that holds groups, after decompression."""
+    seconds: float = 60.0
+    """For receiving the body, and again for answering."""
+    access: Access = field(default_factory=Access)
+
+
+class RefusedError(Exception):
+    """A request that does not reach a route."""
+
+    def __init__(self, status: int, detail: str, headers: dict[str, str] | None = None, plain: bool = False) -> None:
+        super().__init__(detail)
+        self.status, self.detail, self.headers, self.plain = status, detail, headers or {}, plain
+
+
+def accepts_gzip(headers: Headers) -> bool:
+    """Whether the client takes a gzipped answer."""
+    for part in headers.get("accept-encoding", "").lower().split(","):
+        coding, _, parameters = part.partition(";")
+        if coding.strip() in ("gzip", "*") and parameters.replace(" ", "") not in ("q=0", "q=0.0", "q=0.00", "q=0.000"):
+            return True
+    return False
+
+
+async def compress(body: bytes) -> bytes:
+    """Gzip, in a thread if it takes long."""
+    if len(body) < IN_A_THREAD_FROM:
+        return gzip.compress(body, GZIP_LEVEL, mtime=0)
+    return await asyncio.to_thread(gzip.compress, body, GZIP_LEVEL, mtime=0)
+
+
+async def decompress(body: bytes, most: int) -> bytes:
+    """Unpack gzip, in a thread if it may take long. What comes back is cut off once there are `most` bytes.
+
+    Raises:
+        zlib.error: this is no gzip, or not all of it.
+    """
+    if len(body) < UNPACK_IN_A_THREAD_FROM:
+        return _inflate(body, most)
+    return await asyncio.to_thread(_inflate, body, most)
+
+
+def _inflate(packed: bytes, most: int) -> bytes:
+    """A body may be several members, one after the other (RFC 1952), padded with zeros."""
+    out: list[bytes] = []
+    size = 0
+    rest = packed
+    while True:
+        member = zlib.decompressobj(wbits=31)
+        out.append(member.decompress(rest, most - size))
+        size += len(out[-1])
+        if size >= most:
+            break
+        if not member.eof:
+            raise zlib.error("the last member is not complete")
+        rest = member.unused_data.lstrip(b"\0")
+        if not rest:
+            break
+    return out[0] if len(out) == 1 else b"".join(out)
+
+
+class Gate:
+    """ASGI middleware. The route behind it gets the whole body at once, already decompressed.
+
+    Args:
+        app: what is behind it.
+        limits: of each request.
+        answered: called with method, route, status and seconds of each request that was answered.
+    """
+
+    def __init__(self, app: ASGIApp, limits: RequestLimits, answered: Callable[[str, str, int, float], None]) -> None:
+        self.app, self.limits, self.answered = app, limits, answered
+        self.turnstile = Turnstile(PATIENCE)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection event."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        answer = _Answer(send, accepts_gzip(headers) and scope["method"] != "HEAD")
+        started = time.perf_counter()
+        turn = self.turnstile.enter() if scope["path"] in IN_ORDER else None
+        try:
+            self.limits.access.check(scope["method"], scope["path"], headers)
+            most = self.limits.max_body if scope["path"] in LARGE else min(self.limits.max_body, MOST_OF_OTHERS)
+            body = await self._body(headers, receive, most)
+            if turn is not None:
+                scope["state"] = {**scope.get("state", {}), "place": Place(self.turnstile, turn)}
+            async with asyncio.timeout(self.limits.seconds):
+                await self.app(scope, replayed(body, receive), answer.send)
+        except NotAllowedError as error:
+            challenge = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
+            await self._refuse(RefusedError(error.status, error.detail, challenge), answer)
+        except RefusedError as refusal:
+            await self._refuse(refusal, answer)
+        except TimeoutError:
+            if answer.started:
+                raise ConnectionAbortedError(
+                    f"{scope['method']} {scope['path']}: the client did not take the answer in {self.limits.seconds:g} s"
+                ) from None
+            logger.error("%s %s took longer than %g s", scope["method"], scope["path"], self.limits.seconds)
+            late = RefusedError(503, f"not done within {self.limits.seconds:g} s; try again", {"Retry-After": "1"})
+            await self._refuse(late, answer)
+        finally:
+            if turn is not None:
+                self.turnstile.leave(turn)
+            route = getattr(scope.get("route"), "path", "unknown")
+            self.answered(scope["method"], route, answer.status, time.perf_counter() - started)
+
+    async def _body(self, headers: Headers, receive: Receive, most: int) -> bytes:
+        encoding = headers.get("content-encoding", "identity").strip().lower()
+        if encoding not in ("identity", "gzip", ""):
+            raise RefusedError(415, f"Content-Encoding {encoding!r} is not understood; send gzip or none")
+        too_large = RefusedError(
+            413, f"the body is larger than {most} bytes; post fewer groups at once", {"Connection": "close"}
+        )
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length) > most:
+            raise too_large
+        chunks: list[bytes] = []
+        arrived = 0
+        try:
+            async with asyncio.timeout(self.limits.seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise RefusedError(400, "the client went away in the middle of its body")
+                    chunks.append(message.get("body", b""))
+                    arrived += len(chunks[-1])
+                    if arrived > most:  # before it is unpacked, too: gzip may hold nothing at any length
+                        raise too_large
+                    if not message.get("more_body", False):
+                        break
+        except TimeoutError:
+            raise RefusedError(
+                408, f"the body did not arrive within {self.limits.seconds:g} s", {"Connection": "close"}
+            ) from None
+        body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        if encoding != "gzip" or not body:
+            return body
+        try:
+            body = await decompress(body, most + 1)
+        except zlib.error:
+            raise RefusedError(400, "Invalid gzip payload", plain=True) from None
+        if len(body) > most:
+            raise too_large
+        return body
+
+    async def _refuse(self, refusal: RefusedError, answer: _Answer) -> None:
+        body = refusal.detail.encode() if refusal.plain else orjson.dumps({"detail": refusal.detail})
+        headers = MutableHeaders()
+        headers["content-type"] = "text/plain; charset=utf-8" if refusal.plain else "application/json"
+        headers["content-length"] = str(len(body))
+        for name, value in refusal.headers.items():
+            headers[name] = value
+        await answer.send({"type": "http.response.start", "status": refusal.status, "headers": headers.raw})
+        await answer.send({"type": "http.response.body", "body": body})
+
+
+class Place:
+    """A request's place in the order of arrival, for its route."""
+
+    def __init__(self, turnstile: Turnstile, turn: Turn) -> None:
+        self._turnstile, self._turn = turnstile, turn
+
+    async def reached(self) -> None:
+        """Wait until everyone before is through. The body has been read by now: reading is part of arriving."""
+        await self._turnstile.reached(self._turn)
+
+    def taken(self) -> None:
+        """The groups have their place in the queue: what follows may overlap with others."""
+        self._turnstile.leave(self._turn)
+
+
+def replayed(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives the body, read before, once, and then what the client still says."""
+    pending = [body]
+
+    async def again() -> Message:
+        if pending:
+            return {"type": "http.request", "body": pending.pop(), "more_body": False}
+        return await receive()
+
+    return again
+
+
+class _Answer:
+    """Passes an answer on, gzipped where it is worth it and comes in one piece."""
+
+    def __init__(self, send: Send, gzip_accepted: bool) -> None:
+        self._send, self._gzip = send, gzip_accepted
+        self._start: Message | None = None
+        self.started = False
+        self.status = 0
+
+    async def send(self, message: Message) -> None:
+        """An ASGI send."""
+        if message["type"] == "http.response.start":
+            self._start, self.status = message, message["status"]
+            return
+        if self._start is not None:
+            start, self._start = self._start, None
+            message = await self._encode(start, message)
+            self.started = True
+            await self._send(start)
+        await self._send(message)
+
+    async def _encode(self, start: Message, message: Message) -> Message:
+        headers = MutableHeaders(raw=start["headers"])
+        body = message.get("body", b"")
+        if not self._gzip or len(body) <= GZIP_FROM or message.get("more_body") or "content-encoding" in headers:
+            return message
+        packed = await compress(body)
+        headers["content-encoding"] = "gzip"
+        headers["content-length"] = str(len(packed))
+        headers.add_vary_header("Accept-Encoding")
+        start["headers"] = headers.raw
+        return {**message, "body": packed}

@@ -1,0 +1,1 @@
+"""What goes over the wire and what is remembered: records, requests, posted groups."""

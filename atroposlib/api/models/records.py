@@ -1,0 +1,339 @@
+"""What the rollout service remembers: plain records and errors, shared by all rooms."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import orjson
+
+NOBODY = -1
+"""The line of groups that name no environment, or one that never registered here."""
+QUEUED, BUFFERED, REFERENCE = 0, -1, -2
+"""Where a group is: in its line, in its environment's buffer, or waiting for reference logprobs. A number above 0 is the id of
+the batch that it was handed out with."""
+MISSING, GIVEN, COMPUTED = 0, 1, 2
+"""A group's ref_logprobs: it has none, or none that count; what it came with is all that there will be; a reference worker has
+put them in."""
+
+
+MOST_STREAMS = 4096
+"""Of a trainer's positions."""
+MOST_SERVERS = 4096
+"""In each list of a fleet: its addresses are asked for all at once."""
+Policy = Literal["fifo", "recent", "uniform"]
+"""In which order the groups of a line are used; see `scheduling.Replay`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of the queue. A post beyond them is refused with 429, unless the trainer would otherwise run dry."""
+
+    max_groups: int = 20_000
+    """Groups held: queued, buffered and leased."""
+    max_bytes: int = 4 << 30
+    """Bytes of JSON held."""
+    silent_after: float = 60.0
+    """Seconds without a word from an environment after which it no longer counts: no batch waits for its reserved share,
+    and weights and wanted groups are shared among the others."""
+    max_keys: int = 65_536
+    """Idempotency keys remembered; the oldest are forgotten first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A validated group that has not been accepted yet."""
+
+    body: bytes
+    """The JSON object to hand out."""
+    size: int
+    """Sequences."""
+    longest: int
+    """Tokens of the longest sequence."""
+    env_id: int | None = None
+    weights: tuple[tuple[int | None, int], ...] = ()
+    """The weights that its sequences were sampled under, as (epoch, version), each once. The epoch is None if only the
+    version is known; nothing at all if the environment does not say."""
+    key: str | None = None
+    """Idempotency key."""
+    tokens: int = 0
+    """Of all its sequences."""
+    referenced: bool = True
+    """It holds ref_logprobs. If not, its body ends with a null in their place."""
+    stream: str | None = None
+    """The stream of items that it belongs to, if its environment can be resumed exactly; see `streams`."""
+    item: int | None = None
+    """Which of them it answers."""
+    life: str | None = None
+    """Of the stream when that item was begun."""
+
+
+@dataclass(slots=True)
+class Group:
+    """An accepted group without its body, which only the store holds."""
+
+    seq: int
+    """Order of acceptance."""
+    line: int
+    """The environment in whose line it waits; NOBODY if it has none."""
+    size: int
+    longest: int
+    n_bytes: int
+    weights: tuple[tuple[int, int], ...]
+    """The weights that its sequences were sampled under, as (epoch, version), each once. At least one."""
+    stated: bool = False
+    """The weights are the environment's word; else they are the trainer's when the group arrived."""
+    version: int = 0
+    """What the oldest of its weights count as for the present trainer; see `lives`. The queue keeps it up to date."""
+    tokens: int = 0
+    """Of all its sequences."""
+    reference: int = GIVEN
+    """MISSING, GIVEN or COMPUTED."""
+    uses: int = 0
+    """Batches with it that a trainer has learned from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """The answer to one posted group."""
+
+    status: str
+    """received, buffered or dropped."""
+    buffer_size: int | None = None
+    """Sequences that wait in the environment's buffer; None unless buffered."""
+    reason: str | None = None
+    """Why the group was dropped."""
+
+
+@dataclass(slots=True)
+class Registration:
+    """What the trainer said when it registered."""
+
+    uuid: int
+    wandb_group: str
+    wandb_project: str
+    batch_size: int
+    max_token_len: int
+    checkpoint_dir: str
+    save_checkpoint_interval: int
+    starting_step: int
+    num_steps: int
+    max_staleness: int | None = None
+    ack_batches: bool = False
+    model: str | None = None
+    weight_epoch: int = 0
+    """Names this life of the trainer; 0 if it does not say. See `lives`."""
+    positions: dict[str, int] | None = None
+    """The first item after the last batch that its weights have learned from, by stream; None if it does not say."""
+    ref_logprobs_from_workers: bool = False
+    """Groups without ref_logprobs wait for a reference worker before they are handed out."""
+    reference: dict[str, Any] | None = None
+    """How they are to be computed: handed on to the workers as it is, but for its `model`, which theirs is compared with."""
+    replay: dict[str, Any] | None = None
+    """The fields of a `Replay`; None for its defaults."""
+
+    @property
+    def reference_model(self) -> str | None:
+        """Whose logprobs the reference workers compute."""
+        named = (self.reference or {}).get("model")
+        return named if isinstance(named, str) else self.model
+
+    def is_another_run(self, other: Registration) -> bool:
+        """Whether the two say that they train different models, or the same one into different folders."""
+        named = self.model is not None and other.model is not None
+        return named and (self.model, self.checkpoint_dir) != (other.model, other.checkpoint_dir)
+
+
+@dataclass(slots=True)
+class Environment:
+    """One registered environment, and its accounts with the scheduler."""
+
+    env_id: int
+    wandb_name: str
+    desired_name: str
+    weight: float
+    group_size: int
+    max_token_length: int
+    min_batch_allocation: float | None = None
+    connected: bool = True
+    clock: float = 0.0
+    """Fair-queueing clock: sequences handed out divided by weight."""
+    owed: float = 0.0
+    """Sequences of its reserved share that earlier batches could not hold because groups are whole."""
+    accepted: int = 0
+    """Groups accepted from it."""
+    stream: str | None = None
+    """The stream of items that it serves, if it can be resumed exactly."""
+
+
+@dataclass(slots=True)
+class Lease:
+    """A batch handed to a trainer and not yet acknowledged."""
+
+    batch_id: int
+    groups: list[Group]
+    sent: bool = False
+    """The whole answer went out to the trainer."""
+    returned: bool = False
+    """A later registration ended this lease; the batch waits to be handed out again."""
+    sending: int = 0
+    """Answers that carry it and are on their way now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One evaluation's result."""
+
+    id: int
+    """Order of arrival, from 1. An id is never given twice, not after a reset either."""
+    time: float
+    """When it arrived, in Unix seconds."""
+    env_id: int | None
+    """The environment's; None if it is not registered."""
+    name: str
+    """The environment's, or the evaluation's."""
+    weight_version: int | None
+    """Of the oldest weights that it was measured with; None if that is not known."""
+    metrics: dict[str, float]
+    key: str | None = None
+    """Chosen by the client; the same key again is the same evaluation."""
+    weight_epoch: int | None = None
+    """Of those weights: which life of the trainer made them. One that resumes counts versions again from its checkpoint's."""
+
+    def told(self) -> dict[str, Any]:
+        """What GET /evaluations says of it."""
+        names = ("id", "time", "env_id", "name", "weight_version", "weight_epoch", "metrics")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def size(self) -> int:
+        """Bytes of JSON."""
+        return len(orjson.dumps(self.told()))
+
+
+@dataclass(slots=True)
+class Changes:
+    """What one call changed, to be stored in one transaction. Applied in the order of the fields."""
+
+    wipe: bool = False
+    added: list[tuple[Group, bytes, int]] = field(default_factory=list)
+    """(group, body, place): the place is QUEUED, BUFFERED or REFERENCE."""
+    referenced: list[tuple[int, bytes]] = field(default_factory=list)
+    """(sequence number, body): groups that have got their ref_logprobs, with the body that now holds them."""
+    reference: list[tuple[int, int]] = field(default_factory=list)
+    """(sequence number, MISSING, GIVEN or COMPUTED)"""
+    uses: list[tuple[int, int]] = field(default_factory=list)
+    """(sequence number, how often it was learned from)"""
+    moved: list[tuple[int, int]] = field(default_factory=list)
+    """(sequence number, place): groups that moved there, from another of these places or from a lease, in that order."""
+    leases: list[tuple[int, bool, bool, list[int]]] = field(default_factory=list)
+    """(batch id, sent, returned, sequence numbers): leases that are new or changed."""
+    removed: list[int] = field(default_factory=list)
+    """Sequence numbers of groups that are gone."""
+    leases_removed: list[int] = field(default_factory=list)
+    environments: list[dict[str, Any]] = field(default_factory=list)
+    keys_added: list[tuple[str, Receipt]] = field(default_factory=list)
+    keys_removed: list[str] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    """Those that are new."""
+    evaluations_removed: list[int] = field(default_factory=list)
+    state: dict[str, Any] | None = None
+
+    def __bool__(self) -> bool:
+        return any(
+            (
+                self.wipe,
+                self.added,
+                self.referenced,
+                self.reference,
+                self.uses,
+                self.moved,
+                self.leases,
+                self.removed,
+                self.leases_removed,
+                self.environments,
+                self.keys_added,
+                self.keys_removed,
+                self.evaluations,
+                self.evaluations_removed,
+                self.state,
+            )
+        )
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """Everything a store holds, but for the bodies."""
+
+    state: dict[str, Any] = field(default_factory=dict)
+    environments: list[dict[str, Any]] = field(default_factory=list)
+    queued: list[Group] = field(default_factory=list)
+    """In order of acceptance."""
+    buffered: list[Group] = field(default_factory=list)
+    for_reference: list[Group] = field(default_factory=list)
+    """In order of acceptance."""
+    leases: list[Lease] = field(default_factory=list)
+    keys: list[tuple[str, Receipt]] = field(default_factory=list)
+    """Oldest first."""
+    evaluations: list[Evaluation] = field(default_factory=list)
+    """Oldest first."""
+
+
+def record(environment: Environment) -> dict[str, Any]:
+    """A copy of an environment's record that can be stored."""
+    return asdict(environment)
+
+
+def length_bucket(tokens: int) -> int:
+    """The smallest power of two that is at least `tokens`: the bucket under which dropped lengths are counted."""
+    return 1 << max(0, tokens - 1).bit_length()
+
+
+class QueueError(Exception):
+    """A request that the queue refuses. The message is meant for the client."""
+
+
+class QueueFullError(QueueError):
+    """The queue is at its bound."""
+
+
+class BatchTooSmallError(QueueError):
+    """A group holds more sequences than a batch."""
+
+    def __init__(self, index: int, size: int, batch_size: int) -> None:
+        super().__init__(
+            f"the group has {size} sequences but the trainer's batch_size is {batch_size}, so it could never be handed out; "
+            "lower the environment's group_size or raise the trainer's batch_size"
+        )
+        self.index = index
+        """Position in the list that was posted."""
+        self.size = size
+
+
+class NotRegisteredError(QueueError):
+    """No trainer has registered."""
+
+
+class UnknownEnvironmentError(QueueError):
+    """The environment id is not registered here."""
+
+    def __init__(self, env_id: int) -> None:
+        super().__init__(f"environment {env_id} is not registered here; POST /register-env to get an id")
+
+
+class OtherModelError(QueueError):
+    """A reference worker computes the logprobs of another model than the trainer's."""
+
+    def __init__(self, worker: str, model: str, trained: str | None) -> None:
+        super().__init__(
+            f"reference worker {worker!r} has the model {model!r}, but the trainer's reference is {trained!r}: "
+            "start it with that"
+        )
+
+
+class UnknownBatchError(QueueError):
+    """The batch id was never handed out."""
+
+
+class SupersededError(QueueError):
+    """Another trainer registered after the one that asks."""

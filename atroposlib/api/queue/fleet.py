@@ -1,0 +1,116 @@
+"""The inference servers of a run, as the service knows them: which are wanted, which are to leave, and what the trainer says of
+each. Pure.
+
+What people and scripts wish is kept like everything else that was answered. The trainer's table is not: it is published anew
+every few seconds, and one of before a restart would only be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from atroposlib.api.models.records import MOST_SERVERS
+
+FORGET_SECONDS = 60.0
+"""After which what one has said is not shown beside what another says; everybody says it anew every few seconds."""
+
+
+class UnknownServerError(Exception):
+    """No server of this fleet has this address."""
+
+    def __init__(self, url: str, known: Collection[str]) -> None:
+        listed = ", ".join(sorted(known)[:20]) or "it has none yet"
+        super().__init__(f"{url} is no server of this fleet ({listed}); GET /fleet lists them")
+
+
+class FleetFullError(Exception):
+    """There are as many addresses as there may be."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(
+            f"{url} is one server too many: {MOST_SERVERS} are listed already; POST /fleet/leave those that are gone"
+        )
+
+
+@dataclass(slots=True)
+class Wishes:
+    """What was asked for with POST /fleet/join and /fleet/leave. No address is in both lists."""
+
+    wanted: list[str] = field(default_factory=list)
+    """Servers that the trainer shall bring in, in the order in which they were asked for."""
+    left: list[str] = field(default_factory=list)
+    """Servers that it shall let go, those that it was started with included."""
+    _changed: bool = False
+
+    def take_changed(self) -> bool:
+        """Whether anything changed since the last call."""
+        changed, self._changed = self._changed, False
+        return changed
+
+    def join(self, url: str) -> None:
+        """A server is wanted.
+
+        Raises:
+            FleetFullError: there are too many.
+        """
+        if url in self.wanted:
+            return
+        if len(self.wanted) >= MOST_SERVERS:
+            raise FleetFullError(url)
+        self.left = [other for other in self.left if other != url]
+        self.wanted.append(url)
+        self._changed = True
+
+    def leave(self, url: str, published: Collection[str] | None) -> None:
+        """A server is to leave.
+
+        Args:
+            url: the server's.
+            published: the addresses in the trainer's table; None if it has published none, and then any may be meant.
+
+        Raises:
+            UnknownServerError: nobody knows this server.
+        """
+        if url in self.left:
+            return
+        known = {*self.wanted, *self.left, *(published or ())}
+        if published is not None and url not in known:
+            raise UnknownServerError(url, known)
+        self.wanted = [other for other in self.wanted if other != url]
+        self.left = [*self.left, url][-MOST_SERVERS:]  # whoever left longest ago is long gone
+        self._changed = True
+
+    def stored(self) -> dict[str, list[str]]:
+        """A copy for the store."""
+        return {"wanted": list(self.wanted), "left": list(self.left)}
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """What was said last of the servers, by the trainer or by parameter servers of which each has some."""
+
+    servers: list[dict[str, Any]] = field(default_factory=list)
+    """url, standing, weight_version, weight_epoch, since, reason of each."""
+    published: float | None = None
+    """When, in Unix seconds by this machine's clock; None if nobody has said anything yet."""
+    _parts: dict[str, tuple[float, list[dict[str, Any]]]] = field(default_factory=dict)
+
+    def told(self, by: str, servers: list[dict[str, Any]], now: float) -> Table:
+        """The table after somebody has said something: it takes the place of what the same one said before. Of others counts
+        what is no older than FORGET_SECONDS, and of two who name the same server the later one.
+
+        Args:
+            by: who; empty for the trainer.
+            servers: as `servers`.
+            now: Unix seconds.
+        """
+        parts = {who: part for who, part in self._parts.items() if who != by and now - part[0] < FORGET_SECONDS}
+        parts[by] = (now, servers)
+        rows = {row["url"]: row for _, part in sorted(parts.values(), key=lambda part: part[0]) for row in part}
+        return Table(list(rows.values()), now, parts)
+
+    def urls(self) -> list[str] | None:
+        """The servers' addresses; None if nothing was published."""
+        return None if self.published is None else [server["url"] for server in self.servers]
