@@ -23,3 +23,7 @@ class InferenceUnavailable(EnvironmentFailure):
 
 class RolloutFailure(Exception):
     """One rollout cannot be finished: its own retries are used up. It is counted and reported, never scored."""
+
+
+class NoRoom(RolloutFailure):
+    """A prompt is as long as a sequence may be: there is no room for an answer."""

@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import orjson
 
-from atroposlib.envs.errors import RolloutFailure
+from atroposlib.envs.errors import NoRoom
 from atroposlib.envs.server_handling.encoding import encode_plain
 from atroposlib.envs.server_handling.generation import Generation, Weights, spans_of
 from atroposlib.envs.server_handling.openai_server import PROBE_TIMEOUT, OpenAIRoutes, resolve_openai_configs
@@ -125,7 +125,7 @@ class VLLMServer(OpenAIRoutes):
             return wanted or 1024
         room = min(limits) - len(prompt_tokens)
         if room < 1:
-            raise RolloutFailure(f"a prompt of {len(prompt_tokens)} tokens leaves no room within {min(limits)} tokens")
+            raise NoRoom(f"a prompt of {len(prompt_tokens)} tokens leaves no room within {min(limits)} tokens")
         return min(wanted or room, room)
 
     async def _context_length(self) -> int | None:

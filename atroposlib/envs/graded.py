@@ -1,0 +1,147 @@
+"""Environments that grade what the model did with a problem: what those with one turn and those with several have in common.
+
+A subclass defines how one problem is attempted; this class holds the evaluation of all held-out ones and its metrics.
+"""
+
+import asyncio
+import logging
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
+from atroposlib.envs.server_handling.generation import Weights
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Grade:
+    """What an answer is worth.
+
+    Attributes:
+        score: the reward.
+        correct: whether the final answer is right, whatever the reward says about its form.
+        answer: the final answer as read from the text, for the record.
+    """
+
+    score: float
+    correct: bool
+    answer: str | None = None
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One answer to a held-out problem.
+
+    Attributes:
+        record: its sample for the file, with `correct`, `score` and `response_tokens`.
+        weights: the oldest that its tokens were sampled under, if known.
+    """
+
+    record: dict[str, Any]
+    weights: Weights | None
+
+
+class GradedEnv(BaseEnv):
+    """Problems in, graded answers out."""
+
+    temperature = 1.0
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._noted: dict[str, list[float]] = defaultdict(list)
+        self._pending_metrics: dict[str, float] = {}
+
+    @classmethod
+    def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
+        """The usual settings, and one vLLM server on this machine."""
+        return cls.env_config_cls(), [APIServerConfig(base_url="http://localhost:9001/v1", server_type="vllm")]
+
+    @abstractmethod
+    def eval_problems(self) -> Sequence[Any]:
+        """The held-out problems of an evaluation, at most `eval_size` of them, the same each time."""
+
+    def describe(self, problem: Any) -> dict[str, Any]:
+        """What the record of an evaluation says of a problem, such as `question` and `gold_answer`."""
+        return {}
+
+    @abstractmethod
+    async def attempt(self, problem: Any, samples: int, temperature: float) -> list[Attempt]:
+        """Answer one held-out problem `samples` times."""
+
+    def note(self, numbers: Mapping[str, float]) -> None:
+        """Keep numbers of one rollout: the next metrics have the mean of each name, as `train/<name>`."""
+        for name, number in numbers.items():
+            self._noted[name].append(number)
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Greedy answers to the held-out problems, measured, reported and logged."""
+        attempts = [attempt for row in await self.measure(self.eval_problems()) for attempt in row]
+        samples = [attempt.record for attempt in attempts]
+        result = self.summary(samples) | {"weight_version": oldest_version(attempts)}
+        await self.evaluate_log(result, samples=samples, generation_parameters={"temperature": 0.0}, verbose=False)
+        logger.info(
+            "evaluation of %s: %d of %d correct (%.1f %%), %.1f tokens per response, weight version %s",
+            self.name,
+            result["correct"],
+            len(samples),
+            result["percent_correct"],
+            result["mean_response_tokens"],
+            result["weight_version"],
+        )
+        # A fraction under the name that existing dashboards use.
+        self._pending_metrics["eval/percent_correct"] = result["fraction_correct"]
+        self._pending_metrics["eval/response_length"] = result["mean_response_tokens"]
+        return result
+
+    async def measure(self, problems: Sequence[Any], samples: int = 1, temperature: float = 0.0) -> list[list[Attempt]]:
+        """Answer problems; `max_eval_workers` of them are in work at once.
+
+        Returns:
+            `samples` attempts for each problem, in the problems' order.
+        """
+        slots = asyncio.Semaphore(self.config.max_eval_workers)
+
+        async def one(problem: Any) -> list[Attempt]:
+            async with slots:
+                return await self.attempt(problem, samples, temperature)
+
+        tasks = [asyncio.create_task(one(problem)) for problem in problems]
+        self.eval_workers.update(tasks)
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            self.eval_workers.difference_update(tasks)
+
+    def summary(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The metrics of an evaluation, of the samples of all its problems."""
+        correct = sum(sample["correct"] for sample in samples)
+        return {
+            "num_problems": len(samples),
+            "correct": correct,
+            "percent_correct": 100.0 * correct / len(samples),
+            "fraction_correct": correct / len(samples),
+            "mean_response_tokens": fmean(sample["response_tokens"] for sample in samples),
+        }
+
+    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+        """Add the means of what was noted, such as `train/percent_correct` (a fraction) and `train/response_length` (tokens),
+        and the last evaluation."""
+        metrics = dict(wandb_metrics or {})
+        metrics.update({f"train/{name}": fmean(numbers) for name, numbers in self._noted.items()})
+        metrics.update(self._pending_metrics)
+        self._noted.clear()
+        self._pending_metrics = {}
+        await super().wandb_log(metrics)
+
+
+def oldest_version(attempts: Iterable[Attempt]) -> int | None:
+    """The version of the oldest weights that attempts met, if known."""
+    met = [attempt.weights for attempt in attempts if attempt.weights is not None]
+    return min(met).version if met else None

@@ -1,0 +1,278 @@
+"""Environments with several turns: the model answers, tools and the environment answer back, until one of them is done.
+
+A subclass defines how a conversation begins, what follows an answer, which tools there are, and what it was all worth.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from statistics import fmean
+from typing import Any, ClassVar, Literal
+
+from openai.types.chat import ChatCompletion
+from pydantic import Field
+
+from atroposlib.envs.base import BaseEnvConfig
+from atroposlib.envs.conversation import Conversation, Step, Turn, as_openai
+from atroposlib.envs.errors import NoRoom
+from atroposlib.envs.graded import Attempt, Grade, GradedEnv
+from atroposlib.envs.groups import ScoredDataGroup
+from atroposlib.envs.server_handling.managed_server import ManagedServer
+from atroposlib.envs.server_handling.sequence_tracker import SequenceNode, sequence_fields
+from atroposlib.envs.tool_formats import HermesFormat, ToolFormat
+from atroposlib.envs.tools import Toolbox
+from atroposlib.envs.turn_rewards import sampled_runs, spread_over_tokens, turn_advantages
+from atroposlib.envs.waiting import gather_or_cancel
+from atroposlib.type_definitions import Item
+
+__all__ = ["Conversation", "Grade", "MultiTurnConfig", "MultiTurnEnv", "Step", "Turn"]
+
+
+class MultiTurnConfig(BaseEnvConfig):
+    """Settings of an environment with several turns."""
+
+    max_turns: int = Field(default=8, ge=1, description="Most answers of the model in one conversation")
+    max_conversation_tokens: int = Field(
+        default=-1, description="Most tokens of a whole conversation; -1: what the model and the trainer take"
+    )
+    tool_timeout: float = Field(default=30.0, gt=0, description="Longest time for one call of a tool")
+    max_tool_output: int = Field(default=4000, ge=1, description="Most characters of a tool's answer; the rest is cut off")
+    max_tool_calls: int = Field(default=16, ge=1, description="Most calls in one answer; the rest get an error")
+    turn_rewards: Literal["sum", "to_go"] = Field(
+        default="sum",
+        description="What the rewards of single turns become: their sum the score of the conversation, or each turn's tokens "
+        "answer for what comes from that turn on (advantages for each token)",
+    )
+    discount: float = Field(default=1.0, ge=0, le=1, description="With to_go: what a reward counts one turn earlier")
+
+
+class MultiTurnEnv(GradedEnv):
+    """Conversations, each token kept as it was sampled.
+
+    Attributes:
+        tools: functions that the model may call, see `atroposlib.envs.tools`; a parameter of type `Conversation` gets the one
+            that calls. `setup` may set `self.tools`, to methods for instance.
+        tool_format: how they are called.
+        request_fields: more of each request, such as `{"stop": [...]}`.
+    """
+
+    env_config_cls = MultiTurnConfig
+    tools: Sequence[Callable[..., Any]] = ()
+    tool_format: ToolFormat = HermesFormat()
+    request_fields: ClassVar[Mapping[str, Any]] = {}
+
+    @abstractmethod
+    async def reset(self, item: Item) -> Conversation:
+        """Begin one conversation about an item: its opening messages, and its state. Asked `group_size` times for an item."""
+
+    async def step(self, talk: Conversation) -> Step:
+        """What follows the last answer, whose calls have been answered. By default an answer that calls no tool is the last."""
+        return Step(done=not talk.turns[-1].calls)
+
+    async def grade(self, talk: Conversation) -> Grade:
+        """What a conversation is worth at its end, beside the rewards of its turns; also of one that a limit ended."""
+        return Grade(score=0.0, correct=talk.reward > 0)
+
+    @cached_property
+    def toolbox(self) -> Toolbox:
+        """The tools as of the first use, which is after `setup`."""
+        config = self.config
+        special = getattr(self.tokenizer, "all_special_tokens", [])
+        return Toolbox(self.tools, Conversation, config.tool_timeout, config.max_tool_output, special)
+
+    async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup, list[Item]]:
+        """A group of `group_size` conversations about an item."""
+        played = await self.converse(item, self.config.group_size, self.sampling_seed, temperature=self.temperature)
+        grades = await gather_or_cancel([self.grade(talk) for talk, _ in played])
+        for (talk, _), grade in zip(played, grades, strict=True):
+            self.note(self._numbers(talk, grade))
+        nodes = [node for _, node in played]
+        group = ScoredDataGroup(
+            tokens=[node.tokens for node in nodes],
+            masks=[node.masked_tokens for node in nodes],
+            inference_logprobs=[node.logprobs for node in nodes],
+            scores=[talk.reward + grade.score for (talk, _), grade in zip(played, grades, strict=True)],
+        )
+        group.update(sequence_fields(nodes))  # type: ignore[typeddict-item]
+        if self.config.turn_rewards == "to_go":
+            rewards = [
+                [*(turn.reward for turn in talk.turns[:-1]), talk.turns[-1].reward + grade.score]
+                for (talk, _), grade in zip(played, grades, strict=True)
+            ]
+            advantages = turn_advantages(rewards, self.config.discount)
+            group["advantages"] = [spread_over_tokens(n.masked_tokens, row) for n, row in zip(nodes, advantages, strict=True)]
+        if self.config.include_messages or self.jsonl_writer is not None:
+            group["messages"] = [talk.transcript for talk, _ in played]
+        return group, []
+
+    async def attempt(self, problem: Any, samples: int, temperature: float) -> list[Attempt]:
+        """Conversations about a held-out problem."""
+        played = await self.converse(problem, samples, temperature=temperature, split="eval")
+        grades = await gather_or_cancel([self.grade(talk) for talk, _ in played])
+        return [
+            Attempt(
+                {"question": talk.question}
+                | self.describe(problem)
+                | {
+                    "model_parsed": grade.answer,
+                    "correct": grade.correct,
+                    "score": talk.reward + grade.score,
+                    "finish_reason": "length" if talk.truncated else "stop",
+                    "ended": talk.ended,
+                    "response_tokens": talk.num_tokens,
+                    "turns": len(talk.turns),
+                    "tool_calls": len(talk.calls),
+                    "tool_use": talk.tool_use,
+                    "messages": talk.transcript,
+                },
+                node.weights,
+            )
+            for (talk, node), grade in zip(played, grades, strict=True)
+        ]
+
+    def summary(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """With the means of turns and tool calls, and the share of conversations in which a tool answered."""
+        means = {"mean_turns": "turns", "mean_tool_calls": "tool_calls", "tool_use": "tool_use"}
+        return super().summary(samples) | {mean: fmean(s[name] for s in samples) for mean, name in means.items()}
+
+    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+        """Add how often which call went wrong."""
+        await super().wandb_log({**(wandb_metrics or {}), **self.toolbox.metrics()})
+
+    # ---- one conversation -----------------------------------------------------------------------------------------------
+
+    async def converse(
+        self, item: Item, count: int = 1, seed: Callable[[int], int | None] = lambda _: None, **asked: Any
+    ) -> list[tuple[Conversation, SequenceNode]]:
+        """Conversations about an item, from beginning to end. One that fails is tried again by itself.
+
+        Args:
+            item: what they are about.
+            count: how many. If they begin alike, one request asks for all first answers.
+            seed: from the number of a request to its seed.
+            asked: fields of each request.
+
+        Returns:
+            Each, and its tokens. If the chat template rewrites answers in the history of later turns, these are the tokens of
+            the last turn and of what it was asked with.
+
+        Raises:
+            RolloutFailure: one failed every time, or has not even room for an answer.
+        """
+        asked = dict(self.request_fields) | asked
+        begun = await gather_or_cancel([self._begin(item, asked) for _ in range(count)])
+        opening = [dict(message) for message in begun[0].messages]
+        async with self.server.managed_server(tokenizer=self.tokenizer, preserve_think_blocks=True) as managed:
+            first: ChatCompletion | None = None
+            if all(talk.messages == opening for talk in begun):
+                first = await self._ask(managed, begun[0], asked | with_seed(seed(0)), count)
+            waiting = dict(enumerate(begun))
+
+            async def play(member: int) -> tuple[Conversation, SequenceNode]:
+                talk = waiting.pop(member, None) or await self._begin(item, asked)
+                answer, index = (first, member) if first is not None and talk.messages == opening else (None, 0)
+                node: SequenceNode | None = None
+                while talk.ended is None:
+                    if answer is None:
+                        number = 1 + member * self.config.max_turns + len(talk.turns)
+                        try:
+                            answer = await self._ask(managed, talk, asked | with_seed(seed(number)))
+                        except NoRoom:
+                            if node is None:
+                                raise
+                            talk.ended = "max_tokens"
+                            break
+                    node = firsts[member] if answer is first else managed.node_of(answer)
+                    await self._take(talk, answer.choices[index], node)
+                    answer, index = None, 0
+                assert node is not None
+                return talk, node
+
+            firsts = [] if first is None else [managed.node_of(first, index) for index in range(count)]
+            calls = [lambda member=member: play(member) for member in range(count)]
+            played = await gather_or_cancel([self._retried("a conversation", call) for call in calls])
+        for talk, node in played:
+            if talk.truncated:  # for the trainer, what any limit cut off is what the limit of an answer cut off
+                node.metadata = {**(node.metadata or {}), "finish_reason": "length"}
+        return played
+
+    async def _begin(self, item: Item, asked: dict[str, Any]) -> Conversation:
+        """`reset`, and the tools where the model learns of them. They go into the requests, `asked`, for the template."""
+        talk = await self.reset(item)
+        if not isinstance(talk, Conversation) or not talk.messages:
+            raise TypeError(f"{type(self).__name__}.reset must return a Conversation with messages, not {talk!r:.80}")
+        talk.item = item
+        tools = list(self.toolbox.tools.values())
+        if tools and self.tool_format.in_template and "tools" in str(getattr(self.tokenizer, "chat_template", "")):
+            # The calls are read here: the managed server is to hand out the text as it is.
+            asked.update(tools=[tool.schema for tool in tools], tool_choice="none")
+        elif tools and (told := self.tool_format.describe(tools)):
+            system = talk.messages[0] if talk.messages[0].get("role") == "system" else None
+            rest = talk.messages if system is None else talk.messages[1:]
+            told = told if system is None else f"{system['content']}\n\n{told}"
+            talk.messages = [{"role": "system", "content": told}, *rest]
+        talk.transcript = [dict(message) for message in talk.messages]
+        return talk
+
+    async def _ask(self, managed: Any, talk: Conversation, asked: Mapping[str, Any], count: int = 1) -> ChatCompletion:
+        """The model's next answer, or `count` of them.
+
+        Raises:
+            NoRoom: the conversation is as long as it may be.
+        """
+        room, limit = self.config.max_token_length, self.config.max_conversation_tokens
+        if limit > 0 and isinstance(managed, ManagedServer):
+            taken = len(managed.tracker.encode(managed.render(talk.messages, asked.get("tools"))))
+            room = min(room, limit - taken)
+            if room < 1:
+                raise NoRoom(f"{taken} tokens leave no room for an answer within --env.max_conversation_tokens {limit}")
+        answer: ChatCompletion = await managed.chat_completion(messages=talk.messages, n=count, max_tokens=room, **asked)
+        return answer
+
+    async def _take(self, talk: Conversation, choice: Any, node: SequenceNode) -> None:
+        """An answer: run its calls, and ask what follows. Of one that a limit cut off neither is done."""
+        text, cut = choice.message.content or "", choice.finish_reason == "length"
+        calls = [] if cut or not self.toolbox.tools else self.tool_format.read(text)
+        begin, end = (sampled_runs(node.masked_tokens) or [(0, 0)])[-1]
+        turn = Turn(text, end - begin, choice.finish_reason == "stop", calls)
+        talk.turns.append(turn)
+        talk.say({"role": "assistant", "content": text}, **({"tool_calls": list(map(as_openai, calls))} if calls else {}))
+        said = talk.transcript[-1]
+        if cut:
+            talk.ended = "answer_cut" if turn.num_tokens >= self.config.max_token_length else "max_tokens"
+            return
+        for number, call in enumerate(calls):
+            if number >= self.config.max_tool_calls and call.problem is None:
+                call.problem, call.answer = "too_many", f"error: more than {self.config.max_tool_calls} calls in one answer"
+            await self.toolbox.answer(call, talk)
+            talk.say(self.tool_format.answer(call), **({"problem": call.problem} if call.problem else {}))
+        step = await self.step(talk)
+        if not isinstance(step, Step):
+            raise TypeError(f"{type(self).__name__}.step must return a Step, not {step!r:.80}")
+        turn.reward = said["reward"] = step.reward
+        for message in step.messages:
+            talk.say(message)
+        if step.done:
+            talk.ended = "done"
+        elif len(talk.turns) >= self.config.max_turns:
+            talk.ended = "max_turns"
+        elif talk.messages[-1].get("role") == "assistant":
+            raise ValueError(
+                f"{type(self).__name__}.step neither ends the conversation nor says anything that could be answered"
+            )
+
+    @staticmethod
+    def _numbers(talk: Conversation, grade: Grade) -> dict[str, float]:
+        return {
+            "percent_correct": grade.correct,
+            "response_length": talk.num_tokens,
+            "turns": len(talk.turns),
+            "tool_calls": len(talk.calls),
+            "tool_use": talk.tool_use,
+            "truncated_share": talk.truncated,
+        }
+
+
+def with_seed(seed: int | None) -> dict[str, int]:
+    """The field of a request, where there is a seed."""
+    return {} if seed is None else {"seed": seed}

@@ -1,0 +1,213 @@
+"""Conversations with tools against a server over HTTP: tokens, limits, rewards, retries, evaluation."""
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from atroposlib.envs.base import APIServerConfig
+from atroposlib.envs.errors import RolloutFailure
+from atroposlib.envs.multi_turn import Conversation, Grade, MultiTurnConfig, MultiTurnEnv, Step
+from atroposlib.envs.tool_formats import TaggedFormat
+from atroposlib.envs.turn_rewards import sampled_runs
+
+
+def add(numbers: str, talk: Conversation) -> int:
+    """Add numbers.
+
+    Args:
+        numbers: with plus signs between them.
+    """
+    talk.state.append(numbers)
+    return sum(map(int, numbers.split("+")))
+
+
+class Sums(MultiTurnEnv):
+    """A call earns 0.5, the right sum 1."""
+
+    name = "sums"
+    tools = (add,)
+    tool_format = TaggedFormat("add", "numbers", "<", ">")
+
+    def __init__(self, url: str, tokenizer: Any, **settings: Any):
+        config = MultiTurnConfig(**({"group_size": 2, "max_token_length": 40, "rollout_retries": 1} | settings))
+        super().__init__(config, [APIServerConfig(base_url=f"{url}/v1", server_type="vllm")])
+        self.tokenizer = tokenizer
+        self.begun: list[Conversation] = []
+
+    async def setup(self) -> None:
+        """Nothing to load."""
+
+    async def get_next_item(self) -> str:
+        return "1+2"
+
+    def eval_problems(self) -> list[str]:
+        return ["1+2", "3+4"]
+
+    async def reset(self, item: str) -> Conversation:
+        self.begun.append(Conversation([{"role": "user", "content": f"{item} = ?"}], state=[]))
+        return self.begun[-1]
+
+    async def step(self, talk: Conversation) -> Step:
+        called = bool(talk.turns[-1].calls)
+        return Step(reward=0.5 if called else 0.0, done=not called)
+
+    async def grade(self, talk: Conversation) -> Grade:
+        correct = talk.text == str(sum(map(int, talk.item.split("+"))))
+        return Grade(float(correct), correct, answer=talk.text)
+
+
+Make = Callable[..., Sums]
+
+
+@pytest.fixture
+async def make(shared_inference: str, tokenizer: Any) -> AsyncIterator[Make]:
+    made: list[Sums] = []
+
+    def one(*cycle: str, kind: type[Sums] = Sums, **settings: Any) -> Sums:
+        control(shared_inference, version=4, delay=0.0, fail_next=0, text=None, cycle=list(cycle), generate_options=None)
+        made.append(kind(shared_inference, tokenizer, **settings))
+        return made[-1]
+
+    yield one
+    control(shared_inference, cycle=None)
+    for environment in made:
+        await environment.close_servers()
+
+
+def control(url: str, **change: Any) -> int:
+    """How many requests there have been."""
+    requests: int = httpx.post(f"{url}/control", json=change).raise_for_status().json()["requests"]
+    return requests
+
+
+def requests_after(url: str, number: int) -> list[dict[str, Any]]:
+    requests: list[dict[str, Any]] = httpx.get(f"{url}/requests").json()
+    return requests[number:]
+
+
+def sampled(group: Any, index: int, tokenizer: Any) -> list[str]:
+    """The text of each turn's sampled tokens."""
+    tokens, mask = group["tokens"][index], group["masks"][index]
+    return [tokenizer.decode(tokens[begin:end]) for begin, end in sampled_runs(mask)]
+
+
+async def test_a_group_keeps_every_sampled_token_and_adds_up_rewards(make: Make, tokenizer: Any) -> None:
+    environment = make("<1+2>", "4", "3", include_messages=True)
+    group, backlog = await environment.collect_trajectories("1+2")
+    assert backlog == []
+    assert group["scores"] == [1.5, 0.0]
+    assert sampled(group, 0, tokenizer) == ["<1+2><|im_end|>", "3<|im_end|>"]
+    assert sampled(group, 1, tokenizer) == ["4<|im_end|>"]
+    assert tokenizer.decode(group["tokens"][0]) == (
+        "<|im_start|>user\n1+2 = ?<|im_end|>\n<|im_start|>assistant\n<1+2><|im_end|>\n<|im_start|>tool\n3<|im_end|>\n"
+        "<|im_start|>assistant\n3<|im_end|>"
+    )
+    assert group["finish_reasons"] == ["stop", "stop"]
+    assert group["weight_versions"] == [4, 4]
+    assert "advantages" not in group
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"numbers": "1+2"}'}}
+    assert group["messages"][0] == [
+        {"role": "user", "content": "1+2 = ?"},
+        {"role": "assistant", "content": "<1+2>", "tool_calls": [call], "reward": 0.5},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "3", "reward": 0.0},
+    ]
+
+
+async def test_rewards_to_go_become_advantages_of_the_turns_tokens(make: Make) -> None:
+    group, _ = await make("<1+2>", "4", "3", turn_rewards="to_go").collect_trajectories("1+2")
+    # Returns [1.5, 1] and [0]: means 0.75 and 1, differences [0.75, 0] and [-0.75], their standard deviation 0.75 sqrt(2/3).
+    expected = [[1.5**0.5, 0.0], [-(1.5**0.5)]]
+    for mask, row, of_turns in zip(group["masks"], group["advantages"], expected, strict=True):
+        assert len(row) == len(mask)
+        runs = sampled_runs(mask)
+        assert [row[begin] for begin, _ in runs] == pytest.approx(of_turns)
+        assert sum(value != 0 for value in row) == sum(e - b for (b, e), v in zip(runs, of_turns, strict=True) if v)
+
+
+async def test_a_call_that_goes_wrong_is_answered_and_scores_nothing_by_itself(make: Make, tokenizer: Any) -> None:
+    environment = make("<one>", "<1+2", "3", "3")
+    group, _ = await environment.collect_trajectories("1+2")
+    text = [tokenizer.decode(tokens) for tokens in group["tokens"]]
+    assert "tool\nerror: ValueError: invalid literal for int() with base 10: 'one'<|im_end|>" in text[0]
+    assert "tool\nerror: '>' is missing<|im_end|>" in text[1]
+    assert group["scores"] == [1.5, 1.5]
+    assert environment.toolbox.metrics() == {"train/tool_problems_raised": 1.0, "train/tool_problems_unreadable": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("limits", "ended", "turns"),
+    [
+        ({"max_turns": 2}, "max_turns", 2),
+        ({"max_conversation_tokens": 64}, "max_tokens", 2),
+        ({"max_token_length": 3}, "answer_cut", 1),
+    ],
+)
+async def test_a_limit_in_the_middle_ends_the_conversation_and_the_reward_is_asked_for(
+    make: Make, limits: dict[str, int], ended: str, turns: int
+) -> None:
+    environment = make("<1+2>", **limits)
+    group, _ = await environment.collect_trajectories("1+2")
+    assert [(talk.ended, talk.truncated, len(talk.turns)) for talk in environment.begun] == [(ended, True, turns)] * 2
+    assert group["finish_reasons"] == ["length", "length"], "as an answer that was cut off, which --truncated-answers is about"
+    assert group["scores"] == [0.5 * turns * (ended != "answer_cut")] * 2
+    assert max(map(len, group["tokens"])) <= limits.get("max_conversation_tokens", 1000)
+    assert [len(sampled_runs(mask)) for mask in group["masks"]] == [turns, turns]
+
+
+async def test_no_room_for_a_first_answer_gives_no_group(make: Make) -> None:
+    with pytest.raises(RolloutFailure, match=r"leave no room for an answer within --env.max_conversation_tokens 5"):
+        await make("3", max_conversation_tokens=5).collect_trajectories("1+2")
+
+
+class Unsteady(Sums):
+    """Fails in the second turn of the first conversation, once."""
+
+    failed = False
+
+    async def step(self, talk: Conversation) -> Step:
+        if len(talk.turns) == 2 and not Unsteady.failed:
+            Unsteady.failed = True
+            raise OSError("the disk is full")
+        return await super().step(talk)
+
+
+async def test_one_conversation_is_tried_again_from_its_beginning(make: Make, tokenizer: Any) -> None:
+    environment = make("<1+2>", "<1+2>", "3", kind=Unsteady, group_size=1)
+    group, _ = await environment.collect_trajectories("1+2")
+    assert str(environment.drops) == "errors_retried=1"
+    assert sampled(group, 0, tokenizer)[0] == "<1+2><|im_end|>"
+    assert len(environment.begun) == 2
+    assert group["scores"] == [1.5]
+
+
+async def test_each_request_has_a_seed_of_its_own(make: Make, shared_inference: str) -> None:
+    environment = make("<1+2>", "<1+2>", "3", "3", seed_rollouts=True)
+    before = control(shared_inference)
+    await environment.roll_out("1+2")
+    asked = requests_after(shared_inference, before)
+    assert [request.get("n", 1) for request in asked] == [2, 1, 1]
+    assert len({request["seed"] for request in asked}) == 3
+
+
+async def test_an_evaluation_says_turns_and_tools(make: Make) -> None:
+    environment = make("<1+2>", "3", max_eval_workers=1)
+    result = await environment.evaluate()
+    assert (result["num_problems"], result["weight_version"]) == (2, 4)
+    assert (result["mean_turns"], result["mean_tool_calls"], result["tool_use"]) == (2.0, 1.0, 1.0)
+    attempts = await environment.measure(["1+2"], samples=3, temperature=1.0)
+    assert [len(row) for row in attempts] == [3]
+    assert attempts[0][0].record["question"] == "1+2 = ?"
+    assert attempts[0][0].record["ended"] in ("done", "max_turns")
+
+
+async def test_metrics_of_rollouts(make: Make) -> None:
+    environment = make("<1+2>", "4", "3")
+    await environment.collect_trajectories("1+2")
+    told: dict[str, Any] = {}
+    environment._log_line = told.update  # type: ignore[method-assign]
+    await environment.wandb_log()
+    expected = {"percent_correct": 0.5, "turns": 1.5, "tool_calls": 0.5, "tool_use": 0.5, "truncated_share": 0.0}
+    assert {name: told[f"train/{name}"] for name in expected} == expected
