@@ -75,7 +75,8 @@ class Faults:
         verdict = stage.verdict(before)
         stage.release(trainer)
         message = trainer.message(self.limit + stage.timeout + 15, "the stopped update")
-        if "error" not in message and b"anew" not in trainer.log.read_bytes()[heard:]:
+        told = re.search(rb"joining it again to send|doing the update to version \d+ anew", trainer.log.read_bytes()[heard:])
+        if "error" not in message and not told:
             outcome.problems.append(f"the trainer was not told: {message}")
         if mode == "single_copy" and verdict != "unhealthy":
             outcome.problems.append(f"the trainer could still write, and the server was {verdict}")
@@ -153,7 +154,8 @@ class Faults:
         except BenchError as error:
             told = str(error)
         outcome = Outcome("second trainer joins during an update", self.limit, time.monotonic() - started, told)
-        outcome.must_name = {"phase": "phase", "side": "trainer", "version": rf"version {before['version'] + 1}\b"}
+        version = rf"in an update to version {before['version'] + 1}\b"
+        outcome.must_name = {"other trainer": r"trainer \S+:\d+ \(epoch \d+\)", "version": version}
         stage.release(first)
         message = first.message(self.limit, "the first trainer's update")
         if "error" in message:
@@ -175,7 +177,10 @@ class Faults:
         outcome = Outcome(
             "second trainer takes over between updates", self.limit, time.monotonic() - started, message.get("error", "")
         )
-        outcome.must_name = {"epoch": r"epoch \d+ is over", "side": "trainer"}
+        outcome.must_name = {
+            "other trainer": r"trainer \S+:\d+ \(epoch \d+\) has taken it over",
+            "remedy": "start the trainer again",
+        }
         outcome.next_attempt = stage.attempt(second, "direct", connect=False)
         outcome.server = (
             "the second's weights" if stage.snapshot()["checksums"] != before["checksums"] else "the first's weights"
@@ -223,30 +228,36 @@ class Faults:
         return outcome
 
     def worker_stopped(self, mode: str, tp_rank: int) -> Outcome:
-        """SIGSTOP of one of vLLM's ranks during the transfer, while three steps each wait for it until their deadline."""
+        """SIGSTOP of one of vLLM's ranks during the transfer: its server is left out until it moves again."""
         stage = self.stage
         trainer = stage.joined(mode)
-        before, mark = stage.snapshot(), stage.log_mark()
+        before, mark, heard = stage.snapshot(), stage.log_mark(), trainer.log.stat().st_size
         version = before["version"] + 1
+        who = "vLLM worker" if stage.tp == 1 else f"vLLM rank {tp_rank}"
+        # Noticed at the latest when the check of what it received has taken as long as an update may.
+        outcome = Outcome(f"{who} stopped for longer than the deadline, {mode}, in transfer", 2 * stage.timeout + 2 * MARGIN)
         stage.hold(trainer, "transfer")
         pid = stage.server.worker_process(tp_rank).pid
 
-        def meanwhile() -> dict[str, Any]:
+        def meanwhile() -> None:
             stage.release(trainer)
-            return trainer.message(3 * stage.timeout + 30, "the update of a server that does not move")
+            note_absence(outcome, trainer, heard)
 
-        started = time.monotonic()
-        message = stopped_for(lambda number: os.kill(pid, number), stage.timeout + 1, meanwhile)
-        who = "vLLM worker" if stage.tp == 1 else f"vLLM rank {tp_rank}"
-        outcome = Outcome(f"{who} stopped for longer than the deadline, {mode}, in transfer", 3 * stage.timeout + MARGIN)
-        outcome.seconds = time.monotonic() - started
+        stopped_for(lambda number: os.kill(pid, number), stage.timeout + 1, meanwhile)
+        message = trainer.message(self.limit + stage.timeout + 30, "the update of a server that moves again")
+        outcome.error += f"\nserver: {stage.said(mark)}"
+        outcome.must_name = {
+            "server": rf":{stage.server.port}\b",
+            "version": rf"version {version}\b",
+            "phase": "transfer|commit|sending|receiv",
+            "end of the wait": r"until \d\d:\d\d:\d\d",
+        }
+        if "error" in message:
+            outcome.problems.append(f"the trainer did not bring the server up again: {message['error']}")
         stage.settled(2 * self.limit)
-        outcome.error = f"trainer: {message.get('error', message)}\nserver: {stage.said(mark)}"
-        outcome.must_name = {"side": "vLLM|server", "rank": rf"rank {tp_rank}\b", "version": rf"version {version}\b"}
-        outcome.must_name["phase"] = "transfer|commit|sending|receiv"
         outcome.server = stage.verdict(before)
-        outcome.next_attempt = stage.attempt(trainer, mode, connect=True)
-        outcome.judge(("old version", "unhealthy"))
+        outcome.next_attempt = stage.attempt(trainer, mode, connect=False)
+        outcome.judge(("new version",))
         return outcome
 
     # -- parts of the above

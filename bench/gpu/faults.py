@@ -267,26 +267,21 @@ class Stage:
         return "ok"
 
 
-def wait_for_text(path: Path, text: str, seconds: float, mark: int = 0) -> float:
-    """Seconds until a log holds `text` after position `mark`. Raises BenchError at the deadline."""
-    started = time.monotonic()
-    while text.encode() not in path.read_bytes()[mark:]:
-        if time.monotonic() - started > seconds:
-            raise BenchError(f"nobody wrote {text!r} within {seconds:g} s:\n{tail(path)}")
-        time.sleep(0.1)
-    return time.monotonic() - started
+ABSENCE = re.compile(r".*(\[Fleet\] waiting for servers:|looking whether the server was restarted).*")
+"""What a trainer says when its server has gone or does not move: one that broadcasts, and one that shares its memory."""
 
 
 def note_absence(outcome: Outcome, trainer: Worker, mark: int) -> None:
-    """Wait until a trainer says, behind position `mark` of its log, that its server has gone; note in the row when and how."""
-    says = "looking whether the server was restarted"
-    try:
-        outcome.seconds = wait_for_text(trainer.log, says, 2 * outcome.limit, mark)
-    except BenchError as error:
-        outcome.seconds = 2 * outcome.limit
-        outcome.problems.append(str(error).splitlines()[0])
-    text = trainer.log.read_bytes()[mark:].decode(errors="replace")
-    outcome.error = "\n".join(line for line in text.splitlines() if says in line)[:1500]
+    """Wait until a trainer says, behind position `mark` of its log, that it has no server; note in the row when and how."""
+    started = time.monotonic()
+    while not (found := ABSENCE.findall(text := trainer.log.read_bytes()[mark:].decode(errors="replace"))):
+        if time.monotonic() - started > 2 * outcome.limit:
+            outcome.problems.append(f"the trainer did not say that its server has gone: {tail(trainer.log)}")
+            break
+        time.sleep(0.1)
+    outcome.seconds = time.monotonic() - started
+    told = [line for line in text.splitlines() if "[Fleet]" in line or "[Bridge]" in line] if found else []
+    outcome.error = "\n".join(told)[:1500]
 
 
 def stopped_for(send: Callable[[int], None], seconds: float, meanwhile: Callable[[], Any]) -> Any:

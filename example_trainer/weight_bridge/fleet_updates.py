@@ -256,6 +256,7 @@ class FleetUpdates:
             begun: time.perf_counter() when the first byte was sent.
         """
         members, version = self._of(group), self._version
+        watch.sent()
         answers = at_once(
             {url: partial(m.server.commit, m.epoch, version, checksums) for url, m in members.items()},
             self._timeout + _CALL_OFF_SECONDS,

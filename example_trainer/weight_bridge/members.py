@@ -293,6 +293,10 @@ class Watch:
         """The members are to meet under this key; an empty one: they have, and are sent to."""
         self._forming, self._sent_since = key, None if key else time.monotonic()
 
+    def sent(self) -> None:
+        """Everything has been sent: nobody waits for bytes any more."""
+        self._sent_since = None
+
     def _run(self) -> None:
         pause = _FIRST_LOOK_SECONDS
         while not self._ended.wait(pause):
@@ -330,15 +334,16 @@ class Watch:
         most = max(amounts.values())
         for url, amount in amounts.items():
             self._behind[url] += most - amount
-        if self._sent_since is None or now - self._sent_since < self._patience or now < self._said:
+        since = self._sent_since
+        if since is None or now - since < self._patience or now < self._said:
             return
         self._said = now + _SAY_EVERY_SECONDS
         worst = max(self._behind.values())
         slowest = ", ".join(f"{url} (has {_megabytes(amounts[url])})" for url in amounts if self._behind[url] == worst)
-        until = time.strftime("%H:%M:%S", time.localtime(time.time() + self._sent_since + self._limit - now))
+        until = time.strftime("%H:%M:%S", time.localtime(time.time() + since + self._limit - now))
         logger.warning(
             "[Fleet] version %d is on its way for %.0f s, waiting for %s; the fastest of %d servers has %s; until %s",
-            self._version, now - self._sent_since, slowest, len(amounts), _megabytes(most), until,
+            self._version, now - since, slowest, len(amounts), _megabytes(most), until,
         )  # fmt: skip
 
     def _amount(self, ranks: list[dict[str, Any]], forming: str) -> int:
