@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from atroposlib.envs.errors import EnvironmentFailure, UsageError
+from atroposlib.errors import EnvironmentFailure, UsageError
 
 HUB_NAME, HUB_CONFIG = "gsm8k", "main"
 ANSWER_MARK = "####"

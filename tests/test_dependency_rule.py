@@ -6,6 +6,7 @@ import ast
 import sys
 import tomllib
 from collections import deque
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,19 @@ SERVER_ROOMS = ("server", "batch_invariant", "worker", "engine_core", "transport
 """The rooms of what runs inside vLLM, likewise: `batch_invariant` has a worker of its own."""
 SERVICE_ROOMS = ("server", "app", "gate", "queue", "utils", "scheduling", "store", "models")
 """The rollout service's rooms, likewise. `server` and `utils` hold the public package's names."""
+SDK_ROOMS = (
+    "cli",
+    "envs",
+    "inference",
+    "api",
+    "frontend",
+    "utils",
+    "groups",
+    "errors",
+    "type_definitions",
+    "compatibility",
+)
+"""The rooms around it, likewise: the SDK's proxy has the service's gate."""
 DETACHED = ("vllm_api_server",)
 """Entry points that need nothing of the trainer, and that nothing in it needs."""
 
@@ -91,6 +105,7 @@ def imported_by(path: Path, root: Path) -> set[str]:
     return found
 
 
+@cache
 def import_graph(root: Path, packages: tuple[str, ...]) -> dict[str, set[str]]:
     """Module -> what it imports; the packages around each imported module count as imported, as Python does it."""
     graph = {}
@@ -165,6 +180,20 @@ def test_the_rollout_services_doors_open_downwards() -> None:
     there = {module.split(".")[2] for module in graph if within(module, "atroposlib.api") and module.count(".") > 1}
     assert there == {*SERVICE_ROOMS}
     assert upward(graph, "atroposlib.api", SERVICE_ROOMS) == []
+
+
+def test_the_doors_of_service_and_sdk_open_downwards() -> None:
+    graph = import_graph(ROOT, ("atroposlib",))
+    assert {module.split(".")[1] for module in graph if "." in module} == {*SDK_ROOMS}
+    # The package itself imports what lets public import paths lead to ours.
+    assert upward(graph, "atroposlib", SDK_ROOMS) == []
+
+
+def test_what_runs_an_environment_is_behind_its_public_modules() -> None:
+    graph = import_graph(ROOT, PACKAGES)
+    private = "atroposlib.envs._runtime"
+    outside = {module: names for module, names in graph.items() if not within(module, "atroposlib.envs")}
+    assert [module for module, names in outside.items() if any(within(name, private) for name in names)] == []
 
 
 def test_a_door_that_opens_upwards_is_found(tmp_path: Path) -> None:

@@ -12,20 +12,19 @@ if __name__ == "__main__":
 
 from pydantic import BaseModel
 
-from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum
-from atroposlib.envs.constants import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE
-from atroposlib.envs.groups import ScoredDataGroup, ScoredDataItem
-from atroposlib.envs.processing import ProcessingMixin
-from atroposlib.envs.server_handling.openai_server import OpenAIServer, resolve_openai_configs
-from atroposlib.envs.server_handling.server_manager import (
+from atroposlib.envs._runtime.processing import ProcessingMixin
+from atroposlib.envs._runtime.serving import ServingMixin
+from atroposlib.envs.config import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE, BaseEnvConfig, EvalHandlingEnum
+from atroposlib.frontend.jsonl2html import generate_html
+from atroposlib.groups import ScoredDataGroup, ScoredDataItem
+from atroposlib.inference.openai_server import OpenAIServer, resolve_openai_configs
+from atroposlib.inference.server_manager import (
     APIServer,
     APIServerConfig,
     ServerBaseline,
     ServerManager,
     ServerManagerConfig,
 )
-from atroposlib.envs.serving import ServingMixin
-from atroposlib.frontend.jsonl2html import generate_html
 from atroposlib.type_definitions import UUID, Item, Message
 from atroposlib.utils.cli import extract_namespace, get_double_dash_flags, get_prefixed_pydantic_model, merge_dicts
 from atroposlib.utils.io import parse_http_response
@@ -71,7 +70,7 @@ class BaseEnv(ServingMixin, ProcessingMixin):
     @classmethod
     def cli(cls) -> None:
         """Run the command line and leave the process with its exit code."""
-        from atroposlib.envs.cli import main
+        from atroposlib.envs._runtime.command_line import main
 
         raise SystemExit(main(cls))
 
@@ -92,6 +91,6 @@ class BaseEnv(ServingMixin, ProcessingMixin):
 
     @classmethod
     def _config_class(cls, command: str) -> type[BaseModel]:
-        from atroposlib.envs.cli import config_class
+        from atroposlib.envs._runtime.command_line import config_class
 
         return config_class(cls, command)

@@ -1,12 +1,16 @@
 """Settings that every environment has. A subclass adds its own; each becomes a flag `--env.<name>` and a YAML key."""
 
-import logging
 from enum import Enum
-from typing import Any
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field
 
-logger = logging.getLogger(__name__)
+from atroposlib.compatibility import WarnsOfUnknownKeys
+
+ENV_NAMESPACE = "env"
+OPENAI_NAMESPACE = "openai"
+SERVER_MANAGER_NAMESPACE = "server"
+NAMESPACE_SEP = "."
+"""Of flags, `--env.group_size` and `--openai.base_url`, and of the same keys in a YAML file."""
 
 
 class EvalHandlingEnum(Enum):
@@ -15,22 +19,6 @@ class EvalHandlingEnum(Enum):
     STOP_TRAIN = "STOP_TRAIN"
     LIMIT_TRAIN = "LIMIT_TRAIN"
     NONE = "NONE"
-
-
-class WarnsOfUnknownKeys(BaseModel):
-    """Unknown keys from a flag or a YAML file are refused by the command line; from Python code they only warn.
-
-    Environments written for other versions of the interface name settings that no longer exist in their `config_init`;
-    they are to run unchanged.
-    """
-
-    @model_validator(mode="before")
-    @classmethod
-    def _warn_of_unknown(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            for key in data.keys() - cls.model_fields.keys():
-                logger.warning("%s has no setting named %r: it is ignored", cls.__name__, key)
-        return data
 
 
 class BaseEnvConfig(WarnsOfUnknownKeys):

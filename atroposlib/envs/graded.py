@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
-from atroposlib.envs.server_handling.generation import Weights
+from atroposlib.inference.generation import Weights
 
 logger = logging.getLogger(__name__)
 

@@ -14,16 +14,16 @@ from pydantic import Field
 
 from atroposlib.envs.base import BaseEnvConfig
 from atroposlib.envs.conversation import Conversation, Step, Turn, as_openai
-from atroposlib.envs.errors import NoRoom
 from atroposlib.envs.graded import Attempt, Grade, GradedEnv
-from atroposlib.envs.groups import ScoredDataGroup
-from atroposlib.envs.server_handling.managed_server import ManagedServer
-from atroposlib.envs.server_handling.sequence_tracker import SequenceNode, sequence_fields
 from atroposlib.envs.tool_formats import HermesFormat, ToolFormat
 from atroposlib.envs.tools import Toolbox
 from atroposlib.envs.turn_rewards import sampled_runs, spread_over_tokens, turn_advantages
-from atroposlib.envs.waiting import gather_or_cancel
+from atroposlib.errors import NoRoom
+from atroposlib.groups import ScoredDataGroup
+from atroposlib.inference.managed_server import ManagedServer
+from atroposlib.inference.sequence_tracker import SequenceNode, sequence_fields
 from atroposlib.type_definitions import Item
+from atroposlib.utils.waiting import gather_or_cancel
 
 __all__ = ["Conversation", "Grade", "MultiTurnConfig", "MultiTurnEnv", "Step", "Turn"]
 

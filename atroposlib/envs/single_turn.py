@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from atroposlib.envs.graded import Attempt, Grade, GradedEnv
-from atroposlib.envs.groups import PROMPT_MASK, ScoredDataGroup
-from atroposlib.envs.server_handling.sequence_tracker import sequence_fields
+from atroposlib.groups import PROMPT_MASK, ScoredDataGroup
+from atroposlib.inference.sequence_tracker import sequence_fields
 from atroposlib.type_definitions import Item, Message
 
 __all__ = ["Grade", "Response", "SingleTurnEnv", "as_response"]

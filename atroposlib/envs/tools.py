@@ -28,9 +28,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from atroposlib.envs.errors import EnvironmentFailure, RolloutFailure, UsageError
-from atroposlib.envs.jsonl import as_plain
 from atroposlib.envs.tool_formats import Call, Problem
+from atroposlib.errors import EnvironmentFailure, RolloutFailure, UsageError
+from atroposlib.utils.jsonl import as_plain
 
 logger = logging.getLogger(__name__)
 

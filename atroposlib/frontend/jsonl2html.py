@@ -1,6 +1,6 @@
 """A page from a file of groups with messages, where no tokenizer is at hand: `python -m atroposlib.frontend.jsonl2html FILE`.
 
-`process` and `serve` write a richer page by themselves, with tokens shaded by their logprobs; see `envs/rollout_page`.
+`process` and `serve` write a richer page by themselves, with tokens shaded by their logprobs; see `rollout_page`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 import logging
 from typing import Any
 
-from atroposlib.envs.groups import ScoredDataGroup
+from atroposlib.groups import ScoredDataGroup
 from atroposlib.utils.tokenize_for_trainer import UNMASKED_ROLES, tokenize_for_trainer
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ ids, use `self.server.managed_server(...)` instead, which never tokenises a resp
 from collections.abc import Sequence
 from typing import Any
 
-from atroposlib.envs.groups import PROMPT_MASK
+from atroposlib.groups import PROMPT_MASK
 from atroposlib.type_definitions import Message
 
 UNMASKED_ROLES = ["assistant", "agent"]

@@ -10,10 +10,10 @@ import httpx
 import pytest
 import torch
 
-from atroposlib.envs.core import load_tokenizer
-from atroposlib.envs.server_handling.server_baseline import APIServerConfig
-from atroposlib.envs.server_handling.teacher_server import TeacherServer
-from atroposlib.envs.server_handling.vllm_server import VLLMServer
+from atroposlib.inference.server_baseline import APIServerConfig
+from atroposlib.inference.teacher_server import TeacherServer
+from atroposlib.inference.tokenizers import load_tokenizer
+from atroposlib.inference.vllm_server import VLLMServer
 from example_trainer.models.hf_checkpoint import load_model
 from tests.e2e.bridge_helpers import TOLERANCE, trainer_logprobs
 from tests.e2e.conftest import VllmServer

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.envs.errors import UsageError
-from atroposlib.envs.settings import merge, parse_flags
+from atroposlib.envs._runtime.settings import merge, parse_flags
 from atroposlib.envs.single_turn import Response
+from atroposlib.errors import UsageError
 from environments.arithmetic_problems import held_out_problems
 from environments.arithmetic_server import ArithmeticConfig, ArithmeticEnv
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from env_stack import Stack
 
-from atroposlib.envs.errors import UsageError
 from atroposlib.envs.single_turn import Grade, Response
+from atroposlib.errors import UsageError
 from environments.gsm8k_data import Question, load_from_path, read_file, read_row, shuffled
 from environments.gsm8k_server import Gsm8kEnv
+from tests.atroposlib.envs.env_stack import Stack
 
 ROOT = Path(__file__).resolve().parents[2]
 GSM8K = ROOT / "environments" / "gsm8k_server.py"

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from env_stack import Stack
+
+from tests.atroposlib.envs.env_stack import Stack
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "environments" / "guess_number_server.py"

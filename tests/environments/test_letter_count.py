@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from env_stack import Stack
+
+from tests.atroposlib.envs.env_stack import Stack
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "environments" / "letter_count_server.py"

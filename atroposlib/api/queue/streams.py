@@ -133,7 +133,7 @@ class Streams:
         return changed
 
     def told(self, name: str) -> dict[str, Any] | None:
-        """What its environment must know: see `atroposlib.envs.item_window`. None for a stream that was never opened."""
+        """What its environment must know: see the environment's `item_window`. None for a stream that was never opened."""
         stream = self.by_name.get(name)
         if stream is None:
             return None

@@ -9,10 +9,10 @@ import random
 import time
 from typing import Any
 
+from atroposlib.envs.server_handling.server_manager import ServerBaseline
 from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup, ScoredDataItem
-from atroposlib.envs.server_handling.server_manager import ServerBaseline
 from atroposlib.type_definitions import Item, Message
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
 

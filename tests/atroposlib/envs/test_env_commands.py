@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from env_stack import Stack
 
 from example_trainer.child_processes.readiness import wait_until
+from tests.atroposlib.envs.env_stack import Stack
 
 pytestmark = pytest.mark.e2e
 

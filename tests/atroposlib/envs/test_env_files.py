@@ -9,10 +9,10 @@ from typing import Any
 
 import orjson
 import pytest
-from scripted_env import ScriptedEnv, response, run
 
-from atroposlib.envs.errors import EnvironmentFailure, UsageError
-from atroposlib.envs.jsonl import JsonLinesWriter
+from atroposlib.errors import EnvironmentFailure, UsageError
+from atroposlib.utils.jsonl import JsonLinesWriter
+from tests.atroposlib.envs.scripted_env import ScriptedEnv, response, run
 
 
 def test_groups_are_kept_in_the_file_that_is_named(tmp_path: Path) -> None:

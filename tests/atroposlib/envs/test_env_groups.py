@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.envs.groups import all_scores_equal, group_from_items, response_lengths, wrong_shape
+from atroposlib.groups import all_scores_equal, group_from_items, response_lengths, wrong_shape
 
 
 def item(length: int = 4, **more: Any) -> dict[str, Any]:

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import yaml
 from pydantic import Field, SecretStr
-from scripted_env import ScriptedEnv
 
+from atroposlib.envs._runtime.command_line import main
+from atroposlib.envs._runtime.service_client import RolloutServiceClient
+from atroposlib.envs._runtime.settings import merge, parse_flags, read_yaml
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
-from atroposlib.envs.cli import main
-from atroposlib.envs.errors import UsageError
-from atroposlib.envs.server_handling.proxy_client import create_proxy_session
-from atroposlib.envs.server_handling.server_manager import ServerManager, at_url
-from atroposlib.envs.service_client import RolloutServiceClient
-from atroposlib.envs.settings import merge, parse_flags, read_yaml
+from atroposlib.errors import UsageError
+from atroposlib.inference.proxy_client import create_proxy_session
+from atroposlib.inference.server_manager import ServerManager, at_url
 from atroposlib.utils.cli import adjust_model_defaults, extract_namespace
+from tests.atroposlib.envs.scripted_env import ScriptedEnv
 
 KEY = "sk-nobody-reads-this"
 VARIABLES = ("ROLLOUT_API_KEY", "VLLM_API_KEY", "OPENAI_API_KEY", "ATROPOS_PROXY_API_KEY")

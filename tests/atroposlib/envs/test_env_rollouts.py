@@ -5,12 +5,12 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from scripted_env import ScriptedEnv, response, run
 
-from atroposlib.envs.errors import RolloutFailure
-from atroposlib.envs.processing import ProcessingMixin
-from atroposlib.envs.server_handling.generation import current_versions
-from atroposlib.envs.serving import crossed
+from atroposlib.envs._runtime.processing import ProcessingMixin
+from atroposlib.envs._runtime.serving import crossed
+from atroposlib.errors import RolloutFailure
+from atroposlib.inference.generation import current_versions
+from tests.atroposlib.envs.scripted_env import ScriptedEnv, response, run
 
 
 def test_responses_become_a_group_and_their_items_the_backlog() -> None:

@@ -5,18 +5,18 @@ import pickle
 from typing import Any
 
 import pytest
-from scripted_env import ScriptedEnv, response
 
-from atroposlib.envs.rollouts import say_that_sampling_differs
-from atroposlib.envs.server_handling.generation import Generation, VersionRecord, current_versions
-from atroposlib.envs.server_handling.sampling import (
+from atroposlib.envs._runtime.rollouts import say_that_sampling_differs
+from atroposlib.inference.generation import Generation, VersionRecord, current_versions
+from atroposlib.inference.sampling import (
     SampledRecord,
     SamplingSpan,
     sampling_of,
     say_that_it_may_be_constrained,
 )
-from atroposlib.envs.server_handling.server_baseline import APIServerConfig
-from atroposlib.envs.server_handling.vllm_server import VLLMServer
+from atroposlib.inference.server_baseline import APIServerConfig
+from atroposlib.inference.vllm_server import VLLMServer
+from tests.atroposlib.envs.scripted_env import ScriptedEnv, response
 
 
 def run(env: ScriptedEnv) -> None:

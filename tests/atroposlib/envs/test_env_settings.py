@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
+from atroposlib.envs._runtime.settings import Given, merge, parse_flags, read_yaml
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ServerBaseline
 from atroposlib.envs.config import EvalHandlingEnum
-from atroposlib.envs.errors import UsageError
-from atroposlib.envs.settings import Given, merge, parse_flags, read_yaml
+from atroposlib.errors import UsageError
 from atroposlib.utils.cli import merge_dicts
 
 

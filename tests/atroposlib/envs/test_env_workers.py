@@ -5,9 +5,9 @@ import time
 from typing import Any
 
 import pytest
-from scripted_env import ScriptedEnv, response
 
-from atroposlib.envs.errors import EnvironmentFailure, InferenceUnavailable, RolloutFailure
+from atroposlib.errors import EnvironmentFailure, InferenceUnavailable, RolloutFailure
+from tests.atroposlib.envs.scripted_env import ScriptedEnv, response
 
 PAIR = {"tokens": [[1], [1]], "masks": [[1], [1]], "scores": [1.0, -1.0]}
 
@@ -90,7 +90,7 @@ async def test_the_environments_own_limit_ends_it_whatever_the_run_does() -> Non
 async def test_a_trainer_that_does_more_steps_than_it_said_is_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was resumed with more steps: each of them begins the wait anew."""
     now = [0.0]
-    monkeypatch.setattr("atroposlib.envs.serving.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("atroposlib.envs._runtime.serving.time.monotonic", lambda: now[0])
     env = idle(serving_env(*({"current_step": step, "run_ended": False} for step in range(3, 9)), service_timeout=10.0))
     for _ in range(6):
         assert not await env._one_round()

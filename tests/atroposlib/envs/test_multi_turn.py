@@ -7,10 +7,10 @@ import httpx
 import pytest
 
 from atroposlib.envs.base import APIServerConfig
-from atroposlib.envs.errors import RolloutFailure
 from atroposlib.envs.multi_turn import Conversation, Grade, MultiTurnConfig, MultiTurnEnv, Step
 from atroposlib.envs.tool_formats import TaggedFormat
 from atroposlib.envs.turn_rewards import sampled_runs
+from atroposlib.errors import RolloutFailure
 
 
 def add(numbers: str, talk: Conversation) -> int:

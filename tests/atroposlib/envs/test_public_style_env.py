@@ -7,9 +7,9 @@ from typing import Any
 
 import httpx
 import pytest
-from env_stack import Stack
 
 from example_trainer.child_processes.readiness import wait_until
+from tests.atroposlib.envs.env_stack import Stack
 
 pytestmark = pytest.mark.e2e
 

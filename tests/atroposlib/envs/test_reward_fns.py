@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.reward_fns import CombinedReward, RewardFunction, registry
-from atroposlib.envs.reward_fns.accuracy_reward import AccuracyReward
-from atroposlib.envs.reward_fns.cascading_r1_math_reward import cascading_r1_math_reward
-from atroposlib.envs.reward_fns.crossword_format_reward import crossword_format_reward
-from atroposlib.envs.reward_fns.r1_reward import FormatReasoningReward, parse_reasoning_response, r1_reward
-from atroposlib.envs.reward_fns.reasoning_steps_reward import reasoning_steps_reward
-from atroposlib.envs.reward_fns.registry import RewardRegistry
-from atroposlib.envs.reward_fns.repetition_penalty_reward import repetition_penalty_reward
+from atroposlib.envs.rewards import CombinedReward, RewardFunction, registry
+from atroposlib.envs.rewards.accuracy_reward import AccuracyReward
+from atroposlib.envs.rewards.cascading_r1_math_reward import cascading_r1_math_reward
+from atroposlib.envs.rewards.crossword_format_reward import crossword_format_reward
+from atroposlib.envs.rewards.r1_reward import FormatReasoningReward, parse_reasoning_response, r1_reward
+from atroposlib.envs.rewards.reasoning_steps_reward import reasoning_steps_reward
+from atroposlib.envs.rewards.registry import RewardRegistry
+from atroposlib.envs.rewards.repetition_penalty_reward import repetition_penalty_reward
 
 
 class Length(RewardFunction):

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scripted_env import ScriptedEnv
 
-from atroposlib.envs import waiting
-from atroposlib.envs.errors import EnvironmentFailure, ServiceUnavailable
-from atroposlib.envs.server_handling.generation import Generation, current_versions
-from atroposlib.envs.service_client import RejectedByService, RolloutServiceClient
+from atroposlib.envs._runtime.service_client import RejectedByService, RolloutServiceClient
+from atroposlib.errors import EnvironmentFailure, ServiceUnavailable
+from atroposlib.inference.generation import Generation, current_versions
+from atroposlib.utils import waiting
+from tests.atroposlib.envs.scripted_env import ScriptedEnv
 
 
 class Scripted(ThreadingHTTPServer):

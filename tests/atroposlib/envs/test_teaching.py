@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.envs.errors import EnvironmentFailure, InferenceUnavailable, RolloutFailure, UsageError
-from atroposlib.envs.server_handling import teacher_server
-from atroposlib.envs.server_handling.vocabulary import differing_ids, first_difference
+from atroposlib.errors import EnvironmentFailure, InferenceUnavailable, RolloutFailure, UsageError
+from atroposlib.inference import teacher_server
+from atroposlib.inference.tokenizers import differing_ids, first_difference
 from atroposlib.utils.keys import TEACHER_KEY
 from tests.atroposlib.envs.scripted_env import ScriptedEnv, response
 from tests.atroposlib.envs.standin_teacher import StandinTeacher, expected

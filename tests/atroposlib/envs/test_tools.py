@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atroposlib.envs import tools
-from atroposlib.envs.errors import EnvironmentFailure, RolloutFailure, UsageError
 from atroposlib.envs.tool_formats import Call, HermesFormat, TaggedFormat
 from atroposlib.envs.tools import Toolbox
+from atroposlib.errors import EnvironmentFailure, RolloutFailure, UsageError
 
 
 class Talk:

@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from env_stack import OFFLINE, Stack
 
 from example_trainer.child_processes.readiness import wait_until
+from tests.atroposlib.envs.env_stack import OFFLINE, Stack
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ["wandb==0.31.0", "platformdirs"]  # and what the project has anyway

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.envs.eval import pass_at_k
+from atroposlib.envs.evaluation import pass_at_k
 from atroposlib.utils.advantages import (
     allclose_to_first,
     compute_discounted_returns,

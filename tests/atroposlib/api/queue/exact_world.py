@@ -17,7 +17,7 @@ from pathlib import Path
 from atroposlib.api.models.records import Draft, QueueError, Registration
 from atroposlib.api.queue.rollout_queue import RolloutQueue
 from atroposlib.api.store.sqlite_store import SqliteStore
-from atroposlib.envs.item_window import ItemWindow
+from atroposlib.envs._runtime.item_window import ItemWindow
 
 STREAM, GROUP, GROUPS = "task seed 1", 2, 3
 """The stream's name, the sequences of a group, and the groups of a batch."""

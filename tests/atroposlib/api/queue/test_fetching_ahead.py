@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from atroposlib.api.models.records import Draft, Lease, Registration
 from atroposlib.api.queue.rollout_queue import RolloutQueue
-from atroposlib.envs.worker_policy import QueueState, WorkerLimits, allowed_workers
+from atroposlib.envs._runtime.worker_policy import QueueState, WorkerLimits, allowed_workers
 
 BATCH, GROUP = 8, 4
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from atroposlib.api.models.groups import read_groups
 from atroposlib.api.models.records import Draft, Group
 from atroposlib.api.queue.streams import Streams
-from atroposlib.envs.item_window import ItemWindow
+from atroposlib.envs._runtime.item_window import ItemWindow
 from tests.atroposlib.api.queue.exact_world import STREAM, World
 
 STEPS = 5

@@ -1,0 +1,133 @@
+"""The environment's connection to the rollout service: retries, back-off and re-registration over HTTP.
+
+A transient outage never loses a group and never ends the process: every call is tried again, with growing pauses and a line
+in the log, until `timeout` seconds have passed. A post carries an idempotency key, so that a retry is not counted twice.
+"""
+
+import gzip
+import logging
+import math
+from typing import Any
+
+import httpx
+import orjson
+
+from atroposlib.errors import EnvironmentFailure, ServiceUnavailable
+from atroposlib.utils.jsonl import encode
+from atroposlib.utils.keys import LOOPBACK, SERVICE_KEY, bearer, host_of
+from atroposlib.utils.waiting import Patience
+
+logger = logging.getLogger(__name__)
+
+COMPRESS_ABOVE_BYTES = 4096
+LONGEST_RETRY_AFTER = 30.0
+
+
+class RejectedByService(Exception):
+    """The service understood the request and will never accept it (4xx other than 429): the message holds its reason."""
+
+    def __init__(self, status: int, detail: str):
+        super().__init__(f"{status}: {detail}")
+        self.status = status
+
+
+class RolloutServiceClient:
+    """HTTP calls of one environment to one rollout service.
+
+    Args:
+        url: the service's address, for example `http://localhost:8000`.
+        timeout: longest wait for the service, in seconds, before `ServiceUnavailable` is raised.
+        api_key: bearer token, if the service wants one.
+    """
+
+    def __init__(self, url: str, timeout: float, api_key: str | None = None):
+        self.url = url.rstrip("/")
+        self.timeout = timeout
+        # HTTP_PROXY is for the world outside: it must not stand between the processes of one run.
+        self._http = httpx.AsyncClient(
+            base_url=self.url, headers=bearer(api_key), timeout=httpx.Timeout(60.0, connect=5.0), trust_env=False
+        )
+        # On one machine compressing costs more than it saves.
+        self._compress = host_of(self.url) not in LOOPBACK
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def get(self, path: str) -> dict[str, Any]:
+        return await self._call("GET", path, None)
+
+    async def post(self, path: str, body: Any) -> dict[str, Any]:
+        return await self._call("POST", path, body)
+
+    async def status_env(self, env_id: int) -> dict[str, Any]:
+        """`/status-env` takes its argument as the JSON body of a GET."""
+        return await self._call("GET", "/status-env", {"env_id": env_id})
+
+    async def disconnect(self, env_id: int) -> None:
+        """Tell the service that this environment is gone; one attempt, since a service that is gone too needs no telling."""
+        try:
+            response = await self._http.post("/disconnect-env", json={"env_id": env_id}, timeout=5.0)
+            response.raise_for_status()
+            logger.info("disconnected environment %s from the rollout service", env_id)
+        except httpx.HTTPError as error:
+            logger.info("the rollout service at %s was not told that environment %s stops: %s", self.url, env_id, error)
+
+    async def _call(self, method: str, path: str, body: Any) -> dict[str, Any]:
+        """One request, repeated until it is answered.
+
+        Raises:
+            ServiceUnavailable: no usable answer within the timeout.
+            RejectedByService: an answer that a retry cannot change.
+        """
+        content, headers = self._encode(body)
+        patience = Patience(
+            f"rollout service at {self.url}",
+            self.timeout,
+            ServiceUnavailable,
+            logger,
+            "start it with `python -m atroposlib.cli.run_api` or pass its address as --env.rollout_server_url",
+        )
+        while True:
+            try:
+                response = await self._http.request(method, path, content=content, headers=headers)
+            except httpx.HTTPError as error:
+                await patience.wait(f"no answer to {path} ({type(error).__name__})")
+                continue
+            if response.status_code == 429:
+                await patience.wait(f"it is full ({path} answered 429)", at_least=retry_after(response))
+                continue
+            if response.status_code >= 500:
+                await patience.wait(f"{path} answered {response.status_code}", at_least=retry_after(response, default=0.0))
+                continue
+            if response.status_code in (401, 403):
+                raise EnvironmentFailure(
+                    f"rollout service at {self.url} refused {path} with {response.status_code}: "
+                    f"set {SERVICE_KEY} to its key (or --env.rollout_server_api_key, which other users of the machine can see)"
+                )
+            if response.status_code >= 400:
+                raise RejectedByService(response.status_code, response.text[:500])
+            try:
+                answer = orjson.loads(response.content)
+            except orjson.JSONDecodeError:
+                await patience.wait(f"{path} answered no JSON: {response.text[:80]!r}")
+                continue
+            patience.done()
+            return answer if isinstance(answer, dict) else {"value": answer}
+
+    def _encode(self, body: Any) -> tuple[bytes | None, dict[str, str]]:
+        if body is None:
+            return None, {}
+        content = encode(body)
+        headers = {"Content-Type": "application/json"}
+        if self._compress and len(content) > COMPRESS_ABOVE_BYTES:
+            return gzip.compress(content, compresslevel=1), headers | {"Content-Encoding": "gzip"}
+        return content, headers
+
+
+def retry_after(response: httpx.Response, default: float = 1.0) -> float:
+    """Seconds that the server asks to wait; its Retry-After header where it is a number, else `default`."""
+    try:
+        seconds = float(response.headers.get("Retry-After", default))
+    except ValueError:
+        return default
+    return min(max(seconds, 0.0), LONGEST_RETRY_AFTER) if math.isfinite(seconds) else default

@@ -1,0 +1,218 @@
+"""Flags, YAML and `config_init` merged into one configuration: flags over YAML over `config_init`.
+
+Pure: takes the arguments and the file's content, gives back models or raises `UsageError` with one line.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from atroposlib.envs.config import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE, SERVER_MANAGER_NAMESPACE, BaseEnvConfig
+from atroposlib.errors import UsageError
+from atroposlib.inference.openai_server import resolve_openai_configs
+from atroposlib.inference.server_manager import APIServerConfig, ServerBaseline, ServerManagerConfig
+from atroposlib.utils.keys import all_settings, is_secret
+
+BOOLEAN_WORDS = {"true", "false", "yes", "no", "on", "off", "1", "0"}
+
+
+@dataclass
+class Settings:
+    """Everything an environment is constructed with."""
+
+    env: BaseEnvConfig
+    servers: ServerBaseline | APIServerConfig | list[APIServerConfig]
+    manager: ServerManagerConfig
+
+
+@dataclass
+class Given:
+    """What the user gave, by namespace; values from flags are text still."""
+
+    env: dict[str, Any] = field(default_factory=dict)
+    openai: dict[str, Any] = field(default_factory=dict)
+    manager: dict[str, Any] = field(default_factory=dict)
+    config: str | None = None
+
+
+def known_flags(env_cls: type[BaseModel]) -> dict[str, tuple[str, str]]:
+    """Flag without dashes -> (namespace, field)."""
+    flags = {"config": ("", "config")}
+    for namespace, model in ((ENV_NAMESPACE, env_cls), (OPENAI_NAMESPACE, APIServerConfig)):
+        flags.update({f"{namespace}{NAMESPACE_SEP}{name}": (namespace, name) for name in model.model_fields})
+    for name in ServerManagerConfig.model_fields:
+        flags[name] = flags[f"{SERVER_MANAGER_NAMESPACE}{NAMESPACE_SEP}{name}"] = (SERVER_MANAGER_NAMESPACE, name)
+    return flags
+
+
+def parse_flags(arguments: list[str], env_cls: type[BaseModel]) -> Given:
+    """Read `--env.group_size 8`, `--env.group_size=8` and, for booleans, a bare `--env.use_wandb`.
+
+    Dashes and underscores in names are the same. The word None stands for no value.
+
+    Raises:
+        UsageError: an unknown flag (with the nearest known one), a stray word, or a missing value.
+    """
+    flags = known_flags(env_cls)
+    given = Given()
+    into = {ENV_NAMESPACE: given.env, OPENAI_NAMESPACE: given.openai, SERVER_MANAGER_NAMESPACE: given.manager}
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            raise UsageError(f"{word!r} is neither a command (serve, process, evaluate) nor the value of a flag")
+        name, equals, value = word[2:].partition("=")
+        name = name.replace("-", "_")
+        if name not in flags:
+            raise UsageError(f"unknown flag --{name}{nearest(name, flags, '--')}; --help lists all flags")
+        namespace, field_name = flags[name]
+        boolean = is_boolean(namespace, field_name, env_cls)
+        if not equals:
+            if boolean and (not rest or rest[0].lower() not in BOOLEAN_WORDS):
+                value = "true"
+            elif rest and (not rest[0].startswith("--") or not rest[0][2:]):
+                value = rest.pop(0)
+            else:
+                raise UsageError(f"--{name} needs a value")
+        if namespace == "":
+            given.config = value
+        else:
+            into[namespace][field_name] = None if value == "None" else value
+    return given
+
+
+def is_boolean(namespace: str, field_name: str, env_cls: type[BaseModel]) -> bool:
+    models: dict[str, type[BaseModel]] = {
+        ENV_NAMESPACE: env_cls,
+        OPENAI_NAMESPACE: APIServerConfig,
+        SERVER_MANAGER_NAMESPACE: ServerManagerConfig,
+    }
+    return namespace in models and models[namespace].model_fields[field_name].annotation is bool
+
+
+def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """` (did you mean X?)`, or nothing when no known name is near."""
+    known = list(known)
+    bare = {entry.rpartition(NAMESPACE_SEP)[2]: entry for entry in reversed(known)}
+    found = difflib.get_close_matches(name, known, n=1) or difflib.get_close_matches(name.rpartition(".")[2], bare, n=1)
+    return f" (did you mean {prefix}{bare.get(found[0], found[0])}?)" if found else ""
+
+
+def read_yaml(path: str) -> dict[str, Any]:
+    """The content of a YAML file.
+
+    Raises:
+        UsageError: the file is missing, is no YAML, or is no table of keys.
+    """
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise UsageError(f"--config {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        # The error's own text quotes the line, which may hold a key.
+        mark = getattr(error, "problem_mark", None)
+        where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise UsageError(f"--config {path}: {getattr(error, 'problem', None) or 'no YAML'}{where}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise UsageError(f"--config {path}: must hold keys such as `env:` and `openai:`, not a {type(content).__name__}")
+    return content
+
+
+def check_keys(given: Any, known: Iterable[str], where: str) -> dict[str, Any]:
+    """The table itself, when all its keys are known.
+
+    Raises:
+        UsageError: an unknown key, with the nearest known one.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        raise UsageError(f"{where} must hold keys and values, not {given!r:.60}")
+    known = set(known)
+    for key in given:
+        if key not in known:
+            raise UsageError(f"unknown key {key!r} in {where}{nearest(str(key), known)}")
+    return given
+
+
+def merge(
+    default_env: BaseEnvConfig,
+    default_servers: ServerBaseline | APIServerConfig | list[APIServerConfig],
+    given: Given,
+    yaml_content: Mapping[str, Any],
+    overrides: Mapping[str, Any] | None = None,
+) -> Settings:
+    """Put the sources together.
+
+    Args:
+        default_env: from `config_init`, as `default_servers`.
+        given: the flags.
+        yaml_content: the YAML file, or an empty table.
+        overrides: what a command changes in the environment's defaults, under YAML and flags.
+
+    Raises:
+        UsageError: an unknown key or a value that does not validate.
+    """
+    manager_fields = ServerManagerConfig.model_fields
+    top = {ENV_NAMESPACE, OPENAI_NAMESPACE, SERVER_MANAGER_NAMESPACE, *manager_fields}
+    content = check_keys(dict(yaml_content), top, "the YAML file")
+    yaml_env = check_keys(content.get(ENV_NAMESPACE), type(default_env).model_fields, f"`{ENV_NAMESPACE}` of the YAML file")
+    yaml_manager = check_keys(
+        content.get(SERVER_MANAGER_NAMESPACE), manager_fields, f"`{SERVER_MANAGER_NAMESPACE}` of the YAML file"
+    ) | {key: content[key] for key in manager_fields if key in content}
+    servers_in_yaml = content.get(OPENAI_NAMESPACE) or []
+    entries = servers_in_yaml if isinstance(servers_in_yaml, list) else [servers_in_yaml]
+    for entry in entries:
+        check_keys(entry, APIServerConfig.model_fields, f"`{OPENAI_NAMESPACE}` of the YAML file")
+
+    env = validated(type(default_env), all_settings(default_env) | dict(overrides or {}) | yaml_env | given.env, ENV_NAMESPACE)
+    if isinstance(default_servers, list):
+        base = all_settings(default_servers[0]) if len(default_servers) == 1 else {}
+    else:
+        base = all_settings(default_servers)
+    single = base | (entries[0] if len(entries) == 1 else {}) | given.openai
+    validated(APIServerConfig, single, OPENAI_NAMESPACE)
+    for entry in entries:
+        validated(APIServerConfig, entry, OPENAI_NAMESPACE)
+    prefixed = {f"{OPENAI_NAMESPACE}{NAMESPACE_SEP}{name}": value for name, value in given.openai.items()}
+    servers = resolve_openai_configs(default_servers, single, {OPENAI_NAMESPACE: servers_in_yaml}, prefixed)
+    manager = validated(ServerManagerConfig, yaml_manager | given.manager, SERVER_MANAGER_NAMESPACE)
+    return Settings(env=env, servers=servers, manager=manager)
+
+
+def validated(model: type[Any], values: dict[str, Any], namespace: str) -> Any:
+    """An instance of the model; text from flags is turned into the fields' types, lists and tables being YAML.
+
+    Raises:
+        UsageError: the first value that does not fit, by the name of its flag.
+    """
+    try:
+        return model(**values)
+    except ValidationError as first:
+        # A flag is text: where the field wants a list or a table, the text is read as YAML.
+        wrong = {str(error["loc"][0]) for error in first.errors() if error["loc"] and isinstance(error["input"], str)}
+        as_yaml = dict(values)
+        for name in wrong & values.keys():
+            if isinstance(values[name], str):
+                try:
+                    as_yaml[name] = yaml.safe_load(values[name])
+                except yaml.YAMLError:
+                    as_yaml[name] = values[name]
+        try:
+            return model(**as_yaml)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            flag = NAMESPACE_SEP.join([namespace, *(str(part) for part in problem["loc"])])
+            message = problem["msg"].removeprefix("Value error, ")
+            # A whole model's input holds its keys too.
+            hidden = not problem["loc"] or is_secret(str(problem["loc"][0]), model.model_fields.get(str(problem["loc"][0])))
+            value = "" if hidden else f" {problem['input']!r:.80}"
+            # Not `from error`: a traceback would show the input.
+            raise UsageError(f"--{flag}{value}: {message}") from None

@@ -1,0 +1,108 @@
+"""On-policy distillation: whatever environment made a group, a teacher's logprobs of its tokens go along with it."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from atroposlib.envs._runtime.reporting import ReportingMixin
+from atroposlib.errors import EnvironmentFailure, UsageError
+from atroposlib.groups import PROMPT_MASK
+from atroposlib.inference.teacher_server import TeacherServer
+from atroposlib.utils.waiting import gather_or_cancel
+
+logger = logging.getLogger(__name__)
+
+
+class TeachingMixin(ReportingMixin):
+    """The teacher of `--env.teacher_url`. Without one, none of this does anything."""
+
+    _teacher: TeacherServer | None = None
+    _kl_sum = 0.0
+    _kl_tokens = 0
+
+    @property
+    def teacher(self) -> TeacherServer | None:
+        """The connection to the teacher, made on first use; None if none is configured."""
+        config = self.config
+        if self._teacher is None and config.teacher_url:
+            self._teacher = TeacherServer(
+                config.teacher_url,
+                config.teacher_model_name,
+                config.teacher_api_key,
+                config.teacher_timeout,
+                config.teacher_max_requests,
+            )
+        return self._teacher
+
+    async def wait_for_servers(self) -> None:
+        """Wait until inference servers and teacher answer; see wait_for_teacher."""
+        await self.wait_for_inference()
+        await self.wait_for_teacher()
+
+    async def wait_for_teacher(self) -> None:
+        """Wait until the teacher answers, if there is one, and see that its tokens are ours.
+
+        Raises:
+            EnvironmentFailure: it does not come, has another vocabulary, or does not score.
+        """
+        if self.teacher is not None:
+            self.teacher.tokenizer = self._tokenizer or await asyncio.to_thread(lambda: self.tokenizer)
+            await self.teacher.start()
+            logger.info("teacher at %s: same vocabulary, it scores", self.teacher.root_url)
+
+    async def have_scored(self, group: dict[str, Any]) -> None:
+        """Fill in `distill_token_ids` and `distill_logprobs`: the trained token and its logprob where one is, else nothing.
+
+        A group that has them already, of an environment with a teacher of its own, is left as it is.
+
+        Raises:
+            TeacherRefused: the teacher cannot score one of its sequences.
+            EnvironmentFailure: the teacher was away for longer than `teacher_timeout`; the group is counted as dropped.
+        """
+        if self.teacher is None or group.get("distill_logprobs") is not None:
+            return
+        if group.get("images"):
+            raise UsageError("--env.teacher_url: a group has images, and a teacher is sent token ids alone; leave it out")
+        rows = [[int(token) for token in row] for row in group["tokens"]]
+        try:
+            scored = await gather_or_cancel([self.teacher.score(row) for row in rows])
+        except EnvironmentFailure:
+            self.drops.add("teacher_away")
+            logger.error("a group of %d sequences cannot be sent: the teacher has not scored it", len(rows))
+            raise
+        trained = [[mask != PROMPT_MASK and at > 0 for at, mask in enumerate(row)] for row in group["masks"]]
+        group["distill_token_ids"] = [
+            [[token] if wanted else [] for token, wanted in zip(*row, strict=True)] for row in zip(rows, trained, strict=True)
+        ]
+        group["distill_logprobs"] = [
+            [[logprob] if wanted else [] for logprob, wanted in zip(*row, strict=True)]
+            for row in zip(scored, trained, strict=True)
+        ]
+        self._note_divergence(group)
+
+    def _note_divergence(self, group: Mapping[str, Any]) -> None:
+        """Keep log π - log T of the sampled tokens, whose mean is the reverse KL, for the next metrics."""
+        sampled = group.get("inference_logprobs")
+        if sampled is None:
+            return
+        for logprobs, taught in zip(sampled, group["distill_logprobs"], strict=True):
+            differences = [float(ours) - theirs[0] for ours, theirs in zip(logprobs, taught, strict=True) if theirs]
+            self._kl_sum += sum(differences)
+            self._kl_tokens += len(differences)
+
+    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+        """Add `train/teacher_kl` (nats per token, estimated on the sampled tokens)."""
+        metrics = dict(wandb_metrics or {})
+        if self.teacher is not None:
+            if self._kl_tokens:
+                metrics["train/teacher_kl"] = self._kl_sum / self._kl_tokens
+            self._kl_sum, self._kl_tokens = 0.0, 0
+        await super().wandb_log(metrics)
+
+    async def close_servers(self) -> None:
+        """Close the connections to inference servers and teacher."""
+        await self.server.close()
+        teacher, self._teacher = self._teacher, None
+        if teacher is not None:
+            await teacher.close()

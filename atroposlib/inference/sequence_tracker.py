@@ -1,0 +1,267 @@
+"""Keeps every sequence of a conversation token for token: what was sampled, under which logprob, and what was given.
+
+Pure bookkeeping, no I/O. A later turn whose prompt begins with the whole text of an earlier sequence continues that
+sequence's tokens: only what was added in between is tokenised, so what the model sampled is never tokenised again.
+"""
+
+from bisect import insort
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from atroposlib.groups import PROMPT_LOGPROB, PROMPT_MASK
+from atroposlib.inference.generation import Generation, Span, Weights, joined, weight_fields
+from atroposlib.inference.sampling import SamplingSpan, continued, on_the_wire
+from atroposlib.inference.tokenizers import encode_plain, encode_rendered
+
+
+class SequenceNode(BaseModel):
+    """One sequence, ready to be trained on.
+
+    Attributes:
+        full_text: the prompt's text and the text of all tokens after it, special tokens included.
+        tokens: token ids, prompt and completions.
+        masked_tokens: the token id where it was sampled, -100 where it was given.
+        logprobs: logprob where it was sampled, 1.0 where it was given.
+        weight_version: version of the oldest weights that a token was sampled under, if known.
+        weight_epoch: the trainer's life that made those weights, if known; see `Weights`.
+        weight_spans: the weights of all its sampled tokens, in their order, if known of every one.
+        sampling: with which parameters its sampled tokens were sampled, in their order, if known of every one.
+        metadata: of the last completion: `finish_reason`, `answer_id` and its `index` among that answer's choices.
+    """
+
+    full_text: str
+    tokens: list[int]
+    masked_tokens: list[int]
+    logprobs: list[float]
+    weight_version: int | None = None
+    weight_epoch: int | None = None
+    weight_spans: list[Span] | None = None
+    sampling: list[SamplingSpan] | None = None
+    metadata: dict[str, Any] | None = Field(default=None)
+
+    @property
+    def weights(self) -> Weights | None:
+        """The oldest weights that a token was sampled under, if known."""
+        return None if self.weight_version is None else Weights(self.weight_epoch or 0, self.weight_version)
+
+
+def sequence_fields(nodes: Sequence[SequenceNode]) -> dict[str, list[Any]]:
+    """The fields of a group that tell how its sequences were sampled: their weights, sampling parameters and finish reasons.
+
+    Args:
+        nodes: one for each sequence of the group, in its order.
+
+    Returns:
+        weights only where they are known of every sequence; of the rest, None for the sequences of which it is not known.
+    """
+    weights = [node.weights for node in nodes if node.weights is not None]
+    fields = weight_fields(weights, [node.weight_spans for node in nodes]) if len(weights) == len(nodes) else {}
+    sampling = [on_the_wire(node.sampling) if node.sampling else None for node in nodes]
+    reasons = [(node.metadata or {}).get("finish_reason") for node in nodes]
+    told: dict[str, list[Any]] = {"sampling_params": sampling, "finish_reasons": reasons}
+    fields.update({name: values for name, values in told.items() if any(value is not None for value in values)})
+    return fields
+
+
+def node_of(nodes: Iterable[SequenceNode], answer_id: str, index: int) -> SequenceNode:
+    """The node that ends with a choice of an answer.
+
+    Raises:
+        KeyError: there is none.
+    """
+    for node in nodes:
+        if node.metadata is not None and (node.metadata.get("answer_id"), node.metadata.get("index")) == (answer_id, index):
+            return node
+    raise KeyError(f"no sequence ends with choice {index} of answer {answer_id}: it was continued, or was not made here")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Where one turn of a sequence ended: the sequence up to there can be continued in another way.
+
+    Attributes:
+        text: characters of `full_text`.
+        tokens: tokens.
+        version, epoch: of the oldest weights of the sequence up to there; None where nobody told.
+        spans: of the weights of its sampled tokens up to there; None where nobody told.
+        sampling: of the parameters that they were sampled with; None where they are not known.
+        place: of the sequence that ended there; see `Kept`.
+    """
+
+    text: int
+    tokens: int
+    version: int | None
+    epoch: int | None
+    spans: list[Span] | None
+    sampling: list[SamplingSpan] | None
+    place: tuple[int, ...]
+
+
+@dataclass
+class Kept:
+    """A sequence that is kept.
+
+    Attributes:
+        node: what the environment gets.
+        place: sorts the sequences. Of a first turn: (number of its request, number of the completion). A continuation's
+            begins with what it continues, so that it stands where that stood, whichever request was answered first.
+        turns: its ends of turns, the last one its own.
+        claims: requests under way that continue it as it is.
+    """
+
+    node: SequenceNode
+    place: tuple[int, ...]
+    turns: list[Turn]
+    claims: int = field(default=0)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt under way.
+
+    Attributes:
+        number: of the request, in the order in which they were begun.
+        source: the sequence whose tokens it begins with, if it continues one.
+        turn: the turn of that sequence after which it goes on.
+    """
+
+    number: int
+    source: Kept | None = None
+    turn: Turn | None = None
+
+    @property
+    def continued(self) -> int:
+        """How many sampled turns its prompt holds token for token."""
+        return 0 if self.source is None or self.turn is None else self.source.turns.index(self.turn) + 1
+
+
+class SequenceTracker:
+    """The sequences of one conversation and its branches.
+
+    Args:
+        tokenizer: encodes and decodes; `encode(text)`, `encode(text, add_special_tokens=False)` and `decode(ids)` are used.
+        keep_all: keep every sequence by its text (a tree), instead of replacing a sequence by what continues it.
+    """
+
+    def __init__(self, tokenizer: Any, keep_all: bool = False):
+        self.tokenizer = tokenizer
+        self.keep_all = keep_all
+        self._sequences: list[Kept] = []
+        self._begun = 0
+
+    @property
+    def nodes(self) -> list[SequenceNode]:
+        """The sequences, in the order in which their first turns were asked for; a continuation in its parent's place."""
+        return [sequence.node for sequence in self._sequences]
+
+    def encode(self, text: str, rendered: bool = True) -> list[int]:
+        """Token ids of a prompt. `rendered`: a chat template made it, so that its special tokens are in the text."""
+        return self._encode(text, rendered, *self._find(text))
+
+    def prompt(self, text: str, rendered: bool = True) -> tuple[list[int], Request]:
+        """Token ids of a prompt that is sent now, and its request, which `add` or `abandon` ends.
+
+        It continues the longest turn whose text it begins with.
+        """
+        source, turn = self._find(text)
+        if source is not None:
+            source.claims += 1
+        self._begun += 1
+        return self._encode(text, rendered, source, turn), Request(self._begun, source, turn)
+
+    def abandon(self, request: Request) -> None:
+        """The prompt was not answered."""
+        if request.source is not None:
+            request.source.claims -= 1
+
+    def add(self, text: str, request: Request | None, generation: Generation, answer_id: str = "") -> list[SequenceNode]:
+        """Note the completions of a prompt, one sequence each, in their order.
+
+        Args:
+            text: the prompt's.
+            request: what `prompt` gave with it; None for a prompt that continues nothing.
+            generation: the answer.
+            answer_id: comes back in the nodes' metadata.
+
+        Raises:
+            ValueError: a completion's tokens and logprobs do not line up, or its spans do not cover its tokens.
+        """
+        request = request or self.prompt("")[1]
+        self.abandon(request)
+        source, turn, given = request.source, request.turn, generation.prompt_tokens
+        masks, logprobs = [PROMPT_MASK] * len(given), [PROMPT_LOGPROB] * len(given)
+        earlier: list[Turn] = []
+        before: list[Span] | None = []
+        sampled_before: list[SamplingSpan] | None = []
+        if source is not None and turn is not None and given[: turn.tokens] == source.node.tokens[: turn.tokens]:
+            masks[: turn.tokens] = source.node.masked_tokens[: turn.tokens]
+            logprobs[: turn.tokens] = source.node.logprobs[: turn.tokens]
+            earlier = [known for known in source.turns if known.tokens <= turn.tokens]
+            before, sampled_before = turn.spans, turn.sampling
+        added = []
+        for index, (tokens, sampled) in enumerate(zip(generation.output_tokens, generation.output_logprobs, strict=True)):
+            if len(tokens) != len(sampled):
+                raise ValueError(f"completion {index} has {len(tokens)} tokens but {len(sampled)} logprobs")
+            version, epoch = oldest_of(generation, index, turn)
+            told = None if generation.weight_spans is None else generation.weight_spans[index]
+            if told is not None and sum(span.tokens for span in told) != len(tokens):
+                raise ValueError(f"completion {index} has {len(tokens)} tokens, but its weight spans cover {told}")
+            spans = None if told is None or before is None else joined(before, told)
+            how = None if generation.sampling is None else generation.sampling[index]
+            sampling = continued(sampled_before, how, len(tokens))
+            node = SequenceNode(
+                full_text=text + self.tokenizer.decode(tokens, skip_special_tokens=False),
+                tokens=given + tokens,
+                masked_tokens=masks + tokens,
+                logprobs=logprobs + sampled,
+                weight_version=version,
+                weight_epoch=epoch,
+                weight_spans=spans,
+                sampling=sampling,
+                metadata={"finish_reason": generation.finish_reasons[index], "answer_id": answer_id, "index": index},
+            )
+            place = (*(turn.place if turn else ()), request.number, index)
+            end = Turn(len(node.full_text), len(node.tokens), version, epoch, spans, sampling, place)
+            added.append(Kept(node, place, [*earlier, end]))
+        if source is not None and turn is source.turns[-1] and added and not self.keep_all:
+            # Gone already when another branch took its place; both hold its tokens.
+            self._sequences = [sequence for sequence in self._sequences if sequence is not source]
+        for sequence in added:
+            insort(self._sequences, sequence, key=lambda kept: kept.place)
+        return [sequence.node for sequence in added]
+
+    def _find(self, text: str) -> tuple[Kept, Turn] | tuple[None, None]:
+        """The sequence and its turn that the text goes on from.
+
+        Sequences of the same text cannot be told apart by it: one that is whole goes before one that was continued
+        already, one that no request under way continues before one that is, and then the first of them.
+        """
+        found = max(
+            self._beginnings(text),
+            key=lambda pair: (pair[1].text, pair[1] is pair[0].turns[-1], -pair[0].claims),
+            default=None,
+        )
+        return found or (None, None)
+
+    def _beginnings(self, text: str) -> Iterator[tuple[Kept, Turn]]:
+        for sequence in self._sequences:
+            for turn in sequence.turns:
+                if 0 < turn.text <= len(text) and text.startswith(sequence.node.full_text[: turn.text]):
+                    yield sequence, turn
+
+    def _encode(self, text: str, rendered: bool, source: Kept | None, turn: Turn | None) -> list[int]:
+        if source is not None and turn is not None:
+            return source.node.tokens[: turn.tokens] + encode_rendered(self.tokenizer, text[turn.text :])
+        return (encode_rendered if rendered else encode_plain)(self.tokenizer, text)
+
+
+def oldest_of(generation: Generation, index: int, before: Turn | None) -> tuple[int | None, int | None]:
+    """(version, epoch) of the oldest weights of a completion and of the turns before it; None for what nobody told."""
+    versions, epochs = generation.weight_versions, generation.weight_epochs
+    met = [(versions[index], epochs[index] if epochs else None)] if versions else []
+    if before is not None and before.version is not None:
+        met.append((before.version, before.epoch))
+    return min(met, key=lambda pair: Weights(pair[1] or 0, pair[0]), default=(None, None))

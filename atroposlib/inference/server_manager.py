@@ -1,0 +1,348 @@
+"""All inference servers of one environment: where they are, and the calls that environments make on them. `router` says which
+of them answers."""
+
+import asyncio
+import dataclasses
+import inspect
+import logging
+import os
+import subprocess
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+from pydantic import Field
+
+from atroposlib.compatibility import WarnsOfUnknownKeys
+from atroposlib.errors import UsageError
+from atroposlib.inference.fleet_follower import FleetFollower, same_address
+from atroposlib.inference.generation import Generation
+from atroposlib.inference.managed_server import DummyManagedServer, ManagedServer
+from atroposlib.inference.openai_server import OpenAIServer
+from atroposlib.inference.proxy_client import create_proxy_session
+from atroposlib.inference.router import Router
+from atroposlib.inference.server_baseline import APIServer, APIServerConfig, ReasoningConfig, ServerBaseline
+from atroposlib.inference.server_harness import ServerHarness
+from atroposlib.inference.sglang_server import SGLangServer
+from atroposlib.inference.trl_vllm_server import TrlVllmServer
+from atroposlib.inference.vllm_server import VLLMServer
+from atroposlib.utils.keys import all_settings
+
+__all__ = ["APIServer", "APIServerConfig", "ServerBaseline", "ServerManager", "ServerManagerConfig"]
+
+logger = logging.getLogger(__name__)
+
+SERVER_CLASSES: dict[str, type[APIServer]] = {
+    "openai": OpenAIServer,
+    "vllm": VLLMServer,
+    "sglang": SGLangServer,
+    "trl": TrlVllmServer,
+}
+ALLOW_DUMMY = "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER"
+LOCAL_PORTS = range(9004, 9008)
+
+
+class ServerManagerConfig(WarnsOfUnknownKeys):
+    """Settings of the set of servers: flags without a namespace, or `--server.<name>`."""
+
+    slurm: bool = Field(default=False, description="Find the servers on the nodes of this Slurm job")
+    testing: bool = Field(default=False, description="Answer from a table instead of a server")
+    max_n_completions: int = Field(default=8, ge=1, description="Split requests for more completions, to spread the load")
+    proxy_url: str | None = Field(default=None, description="Address of a proxy for managed servers")
+    follow_fleet: bool = Field(
+        default=False, description="Ask the rollout service which inference servers the trainer has, and use those"
+    )
+
+
+class ServerManager:
+    """The servers, and the calls that environments make on them.
+
+    Args:
+        configs: one entry per server, or several addresses with commas between them in one; a bare `ServerBaseline` stands for
+            the local ports 9004 to 9007, or with Slurm for the nodes after the first `NUM_TRAINING_NODES`.
+        server_class: a class of one's own, instead of the one that `server_type` names.
+        testing: use a `ServerHarness`.
+        max_n_completions: most completions per request.
+        tool_parser: format of tool calls, given to managed servers.
+    """
+
+    def __init__(
+        self,
+        configs: ServerBaseline | APIServerConfig | list[APIServerConfig],
+        server_class: type[APIServer] = APIServer,
+        slurm: bool = False,
+        testing: bool = False,
+        max_n_completions: int = 8,
+        reasoning_config: ReasoningConfig | None = None,
+        proxy_url: str | None = None,
+        use_proxy: bool = False,
+        tool_parser: str | None = None,
+    ):
+        self.max_n_completions = max_n_completions
+        self.reasoning_config = reasoning_config
+        self.proxy_url = proxy_url or os.environ.get("ATROPOS_PROXY_URL")
+        self.use_proxy = use_proxy or bool(self.proxy_url)
+        self.tool_parser = tool_parser
+        self.servers: list[Any]
+        self._turn = 0
+        self._known: list[APIServer] = []
+        self._retired: list[APIServer] = []
+        self._following: asyncio.Task[None] | None = None
+        self.follower: FleetFollower | None = None
+        """Set before the first request: the servers are then those that the rollout service tells of, once it does."""
+        if testing:
+            self.servers = [ServerHarness()]
+            return
+        if isinstance(configs, APIServerConfig):
+            configs = [configs]
+        if isinstance(configs, list) and not configs:
+            raise UsageError("no inference server is configured: pass --openai.base_url")
+        template = configs[0] if isinstance(configs, list) else configs
+        if slurm:
+            configs = [at_url(template, url) for url in slurm_urls()]
+        elif not isinstance(configs, list):
+            urls = slurm_urls() if "SLURM_JOB_NODELIST" in os.environ else [f"http://localhost:{p}/v1" for p in LOCAL_PORTS]
+            configs = [at_url(template, url) for url in urls]
+        self._own_class = None if inspect.isabstract(server_class) else server_class
+        self.servers = [self._made(one) for config in configs for one in each_address(config)]
+        self.routers()
+
+    def _made(self, config: APIServerConfig) -> APIServer:
+        made: type[APIServer] = self._own_class or SERVER_CLASSES[config.server_type]
+        return made(config, reasoning_config=self.reasoning_config)
+
+    def routers(self) -> list[Router]:
+        """One for each kind of server: those of one kind answer for each other. `servers` may have been set to others since."""
+        servers = [server for server in self.servers if isinstance(server, APIServer)]
+        if servers != self._known:
+            for gone in self._known:
+                if gone not in servers:  # whoever holds it still goes on with it alone
+                    gone.router = Router([gone], gone.role, gone.address_flag)
+            self._known = [known for known in self._known if known in servers]
+            self._group(servers)
+        return list(dict.fromkeys(server.router for server in servers))
+
+    def _group(self, servers: list[APIServer]) -> None:
+        """Servers of one kind share the router that one of this kind had before."""
+        before, self._known = self._known, servers
+        for kind in dict.fromkeys(map(kind_of, servers)):
+            group = [server for server in servers if kind_of(server) == kind]
+            router = next((server.router for server in [*before, *group] if kind_of(server) == kind), group[0].router)
+            router.adopt(group)
+
+    async def wait_until_well(self) -> None:
+        """Ask the service where the servers are, if that is to be followed, and return once one of each kind is well.
+
+        Raises:
+            InferenceUnavailable: none was in time.
+        """
+        if self.follower is not None and (self._following is None or self._following.done()):
+            await self._follow_once()
+            self._following = asyncio.create_task(self._follow(), name="follows the fleet")
+        for router in self.routers():
+            await router.wait_until_well()
+
+    async def _follow(self) -> None:
+        assert self.follower is not None
+        while True:
+            await asyncio.sleep(self.follower.every)
+            try:
+                await self._follow_once()
+            except Exception:  # the servers that are known go on meanwhile
+                logger.exception("following the fleet failed; it is tried again")
+
+    async def _follow_once(self) -> None:
+        assert self.follower is not None
+        addresses = await self.follower.ask()
+        if addresses:
+            self._use(addresses)
+        for server in list(self._retired):
+            if not server.router.works_on(server):
+                self._retired.remove(server)
+                await server.close()
+
+    def _use(self, addresses: list[str]) -> None:
+        """From now on, the servers are at these addresses. Those that stay are the same objects as before."""
+        old = [server for server in self.servers if isinstance(server, APIServer)]
+        if not old:
+            return  # answers come from a table
+        new = []
+        for address in addresses:
+            server = next((known for known in old if same_address(known.root_url, address)), None)
+            if server is None:
+                server = self._made(at_url(old[0].config, f"{address}/v1"))
+                server.like(old[0])
+            new.append(server)
+        if new == old:
+            return
+        self._retired += [server for server in old if server not in new]
+        self.servers = list(new)
+        self._group(new)
+        logger.info("the inference servers of the fleet are now: %s", ", ".join(server.root_url for server in new))
+
+    async def update_weight(self, weight: float) -> None:
+        for server in self.servers:
+            await server.update_weight(weight)
+
+    async def close(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
+        if self.follower is not None:
+            await self.follower.close()
+        for router in self.routers():
+            await router.close()
+        for server in [*self.servers, *self._retired]:
+            if isinstance(server, APIServer):
+                await server.close()
+
+    def pick(self, split: str = "train") -> Any:
+        """The server that the next request had best go to. What is asked of it goes to another one if it goes away."""
+
+        def free(server: Any) -> int:
+            return (server.eval_sem if split == "eval" else server.sem).free if isinstance(server, APIServer) else 0
+
+        picked = [router.pick(split) for router in self.routers()]
+        candidates = [server for server in picked if server is not None]
+        candidates += [server for server in self.servers if not isinstance(server, APIServer)]
+        self._turn += 1
+        return max(candidates, key=free) if candidates else self.servers[self._turn % len(self.servers)]
+
+    async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
+        return await self._spread(lambda server, part: server.chat_completion(**part), kwargs, _join_choices)
+
+    async def completion(self, **kwargs: Any) -> Completion:
+        return await self._spread(lambda server, part: server.completion(**part), kwargs, _join_choices)
+
+    async def generate(self, **kwargs: Any) -> Generation:
+        return await self._spread(lambda server, part: server.generate(**part), kwargs, _join_generations)
+
+    async def tokens_and_logprobs_completion(self, **kwargs: Any) -> tuple[list, list, list, list]:
+        return await self._spread(lambda server, part: server.tokens_and_logprobs_completion(**part), kwargs, _join_tuples)
+
+    async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
+        return await self.pick(kwargs.get("split", "train")).get_logprobs(**kwargs)
+
+    async def _spread(self, call: Callable[[Any, dict], Awaitable[Any]], kwargs: dict, join: Callable[[list[Any]], Any]) -> Any:
+        """Split a request for many completions, one server per part, and join the answers in order."""
+        n = kwargs.get("n") or 1
+        split = kwargs.get("split", "train")
+        if n <= self.max_n_completions:
+            return await call(self.pick(split), kwargs)
+        sizes = [min(self.max_n_completions, n - start) for start in range(0, n, self.max_n_completions)]
+
+        async def ask(size: int) -> Any:
+            return await call(self.pick(split), kwargs | {"n": size})  # picked when the one before has begun
+
+        return join(await asyncio.gather(*map(ask, sizes)))
+
+    @asynccontextmanager
+    async def dedicated_server(self) -> AsyncGenerator[Any, None]:
+        """One server for several requests that belong together."""
+        yield self.pick()
+
+    @asynccontextmanager
+    async def managed_server(
+        self, tokenizer: Any = None, base_url: str | None = None, preserve_think_blocks: bool = False
+    ) -> AsyncGenerator[Any, None]:
+        """A server that keeps the tokens, masks and logprobs of what it generates; see `ManagedServer`.
+
+        An endpoint without token ids gives a `DummyManagedServer` when ATROPOS_ALLOW_DUMMY_MANAGED_SERVER=1 is set.
+
+        Raises:
+            NotImplementedError: the endpoint gives no token ids and dummies are not allowed.
+        """
+        if self.use_proxy:
+            if not self.proxy_url:
+                raise UsageError("use_proxy is set but no address is: pass --proxy_url or set ATROPOS_PROXY_URL")
+            session = await create_proxy_session(self.proxy_url, base_url, self.tool_parser or "hermes")
+            try:
+                yield session
+            finally:
+                await session.cleanup()
+            return
+        server = self.pick()
+        managed: ManagedServer | DummyManagedServer
+        if isinstance(server, OpenAIServer):
+            if os.environ.get(ALLOW_DUMMY, "").lower() not in ("1", "true", "yes"):
+                raise NotImplementedError(
+                    "an OpenAI endpoint gives no token ids and logprobs to train on. Use a vLLM server with "
+                    f"--openai.server_type vllm, or set {ALLOW_DUMMY}=1 to get placeholders, for evaluation only"
+                )
+            logger.warning("token ids and logprobs are placeholders and not fit for training (%s is set)", ALLOW_DUMMY)
+            managed = DummyManagedServer(server, tokenizer)
+        else:
+            managed = ManagedServer(
+                server, tokenizer, tool_parser=self.tool_parser, preserve_think_blocks=preserve_think_blocks
+            )
+        try:
+            yield managed
+        finally:
+            managed.reset()
+
+
+def at_url(template: ServerBaseline, url: str) -> APIServerConfig:
+    return APIServerConfig(**(all_settings(template) | {"base_url": url}))
+
+
+def each_address(config: APIServerConfig) -> list[APIServerConfig]:
+    """One configuration for each address in `base_url`, which may hold several with commas between them.
+
+    Raises:
+        UsageError: an address is empty or there twice.
+    """
+    if "," not in (config.base_url or ""):
+        return [config]
+    addresses = [address.strip() for address in (config.base_url or "").split(",")]
+    for index, address in enumerate(addresses):
+        if not address:
+            raise UsageError(
+                f"--openai.base_url {config.base_url}: an address is empty; write http://A:PORT/v1,http://B:PORT/v1"
+            )
+        if any(same_address(address, other) for other in addresses[:index]):
+            raise UsageError(f"--openai.base_url {config.base_url}: {address} is there twice; name each server once")
+    return [at_url(config, address) for address in addresses]
+
+
+def kind_of(server: APIServer) -> tuple[type[APIServer], str]:
+    """Servers of which this is the same answer for each other."""
+    return type(server), server.config.model_name
+
+
+def slurm_urls() -> list[str]:
+    """Servers on the nodes of this Slurm job that do not train: one per `INFER_TP` of eight GPUs, from port 9000."""
+    nodelist = os.environ.get("SLURM_JOB_NODELIST")
+    if not nodelist:
+        raise UsageError("--slurm: SLURM_JOB_NODELIST is not set; run inside a Slurm job")
+    found = subprocess.run(["scontrol", "show", "hostnames", nodelist], capture_output=True, text=True, check=True, timeout=30)
+    nodes = found.stdout.split()
+    if len(nodes) < 2:
+        return [f"http://localhost:{port}/v1" for port in LOCAL_PORTS]
+    training = int(os.environ.get("NUM_TRAINING_NODES", "1"))
+    per_node = 8 // int(os.environ.get("INFER_TP", "1"))
+    return [f"http://{node}:{9000 + i}/v1" for node in nodes[training:] for i in range(per_node)]
+
+
+def _join_choices(parts: list[Any]) -> Any:
+    first = parts[0]
+    for part in parts[1:]:
+        first.choices.extend(part.choices)
+    for index, choice in enumerate(first.choices):
+        choice.index = index
+    return first
+
+
+def _join_generations(parts: list[Generation]) -> Generation:
+    def joined(field: str) -> Any:
+        rows = [getattr(part, field) for part in parts]
+        return None if any(row is None for row in rows) else [entry for row in rows for entry in row]
+
+    per_completion = [field.name for field in dataclasses.fields(Generation) if field.name != "prompt_tokens"]
+    return Generation(parts[0].prompt_tokens, **{field: joined(field) for field in per_completion})
+
+
+def _join_tuples(parts: list[tuple[list, list, list, list]]) -> tuple[list, list, list, list]:
+    tokens, logprobs, reasons = ([entry for part in parts for entry in part[i]] for i in (1, 2, 3))
+    return parts[0][0], tokens, logprobs, reasons

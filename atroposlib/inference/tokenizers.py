@@ -1,0 +1,104 @@
+"""Tokenizers: loading one, text to token ids, and whether two of them mean the same by an id.
+
+Prompts come in two ways: as plain text, and as a chat template rendered it.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from atroposlib.errors import InferenceUnavailable
+
+PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Classes that tokenizer.json describes fully."""
+TEXTS = (
+    "Hello, world! It's 3.14159 and 2,024.",
+    "def f(x):\n\treturn [x ** 2 for x in range(10)]  # \u2713\n\n",
+    "Über naïve cafés, 日本語, 한국어, Русский, عربي, 😀",
+    "\\boxed{42} <think>\n  123 + 456 = 579\n</think>",
+)
+"""Several scripts, numbers, code and white space."""
+SAMPLED_IDS = 512
+IDS_PER_TEXT = 64
+
+
+def load_tokenizer(name: str) -> Any:
+    """Load a tokenizer by name or path.
+
+    Raises:
+        InferenceUnavailable: it cannot be had; says which flag names another.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        if is_plain_tokenizer(Path(name)):
+            return PreTrainedTokenizerFast.from_pretrained(name)
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InferenceUnavailable(
+            f"no tokenizer for {name!r}: {reason}; pass a local folder or a model name as --env.tokenizer_name"
+        ) from error
+
+
+def is_plain_tokenizer(folder: Path) -> bool:
+    """Whether a local tokenizer is fully described by its tokenizer.json, so that its class need not be looked up.
+
+    `AutoTokenizer` imports PyTorch where it is installed: seconds and hundreds of megabytes that an environment has no use for.
+    """
+    try:
+        named = json.loads((folder / "tokenizer_config.json").read_text()).get("tokenizer_class")
+    except (OSError, ValueError):
+        return False
+    return named in PLAIN_TOKENIZERS and (folder / "tokenizer.json").exists()
+
+
+def encode_plain(tokenizer: Any, text: str) -> list[int]:
+    """Ids of a prompt as a person wrote it: with the start token that the model was trained to see first, exactly once."""
+    tokens = list(tokenizer.encode(text))
+    bos = getattr(tokenizer, "bos_token_id", None)
+    # Text that a chat template made begins with the start token already, and encoding adds it again.
+    return tokens[1:] if bos is not None and tokens[:2] == [bos, bos] else tokens
+
+
+def encode_rendered(tokenizer: Any, text: str) -> list[int]:
+    """Ids of text that holds its special tokens as text, such as a rendered chat template, or of what follows other text."""
+    return list(tokenizer.encode(text, add_special_tokens=False)) if text else []
+
+
+def first_difference(there: Mapping[str, int], here: Mapping[str, int]) -> str | None:
+    """The lowest id that is not the same token in both vocabularies (token -> id), in words; None where there is none."""
+    differing = there.items() ^ here.items()
+    if not differing:
+        return None
+    lowest = min(token_id for _, token_id in differing)
+    theirs, ours = ([token for token, token_id in table.items() if token_id == lowest] for table in (there, here))
+    return f"id {lowest} is {_named(theirs)} there and {_named(ours)} here ({len(there)} and {len(here)} entries)"
+
+
+def _named(tokens: list[str]) -> str:
+    return " or ".join(sorted(map(repr, tokens))) or "nothing"
+
+
+def probe_texts(tokenizer: Any) -> Iterator[str]:
+    """Texts whose ids tell vocabularies apart: of several kinds, and of tokens from all over the tokenizer's own vocabulary."""
+    yield from TEXTS
+    ids = sorted(tokenizer.get_vocab().values())
+    chosen = ids[:: max(1, len(ids) // SAMPLED_IDS)] + ids[-IDS_PER_TEXT:]  # special tokens are the last ones, usually
+    for start in range(0, len(chosen), IDS_PER_TEXT):
+        yield tokenizer.decode(chosen[start : start + IDS_PER_TEXT])
+
+
+def differing_ids(text: str, there: list[int], here: list[int]) -> str | None:
+    """Where two tokenizations of a text part, in words; None if they are the same."""
+    if there == here:
+        return None
+    at = next((i for i, (a, b) in enumerate(zip(there, here, strict=False)) if a != b), min(len(there), len(here)))
+    return f"of {text[:30]!r} token {at} is {_at(there, at)} there and {_at(here, at)} here"
+
+
+def _at(ids: list[int], position: int) -> str:
+    return str(ids[position]) if position < len(ids) else "nothing"

@@ -1,0 +1,374 @@
+"""Requests to several servers, of which some are away, fail, hang or come back: each is answered once."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from atroposlib.errors import InferenceUnavailable, UsageError
+from atroposlib.inference import router, routing
+from atroposlib.inference.generation import Generation, Weights
+from atroposlib.inference.routing import Look
+from atroposlib.inference.server_baseline import APIServer, APIServerConfig, ServerIsAway
+from atroposlib.inference.server_manager import ServerManager
+
+STATES = ("ok", "ok", "away", "fails", "hangs", "quarantined", "sick")
+
+
+@pytest.fixture(autouse=True)
+def quick() -> Iterator[None]:
+    """Looks, pauses and patience a hundred times as fast."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(router, "LOOK_SECONDS", 0.01)
+        patch.setattr(router, "MOVE_AFTER_SECONDS", 0.05)
+        patch.setattr(routing, "FIRST_PAUSE", 0.005)
+        patch.setattr(routing, "LONGEST_PAUSE", 0.05)
+        patch.setattr("atroposlib.utils.waiting.FIRST_PAUSE", 0.01)
+        patch.setattr("atroposlib.utils.waiting.LONGEST_PAUSE", 0.02)
+        yield
+
+
+# ---- against a model, without HTTP ---------------------------------------------------------------------------------------
+
+
+class Fake(APIServer):
+    """A server that does what its state says."""
+
+    looked_at_always = True
+    failures: ClassVar[Counter[int]] = Counter()
+
+    def __init__(self, config: APIServerConfig, reasoning_config: Any = None):
+        super().__init__(config, reasoning_config)
+        self.changed = asyncio.Event()
+        self.state = "ok"
+        self.answered: list[int] = []
+
+    def become(self, state: str) -> None:
+        self.state = state
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    async def look(self) -> Look:
+        while self.state == "hangs":
+            try:
+                await asyncio.wait_for(self.changed.wait(), 0.02)
+            except TimeoutError:
+                return Look(wrong="silent")
+        if self.state in ("away", "quarantined"):
+            return Look(wrong=self.state)
+        return Look(weights=Weights(1, 1))
+
+    async def _generate_wrapper(self, **kwargs: Any) -> Generation:
+        number = kwargs["input_ids"][0]
+        await asyncio.sleep(0.002)
+        while self.state == "hangs":
+            await self.changed.wait()
+        if self.state in ("away", "quarantined", "sick"):
+            raise ServerIsAway(self.state)
+        if self.state == "fails":
+            self.failures[number] += 1
+            raise RuntimeError("it broke")
+        self.answered.append(number)
+        return Generation([number], [[number]], [[-0.5]], ["stop"])
+
+    async def _chat_completion_wrapper(self, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    _completion_wrapper = _tokens_and_logprobs_completion_wrapper = _chat_completion_wrapper
+
+
+rounds = st.lists(st.tuples(*[st.sampled_from(STATES)] * 3), min_size=1, max_size=6)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@given(script=rounds)
+def test_whatever_happens_to_the_servers_each_request_has_one_answer(script: list[tuple[str, ...]]) -> None:
+    async def play() -> None:
+        Fake.failures = Counter()
+        manager = ServerManager(APIServerConfig(base_url="http://a:1,http://b:1,http://c:1"), server_class=Fake)
+        numbers, tasks = itertools.count(), {}
+        conversation = manager.pick()  # as a managed server holds one
+        for states in [*script, ("ok", "ok", "ok")]:
+            for server, state in zip(manager.servers, states, strict=True):
+                server.become(state)
+            for _ in range(4):
+                for whom in (manager, conversation):
+                    number = next(numbers)
+                    tasks[number] = asyncio.create_task(whom.generate(input_ids=[number]))
+            await asyncio.sleep(0.03)
+        _, late = await asyncio.wait(tasks.values(), timeout=20)
+        assert not late, "none waits for ever"
+        for number, task in tasks.items():
+            if (error := task.exception()) is not None:
+                assert isinstance(error, RuntimeError)
+                assert Fake.failures[number] == 3, "it was tried three times"
+                continue
+            assert task.result().output_tokens == [[number]]
+            assert sum(server.answered.count(number) for server in manager.servers) == 1
+        assert all(server.sem.in_use == 0 for server in manager.servers)
+        assert not manager.routers()[0]._under_way
+        await manager.close()
+
+    asyncio.run(play())
+
+
+# ---- over HTTP -----------------------------------------------------------------------------------------------------------
+
+
+class Light:
+    """A server of a few lines, that can be killed, cut off, stopped and started again on its port."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.answers: dict[str, tuple[int, Any]] = {}
+        self.asked: list[str] = []
+        self.cut, self.hold = False, asyncio.Event()
+        self.hold.set()
+        self._open: set[asyncio.StreamWriter] = set()
+        self.says(serving=True)
+
+    def says(self, **told: Any) -> None:
+        """What GET /weights answers."""
+        known = {"instance": "i", "weight_version": 3, "weight_epoch": 7, "trouble": "", "in_flight": 0}
+        self.answers["/weights"] = (200, known | told)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        self._server.close()
+        for writer in list(self._open):
+            writer.transport.abort()
+        await asyncio.sleep(0)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open.add(writer)
+        try:
+            while line := await reader.readline():
+                path, length = line.split()[1].decode(), 0
+                while (header := await reader.readline()).strip():
+                    if header.lower().startswith(b"content-length:"):
+                        length = int(header.split(b":")[1])
+                body = await reader.readexactly(length)
+                self.asked.append(path)
+                await self.hold.wait()
+                status, told = self.answers.get(path) or self._route(path, body)
+                content = json.dumps(told).encode()
+                head = f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+                if self.cut and path == "/generate":
+                    writer.write(head.encode() + content[:10])
+                    await writer.drain()
+                    return
+                writer.write(head.encode() + content)
+                await writer.drain()
+        except (ConnectionError, asyncio.IncompleteReadError):
+            return
+        finally:
+            self._open.discard(writer)
+            writer.close()
+
+    def _route(self, path: str, body: bytes) -> tuple[int, Any]:
+        if path == "/health":
+            return 200, {}
+        if path == "/v1/models":
+            return 200, {"data": [{"id": "m", "max_model_len": 64}]}
+        if path == "/generate":
+            ids = json.loads(body)["prompt"]["prompt_token_ids"]
+            tables = [[{str(ids[0]): -0.5}]]
+            return 200, {"token_ids": [ids[:1]], "logprobs": tables, "finish_reasons": ["stop"], "weight_versions": [3]}
+        return 404, {}
+
+    @property
+    def generated(self) -> int:
+        return self.asked.count("/generate")
+
+
+@asynccontextmanager
+async def fleet(count: int, **config: Any) -> AsyncIterator[tuple[ServerManager, list[Light]]]:
+    lights = [Light() for _ in range(count)]
+    for light in lights:
+        await light.start()
+    urls = ",".join(f"{light.url}/v1" for light in lights)
+    manager = ServerManager([APIServerConfig(base_url=urls, server_type="vllm", **config)])
+    try:
+        yield manager, lights
+    finally:
+        await manager.close()
+        for light in lights:
+            await light.stop()
+
+
+async def ask(manager: ServerManager, count: int) -> None:
+    """So many requests at once; each must have its own answer."""
+    answers = await asyncio.gather(*(manager.generate(input_ids=[number]) for number in range(count)))
+    assert [answer.output_tokens for answer in answers] == [[[number]] for number in range(count)]
+
+
+async def seen(manager: ServerManager, condition: Any) -> None:
+    """Ask until the looks have shown something."""
+    async with asyncio.timeout(20):
+        while not condition():
+            await ask(manager, 1)
+            await asyncio.sleep(0.01)
+
+
+async def test_requests_spread_and_all_kinds_of_faults_are_gone_around() -> None:
+    async with fleet(4) as (manager, lights):
+        await ask(manager, 40)
+        assert min(light.generated for light in lights) > 3
+        failing, cut, quarantined, good = lights
+        failing.answers["/generate"] = (500, {"error": "broken"})
+        cut.cut = True
+        quarantined.answers["/generate"] = (503, {"error": "quarantined"})
+        quarantined.says(serving=False, trouble="quarantined: its checksum was wrong")
+        for _ in range(5):
+            await ask(manager, 40)
+        before = [light.generated for light in lights]
+        await ask(manager, 40)
+        assert good.generated - before[3] >= 40 - 2, "what fails gets a trial at most"
+        assert quarantined.generated == before[2]
+        failing.answers.pop("/generate")
+        cut.cut = False
+        quarantined.answers.pop("/generate")
+        quarantined.says(serving=True)
+        before = [light.generated for light in lights]
+        await seen(manager, lambda: all(light.generated > was for light, was in zip(lights, before, strict=True)))
+
+
+async def test_the_freshest_weights_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "SETTLING_SECONDS", 0.05)
+    async with fleet(3) as (manager, lights):
+        lights[0].says(serving=True, weight_epoch=0, weight_version=900)
+        lights[1].says(serving=True, weight_version=2)
+        known = manager.routers()[0].routing
+        await seen(manager, lambda: None not in [known.of(server).weights for server in manager.servers])
+        await asyncio.sleep(0.06)
+        before = [light.generated for light in lights]
+        await ask(manager, 20)
+        assert [light.generated - was for light, was in zip(lights, before, strict=True)] == [0, 0, 20]
+        await lights[2].stop()
+        before = [light.generated for light in lights]
+        await ask(manager, 20)
+        assert [light.generated - was for light, was in zip(lights, before, strict=True)] == [0, 20, 0], "the next best"
+
+
+async def test_requests_at_a_server_that_hangs_are_asked_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("atroposlib.inference.vllm_server.LOOK_TIMEOUT", 0.05)
+    async with fleet(2) as (manager, lights):
+        await ask(manager, 2)
+        lights[0].hold.clear()
+        async with asyncio.timeout(20):
+            await ask(manager, 10)
+        assert "are asked elsewhere: it is away (silent for 0.05 s)" in caplog.text
+        lights[0].hold.set()
+        before = lights[0].generated
+        await seen(manager, lambda: lights[0].generated > before)
+
+
+async def test_all_away_is_one_line_that_names_them_and_has_an_end(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    async with fleet(2) as (manager, lights):
+        await ask(manager, 2)
+        await lights[0].stop()
+        lights[1].says(serving=False, trouble="quarantined: late")
+        lights[1].answers["/generate"] = (503, {})
+        waiting = asyncio.create_task(ask(manager, 10))
+        async with asyncio.timeout(20):
+            while "waiting for" not in caplog.text:
+                await asyncio.sleep(0.01)
+        (line,) = [record.getMessage() for record in caplog.records if "waiting for" in record.getMessage()]
+        assert line.startswith("waiting for inference servers, 2 of which none can be asked: ")
+        assert lights[0].url in line
+        assert lights[1].url in line
+        assert not waiting.done()
+        await lights[0].start()
+        async with asyncio.timeout(20):
+            await waiting
+        await lights[0].stop()
+        manager.servers[0].gate.outage_timeout = 0.1
+        with pytest.raises(InferenceUnavailable, match="quarantined: late"):
+            await ask(manager, 1)
+
+
+async def test_servers_that_know_no_weights_are_judged_by_their_health() -> None:
+    async with fleet(2) as (manager, lights):
+        for light in lights:
+            light.answers["/weights"] = (404, {})
+        await ask(manager, 20)
+        await lights[0].stop()
+        await ask(manager, 20)
+        assert lights[1].asked.count("/weights") == 1, "asked once"
+        before = lights[0].generated
+        await lights[0].start()
+        await seen(manager, lambda: lights[0].generated > before)
+        assert "/health" in lights[1].asked
+
+
+async def test_a_conversation_stays_where_it_is_and_moves_when_it_must() -> None:
+    async with fleet(2) as (manager, lights):
+        await ask(manager, 2)
+        server = manager.pick()
+        at = next(light for light in lights if light.url == server.root_url)
+        before = at.generated
+        for turn in range(5):
+            await server.generate(input_ids=[turn])
+        assert at.generated == before + 5
+        await at.stop()
+        assert (await server.generate(input_ids=[9])).output_tokens == [[9]]
+
+
+async def test_servers_are_left_in_peace_when_nothing_is_asked() -> None:
+    async with fleet(2) as (manager, _):
+        await ask(manager, 2)
+        watcher = manager.routers()[0]._watcher
+        assert watcher is not None
+        async with asyncio.timeout(20):
+            await watcher
+        await ask(manager, 2)
+        assert manager.routers()[0]._watcher is not watcher
+
+
+async def test_servers_that_somebody_sets_replace_the_others() -> None:
+    async with fleet(2) as (manager, lights):
+        held = manager.servers[0]
+        manager.servers = ServerManager([APIServerConfig(base_url=lights[1].url, server_type="vllm")]).servers
+        await ask(manager, 5)
+        assert lights[0].generated == 0
+        await held.generate(input_ids=[1])
+        assert lights[0].generated == 1, "whoever holds a server goes on with it"
+        await held.close()
+
+
+@pytest.mark.parametrize(
+    ("addresses", "says"),
+    [("http://a:1,", "is empty"), ("http://a:1/v1, http://A:1", "is there twice")],
+)
+def test_addresses_that_are_no_list_are_refused(addresses: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        ServerManager(APIServerConfig(base_url=addresses))
+
+
+async def test_an_environment_starts_when_one_server_is_well() -> None:
+    async with fleet(3) as (manager, lights):
+        await lights[0].stop()
+        lights[1].says(serving=False, trouble="its first weights have not come")
+        async with asyncio.timeout(20):
+            await manager.wait_until_well()
+        assert [server.server_healthy for server in manager.servers] == [False, False, True]
+        assert manager.pick() is manager.servers[2]

@@ -1,0 +1,48 @@
+"""Public import paths lead to the modules of ours, and to no second copy of them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from importlib.abc import InspectLoader
+from pathlib import Path
+
+import pytest
+
+from atroposlib.compatibility import OLD_PATHS, OldPaths, new_path
+
+PUBLIC = json.loads(Path(__file__).with_name("public_names.json").read_text())
+
+
+@pytest.mark.parametrize("old", OLD_PATHS)
+def test_an_old_path_is_the_module_itself(old: str) -> None:
+    module = importlib.import_module(old)
+    assert module is importlib.import_module(OLD_PATHS[old])
+    assert module.__name__ == module.__spec__.name == OLD_PATHS[old]  # type: ignore[union-attr]
+    assert old in PUBLIC or any(name.startswith(f"{old}.") for name in PUBLIC)
+
+
+def test_what_lies_below_is_the_same_too() -> None:
+    below = [name for name in PUBLIC if new_path(name) is not None and name not in OLD_PATHS]
+    assert len(below) > 15
+    left_out = {"chandas_meter_reward", "cosine_scaled_reward"}
+    for name in below:
+        if name.rpartition(".")[2] not in left_out:
+            assert importlib.import_module(name) is importlib.import_module(str(new_path(name)))
+
+
+def test_what_is_at_neither_path_is_missed_by_the_name_that_was_asked_for() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"atroposlib\.envs\.server_handling\.nothing"):
+        importlib.import_module("atroposlib.envs.server_handling.nothing")
+    assert new_path("atroposlib.envs.evaluation") is None
+
+
+def test_a_program_can_be_run_by_its_old_path() -> None:
+    """`python -m` asks the path's loader for the code."""
+    old = "atroposlib.envs.server_handling.managed_server_proxy"
+    spec = OldPaths().find_spec(old)
+    assert spec is not None
+    assert isinstance(spec.loader, InspectLoader)
+    code = spec.loader.get_code(old)
+    assert code is not None
+    assert Path(code.co_filename).parts[-3:] == ("atroposlib", "inference", "managed_server_proxy.py")
