@@ -8,6 +8,7 @@ from typing import Any
 from bench import async_figures, bridge_figures, determinism_figures, learning_figures, trainer_figures
 from bench.bridge_figures import markdown, sources
 from bench.results_book import Book
+from bench.their_environments import table as their_environments
 
 
 def quickstart_table(book: Book) -> str:
@@ -91,6 +92,7 @@ NAMED: dict[str, Callable[[Book], str]] = {
     **determinism_figures.NAMED,
     **learning_figures.NAMED,
     **trainer_figures.NAMED,
+    **their_environments.NAMED,
     "quickstart_table": quickstart_table,
     "service_rates": service_rates,
     "memory_plan": memory_plan,

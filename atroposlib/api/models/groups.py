@@ -256,6 +256,8 @@ def check_group(group: ScoredData, at: list[str | int]) -> None:
             where = [*at, "finish_reasons", index]
             rule = f"it must be a string of at most {LONGEST_REASON} characters, or null"
             raise invalid(where, short(reason), f"{path(where)} is {short(reason)!r}: {rule}")
+    for index, messages in enumerate(group.messages or []):
+        _check_messages(messages, [*at, "messages", index])
     free = ("messages", "generation_params", "overrides", "group_overrides", "images", "sampling_params", "finish_reasons")
     for name, value in [*((name, getattr(group, name)) for name in free), *(group.model_extra or {}).items()]:
         _refuse_non_finite(value, [*at, name])
@@ -276,6 +278,17 @@ def check_group(group: ScoredData, at: list[str | int]) -> None:
             "which nothing predicts"
         )
         raise invalid(where, short(group.masks), message)
+
+
+def _check_messages(messages: Any, where: list[str | int]) -> None:
+    """That the messages of one sequence are tables with a role and a content."""
+    rule = "the messages of a sequence are a list of objects with `role` and `content`"
+    if not isinstance(messages, list):
+        raise invalid(where, short(messages), f"{path(where)} is {short(messages)!r}: {rule}")
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict) or "role" not in message or "content" not in message:
+            there = [*where, index]
+            raise invalid(there, short(message), f"{path(there)} is {short(message)!r}: {rule}")
 
 
 def _check_spans(group: ScoredData, lengths: list[int], at: list[str | int]) -> None:

@@ -31,7 +31,9 @@ def test_groups_go_to_workers_and_come_back_with_their_reference(service: Servic
     assert lease(service) == {"groups": [], "waiting": 0, "reference": None, "reason": "no trainer has registered"}
     service.post("/register", trainer(**WANTED | {"ref_logprobs_from_workers": False}))
     assert "takes no ref_logprobs" in lease(service)["reason"]
-    service.post("/scored_data", group(mark=1, ref_logprobs=None, messages=[{"text": ',"ref_logprobs":null}'}]))
+    service.post(
+        "/scored_data", group(mark=1, ref_logprobs=None, messages=[[{"role": "user", "content": ',"ref_logprobs":null}'}]])
+    )
     reference = {"model": "base", "temperature": 1.0, "table": "fast", "seq_len": 9}
     service.post("/register", trainer(**WANTED, reference=reference))
     service.post("/scored_data", group(mark=2, sampling_params=[{"temperature": 0.5}] * 4))
@@ -65,7 +67,7 @@ def test_groups_go_to_workers_and_come_back_with_their_reference(service: Servic
     assert "no longer waits" in done(service, 2**52)["refused"][0]["reason"]
     (handed,) = service.get("/batch")["batch"]
     assert handed["ref_logprobs"] == ROWS
-    assert handed["messages"] == [{"text": ',"ref_logprobs":null}'}]
+    assert handed["messages"] == [[{"role": "user", "content": ',"ref_logprobs":null}'}]]
     service.post("/batch/ack", {})
     assert done(service, both[0]["id"], "two", unusable="token 5 is none of mine")["accepted"] == [both[0]["id"]]
     (handed,) = service.get("/batch")["batch"]
@@ -129,7 +131,7 @@ def test_a_trainer_that_waits_in_vain_is_told_that_there_is_no_worker() -> None:
 
 def test_a_reference_takes_the_place_of_the_one_before() -> None:
     for null in ("", '"ref_logprobs": null,', '"ref_logprobs": [],'):
-        body = "{" + null + json.dumps(group(messages=[{"said": ',"ref_logprobs":null}'}]))[1:]
+        body = "{" + null + json.dumps(group(messages=[[{"role": "user", "content": ',"ref_logprobs":null}'}]]))[1:]
         for many in (False, True):
             (draft,) = read_groups((f"[{body}]" if many else body).encode(), many)
             assert not draft.referenced

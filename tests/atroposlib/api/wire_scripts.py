@@ -286,7 +286,7 @@ SCRIPTS: dict[str, list[Step]] = {
         *(post("/scored_data", {**group(), name: {}}) for name in ("masks", "overrides", "advantages", "distill_token_ids")),
         *(data(generation_params=[]), data(env_id="0"), data(env_id="x"), data(env_id=None), STATUS),
         data(Differs("messages", CRASHED, refused("messages")), messages=5),
-        data(Differs("free messages", refused("messages"), RECEIVED), messages=["a"]),
+        *(data(messages=messages) for messages in (["a"], [[{"role": "user"}]], [[{"content": "a"}]])),
         raw(
             "/scored_data",
             json.dumps(group()).encode(),
