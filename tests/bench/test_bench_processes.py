@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu.faults import Outcome, wait_for_text
+from bench.gpu.faults import Outcome, note_absence
 from bench.gpu.processes import BenchError, Worker, all_stopped, ended_by_sigterm
 from bench.gpu.runs import Results
 
@@ -36,12 +36,22 @@ def test_a_worker_that_ends_is_named_with_its_last_lines(tmp_path: Path) -> None
         worker.answer(180, "start")
 
 
-def test_waiting_for_text_has_an_end(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text("old line\nnew line\n")
-    wait_for_text(log, "new", seconds=5, mark=9)
-    with pytest.raises(BenchError, match=r"nobody wrote 'old' within 0.2 s"):
-        wait_for_text(log, "old", seconds=0.2, mark=9)
+@pytest.mark.parametrize(
+    ("line", "noted"),
+    [
+        ("[Fleet] waiting for servers: 0 good, --min-servers 1: http://h:1 (gone); until 12:00:00", True),
+        ("[Bridge] vLLM at http://h:1 is gone; looking whether the server was restarted", True),
+        ("[Fleet] http://h:1 joined: serves version 3", False),
+    ],
+)
+def test_what_a_trainer_says_of_an_absent_server_is_found_behind_the_mark(tmp_path: Path, line: str, noted: bool) -> None:
+    trainer = Worker("trainer", "bench.gpu.load", [], tmp_path / "trainer.log", {})
+    with all_stopped(trainer):
+        before = b"[Fleet] waiting for servers: of an earlier row\n"
+        trainer.log.write_bytes(before + line.encode())
+        outcome = Outcome("x", limit=0.1)
+        note_absence(outcome, trainer, len(before))
+    assert (outcome.error, bool(outcome.problems)) == ((line, False) if noted else ("", True))
 
 
 def good() -> Outcome:
