@@ -180,6 +180,11 @@ def all_scores_equal(scores: Sequence[float]) -> bool:
     return len(set(scores)) <= 1
 
 
+def teaches_nothing(group: Mapping[str, Any]) -> bool:
+    """Whether all scores are equal, and no advantages that the group brings along say more than they do."""
+    return all_scores_equal(group["scores"]) and not any(value for row in group.get("advantages") or () for value in row)
+
+
 def response_lengths(group: Mapping[str, Any]) -> list[int]:
     """Trained tokens of each sequence."""
     return [sum(token != PROMPT_MASK for token in mask) for mask in group["masks"]]

@@ -14,7 +14,7 @@ from atroposlib.envs._runtime.item_window import ItemWindow, exact_place
 from atroposlib.envs._runtime.service_client import RejectedByService
 from atroposlib.envs._runtime.teaching import TeachingMixin
 from atroposlib.errors import EnvironmentFailure, RolloutFailure
-from atroposlib.groups import all_scores_equal, group_from_items, without_empty_fields, wrong_shape
+from atroposlib.groups import group_from_items, teaches_nothing, without_empty_fields, wrong_shape
 from atroposlib.inference.generation import VersionRecord, current_versions, weight_fields
 from atroposlib.inference.server_baseline import APIServer
 from atroposlib.inference.teacher_server import TeacherRefused
@@ -289,7 +289,7 @@ class RolloutMixin(TeachingMixin):
         # say nothing a teacher still does.
         taught = self.teacher is not None or group.get("distill_logprobs") is not None
         must_differ = self.config.ensure_scores_are_not_same and len(group["scores"]) > 1 and not taught
-        if must_differ and all_scores_equal(group["scores"]):
+        if must_differ and teaches_nothing(group):
             return "equal_scores"
         longest = max(len(tokens) for tokens in group["tokens"])
         if abort_when_too_long and 0 < self.max_token_len <= longest:

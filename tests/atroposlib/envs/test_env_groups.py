@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.groups import all_scores_equal, group_from_items, response_lengths, wrong_shape
+from atroposlib.groups import all_scores_equal, group_from_items, response_lengths, teaches_nothing, wrong_shape
 
 
 def item(length: int = 4, **more: Any) -> dict[str, Any]:
@@ -98,3 +98,5 @@ def test_what_does_not_line_up_is_named(change: dict[str, Any], message: str) ->
 def test_equal_scores_are_those_with_no_spread(score: float, others: list[float]) -> None:
     scores = [score, *others]
     assert all_scores_equal(scores) == (max(scores) == min(scores))
+    assert teaches_nothing({"scores": scores}) == all_scores_equal(scores)
+    assert not teaches_nothing({"scores": scores, "advantages": [[0.0, 1.0]] * len(scores)})
