@@ -4,7 +4,8 @@ The load's clients draw an id each and then race to the socket, so ids may arriv
 Three measurements tell the two apart, all with bench/arrival_recorder.py and the same load:
 
 - the recorder by itself, which does nothing but note arrivals: what it counts is the clients' own disorder;
-- the recorder in front of a server: the order of hand-out against that of arrival;
+- the recorder in front of a server: the order of hand-out against that of arrival, which no server promises to keep for posts
+  that are under way at the same moment;
 - there too, pairs (a, b) where b was handed out before a although a had been answered before the first byte of b was sent.
   That is what a client can rely on, and must be none.
 """

@@ -7,8 +7,8 @@
 
     {"posts": {id: [first byte here, last byte here, answer here]}, "handed_out": [id, …]}
 
-By itself it takes groups in the order in which their last bytes came (`--take first`: their first bytes) and hands them out
-eight at a time in that order, so that the load's own count of inversions is then the count of those in its arrivals.
+By itself it takes groups in the order in which their last bytes came and hands them out eight at a time in that order, so that
+the load's own count of inversions is then the count of those in its arrivals.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ import re
 import time
 from collections import deque
 from dataclasses import dataclass, field
-
-from atroposlib.api.gate.event_loop import new_event_loop
 
 GROUP_ID = re.compile(rb"\[\[\s*(1\d{7})\s*,")
 """The load marks a group by its first token, an eight-digit number; no other token has so many digits."""
@@ -53,15 +51,13 @@ class Recording:
     handed_out: list[int] = field(default_factory=list)
     waiting: deque[int] = field(default_factory=deque)
     """The stand-in's queue."""
-    begun: list[Request] = field(default_factory=list)
-    """Posts in the order of their first bytes, of which some are not there yet (for --take first)."""
 
 
 class Recorder(asyncio.Protocol):
     """One connection of a client."""
 
-    def __init__(self, recording: Recording, upstream: int | None, pace: float, take: str) -> None:
-        self.recording, self.upstream, self.pace, self.take = recording, upstream, pace, take
+    def __init__(self, recording: Recording, upstream: int | None, pace: float) -> None:
+        self.recording, self.upstream, self.pace = recording, upstream, pace
         self.request: Request | None = None
         self.under_way: deque[Request] = deque()
         self.up: asyncio.Transport | None = None
@@ -98,8 +94,6 @@ class Recorder(asyncio.Protocol):
             request.path = head.split(b" ", 2)[1]
             found = re.search(rb"content-length: *(\d+)", head, re.IGNORECASE)
             request.length = end + 4 + (int(found.group(1)) if found else 0)
-            if request.path == b"/scored_data":
-                self.recording.begun.append(request)
         own = request.path == b"/recorded"
         if self.upstream is not None and not own:
             if self.up is None:
@@ -116,8 +110,7 @@ class Recorder(asyncio.Protocol):
             number = int(found.group(1))
             self.recording.posts[number] = [request.arrived, time.perf_counter(), 0.0]
             request.data = bytearray(str(number).encode())
-            if self.take == "last":
-                self.recording.waiting.append(number)
+            self.recording.waiting.append(number)
         if request.path == b"/recorded":
             self.reply({"posts": self.recording.posts, "handed_out": self.recording.handed_out})
         elif self.upstream is not None:
@@ -161,13 +154,6 @@ class Recorder(asyncio.Protocol):
         if request.path == b"/register-env":
             content = {"status": "success", "env_id": 0}
         elif request.path == b"/batch":
-            if self.take == "first":
-                begun, recording.begun = recording.begun, []
-                for index, post in enumerate(begun):
-                    if post.length is None or not post.data.isdigit():
-                        recording.begun = begun[index:]
-                        break
-                    recording.waiting.append(int(post.data))
             ready = [recording.waiting.popleft() for _ in range(BATCH)] if len(recording.waiting) >= BATCH else []
             content = {"batch": [{"tokens": [[number, 0]]} for number in ready] or None}
         self.note(request, json.dumps(content).encode())
@@ -190,11 +176,11 @@ class Upstream(asyncio.Protocol):
         self.recorder.transport.close()
 
 
-async def serve(port: int, upstream: int | None, pace: float, take: str) -> None:
+async def serve(port: int, upstream: int | None, pace: float) -> None:
     """Serve until killed."""
     recording = Recording()
     server = await asyncio.get_running_loop().create_server(
-        lambda: Recorder(recording, upstream, pace, take), "127.0.0.1", port, backlog=128
+        lambda: Recorder(recording, upstream, pace), "127.0.0.1", port, backlog=128
     )
     async with server:
         await server.serve_forever()
@@ -206,10 +192,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--upstream", type=int, metavar="PORT", help="the service to pass everything on to")
     parser.add_argument("--pace", type=float, default=0.0, help="seconds that the stand-in takes to answer a post")
-    parser.add_argument("--take", choices=["first", "last"], default="last", help="bytes whose arrival makes the order")
     arguments = parser.parse_args()
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(serve(arguments.port, arguments.upstream, arguments.pace, arguments.take))
+    asyncio.run(serve(arguments.port, arguments.upstream, arguments.pace))
 
 
 if __name__ == "__main__":

@@ -150,7 +150,7 @@ def order(rounds: int, clients: int) -> dict[str, Any]:
             port, behind = free_port(), free_port()
             with tempfile.TemporaryDirectory(prefix="rollouts", dir=ROOT / "runs") as folder:
                 if name == "arrivals only":  # as slow to answer as a durable service
-                    result = arrival_order.run(sys.executable, server, load, port, ROOT, "--pace", "0.02", "--take", "first")
+                    result = arrival_order.run(sys.executable, server, load, port, ROOT, "--pace", "0.02")
                 else:
                     public = name == "public"
                     command = theirs(behind) if public else ours(behind, Path(folder))

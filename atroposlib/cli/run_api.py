@@ -18,7 +18,6 @@ from atroposlib.api.app.application import make_app
 from atroposlib.api.app.service import RolloutService
 from atroposlib.api.gate.access import Access
 from atroposlib.api.gate.connection import bounded_protocol
-from atroposlib.api.gate.event_loop import new_event_loop
 from atroposlib.api.gate.gate import RequestLimits
 from atroposlib.api.models.records import Limits
 from atroposlib.api.store.sqlite_store import SqliteStore, set_aside
@@ -271,8 +270,7 @@ def main(argv: list[str] | None = None) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     sys.setswitchinterval(SWITCH_INTERVAL)
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(server.serve(sockets=[sock]))
+    asyncio.run(server.serve(sockets=[sock]))
     logger.info("stopped")
 
 

@@ -11,7 +11,6 @@ from fastapi.responses import Response
 
 from atroposlib.api.app.answers import answer, query_int, takes
 from atroposlib.api.app.service import RolloutService
-from atroposlib.api.gate.gate import Place
 from atroposlib.api.gate.group_reader import GroupReader
 from atroposlib.api.models.groups import ScoredData
 from atroposlib.api.models.records import BatchTooSmallError, Draft, Receipt, UnknownEnvironmentError
@@ -86,14 +85,14 @@ def add_environment_routes(app: FastAPI, service: RolloutService, reader: GroupR
     async def scored_data(request: Request) -> Response:
         """Post one group."""
         drafts = await reader.read(await request.body(), many=False)
-        (receipt,) = await post(service, request, drafts, many=False)
+        (receipt,) = await post(service, drafts, many=False)
         return answer(_receipt(receipt))
 
     @app.post("/scored_data_list", **takes(ScoredData, many=True))
     async def scored_data_list(request: Request) -> Response:
         """Post several groups: all of them are accepted, or none."""
         drafts = await reader.read(await request.body(), many=True)
-        receipts = await post(service, request, drafts, many=True)
+        receipts = await post(service, drafts, many=True)
         result: dict[str, Any] = {"status": "received", "groups_processed": len(receipts)}
         buffered = [receipt for receipt in receipts if receipt.status == "buffered"]
         if buffered:
@@ -104,12 +103,10 @@ def add_environment_routes(app: FastAPI, service: RolloutService, reader: GroupR
         return answer(result)
 
 
-async def post(service: RolloutService, request: Request, drafts: list[Draft], many: bool) -> list[Receipt]:
+async def post(service: RolloutService, drafts: list[Draft], many: bool) -> list[Receipt]:
     """Post groups, and name the field of one that is too large."""
-    place: Place = request.state.place
-    await place.reached()
     try:
-        return await service.post(drafts, place.taken)
+        return await service.post(drafts)
     except BatchTooSmallError as error:
         raise invalid([error.index, "tokens"] if many else ["tokens"], error.size, f"tokens: {error}") from None
 

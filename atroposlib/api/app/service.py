@@ -86,15 +86,13 @@ class RolloutService:
             self._broken = None
             logger.warning("the queue is as the store has it: %d groups", self.queue.held_groups)
 
-    async def post(self, drafts: list[Draft], placed: Callable[[], None]) -> list[Receipt]:
-        """Accept groups, all or none of them. `placed` is called when they have their place in the queue."""
+    async def post(self, drafts: list[Draft]) -> list[Receipt]:
+        """Accept groups, all or none of them, in the order of the calls."""
         now = self.clock()
 
         def call(queue: RolloutQueue) -> list[Receipt]:
             queue.check(drafts)
-            receipts = [queue.add(draft, now) for draft in drafts]
-            placed()
-            return receipts
+            return [queue.add(draft, now) for draft in drafts]
 
         receipts = await self.run(call)
         if drafts:

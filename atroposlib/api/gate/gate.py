@@ -1,10 +1,11 @@
-"""What every request passes through: who may call, body limit, time limit, gzip both ways, and the request metrics."""
+"""What every request passes through: who may call, body limit, time limit, gzip both ways, and a count of what was answered."""
 
 from __future__ import annotations
 
 import asyncio
 import gzip
 import logging
+import re
 import time
 import zlib
 from collections.abc import Callable
@@ -12,10 +13,10 @@ from dataclasses import dataclass, field
 
 import orjson
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atroposlib.api.gate.access import Access, NotAllowedError
-from atroposlib.api.gate.turnstile import Turn, Turnstile
 
 logger = logging.getLogger(__name__)
 
@@ -23,18 +24,16 @@ GZIP_FROM = 1000
 """Bytes above which an answer is compressed for a client that accepts it."""
 GZIP_LEVEL = 1
 """Numbers compress nearly as well at level 1, at a fraction of the time."""
-IN_ORDER = ("/scored_data", "/scored_data_list")
-"""Requests that are let through in the order in which they arrived."""
-LARGE = (*IN_ORDER, "/reference/done")
+LARGE = ("/scored_data", "/scored_data_list", "/reference/done")
 """Requests whose bodies hold groups, or as many numbers."""
 MOST_OF_OTHERS = 1 << 20
 """Bytes of a body that holds no groups."""
-PATIENCE = 0.25
-"""Seconds for which a slow body may hold up those behind it."""
 IN_A_THREAD_FROM = 1 << 16
 """Bytes above which compressing would hold up other requests."""
 UNPACK_IN_A_THREAD_FROM = 1 << 12
 """Bytes above which unpacking would: they can be a thousand times as many afterwards."""
+REFUSES_GZIP = re.compile(r"\bgzip\s*;\s*q\s*=\s*0(\.0*)?\s*(,|$)", re.IGNORECASE)
+"""An Accept-Encoding that names gzip in order not to get it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +57,12 @@ class RefusedError(Exception):
 
 def accepts_gzip(headers: Headers) -> bool:
     """Whether the client takes a gzipped answer."""
-    for part in headers.get("accept-encoding", "").lower().split(","):
-        coding, _, parameters = part.partition(";")
-        if coding.strip() in ("gzip", "*") and parameters.replace(" ", "") not in ("q=0", "q=0.0", "q=0.00", "q=0.000"):
-            return True
-    return False
+    accepted = headers.get("accept-encoding", "")
+    return "gzip" in accepted.lower() and REFUSES_GZIP.search(accepted) is None
 
 
 async def compress(body: bytes) -> bytes:
-    """Gzip, in a thread if it takes long."""
+    """Gzip, in a thread if it takes long, for a route that sends its answer piece by piece. Others are packed on the way."""
     if len(body) < IN_A_THREAD_FROM:
         return gzip.compress(body, GZIP_LEVEL, mtime=0)
     return await asyncio.to_thread(gzip.compress, body, GZIP_LEVEL, mtime=0)
@@ -113,7 +109,7 @@ class Gate:
 
     def __init__(self, app: ASGIApp, limits: RequestLimits, answered: Callable[[str, str, int, float], None]) -> None:
         self.app, self.limits, self.answered = app, limits, answered
-        self.turnstile = Turnstile(PATIENCE)
+        self.packing = GZipMiddleware(app, GZIP_FROM, GZIP_LEVEL)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection event."""
@@ -121,17 +117,15 @@ class Gate:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        answer = _Answer(send, accepts_gzip(headers) and scope["method"] != "HEAD")
+        answer = _Answer(send)
+        app = self.packing if accepts_gzip(headers) else self.app
         started = time.perf_counter()
-        turn = self.turnstile.enter() if scope["path"] in IN_ORDER else None
         try:
             self.limits.access.check(scope["method"], scope["path"], headers)
             most = self.limits.max_body if scope["path"] in LARGE else min(self.limits.max_body, MOST_OF_OTHERS)
             body = await self._body(headers, receive, most)
-            if turn is not None:
-                scope["state"] = {**scope.get("state", {}), "place": Place(self.turnstile, turn)}
             async with asyncio.timeout(self.limits.seconds):
-                await self.app(scope, replayed(body, receive), answer.send)
+                await app(scope, replayed(body, receive), answer.send)
         except NotAllowedError as error:
             challenge = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
             await self._refuse(RefusedError(error.status, error.detail, challenge), answer)
@@ -146,8 +140,6 @@ class Gate:
             late = RefusedError(503, f"not done within {self.limits.seconds:g} s; try again", {"Retry-After": "1"})
             await self._refuse(late, answer)
         finally:
-            if turn is not None:
-                self.turnstile.leave(turn)
             route = getattr(scope.get("route"), "path", "unknown")
             self.answered(scope["method"], route, answer.status, time.perf_counter() - started)
 
@@ -201,21 +193,6 @@ class Gate:
         await answer.send({"type": "http.response.body", "body": body})
 
 
-class Place:
-    """A request's place in the order of arrival, for its route."""
-
-    def __init__(self, turnstile: Turnstile, turn: Turn) -> None:
-        self._turnstile, self._turn = turnstile, turn
-
-    async def reached(self) -> None:
-        """Wait until everyone before is through. The body has been read by now: reading is part of arriving."""
-        await self._turnstile.reached(self._turn)
-
-    def taken(self) -> None:
-        """The groups have their place in the queue: what follows may overlap with others."""
-        self._turnstile.leave(self._turn)
-
-
 def replayed(body: bytes, receive: Receive) -> Receive:
     """A `receive` that gives the body, read before, once, and then what the client still says."""
     pending = [body]
@@ -229,34 +206,15 @@ def replayed(body: bytes, receive: Receive) -> Receive:
 
 
 class _Answer:
-    """Passes an answer on, gzipped where it is worth it and comes in one piece."""
+    """Passes an answer on and remembers how it began."""
 
-    def __init__(self, send: Send, gzip_accepted: bool) -> None:
-        self._send, self._gzip = send, gzip_accepted
-        self._start: Message | None = None
+    def __init__(self, send: Send) -> None:
+        self._send = send
         self.started = False
         self.status = 0
 
     async def send(self, message: Message) -> None:
         """An ASGI send."""
         if message["type"] == "http.response.start":
-            self._start, self.status = message, message["status"]
-            return
-        if self._start is not None:
-            start, self._start = self._start, None
-            message = await self._encode(start, message)
-            self.started = True
-            await self._send(start)
+            self.started, self.status = True, message["status"]
         await self._send(message)
-
-    async def _encode(self, start: Message, message: Message) -> Message:
-        headers = MutableHeaders(raw=start["headers"])
-        body = message.get("body", b"")
-        if not self._gzip or len(body) <= GZIP_FROM or message.get("more_body") or "content-encoding" in headers:
-            return message
-        packed = await compress(body)
-        headers["content-encoding"] = "gzip"
-        headers["content-length"] = str(len(packed))
-        headers.add_vary_header("Accept-Encoding")
-        start["headers"] = headers.raw
-        return {**message, "body": packed}

@@ -270,7 +270,7 @@ def test_random_faults_leave_nothing_answered_that_is_not_on_the_disk() -> None:
 
     async def post(service: RolloutService, store: FaultyStore, key: str) -> None:
         (draft,) = read_groups(httpx.Request("POST", "http://x", json=group(idempotency_key=key)).content, many=False)
-        await service.post([draft], lambda: None)
+        await service.post([draft])
         assert key in [stored for stored, _ in on_disk(store).keys]
 
     async def batch(service: RolloutService, store: FaultyStore) -> None:
@@ -343,7 +343,7 @@ def test_a_call_does_not_wait_for_a_store_for_ever(store: FaultyStore) -> None:
         service = RolloutService(store, commit_timeout=0.05)
         with store.stalled():
             with pytest.raises(StoreError, match=r"did not answer within 0\.05 s"):
-                await service.post([Draft(b"{}", 1, 1)], lambda: None)
+                await service.post([Draft(b"{}", 1, 1)])
             with pytest.raises(StoreError, match="did not answer"):
                 await service.run(lambda queue: None)
         await service.committer.close()
