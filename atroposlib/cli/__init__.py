@@ -1,1 +1,1 @@
-"""Programs that a person starts: `python -m atroposlib.cli.run_api`."""
+"""Programs that a person starts; pyproject.toml names their commands."""

@@ -1,4 +1,4 @@
-"""Start the rollout service: `python -m atroposlib.cli.run_api`."""
+"""Start the rollout service: `run-api`, or `python -m atroposlib.cli.run_api`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SWITCH_INTERVAL = 0.0005
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     queue, request = Limits(), RequestLimits()
-    parser = argparse.ArgumentParser(prog="run_api", description="The rollout service: takes scored groups, hands out batches.")
+    parser = argparse.ArgumentParser(prog="run-api", description="The rollout service: takes scored groups, hands out batches.")
     parser.add_argument("--host", help="address to listen on (default: 127.0.0.1; 0.0.0.0 if there is an API key)")
     parser.add_argument("--port", type=_port, default=8000, help="port to listen on (default: 8000)")
     parser.add_argument(
@@ -78,6 +78,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--request-timeout", type=_seconds, default=request.seconds, help="seconds for one request")
     parser.add_argument("--access-log", action="store_true", help="log every request")
+    parser.add_argument(
+        "--reload", action="store_true", help="taken as the public command takes it, and ignored: start it again"
+    )
     return parser.parse_args(argv)
 
 
@@ -239,6 +242,8 @@ def main(argv: list[str] | None = None) -> None:
     """Serve until SIGTERM or SIGINT; requests under way are answered first."""
     arguments = parse_arguments(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    if arguments.reload:
+        logger.warning("--reload is ignored: to run changed code, start the service again; what it holds is in its store")
     api_key = read_api_key(arguments.api_key, arguments.api_key_file)
     host = arguments.host or ("0.0.0.0" if api_key else "127.0.0.1")
     sock = listen(host, arguments.port)
