@@ -5,14 +5,10 @@ in an event loop, often with threads, so the comparison runs in a child process 
 that hangs all the same is killed and replaced.
 """
 
-import asyncio
-import functools
 import logging
-import multiprocessing
-import threading
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from decimal import Decimal, InvalidOperation
+
+from atroposlib.utils.killable import KillableCalls
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +53,8 @@ class MathScorer:
     """Compares answers in a child process. Safe to use from several tasks at once; close it at the end."""
 
     def __init__(self, processes: int = 1) -> None:
-        self.processes = processes
         self.timeouts = 0
-        self._pool: ProcessPoolExecutor | None = None
-        self._lock = threading.Lock()
+        self._children = KillableCalls(processes)
 
     async def equal(self, gold: str, answer: str) -> bool:
         """Whether `answer` equals `gold`. An expression that takes too long to compare is not equal, and is counted.
@@ -73,38 +67,13 @@ class MathScorer:
             return numbers[0] == numbers[1]
         if gold.strip() == answer.strip():
             return True
-        for _ in range(2):
-            pool = self._running_pool()
-            call = functools.partial(equal_in_this_process, gold, answer)
-            try:
-                async with asyncio.timeout(KILL_AFTER_SECONDS):
-                    return await asyncio.get_running_loop().run_in_executor(pool, call)
-            except TimeoutError:
-                self.timeouts += 1
-                logger.warning("comparing took over %.0f s, counted as not equal: %.120r", KILL_AFTER_SECONDS, answer)
-                self._kill(pool)
-                return False
-            except BrokenProcessPool:
-                logger.warning("the comparing process died; starting another")
-                self._kill(pool)
-        raise RuntimeError(f"the comparing process died twice over {answer!r:.120}")
-
-    def _running_pool(self) -> ProcessPoolExecutor:
-        with self._lock:
-            if self._pool is None:
-                # Spawned, not forked: a forked child would hold the parent's connections and locks.
-                self._pool = ProcessPoolExecutor(self.processes, mp_context=multiprocessing.get_context("spawn"))
-            return self._pool
-
-    def _kill(self, pool: ProcessPoolExecutor) -> None:
-        with self._lock:
-            if self._pool is pool:
-                self._pool = None
-        for child in list((getattr(pool, "_processes", None) or {}).values()):
-            child.kill()
-        pool.shutdown(wait=False, cancel_futures=True)
+        try:
+            return await self._children.call(equal_in_this_process, gold, answer, seconds=KILL_AFTER_SECONDS)
+        except TimeoutError:
+            self.timeouts += 1
+            logger.warning("comparing took over %.0f s, counted as not equal: %.120r", KILL_AFTER_SECONDS, answer)
+            return False
 
     def close(self) -> None:
         """Stop the child process."""
-        if self._pool is not None:
-            self._kill(self._pool)
+        self._children.close()
