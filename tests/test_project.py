@@ -104,9 +104,9 @@ def locked(file: str) -> list[str]:
     return [line for line in lines if not line.lstrip().startswith("#")]
 
 
-@pytest.mark.parametrize("file", ["requirements-cpu.txt", "requirements-gpu.txt"])
+@pytest.mark.parametrize("file", ["requirements-cpu.txt", "requirements-gpu.txt", "requirements-environments.txt"])
 def test_every_locked_package_is_pinned_by_hash(file: str) -> None:
-    assert len(locked(file)) > 100
+    assert len(locked(file)) > (5 if file == "requirements-environments.txt" else 100)
     assert [line[:60] for line in locked(file) if "==" not in line or "--hash=sha256:" not in line] == []
 
 
@@ -116,6 +116,15 @@ def test_each_lock_holds_its_own_build_of_vllm() -> None:
     asked = re.search(r"^vllm==\S+", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
     assert asked is not None
     assert any(line.startswith(f"{asked[0]} ") for line in locked("requirements-gpu.txt"))
+
+
+def test_what_optional_environments_need_changes_nothing_that_is_locked() -> None:
+    added = {line.partition("==")[0] for line in locked("requirements-environments.txt")}
+    others = {line.partition("==")[0] for line in locked("requirements-cpu.txt")}
+    assert not added & others
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    asked = re.findall(r"^[a-z].*", (ROOT / "requirements-environments.in").read_text(), re.MULTILINE)
+    assert asked == extras["reasoning-gym"]
 
 
 def test_every_list_names_one_release_of_ray() -> None:

@@ -7,7 +7,6 @@ A thread cannot be stopped; a child process can, and another takes its place.
 import asyncio
 import logging
 import multiprocessing
-import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -45,8 +44,8 @@ class KillableCalls:
                 # What waits for a child must not spend its time behind another call that hangs.
                 async with slots:
                     pool = self._running_pool()
-                    async with asyncio.timeout(START_SECONDS):  # nor while a child starts, on a busy machine
-                        await loop.run_in_executor(pool, os.getpid)
+                    async with asyncio.timeout(START_SECONDS):  # nor while a child starts and imports, on a busy machine
+                        await loop.run_in_executor(pool, callable, function)
                     async with asyncio.timeout(seconds):
                         return await loop.run_in_executor(pool, function, *arguments)
             except TimeoutError:
