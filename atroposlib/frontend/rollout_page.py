@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
@@ -19,6 +19,8 @@ MOST_TOKENS = 200_000
 show; the rest stays in the file."""
 MOST_TOKENS_OF_ROLLOUT = 8192
 """Sampled tokens of one rollout that are shown."""
+MOST_OF_CALL = 200
+"""Characters of a tool call that are shown above its turn, whose tokens show all of it."""
 MOST_TOKENS_OF_PIECE = 16
 """A character takes four at most; more are bytes that are no text."""
 
@@ -68,6 +70,7 @@ def group_view(group: dict[str, Any], decode: Decoder) -> dict[str, Any]:
     ranks = {max(scores): "best", min(scores): "worst"} if min(scores) < max(scores) else {}
     versions, epochs = group.get("weight_versions"), group.get("weight_epochs")
     sampling, reasons = told_of_each(group, "sampling_params"), told_of_each(group, "finish_reasons")
+    talks = told_of_each(group, "messages")
     rollouts = []
     for index, (tokens, mask) in enumerate(zip(group["tokens"], group["masks"], strict=True)):
         logprobs = group["inference_logprobs"][index] if group.get("inference_logprobs") else [None] * len(tokens)
@@ -84,7 +87,7 @@ def group_view(group: dict[str, Any], decode: Decoder) -> dict[str, Any]:
                 "trainer_started": started(epochs[index] if epochs else 0),
                 "sampling": described(sampling[index]),
                 "finish_reason": reasons[index] or "",
-                "parts": list(token_parts(tokens, mask, logprobs, decode)),
+                "blocks": blocks(token_parts(tokens, mask, logprobs, decode), told_of_runs(talks[index], mask)),
             }
         )
     return {"scores": [short(score) for score in scores], "rollouts": rollouts}
@@ -107,6 +110,56 @@ def token_parts(tokens: list[int], mask: list[int], logprobs: list[float | None]
         if left < 0:
             yield {"given": True, "text": f" \u2026 the rest is in the file: {MOST_TOKENS_OF_ROLLOUT} sampled tokens are shown"}
             return
+
+
+def blocks(parts: Iterable[dict[str, Any]], told: Sequence[list[dict[str, str]]]) -> list[dict[str, Any]]:
+    """Pieces of text, those that were given and those that were sampled by turns.
+
+    Args:
+        parts: as `token_parts` gives them.
+        told: the tags of each block, as far as they are known.
+    """
+    runs = [(given, list(run)) for given, run in groupby(parts, key=lambda part: part["given"])]
+    tags = [*told, *([] for _ in runs)]
+    return [{"given": given, "tags": tags[place], "parts": run} for place, (given, run) in enumerate(runs)]
+
+
+def told_of_runs(messages: Any, mask: Sequence[int]) -> list[list[dict[str, str]]]:
+    """Tags of the runs of given and of sampled tokens: who speaks, which tools are called, and what went wrong.
+
+    The last answers among the messages are those that were sampled.
+
+    Returns:
+        nothing where the messages are not those of the tokens.
+    """
+    kinds = [given for given, _ in groupby(mask, key=lambda token: token == PROMPT_MASK)]
+    runs = kinds.count(False)
+    known = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
+    answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"] if known else []
+    if not runs or len(answers) < runs or not kinds[0]:
+        return []
+    told: list[list[dict[str, str]]] = []
+    begin = 0
+    for place in answers[-runs:]:
+        told += [[tag for message in messages[begin:place] for tag in tags_of(message)], tags_of(messages[place])]
+        begin = place + 1
+    return told
+
+
+def tags_of(message: Mapping[str, Any]) -> list[dict[str, str]]:
+    """What stands above a message: `kind` is said, tool, call, problem or reward."""
+    role, name = str(message.get("role")), message.get("name")
+    found = [{"kind": "tool" if role == "tool" else "said", "text": f"{role} {name}" if name else role}]
+    for call in message.get("tool_calls") or []:
+        function = call.get("function") if isinstance(call, dict) else None
+        named = function if isinstance(function, dict) else {}
+        text = f"calls {named.get('name') or '?'} {named.get('arguments')}"
+        found.append({"kind": "call", "text": text if len(text) <= MOST_OF_CALL else f"{text[:MOST_OF_CALL]} \u2026"})
+    if message.get("problem"):
+        found.append({"kind": "problem", "text": str(message["problem"])})
+    if message.get("reward"):
+        found.append({"kind": "reward", "text": f"reward {of_any_kind(message['reward'])}"})
+    return found
 
 
 def sampled_parts(pieces: list[tuple[int, float | None]], decode: Decoder) -> Iterator[dict[str, Any]]:
@@ -144,7 +197,8 @@ def started(epoch: int) -> str:
 
 def told_of_each(group: Mapping[str, Any], name: str) -> list[Any]:
     """An entry for each sequence, None where nothing is said. What is no list is the environment's own."""
-    return group[name] if isinstance(group.get(name), list) else [None] * len(group["tokens"])
+    rows, count = group.get(name), len(group["tokens"])
+    return rows if isinstance(rows, list) and len(rows) == count else [None] * count
 
 
 def described(parameters: dict[str, Any] | list[dict[str, Any]] | None) -> str:

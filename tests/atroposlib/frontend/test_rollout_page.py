@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atroposlib.envs._runtime.command_line import write_page
@@ -109,6 +109,42 @@ def test_a_rollout_says_how_it_was_sampled_and_why_it_ended(tmp_path: Path) -> N
     own = {"sampling_params": {"stop": "x"}, "finish_reasons": "stop"}
     for silent in ({}, own):
         assert "ended by" not in page_of([group(b"a", b"b", **silent)], tmp_path, ByteTokenizer())
+
+
+def test_a_conversation_shows_who_speaks_and_which_tools_are_called(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"to": "<b>&"}'}}
+    talk = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "c", "tool_calls": [call], "reward": 0.5},
+        {"role": "tool", "name": "<i>add", "content": "!", "problem": "raised"},
+        {"role": "assistant", "content": "d"},
+    ]
+    row = {"tokens": [1000, 99, 1001, 100], "masks": [-100, 99, -100, 100]}
+    both = {name: [value, value] for name, value in row.items()} | {"scores": [0.0, 1.0], "messages": [talk, None]}
+    shown = page_of([both], tmp_path, ByteTokenizer())
+    assert shown.count('<p class="tags">') == 4, "of the first only, whose messages are known"
+    assert '<span class="call">calls add {&#34;to&#34;: &#34;&lt;b&gt;&amp;&#34;}</span>' in shown
+    assert '<span class="tool">tool &lt;i&gt;add</span> <span class="problem">raised</span>' in shown
+    assert '<span class="reward">reward 0.5</span>' in shown
+    assert (shown.count(">c</span>"), shown.count(">d</span>")) == (2, 2)
+
+
+JSON = st.recursive(
+    st.none() | st.integers() | st.text(max_size=5) | st.just("assistant"),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "function", "name", "reward"]), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=40)
+@given(messages=JSON, mask=st.lists(st.sampled_from([-100, 7]), max_size=6))
+def test_messages_of_any_kind_label_runs_or_nothing(messages: Any, mask: list[int]) -> None:
+    told = rollout_page.told_of_runs(messages, mask)
+    assert len(told) <= sum(1 for place, token in enumerate(mask) if place == 0 or token != mask[place - 1])
+    assert all(isinstance(tag["text"], str) for tags in told for tag in tags)
 
 
 def test_tokens_that_the_tokenizer_does_not_know_are_shown_by_their_ids(tmp_path: Path) -> None:
