@@ -70,6 +70,7 @@ SDK_ROOMS = (
     "inference",
     "api",
     "frontend",
+    "sandbox",
     "utils",
     "groups",
     "errors",

@@ -1,0 +1,1 @@
+"""What runs in the sandbox's own processes, with the standard library alone: started by path with `python -I -S`."""

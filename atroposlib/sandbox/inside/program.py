@@ -1,0 +1,157 @@
+"""The last process before the program: it gives up what it could do, runs the program, and tells what came of it.
+
+What it tells is not to be believed, since the program runs in the same process: it says what a function returned, never whether
+that is right.
+"""
+
+import contextlib
+import gc
+import json
+import os
+import resource
+import sys
+import traceback
+import types
+from collections.abc import Callable
+from typing import Any
+
+from . import filters, kernel
+
+RESULTS = 3
+"""The descriptor on which results are told."""
+LONGEST_PROBLEM = 500
+"""Characters of an exception's text that are told."""
+
+Order = dict[str, Any]
+"""The limits of one run, as `atroposlib.sandbox.contract.Limits` has them, and `user`, its user id."""
+
+
+def limit(order: Order, others: int) -> None:
+    """Set the limits of this process and its children.
+
+    Args:
+        order: the limits.
+        others: processes that the kernel counts along with the program's.
+    """
+    wanted = {
+        resource.RLIMIT_CPU: (order["cpu_seconds"], order["cpu_seconds"] + 1),
+        resource.RLIMIT_AS: (order["memory"],) * 2,
+        resource.RLIMIT_FSIZE: (order["disk"],) * 2,
+        resource.RLIMIT_NOFILE: (order["open_files"],) * 2,
+        resource.RLIMIT_NPROC: (order["processes"] + others,) * 2,
+        resource.RLIMIT_STACK: (8 << 20,) * 2,
+        resource.RLIMIT_SIGPENDING: (256,) * 2,
+    }
+    none = ("CORE", "MEMLOCK", "MSGQUEUE", "NICE", "RTPRIO")
+    wanted |= {getattr(resource, f"RLIMIT_{name}"): (0, 0) for name in none}
+    for which, (soft, hard) in wanted.items():
+        most = resource.getrlimit(which)[1]
+        if most != resource.RLIM_INFINITY:
+            soft, hard = min(soft, most), min(hard, most)
+        resource.setrlimit(which, (soft, hard))
+
+
+def give_up_rights(order: Order, mode: str, readable: list[str]) -> None:
+    """Become nobody who can do nothing, for good."""
+    kernel.bound_capabilities()
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setresgid(*[order["user"]] * 3)
+        os.setresuid(*[order["user"]] * 3)
+    kernel.drop_capabilities()
+    kernel.forbid_new_privileges()
+    if mode == "restricted":
+        with contextlib.suppress(OSError):  # which isolation is missing was said at the start
+            handled, scoped, rules = filters.landlock_rules(kernel.landlock_version(), readable)
+            kernel.landlock(handled, scoped, [*rules, ("/dev/null", 0b110), ("/dev/urandom", 0b100)])
+    with contextlib.suppress(OSError):
+        kernel.install_filter(filters.seccomp_filter(os.uname().machine, namespaces=mode != "restricted"))
+
+
+def take_descriptors(request: int, output: int, results: int) -> dict[str, Any]:
+    """Read what is to be run; standard input, output and error and the results are all that stays open."""
+    size = os.fstat(request).st_size
+    asked: dict[str, Any] = json.loads(os.pread(request, size, 0))
+    stdin = os.open("/dev/null", os.O_RDONLY)
+    if asked["stdin"]:
+        stdin = os.memfd_create("stdin")
+        with open(stdin, "wb", closefd=False) as file:
+            file.write(asked["stdin"].encode(errors="surrogatepass"))
+        os.lseek(stdin, 0, os.SEEK_SET)
+    # Out of each other's way before each gets its place.
+    stdin, output, results = (os.dup2(fd, 60 + i) for i, fd in enumerate((stdin, output, results)))
+    for fd, place in ((stdin, 0), (output, 1), (output, 2), (results, RESULTS)):
+        os.dup2(fd, place)
+    os.closerange(RESULTS + 1, 4096)
+    return asked
+
+
+def tell(entry: dict[str, Any], write: Callable[[int, bytes], int] = os.write) -> None:
+    """One line of results."""
+    data = json.dumps(entry).encode() + b"\n"
+    while data:
+        data = data[write(RESULTS, data) :]
+
+
+def problem_of(error: BaseException) -> str:
+    """The last line of an exception's report, which may be hostile itself."""
+    try:
+        return traceback.format_exception_only(type(error), error)[-1].strip()[:LONGEST_PROBLEM]
+    except BaseException:  # noqa: BLE001 (its __str__ is the program's code)
+        return "an exception that cannot be shown"
+
+
+def run(asked: dict[str, Any]) -> None:
+    """Run the program, and call its function with each of the arguments."""
+    sys.stdin = open(0, encoding="utf-8", errors="surrogateescape")  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+    os.environ.clear()
+    own_folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    sys.argv, sys.path[:] = ["program.py"], [path for path in sys.path if path != own_folder]
+    function = asked["function"]
+    # A module of its own, as dataclasses and pickle expect one.
+    module = types.ModuleType("program" if function else "__main__")
+    sys.modules[module.__name__], names = module, module.__dict__
+    say = tell
+    try:
+        exec(compile(asked["code"], "program.py", "exec"), names)
+        if not function:
+            sys.stdout.flush()
+            say({"done": True})
+            return
+        call = names.get(function)
+        if not callable(call):
+            say({"problem": f"it defines no function {function}"})
+            return
+    except BaseException as error:  # noqa: BLE001 (whatever it raises, SystemExit included, is its own)
+        if not function and isinstance(error, SystemExit) and error.code in (None, 0):
+            say({"done": True})
+        else:
+            say({"problem": problem_of(error)})
+        return
+    for number, arguments in enumerate(asked["calls"]):
+        try:
+            say({"call": number, "value": call(*arguments)})
+        except BaseException as error:  # noqa: BLE001
+            say({"call": number, "raised": problem_of(error)})
+
+
+def become_program(order: Order, mode: str, readable: list[str], descriptors: tuple[int, int, int], others: int) -> None:
+    """Never returns."""
+    code = 70
+    try:
+        os.setsid()
+        asked = take_descriptors(*descriptors)
+        limit(order, others)
+        give_up_rights(order, mode, readable)
+        gc.enable()
+        run(asked)
+        code = 0
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+    except BaseException as error:  # noqa: BLE001 (nothing of it may reach the keeper's code)
+        with contextlib.suppress(BaseException):
+            os.write(2, f"{problem_of(error)}\n".encode(errors="replace"))
+    finally:
+        os._exit(code)

@@ -1,0 +1,71 @@
+"""Run as a process: a sandbox on a host that allows less, and some hostile programs in it. Needs nothing but Python."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from atroposlib.sandbox import Limits, LocalSandbox, Program, SandboxUnavailable
+from atroposlib.sandbox.inside import filters, kernel
+from atroposlib.sandbox.verdict import verdict
+
+CHOSEN = """memory in a memfd|killing a process of the same user|killing who made it|signals by ownership of a pipe
+limits of its watcher|looking into its watcher|secrets in the environment of others|secrets of the user|network by address
+a socket with an abstract name|deleting files|emptying Python's own files|writing where it may not|filling the disk|a daemon
+orphans in groups of their own|higher limits|becoming root|capabilities|mounting|namespaces of its own|loosening its filter
+closing everything|telling results of its own|a file too large"""
+
+
+def refuse_calls(names: tuple[str, ...], numbers: tuple[int, ...] = ()) -> None:
+    """As container engines do it: namespaces and mounts get EPERM."""
+    column = list(filters.AUDIT_ARCH).index(os.uname().machine)
+    program = filters._step(filters.LOAD, filters.NUMBER_AT)
+    for number in (*(filters.FORBIDDEN[name][column] for name in names), *numbers):
+        program += filters._step(filters.JUMP_EQUAL, number or 0, 0, 1) + filters.refuse(filters.EPERM)
+    kernel.forbid_new_privileges()
+    kernel.install_filter(program + filters._step(filters.RETURN, filters.ALLOW))
+
+
+async def main(way: str) -> dict[str, object]:
+    if way != "plain":
+        landlock = (kernel.LANDLOCK_CREATE_RULESET,) if way in ("no landlock", "allowed") else ()
+        refuse_calls(("unshare", "mount", "setns", "pivot_root"), landlock)
+    allowed = ("files", "disk") if way == "allowed" else ()
+    box = LocalSandbox(Limits(seconds=4, cpu_seconds=1, memory=192 << 20), allowed, at_once=8)
+    try:
+        await box.start()
+    except SandboxUnavailable as error:
+        return {"refused": {"message": str(error), "missing": sorted(error.missing)}}
+    if allowed:
+        await box.close()
+        return {"missing": box.missing}
+    text = Path(__file__).with_name("hostile_programs.txt").read_text().partition("\nPRELUDE\n")[2]
+    prelude, *sections = text.split("\n## ")
+    programs = dict(section.split("\n", 1) for section in sections)
+    victim = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])  # noqa: ASYNC220
+    places = {"SECRET": __file__, "FOLDER": os.path.dirname(__file__), "NAME": "none", "PORT": 1, "PARENT": os.getpid()}
+    names = [name for line in CHOSEN.splitlines() for name in line.split("|")]
+
+    def filled(name: str) -> Program:
+        code = f"{prelude}\n{programs[name]}"
+        for place, value in (places | {"VICTIM": victim.pid}).items():
+            code = code.replace(f"@{place}@", str(value))
+        return Program(code, "answer", [[3]])
+
+    outcomes = await asyncio.gather(*(box.run(filled(name)) for name in names))
+    honest = await box.run(Program("import decimal, csv\ndef answer(x): return x * 17", "answer", [[3]]))
+    alive = victim.poll() is None
+    victim.kill()
+    victim.wait()
+    await box.close()
+    kinds = {}
+    for name, outcome in zip(names, outcomes, strict=True):
+        held = alive and "BREACH" not in outcome.output and verdict(outcome, [51]).kind != "right"
+        kinds[name] = "held" if held else f"{outcome}"
+    return {"mode": box.mode, "missing": box.missing, "kinds": kinds, "honest": verdict(honest, [51]).kind}
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(main(sys.argv[1]))))

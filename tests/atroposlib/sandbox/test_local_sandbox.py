@@ -1,0 +1,269 @@
+"""The sandbox itself: what it answers, which limit ends what, and what happens when the host or a process fails it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atroposlib.sandbox import Limits, LocalSandbox, Outcome, Program, Raised, Returned
+from atroposlib.sandbox.inside import filters, rooms
+from atroposlib.sandbox.local import read_results
+from atroposlib.sandbox.verdict import same_value, verdict
+from tests.conftest import ROOT
+
+SCRIPT = "import sys, os\nprint(sys.stdin.read()[::-1], os.getcwd(), os.listdir('.'), __name__, dict(os.environ))"
+OWNER = """
+import asyncio
+from atroposlib.sandbox import *
+async def main():
+    box = LocalSandbox(Limits(seconds=1000))
+    await box.start()
+    print(box._keeper.pid, flush=True)
+    await box.run(Program('import time; time.sleep(1000)'))
+asyncio.run(main())
+"""
+PIECES = [b"{", b'"call"', b":", b"0", b"1", b"}", b",", b'"value"', b"\n"]
+OTHER_WAYS = Path(__file__).with_name("other_ways.py")
+
+
+def in_sandbox(work: Callable[[LocalSandbox], Coroutine[Any, Any, Any]], limits: Limits | None = None) -> Any:
+    async def run() -> Any:
+        box = LocalSandbox(limits)
+        await box.start()
+        try:
+            return await work(box)
+        finally:
+            await box.close()
+
+    return asyncio.run(run())
+
+
+def run_all(*programs: Program, limits: Limits | None = None) -> list[Outcome]:
+    async def work(box: LocalSandbox) -> Any:
+        return await asyncio.gather(*(box.run(program) for program in programs))
+
+    return list(in_sandbox(work, limits))
+
+
+def test_what_comes_of_programs() -> None:
+    good, script, broken, missing, cpu, empty = run_all(
+        Program(
+            "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: 'int'\n"
+            "def f(a, b=2):\n    print('é')\n    return (P(a).x / b, {1: None})",
+            "f",
+            [[1], [4, 2], ["x"], [[]], []],
+        ),
+        Program(SCRIPT, stdin="abc"),
+        Program("def f(:", "f", [[1]]),
+        Program("g = 1", "f", [[1]]),
+        Program("while True: pass"),
+        Program("", "f", []),
+        limits=Limits(seconds=60, cpu_seconds=1),
+    )
+    assert good.results[:2] == [Returned([0.5, {"1": None}]), Returned([2.0, {"1": None}])]
+    assert all(isinstance(result, Raised) and result.text.startswith("TypeError: ") for result in good.results[2:])
+    assert (len(good.results), good.end, good.code, good.left, good.output) == (5, "exited", 0, 0, "é\n" * 4)
+    assert script.output == "cba /tmp [] __main__ {}\n"
+    assert "SyntaxError" in str(broken.problem)
+    assert missing.problem == "it defines no function f"
+    assert (cpu.end, verdict(cpu, []).kind) == ("cpu", "timeout")
+    assert 0.3 < cpu.cpu_seconds < 3  # as a busy machine counts it
+    assert empty.problem == "it defines no function f"
+
+
+def test_output_is_counted_and_its_beginning_kept() -> None:
+    limits = Limits(output=300_000, kept_output=1000)
+    some, much = run_all(Program("print('x' * 200_000)"), Program("while True: print('y' * 1000)"), limits=limits)
+    assert (some.end, some.output, some.output_bytes) == ("exited", "x" * 1000, 200_001)
+    assert (much.end, len(much.output)) == ("output", 1000)
+    assert 300_000 < much.output_bytes < 10_000_000
+
+
+def test_a_keeper_that_dies_is_started_again_and_its_programs_run_anew() -> None:
+    async def work(box: LocalSandbox) -> Any:
+        assert box._keeper is not None
+        first = box._keeper
+        running = asyncio.create_task(box.run(Program("import time\ntime.sleep(0.3)\ndef f():\n    return 1", "f", [[]])))
+        await asyncio.sleep(0.1)
+        # Its first process ends with those that it started.
+        os.kill(below(first.pid)[0], signal.SIGKILL)
+        first.wait(30)
+        return await running
+
+    assert in_sandbox(work).results == [Returned(1)]
+
+
+def test_a_program_that_nobody_waits_for_any_more_ends() -> None:
+    async def work(box: LocalSandbox) -> float:
+        assert box._keeper is not None
+        running = asyncio.create_task(box.run(Program("import time\ntime.sleep(1000)")))
+        before = await until(lambda: len(below(box._keeper.pid)) > 3)
+        running.cancel()
+        await asyncio.wait([running])
+        assert running.cancelled()
+        await until(lambda: len(below(box._keeper.pid)) <= 2)
+        return before
+
+    in_sandbox(work, Limits(seconds=1000))
+
+
+def test_all_ends_with_the_process_that_made_it(tmp_path: Path) -> None:
+    script = tmp_path / "owner.py"
+    script.write_text(OWNER)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    owner = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, env=environment)
+    assert owner.stdout is not None
+    keeper = int(owner.stdout.readline())
+    asyncio.run(until(lambda: len(below(keeper)) > 3))
+    family = below(keeper)
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    asyncio.run(until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in [keeper, *family])))
+
+
+async def until(probe: Callable[[], bool], seconds: float = 30) -> float:
+    began = time.monotonic()
+    while not probe():
+        assert time.monotonic() - began < seconds, "it did not come to that"
+        await asyncio.sleep(0.02)
+    return time.monotonic() - began
+
+
+def below(pid: int) -> list[int]:
+    """Processes that descend from one."""
+    found = [pid]
+    for one in found:
+        try:
+            found += [int(child) for child in Path(f"/proc/{one}/task/{one}/children").read_text().split()]
+        except OSError:
+            continue  # it ended meanwhile
+    return found[1:]
+
+
+def other_way(way: str, python: str = sys.executable, *before: str) -> dict[str, Any]:
+    command = [*before, python, str(OTHER_WAYS), way]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    told: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return told
+
+
+def system_python() -> str:
+    """One that another user may run, too."""
+    for name in ("/usr/bin/python3", "/usr/local/bin/python3"):
+        said = subprocess.run([name, "-c", "import sys; print(sys.version_info >= (3, 11))"], capture_output=True, text=True)
+        if said.stdout.strip() == "True":
+            return name
+    pytest.skip("no Python of the system's that other users may run")
+
+
+def held_all(told: dict[str, Any], mode: str) -> dict[str, Any]:
+    return {"mode": mode, "missing": {}, "kinds": dict.fromkeys(told["kinds"], "held"), "honest": "right"}
+
+
+def test_an_ordinary_user_holds_programs_as_well() -> None:
+    before: tuple[str, ...] = ()
+    python = sys.executable
+    if os.geteuid() == 0:
+        python, before = system_python(), ("setpriv", "--reuid", "1000", "--regid", "1000", "--clear-groups")
+    told = other_way("plain", python, *before)
+    assert told == held_all(told, "user_namespace")
+
+
+def test_without_namespaces_landlock_and_seccomp_hold_them() -> None:
+    told = other_way("no namespaces", *((system_python(),) if os.geteuid() == 0 else ()))
+    assert told == held_all(told, "restricted")
+
+
+def test_what_a_host_cannot_give_is_named_and_refused_unless_allowed() -> None:
+    python = (system_python(),) if os.geteuid() == 0 else ()
+    refused = other_way("no landlock", *python)["refused"]
+    assert refused["missing"] == ["disk", "files"]
+    assert "files (Landlock 3 is needed (Linux 6.2), this kernel has none)" in refused["message"]
+    assert "user_namespace: unshare: Operation not permitted" in refused["message"]
+    assert refused["message"].endswith("or go without files,disk")
+    assert other_way("allowed", *python)["missing"].keys() == {"disk", "files"}
+    with pytest.raises(ValueError, match="'netwrok' is no isolation; there are files, network"):
+        LocalSandbox(allow_missing=["netwrok"])
+
+
+HEADERS = {0: Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), 1: Path("/usr/include/asm-generic/unistd.h")}
+
+
+@pytest.mark.parametrize("column", HEADERS)
+def test_numbers_of_calls_are_those_of_the_kernels_headers(column: int) -> None:
+    if not HEADERS[column].exists():
+        pytest.skip(f"no {HEADERS[column]} here")
+    found = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", HEADERS[column].read_text())
+    theirs = {name: int(number) for name, number in found}
+    ours = {name: row[column] for name, row in (filters.FORBIDDEN | filters.WITHOUT_NAMESPACES | filters.BY_ARGUMENT).items()}
+    newest = max(theirs.values())
+    assert {name: number for name, number in ours.items() if number and number <= newest} == {
+        name: theirs[name] for name in ours if name in theirs
+    }
+
+
+def test_paths_within_others_are_left_out() -> None:
+    assert rooms.outermost(["/a/b", "/a", "/ab", "/a/b/c"]) == ["/a", "/ab"]
+
+
+@given(st.binary(max_size=300) | st.lists(st.sampled_from(PIECES)).map(b"".join))
+def test_whatever_a_program_tells_is_read(data: bytes) -> None:
+    results, problem = read_results(data, 2)
+    assert len(results) <= 2
+    assert problem is None or isinstance(problem, str)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(json_values)
+@settings(max_examples=40)
+def test_a_value_is_the_same_after_its_way_through_json(value: Any) -> None:
+    assert same_value(value, json.loads(json.dumps(value)))
+
+
+@given(json_values, json_values)
+@settings(max_examples=40)
+def test_values_that_differ_are_told_apart(one: Any, other: Any) -> None:
+    if same_value(one, other) and "." not in repr(one) and "e" not in repr(one):
+        assert json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+
+
+@pytest.mark.parametrize(
+    ("expected", "got", "same"),
+    [
+        *(
+            (1, 1.0, False),
+            (1.0, 1, True),
+            (1, True, False),
+            (True, 1, False),
+            (0, False, False),
+            (None, 0, False),
+            ("1", 1, False),
+        ),
+        *((1.0, 1 + 1e-9, True), (1.0, 1.001, False), (1.0, 10**400, False), (float("nan"), float("nan"), True)),
+        *(((1, 2), [1, 2], True), ([1], [1, 2], False), ({"a": 1}, {"a": 1, "b": 2}, False), ([], {}, False)),
+    ],
+)
+def test_types_count(expected: Any, got: Any, same: bool) -> None:
+    assert same_value(expected, got) is same
