@@ -190,7 +190,7 @@ class MultiTurnEnv(GradedEnv):
 
             firsts = [] if first is None else [managed.node_of(first, index) for index in range(count)]
             calls = [lambda member=member: play(member) for member in range(count)]
-            played = await gather_or_cancel([self._retried("a conversation", call) for call in calls])
+            played = await gather_or_cancel([self.retried("a conversation", call) for call in calls])
         for talk, node in played:
             if talk.truncated:  # for the trainer, what any limit cut off is what the limit of an answer cut off
                 node.metadata = {**(node.metadata or {}), "finish_reason": "length"}

@@ -14,6 +14,7 @@ import httpx
 import openai
 from pydantic import BaseModel, ConfigDict, create_model
 
+from atroposlib.envs._runtime.processing import evaluate_once
 from atroposlib.envs._runtime.settings import Settings, known_flags, merge, parse_flags, read_yaml
 from atroposlib.errors import EnvironmentFailure, RolloutFailure
 from atroposlib.inference.fleet_follower import FleetFollower
@@ -110,7 +111,7 @@ async def start(env_cls: "type[BaseEnv]", command: str, settings: Settings) -> N
         await env.process_manager()
         write_page(settings.env.data_path_to_save_groups, env)
     elif command == "evaluate":
-        await env._run_evaluate()
+        await evaluate_once(env)
     else:
         try:
             await env.env_manager()

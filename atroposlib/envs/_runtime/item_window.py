@@ -8,10 +8,8 @@ give a group, whichever was ready first and however often somebody was killed: a
 
 from collections.abc import Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
-
-exact_place: ContextVar[tuple[int, str | None] | None] = ContextVar("exact_place", default=None)
-"""With `exact_resume`: the number of the item that the present task works on, and the life of the window in which it began."""
 
 
 class ItemWindow:
@@ -73,3 +71,24 @@ class ItemWindow:
         if done and number not in self._refused:
             self._done.add(number)
         self._refused.discard(number)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in the order of items the one stands that a task works on.
+
+    Attributes:
+        stream: what the service calls the order.
+        number: the item's, counted from 0.
+        life: of the window in which it was begun.
+        window: knows what becomes of it.
+    """
+
+    stream: str
+    number: int
+    life: str | None
+    window: ItemWindow
+
+
+exact_place: ContextVar[Place | None] = ContextVar("exact_place", default=None)
+"""With `exact_resume`: the place of the item that the present task works on."""

@@ -3,28 +3,32 @@
 import asyncio
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from atroposlib.envs._runtime.reporting import ReportingMixin
 from atroposlib.errors import EnvironmentFailure, UsageError
 from atroposlib.groups import PROMPT_MASK
 from atroposlib.inference.teacher_server import TeacherServer
 from atroposlib.utils.waiting import gather_or_cancel
 
+if TYPE_CHECKING:
+    from atroposlib.envs.base import BaseEnv
+
 logger = logging.getLogger(__name__)
 
 
-class TeachingMixin(ReportingMixin):
+class Teaching:
     """The teacher of `--env.teacher_url`. Without one, none of this does anything."""
 
-    _teacher: TeacherServer | None = None
-    _kl_sum = 0.0
-    _kl_tokens = 0
+    def __init__(self, env: "BaseEnv"):
+        self.env = env
+        self._teacher: TeacherServer | None = None
+        self.kl_sum = 0.0
+        self.kl_tokens = 0
 
     @property
     def teacher(self) -> TeacherServer | None:
         """The connection to the teacher, made on first use; None if none is configured."""
-        config = self.config
+        config = self.env.config
         if self._teacher is None and config.teacher_url:
             self._teacher = TeacherServer(
                 config.teacher_url,
@@ -35,11 +39,6 @@ class TeachingMixin(ReportingMixin):
             )
         return self._teacher
 
-    async def wait_for_servers(self) -> None:
-        """Wait until inference servers and teacher answer; see wait_for_teacher."""
-        await self.wait_for_inference()
-        await self.wait_for_teacher()
-
     async def wait_for_teacher(self) -> None:
         """Wait until the teacher answers, if there is one, and see that its tokens are ours.
 
@@ -47,11 +46,11 @@ class TeachingMixin(ReportingMixin):
             EnvironmentFailure: it does not come, has another vocabulary, or does not score.
         """
         if self.teacher is not None:
-            self.teacher.tokenizer = self._tokenizer or await asyncio.to_thread(lambda: self.tokenizer)
+            self.teacher.tokenizer = self.env._tokenizer or await asyncio.to_thread(lambda: self.env.tokenizer)
             await self.teacher.start()
             logger.info("teacher at %s: same vocabulary, it scores", self.teacher.root_url)
 
-    async def have_scored(self, group: dict[str, Any]) -> None:
+    async def teach(self, group: dict[str, Any]) -> None:
         """Fill in `distill_token_ids` and `distill_logprobs`: the trained token and its logprob where one is, else nothing.
 
         A group that has them already, of an environment with a teacher of its own, is left as it is.
@@ -68,7 +67,7 @@ class TeachingMixin(ReportingMixin):
         try:
             scored = await gather_or_cancel([self.teacher.score(row) for row in rows])
         except EnvironmentFailure:
-            self.drops.add("teacher_away")
+            self.env.drops.add("teacher_away")
             logger.error("a group of %d sequences cannot be sent: the teacher has not scored it", len(rows))
             raise
         trained = [[mask != PROMPT_MASK and at > 0 for at, mask in enumerate(row)] for row in group["masks"]]
@@ -88,21 +87,17 @@ class TeachingMixin(ReportingMixin):
             return
         for logprobs, taught in zip(sampled, group["distill_logprobs"], strict=True):
             differences = [float(ours) - theirs[0] for ours, theirs in zip(logprobs, taught, strict=True) if theirs]
-            self._kl_sum += sum(differences)
-            self._kl_tokens += len(differences)
+            self.kl_sum += sum(differences)
+            self.kl_tokens += len(differences)
 
-    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Add `train/teacher_kl` (nats per token, estimated on the sampled tokens)."""
-        metrics = dict(wandb_metrics or {})
-        if self.teacher is not None:
-            if self._kl_tokens:
-                metrics["train/teacher_kl"] = self._kl_sum / self._kl_tokens
-            self._kl_sum, self._kl_tokens = 0.0, 0
-        await super().wandb_log(metrics)
+    def metrics(self) -> dict[str, float]:
+        """`train/teacher_kl` (nats per token, estimated on the sampled tokens) since it was last asked for."""
+        found = {"train/teacher_kl": self.kl_sum / self.kl_tokens} if self.kl_tokens else {}
+        self.kl_sum, self.kl_tokens = 0.0, 0
+        return found
 
-    async def close_servers(self) -> None:
-        """Close the connections to inference servers and teacher."""
-        await self.server.close()
+    async def close(self) -> None:
+        """Close the connection to the teacher."""
         teacher, self._teacher = self._teacher, None
         if teacher is not None:
             await teacher.close()

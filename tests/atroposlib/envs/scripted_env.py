@@ -46,7 +46,7 @@ def run(env: ScriptedEnv) -> Any:
     """One item's way to the service. What became of it."""
 
     async def whole() -> Any:
-        groups = await env.roll_out("item")
+        groups = await env._rollouts.roll_out("item")
         if groups is not None:
             await env.handle_send_to_api(groups, "item")
         return groups

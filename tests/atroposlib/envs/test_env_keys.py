@@ -14,6 +14,7 @@ import yaml
 from pydantic import Field, SecretStr
 
 from atroposlib.envs._runtime.command_line import main
+from atroposlib.envs._runtime.servers import served_model_blocking
 from atroposlib.envs._runtime.service_client import RolloutServiceClient
 from atroposlib.envs._runtime.settings import merge, parse_flags, read_yaml
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
@@ -75,7 +76,7 @@ def test_wandb_gets_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", Recording)
     env = ScriptedEnv([])
     env.config = JudgedConfig(rollout_server_api_key=KEY, use_wandb=True)
-    env.start_wandb("project", "group")
+    env._reports.start_wandb("project", "group")
     assert seen["config"]["note"] == "shown"
     assert KEY not in json.dumps(seen["config"])
     assert "judge_api_key" not in seen["config"]
@@ -214,7 +215,7 @@ async def test_no_client_goes_to_a_server_of_ours_by_a_proxy(address: str) -> No
     await session.cleanup()
     env = ScriptedEnv([], service_timeout=0.5)
     env.server = ServerManager([APIServerConfig(server_type="vllm", base_url=f"{address}/v1")])
-    assert await asyncio.to_thread(env._served_model_blocking) == "m"
+    assert await asyncio.to_thread(served_model_blocking, env) == "m"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs._runtime.processing import ProcessingMixin
+from atroposlib.envs._runtime.processing import make_groups
 from atroposlib.envs._runtime.serving import crossed
 from atroposlib.errors import RolloutFailure
 from atroposlib.inference.generation import current_versions
@@ -155,7 +155,7 @@ def test_process_stops_when_items_run_out() -> None:
 
     env = Runs([], ensure_scores_are_not_same=False)
     env.n_groups_to_process = 5
-    asyncio.run(ProcessingMixin._make_groups(env))
+    asyncio.run(make_groups(env))
     assert env.curr_step == 2
 
 
@@ -182,7 +182,7 @@ def test_process_counts_the_drops_of_each_item_alone() -> None:
         env = Runs([], max_num_workers=3)
         env.items = [0, 1, 2]
         env.n_groups_to_process = 3
-        await ProcessingMixin._make_groups(env)
+        await make_groups(env)
         return env
 
     neighbours = asyncio.Event()
@@ -203,7 +203,7 @@ def seeds_of(items: int, **settings: Any) -> list[list[int | None]]:
 
     async def whole() -> None:
         env = SeededEnv([], **settings)
-        await asyncio.gather(*(env.roll_out(item) for item in range(items)))
+        await asyncio.gather(*(env._rollouts.roll_out(item) for item in range(items)))
 
     asyncio.run(whole())
     return found

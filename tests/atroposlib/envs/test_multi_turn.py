@@ -73,7 +73,7 @@ async def make(shared_inference: str, tokenizer: Any) -> AsyncIterator[Make]:
     yield one
     control(shared_inference, cycle=None)
     for environment in made:
-        await environment.close_servers()
+        await environment.server.close()
 
 
 def control(url: str, **change: Any) -> int:
@@ -186,7 +186,7 @@ async def test_one_conversation_is_tried_again_from_its_beginning(make: Make, to
 async def test_each_request_has_a_seed_of_its_own(make: Make, shared_inference: str) -> None:
     environment = make("<1+2>", "<1+2>", "3", "3", seed_rollouts=True)
     before = control(shared_inference)
-    await environment.roll_out("1+2")
+    await environment._rollouts.roll_out("1+2")
     asked = requests_after(shared_inference, before)
     assert [request.get("n", 1) for request in asked] == [2, 1, 1]
     assert len({request["seed"] for request in asked}) == 3
@@ -207,7 +207,7 @@ async def test_metrics_of_rollouts(make: Make) -> None:
     environment = make("<1+2>", "4", "3")
     await environment.collect_trajectories("1+2")
     told: dict[str, Any] = {}
-    environment._log_line = told.update  # type: ignore[method-assign]
+    environment._reports._log_line = told.update  # type: ignore[method-assign]
     await environment.wandb_log()
     expected = {"percent_correct": 0.5, "turns": 1.5, "tool_calls": 0.5, "tool_use": 0.5, "truncated_share": 0.0}
     assert {name: told[f"train/{name}"] for name in expected} == expected

@@ -147,7 +147,7 @@ def evaluated(server: Scripted, times: int = 1, **settings: Any) -> Evaluated:
 
     async def run() -> None:
         for _ in range(times):
-            env._start_evaluation()
+            env._serving.start_evaluation()
             assert env.eval_runner is not None
             await env.eval_runner
             await asyncio.sleep(0)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atroposlib.envs._runtime.servers import close_servers
 from atroposlib.errors import EnvironmentFailure, InferenceUnavailable, RolloutFailure, UsageError
 from atroposlib.inference import teacher_server
 from atroposlib.inference.tokenizers import differing_ids, first_difference
@@ -44,12 +45,12 @@ def run(env: ScriptedEnv, items: int = 1) -> None:
 
     async def work() -> None:
         try:
-            await env.wait_for_teacher()
-            for done in await asyncio.gather(*(env.work_on("item") for _ in range(items)), return_exceptions=True):
+            await env._delivery.teaching.wait_for_teacher()
+            for done in await asyncio.gather(*(env._rollouts.work_on("item") for _ in range(items)), return_exceptions=True):
                 if isinstance(done, BaseException):
                     raise done
         finally:
-            await env.close_servers()
+            await close_servers(env)
 
     asyncio.run(asyncio.wait_for(work(), SECONDS))
 
@@ -74,7 +75,8 @@ def test_every_trained_token_gets_the_teachers_logprob(teacher: StandinTeacher, 
     asked = "/generate" if teacher.kind == "ours" else "/v1/completions"
     assert [path for path in teacher.paths if path in ("/generate", "/v1/completions")] == [asked] * 3  # one to begin with
     taught = [value for row in group["distill_logprobs"] for entry in row for value in entry]
-    assert env._kl_sum / env._kl_tokens == pytest.approx(sum(-1.0 - value for value in taught) / 5)
+    teaching = env._delivery.teaching
+    assert teaching.kl_sum / teaching.kl_tokens == pytest.approx(sum(-1.0 - value for value in taught) / 5)
 
 
 def test_a_model_that_is_named_is_asked_by_its_name(ours: StandinTeacher, tokenizer: Any) -> None:
@@ -101,16 +103,16 @@ def test_groups_wait_for_a_teacher_that_died_and_none_is_lost(
     env = environment(teacher, tokenizer, [response(float(n % 2)) for n in range(8)], teacher_max_requests=3)
 
     async def work() -> None:
-        await env.wait_for_teacher()
+        await env._delivery.teaching.wait_for_teacher()
         await asyncio.to_thread(teacher.stop)
-        working = [asyncio.create_task(env.work_on("item")) for _ in range(4)]
+        working = [asyncio.create_task(env._rollouts.work_on("item")) for _ in range(4)]
         while "waiting for teacher at" not in caplog.text:
             await asyncio.sleep(0.01)
         assert env.posted == []
         teacher.most_at_once = 0
         await asyncio.to_thread(teacher.start)
         await asyncio.gather(*working)
-        await env.close_servers()
+        await close_servers(env)
 
     asyncio.run(asyncio.wait_for(work(), SECONDS))
     assert len(env.posted) == 4
@@ -143,12 +145,12 @@ def test_a_teacher_that_never_comes_back_ends_it_with_one_line_and_the_group_is_
     env = environment(ours, tokenizer, teacher_timeout=0.3)
 
     async def work() -> None:
-        await env.wait_for_teacher()
+        await env._delivery.teaching.wait_for_teacher()
         await asyncio.to_thread(ours.stop)
         try:
-            await env.work_on("item")
+            await env._rollouts.work_on("item")
         finally:
-            await env.close_servers()
+            await close_servers(env)
 
     with pytest.raises(InferenceUnavailable, match=rf"teacher at {ours.url}: .* giving up; .*--env\.teacher_url") as error:
         asyncio.run(asyncio.wait_for(work(), SECONDS))
@@ -210,11 +212,11 @@ def test_a_token_that_the_teacher_has_no_logprob_of_costs_its_group_alone(teache
     teacher.wrong_token = 8
 
     async def work() -> None:
-        await env.wait_for_teacher()
+        await env._delivery.teaching.wait_for_teacher()
         with pytest.raises(RolloutFailure, match=r"of a sequence of 8 tokens, 0\.5 is no logprob"):
-            await env.work_on("item")
-        await env.work_on("item")
-        await env.close_servers()
+            await env._rollouts.work_on("item")
+        await env._rollouts.work_on("item")
+        await close_servers(env)
 
     asyncio.run(asyncio.wait_for(work(), SECONDS))
     assert str(env.drops) == "teacher_refused=1"
@@ -228,21 +230,21 @@ def test_a_teacher_that_is_exchanged_while_nobody_asks_is_compared_again(
     env = environment(teacher, tokenizer, [response(float(n % 2)) for n in range(6)])
 
     async def work() -> None:
-        await env.wait_for_teacher()
+        await env._delivery.teaching.wait_for_teacher()
         teacher.paths.clear()
-        await env.work_on("item")
+        await env._rollouts.work_on("item")
         assert "/v1/models" not in teacher.paths, "it was looked at a moment ago"
         monkeypatch.setattr(teacher_server, "LOOK_AGAIN_SECONDS", 0.0)
-        await env.work_on("item")
+        await env._rollouts.work_on("item")
         assert "/v1/models" in teacher.paths
         assert compared not in teacher.paths, "it is the same"
         teacher.root = "/models/second"
         teacher.vocabulary, teacher.shift = {"other": 0}, 1
         try:
             with pytest.raises(UsageError, match="has another vocabulary"):
-                await env.work_on("item")
+                await env._rollouts.work_on("item")
         finally:
-            await env.close_servers()
+            await close_servers(env)
 
     asyncio.run(asyncio.wait_for(work(), SECONDS))
     assert len(env.posted) == 2

@@ -178,7 +178,7 @@ class World:
                 self.env_id = None
 
     def act(self) -> None:
-        """As ServingMixin._one_round does behind the answer of the service."""
+        """As Serving.one_round does behind the answer of the service."""
         assert self.asked is not None
         (status, busy), self.asked = self.asked, None
         if self.window.heed(status["stream"]):  # type: ignore[arg-type]
