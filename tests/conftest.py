@@ -19,6 +19,7 @@ if str(ROOT) not in sys.path:
 from example_trainer.child_processes.ports import PortReservations  # noqa: E402
 from example_trainer.child_processes.processes import ManagedProcess, Supervisor  # noqa: E402
 from example_trainer.child_processes.readiness import Probe, http_probe, wait_until  # noqa: E402
+from tests.forked_commands import ForkedProcess  # noqa: E402
 
 # One thread each: the models are tiny, several processes share two cores, and threads that wait for one another burn them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -87,7 +88,8 @@ class Processes:
         """
         self.count += 1
         log = self.folder / f"{self.count:02d}-{name.replace(' ', '-')}.log"
-        return self.supervisor.start(name, [str(part) for part in command], log, environment, directory, grace, may_finish)
+        words = [str(part) for part in command]
+        return self.supervisor.add(ForkedProcess(name, words, log, environment, directory, grace, may_finish))
 
     def wait_until(self, what: str, probe: Probe, seconds: float) -> float:
         """Poll until `probe()` answers None (else: what is missing); returns the seconds it took.

@@ -125,10 +125,18 @@ class Guard:
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != guard:
                 os._exit(128 + signal.SIGKILL)  # the guard died before the line above took effect
-            os.execvp(self.command[0], self.command)
+            self.become()
         except OSError as error:
             print(f"guard: cannot start {self.command[0]}: {error}", file=sys.stderr, flush=True)
         os._exit(127)
+
+    def become(self) -> None:
+        """Turn the child into the command.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        os.execvp(self.command[0], self.command)
 
     def reap(self) -> None:
         """Collect every process that ended, the command's own status among them."""

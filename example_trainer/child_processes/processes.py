@@ -118,22 +118,35 @@ class ManagedProcess:
         read_end, self.control = os.pipe()  # neither is inherited but for what pass_fds names
         try:
             with log_path.open("ab" if append else "wb") as log:
-                self.guard = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(GUARD), str(read_end), str(grace), *self.command],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=variables,
-                    cwd=directory,
-                    pass_fds=(read_end,),
-                    start_new_session=True,  # Ctrl-C in the terminal is for whoever started it, who stops the rest
-                )
+                self.guard = self.start_guard(read_end, log.fileno(), variables, directory)
         except OSError:
             self.release()
             raise
         finally:
             os.close(read_end)
         logger.debug("started %s (guard %d): %s", name, self.guard.pid, " ".join(self.command))
+
+    def start_guard(
+        self, control: int, log: int, variables: Mapping[str, str], directory: Path | None
+    ) -> subprocess.Popen[bytes]:
+        """Start the guard, which starts the command.
+
+        Args:
+            control: read end of the control pipe.
+            log: file descriptor of its output.
+            variables: its whole environment.
+            directory: its working directory; None: this process's.
+        """
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", str(GUARD), str(control), str(self.grace), *self.command],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=variables,
+            cwd=directory,
+            pass_fds=(control,),
+            start_new_session=True,  # Ctrl-C in the terminal is for whoever started it, who stops the rest
+        )
 
     def poll(self) -> int | None:
         """The exit status (128 + n for signal n) once the command and all it started are gone, else None."""
@@ -231,7 +244,10 @@ class Supervisor:
         may_finish: bool = False,
     ) -> ManagedProcess:
         """Start one more; see ManagedProcess."""
-        process = ManagedProcess(name, command, log_path, environment, directory, grace, may_finish)
+        return self.add(ManagedProcess(name, command, log_path, environment, directory, grace, may_finish))
+
+    def add(self, process: ManagedProcess) -> ManagedProcess:
+        """Look after one that has been started."""
         self.processes.append(process)
         return process
 
