@@ -68,7 +68,6 @@ def _stand_in_for_vllm() -> None:
     for name in ("vllm", "vllm.model_executor", "vllm.model_executor.layers"):
         module(name, __version__="0.0", __path__=[])
     module("vllm.platforms", current_platform=SimpleNamespace(is_cuda=bool, is_cpu=lambda: True, is_cuda_alike=bool))
-    module("vllm.logger", init_logger=logging.getLogger)
     module("vllm.model_executor.layers.utils", dispatch_cpu_unquantized_gemm=None)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 
 
 def worker_logger(name: str) -> logging.Logger:
-    """A logger whose lines appear in vLLM's own log, in the server and in every worker process."""
-    logger: logging.Logger = importlib.import_module("vllm.logger").init_logger(f"vllm.{name}")
-    return logger
+    """A logger whose lines appear in vLLM's own log, in the server and in every worker process.
+
+    vLLM sets up the loggers below its name when it is imported, which need not be now.
+    """
+    return logging.getLogger(f"vllm.{name}")

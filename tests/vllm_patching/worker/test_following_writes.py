@@ -10,7 +10,7 @@ import torch
 
 from vllm_patching.protocol.checksum import WeightSums
 from vllm_patching.transport.shared_memory import SharedMemoryError, reached_in_time
-from vllm_patching.worker.extension import LockstepWorkerExtension
+from vllm_patching.worker.receiving import WeightReceiver
 
 
 class Event:
@@ -28,7 +28,7 @@ class Event:
         return self.left < 0
 
 
-class Worker(LockstepWorkerExtension):
+class Worker(WeightReceiver):
     def __init__(self, event: Any) -> None:
         self._lockstep_rank, self._lockstep_device = 1, torch.device("cpu")
         self._lockstep_written, self._lockstep_writer = event, ("trainer here:12", 0.05)
