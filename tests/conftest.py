@@ -39,15 +39,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Where several workers share the tests: a file's stay together, for what they share; and so do all that share real
-    servers, and all that need the GPU to themselves."""
+    """Where several workers share the tests: a file's stay together, for the servers that they share, and so do all that need
+    the GPU to themselves."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Together(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            folder = file.split("/")[1]
-            return folder if folder in ("e2e", "gpu") else file
+            return "gpu" if file.startswith("tests/gpu/") else file
 
     return Together(config, log)
 
