@@ -258,6 +258,8 @@ def fork_engines() -> None:
         module = importlib.import_module(f"vllm.v1.{name}")
         assert hasattr(module, "get_mp_context"), name
         module.get_mp_context = lambda: context  # type: ignore[attr-defined]
+    title = importlib.import_module("setproctitle")  # finds where titles are kept by an environment that nobody has changed yet
+    title.setproctitle(title.getproctitle())
     # Else a signal to the engine would wake the server, as one to itself.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
