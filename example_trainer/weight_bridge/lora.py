@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 SERVING_FOLDER = "serving"
 _HOST = socket.gethostname()
-_OWNER = f"{_HOST}.{os.getpid()}"
 
 
 class LoraServer(VLLMClient):
@@ -161,7 +160,7 @@ class LoraBridge(WeightBridge):
         started = time.perf_counter()
         write_weights()
         rounded = time.perf_counter()
-        folder = self._folder / f"v{version}-{_OWNER}-{uuid.uuid4().hex[:12]}"
+        folder = self._folder / f"v{version}-{_HOST}.{os.getpid()}-{uuid.uuid4().hex[:12]}"
         try:
             written = self._writer.write(folder)
         except OSError as error:
