@@ -2,7 +2,7 @@
 
 from enum import Enum
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from atroposlib.compatibility import WarnsOfUnknownKeys
 
@@ -40,6 +40,18 @@ class BaseEnvConfig(WarnsOfUnknownKeys):
         default=False,
         description="After a kill of any process, serve the items, with the seeds, that the run would have had without it "
         "(docs/runs.md): needs a trainer with --max-staleness 0 and no second environment; implies seed_rollouts",
+    )
+
+    # Which items come next
+    curriculum: bool = Field(
+        default=False,
+        description="Pass over items that the model gets always right or always wrong, as measured while it trains",
+    )
+    curriculum_floor: float = Field(
+        default=0.1, ge=0, le=1, description="With it: the share of such items that is sampled nevertheless"
+    )
+    curriculum_path: str | None = Field(
+        default=None, description="The file that keeps what was measured; by default beside the environment's checkpoints"
     )
 
     # The rollout service and the trainer behind it
@@ -114,6 +126,11 @@ class BaseEnvConfig(WarnsOfUnknownKeys):
         default=True,
         description="Drop groups whose scores are all equal: without a teacher they teach nothing (advantages of zero)",
     )
+    resample_equal_scores: int = Field(
+        default=0,
+        ge=0,
+        description="How often an item whose responses all score the same is tried again, before it is dropped",
+    )
     include_messages: bool = Field(default=False, description="Send the messages to the trainer too")
 
     # Reasoning models behind OpenAI-compatible endpoints
@@ -121,3 +138,11 @@ class BaseEnvConfig(WarnsOfUnknownKeys):
     reasoning_effort: str | None = Field(default=None, description="none, minimal, low, medium, high or xhigh")
     max_reasoning_tokens: int | None = Field(default=None, ge=1024, le=32000, description="Most tokens of reasoning")
     custom_thinking_prompt: str | None = Field(default=None, description="System prompt put before the messages")
+
+    @model_validator(mode="after")
+    def _items_have_one_order(self) -> "BaseEnvConfig":
+        if self.curriculum and self.exact_resume:
+            raise ValueError(
+                "curriculum chooses items by what was measured up to now: exact_resume could not give them again, leave out one"
+            )
+        return self

@@ -5,17 +5,33 @@ A subclass defines how one problem is attempted; this class holds the evaluation
 
 import asyncio
 import logging
+import random
+import re
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
+from atroposlib.envs.curriculum import Curriculum, item_key
+from atroposlib.groups import ScoredDataGroup, teaches_nothing
 from atroposlib.inference.generation import Weights
+from atroposlib.type_definitions import Item
 
 logger = logging.getLogger(__name__)
+
+MOST_PASSED_OVER = 1000
+"""Items in a row that a curriculum passes over; then one is taken, whatever it is: if all are easy, an easy one has to do."""
+REQUESTS_OF_GROUP = 1_000_000
+"""More than a group has: the seeds of its second making begin here."""
+
+_attempt: ContextVar[int] = ContextVar("attempt", default=0)
+"""How often the group that the present task makes was made before."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +71,17 @@ class GradedEnv(BaseEnv):
         super().__init__(*args, **kwargs)
         self._noted: dict[str, list[float]] = defaultdict(list)
         self._pending_metrics: dict[str, float] = {}
+        self._rng = random.Random(f"{self.config.seed} curriculum")
+        self._passed_over = 0
 
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
         """The usual settings, and one vLLM server on this machine."""
         return cls.env_config_cls(), [APIServerConfig(base_url="http://localhost:9001/v1", server_type="vllm")]
+
+    @abstractmethod
+    async def collect_group(self, item: Item) -> ScoredDataGroup:
+        """Answer an item `group_size` times, and score the answers. Tell `note_success` how many are right."""
 
     @abstractmethod
     def eval_problems(self) -> Sequence[Any]:
@@ -72,6 +94,55 @@ class GradedEnv(BaseEnv):
     @abstractmethod
     async def attempt(self, problem: Any, samples: int, temperature: float) -> list[Attempt]:
         """Answer one held-out problem `samples` times."""
+
+    # ---- groups, and which item comes next ------------------------------------------------------------------------------
+
+    async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup, list[Item]]:
+        """A group of answers to an item; made anew, up to `resample_equal_scores` times, where all scores are equal."""
+        config = self.config
+        again = config.resample_equal_scores if config.ensure_scores_are_not_same and config.teacher_url is None else 0
+        for attempt in range(again + 1):
+            _attempt.set(attempt)
+            group = await self.collect_group(item)
+            if attempt == again or len(group["scores"]) == 1 or not teaches_nothing(group):
+                break
+            self.drops.add("equal_scores_resampled")
+        return group, []
+
+    def sampling_seed(self, request: int = 0) -> int | None:
+        """The `seed` of a request for the item in work; another one each time that its group is made anew."""
+        return super().sampling_seed(request + REQUESTS_OF_GROUP * _attempt.get())
+
+    @cached_property
+    def curriculum(self) -> Curriculum:
+        """What is known of items. First used after the registration, which says where the trainer's folder is."""
+        path = self.config.curriculum_path
+        if path is None and self.checkpoint_dir:
+            name = re.sub("[^-.0-9A-Za-z]", "_", self.config.wandb_name or self.name or type(self).__name__)
+            path = Path(self.checkpoint_dir) / "env_checkpoints" / f"{name}.curriculum.jsonl"
+        return Curriculum(self.config.curriculum_floor, None if path is None else Path(path))
+
+    def item_key(self, item: Item) -> str:
+        """A name for an item, the same in every run: a hash of its `repr`, unless you know a better one."""
+        return item_key(item)
+
+    def note_success(self, item: Item, right: Sequence[bool]) -> None:
+        """Which answers of a group were right."""
+        if self.config.curriculum:
+            self.curriculum.note(self.item_key(item), sum(right), len(right))
+
+    async def next_item(self) -> Item:
+        """The next item; with `curriculum`, the next that is worth sampling."""
+        if not self.config.curriculum:
+            return await self.get_next_item()
+        for _ in range(MOST_PASSED_OVER):
+            item = await self.get_next_item()
+            if item is None or self.curriculum.takes(self.item_key(item), self._rng.random()):
+                return item
+            self._passed_over += 1
+        return item
+
+    # ---- evaluation and metrics -----------------------------------------------------------------------------------------
 
     def note(self, numbers: Mapping[str, float]) -> None:
         """Keep numbers of one rollout: the next metrics have the mean of each name, as `train/<name>`."""
@@ -136,6 +207,8 @@ class GradedEnv(BaseEnv):
         metrics = dict(wandb_metrics or {})
         metrics.update({f"train/{name}": fmean(numbers) for name, numbers in self._noted.items()})
         metrics.update(self._pending_metrics)
+        if self.config.curriculum:
+            metrics.update(self.curriculum.metrics() | {"train/curriculum_passed_over": float(self._passed_over)})
         self._noted.clear()
         self._pending_metrics = {}
         await super().wandb_log(metrics)

@@ -80,10 +80,11 @@ class MultiTurnEnv(GradedEnv):
         special = getattr(self.tokenizer, "all_special_tokens", [])
         return Toolbox(self.tools, Conversation, config.tool_timeout, config.max_tool_output, special)
 
-    async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup, list[Item]]:
+    async def collect_group(self, item: Item) -> ScoredDataGroup:
         """A group of `group_size` conversations about an item."""
         played = await self.converse(item, self.config.group_size, self.sampling_seed, temperature=self.temperature)
         grades = await gather_or_cancel([self.grade(talk) for talk, _ in played])
+        self.note_success(item, [grade.correct for grade in grades])
         for (talk, _), grade in zip(played, grades, strict=True):
             self.note(self._numbers(talk, grade))
         nodes = [node for _, node in played]
@@ -103,7 +104,7 @@ class MultiTurnEnv(GradedEnv):
             group["advantages"] = [spread_over_tokens(n.masked_tokens, row) for n, row in zip(nodes, advantages, strict=True)]
         if self.config.include_messages or self.jsonl_writer is not None:
             group["messages"] = [talk.transcript for talk, _ in played]
-        return group, []
+        return group
 
     async def attempt(self, problem: Any, samples: int, temperature: float) -> list[Attempt]:
         """Conversations about a held-out problem."""

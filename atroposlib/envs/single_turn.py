@@ -50,7 +50,7 @@ class SingleTurnEnv(GradedEnv):
         """The group's rewards, where they depend on the group as a whole."""
         return [grade.score for grade in grades]
 
-    async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup, list[Item]]:
+    async def collect_group(self, item: Item) -> ScoredDataGroup:
         """A group of `group_size` sampled answers, tokens untouched."""
         messages = self.messages(item)
         seed = self.sampling_seed()
@@ -65,6 +65,7 @@ class SingleTurnEnv(GradedEnv):
             nodes = managed.get_state()["nodes"]
         responses = [as_response(choice, node) for choice, node in zip(answer.choices, nodes, strict=True)]
         grades = await asyncio.gather(*(self.grade(item, response) for response in responses))
+        self.note_success(item, [grade.correct for grade in grades])
         for grade, response in zip(grades, responses, strict=True):
             self.note({"percent_correct": grade.correct, "response_length": response.num_tokens})
         group = ScoredDataGroup(
@@ -76,7 +77,7 @@ class SingleTurnEnv(GradedEnv):
         group.update(sequence_fields(nodes))  # type: ignore[typeddict-item]
         if self.config.include_messages:
             group["messages"] = [[*messages, {"role": "assistant", "content": r.text}] for r in responses]
-        return group, []
+        return group
 
     async def attempt(self, problem: Any, samples: int, temperature: float) -> list[Attempt]:
         """Answers to a held-out problem, by one request."""

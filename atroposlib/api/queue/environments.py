@@ -17,6 +17,8 @@ class Registry:
         self.limits = limits
         self.by_id: dict[int, Environment] = {NOBODY: Environment(NOBODY, "", "", 1.0, 0, 0)}
         self.last_seen: dict[int, float] = {}
+        self.came: dict[int, float] = {}
+        """When each registered, or when the service began that knew it from its store."""
         self.name_counts: Counter[str] = Counter()
         self.clock = 0.0
         """Fair-queueing time: the clock of the environment that was served last."""
@@ -34,7 +36,7 @@ class Registry:
             environment = Environment(**stored)
             self.by_id[environment.env_id] = environment
             if environment.env_id != NOBODY:
-                self.last_seen[environment.env_id] = now
+                self.last_seen[environment.env_id] = self.came[environment.env_id] = now
         self.name_counts.update(name_counts)
         self.clock = clock
 
@@ -54,7 +56,7 @@ class Registry:
         )
         self.name_counts[desired_name] += 1
         self.by_id[environment.env_id] = environment
-        self.last_seen[environment.env_id] = now
+        self.last_seen[environment.env_id] = self.came[environment.env_id] = now
         self._dirty.add(environment.env_id)
         return environment
 
@@ -71,6 +73,14 @@ class Registry:
     def serving(self, stream: str) -> list[int]:
         """The connected environments that serve a stream of items."""
         return [env_id for env_id, one in self.by_id.items() if one.connected and one.stream == stream]
+
+    def beside(self, env_id: int) -> list[Environment]:
+        """The other connected environments that have spoken since this one registered."""
+        came = self.came[env_id]
+        return [self.by_id[other] for other, seen in self.last_seen.items() if seen > came and self._is_other(other, env_id)]
+
+    def _is_other(self, other: int, env_id: int) -> bool:
+        return other != env_id and self.by_id[other].connected
 
     def line_of(self, env_id: int | None) -> int:
         """The line in which groups of this environment wait."""

@@ -301,8 +301,19 @@ class RolloutQueue(Intake):
             "groups_wanted": self.groups_wanted(env_id, now),
             "max_staleness": self.registration.max_staleness if self.registration else None,
             "run_ended": self.ended,
-            **({"stream": self.streams.told(environment.stream)} if environment.stream is not None else {}),
+            **({"stream": self._stream_of(environment)} if environment.stream is not None else {}),
         }
+
+    def _stream_of(self, environment: Environment) -> dict[str, Any] | None:
+        """Where its stream of items stands; and `inexact`, why the run cannot be resumed exactly, where that is so."""
+        told = self.streams.told(environment.stream or "")
+        if told is not None and not self.replay.is_plain:
+            replay = f"{self.replay.policy}, each group in up to {self.replay.max_reuse} batches"
+            told["inexact"] = f"the trainer replays ({replay}): start it without --replay and --max-reuse"
+        elif told is not None and (others := self.registry.beside(environment.env_id)):
+            names = ", ".join(other.wandb_name for other in others)
+            told["inexact"] = f"{names} fills batches too, and time decides how much of them: let one environment run alone"
+        return told
 
     def groups_wanted(self, env_id: int, now: float) -> int:
         """How many more groups of its group_size this environment should have under way, those being sampled included.

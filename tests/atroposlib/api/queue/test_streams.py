@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from contextlib import closing
+from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from atroposlib.api.models.groups import read_groups
-from atroposlib.api.models.records import Draft, Group
+from atroposlib.api.models.records import Draft, Group, Registration
+from atroposlib.api.queue.rollout_queue import RolloutQueue
 from atroposlib.api.queue.streams import Streams
 from atroposlib.envs._runtime.item_window import ItemWindow
 from tests.atroposlib.api.queue.exact_world import STREAM, World
@@ -90,6 +92,34 @@ def test_what_is_lost_before_it_was_in_a_batch_is_done_again() -> None:
     assert window.heed(streams.told(STREAM) or {}), "something was lost"
     assert window.next_number() == 0
     assert Streams(streams.stored()).told(STREAM) == streams.told(STREAM)
+
+
+def test_what_cannot_be_resumed_exactly_is_told_to_the_environment() -> None:
+    def began(**fields: Any) -> tuple[RolloutQueue, int]:
+        queue = RolloutQueue()
+        queue.register(Registration(1, "g", "p", 8, 128, "c", 5, 0, 100, max_staleness=0, **fields))
+        queue.next_batch(0.0)
+        return queue, come(queue, STREAM, 0.0)
+
+    def come(queue: RolloutQueue, stream: str | None, now: float) -> int:
+        environment = queue.register_env("task", 1.0, 4, 128, None, now, stream)
+        assert environment is not None
+        return environment.env_id
+
+    queue, first = began()
+    earlier = come(queue, None, 0.0)
+    second = come(queue, STREAM, 1.0)
+    assert "inexact" not in queue.status_env(second, 2.0)["stream"], (
+        "its former life has left, and the other was not heard of since"
+    )
+    queue.status_env(earlier, 3.0)
+    assert "task_1 fills batches too" in queue.status_env(second, 4.0)["stream"]["inexact"]
+    queue.disconnect_env(earlier)
+    assert "inexact" not in queue.status_env(second, 5.0)["stream"]
+    assert "stream" not in queue.status_env(come(queue, None, 5.0), 6.0)
+    assert first != second
+    queue, first = began(replay={"policy": "uniform", "max_reuse": 1, "seed": 5})
+    assert "start it without --replay" in queue.status_env(first, 1.0)["stream"]["inexact"]
 
 
 def test_a_group_says_its_item_and_a_field_of_a_clients_own_says_nothing() -> None:
