@@ -1,0 +1,117 @@
+r"""Problems that are too long to work out, and a calculator that the model may ask: an environment with a tool.
+
+    python environments/calculator_server.py                                        # serve a trainer
+    python environments/calculator_server.py evaluate --env.eval_output out.json    # measure the served model
+
+The reward is +1 when the last \boxed{} of the last answer holds the right number, else -1. Asking costs nothing, and nobody
+tells the model to.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # run by path: import from the repository, never a sibling file
+
+from collections.abc import Iterator
+
+from pydantic import Field, field_validator
+
+from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum
+from atroposlib.envs.graded import Grade
+from atroposlib.envs.multi_turn import Conversation, MultiTurnConfig, MultiTurnEnv
+from atroposlib.envs.tool_formats import TaggedFormat
+from atroposlib.utils.boxed import last_boxed
+from atroposlib.utils.math_scoring import as_number
+from environments.arithmetic_problems import MAX_HELD_OUT
+from environments.calculator_problems import (
+    CALL_END,
+    CALL_START,
+    LEVELS,
+    LONG_LEVELS,
+    OFFER,
+    Calculation,
+    held_out_calculations,
+    training_calculations,
+)
+from environments.calculator_problems import calculate as value_of
+
+
+class CalculatorConfig(MultiTurnConfig):
+    """Settings of the calculator environment."""
+
+    difficulty: tuple[int, ...] = Field(
+        default=LONG_LEVELS, description=f"Levels to draw from, one or more of {list(LEVELS)}, such as 2,3"
+    )
+
+    @field_validator("difficulty", mode="before")
+    @classmethod
+    def _read_levels(cls, value: object) -> object:
+        """Accept `2` and `1,2` from a flag."""
+        if isinstance(value, int):
+            return (value,)
+        return tuple(value.strip("[]() ").split(",")) if isinstance(value, str) else value
+
+    @field_validator("difficulty")
+    @classmethod
+    def _check_levels(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if not value or not set(value) <= set(LEVELS):
+            raise ValueError(f"choose one or more of {list(LEVELS)}")
+        return value
+
+
+async def calculate(expression: str) -> int:
+    """Work out an expression of whole numbers.
+
+    Args:
+        expression: such as 12*34+5, with +, -, * and brackets.
+    """
+    return value_of(expression)
+
+
+class CalculatorEnv(MultiTurnEnv):
+    """Long sums and products; the held-out problems never appear in training."""
+
+    name = "calculator"
+    env_config_cls = CalculatorConfig
+    config: CalculatorConfig
+    tools = (calculate,)
+    tool_format = TaggedFormat("calculate", "expression", CALL_START, CALL_END, hint=OFFER)
+
+    @classmethod
+    def config_init(cls) -> tuple[CalculatorConfig, list[APIServerConfig]]:
+        config = CalculatorConfig(
+            group_size=16,
+            max_token_length=96,
+            max_turns=3,
+            max_num_workers_per_node=16,
+            max_eval_workers=64,
+            steps_per_eval=0,
+            eval_handling=EvalHandlingEnum.LIMIT_TRAIN,
+            wandb_name="calculator",
+        )
+        return config, [APIServerConfig(base_url="http://localhost:9001/v1", server_type="vllm")]
+
+    async def setup(self) -> None:
+        self.problems: Iterator[Calculation] = training_calculations(self.config.seed, self.config.difficulty)
+
+    async def get_next_item(self) -> Calculation:
+        return next(self.problems)
+
+    async def reset(self, problem: Calculation) -> Conversation:
+        return Conversation([{"role": "user", "content": problem.question}])
+
+    async def grade(self, talk: Conversation) -> Grade:
+        answer = last_boxed(talk.text)
+        correct = answer is not None and as_number(answer) == talk.item.answer
+        return Grade(score=1.0 if correct else -1.0, correct=correct, answer=answer)
+
+    def eval_problems(self) -> list[Calculation]:
+        count = self.config.eval_size if self.config.eval_size > 0 else MAX_HELD_OUT
+        return held_out_calculations(min(count, MAX_HELD_OUT), self.config.difficulty)
+
+    def describe(self, problem: Calculation) -> dict[str, object]:
+        return {"question": problem.question, "gold_answer": str(problem.answer), "difficulty": problem.level}
+
+
+if __name__ == "__main__":
+    CalculatorEnv.cli()
