@@ -96,6 +96,7 @@ def keep(control: socket.socket, mode: str, readable: list[str], users: tuple[in
     gc.disable()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    namespaces = kernel.NAMESPACES | (kernel.CLONE_NEWUSER if mode == "user_namespace" else 0)
     count = 0
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, TOP_MESSAGE, 8)
@@ -105,7 +106,7 @@ def keep(control: socket.socket, mode: str, readable: list[str], users: tuple[in
         count += 1
         # A failing fork closes the watcher's socket, which says that the program could not be run.
         with contextlib.suppress(OSError):
-            if os.fork() == 0:
+            if (os.fork() if mode == "restricted" else kernel.fork_into(namespaces)) == 0:
                 control.close()
                 begin(order, mode, readable, descriptors)
         for descriptor in descriptors:
@@ -113,18 +114,13 @@ def keep(control: socket.socket, mode: str, readable: list[str], users: tuple[in
 
 
 def begin(order: Order, mode: str, readable: list[str], descriptors: list[int]) -> None:
-    """Make a program's namespaces and its watcher. Never returns."""
+    """Be a program's watcher, in its namespaces. Never returns."""
     request, output, results, status_descriptor = descriptors
     status = socket.socket(fileno=status_descriptor)
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        if mode != "restricted":
-            own_users = mode == "user_namespace"
-            kernel.unshare(kernel.NAMESPACES | (kernel.CLONE_NEWUSER if own_users else 0))
-            if own_users:
-                rooms.map_one_user(0, 0, inside=rooms.NOBODY)
-            if os.fork():
-                os._exit(0)
+        if mode == "user_namespace":
+            rooms.map_one_user(0, 0, inside=rooms.NOBODY)
         told = watch(order, mode, readable, (request, output, results), status)
     except BaseException as error:  # noqa: BLE001 (told to whoever ordered it, who raises it)
         told = {"broken": f"{type(error).__name__}: {error}"}

@@ -6,6 +6,7 @@ All of the folder `inside` runs in a process of its own that is started with the
 import ctypes
 import errno
 import os
+import signal
 import struct
 
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
@@ -23,8 +24,8 @@ SECCOMP_MODE_FILTER = 2
 CAPABILITY_VERSION_3 = 0x20080522
 
 SYSCALLS = {
-    "x86_64": {"pivot_root": 155, "capset": 126, "mount_setattr": 442},
-    "aarch64": {"pivot_root": 41, "capset": 91, "mount_setattr": 442},
+    "x86_64": {"clone": 56, "pivot_root": 155, "capset": 126, "mount_setattr": 442},
+    "aarch64": {"clone": 220, "pivot_root": 41, "capset": 91, "mount_setattr": 442},
 }
 """By machine, those that glibc may have no function for. Landlock's have the same number everywhere."""
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
@@ -33,6 +34,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
 _libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
 _libc.syscall.restype = ctypes.c_long
+_libc_locked = ctypes.PyDLL(None, use_errno=True)
+_libc_locked.syscall.restype = ctypes.c_long
 
 
 class KernelRefused(OSError):
@@ -54,6 +57,18 @@ def _checked(what: str, result: int) -> int:
 def unshare(flags: int) -> None:
     """Leave the namespaces named by the flags for new ones."""
     _checked("unshare", _libc.unshare(flags))
+
+
+def fork_into(flags: int) -> int:
+    """Fork a process that is the first of new namespaces; `unshare` would need one more in between.
+
+    Only for a process of one thread, whose child forks again before it runs any code of others: Python and the C library do
+    not learn that this is a new process.
+    """
+    number = ctypes.c_long(SYSCALLS[os.uname().machine]["clone"])
+    nothing = (ctypes.c_long(0),) * 4
+    # By PyDLL, which keeps Python's lock: nobody else could give it back in the child.
+    return _checked("clone", int(_libc_locked.syscall(number, ctypes.c_long(flags | signal.SIGCHLD), *nothing)))
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:

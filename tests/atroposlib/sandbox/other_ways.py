@@ -5,11 +5,17 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
-from atroposlib.sandbox import Limits, LocalSandbox, Program, SandboxUnavailable
-from atroposlib.sandbox.inside import filters, kernel
-from atroposlib.sandbox.verdict import verdict
+# The package's own first lines need pydantic, which the system's Python may not have.
+package = types.ModuleType("atroposlib")
+package.__path__ = [str(Path(__file__).resolve().parents[3] / "atroposlib")]
+sys.modules["atroposlib"] = package
+
+from atroposlib.sandbox import Limits, LocalSandbox, Program, SandboxUnavailable  # noqa: E402
+from atroposlib.sandbox.inside import filters, kernel  # noqa: E402
+from atroposlib.sandbox.verdict import verdict  # noqa: E402
 
 CHOSEN = """memory in a memfd|killing a process of the same user|killing who made it|signals by ownership of a pipe
 limits of its watcher|looking into its watcher|secrets in the environment of others|secrets of the user|network by address
