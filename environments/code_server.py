@@ -1,0 +1,239 @@
+r"""Write a function; hidden calls decide. Problems are made on the fly, or come from JSON lines of your own.
+
+    python environments/code_server.py                                          # serve a trainer
+    python environments/code_server.py --env.dataset_path my_problems.jsonl     # {"question", "function", "tests"} in each line
+    python environments/code_server.py evaluate --env.eval_output out.json      # measure the served model
+
+The reward is +1 when every hidden call returns what it should, else -1. Programs run in a sandbox: docs/sandbox.md.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # run by path: import from the repository, never a sibling file
+
+import asyncio
+import importlib
+import logging
+import random
+import re
+from collections.abc import Iterator
+
+from pydantic import Field, field_validator
+
+from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, EvalHandlingEnum
+from atroposlib.envs.single_turn import Grade, Response, SingleTurnEnv
+from atroposlib.errors import EnvironmentFailure, RolloutFailure, UsageError
+from atroposlib.sandbox import ISOLATIONS, Limits, LocalSandbox, Program, Sandbox, SandboxBroken, SandboxUnavailable
+from atroposlib.sandbox.verdict import Verdict, verdict
+from atroposlib.type_definitions import Message
+from environments.code_problems import MAX_HELD_OUT, CodeProblem, calls_of, held_out_problems, read_rows, training_problems
+
+logger = logging.getLogger(__name__)
+
+SYSTEM_PROMPT = "You write Python. Think first if you like, then give the whole program in one ```python block."
+FENCED = re.compile(r"```[ \t]*(?:python|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL | re.IGNORECASE)
+KINDS = ("timeout", "contained", "crash", "wrong")
+REMEDIES = {
+    "timeout": "if right programs need longer, raise --env.sandbox_seconds",
+    "contained": "if right programs need more, raise --env.sandbox_memory_mib",
+}
+"""What is said with the first program that ends in such a way."""
+
+
+class CodeConfig(BaseEnvConfig):
+    """Settings of the code environment."""
+
+    dataset_path: str | None = Field(
+        default=None,
+        description="Folder with train.jsonl and test.jsonl, or one such file; by default problems are made on the fly",
+    )
+    system_prompt: str = Field(default=SYSTEM_PROMPT, description="System prompt; empty for none")
+    partial_credit: float = Field(
+        default=0.0, ge=0, lt=2, description="Credit that a wrong program has for its share of right calls, added to the -1"
+    )
+    format_reward: float = Field(
+        default=0.0,
+        ge=0,
+        lt=2,
+        description="Credit of a wrong answer, added to the -1: half for defining the function, half for finishing",
+    )
+    sandbox: str = Field(
+        default="local", description="`local`, or `package.module:factory`, called with limits and allow_missing, of your own"
+    )
+    sandbox_allow_missing: tuple[str, ...] = Field(
+        default=(),
+        description=f"Isolations that may be missing where the host cannot give them, of {', '.join(ISOLATIONS)}; any other "
+        "that is missing ends the environment",
+    )
+    sandbox_seconds: float = Field(default=10.0, gt=0, description="Longest time for a program, over all hidden calls")
+    sandbox_memory_mib: int = Field(default=512, ge=32, description="Most memory of a program, in MiB")
+
+    @field_validator("sandbox_allow_missing", mode="before")
+    @classmethod
+    def _read_names(cls, value: object) -> object:
+        """Accept `disk,network` from a flag."""
+        return tuple(name.strip() for name in value.split(",") if name.strip()) if isinstance(value, str) else value
+
+    @field_validator("sandbox_allow_missing")
+    @classmethod
+    def _check_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not set(value) <= ISOLATIONS.keys():
+            raise ValueError(f"choose of {', '.join(ISOLATIONS)}")
+        return value
+
+
+class CodeEnv(SingleTurnEnv):
+    """Small functions in Python, decided by hidden calls."""
+
+    name = "code"
+    env_config_cls = CodeConfig
+    config: CodeConfig
+    box: Sandbox | None = None
+
+    @classmethod
+    def config_init(cls) -> tuple[CodeConfig, list[APIServerConfig]]:
+        config = CodeConfig(
+            group_size=8,
+            max_token_length=1024,
+            max_eval_workers=64,
+            eval_size=100,
+            eval_handling=EvalHandlingEnum.LIMIT_TRAIN,
+            wandb_name="code",
+        )
+        return config, [APIServerConfig(base_url="http://localhost:9001/v1", server_type="vllm")]
+
+    async def setup(self) -> None:
+        self.said: set[str] = set()
+        self.box = self.box or make_sandbox(self.config)
+        try:
+            await self.box.start()
+        except SandboxUnavailable as error:
+            raise EnvironmentFailure(f"{error}{allowing(error)}") from error
+        self.position = 0
+        path = self.config.dataset_path
+        self.train, self.test = await asyncio.to_thread(self.load, Path(path)) if path else ([], [])
+        random.Random(self.config.seed).shuffle(self.train)
+        self.made: Iterator[CodeProblem] = training_problems(self.config.seed)
+
+    def load(self, path: Path) -> tuple[list[CodeProblem], list[CodeProblem]]:
+        """Problems to train on and to evaluate with; lines that are none are counted and left out.
+
+        Raises:
+            UsageError: a file cannot be read, or has no problem.
+        """
+        found = []
+        for file in (path / "train.jsonl", path / "test.jsonl") if path.is_dir() else (path,):
+            try:
+                problems, wrong = read_rows(file)
+            except (OSError, UnicodeDecodeError) as error:
+                raise UsageError(f"--env.dataset_path: cannot read {file}: {error}") from error
+            if not problems:
+                raise UsageError(f"--env.dataset_path: {file} has no problems{f'; {wrong[0]}' if wrong else ''}")
+            if wrong:
+                self.drops.add("bad_rows", len(wrong))
+                total = len(wrong) + len(problems)
+                logger.warning("%d of %d rows are left out, mend or remove them; the first: %s", len(wrong), total, wrong[0])
+            found.append(problems)
+        return found[0], list(found[-1])
+
+    async def get_next_item(self) -> CodeProblem:
+        if not self.train:
+            return next(self.made)
+        self.position += 1
+        return self.train[(self.position - 1) % len(self.train)]
+
+    def messages(self, problem: CodeProblem) -> list[Message]:
+        system: list[Message] = [{"role": "system", "content": self.config.system_prompt}] if self.config.system_prompt else []
+        return [*system, {"role": "user", "content": problem.question}]
+
+    async def grade(self, problem: CodeProblem, response: Response) -> Grade:
+        """Run the answer's program. That it could not be run says nothing of the answer, and is no score."""
+        assert self.box is not None, "setup makes it"
+        calls, expected = calls_of(problem)
+        try:
+            outcome = await self.box.run(Program(program_in(response.text), problem.function, calls))
+        except SandboxBroken as error:
+            self.drops.add("sandbox_broken")
+            self.say_once("broken", f"a program could not be run: {error}; is the machine short of memory or processes?")
+            raise RolloutFailure(f"the sandbox could not run a program: {error}") from error
+        except SandboxUnavailable as error:
+            raise EnvironmentFailure(f"{error}{allowing(error)}") from error
+        judged = verdict(outcome, expected)
+        if judged.kind in REMEDIES:
+            self.say_once(judged.kind, f"a program is counted as {judged.kind}: {judged.why}; {REMEDIES[judged.kind]}")
+        defined = outcome.problem is None and judged.kind != "contained" and bool(outcome.results)
+        return Grade(
+            score=self.score(judged, len(expected), defined, response.finished),
+            correct=judged.kind == "right",
+            answer=f"{judged.kind}: {judged.why}",
+        )
+
+    def score(self, judged: Verdict, calls: int, defined: bool, finished: bool) -> float:
+        """The reward of one program.
+
+        Args:
+            judged: what became of it.
+            calls: how many there were.
+            defined: it defines the function.
+            finished: the answer ended by itself.
+        """
+        if judged.kind == "right":
+            return 1.0
+        form = self.config.format_reward * (defined + finished) / 2
+        return -1.0 + form + self.config.partial_credit * judged.passed / calls
+
+    def adjust_scores(self, grades: list[Grade], responses: list[Response]) -> list[float]:
+        """Note how the programs of a group ended; their rewards stay."""
+        for grade in grades:
+            kind = (grade.answer or "").partition(":")[0]
+            self.note({f"code_{name}": float(kind == name) for name in KINDS})
+        return super().adjust_scores(grades, responses)
+
+    def say_once(self, what: str, message: str) -> None:
+        if what not in self.said:
+            self.said.add(what)
+            logger.warning("%s (said once)", message)
+
+    def eval_problems(self) -> list[CodeProblem]:
+        size = self.config.eval_size
+        if not self.test:
+            return held_out_problems(min(size, MAX_HELD_OUT) if size > 0 else MAX_HELD_OUT)
+        return self.test if size < 0 else self.test[:size]
+
+    def describe(self, problem: CodeProblem) -> dict[str, object]:
+        return {"question": problem.question, "gold_answer": problem.reference}
+
+
+def program_in(text: str) -> str:
+    """The program in an answer: its last block of code after the reasoning; without one, all of it."""
+    visible = text.rpartition("</think>")[2]
+    blocks = FENCED.findall(visible)
+    return str(blocks[-1]) if blocks else visible
+
+
+def make_sandbox(config: CodeConfig) -> Sandbox:
+    """The sandbox that the settings ask for.
+
+    Raises:
+        UsageError: `sandbox` names nothing that can be called.
+    """
+    limits = Limits(seconds=config.sandbox_seconds, memory=config.sandbox_memory_mib << 20)
+    if config.sandbox == "local":
+        return LocalSandbox(limits, config.sandbox_allow_missing)
+    module, _, name = config.sandbox.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(f"--env.sandbox {config.sandbox}: neither `local` nor package.module:factory ({error})") from error
+    made: Sandbox = factory(limits=limits, allow_missing=config.sandbox_allow_missing)
+    return made
+
+
+def allowing(error: SandboxUnavailable) -> str:
+    """The flag that would allow what is missing."""
+    return f" (--env.sandbox_allow_missing {','.join(error.missing)})" if error.missing else ""
+
+
+if __name__ == "__main__":
+    CodeEnv.cli()

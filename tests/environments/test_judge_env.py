@@ -1,0 +1,215 @@
+"""The judge environment with a judge over HTTP: its number is the reward, and whatever is no number is never one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atroposlib.envs.single_turn import Response
+from atroposlib.errors import EnvironmentFailure, InferenceUnavailable, RolloutFailure, UsageError
+from environments.judge_server import HELD_OUT_TOPICS, JudgeEnv, Prompt, judge_messages, made_prompts, read_prompt, read_score
+from tests.atroposlib.envs.env_stack import Stack
+
+ROOT = Path(__file__).resolve().parents[2]
+JUDGE = ROOT / "environments" / "judge_server.py"
+
+
+QUESTION = Prompt("a question")
+
+
+class Judge(ThreadingHTTPServer):
+    """Answers with what `says` gives next, the last for ever: a text, or a status to refuse with."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.says: list[str | int] = ["Score: 5"]
+        self.asked: list[dict[str, Any]] = []
+        self.lock = threading.Lock()
+        self.url = f"http://127.0.0.1:{self.server_port}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Judge
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing."""
+
+    def reply(self, status: int, body: Any) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self) -> None:
+        self.reply(200, {"object": "list", "data": [{"id": "the-judge", "object": "model"}]})
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.asked.append(request | {"authorization": self.headers.get("Authorization")})
+            said = self.server.says.pop(0) if len(self.server.says) > 1 else self.server.says[0]
+        if isinstance(said, int):
+            return self.reply(said, {"error": {"message": f"refused with {said}"}})
+        message = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": said}}
+        return self.reply(200, {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [message]})
+
+
+@pytest.fixture
+def judge() -> Iterator[Judge]:
+    server = Judge()
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def env(tokenizer_dir: Path, judge: Judge) -> JudgeEnv:
+    config, servers = JudgeEnv.config_init()
+    config.tokenizer_name, config.judge_url = str(tokenizer_dir), judge.url
+    return JudgeEnv(config, servers)
+
+
+def graded(env: JudgeEnv, text: str = "an answer", prompt: Prompt = QUESTION) -> tuple[float, bool]:
+    async def run() -> tuple[float, bool]:
+        await env.setup()
+        try:
+            grade = await env.grade(prompt, Response(text, 3, True))
+        finally:
+            assert env.judge is not None
+            await env.judge.close()
+            env.judge = None
+        return grade.score, grade.correct
+
+    return asyncio.run(run())
+
+
+def test_the_judges_number_is_the_score(env: JudgeEnv, judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "sesame")
+    judge.says = ["It is fine.\nScore: 7"]
+    assert graded(env) == (0.7, True)
+    (asked,) = judge.asked
+    assert (asked["model"], asked["temperature"], asked["authorization"]) == ("the-judge", 0.0, "Bearer sesame")
+    env.config.judge_samples = 2
+    judge.says = ["Score: 2", "**Score: 4/10**"]
+    assert graded(env, prompt=Prompt("q", "Is it short?")) == (pytest.approx(0.3), False)
+    assert "Is it short?" in judge.asked[-1]["messages"][0]["content"]
+
+
+def test_nonsense_is_asked_again_counted_and_never_a_score(
+    env: JudgeEnv, judge: Judge, caplog: pytest.LogCaptureFixture
+) -> None:
+    judge.says = ["I like it", "Score: eleven", "Score: 10"]
+    assert graded(env) == (1.0, True)
+    assert [asked["temperature"] for asked in judge.asked] == [0.0, 0.7, 0.7]
+    judge.says = ["Score: 11"]
+    for _ in range(2):
+        with pytest.raises(RolloutFailure, match="no number in 3 attempts: 'Score: 11'"):
+            graded(env)
+    assert env.drops.metrics()["train/dropped_judge_nonsense"] == 8
+
+
+def test_it_is_logged_once(env: JudgeEnv, caplog: pytest.LogCaptureFixture) -> None:
+    asyncio.run(env.setup())
+    for _ in range(3):
+        env.say_once("nonsense", "the judge gave no number")
+    assert caplog.text.count("the judge gave no number") == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "failure", "message"),
+    [
+        (401, UsageError, "set JUDGE_API_KEY"),
+        (404, UsageError, "--env.judge_model_name"),
+        (400, RolloutFailure, "refuses: .*refused with 400"),
+    ],
+)
+def test_a_refusal_is_named(env: JudgeEnv, judge: Judge, status: int, failure: type[Exception], message: str) -> None:
+    judge.says = [status]
+    with pytest.raises(failure, match=message):
+        graded(env)
+    assert env.drops.metrics()["train/dropped_judge_refused"] == 1
+
+
+def test_a_judge_that_is_away_is_waited_for_and_given_up_in_time(env: JudgeEnv, judge: Judge) -> None:
+    judge.says = [503, 503, "Score: 4"]
+    assert graded(env) == (0.4, False)
+    judge.says = [503]
+    env.config.judge_timeout = 1.0
+    with pytest.raises(InferenceUnavailable, match="judge at http://127") as failure:
+        graded(env)
+    assert isinstance(failure.value, EnvironmentFailure)
+    assert env.drops.metrics()["train/dropped_judge_away"] == 1
+
+
+@pytest.mark.e2e
+def test_it_serves_a_trainer_what_the_judge_says(stack: Stack, shared_inference: str, judge: Judge) -> None:
+    stack.use_inference(shared_inference, text="an answer")
+    stack.start_service()
+    stack.register_trainer(num_steps=1, batch_size=8)
+    stack.next_batch()
+    # The first item meets nonsense, and is given up; then every group of four has two judgements of each kind.
+    judge.says = ["nonsense"] * 40 + ["Score: 2", "Score: 9"] * 200
+    flags = ("--env.group_size", "4", "--env.judge_url", judge.url, "--env.max_num_workers", "1")
+    environment = stack.start_environment(JUDGE, *flags)
+    (batch,) = stack.take_batches(1)
+    assert all(set(group["scores"]) == {0.2, 0.9} for group in batch)
+    log = environment.log_path.read_text()
+    assert log.count("the judge gave no number: 'nonsense'; ask another model (--env.judge_url) (said once)") == 1
+    assert "an item was given up: the judge gave no number in 3 attempts" in log
+    assert "Traceback" not in log
+
+
+@given(st.floats(0, 10).map(lambda value: round(value, 2)), st.text(alphabet="ab \n*:0", max_size=40))
+def test_the_last_number_counts(value: float, before: str) -> None:
+    assert read_score(f"{before}\nScore: {value}") == pytest.approx(value / 10)
+    assert read_score(f"Score: {value}\n</think>{before}") is None
+    assert read_score(f"Score: 3\nScore: {value + 10.5}") is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "7", "Score:", "Score: -1", "Score: nan", "Score: 1e3", "the Score: 7 is what I give", "Score: 7 or 8"]
+)
+def test_what_is_no_score(text: str) -> None:
+    assert read_score(text) is None
+
+
+@given(st.text(max_size=300))
+def test_an_answer_cannot_end_itself(answer: str) -> None:
+    (message,) = judge_messages("q", "r", answer)
+    content = str(message["content"])
+    mark = content.partition("[")[2].partition("]")[0]
+    assert content.count(f"[{mark}]") == 3
+    assert content.partition(f"\n[{mark}]\n")[2].partition(f"\n[{mark}]\n")[0] == answer
+
+
+def test_prompts_are_read_and_held_out(env: JudgeEnv, tmp_path: Path) -> None:
+    assert read_prompt('{"prompt": " p ", "rubric": "r"}') == Prompt("p", "r")
+    assert [str(read_prompt(line))[:9] for line in ("{", '{"prompt": 3}', '{"prompt": "p", "rubric": 1}')] == [
+        *("not JSON ", "'prompt' ", "'rubric' ")
+    ]
+    (tmp_path / "p.jsonl").write_text('{"prompt": "p"}\n\n{"prompt": ""}\n')
+    assert env.load(tmp_path / "p.jsonl") == ([Prompt("p")], [Prompt("p")])
+    assert env.drops.metrics()["train/dropped_bad_rows"] == 1
+    with pytest.raises(UsageError, match="cannot read"):
+        env.load(tmp_path / "nothing.jsonl")
+    train, test = made_prompts()
+    assert len({prompt.text for prompt in train}) == len(train) > 300
+    assert not any(re.search(rf"\b{topic}\b", prompt.text) for topic in HELD_OUT_TOPICS for prompt in train)
+    assert test
