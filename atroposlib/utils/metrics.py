@@ -1,5 +1,6 @@
 """Statistics of a list, under the names that the dashboards use."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,3 +13,16 @@ def get_std_min_max_avg(name: str, data: Sequence[float], metrics_dict: dict[str
     for statistic in ("mean", "std", "max", "min"):
         metrics_dict[f"{name}_{statistic}"] = float(getattr(values, statistic)())
     return metrics_dict
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """The unbiased estimate, from `samples` answers of which `correct` are right, that one of `k` fresh answers is right.
+
+    It is the share of the choices of k answers that hold a right one, 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, equation 1).
+
+    Raises:
+        ValueError: k is not within 1 to the number of samples, or more are right than there are.
+    """
+    if not 1 <= k <= samples or not 0 <= correct <= samples:
+        raise ValueError(f"pass@{k} of {samples} samples, {correct} of them right: k must be 1 to the number of samples")
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)

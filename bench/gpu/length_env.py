@@ -10,7 +10,7 @@ from pydantic import Field
 from atroposlib.envs.base import BaseEnvConfig
 from atroposlib.envs.single_turn import Grade, Response, SingleTurnEnv
 from atroposlib.type_definitions import Message
-from environments.gsm8k_data import Question, read_file
+from environments.math_data import Question, read_file
 
 
 class LengthConfig(BaseEnvConfig):
@@ -27,7 +27,7 @@ class LengthEnv(SingleTurnEnv):
     config: LengthConfig
 
     async def setup(self) -> None:
-        self.questions = read_file(Path(self.config.questions))
+        self.questions = read_file(Path(self.config.questions)).questions
         self.position = 0
 
     async def get_next_item(self) -> Question:
