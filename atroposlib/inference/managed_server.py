@@ -18,7 +18,9 @@ from openai.types.chat.chat_completion import Choice
 from atroposlib.inference.generation import Generation
 from atroposlib.inference.sampling import sampling_of
 from atroposlib.inference.sequence_tracker import SequenceNode, SequenceTracker, node_of
+from atroposlib.inference.server_baseline import MODEL_NOT_NAMED
 from atroposlib.inference.server_baseline import APIServer as APIServer
+from atroposlib.inference.tokenizers import load_tokenizer
 from atroposlib.inference.tool_call_translator import ToolCallTranslator, as_dict
 
 __all__ = ["DummyManagedServer", "ManagedServer", "ManagedServerAdapter", "SequenceNode"]
@@ -34,7 +36,7 @@ class ManagedServer:
 
     Args:
         server: a server with token ids and logprobs (`APIServer.generate`).
-        tokenizer: the tokenizer of the served model; by default the server's own.
+        tokenizer: the tokenizer of the served model; by default the server's own, or else the one that its settings name.
         track_tree: keep every sequence by its text, rather than only those that nothing continues.
         tool_parser: format of tool calls in the model's text; see `ToolCallTranslator`.
         preserve_think_blocks: keep `<think>` blocks of earlier turns, which many chat templates remove.
@@ -49,9 +51,10 @@ class ManagedServer:
         preserve_think_blocks: bool = False,
     ):
         self.server = server
-        self.tokenizer: Any = tokenizer if tokenizer is not None else getattr(server, "tokenizer", None)
+        self.tokenizer: Any = tokenizer if tokenizer is not None else tokenizer_of(server)
         if self.tokenizer is None:
             raise ValueError("a managed server renders its prompts: pass tokenizer=self.tokenizer")
+        self._tool_parser_name = tool_parser  # environments written for Atropos log it
         self.track_tree = track_tree
         self.translator = ToolCallTranslator(self.tokenizer, tool_parser or "hermes")
         self.preserve_think_blocks = preserve_think_blocks
@@ -95,12 +98,13 @@ class ManagedServer:
         )
 
     def render(self, messages: list[Any], tools: list[dict] | None = None, template_kwargs: dict | None = None) -> str:
-        """The prompt's text under the tokenizer's chat template, with the opening of the assistant's turn."""
+        """The prompt's text under the tokenizer's chat template. A turn of the assistant opens unless the last is one."""
         messages = self.translator.convert_messages_for_template(messages)
+        opens = not messages or messages[-1].get("role") != "assistant"
         if self.preserve_think_blocks:
             messages = [hide_tags(message) for message in messages]
         text: str = self.tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=True, **(template_kwargs or {})
+            messages, tools=tools, tokenize=False, add_generation_prompt=opens, **(template_kwargs or {})
         )
         return show_tags(text) if self.preserve_think_blocks else text
 
@@ -158,6 +162,20 @@ class ManagedServer:
 
     def _model(self) -> str:
         return getattr(getattr(self.server, "config", None), "model_name", "unknown")
+
+
+def tokenizer_of(server: Any) -> Any:
+    """The server's tokenizer; where it has none yet, that of its settings, which it then keeps. None if they name none."""
+    known = getattr(server, "tokenizer", None)
+    config = getattr(server, "config", None)
+    if known is not None or config is None:
+        return known
+    names = (getattr(config, "tokenizer_name", None), getattr(config, "model_name", None))
+    named = next((name for name in names if isinstance(name, str) and name not in MODEL_NOT_NAMED), None)
+    if named is None:
+        return None
+    server.tokenizer = load_tokenizer(named)
+    return server.tokenizer
 
 
 def said(message: Any) -> str | None:

@@ -21,7 +21,7 @@ class SequenceNode(BaseModel):
     """One sequence, ready to be trained on.
 
     Attributes:
-        full_text: the prompt's text and the text of all tokens after it, special tokens included.
+        full_text: the prompt's text and what was answered last, without special tokens, which `tokens` hold.
         tokens: token ids, prompt and completions.
         masked_tokens: the token id where it was sampled, -100 where it was given.
         logprobs: logprob where it was sampled, 1.0 where it was given.
@@ -83,7 +83,7 @@ class Turn:
     """Where one turn of a sequence ended: the sequence up to there can be continued in another way.
 
     Attributes:
-        text: characters of `full_text`.
+        text: characters of the sequence's text; see `Kept`.
         tokens: tokens.
         version, epoch: of the oldest weights of the sequence up to there; None where nobody told.
         spans: of the weights of its sampled tokens up to there; None where nobody told.
@@ -106,6 +106,8 @@ class Kept:
 
     Attributes:
         node: what the environment gets.
+        text: the prompt's text and the text of all tokens after it, special tokens included: what a prompt that goes on from it
+            begins with.
         place: sorts the sequences. Of a first turn: (number of its request, number of the completion). A continuation's
             begins with what it continues, so that it stands where that stood, whichever request was answered first.
         turns: its ends of turns, the last one its own.
@@ -113,6 +115,7 @@ class Kept:
     """
 
     node: SequenceNode
+    text: str
     place: tuple[int, ...]
     turns: list[Turn]
     claims: int = field(default=0)
@@ -213,7 +216,7 @@ class SequenceTracker:
             how = None if generation.sampling is None else generation.sampling[index]
             sampling = continued(sampled_before, how, len(tokens))
             node = SequenceNode(
-                full_text=text + self.tokenizer.decode(tokens, skip_special_tokens=False),
+                full_text=text + self.tokenizer.decode(tokens, skip_special_tokens=True),
                 tokens=given + tokens,
                 masked_tokens=masks + tokens,
                 logprobs=logprobs + sampled,
@@ -224,8 +227,9 @@ class SequenceTracker:
                 metadata={"finish_reason": generation.finish_reasons[index], "answer_id": answer_id, "index": index},
             )
             place = (*(turn.place if turn else ()), request.number, index)
-            end = Turn(len(node.full_text), len(node.tokens), version, epoch, spans, sampling, place)
-            added.append(Kept(node, place, [*earlier, end]))
+            whole = text + self.tokenizer.decode(tokens, skip_special_tokens=False)
+            end = Turn(len(whole), len(node.tokens), version, epoch, spans, sampling, place)
+            added.append(Kept(node, whole, place, [*earlier, end]))
         if source is not None and turn is source.turns[-1] and added and not self.keep_all:
             # Gone already when another branch took its place; both hold its tokens.
             self._sequences = [sequence for sequence in self._sequences if sequence is not source]
@@ -249,7 +253,7 @@ class SequenceTracker:
     def _beginnings(self, text: str) -> Iterator[tuple[Kept, Turn]]:
         for sequence in self._sequences:
             for turn in sequence.turns:
-                if 0 < turn.text <= len(text) and text.startswith(sequence.node.full_text[: turn.text]):
+                if 0 < turn.text <= len(text) and text.startswith(sequence.text[: turn.text]):
                     yield sequence, turn
 
     def _encode(self, text: str, rendered: bool, source: Kept | None, turn: Turn | None) -> list[int]:

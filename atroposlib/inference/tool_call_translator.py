@@ -1,102 +1,122 @@
-"""Tool calls between OpenAI's messages and the text that a model reads and writes.
-
-The format is the one that Hermes and Qwen models are trained on: a JSON object with `name` and `arguments` between
-`<tool_call>` tags, several of them for several calls.
-"""
+"""Tool calls between OpenAI's messages and the text that a model reads and writes."""
 
 import json
 import logging
-import re
 import uuid
+from dataclasses import dataclass
 from typing import Any
 
-from openai.types.chat import ChatCompletionMessageFunctionToolCall as ToolCall
-from openai.types.chat.chat_completion_message_function_tool_call import Function
-
-from atroposlib.utils.tool_call_parser import read_object
+from atroposlib.inference.tool_call_formats import FORMATS, Unreadable, content_before
 
 logger = logging.getLogger(__name__)
 
-CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-PARSERS = ("hermes", "qwen", "qwen25", "qwen3")
+
+class ToolCall(dict[str, Any]):
+    """A call in OpenAI's JSON, whose fields can be read as attributes too: `call["function"]["name"]`, `call.function.name`."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"a tool call has no {name!r}; it has {', '.join(self)}") from None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model wrote and how it was read: as long as a message says the same, it is this text again."""
+
+    raw: str
+    content: str | None
+    ids: tuple[str, ...]
 
 
 class ToolCallTranslator:
-    """Both directions, for one conversation: it remembers the text of each call, so that it comes back unchanged.
+    """Both directions, for one conversation: it remembers the text of each answer with calls, so that it comes back unchanged.
 
     Args:
         tokenizer: decodes, see `decode_with_tool_awareness`.
-        parser_name: the model's format, one of `PARSERS`.
+        parser_name: how the model writes calls, by the name of vLLM's parser: one of `tool_call_formats.FORMATS`.
 
     Raises:
         ValueError: another format.
     """
 
     def __init__(self, tokenizer: Any, parser_name: str = "hermes"):
-        if parser_name not in PARSERS:
-            raise ValueError(f"tool parser {parser_name!r} is not known: choose one of {', '.join(PARSERS)}")
+        if parser_name not in FORMATS:
+            raise ValueError(f"tool parser {parser_name!r} is not known: choose one of {', '.join(FORMATS)}")
         self.tokenizer = tokenizer
         self.parser_name = parser_name
-        self.raw_text: dict[str, str] = {}
+        self.format = FORMATS[parser_name]
+        self.answers: dict[str, Answer] = {}
+        """By the id of each call."""
 
     def parse_model_output(
         self, raw_text: str, tool_choice: Any = None, tools: list[dict[str, Any]] | None = None
     ) -> tuple[str | None, list[ToolCall] | None, str]:
-        """(text outside the calls, the calls, finish reason).
+        """(text before the calls, the calls, finish reason).
 
         Text whose calls cannot be read comes back as plain text, so nothing that the model wrote is lost.
         """
         if not tools or tool_choice == "none":
             return raw_text, None, "stop"
-        calls = []
-        for found in CALL.finditer(raw_text):
-            call = read_object(found[1])
-            if call is None or not isinstance(call.get("name"), str):
-                logger.warning("a tool call cannot be read: %.200r", found[1])
-                return raw_text, None, "stop"
-            arguments = call.get("arguments", {})
-            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-            made = ToolCall(
-                id=f"call_{uuid.uuid4().hex[:24]}", type="function", function=Function(name=call["name"], arguments=text)
-            )
-            self.raw_text[made.id] = found[0]
-            calls.append(made)
-        if not calls:
+        try:
+            found = self.format.read(raw_text, tools)
+        except Unreadable as problem:
+            logger.warning("a tool call cannot be read: %s", problem)
             return raw_text, None, "stop"
-        return raw_text[: raw_text.index("<tool_call>")].strip() or None, calls, "tool_calls"
+        if not found:
+            return raw_text, None, "stop"
+        calls = []
+        for one in found:
+            text = one.arguments if isinstance(one.arguments, str) else json.dumps(one.arguments, ensure_ascii=False)
+            function = ToolCall(name=one.name, arguments=text)
+            calls.append(ToolCall(id=f"call_{uuid.uuid4().hex[:24]}", type="function", function=function))
+        content = content_before(raw_text, found)
+        answer = Answer(raw_text, content, tuple(call["id"] for call in calls))
+        self.answers.update(dict.fromkeys(answer.ids, answer))
+        return content, calls, "tool_calls"
 
     def reconstruct_raw_text_from_tool_calls(self, tool_calls: list[Any]) -> str:
-        """The text of calls: as the model wrote it where it came from here, else written anew."""
-        return "\n".join(self._text_of(as_dict(call)) for call in tool_calls)
+        """The text of calls: as the model wrote it where they are all of one answer from here, else written anew."""
+        calls = [as_dict(call) for call in tool_calls]
+        answer = self._answer_of(calls)
+        return answer.raw if answer is not None else self._written(calls)
 
-    def _text_of(self, call: dict[str, Any]) -> str:
-        if (known := self.raw_text.get(call.get("id") or "")) is not None:
-            return known
-        function = call["function"]
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):
-            arguments = json.loads(arguments)
-        content = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
-        return f"<tool_call>\n{content}\n</tool_call>"
+    def _answer_of(self, calls: list[dict[str, Any]]) -> Answer | None:
+        """The answer that consisted of exactly these calls."""
+        ids = tuple(call.get("id") or "" for call in calls)
+        answer = self.answers.get(ids[0]) if ids else None
+        return answer if answer is not None and answer.ids == ids else None
+
+    def _written(self, calls: list[dict[str, Any]]) -> str:
+        functions = [as_dict(call["function"]) for call in calls]
+        given = [function.get("arguments") or {} for function in functions]
+        arguments = [json.loads(text) if isinstance(text, str) else text for text in given]
+        return self.format.write_all(zip((function["name"] for function in functions), arguments, strict=True))
 
     def convert_messages_for_template(self, messages: list[Any]) -> list[dict[str, Any]]:
         """Messages in which the assistant's calls are text again, so that the prompt begins with what was sampled."""
         converted = []
         for message in map(as_dict, messages):
             if message.get("role") == "assistant" and message.get("tool_calls"):
-                calls = self.reconstruct_raw_text_from_tool_calls(message["tool_calls"])
-                content = "\n".join(part for part in (message.get("content"), calls) if part)
-                message = {key: value for key, value in message.items() if key != "tool_calls"} | {"content": content}
+                calls = [as_dict(call) for call in message["tool_calls"]]
+                content, answer = message.get("content") or None, self._answer_of(calls)
+                if answer is not None and content == answer.content:
+                    text = answer.raw
+                else:
+                    text = "\n".join(part for part in (content, self._written(calls)) if part)
+                message = {key: value for key, value in message.items() if key != "tool_calls"} | {"content": text}
             converted.append(message)
         return converted
 
     def decode_with_tool_awareness(self, token_ids: list[int], has_tools: bool = False) -> str:
-        """Text of the tokens. Some tokenizers hold the tags as special tokens, which must not be lost when tools are used."""
+        """Text of the tokens. Some tokenizers hold the marks of calls as special tokens, which must not be lost with tools."""
         if not has_tools:
             return self.tokenizer.decode(token_ids, skip_special_tokens=True)
         text = self.tokenizer.decode(token_ids, skip_special_tokens=False)
+        marks = self.format.write("f", {"x": "y"})
         for special in self.tokenizer.all_special_tokens:
-            if "tool" not in special:
+            if "tool" not in special and special not in marks:
                 text = text.replace(special, "")
         return text
 

@@ -49,22 +49,29 @@ class Model:
         self.given[prompt] += n
         said = ("n", "temperature", "top_p", "max_tokens", "stop", "seed", "tools", "response_format")
         self.asked.append({"prompt": prompt} | {name: request[name] for name in said if request.get(name) is not None})
-        return [cut_at_stop(answers[(first + i) % len(answers)], request.get("stop")) for i in range(n)]
+        return [answers[(first + i) % len(answers)] for i in range(n)]
 
-    def sampled(self, text: str, room: int | None) -> tuple[list[int], str]:
-        """Token ids with the end token, and the finish reason."""
-        tokens = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
+    def sampled(self, text: str, room: int | None, stop: Any = None) -> tuple[list[int], str]:
+        """Token ids and the finish reason. They end with the end token, or as vLLM's do with the stop string's."""
+        stopped = up_to_stop(text, stop)
+        tokens = [*self.tokenizer.encode(stopped, add_special_tokens=False)]
+        tokens += [self.tokenizer.eos_token_id] if stopped == text else []
         return (tokens, "stop") if room is None or len(tokens) <= room else (tokens[:room], "length")
 
-    def decoded(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+    def decoded(self, tokens: list[int], stop: Any = None) -> str:
+        """The text, without a stop string at its end."""
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return next((text.removesuffix(word) for word in words_of(stop) if text.endswith(word)), text)
 
 
-def cut_at_stop(text: str, stop: Any) -> str:
-    """Up to the first stop string, without it."""
-    for word in [stop] if isinstance(stop, str) else stop or []:
-        text = text.split(word)[0]
-    return text
+def words_of(stop: Any) -> list[str]:
+    return [word for word in ([stop] if isinstance(stop, str) else stop or []) if isinstance(word, str)]
+
+
+def up_to_stop(text: str, stop: Any) -> str:
+    """Up to the end of the first stop string."""
+    ends = [text.index(word) + len(word) for word in words_of(stop) if word in text]
+    return text[: min(ends)] if ends else text
 
 
 def build_app(model: Model, name: str) -> FastAPI:
@@ -90,10 +97,13 @@ def build_app(model: Model, name: str) -> FastAPI:
     async def generate(request: dict[str, Any]) -> dict[str, Any]:
         prompt = request["prompt"]
         ids = prompt["prompt_token_ids"] if isinstance(prompt, dict) else model.tokenizer.encode(prompt)
-        rows = [model.sampled(text, request.get("max_tokens")) for text in model.texts(model.tokenizer.decode(ids), request)]
+        rows = [
+            model.sampled(text, request.get("max_tokens"), request.get("stop"))
+            for text in model.texts(model.tokenizer.decode(ids), request)
+        ]
         tables = [[[{str(token): logprob(token, place)}] for place, token in enumerate(tokens)] for tokens, _ in rows]
         answer = {
-            "text": [model.decoded(tokens) for tokens, _ in rows],
+            "text": [model.decoded(tokens, request.get("stop")) for tokens, _ in rows],
             "prompt": None,
             "finish_reasons": [reason for _, reason in rows],
             "logprobs": tables,
@@ -108,9 +118,13 @@ def build_app(model: Model, name: str) -> FastAPI:
     async def chat(request: dict[str, Any]) -> dict[str, Any]:
         prompt = model.tokenizer.apply_chat_template(readable(request["messages"]), tokenize=False, add_generation_prompt=True)
         room = request.get("max_tokens") or request.get("max_completion_tokens")
-        rows = [model.sampled(text, room) for text in model.texts(prompt, request)]
+        rows = [model.sampled(text, room, request.get("stop")) for text in model.texts(prompt, request)]
         choices = [
-            {"index": i, "finish_reason": reason, "message": {"role": "assistant", "content": model.decoded(tokens)}}
+            {
+                "index": i,
+                "finish_reason": reason,
+                "message": {"role": "assistant", "content": model.decoded(tokens, request.get("stop"))},
+            }
             for i, (tokens, reason) in enumerate(rows)
         ]
         return {"id": "chat", "object": "chat.completion", "created": 0, "model": name, "choices": choices, "usage": None}
@@ -119,9 +133,11 @@ def build_app(model: Model, name: str) -> FastAPI:
     async def completions(request: dict[str, Any]) -> dict[str, Any]:
         prompt = request["prompt"]
         prompt = prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
-        rows = [model.sampled(text, request.get("max_tokens") or 16) for text in model.texts(prompt, request)]
+        rows = [
+            model.sampled(text, request.get("max_tokens") or 16, request.get("stop")) for text in model.texts(prompt, request)
+        ]
         choices = [
-            {"index": i, "finish_reason": reason, "text": model.decoded(tokens), "logprobs": None}
+            {"index": i, "finish_reason": reason, "text": model.decoded(tokens, request.get("stop")), "logprobs": None}
             for i, (tokens, reason) in enumerate(rows)
         ]
         return {"id": "text", "object": "text_completion", "created": 0, "model": name, "choices": choices, "usage": None}

@@ -18,7 +18,6 @@ PUBLIC: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("public_
 ELSEWHERE = "only passed through there: import it from the module that has it"
 ROUTES = "a route, for clients to call over HTTP: ours belong to a service with its store"
 LEFT_OUT = {
-    "atroposlib.envs.reward_fns.cosine_scaled_reward": "needs an embedding model in PyTorch, which environments do not load",
     "atroposlib.envs.reward_fns.chandas_meter_reward": "needs a Sanskrit grammar engine",
     "atroposlib.api.server.GZipRequestMiddleware": "ours unpacks bodies where it bounds them, in gate.Gate",
     "atroposlib.api.server.MIN_ENV_WEIGHT": "the number 0.01; ours is scheduling.LEAST_WEIGHT",

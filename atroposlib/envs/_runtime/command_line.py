@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import openai
+import yaml
 from pydantic import BaseModel, ConfigDict, create_model
 
 from atroposlib.envs._runtime.processing import evaluate_once
 from atroposlib.envs._runtime.settings import Settings, known_flags, merge, parse_flags, read_yaml
+from atroposlib.envs.config import ENV_NAMESPACE, OPENAI_NAMESPACE
 from atroposlib.errors import EnvironmentFailure, RolloutFailure
 from atroposlib.inference.fleet_follower import FleetFollower
 from atroposlib.inference.server_baseline import describe
 from atroposlib.inference.server_manager import APIServerConfig, ServerManagerConfig
-from atroposlib.utils.keys import SERVICE_KEY, given_or_variable, shown
+from atroposlib.utils.keys import SERVICE_KEY, given_or_variable, open_settings, shown
 
 if TYPE_CHECKING:
     from atroposlib.envs.base import BaseEnv
@@ -111,6 +113,8 @@ async def start(env_cls: "type[BaseEnv]", command: str, settings: Settings) -> N
         await env.process_manager()
         write_page(settings.env.data_path_to_save_groups, env)
     elif command == "evaluate":
+        if settings.env.data_dir_to_save_evals is not None:
+            write_evaluate_config(Path(settings.env.data_dir_to_save_evals), settings)
         await evaluate_once(env)
     else:
         try:
@@ -118,6 +122,20 @@ async def start(env_cls: "type[BaseEnv]", command: str, settings: Settings) -> N
         finally:
             # Also when it is stopped: whoever trained wants to read what was sampled.
             write_page(settings.env.data_path_to_save_groups, env)
+
+
+def write_evaluate_config(folder: Path, settings: Settings) -> None:
+    """Keep with what an evaluation was run, without the keys: a YAML file that `--config` reads."""
+    servers = settings.servers
+    shown_servers = [open_settings(one) for one in (servers if isinstance(servers, list) else [servers])]
+    content = {
+        ENV_NAMESPACE: open_settings(settings.env),
+        OPENAI_NAMESPACE: shown_servers if isinstance(servers, list) else shown_servers[0],
+        "slurm": settings.manager.slurm,
+        "testing": settings.manager.testing,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "evaluate_config.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
 
 
 def write_page(groups_path: str | None, env: "BaseEnv") -> None:

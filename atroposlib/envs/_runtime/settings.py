@@ -4,6 +4,7 @@ Pure: takes the arguments and the file's content, gives back models or raises `U
 """
 
 import difflib
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,12 @@ from atroposlib.inference.openai_server import resolve_openai_configs
 from atroposlib.inference.server_manager import APIServerConfig, ServerBaseline, ServerManagerConfig
 from atroposlib.utils.keys import all_settings, is_secret
 
+logger = logging.getLogger(__name__)
+
+MISSPELT = 0.8
+"""An unknown key that is so much like a known one (difflib's ratio) is a misspelt one."""
+OF_OTHER_PROGRAMS = ("tinker",)
+"""Top-level keys of a YAML file that are for other programs that read the same file."""
 BOOLEAN_WORDS = {"true", "false", "yes", "no", "on", "off", "1", "0"}
 
 
@@ -95,11 +102,12 @@ def is_boolean(namespace: str, field_name: str, env_cls: type[BaseModel]) -> boo
     return namespace in models and models[namespace].model_fields[field_name].annotation is bool
 
 
-def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
+def nearest(name: str, known: Iterable[str], prefix: str = "", cutoff: float = 0.6) -> str:
     """` (did you mean X?)`, or nothing when no known name is near."""
     known = list(known)
     bare = {entry.rpartition(NAMESPACE_SEP)[2]: entry for entry in reversed(known)}
-    found = difflib.get_close_matches(name, known, n=1) or difflib.get_close_matches(name.rpartition(".")[2], bare, n=1)
+    found = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    found = found or difflib.get_close_matches(name.rpartition(".")[2], bare, n=1, cutoff=cutoff)
     return f" (did you mean {prefix}{bare.get(found[0], found[0])}?)" if found else ""
 
 
@@ -131,14 +139,37 @@ def check_keys(given: Any, known: Iterable[str], where: str) -> dict[str, Any]:
     Raises:
         UsageError: an unknown key, with the nearest known one.
     """
+    table = as_table(given, where)
+    known = set(known)
+    for key in table:
+        if key not in known:
+            raise UsageError(f"unknown key {key!r} in {where}{nearest(str(key), known)}")
+    return table
+
+
+def known_keys(given: Any, known: Iterable[str], where: str) -> dict[str, Any]:
+    """The table without keys that are like no known one. Files written for Atropos have such, which it ignores; a warning
+    names them.
+
+    Raises:
+        UsageError: a key that is a known one, misspelt.
+    """
+    table = as_table(given, where)
+    known = set(known)
+    foreign = [key for key in table if key not in known]
+    for key in foreign:
+        if misspelt := nearest(str(key), known, cutoff=MISSPELT):
+            raise UsageError(f"unknown key {key!r} in {where}{misspelt}")
+    if foreign:
+        logger.warning("%s has settings that do not exist, and they are ignored: %s", where, ", ".join(map(str, foreign)))
+    return {key: value for key, value in table.items() if key in known}
+
+
+def as_table(given: Any, where: str) -> dict[str, Any]:
     if given is None:
         return {}
     if not isinstance(given, dict):
         raise UsageError(f"{where} must hold keys and values, not {given!r:.60}")
-    known = set(known)
-    for key in given:
-        if key not in known:
-            raise UsageError(f"unknown key {key!r} in {where}{nearest(str(key), known)}")
     return given
 
 
@@ -161,16 +192,15 @@ def merge(
         UsageError: an unknown key or a value that does not validate.
     """
     manager_fields = ServerManagerConfig.model_fields
-    top = {ENV_NAMESPACE, OPENAI_NAMESPACE, SERVER_MANAGER_NAMESPACE, *manager_fields}
+    top = {ENV_NAMESPACE, OPENAI_NAMESPACE, SERVER_MANAGER_NAMESPACE, *manager_fields, *OF_OTHER_PROGRAMS}
     content = check_keys(dict(yaml_content), top, "the YAML file")
-    yaml_env = check_keys(content.get(ENV_NAMESPACE), type(default_env).model_fields, f"`{ENV_NAMESPACE}` of the YAML file")
+    yaml_env = known_keys(content.get(ENV_NAMESPACE), type(default_env).model_fields, f"`{ENV_NAMESPACE}` of the YAML file")
     yaml_manager = check_keys(
         content.get(SERVER_MANAGER_NAMESPACE), manager_fields, f"`{SERVER_MANAGER_NAMESPACE}` of the YAML file"
     ) | {key: content[key] for key in manager_fields if key in content}
     servers_in_yaml = content.get(OPENAI_NAMESPACE) or []
     entries = servers_in_yaml if isinstance(servers_in_yaml, list) else [servers_in_yaml]
-    for entry in entries:
-        check_keys(entry, APIServerConfig.model_fields, f"`{OPENAI_NAMESPACE}` of the YAML file")
+    entries = [known_keys(entry, APIServerConfig.model_fields, f"`{OPENAI_NAMESPACE}` of the YAML file") for entry in entries]
 
     env = validated(type(default_env), all_settings(default_env) | dict(overrides or {}) | yaml_env | given.env, ENV_NAMESPACE)
     if isinstance(default_servers, list):
@@ -182,7 +212,8 @@ def merge(
     for entry in entries:
         validated(APIServerConfig, entry, OPENAI_NAMESPACE)
     prefixed = {f"{OPENAI_NAMESPACE}{NAMESPACE_SEP}{name}": value for name, value in given.openai.items()}
-    servers = resolve_openai_configs(default_servers, single, {OPENAI_NAMESPACE: servers_in_yaml}, prefixed)
+    in_yaml = entries if isinstance(servers_in_yaml, list) else entries[0]
+    servers = resolve_openai_configs(default_servers, single, {OPENAI_NAMESPACE: in_yaml}, prefixed)
     manager = validated(ServerManagerConfig, yaml_manager | given.manager, SERVER_MANAGER_NAMESPACE)
     return Settings(env=env, servers=servers, manager=manager)
 

@@ -17,6 +17,7 @@ BUILT_IN = {
     "accuracy": "accuracy_reward:AccuracyReward",
     "cascading_r1_math": "cascading_r1_math_reward:cascading_r1_math_reward",
     "combined": "combined_reward:CombinedReward",
+    "cosine_scaled": "cosine_scaled_reward:CosineScaledReward",
     "crossword_format": "crossword_format_reward:CrosswordFormatReward",
     "format": "format_reward:FormatReward",
     "r1": "r1_reward:R1Reward",
@@ -26,10 +27,7 @@ BUILT_IN = {
     "repetition_penalty": "repetition_penalty_reward:RepetitionPenaltyReward",
 }
 """Name to module and object."""
-NOT_OFFERED = {
-    "cosine_scaled": "it needs an embedding model in PyTorch, which environments here do not load",
-    "chandas_meter": "it needs a Sanskrit grammar engine",
-}
+NOT_OFFERED = {"chandas_meter": "it needs a Sanskrit grammar engine"}
 
 Entry = type[RewardFunction] | Callable[..., Any]
 

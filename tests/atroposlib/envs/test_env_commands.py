@@ -20,11 +20,16 @@ def test_evaluate_writes_the_result_and_readable_samples(stack: Stack, shared_in
     output = tmp_path / "deep" / "result.json"
     config = tmp_path / "settings.yaml"
     config.write_text(yaml.safe_dump({"env": {"eval_size": 3, "eval_output": str(output)}}))
-    command = stack.start_environment(ARITHMETIC, "evaluate", "--config", str(config), "--env.eval_size", "40")
+    kept = tmp_path / "kept"
+    flags = ("--env.eval_size", "40", "--env.data_dir_to_save_evals", str(kept), "--openai.api_key", "secret")
+    command = stack.start_environment(ARITHMETIC, "evaluate", "--config", str(config), *flags)
     log = stack.processes.finish(command, 120)
     assert "40 of 40 correct (100.0 %)" in log
     result = json.loads(output.read_text())
     samples = [json.loads(line) for line in (tmp_path / "deep" / "result.samples.jsonl").read_text().splitlines()]
+    asked = (kept / "evaluate_config.yaml").read_text()
+    assert yaml.safe_load(asked)["env"]["eval_size"] == 40
+    assert "secret" not in asked
     assert result["environment"] == "arithmetic"
     assert result["model"] == str(stack.tokenizer_dir)
     assert (result["num_problems"], result["correct"]) == (40, 40)

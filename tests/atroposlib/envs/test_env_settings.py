@@ -108,6 +108,16 @@ def test_wrong_yaml_gets_one_line_that_names_it(content: dict[str, Any], message
     assert message in str(refusal.value)
 
 
+def test_yaml_written_for_atropos_may_hold_what_does_not_exist_here(caplog: pytest.LogCaptureFixture) -> None:
+    """Its own examples do: `weight` of a server, settings that no class has, a table for another trainer."""
+    server = {"base_url": "http://one/v1", "model_name": "m", "weight": 1.0}
+    content = {"env": {"group_size": 6, "start_tok_length": 4096}, "openai": [server], "tinker": {"lora_rank": 32}}
+    made = settings("", content)
+    assert made.env.group_size == 6
+    assert "`env` of the YAML file has settings that do not exist, and they are ignored: start_tok_length" in caplog.text
+    assert "`openai` of the YAML file has settings that do not exist, and they are ignored: weight" in caplog.text
+
+
 def test_yaml_file_faults(tmp_path: Path) -> None:
     broken, empty, scalar = (tmp_path / name for name in ("broken.yaml", "empty.yaml", "scalar.yaml"))
     broken.write_text("env: [")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -206,3 +207,31 @@ def test_repetition() -> None:
     none, all_of_it, part, short = repetition_penalty_reward([varied, parrot, some, "Too short."])
     assert (none, all_of_it, short) == (0.0, -1.0, -0.1)
     assert all_of_it < part < none
+
+
+def test_meaning_is_the_cosine_of_embeddings(tmp_path: Path) -> None:
+    """With a model of two words whose embeddings are known: what it says of them is all that matters here."""
+    torch = pytest.importorskip("torch")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.WordLevel({"[UNK]": 0, "[PAD]": 1, "yes": 2, "no": 3}, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]", pad_token="[PAD]").save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    tiny = BertConfig(vocab_size=4, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    BertModel(tiny).save_pretrained(tmp_path)
+    reward = registry.create({"type": "cosine_scaled", "params": {"model_name": str(tmp_path), "min_reward": 0.0}})
+    same, other = reward(["yes", "no"], solution="yes")
+    assert same == pytest.approx(1.0, abs=1e-6)
+    assert 0.0 <= other < same
+    twice = registry.create({"type": "cosine_scaled", "model_name": str(tmp_path), "scale_factor": 2.0, "min_reward": -9.0})
+    assert twice(["no"], solution="yes")[0] == pytest.approx(1 - 2 * (1 - raw_cosine(reward, "no", "yes")))
+    with pytest.raises(ImportError, match="no embedding model 'nowhere'"):
+        registry.create("cosine_scaled", model_name="nowhere")
+
+
+def raw_cosine(reward: Any, *texts: str) -> float:
+    from atroposlib.envs.rewards.cosine_scaled_reward import cosine
+
+    return cosine(*reward._embeddings(texts))

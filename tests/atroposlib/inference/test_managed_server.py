@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -140,7 +141,7 @@ async def test_a_tree_keeps_all_sequences_by_their_text(manager: ServerManager, 
     managed = ManagedServer(manager.servers[0], tokenizer, track_tree=True)
     await managed.completion(prompt="1 and 2", max_tokens=16, temperature=0.0)
     await managed.completion(prompt="5 and 6", max_tokens=16, temperature=0.0)
-    assert set(managed.get_state()["sequences"]) == {"1 and 2\\boxed{3}<|im_end|>", "5 and 6\\boxed{11}<|im_end|>"}
+    assert set(managed.get_state()["sequences"]) == {"1 and 2\\boxed{3}", "5 and 6\\boxed{11}"}
 
 
 async def test_calls_of_tools_become_messages_and_the_same_text_again(manager: ServerManager, tokenizer: Any) -> None:
@@ -356,3 +357,23 @@ def test_a_class_of_ones_own_is_used() -> None:
 
     manager = ServerManager([APIServerConfig(base_url="http://x")], server_class=Own)
     assert type(manager.servers[0]) is Own
+
+
+async def test_a_managed_server_without_a_tokenizer_takes_the_one_of_the_servers_settings(
+    manager: ServerManager, tokenizer_dir: Path, tokenizer: Any
+) -> None:
+    known = manager.servers[0].tokenizer
+    manager.servers[0].tokenizer, manager.servers[0].config.tokenizer_name = None, str(tokenizer_dir)
+    try:
+        async with manager.managed_server() as managed:
+            assert managed.tokenizer.get_vocab() == tokenizer.get_vocab()
+            assert managed._tool_parser_name is None
+    finally:
+        manager.servers[0].tokenizer, manager.servers[0].config.tokenizer_name = known, "none"
+
+
+async def test_no_turn_opens_after_one_of_the_assistant(manager: ServerManager, tokenizer: Any) -> None:
+    async with manager.managed_server(tokenizer=tokenizer) as managed:
+        await managed.chat_completion(messages=[*ASK, {"role": "assistant", "content": "It is"}], max_tokens=16)
+        (node,) = managed.get_state()["nodes"]
+    assert node.full_text.count("<|im_start|>assistant\n") == 1
