@@ -111,6 +111,8 @@ def group_from_items(items: Sequence[Mapping[str, Any]]) -> ScoredDataGroup:
     group: dict[str, Any] = {}
     for single, plural in PER_SEQUENCE_FIELDS.items():
         values = [None if single in MAY_BE_EMPTY and is_empty(item.get(single)) else item.get(single) for item in items]
+        if single == "finish_reason":  # environments written for Atropos keep things of their own under this name
+            values = [reason if isinstance(reason, str) else None for reason in values]
         if single == "weight_epoch" and any(values):
             values = [epoch or 0 for epoch in values]
         present = sum(value is not None for value in values)

@@ -6,6 +6,7 @@ and call signatures are those that Atropos users know. The service itself uses `
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,17 +62,19 @@ def grab_batch_with_minimum_allocations(
             is not connected reserves nothing.
 
     Returns:
-        The batch, reserved groups first, and what remains; None and the whole queue if an environment cannot fill its
-        share with whole groups or no choice adds up exactly.
+        The batch, reserved groups first, and what remains; None and the whole queue if an environment that reserves at least
+        one sequence has no groups of one size that fill the largest group's size, or no choice adds up exactly.
     """
     shares: dict[Any, float] = {}
     for index, config in enumerate(env_configs):
         share = config.get("min_batch_allocation")
-        if share and config.get("connected", False):
+        if share and int(batch_size * share) and config.get("connected", False):
             shares[config.get("registered_id", index)] = float(share)
     scale = max(1.0, sum(shares.values()))
 
     reserved: list[int] = []
+    if not all(has_a_pack(queue, env_id) for env_id in shares):
+        return None, list(queue)
     for env_id, share in shares.items():
         wanted = share / scale * batch_size
         have = 0
@@ -95,3 +98,10 @@ def grab_batch_with_minimum_allocations(
         if not any(queue[index].get("env_id") == env_id for index in picked):
             return None, list(queue)
     return _split(queue, picked)
+
+
+def has_a_pack(queue: Sequence[Group], env_id: Any) -> bool:
+    """Whether groups of one size of an environment add up to the size of the queue's largest group."""
+    largest = max(map(group_size, queue), default=0)
+    sizes = Counter(group_size(group) for group in queue if group.get("env_id") == env_id)
+    return any(size and largest % size == 0 and count * size >= largest for size, count in sizes.items())

@@ -2,11 +2,99 @@
 
 from __future__ import annotations
 
-from bench.their_environments.case import Case
+from bench.their_environments.case import Case, Rows, numbered
 from bench.their_environments.serving_cases import ANSWER_TAGS, BOXED, GSM8K, MATH
+
+MCQ_ANSWERS = [
+    "<think>It is the first.</think> <answer>A</answer>",
+    "<think>It is the second.</think> <answer>B</answer>",
+    "<think>It is the third.</think> <answer>The answer is C</answer>",
+    "I would not know.",
+]
+MMLU: Rows = {
+    "lighteval/mmlu": {
+        part: numbered(
+            4,
+            lambda n: {
+                "question": f"Question {n}?",
+                "choices": ["one", "two", "three", "four"],
+                "answer": n % 4,
+                "subject": "x",
+            },
+        )
+        for part in ("test", "dev")
+    }
+}
+GPQA: Rows = {
+    "Idavidrein/gpqa": {
+        "train": numbered(
+            6,
+            lambda n: {
+                "Question": f"Question {n}?",
+                "Correct Answer": "one",
+                "Incorrect Answer 1": "two",
+                "Incorrect Answer 2": "three",
+                "Incorrect Answer 3": "four",
+                "Subdomain": "Physics",
+            },
+        )
+    }
+}
+NO_SPANS = {"number": ["4"], "date": [{"day": "", "month": "", "year": ""}], "spans": [["4"]]}
+DROP: Rows = {
+    "lighteval/drop_harness": {
+        "validation": numbered(
+            6,
+            lambda n: {
+                "passage": f"In game {n} two and two met.",
+                "question": "How many were there?",
+                "answer": {"number": "4", "date": {"day": "", "month": "", "year": ""}, "spans": []},
+                "validated_answers": NO_SPANS,
+            },
+        )
+    }
+}
+MATH500: Rows = {
+    "HuggingFaceH4/MATH-500": {
+        "test": numbered(
+            6,
+            lambda n: {
+                "problem": f"Problem {n}: two and two?",
+                "answer": "4",
+                "solution": "\\boxed{4}",
+                "subject": "Algebra",
+                "level": 1,
+                "unique_id": f"test/{n}",
+            },
+        )
+    }
+}
+OPENAI_GSM8K: Rows = {"openai/gsm8k": GSM8K["gsm8k"]}
+FOLDER = "eval_environments"
 
 EVALUATING: tuple[Case, ...] = (
     Case("gsm8k_server_evaluate", "gsm8k_server.py", "evaluation", BOXED, GSM8K, command="evaluate", servers=2),
     Case("gsm8k_server_process", "gsm8k_server.py", "`process`", BOXED, GSM8K, command="process", servers=2),
     Case("math_server_zero_evaluate", "math_server_zero.py", "evaluation", ANSWER_TAGS, MATH, command="evaluate", servers=2),
+    Case(
+        "mmlu_eval",
+        f"{FOLDER}/mmlu_eval.py",
+        "evaluation, 57 subjects",
+        MCQ_ANSWERS,
+        MMLU,
+        command="evaluate",
+        server_type="openai",
+    ),
+    Case("gpqa_eval", f"{FOLDER}/gpqa_eval.py", "evaluation", MCQ_ANSWERS, GPQA, command="evaluate", server_type="openai"),
+    Case(
+        "drop_eval",
+        f"{FOLDER}/drop_eval.py",
+        "evaluation",
+        ["<think>Two and two.</think> <answer>4</answer>", "<think>Hm.</think> <answer>5</answer>"],
+        DROP,
+        command="evaluate",
+        server_type="openai",
+    ),
+    Case("math500_eval", f"{FOLDER}/math500_eval.py", "evaluation", BOXED, MATH500, command="evaluate", server_type="openai"),
+    Case("gsm8k_eval", f"{FOLDER}/gsm8k_eval.py", "evaluation", BOXED, OPENAI_GSM8K, command="evaluate", server_type="openai"),
 )

@@ -27,7 +27,7 @@ HERE = Path(__file__).resolve().parent
 FOLDER = ROOT / "runs" / "bench" / "their-environments"
 NEEDS = (
     # transformers 5 gives a table where environments of that time expect a list of ids
-    *("transformers<5", "datasets", "gymnasium", "langdetect", "reasoning-gym", "flask", "latex2sympy2_extended"),
+    *("transformers<5", "datasets", "gymnasium<1.1", "langdetect", "reasoning-gym", "flask", "latex2sympy2_extended"),
     *("scipy", "scikit-learn", "toml", "xmltodict", "pyyaml", "pandas", "python-dotenv", "pillow", "nltk"),
     # what our SDK needs
     *("fastapi", "uvicorn", "pydantic", "httpx", "openai", "orjson", "prometheus-client", "numpy", "jinja2", "rich"),

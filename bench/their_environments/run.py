@@ -35,7 +35,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from bench.measured import measured
 from bench.their_environments import processes
 from bench.their_environments.cases import CASES, Case
-from bench.their_environments.compare import asked_differently, differences
+from bench.their_environments.compare import asked_differently, differences, first_differences
 from bench.their_environments.processes import Launcher, Side
 from bench.their_environments.recorder import Recorder
 
@@ -209,34 +209,38 @@ class Bench:
         return run
 
 
+BY_THE_CLOCK = ("time", "seconds", "date", "timestamp")
+"""Parts of the names of metrics that no two runs have in common."""
+
+
 def read_evaluation(folder: Path) -> dict[str, Any]:
-    """The files of an evaluation, without what the clock or the machine decides."""
-    found: dict[str, Any] = {}
-    if (folder / "metrics.json").exists():
-        metrics = json.loads((folder / "metrics.json").read_text())
-        metrics["config_general"].pop("total_evaluation_time_seconds", None)
-        found["metrics.json"] = metrics
-    if (folder / "samples.jsonl").exists():
-        rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines() if line]
-        found["samples.jsonl"] = sorted(rows, key=lambda row: json.dumps(row, sort_keys=True))
-    found["config"] = (folder / "evaluate_config.yaml").exists()
+    """The files of an evaluation, without what the clock decides."""
+    found: dict[str, Any] = {"evaluate_config.yaml": (folder / "evaluate_config.yaml").exists()}
+    for path in sorted(folder.rglob("*.json")):
+        found[path.name] = without_times(json.loads(path.read_text()))
+    for path in sorted(folder.rglob("*.jsonl")):
+        rows = [without_times(json.loads(line)) for line in path.read_text().splitlines() if line]
+        found[path.name] = sorted(rows, key=lambda row: json.dumps(row, sort_keys=True))
     return found
+
+
+def without_times(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: without_times(held) for k, held in value.items() if not any(word in k for word in BY_THE_CLOCK)}
+    return [without_times(held) for held in value] if isinstance(value, list) else value
 
 
 def judged(case: Case, public: Run, ours: Run) -> dict[str, Any]:
     """One row of the results."""
     found = differences(public.groups, ours.groups)
     if case.command == "evaluate":
-        found += [
-            f"{name}: public {json.dumps(public.files.get(name))[:200]}, ours {json.dumps(ours.files.get(name))[:200]}"
-            for name in sorted({*public.files, *ours.files})
-            if public.files.get(name) != ours.files.get(name)
-        ]
+        places = first_differences(public.files, ours.files)
+        found += [f"{place}: public {theirs}, ours {mine}" for place, theirs, mine in places]
     if public.registered != ours.registered and public.registered:
         found.append(f"registered: public {public.registered}, ours {ours.registered}")
     nothing = case.command == "serve" and not (public.groups or ours.groups)
     nothing = nothing or (case.command == "process" and not (public.groups or ours.groups))
-    nothing = nothing or (case.command == "evaluate" and "metrics.json" not in public.files)
+    nothing = nothing or (case.command == "evaluate" and "metrics.json" not in (public.files | ours.files))
     return {
         "file": f"environments/{case.file}",
         "kind": case.kind,

@@ -226,22 +226,6 @@ SERVING: tuple[Case, ...] = (
         server_type="openai",
     ),
     Case(
-        "sft_loader_server",
-        "sft_loader_server.py",
-        "no model: rows of a data set",
-        ["unused"],
-        {
-            "AlignmentLab-AI/open-instruct-sharegpt": {
-                "train": numbered(
-                    40, lambda n: {"conversations": said(("human", f"Hello {n}"), ("gpt", "Hello to you, whoever you are."))}
-                )
-            }
-        },
-        group_size=1,
-        batch_size=1,
-        env={"inference_weight": -1},
-    ),
-    Case(
         "gym_taxi",
         "game_environments/gymnasium/gym_taxi.py",
         "multi-turn game",
@@ -341,5 +325,17 @@ SERVING: tuple[Case, ...] = (
             }
         },
         server_type="openai",
+    ),
+    Case(
+        "reasoning_gym_environment",
+        "reasoning_gym_environment/reasoning_gym_environment.py",
+        "generated tasks with a scorer each",
+        [
+            "<think>Perhaps.</think> <answer>4</answer>",
+            "<think>Rather.</think> <answer>0 1 0 1</answer>",
+            "<think>Or else.</think> <answer>A</answer>",
+            "I would not know.",
+        ],
+        groups=2,
     ),
 )

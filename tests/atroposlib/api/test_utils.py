@@ -81,7 +81,7 @@ def test_minimum_allocations_keep_batches_exact(
         return
     assert sum(len(group["tokens"]) for group in batch) == target
     for env_id, share in enumerate(shares):
-        if share:
+        if share and int(target * share):
             assert any(group["env_id"] == env_id for group in batch)
 
 
@@ -104,3 +104,17 @@ def test_find_groups_prefers_the_oldest() -> None:
     assert find_groups_summing_to_target(queue_of([3, 2, 2, 1]), 4) == [0, 3]
     assert find_groups_summing_to_target(queue_of([3]), 4) == []
     assert find_groups_summing_to_target([{"tokens": []}, *queue_of([4])], 4) == [1]
+
+
+def test_a_share_of_less_than_a_sequence_reserves_nothing() -> None:
+    configs = [{"registered_id": e, "min_batch_allocation": 0.1, "connected": True} for e in (0, 1)]
+    batch, _ = grab_batch_with_minimum_allocations(queue_of([4, 4], [0, 0]), 8, configs)
+    assert batch is not None, "of 8 sequences a tenth is none: environment 1, which has no groups, holds nothing up"
+    assert grab_batch_with_minimum_allocations(queue_of([4] * 4, [0] * 4), 16, configs)[0] is None
+
+
+def test_who_reserves_and_cannot_fill_the_largest_groups_size_holds_the_batch_up() -> None:
+    configs = [{"registered_id": 0, "min_batch_allocation": 0.25, "connected": True}]
+    assert grab_batch_with_minimum_allocations(queue_of([4, 2, 2], [1, 0, 1]), 8, configs)[0] is None
+    batch, _ = grab_batch_with_minimum_allocations(queue_of([4, 2, 2], [1, 0, 0]), 8, configs)
+    assert batch is not None

@@ -100,3 +100,9 @@ def test_equal_scores_are_those_with_no_spread(score: float, others: list[float]
     assert all_scores_equal(scores) == (max(scores) == min(scores))
     assert teaches_nothing({"scores": scores}) == all_scores_equal(scores)
     assert not teaches_nothing({"scores": scores, "advantages": [[0.0, 1.0]] * len(scores)})
+
+
+def test_a_finish_reason_that_is_no_word_says_nothing() -> None:
+    """A public environment keeps its score under this name; the service would refuse the group."""
+    items = [{"tokens": [1], "masks": [1], "scores": 1.0, "finish_reason": reason} for reason in (-1, 1)]
+    assert "finish_reasons" not in group_from_items(items)
