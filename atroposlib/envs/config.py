@@ -2,7 +2,7 @@
 
 from enum import Enum
 
-from pydantic import Field, model_validator
+from pydantic import Field, SecretStr, model_validator
 
 from atroposlib.compatibility import WarnsOfUnknownKeys
 
@@ -56,10 +56,9 @@ class BaseEnvConfig(WarnsOfUnknownKeys):
 
     # The rollout service and the trainer behind it
     rollout_server_url: str = Field(default="http://localhost:8000", description="URL of the rollout service")
-    rollout_server_api_key: str | None = Field(
+    rollout_server_api_key: SecretStr | None = Field(
         default=None,
         exclude=True,
-        repr=False,
         description="Bearer token of the rollout service, if it wants one; by default $ROLLOUT_API_KEY",
     )
     service_timeout: float = Field(
@@ -81,8 +80,8 @@ class BaseEnvConfig(WarnsOfUnknownKeys):
         "are then sent, too",
     )
     teacher_model_name: str | None = Field(default=None, description="Model to ask for there; by default the first one served")
-    teacher_api_key: str | None = Field(
-        default=None, exclude=True, repr=False, description="Bearer token of the teacher; by default $TEACHER_API_KEY"
+    teacher_api_key: SecretStr | None = Field(
+        default=None, exclude=True, description="Bearer token of the teacher; by default $TEACHER_API_KEY"
     )
     teacher_timeout: float = Field(
         default=1800.0, gt=0, description="Longest wait for the teacher while it is away; groups are kept meanwhile"

@@ -11,34 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 logger = logging.getLogger(__name__)
 
-GROUP = """<details class="group">
-  <summary>Group {{ index + 1 }}: {{ rollouts | length }} rollouts, scores {{ scores | join(", ") }}</summary>
-  {% for rollout in rollouts %}<article>
-    <header class="{{ rollout.score_class }}">score {{ rollout.score }}</header>
-    {% for message in rollout.messages %}<pre>{% if message.role %}<b>{{ message.role }}</b>
-{% endif %}{{ message.content }}</pre>
-    {% endfor %}</article>
-  {% endfor %}</details>
-"""
-PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<title>{{ title }}</title>
-<style>
-  body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-  article { margin: .6rem 0; border: 1px solid #8884; border-radius: 6px; }
-  header { padding: .3rem .7rem; background: #8881; }
-  pre { margin: 0; padding: .7rem; white-space: pre-wrap; overflow-wrap: anywhere; }
-  .reward-positive { color: #16803c; } .reward-negative { color: #c0392b; }
-</style>
-<h1>{{ title }}</h1>
-{{ groups }}</html>
-"""
-jinja = Environment(autoescape=True, undefined=StrictUndefined)
+jinja = Environment(loader=PackageLoader("atroposlib.frontend"), autoescape=True, undefined=StrictUndefined)
 
 
 def get_score_class(score: Any) -> str:
@@ -70,7 +48,7 @@ def create_html_for_group(group_data: dict[str, Any], index: int) -> str:
         {"messages": as_messages(entry), "score": score, "score_class": get_score_class(score)}
         for entry, score in zip(messages, scores, strict=True)
     ]
-    return jinja.from_string(GROUP).render(index=index, rollouts=rollouts, scores=scores)
+    return jinja.get_template("messages_of_group.html").render(index=index, rollouts=rollouts, scores=scores)
 
 
 def generate_html(input_path: str | Path, output_path: str | Path | None = None) -> None:
@@ -91,8 +69,8 @@ def generate_html(input_path: str | Path, output_path: str | Path | None = None)
                 groups.append(create_html_for_group(json.loads(line), number))
             except (ValueError, AttributeError) as error:
                 raise ValueError(f"{source}, line {number + 1} is no group: {error}") from error
-    head, _, tail = PAGE.partition("{{ groups }}")
-    page.write_text("".join([jinja.from_string(head).render(title=source.name), *groups, tail]), encoding="utf-8")
+    whole = jinja.get_template("messages.html").render(title=source.name, groups=Markup("").join(map(Markup, groups)))
+    page.write_text(whole, encoding="utf-8")
     logger.info("wrote %d groups to %s", sum(map(bool, groups)), page)
 
 

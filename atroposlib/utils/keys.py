@@ -7,7 +7,7 @@ it was given, it is in no `--help`, no log, no W&B configuration and no dump of 
 import os
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, SecretStr
@@ -30,8 +30,10 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 SECRET_NAME = re.compile(r"(api_?key|access_?key|secret(_?key)?|password|(auth|access|hf)_token|credentials)$", re.IGNORECASE)
 
 
-def given_or_variable(given: str | None, variable: str | None) -> str | None:
+def given_or_variable(given: str | SecretStr | None, variable: str | None) -> str | None:
     """The key that was given, else the variable's; None where there is none."""
+    if isinstance(given, SecretStr):
+        given = given.get_secret_value()
     if given is not None and given not in PLACEHOLDERS:
         return given
     return (os.environ.get(variable) or None) if variable else None
@@ -49,7 +51,7 @@ def host_of(url: str | None) -> str:
 
 def is_secret(name: str, info: FieldInfo | None = None) -> bool:
     """Whether a setting holds what nobody else may read: it is kept out of dumps, is a `SecretStr`, or is named like a key."""
-    kept_out = info is not None and (info.exclude is True or info.annotation is SecretStr)
+    kept_out = info is not None and (info.exclude is True or SecretStr in (info.annotation, *get_args(info.annotation)))
     return kept_out or SECRET_NAME.search(name) is not None
 
 

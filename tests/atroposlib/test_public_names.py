@@ -48,8 +48,8 @@ LEFT_OUT = {
             ),
         )
     },
-    "atroposlib.frontend.jsonl2html.SCRIPT_DIR": "ours has its page in the module",
-    "atroposlib.frontend.jsonl2html.TEMPLATE_FILE": "ours has its page in the module",
+    "atroposlib.frontend.jsonl2html.SCRIPT_DIR": "ours are templates beside the module",
+    "atroposlib.frontend.jsonl2html.TEMPLATE_FILE": "ours are templates beside the module",
 }
 """What ours does not have, and why."""
 

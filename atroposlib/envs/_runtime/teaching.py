@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from atroposlib.errors import EnvironmentFailure, UsageError
 from atroposlib.groups import PROMPT_MASK
 from atroposlib.inference.teacher_server import TeacherServer
+from atroposlib.utils.keys import given_or_variable
 from atroposlib.utils.waiting import gather_or_cancel
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class Teaching:
             self._teacher = TeacherServer(
                 config.teacher_url,
                 config.teacher_model_name,
-                config.teacher_api_key,
+                given_or_variable(config.teacher_api_key, None),
                 config.teacher_timeout,
                 config.teacher_max_requests,
             )

@@ -22,6 +22,7 @@ from atroposlib.errors import UsageError
 from atroposlib.inference.proxy_client import create_proxy_session
 from atroposlib.inference.server_manager import ServerManager, at_url
 from atroposlib.utils.cli import adjust_model_defaults, extract_namespace
+from atroposlib.utils.keys import given_or_variable
 from tests.atroposlib.envs.scripted_env import ScriptedEnv
 
 KEY = "sk-nobody-reads-this"
@@ -39,6 +40,7 @@ class JudgedConfig(BaseEnvConfig):
 
     judge_api_key: str = KEY
     judge_secret: SecretStr = SecretStr(KEY)
+    other_judge: SecretStr | None = SecretStr(KEY)
     max_token: int = 5
     note: str = Field(default="shown")
 
@@ -58,7 +60,13 @@ def test_help_shows_no_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(Judged, ["--help"]) == 0
     shown = capsys.readouterr().out
     assert KEY not in shown
-    for flag in ("--openai.api_key", "--env.rollout_server_api_key", "--env.judge_api_key", "--env.judge_secret"):
+    for flag in (
+        "--openai.api_key",
+        "--env.rollout_server_api_key",
+        "--env.judge_api_key",
+        "--env.judge_secret",
+        "--env.other_judge",
+    ):
         assert f"{flag}  (default: hidden)" in shown
     assert "--env.note  (default: shown)" in shown
     assert "--env.max_token  (default: 5)" in shown
@@ -90,8 +98,8 @@ def test_no_dump_and_no_text_of_a_configuration_holds_its_key(model: Any) -> Non
     adjusted = adjust_model_defaults(type(model), model)()
     assert KEY not in repr(adjusted) + adjusted.model_dump_json()
     field = "api_key" if isinstance(model, APIServerConfig) else "rollout_server_api_key"
-    assert getattr(adjusted, field) == KEY, "it is there all the same"
-    assert KEY in extract_namespace(model, "").values()
+    assert given_or_variable(getattr(adjusted, field), None) == KEY, "it is there all the same"
+    assert getattr(model, field) in extract_namespace(model, "").values()
 
 
 @pytest.mark.parametrize("api_key", [f"{{{KEY}: 1}}", f"[{KEY}]"])
@@ -110,7 +118,7 @@ def test_an_error_about_a_key_does_not_show_it(api_key: str, tmp_path: Path) -> 
 def test_the_defaults_keys_outlive_the_merge_with_flags_and_yaml() -> None:
     env, servers = Judged.config_init()
     merged = merge(env, servers, parse_flags(["--env.group_size", "3", "--openai.timeout", "7"], JudgedConfig), {})
-    assert (merged.env.rollout_server_api_key, merged.env.judge_api_key) == (KEY, KEY)
+    assert (merged.env.rollout_server_api_key, merged.env.judge_api_key) == (SecretStr(KEY), KEY)
     assert merged.servers[0].api_key == KEY  # type: ignore[index]
     assert at_url(APIServerConfig(api_key=KEY), "http://y").api_key == KEY
 
