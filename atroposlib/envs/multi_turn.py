@@ -138,7 +138,8 @@ class MultiTurnEnv(GradedEnv):
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
         """Add how often which call went wrong."""
-        await super().wandb_log({**(wandb_metrics or {}), **self.toolbox.metrics()})
+        problems = self.toolbox.metrics() if "toolbox" in self.__dict__ else {}
+        await super().wandb_log({**(wandb_metrics or {}), **problems})
 
     # ---- one conversation -----------------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """Conversations with tools against a server over HTTP: tokens, limits, rewards, retries, evaluation."""
 
+import copy
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -8,9 +9,11 @@ import pytest
 
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.multi_turn import Conversation, Grade, MultiTurnConfig, MultiTurnEnv, Step
-from atroposlib.envs.tool_formats import TaggedFormat
+from atroposlib.envs.tool_formats import HermesFormat, TaggedFormat
 from atroposlib.envs.turn_rewards import sampled_runs
 from atroposlib.errors import RolloutFailure
+from example_trainer.batch.groups import Rules, parse_batch
+from example_trainer.batch.lengths import LengthRules
 
 
 def add(numbers: str, talk: Conversation) -> int:
@@ -127,6 +130,22 @@ async def test_rewards_to_go_become_advantages_of_the_turns_tokens(make: Make) -
         assert sum(value != 0 for value in row) == sum(e - b for (b, e), v in zip(runs, of_turns, strict=True) if v)
 
 
+async def test_the_trainer_takes_advantages_of_turns_and_masks_what_a_limit_ended(make: Make, tokenizer: Any) -> None:
+    environment = make("<1+2>", "4", "3", turn_rewards="to_go", max_turns=2)
+    group, _ = await environment.collect_trajectories("1+2")
+    cut, _ = await make("<1+2>", "4", "<1+2>", max_turns=2).collect_trajectories("1+2")
+    rules = Rules(lengths=LengthRules(truncated_answers="mask"))
+    batch = parse_batch([group, cut], max_tokens=512, vocab_size=len(tokenizer), rules=rules)
+    assert batch.invalid == []
+    first, second, limited, whole = batch.sequences
+    for sequence, row in zip((first, second), group["advantages"], strict=True):
+        assert sequence.advantages.tolist() == pytest.approx([row[place] for place in sequence.positions])
+    assert (limited.finish_reason, len(limited.positions)) == ("length", 0), "with max_turns it is as if an answer was cut off"
+    assert (whole.finish_reason, float(whole.advantages[0])) == ("stop", pytest.approx(-1.0)), (
+        "it is in the baseline of the others"
+    )
+
+
 async def test_a_call_that_goes_wrong_is_answered_and_scores_nothing_by_itself(make: Make, tokenizer: Any) -> None:
     environment = make("<one>", "<1+2", "3", "3")
     group, _ = await environment.collect_trajectories("1+2")
@@ -160,6 +179,28 @@ async def test_a_limit_in_the_middle_ends_the_conversation_and_the_reward_is_ask
 async def test_no_room_for_a_first_answer_gives_no_group(make: Make) -> None:
     with pytest.raises(RolloutFailure, match=r"leave no room for an answer within --env.max_conversation_tokens 5"):
         await make("3", max_conversation_tokens=5).collect_trajectories("1+2")
+
+
+class Hermes(Sums):
+    """Tools by the chat template, called in JSON."""
+
+    tool_format = HermesFormat()
+
+
+async def test_a_template_that_knows_tools_tells_the_model_of_them(make: Make, tokenizer: Any) -> None:
+    knowing = copy.deepcopy(tokenizer)
+    knowing.chat_template = "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}" + tokenizer.chat_template
+    call = 'So <tool_call>{"name": "add", "arguments": {"numbers": "1+2"}}</tool_call>'
+    environment = make(call, "3", kind=Hermes, group_size=1, max_token_length=100)
+    environment.tokenizer = knowing
+    group, _ = await environment.collect_trajectories("1+2")
+    assert tokenizer.decode(group["tokens"][0]) == (
+        "[add]<|im_start|>user\n1+2 = ?<|im_end|>\n<|im_start|>assistant\nSo <tool_call>"
+        '{"name": "add", "arguments": {"numbers": "1+2"}}</tool_call><|im_end|>\n<|im_start|>tool\n3<|im_end|>\n'
+        "<|im_start|>assistant\n3<|im_end|>"
+    )
+    assert len(sampled(group, 0, tokenizer)) == 2
+    assert group["scores"] == [1.5]
 
 
 class Unsteady(Sums):
