@@ -31,6 +31,7 @@ from atroposlib.envs._runtime.servers import served_model_blocking, tokenizer_na
 from atroposlib.envs._runtime.service_client import RolloutServiceClient
 from atroposlib.envs._runtime.serving import Serving
 from atroposlib.envs.config import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE, BaseEnvConfig, EvalHandlingEnum  # noqa: F401
+from atroposlib.errors import UsageError
 from atroposlib.frontend.jsonl2html import generate_html  # noqa: F401
 from atroposlib.groups import DropCounter, ScoredDataGroup, ScoredDataItem  # noqa: F401
 from atroposlib.inference.openai_server import OpenAIServer, resolve_openai_configs  # noqa: F401
@@ -146,6 +147,19 @@ class BaseEnv(ABC):
     @abstractmethod
     async def get_next_item(self) -> Item:
         """The next item to roll out, or None when there is none for now."""
+
+    async def next_item(self) -> Item:
+        """The item to work on now: `get_next_item`'s, unless the environment chooses among those (`GradedEnv`).
+
+        Raises:
+            UsageError: a choice by success is wanted, and this environment does not say which answers are right.
+        """
+        if self.config.curriculum:
+            raise UsageError(
+                f"--env.curriculum: {type(self).__name__} does not say which answers are right: leave it out, or derive from "
+                "SingleTurnEnv or MultiTurnEnv"
+            )
+        return await self.get_next_item()
 
     @abstractmethod
     async def evaluate(self, *args: Any, **kwargs: Any) -> Any:

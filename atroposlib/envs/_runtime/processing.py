@@ -34,7 +34,7 @@ async def make_groups(env: "BaseEnv") -> None:
     try:
         while made < wanted and (running or not exhausted):
             while not exhausted and len(running) < min(env.max_num_workers, wanted - made):
-                item = env.backlog.pop() if env.backlog else await env.get_next_item()
+                item = env.backlog.pop() if env.backlog else await env.next_item()
                 if item is None:
                     logger.info("no more items after %d groups", made)
                     exhausted = True

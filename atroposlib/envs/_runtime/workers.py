@@ -168,7 +168,7 @@ class Workers:
         """The item to begin now, and its number; None in place of an item when there is none for now."""
         window = self.window
         if window is None:
-            return -1, self.env.backlog.pop() if self.env.backlog else await self.env.get_next_item()
+            return -1, self.env.backlog.pop() if self.env.backlog else await self.env.next_item()
         while True:
             number = window.next_number()
             if number not in self._items:
@@ -198,6 +198,8 @@ class Workers:
                 f"--env.exact_resume: the rollout service at {self.env.config.rollout_server_url} keeps no positions of items; "
                 "start the one of this version, or leave the flag out"
             )
+        if reason := status["stream"].get("inexact"):
+            raise EnvironmentFailure(f"--env.exact_resume: {reason}, or leave the flag out")
         if window.heed(status["stream"]):
             for item_id in list(self.env.running_items):
                 self.put_back(item_id)

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 from atroposlib.envs.curriculum import Curriculum, Difficulty, chance, item_key
 from atroposlib.envs.graded import Attempt, GradedEnv
-from atroposlib.errors import EnvironmentFailure
+from atroposlib.errors import EnvironmentFailure, UsageError
 from atroposlib.groups import ScoredDataGroup
+from tests.atroposlib.envs.scripted_env import ScriptedEnv
 
 SHARE = st.floats(0, 1)
 GROUPS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 4)), max_size=8)
@@ -120,7 +121,7 @@ async def rounds(environment: Graded, count: int) -> list[int]:
     items = []
     for _ in range(count):
         items.append(await environment.next_item())
-        await environment.roll_out(items[-1])
+        await environment._rollouts.roll_out(items[-1])
     return items
 
 
@@ -149,12 +150,33 @@ def test_it_and_an_exact_resume_exclude_each_other() -> None:
         BaseEnvConfig(curriculum=True, exact_resume=True)
 
 
+async def test_workers_begin_what_it_takes(tmp_path: Path) -> None:
+    environment = Graded(tmp_path, curriculum=True, curriculum_floor=0.0)
+    for item in (0, 2):
+        for _ in range(20):
+            environment.curriculum.note(environment.item_key(item), 4 * (item == 0), 4)
+    begun = [(await environment._serving.workers._next_of_stream())[1] for _ in range(20)]
+    assert begun.count(1) > 10
+    assert environment.asked > 40, "others were passed over"
+    other = ScriptedEnv([], curriculum=True)
+    with pytest.raises(UsageError, match="ScriptedEnv does not say which answers are right"):
+        await other._serving.workers._next_of_stream()
+
+
+def test_an_environment_ends_where_nothing_exact_can_come_of_it() -> None:
+    workers = Graded(exact_resume=True)._serving.workers
+    stream = {"life": "1.0", "begin": 0, "settled": []}
+    workers.heed_position({"max_staleness": 0, "stream": stream})
+    with pytest.raises(EnvironmentFailure, match=r"--env\.exact_resume: b fills batches too, or leave the flag out"):
+        workers.heed_position({"max_staleness": 0, "stream": stream | {"inexact": "b fills batches too"}})
+
+
 @pytest.mark.parametrize(("item", "made"), [(0, 3), (1, 1)])
 def test_a_group_whose_scores_are_equal_is_made_again_with_other_seeds(item: int, made: int) -> None:
     environment = Graded(resample_equal_scores=2, seed_rollouts=True)
-    asyncio.run(environment.roll_out(item))
+    asyncio.run(environment._rollouts.roll_out(item))
     assert len(set(environment.seeds)) == len(environment.seeds) == made
     assert environment.drops.by_reason["equal_scores_resampled"] == made - 1
     without = Graded(seed_rollouts=True)
-    asyncio.run(without.roll_out(item))
+    asyncio.run(without._rollouts.roll_out(item))
     assert without.seeds == environment.seeds[:1]
