@@ -48,20 +48,36 @@ def write_rollout_page(groups_path: Path, tokenizer: Any, title: str) -> Path:
     """Render a groups file (JSON lines) to an HTML page next to it, and return the page's path.
 
     The file may be of any size: it is read as far as the page goes.
+
+    Raises:
+        ValueError: a line is no group; says which.
+    """
+    page, unfinished = groups_path.with_suffix(".html"), groups_path.with_suffix(".html.part")
+    with groups_path.open(encoding="utf-8") as lines:
+        unfinished.write_text(rollout_page(lines, tokenizer, title), encoding="utf-8")
+    unfinished.replace(page)
+    return page
+
+
+def rollout_page(lines: Iterable[str], tokenizer: Any, title: str) -> str:
+    """The page of groups, one in each line, of as many as it has room for.
+
+    Raises:
+        ValueError: a line is no group; says which.
     """
     decode, left = Decoder(tokenizer), MOST_TOKENS
     groups: list[dict[str, Any]] = []
-    with groups_path.open(encoding="utf-8") as lines:
-        following = next(lines, "")
-        while following and len(groups) < MOST_GROUPS and left > 0:
-            groups.append(group_view(json.loads(following), decode))
-            left -= sum(rollout["shown"] for rollout in groups[-1]["rollouts"])
-            following = next(lines, "")
+    following = iter(lines)
+    line = next(following, "")
+    while line and len(groups) < MOST_GROUPS and left > 0:
+        try:
+            groups.append(group_view(json.loads(line), decode))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"line {len(groups) + 1}: {type(error).__name__}: {error}") from error
+        left -= sum(rollout["shown"] for rollout in groups[-1]["rollouts"])
+        line = next(following, "")
     jinja = Environment(loader=PackageLoader("atroposlib.frontend"), autoescape=True, undefined=StrictUndefined)
-    page = groups_path.with_suffix(".html")
-    template = jinja.get_template("rollouts.html")
-    page.write_text(template.render(title=title, groups=groups, more=bool(following), shade=shade), encoding="utf-8")
-    return page
+    return jinja.get_template("rollouts.html").render(title=title, groups=groups, more=bool(line), shade=shade)
 
 
 def group_view(group: dict[str, Any], decode: Decoder) -> dict[str, Any]:
