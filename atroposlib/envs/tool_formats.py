@@ -7,9 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from atroposlib.errors import UsageError
+from atroposlib.inference.tool_call_formats import FORMATS, Unreadable
 from atroposlib.utils.tool_call_parser import read_object
 
 Problem = Literal["unreadable", "unknown_tool", "wrong_arguments", "too_many", "raised", "timeout", "not_text", "cut"]
+MOST_OF_REASON = 200
+"""Characters of why a call cannot be read."""
 CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
 
@@ -112,6 +116,44 @@ class HermesFormat(ToolFormat):
         if self.role == "tool":
             return {"role": "tool", "name": call.name, "content": call.answer}
         return {"role": self.role, "content": f"<tool_response>\n{call.answer}\n</tool_response>"}
+
+
+class NamedFormat(ToolFormat):
+    """The format of another family of models, by the name of vLLM's parser for it, such as `llama3_json` or `mistral`.
+
+    An answer of which one call cannot be read is answered as one unreadable call.
+
+    Args:
+        name: one of `atroposlib.inference.tool_call_formats.FORMATS`.
+        role: see `ToolFormat`.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+
+    in_template = True
+
+    def __init__(self, name: str, role: str = "tool"):
+        super().__init__(role)
+        if name not in FORMATS:
+            raise UsageError(f"no tool format is called {name!r}: choose one of {', '.join(FORMATS)}")
+        self._format = FORMATS[name]
+
+    def describe(self, tools: Sequence[Described]) -> str:
+        """One line of JSON for each tool, and a call as the model would write it."""
+        lines = "\n".join(json.dumps(tool.schema["function"], ensure_ascii=False) for tool in tools)
+        example = self._format.write("name", {"argument": "value"})
+        return f"You can call these tools:\n{lines}\n\nA call looks like this; the next message has its answer:\n{example}"
+
+    def read(self, text: str) -> list[Call]:
+        try:
+            found = self._format.read(text)
+        except (Unreadable, RecursionError, MemoryError) as error:
+            return [unreadable(str(error)[:MOST_OF_REASON])]
+        return [
+            Call(call.name, call.arguments) if isinstance(call.arguments, dict) else unreadable("arguments must be an object")
+            for call in found
+        ]
 
 
 class TaggedFormat(ToolFormat):

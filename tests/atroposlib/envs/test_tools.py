@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atroposlib.envs import tools
-from atroposlib.envs.tool_formats import Call, HermesFormat, TaggedFormat
+from atroposlib.envs.tool_formats import Call, HermesFormat, NamedFormat, TaggedFormat
 from atroposlib.envs.tools import Toolbox
 from atroposlib.errors import EnvironmentFailure, RolloutFailure, UsageError
+from atroposlib.inference.tool_call_formats import FORMATS
 
 
 class Talk:
@@ -265,9 +266,23 @@ PIECES = ["<tool_call>", "</tool_call>", "<calc>", "{", '"name":', '"a"', "}", "
 @settings(max_examples=100, deadline=None)
 @given(text=st.text() | st.lists(st.sampled_from(PIECES)).map("".join))
 def test_whatever_a_model_writes_is_read(text: str) -> None:
-    for call in [*HermesFormat().read(text), *TaggedFormat("calc", "expression", "<calc>", "</calc>").read(text)]:
+    named = [call for name in FORMATS for call in NamedFormat(name).read(text)]
+    for call in [*named, *HermesFormat().read(text), *TaggedFormat("calc", "expression", "<calc>", "</calc>").read(text)]:
         assert (call.problem is None) == (call.arguments is not None)
         assert call.problem is None or call.answer.startswith("error: ")
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_other_families_write_calls_in_their_own_way(name: str) -> None:
+    written = FORMATS[name].write("look_up", {"word": "ab"})
+    (call,) = NamedFormat(name).read(written)
+    assert (call.name, call.arguments, call.problem) == ("look_up", {"word": "ab"}, None)
+    assert FORMATS[name].write("name", {"argument": "value"}) in NamedFormat(name).describe([])
+
+
+def test_a_format_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"no tool format is called 'lama': choose one of hermes"):
+        NamedFormat("lama")
 
 
 def test_a_tagged_call_is_a_few_tokens() -> None:
