@@ -38,6 +38,8 @@ COMMANDS = {
         "atroposlib.cli.run_api": "atroposlib.cli.run_api",
         "environments/arithmetic_server.py": "environments.arithmetic_server",
         "environments/gsm8k_server.py": "environments.gsm8k_server",
+        "environments/code_server.py": "environments.code_server",
+        "environments/judge_server.py": "environments.judge_server",
         "example_trainer/grpo.py": "example_trainer.grpo",
         "example_trainer.reference_worker": "example_trainer.reference_worker",
         "tests.forked_ranks": "tests.forked_ranks",
