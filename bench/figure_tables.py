@@ -113,6 +113,11 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "(at most 32,768, beyond which it": "the largest of BUDGETS in example_trainer/training/memory_plan.py",
         "within 5 % of that, and a layer's activations within 1 %": "asserted by training/test_memory_items.py",
     },
+    "docs/sandbox.md": {
+        "512 MiB of addresses for each process": "a default of atroposlib/sandbox/contract.py",
+        "an empty `/tmp` of 16 MiB and 256 files": "likewise",
+        "above 4 MiB it is ended; what its functions return has 1 MiB": "likewise",
+    },
     "docs/timelines.md": {
         "A file grows to 64 MiB at most": "a limit of vllm_patching/protocol/timeline.py",
     },

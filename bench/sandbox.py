@@ -92,8 +92,8 @@ def main() -> None:
     load = os.getloadavg()[0]
     rows = [asyncio.run(sandboxed(problems, arguments.programs, at_once)) for at_once in (1, 2, 4)]
     rows.append(without_sandbox(problems, arguments.programs // 4))
-    machine = {"processors": os.cpu_count(), "load_before": round(load, 1), "kernel": platform.release()}
-    result = {"rows": [row | {"measured": measured()} for row in rows], "machine": machine}
+    machine: dict[str, Any] = {"processors": os.cpu_count(), "load_before": round(load, 1), "kernel": platform.release()}
+    result = {"rows": [row | {"measured": measured()} for row in rows], "machine": machine | {"measured": measured()}}
     for row in rows:
         print(json.dumps(row))
     if arguments.output:
