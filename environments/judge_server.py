@@ -24,7 +24,7 @@ from statistics import fmean
 from typing import Any
 
 import openai
-from pydantic import Field
+from pydantic import Field, SecretStr
 
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, EvalHandlingEnum
 from atroposlib.envs.single_turn import Grade, Response, SingleTurnEnv
@@ -32,6 +32,7 @@ from atroposlib.errors import InferenceUnavailable, RolloutFailure, UsageError
 from atroposlib.inference.openai_server import OpenAIServer
 from atroposlib.inference.server_baseline import MODEL_NOT_NAMED
 from atroposlib.type_definitions import Message
+from atroposlib.utils.keys import given_or_variable
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +95,8 @@ class JudgeConfig(BaseEnvConfig):
         default=None, description="Address of an OpenAI-compatible endpoint that judges; by default the served model judges"
     )
     judge_model_name: str | None = Field(default=None, description="Model to ask for there; by default the first one served")
-    judge_api_key: str | None = Field(
-        default=None, exclude=True, repr=False, description=f"Bearer token of the judge; by default ${JUDGE_KEY}"
+    judge_api_key: SecretStr | None = Field(
+        default=None, exclude=True, description=f"Bearer token of the judge; by default ${JUDGE_KEY}"
     )
     judge_timeout: float = Field(default=1800.0, gt=0, description="Longest wait for the judge while it is away")
     judge_max_tokens: int = Field(default=512, ge=1, description="Most tokens of one judgement")
@@ -128,7 +129,7 @@ class JudgeServer(OpenAIServer):
             APIServerConfig(
                 base_url=config.judge_url,
                 model_name=config.judge_model_name or MODEL_NOT_NAMED[0],
-                api_key=config.judge_api_key,
+                api_key=given_or_variable(config.judge_api_key, None),
                 timeout=math.ceil(min(config.judge_timeout, 600.0)),
                 num_max_requests_at_once=config.judge_max_requests,
             )
