@@ -1,6 +1,9 @@
 """The documentation's example: it is what the page shows, it fits on the page, and it works."""
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,6 +33,31 @@ def test_it_serves_a_trainer(stack: Stack, shared_inference: str) -> None:
     assert all(sorted(group["scores"]) == [-1.0, -1.0, -1.0, 1.0] for group in batch)
     log = environment.log_path.read_text()
     assert "Traceback" not in log
+
+
+@pytest.mark.e2e
+def test_its_right_answers_become_data_and_then_it_ends(stack: Stack, shared_inference: str, tmp_path: Path) -> None:
+    stack.use_inference(shared_inference, cycle=["\\boxed{1}", "\\boxed{2}", "\\boxed{3}", "\\boxed{4}"])
+    stack.start_service()
+    environment = stack.start_environment(EXAMPLE, "--env.group_size", "4")
+    file = tmp_path / "data.jsonl"
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "atroposlib.cli.sft", file, "--api-url", stack.service_url, "--group-size", "4"),
+            *("--tasks-per-step", "2", "--num-seqs-to-save", "5", "--tokenizer", stack.tokenizer_dir),
+        ],
+        cwd=ROOT,
+        check=True,
+        timeout=120,
+    )
+    stack.processes.finish(environment, 60)
+    stack.control(cycle=None)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["score"] for row in rows] == [1.0] * 5
+    for row in rows:
+        asked = re.search(r"How often is (.) in (\w+)\? .*<\|im_start\|>assistant\n$", row["prefix"], re.DOTALL)
+        assert asked is not None
+        assert row["completion"].startswith(f"\\boxed{{{asked[2].count(asked[1])}}}")
 
 
 @pytest.mark.e2e
