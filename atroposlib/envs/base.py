@@ -11,9 +11,6 @@ if __name__ == "__main__":
 """
 
 import asyncio
-import json
-import logging
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from functools import cached_property
@@ -47,7 +44,6 @@ from atroposlib.utils.keys import SERVICE_KEY, given_or_variable
 from atroposlib.utils.metrics import get_std_min_max_avg  # noqa: F401
 
 # What is not used here is imported for environments, which find it here in the public SDK.
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -281,6 +277,14 @@ class BaseEnv(ABC):
         """When the trainer has moved on: evaluate, keep state and log, as far as each is due."""
         await self._serving.after_a_step()
 
+    def load_checkpoint(self) -> None:
+        """Set the attributes that `save_checkpoint` kept at the current step, if there is a file."""
+        self._serving.load_state()
+
+    def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
+        """Keep `data` (attribute -> value) for `load_checkpoint`. A subclass calls this with what it wants kept."""
+        self._serving.keep_state(step, data)
+
     @property
     def derived_batch_size(self) -> int:
         """Sequences per batch that this environment may fill: what is not reserved, and its own reserve."""
@@ -351,29 +355,6 @@ class BaseEnv(ABC):
         """
         about = task_name, model_name, start_time, end_time, generation_parameters
         await self._reports.evaluation(metrics, *about, samples, verbose)
-
-    # ---- checkpoints -------------------------------------------------------------------
-
-    def load_checkpoint(self) -> None:
-        """Set the attributes that `save_checkpoint` kept at the current step, if there is a file."""
-        path = self._checkpoint_path(self.curr_step)
-        if path.exists():
-            for key, value in json.loads(path.read_text()).items():
-                setattr(self, key, value)
-            logger.info("resumed from %s", path)
-
-    def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
-        """Keep `data` (attribute -> value) for `load_checkpoint`. A subclass calls this with what it wants kept."""
-        if data is None:
-            return
-        path = self._checkpoint_path(step)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.with_suffix(".partial").write_text(json.dumps(data))
-        os.replace(path.with_suffix(".partial"), path)
-        logger.info("kept the environment's state of step %d in %s", step, path)
-
-    def _checkpoint_path(self, step: int) -> Path:
-        return Path(self.checkpoint_dir) / "env_checkpoints" / (self.wandb_prepend or "env") / f"step-{step}.json"
 
     # ---- tokenizer ----------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,11 @@
 """The life of an environment that serves: set up, register, keep workers busy, evaluate when due, stop after training."""
 
 import asyncio
+import json
 import logging
+import os
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atroposlib.envs._runtime.servers import close_servers, wait_for_servers
@@ -252,6 +255,29 @@ class Serving:
             if isinstance(error, EnvironmentFailure):
                 self.workers.fatal = error
         self.workers.wake.set()
+
+    def _state_path(self, step: int) -> Path:
+        env = self.env
+        return Path(env.checkpoint_dir) / "env_checkpoints" / (env.wandb_prepend or "env") / f"step-{step}.json"
+
+    def load_state(self) -> None:
+        """See `BaseEnv.load_checkpoint`."""
+        path = self._state_path(self.env.curr_step)
+        if path.exists():
+            for key, value in json.loads(path.read_text()).items():
+                setattr(self.env, key, value)
+            logger.info("resumed from %s", path)
+
+    def keep_state(self, step: int, data: dict[str, Any] | None) -> None:
+        """See `BaseEnv.save_checkpoint`."""
+        if data is None:
+            return
+        path = self._state_path(step)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(data))
+        os.replace(partial, path)
+        logger.info("kept the environment's state of step %d in %s", step, path)
 
     async def _log_remaining(self) -> None:
         if self.env.eval_runner is not None and not self.env.eval_runner.done():
