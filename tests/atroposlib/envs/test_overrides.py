@@ -1,0 +1,103 @@
+"""What an environment overrides is what runs, wherever the SDK needs it; and `super()` does what the SDK would have done."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import Any
+
+from atroposlib.inference.server_manager import ServerManager
+from tests.atroposlib.envs.scripted_env import ScriptedEnv, response
+
+SERVING = (
+    *("env_manager", "setup", "setup_wandb", "register_env", "get_server_info", "get_status", "env_step_checks"),
+    *(
+        "add_train_workers",
+        "handle_env",
+        "get_next_item",
+        "collect_trajectories",
+        "collect_trajectory",
+        "postprocess_histories",
+    ),
+    *("handle_send_to_api", "add_rollouts_for_wandb", "_send_scored_data_to_api", "cleanup"),
+    *("evaluate", "save_checkpoint", "load_checkpoint", "wandb_log", "perf_stats"),
+)
+"""Methods that environments of others override, or that one would, and that a run beside a trainer uses."""
+
+
+class StandInService:
+    """A rollout service whose trainer resumes at step 4 and goes one step further each time that it is asked."""
+
+    def __init__(self) -> None:
+        self.step, self.posted = 4, 0
+
+    async def get(self, path: str) -> dict[str, Any]:
+        return {"batch_size": 4, "max_token_len": 64}
+
+    async def post(self, path: str, body: Any) -> dict[str, Any]:
+        if path != "/register-env":
+            self.posted += 1
+            return {"status": "received"}
+        told = {"env_id": 0, "wandb_name": "mine_0", "checkpoint_dir": "", "checkpoint_interval": 2, "num_steps": 9}
+        return {"status": "success", "starting_step": self.step, **told}
+
+    async def status_env(self, env_id: int) -> dict[str, Any]:
+        self.step += 1
+        return {"current_step": self.step - 1, "queue_size": 0, "env_weight": 1.0, "run_ended": self.step > 9}
+
+    async def disconnect(self, env_id: int) -> None:
+        """There is nobody to tell."""
+
+    async def close(self) -> None:
+        """There is nothing to close."""
+
+
+def overriding(calls: list[str], *names: str) -> type[ScriptedEnv]:
+    """An environment that overrides methods by ones that note the call and do what the SDK does."""
+
+    def override(name: str) -> Any:
+        plain = getattr(ScriptedEnv, name)
+        if inspect.iscoroutinefunction(plain):
+
+            async def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+                calls.append(name)
+                return await plain(self, *args, **kwargs)
+
+            return noted
+
+        def noted_at_once(self: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return plain(self, *args, **kwargs)
+
+        return noted_at_once
+
+    return type("Overriding", (ScriptedEnv,), {name: override(name) for name in names})
+
+
+async def test_what_is_overridden_is_what_a_run_uses() -> None:
+    calls: list[str] = []
+    script = [response(float(number % 2)) for number in range(400)]
+    env = overriding(calls, *SERVING)(script, steps_per_eval=2, max_num_workers=2)
+    env.server, env.service = ServerManager([], testing=True), StandInService()  # type: ignore[assignment]
+    await asyncio.wait_for(env.env_manager(), 60)
+    assert set(calls) == set(SERVING)
+    assert calls[:5] == ["env_manager", "setup", "setup_wandb", "register_env", "load_checkpoint"]
+    assert env.posted, "the groups went by the override to where it sends them"
+    assert calls.count("cleanup") >= calls.count("handle_send_to_api") > 0
+
+
+async def test_an_override_that_changes_what_is_passed_on_is_heeded() -> None:
+    class Halved(ScriptedEnv):
+        async def handle_send_to_api(self, scored_data: Any, *args: Any, **kwargs: Any) -> int:
+            scored_data["scores"] = [score / 2 for score in scored_data["scores"]]
+            return await super().handle_send_to_api(scored_data, *args, **kwargs)
+
+        async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
+            group, backlog = await super().collect_trajectories(item)
+            return group | {"messages": ["mine"] * 2}, backlog
+
+    env = Halved([response(1.0), response(-1.0)])
+    groups, kept = await env._rollouts.work_on("item")
+    assert kept == 1
+    assert env.posted[0]["scores"] == groups["scores"] == [0.5, -0.5]
+    assert env.posted[0]["messages"] == ["mine"] * 2
