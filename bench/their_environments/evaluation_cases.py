@@ -54,23 +54,9 @@ DROP: Rows = {
         )
     }
 }
-MATH500: Rows = {
-    "HuggingFaceH4/MATH-500": {
-        "test": numbered(
-            6,
-            lambda n: {
-                "problem": f"Problem {n}: two and two?",
-                "answer": "4",
-                "solution": "\\boxed{4}",
-                "subject": "Algebra",
-                "level": 1,
-                "unique_id": f"test/{n}",
-            },
-        )
-    }
-}
 OPENAI_GSM8K: Rows = {"openai/gsm8k": GSM8K["gsm8k"]}
 FOLDER = "eval_environments"
+THINKING = {"custom_thinking_prompt": "Think between <think> and </think> first."}
 
 EVALUATING: tuple[Case, ...] = (
     Case("gsm8k_server_evaluate", "gsm8k_server.py", "evaluation", BOXED, GSM8K, command="evaluate", servers=2),
@@ -84,8 +70,18 @@ EVALUATING: tuple[Case, ...] = (
         MMLU,
         command="evaluate",
         server_type="openai",
+        env=THINKING,
     ),
-    Case("gpqa_eval", f"{FOLDER}/gpqa_eval.py", "evaluation", MCQ_ANSWERS, GPQA, command="evaluate", server_type="openai"),
+    Case(
+        "gpqa_eval",
+        f"{FOLDER}/gpqa_eval.py",
+        "evaluation",
+        MCQ_ANSWERS,
+        GPQA,
+        command="evaluate",
+        server_type="openai",
+        env=THINKING,
+    ),
     Case(
         "drop_eval",
         f"{FOLDER}/drop_eval.py",
@@ -94,7 +90,7 @@ EVALUATING: tuple[Case, ...] = (
         DROP,
         command="evaluate",
         server_type="openai",
+        env=THINKING,
     ),
-    Case("math500_eval", f"{FOLDER}/math500_eval.py", "evaluation", BOXED, MATH500, command="evaluate", server_type="openai"),
     Case("gsm8k_eval", f"{FOLDER}/gsm8k_eval.py", "evaluation", BOXED, OPENAI_GSM8K, command="evaluate", server_type="openai"),
 )
