@@ -20,6 +20,7 @@ class Case:
         kind: in words, for the table.
         answers: the model's, in turn; or `rules` for answers that depend on the prompt.
         rows: {data set: {split: rows}}.
+        hub: {name in a data set's repository: text} for files that are downloaded one by one.
         rules: [{"when": regular expression, "answers": [...]}]; made of `answers` if not given.
         command: `serve`, `process` or `evaluate`.
         env: settings over those that every run has; becomes flags.
@@ -31,7 +32,6 @@ class Case:
         named_model: whether a server of type `openai` is given a tokenizer's name, too.
         servers: how many servers the environment has by default; from 2 on they are given in a YAML file of ours.
         group_size, batch_size, groups, seconds: sizes, how many groups are compared, and how long both may take.
-        last_path: folders at the end of sys.path.
         expected: the verdict that a run must find.
         why: what differs, or why it does not run, in words.
     """
@@ -41,6 +41,7 @@ class Case:
     kind: str
     answers: Sequence[str] = ()
     rows: Rows = field(default_factory=dict)
+    hub: Mapping[str, str] = field(default_factory=dict)
     rules: Sequence[Mapping[str, Any]] = ()
     command: str = "serve"
     env: Mapping[str, Any] = field(default_factory=dict)
@@ -55,7 +56,6 @@ class Case:
     batch_size: int = 4
     groups: int = 3
     seconds: float = 300.0
-    last_path: str = ""
     expected: str = "same"
     why: str = ""
 

@@ -12,7 +12,5 @@ NOT_RUN: dict[str, str] = {
     "sft_loader_server.py": "imports `OpenaiConfig`, which the public SDK 0.4.0 does not have either",
     "eval_environments/math500_eval.py": "its constructor takes no `slurm`, which the public SDK 0.4.0, too, passes",
     "dataset_environment/dataset_env.py": "gives back a pair where the public SDK 0.4.0, too, wants groups",
-    "gsm8k_server_teacher_distill.py": "its constructor takes no teacher, so that the public SDK fails, too; "
-    "`--env.teacher_url` of any environment does what it is for",
 }
 """Files that were looked at and do not run, and why."""

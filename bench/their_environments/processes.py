@@ -74,7 +74,8 @@ def sides(clone: Path, work: Path) -> tuple[Side, Side]:
         link(folder / "environments", clone / "environments")
         if name == "ours":
             # A copy: the checkout may change while this runs.
-            shutil.copytree(ROOT / "atroposlib", folder / "atroposlib", dirs_exist_ok=True)
+            shutil.rmtree(folder / "atroposlib", ignore_errors=True)
+            shutil.copytree(ROOT / "atroposlib", folder / "atroposlib")
         made.append(Side(name, folder))
     return made[0], made[1]
 

@@ -138,7 +138,7 @@ class Bench:
 
     def start(self, case: Case, folder: Path, seat: Seat, service: str) -> processes.Started:
         environ = {"HOME": str(folder), **case.environ}
-        more = {"rows": case.rows, "last_path": [case.last_path] if case.last_path else []}
+        more = {"rows": case.rows, "hub": dict(case.hub)}
         command = self.command(case, folder, seat.model, service)
         return seat.launcher.run(command, folder, folder / "environment.log", environ, more)
 
@@ -167,9 +167,12 @@ class Bench:
             path = folder / "servers.yaml"
             entries = [server, server | {"base_url": server["base_url"].replace("127.0.0.1", "localhost")}]
             path.write_text(yaml.safe_dump({"env": env, "openai": entries[: case.servers]}))
-            return [*start, "--config", path]
+            start += ["--config", path]
+            env, server = {}, {}
         flags = [*((f"--env.{k}", v) for k, v in env.items()), *((f"--openai.{k}", v) for k, v in server.items())]
-        return [*start, *(part for flag, value in [*flags, *case.flags] for part in (flag, str(value)))]
+        places = {"{model}": model, "{tokenizer}": str(self.tokenizer)}
+        more = [(flag, places.get(str(value), value)) for flag, value in case.flags]
+        return [*start, *(part for flag, value in [*flags, *more] for part in (flag, str(value)))]
 
     def serve(self, case: Case, folder: Path, seat: Seat) -> Run:
         """Serve our rollout service until enough groups have arrived, taking batches as a trainer does."""

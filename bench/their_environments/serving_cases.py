@@ -338,4 +338,41 @@ SERVING: tuple[Case, ...] = (
         ],
         groups=2,
     ),
+    Case(
+        "t1_env",
+        "t1_tool_planning/t1_env.py",
+        "multi-turn with tools, all in one managed server; `configs/default.yaml`",
+        rules=[
+            {
+                "when": "Rome, please",
+                "answers": ["Nothing to look up.", "<think>Hm.</think> I look.\n" + call("search_hotels", city="Rome")],
+            },
+            {"when": "", "answers": ["What city?", call("search_hotels", city="Paris"), "I see.", "Which one?"]},
+        ],
+        hub={
+            f"{domain}/train/one.csv": "ID,Filled_Template,Filled_Plan\n"
+            + "".join(
+                f"{n},assistant: Hello {n}.,\n{n},user: I want a hotel in {domain} {n}.,\n"
+                f'{n},"user: Rome, please.","hotels = search_hotels(city=[""Rome""])"\n'
+                for n in range(6)
+            )
+            for domain in ("hotel", "flight", "restaurant", "attraction")
+        },
+        yaml="t1_tool_planning/configs/default.yaml",
+        groups=2,
+        seconds=45,
+        expected="differs",
+        why="without vLLM beside it the public SDK reads no calls, so that all its scores are equal and nothing is posted",
+    ),
+    Case(
+        "gsm8k_server_teacher_distill",
+        "gsm8k_server_teacher_distill.py",
+        "a teacher's logprobs",
+        BOXED,
+        GSM8K,
+        servers=2,
+        flags=(("--teacher.base_url", "{model}"), ("--teacher.tokenizer_name", "{tokenizer}")),
+        expected="differs",
+        why="the public package 0.4.0 lacks the module that it imports, and in the repository the constructor takes no teacher",
+    ),
 )

@@ -48,10 +48,11 @@ def main(env_cls: "type[BaseEnv]", arguments: list[str] | None = None) -> int:
         if "--help" in arguments or "-h" in arguments:
             print(help_text(env_cls, default_env, default_servers))
             return 0
-        given = parse_flags(arguments, type(default_env))
+        more = more_servers(env_cls)
+        given = parse_flags(arguments, type(default_env), more)
         yaml_content = read_yaml(given.config) if given.config else {}
         overrides = command_defaults(command, env_cls, default_env)
-        settings = merge(default_env, default_servers, given, yaml_content, overrides)
+        settings = merge(default_env, default_servers, given, yaml_content, overrides, more)
         return asyncio.run(run_until_stopped(start(env_cls, command, settings)))
     except EnvironmentFailure as failure:
         print(f"error: {failure}", file=sys.stderr, flush=True)
@@ -77,8 +78,16 @@ def config_class(env_cls: "type[BaseEnv]", command: str) -> type[BaseModel]:
             return main(env_cls, words)
 
     default_env, _ = env_cls.config_init()
-    fields: dict[str, Any] = {name: (Any, None) for name in known_flags(type(default_env))}
+    fields: dict[str, Any] = {name: (Any, None) for name in known_flags(type(default_env), more_servers(env_cls))}
     return create_model(f"Cli{command.capitalize()}Config", __base__=Flags, **fields)
+
+
+def more_servers(env_cls: "type[BaseEnv]") -> dict[str, Any]:
+    """Servers beside the inference servers, by the prefix of their flags: the teacher of an environment with one of its own."""
+    from atroposlib.envs.teacher_distillation_env import TeacherDistillationEnv
+
+    is_taught = issubclass(env_cls, TeacherDistillationEnv)
+    return {env_cls.teacher_namespace: env_cls.teacher_config_init()} if is_taught else {}
 
 
 def command_defaults(command: str, env_cls: "type[BaseEnv]", default_env: BaseModel) -> dict[str, Any]:
@@ -100,6 +109,8 @@ async def start(env_cls: "type[BaseEnv]", command: str, settings: Settings) -> N
     env = env_cls(
         config=settings.env, server_configs=settings.servers, slurm=settings.manager.slurm, testing=settings.manager.testing
     )
+    if settings.more:
+        env.take_servers(settings.more)  # type: ignore[attr-defined]  # of the class that more_servers asked
     env.server.max_n_completions = settings.manager.max_n_completions
     if settings.manager.proxy_url:
         env.server.proxy_url, env.server.use_proxy = settings.manager.proxy_url, True

@@ -77,5 +77,7 @@ async def wait_for_servers(env: "BaseEnv") -> None:
 
 async def close_servers(env: "BaseEnv") -> None:
     """Close the connections to inference servers and teacher."""
-    await env.server.close()
+    for manager in (env.server, getattr(env, "teacher_server", None)):
+        if manager is not None:
+            await manager.close()
     await env._delivery.teaching.close()

@@ -28,13 +28,17 @@ OF_OTHER_PROGRAMS = ("tinker",)
 BOOLEAN_WORDS = {"true", "false", "yes", "no", "on", "off", "1", "0"}
 
 
+Servers = ServerBaseline | APIServerConfig | list[APIServerConfig]
+
+
 @dataclass
 class Settings:
     """Everything an environment is constructed with."""
 
     env: BaseEnvConfig
-    servers: ServerBaseline | APIServerConfig | list[APIServerConfig]
+    servers: Servers
     manager: ServerManagerConfig
+    more: dict[str, Servers] = field(default_factory=dict)
 
 
 @dataclass
@@ -44,20 +48,22 @@ class Given:
     env: dict[str, Any] = field(default_factory=dict)
     openai: dict[str, Any] = field(default_factory=dict)
     manager: dict[str, Any] = field(default_factory=dict)
+    more: dict[str, dict[str, Any]] = field(default_factory=dict)
     config: str | None = None
 
 
-def known_flags(env_cls: type[BaseModel]) -> dict[str, tuple[str, str]]:
-    """Flag without dashes -> (namespace, field)."""
+def known_flags(env_cls: type[BaseModel], more: Iterable[str] = ()) -> dict[str, tuple[str, str]]:
+    """Flag without dashes -> (namespace, field). `more`: namespaces of servers beside `openai`."""
     flags = {"config": ("", "config")}
-    for namespace, model in ((ENV_NAMESPACE, env_cls), (OPENAI_NAMESPACE, APIServerConfig)):
+    servers = [(namespace, APIServerConfig) for namespace in (OPENAI_NAMESPACE, *more)]
+    for namespace, model in ((ENV_NAMESPACE, env_cls), *servers):
         flags.update({f"{namespace}{NAMESPACE_SEP}{name}": (namespace, name) for name in model.model_fields})
     for name in ServerManagerConfig.model_fields:
         flags[name] = flags[f"{SERVER_MANAGER_NAMESPACE}{NAMESPACE_SEP}{name}"] = (SERVER_MANAGER_NAMESPACE, name)
     return flags
 
 
-def parse_flags(arguments: list[str], env_cls: type[BaseModel]) -> Given:
+def parse_flags(arguments: list[str], env_cls: type[BaseModel], more: Iterable[str] = ()) -> Given:
     """Read `--env.group_size 8`, `--env.group_size=8` and, for booleans, a bare `--env.use_wandb`.
 
     Dashes and underscores in names are the same. The word None stands for no value.
@@ -65,9 +71,9 @@ def parse_flags(arguments: list[str], env_cls: type[BaseModel]) -> Given:
     Raises:
         UsageError: an unknown flag (with the nearest known one), a stray word, or a missing value.
     """
-    flags = known_flags(env_cls)
-    given = Given()
-    into = {ENV_NAMESPACE: given.env, OPENAI_NAMESPACE: given.openai, SERVER_MANAGER_NAMESPACE: given.manager}
+    given = Given(more={namespace: {} for namespace in more})
+    flags = known_flags(env_cls, given.more)
+    into = {ENV_NAMESPACE: given.env, OPENAI_NAMESPACE: given.openai, SERVER_MANAGER_NAMESPACE: given.manager} | given.more
     rest = list(arguments)
     while rest:
         word = rest.pop(0)
@@ -99,7 +105,7 @@ def is_boolean(namespace: str, field_name: str, env_cls: type[BaseModel]) -> boo
         OPENAI_NAMESPACE: APIServerConfig,
         SERVER_MANAGER_NAMESPACE: ServerManagerConfig,
     }
-    return namespace in models and models[namespace].model_fields[field_name].annotation is bool
+    return bool(namespace) and models.get(namespace, APIServerConfig).model_fields[field_name].annotation is bool
 
 
 def nearest(name: str, known: Iterable[str], prefix: str = "", cutoff: float = 0.6) -> str:
@@ -175,10 +181,11 @@ def as_table(given: Any, where: str) -> dict[str, Any]:
 
 def merge(
     default_env: BaseEnvConfig,
-    default_servers: ServerBaseline | APIServerConfig | list[APIServerConfig],
+    default_servers: Servers,
     given: Given,
     yaml_content: Mapping[str, Any],
     overrides: Mapping[str, Any] | None = None,
+    more: Mapping[str, Servers | None] | None = None,
 ) -> Settings:
     """Put the sources together.
 
@@ -187,35 +194,52 @@ def merge(
         given: the flags.
         yaml_content: the YAML file, or an empty table.
         overrides: what a command changes in the environment's defaults, under YAML and flags.
+        more: defaults of servers beside `openai`, by their namespace; None where there are none unless they are given.
 
     Raises:
         UsageError: an unknown key or a value that does not validate.
     """
     manager_fields = ServerManagerConfig.model_fields
-    top = {ENV_NAMESPACE, OPENAI_NAMESPACE, SERVER_MANAGER_NAMESPACE, *manager_fields, *OF_OTHER_PROGRAMS}
+    more = more or {}
+    top = {ENV_NAMESPACE, OPENAI_NAMESPACE, SERVER_MANAGER_NAMESPACE, *manager_fields, *OF_OTHER_PROGRAMS, *more}
     content = check_keys(dict(yaml_content), top, "the YAML file")
     yaml_env = known_keys(content.get(ENV_NAMESPACE), type(default_env).model_fields, f"`{ENV_NAMESPACE}` of the YAML file")
     yaml_manager = check_keys(
         content.get(SERVER_MANAGER_NAMESPACE), manager_fields, f"`{SERVER_MANAGER_NAMESPACE}` of the YAML file"
     ) | {key: content[key] for key in manager_fields if key in content}
-    servers_in_yaml = content.get(OPENAI_NAMESPACE) or []
-    entries = servers_in_yaml if isinstance(servers_in_yaml, list) else [servers_in_yaml]
-    entries = [known_keys(entry, APIServerConfig.model_fields, f"`{OPENAI_NAMESPACE}` of the YAML file") for entry in entries]
-
     env = validated(type(default_env), all_settings(default_env) | dict(overrides or {}) | yaml_env | given.env, ENV_NAMESPACE)
-    if isinstance(default_servers, list):
-        base = all_settings(default_servers[0]) if len(default_servers) == 1 else {}
-    else:
-        base = all_settings(default_servers)
-    single = base | (entries[0] if len(entries) == 1 else {}) | given.openai
-    validated(APIServerConfig, single, OPENAI_NAMESPACE)
-    for entry in entries:
-        validated(APIServerConfig, entry, OPENAI_NAMESPACE)
-    prefixed = {f"{OPENAI_NAMESPACE}{NAMESPACE_SEP}{name}": value for name, value in given.openai.items()}
-    in_yaml = entries if isinstance(servers_in_yaml, list) else entries[0]
-    servers = resolve_openai_configs(default_servers, single, {OPENAI_NAMESPACE: in_yaml}, prefixed)
+    servers = merged_servers(default_servers, content.get(OPENAI_NAMESPACE), given.openai, OPENAI_NAMESPACE)
+    beside = {
+        namespace: merged_servers(
+            default or APIServerConfig(), content.get(namespace), given.more.get(namespace, {}), namespace
+        )
+        for namespace, default in more.items()
+        if default is not None or content.get(namespace) or given.more.get(namespace)
+    }
     manager = validated(ServerManagerConfig, yaml_manager | given.manager, SERVER_MANAGER_NAMESPACE)
-    return Settings(env=env, servers=servers, manager=manager)
+    return Settings(env=env, servers=servers, manager=manager, more=beside)
+
+
+def merged_servers(default: Servers, in_yaml: Any, flags: dict[str, Any], namespace: str) -> Servers:
+    """The servers of one namespace: flags over YAML over the environment's own.
+
+    Raises:
+        UsageError: a value that does not validate, or a key that is a known one, misspelt.
+    """
+    in_yaml = in_yaml or []
+    listed = in_yaml if isinstance(in_yaml, list) else [in_yaml]
+    entries = [known_keys(entry, APIServerConfig.model_fields, f"`{namespace}` of the YAML file") for entry in listed]
+    if isinstance(default, list):
+        base = all_settings(default[0]) if len(default) == 1 else {}
+    else:
+        base = all_settings(default)
+    single = base | (entries[0] if len(entries) == 1 else {}) | flags
+    validated(APIServerConfig, single, namespace)
+    for entry in entries:
+        validated(APIServerConfig, entry, namespace)
+    prefixed = {f"{OPENAI_NAMESPACE}{NAMESPACE_SEP}{name}": value for name, value in flags.items()}
+    content = entries if isinstance(in_yaml, list) else entries[0]
+    return resolve_openai_configs(default, single, {OPENAI_NAMESPACE: content}, prefixed)
 
 
 def validated(model: type[Any], values: dict[str, Any], namespace: str) -> Any:

@@ -38,8 +38,8 @@ def become(order):
     os.environ.update(order["environ"])
     sys.argv[:] = order["argv"]
     sys.path[0] = os.path.dirname(order["argv"][0])
-    sys.path.extend(order.get("last_path", []))
     offline.replace_load_dataset(order["rows"])
+    offline.replace_hub(order["hub"])
     offline.start_all_seeds()
     runpy.run_path(order["argv"][0], run_name="__main__")
 

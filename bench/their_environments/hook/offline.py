@@ -5,6 +5,7 @@ What is not there is refused by name, never fetched. The sources of randomness t
 same seed.
 """
 
+import os
 import random
 
 
@@ -31,6 +32,27 @@ def replace_load_dataset(rows):
         return found.to_iterable_dataset() if streaming else found
 
     datasets.load_dataset = datasets.load.load_dataset = load_dataset
+
+
+def replace_hub(files):
+    """Serve files of data sets' repositories, {name in the repository: text}, from the working folder."""
+    import huggingface_hub
+
+    class Entry:
+        def __init__(self, path):
+            self.path, self.size = path, len(files[path])
+
+    def list_repo_tree(repo_id, *more, **options):
+        return [Entry(path) for path in files]
+
+    def hf_hub_download(repo_id, filename, *more, **options):
+        place = os.path.abspath(os.path.join("hub", filename))
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        with open(place, "w") as file:
+            file.write(files[filename])
+        return place
+
+    huggingface_hub.list_repo_tree, huggingface_hub.hf_hub_download = list_repo_tree, hf_hub_download
 
 
 def with_pictures(value):
