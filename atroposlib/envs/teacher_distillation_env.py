@@ -77,7 +77,7 @@ class TeacherDistillationEnv(BaseEnv, ABC):
         """Use the teacher that YAML and flags name, if one is wanted."""
         configs = servers.get(self.teacher_namespace)
         if configs is not None and self.config.teacher_enabled:
-            self.teacher_server = ServerManager(configs if isinstance(configs, list) else [configs])
+            self.teacher_server = ServerManager([configs] if isinstance(configs, APIServerConfig) else configs)
 
     async def _compared(self) -> None:
         """Once: wait until the teacher answers, and see that its tokens are ours.

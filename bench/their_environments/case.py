@@ -29,7 +29,6 @@ class Case:
         files: written into the working folder (which is $HOME too) first.
         environ: further environment variables.
         server_type: of the inference server.
-        named_model: whether a server of type `openai` is given a tokenizer's name, too.
         servers: how many servers the environment has by default; from 2 on they are given in a YAML file of ours.
         group_size, batch_size, groups, seconds: sizes, how many groups are compared, and how long both may take.
         expected: the verdict that a run must find.
@@ -50,7 +49,6 @@ class Case:
     files: Mapping[str, str] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=dict)
     server_type: str = "vllm"
-    named_model: bool = True
     servers: int = 1
     group_size: int = 4
     batch_size: int = 4

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from bench.measured import measured
@@ -145,10 +146,7 @@ class Bench:
     def command(self, case: Case, folder: Path, model: str, service: str) -> list[str | Path]:
         """The environment file with its flags, or a YAML file in their place."""
         server = {"base_url": f"{model}/v1", "api_key": "x", "server_type": case.server_type}
-        if case.server_type != "openai" or case.named_model:
-            server |= {"model_name": str(self.tokenizer), "tokenizer_name": str(self.tokenizer)}
-        else:
-            server |= {"model_name": str(self.tokenizer)}
+        server |= {"model_name": str(self.tokenizer), "tokenizer_name": str(self.tokenizer)}
         env: dict[str, Any] = {"tokenizer_name": str(self.tokenizer), "use_wandb": False, "group_size": case.group_size}
         if case.command == "serve":
             env |= {"rollout_server_url": service, "max_num_workers": 1, "max_batches_offpolicy": 8, "steps_per_eval": 0}
@@ -162,8 +160,6 @@ class Bench:
         if case.yaml:
             start += ["--config", self.clone / "environments" / case.yaml]
         if case.servers > 1:
-            import yaml
-
             path = folder / "servers.yaml"
             entries = [server, server | {"base_url": server["base_url"].replace("127.0.0.1", "localhost")}]
             path.write_text(yaml.safe_dump({"env": env, "openai": entries[: case.servers]}))

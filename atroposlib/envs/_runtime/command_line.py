@@ -86,8 +86,9 @@ def more_servers(env_cls: "type[BaseEnv]") -> dict[str, Any]:
     """Servers beside the inference servers, by the prefix of their flags: the teacher of an environment with one of its own."""
     from atroposlib.envs.teacher_distillation_env import TeacherDistillationEnv
 
-    is_taught = issubclass(env_cls, TeacherDistillationEnv)
-    return {env_cls.teacher_namespace: env_cls.teacher_config_init()} if is_taught else {}
+    if not issubclass(env_cls, TeacherDistillationEnv):
+        return {}
+    return {env_cls.teacher_namespace: env_cls.teacher_config_init()}
 
 
 def command_defaults(command: str, env_cls: "type[BaseEnv]", default_env: BaseModel) -> dict[str, Any]:

@@ -55,8 +55,8 @@ class Given:
 def known_flags(env_cls: type[BaseModel], more: Iterable[str] = ()) -> dict[str, tuple[str, str]]:
     """Flag without dashes -> (namespace, field). `more`: namespaces of servers beside `openai`."""
     flags = {"config": ("", "config")}
-    servers = [(namespace, APIServerConfig) for namespace in (OPENAI_NAMESPACE, *more)]
-    for namespace, model in ((ENV_NAMESPACE, env_cls), *servers):
+    models: dict[str, type[BaseModel]] = {ENV_NAMESPACE: env_cls, **dict.fromkeys((OPENAI_NAMESPACE, *more), APIServerConfig)}
+    for namespace, model in models.items():
         flags.update({f"{namespace}{NAMESPACE_SEP}{name}": (namespace, name) for name in model.model_fields})
     for name in ServerManagerConfig.model_fields:
         flags[name] = flags[f"{SERVER_MANAGER_NAMESPACE}{NAMESPACE_SEP}{name}"] = (SERVER_MANAGER_NAMESPACE, name)
