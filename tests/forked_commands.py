@@ -52,7 +52,7 @@ VLLM = (
     "vllm.v1.worker.cpu_worker", "vllm.v1.executor.uniproc_executor", "vllm.model_executor.models.qwen3", "uvloop",
 )  # fmt: skip
 READ_WHEN_IMPORTED = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
-"""Variables that must be as they were when the modules were imported."""
+"""Variables that must be as they were when the modules were imported. PYTHONPATH may name nothing but this repository."""
 LONGEST_MESSAGE = 1 << 17
 """Bytes; arguments and an environment are a few kilobytes."""
 
@@ -105,8 +105,8 @@ class Command:
         sys.modules.pop(COMMANDS[str(self.kind)][self.name])  # what it imports stays imported
         sys.argv = [self.target, *self.arguments]
         sys.path[0] = os.getcwd() if self.is_module else str(Path(self.target).parent)
-        named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        sys.path[1:1] = [folder for folder in named if folder and folder not in sys.path]
+        if str(ROOT) not in sys.path:
+            sys.path.insert(1, str(ROOT))
         if self.is_module:
             runpy.run_module(self.target, run_name="__main__", alter_sys=True)
         else:
@@ -133,8 +133,12 @@ class ForkedGuard(Guard):
         raise Become(self.program)
 
 
-def be_guard(told: dict[str, Any], control: int, log: int, status: int) -> None:
-    """Guard one command until it has ended, and tell its exit status."""
+def keep(told: dict[str, Any], connection: socket.socket, log: int, status: int, control: int | None = None) -> None:
+    """Keep one command until it has ended, under a guard if there is a control pipe, and tell its exit status.
+
+    Raises:
+        Become: this is the process of the command.
+    """
     os.setsid()
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
@@ -142,13 +146,24 @@ def be_guard(told: dict[str, Any], control: int, log: int, status: int) -> None:
     os.environ.clear()
     os.environ.update(told["environment"])
     os.chdir(told["directory"])
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
-    code = ForkedGuard(Command(**told["command"]), control, told["grace"], (status,)).run()
+    command = Command(**told["command"])
+    if control is not None:
+        connection.send(str(os.getpid()).encode())
+        connection.close()
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        code = ForkedGuard(command, control, told["grace"], (status,)).run()
+    elif child := os.fork():
+        connection.send(str(child).encode())
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    else:
+        connection.close()
+        os.close(status)
+        raise Become(command)
     os.write(status, str(code).encode())
 
 
 def serve(connection: socket.socket) -> None:
-    """Fork a guard for each message until there are no more.
+    """Fork a process for each message, which keeps a command, until there are no more.
 
     Raises:
         Become: this is a forked process, and its command has to be run.
@@ -158,15 +173,13 @@ def serve(connection: socket.socket) -> None:
         data, descriptors, *_ = socket.recv_fds(connection, LONGEST_MESSAGE, 3)
         if not data:
             return
-        if pid := os.fork():
-            connection.send(str(pid).encode())
+        if os.fork():
             for descriptor in descriptors:
                 os.close(descriptor)
             continue
-        connection.close()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         try:
-            be_guard(json.loads(data), *descriptors)
+            keep(json.loads(data), connection, *descriptors)
         except Become:
             raise
         except BaseException:
@@ -179,7 +192,7 @@ def serve(connection: socket.socket) -> None:
 
 
 class Forked:
-    """What subprocess.Popen is for an executed guard: the guard's process id, and its exit status once it has ended."""
+    """What subprocess.Popen is for an executed process: its process id, and its exit status once it has ended."""
 
     def __init__(self, pid: int, status: int) -> None:
         self.pid, self._status = pid, status
@@ -200,6 +213,10 @@ class Forked:
             self.returncode = int(told) if told else -signal.SIGKILL
         return self.returncode
 
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
 
 class ForkServer:
     """The process that has imported the modules, and forks."""
@@ -207,22 +224,22 @@ class ForkServer:
     def __init__(self, kind: str) -> None:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection = here
-        self.variables = {name: os.environ.get(name) for name in READ_WHEN_IMPORTED}
         with there:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.forked_commands", kind, str(there.fileno())],
                 cwd=ROOT, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             )  # fmt: skip
 
-    def fork(self, told: dict[str, Any], control: int, log: int) -> Forked:
-        """Fork a guard and its command.
-
-        Raises:
-            ProcessError: the process that forks is gone.
-        """
+    def fork(
+        self, command: Command, variables: Mapping[str, str], directory: Path | None, log: int, *guard: int, grace: float = 0.0
+    ) -> Forked:
+        """Fork a command; under a guard if its control pipe is given, and then the guard is what is returned."""
+        told = {
+            "command": vars(command), "environment": dict(variables), "directory": str(directory or Path.cwd()), "grace": grace,
+        }  # fmt: skip
         status, told_there = os.pipe()
         try:
-            socket.send_fds(self._connection, [json.dumps(told).encode()], [control, log, told_there])
+            socket.send_fds(self._connection, [json.dumps(told).encode()], [log, told_there, *guard])
         finally:
             os.close(told_there)
         pid = self._connection.recv(16)
@@ -236,21 +253,45 @@ def fork_server(kind: str) -> ForkServer:
     return ForkServer(kind)
 
 
+def what_forks(words: Sequence[str], variables: Mapping[str, str]) -> tuple[ForkServer, Command] | None:
+    """Who forks a command line in an environment; None if it has to be executed."""
+    command = Command.of(words)
+    places = variables.get("PYTHONPATH", "").split(os.pathsep)
+    if command is None or command.kind is None or not {*places} <= {"", str(ROOT)}:
+        return None
+    if any(variables.get(name) != os.environ.get(name) for name in READ_WHEN_IMPORTED):
+        return None
+    return fork_server(command.kind), command
+
+
 class ForkedProcess(ManagedProcess):
     """A managed process that is forked if that can be."""
 
     def start_guard(self, control: int, log: int, variables: Mapping[str, str], directory: Path | None) -> Any:
-        command = Command.of(self.command)
-        if command is None or command.kind is None:
+        if (found := what_forks(self.command, variables)) is None:
             return super().start_guard(control, log, variables, directory)
-        server = fork_server(command.kind)
-        if any(variables.get(name) != value for name, value in server.variables.items()):
-            return super().start_guard(control, log, variables, directory)
-        told = {
-            "command": vars(command), "environment": dict(variables), "directory": str(directory or Path.cwd()),
-            "grace": self.grace,
-        }  # fmt: skip
-        return server.fork(told, control, log)
+        server, command = found
+        return server.fork(command, variables, directory, log, control, grace=self.grace)
+
+
+def start_unguarded(words: Sequence[str], log: int, variables: Mapping[str, str], directory: Path) -> Any:
+    """As subprocess.Popen, and forked if that can be: for who signals a command itself, and waits for it.
+
+    Args:
+        words: program and arguments.
+        log: file descriptor of its output.
+        variables: its whole environment.
+        directory: its working directory.
+    """
+    if (found := what_forks(words, variables)) is None:
+        return execute(words, log, variables, directory)
+    server, command = found
+    return server.fork(command, variables, directory, log)
+
+
+def execute(words: Sequence[str], log: int, variables: Mapping[str, str], directory: Path) -> Any:
+    """As start_unguarded, and never forked."""
+    return subprocess.Popen(words, cwd=directory, stdout=log, stderr=log, env=dict(variables))
 
 
 def fork_engines() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import httpx
 import pytest
 
 from example_trainer.child_processes.ports import PortReservations
+from tests.forked_commands import Forked, execute, start_unguarded
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -64,7 +64,13 @@ def environment(**fields: Any) -> dict[str, Any]:
 
 
 class Service:
-    """One rollout service process. It can be killed and started again on the same port."""
+    """One rollout service process. It can be killed and started again on the same port.
+
+    Attributes:
+        forked: else it is executed, and its command line is seen in `ps`.
+    """
+
+    forked = True
 
     def __init__(self, folder: Path, *flags: str, port: int | None = None, environ: dict[str, str] | None = None) -> None:
         self.port = port or free_port()
@@ -72,7 +78,7 @@ class Service:
         self.cwd = ROOT
         self.environ = environ or {}
         self.log = folder / f"service-{self.port}.log"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Forked | Any = None
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30)
 
     def command(self) -> list[str]:
@@ -82,9 +88,8 @@ class Service:
     def start(self, seconds: float = 120) -> Service:
         """Start it and wait until it answers."""
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                self.command(), cwd=self.cwd, stdout=log, stderr=log, env={**os.environ, **self.environ}
-            )
+            start = start_unguarded if self.forked else execute
+            self.process = start(self.command(), log.fileno(), {**os.environ, **self.environ}, self.cwd)
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self.process.poll() is not None:

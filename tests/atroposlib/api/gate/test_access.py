@@ -121,7 +121,9 @@ def test_a_key_from_a_file(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("s3cret\n")
     key.chmod(0o600)
-    service = Service(tmp_path, "--store", "memory", "--api-key-file", str(key), environ={"ROLLOUT_API_KEY": "other"}).start()
+    service = Service(tmp_path, "--store", "memory", "--api-key-file", str(key), environ={"ROLLOUT_API_KEY": "other"})
+    service.forked = False
+    service.start()
     assert service.http.get("/status", headers={"authorization": "Bearer s3cret"}).status_code == 200
     assert service.http.get("/status", headers={"authorization": "Bearer other"}).status_code == 401
     assert service.process is not None
