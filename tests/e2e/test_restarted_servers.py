@@ -152,13 +152,13 @@ def test_a_trainer_of_two_ranks_that_waits_for_a_batch_brings_a_restarted_server
     trainer = processes.start(
         "trainer",
         [
-            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
-            ROOT / "example_trainer/grpo.py", "--model-name", mortal.now.model, "--weight-bridge-mode", "shared_vllm",
-            "--use-shared-memory", "--vllm-port", str(mortal.now.port), "--atropos-url", service, "--training-steps", "2",
-            "--batch-size", "1", "--gradient-accumulation-steps", "4", "--seq-len", "64", "--num-threads", "1",
-            "--save-path", tmp_path / "checkpoints", "--log-dir", tmp_path / "logs", "--rank-timeout", "120",
+            sys.executable, "-m", "tests.forked_ranks", ROOT / "example_trainer/grpo.py", "--model-name", mortal.now.model,
+            "--weight-bridge-mode", "shared_vllm", "--use-shared-memory", "--vllm-port", str(mortal.now.port),
+            "--atropos-url", service, "--training-steps", "2", "--batch-size", "1", "--gradient-accumulation-steps", "4",
+            "--seq-len", "64", "--num-threads", "1", "--save-path", tmp_path / "checkpoints",
+            "--log-dir", tmp_path / "logs", "--rank-timeout", "120",
         ],
-        {"MASTER_PORT": str(free_port())},
+        {"PYTHONPATH": str(ROOT)},
         directory=tmp_path,
     )  # fmt: skip
     httpx.post(f"{service}/scored_data", json=made_up_group(0), timeout=30).raise_for_status()

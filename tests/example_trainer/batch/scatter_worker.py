@@ -1,4 +1,4 @@
-"""What torchrun starts in test_scatter.py: ranks that get batches from rank 0. Argument: each its `own` bins, or the `same`."""
+"""The ranks of test_scatter.py: which get batches from rank 0. Argument: each its `own` bins, or the `same`."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_bins_survive_their_way(batch: Batch, budget: int, share: bool) -> None:
 @pytest.mark.e2e
 @pytest.mark.parametrize("bins", ["own", "same"])
 def test_ranks_get_their_bins_from_rank_0(processes: Processes, bins: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", WORKER, bins]
+    command = [sys.executable, "-m", "tests.forked_ranks", WORKER, bins]
     process = processes.start(bins, command, environment={"PYTHONPATH": str(ROOT)}, may_finish=True)
     status = process.guard.wait(timeout=120)
     lines = process.log_path.read_text().splitlines()
