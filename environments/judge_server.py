@@ -242,7 +242,8 @@ class JudgeEnv(SingleTurnEnv):
             if error.status_code in (401, 403):
                 raise UsageError(f"judge at {where} refused with {error.status_code}: set {JUDGE_KEY} to its key") from error
             if error.status_code == 404:
-                raise UsageError(f"judge at {where}: {error.message}; see --env.judge_model_name") from error
+                remedy = "does its address end in /v1, and is --env.judge_model_name served there?"
+                raise UsageError(f"judge at {where}: {error.message}; {remedy}") from error
             self.say_once("refused", f"judge at {where} refuses a request: {error.message:.300}; is an answer too long for it?")
             raise RolloutFailure(f"judge at {where} refuses: {error.message:.300}") from error
         return completion.choices[0].message.content or ""

@@ -136,7 +136,7 @@ def test_it_is_logged_once(env: JudgeEnv, caplog: pytest.LogCaptureFixture) -> N
     ("status", "failure", "message"),
     [
         (401, UsageError, "set JUDGE_API_KEY"),
-        (404, UsageError, "--env.judge_model_name"),
+        (404, UsageError, "end in /v1, and is --env.judge_model_name"),
         (400, RolloutFailure, "refuses: .*refused with 400"),
     ],
 )
@@ -159,13 +159,29 @@ def test_a_judge_that_is_away_is_waited_for_and_given_up_in_time(env: JudgeEnv, 
 
 
 @pytest.mark.e2e
+def test_the_served_model_may_judge(stack: Stack, shared_inference: str, tokenizer_dir: Path) -> None:
+    stack.use_inference(shared_inference, text="Quite good.\nScore: 8")
+    config, (server,) = JudgeEnv.config_init()
+    config.tokenizer_name, server.base_url = str(tokenizer_dir), f"{shared_inference}/v1"
+    env = JudgeEnv(config, [server])
+
+    async def run() -> float:
+        await env.setup()
+        score = (await env.grade(QUESTION, Response("an answer", 3, True))).score
+        await env.server.close()
+        return score
+
+    assert asyncio.run(run()) == 0.8
+
+
+@pytest.mark.e2e
 def test_it_serves_a_trainer_what_the_judge_says(stack: Stack, shared_inference: str, judge: Judge) -> None:
     stack.use_inference(shared_inference, text="an answer")
     stack.start_service()
     stack.register_trainer(num_steps=1, batch_size=8)
     stack.next_batch()
     # The first item meets nonsense, and is given up; then every group of four has two judgements of each kind.
-    judge.says = ["nonsense"] * 40 + ["Score: 2", "Score: 9"] * 200
+    judge.says = ["nonsense"] * 12 + ["Score: 2", "Score: 9"] * 200
     flags = ("--env.group_size", "4", "--env.judge_url", judge.url, "--env.max_num_workers", "1")
     environment = stack.start_environment(JUDGE, *flags)
     (batch,) = stack.take_batches(1)
