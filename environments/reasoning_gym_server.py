@@ -25,7 +25,7 @@ from pydantic import Field, field_validator
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, EvalHandlingEnum
 from atroposlib.envs.single_turn import Grade, Response, SingleTurnEnv
 from atroposlib.groups import ScoredDataGroup
-from atroposlib.type_definitions import Item, Message
+from atroposlib.type_definitions import Message
 from atroposlib.utils.boxed import last_boxed
 from atroposlib.utils.killable import KillableCalls
 from environments.reasoning_gym_tasks import Question, Questions, TaskSettings, UnreadableAnswer, score_in_this_process
@@ -111,11 +111,11 @@ class ReasoningGymEnv(SingleTurnEnv):
         """Resume where the last run stopped, instead of at the first question."""
         super().save_checkpoint(step, {"position": self.position} | (data or {}))
 
-    async def collect_trajectories(self, item: Question) -> tuple[ScoredDataGroup, list[Item]]:
-        group, backlog = await super().collect_trajectories(item)
+    async def collect_group(self, item: Question) -> ScoredDataGroup:
+        group = await super().collect_group(item)
         for score in group["scores"]:
             self.note({f"score/{item.task}": (score + 1) / 2})
-        return group, backlog
+        return group
 
     def messages(self, problem: Question) -> list[Message]:
         prompt = self.config.system_prompt

@@ -40,6 +40,8 @@ COMMANDS = {
         "environments/gsm8k_server.py": "environments.gsm8k_server",
         "environments/code_server.py": "environments.code_server",
         "environments/judge_server.py": "environments.judge_server",
+        "environments/math_server.py": "environments.math_server",
+        "environments/reasoning_gym_server.py": "environments.reasoning_gym_server",
         "example_trainer/grpo.py": "example_trainer.grpo",
         "example_trainer.reference_worker": "example_trainer.reference_worker",
         "tests.forked_ranks": "tests.forked_ranks",

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from atroposlib.errors import RolloutFailure, UsageError
 from atroposlib.inference.generation import Span, VersionRecord, Weights, current_versions
+from atroposlib.inference.managed_client import ManagedTransport, managed_client
 from atroposlib.inference.managed_server import ManagedServerAdapter, say_that_history_changed
 from atroposlib.inference.server_manager import APIServerConfig, ServerManager
 from atroposlib.inference.tool_call_translator import ToolCallTranslator
@@ -377,3 +379,37 @@ async def test_no_turn_opens_after_one_of_the_assistant(manager: ServerManager, 
         await managed.chat_completion(messages=[*ASK, {"role": "assistant", "content": "It is"}], max_tokens=16)
         (node,) = managed.get_state()["nodes"]
     assert node.full_text.count("<|im_start|>assistant\n") == 1
+
+
+async def test_an_openai_client_is_answered_in_this_process_and_its_turns_are_one_sequence(
+    manager: ServerManager, tokenizer: Any
+) -> None:
+    async with manager.managed_server(tokenizer=tokenizer) as managed:
+        transport = ManagedTransport(managed, lambda number: {"seed": 7 + number})
+        client = managed_client(managed, transport)
+        messages: list[Any] = list(ASK)
+        for seed in (7, 8):
+            answer = await client.chat.completions.create(
+                model="any",
+                messages=messages,
+                max_completion_tokens=32,
+                temperature=1.0,
+                stop="never",
+                extra_body={"top_k": -1},
+            )
+            request = last_request(manager)
+            assert (request["seed"], request["max_tokens"], request["stop"], request["top_k"]) == (seed, 32, ["never"], -1)
+            messages += [{"role": "assistant", "content": answer.choices[0].message.content}, *ASK]
+        (node,) = managed.get_state()["nodes"]
+        assert managed.node_of(answer) is node
+        said = tokenizer.decode([token for token in node.masked_tokens if token != -100])
+        assert said == "".join(f"{message['content']}<|im_end|>" for message in messages if message["role"] == "assistant")
+        text = await client.completions.create(model="any", prompt="2 plus 2", max_tokens=8)
+        assert text.choices[0].text
+        with pytest.raises(openai.NotFoundError, match="chat and text completions alone"):
+            await client.embeddings.create(model="any", input="x")
+        with pytest.raises(openai.BadRequestError, match="does not stream"):
+            await client.chat.completions.create(model="any", messages=ASK, stream=True)
+        with pytest.raises(openai.APIStatusError, match="model_dump"):
+            await client.chat.completions.create(model="any", messages=ASK, extra_body={"messages": [1]})
+        assert isinstance(transport.failure, AttributeError), "what went wrong is kept for the environment"
