@@ -311,6 +311,8 @@ def fork_engines() -> None:
 
 def main() -> None:
     kind, descriptor = sys.argv[1:]
+    if kind == "vllm":
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"  # which vllm_api_server.py sets, too late for PyTorch in a forked process
     for module in COMMANDS[kind].values():
         importlib.import_module(module)
     if kind == "vllm":
