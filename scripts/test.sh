@@ -23,7 +23,7 @@ check mypy -p scripts
 if (($# > 0)); then
   "$venv/bin/python" -m pytest "$@" || failed+=("pytest $*")
 else
-  # One more at a time than there are cores, since most tests wait for processes; not more than 8, of which each takes 1 GB.
+  # One more at a time than there are cores, since most tests wait for processes; not more than 8, of which each takes 2 GB.
   # tests/conftest.py says which tests stay together.
   workers=$(($(nproc) < 7 ? $(nproc) + 1 : 8))
   "$venv/bin/python" -m pytest --numprocesses "$workers" --dist loadscope --no-loadscope-reorder || failed+=("pytest")
