@@ -74,13 +74,10 @@ class ManagedServer:
             self._said.add(content or "")
             # A response that was cut off stays one, whatever calls it had begun with.
             cut_off = generation.finish_reasons[index] == "length"
-            choices.append(
-                Choice.model_construct(
-                    index=index,
-                    finish_reason=reason if calls and not cut_off else generation.finish_reasons[index],
-                    message=ChatCompletionMessage.model_construct(role="assistant", content=content, tool_calls=calls),
-                )
-            )
+            message = ChatCompletionMessage.model_construct(role="assistant", content=content, tool_calls=None)
+            message.tool_calls = calls  # type: ignore[assignment]  # after, for OpenAI's constructor makes objects of tables
+            reason = reason if calls and not cut_off else generation.finish_reasons[index]
+            choices.append(Choice.model_construct(index=index, finish_reason=reason, message=message))
         return ChatCompletion.model_construct(
             id=answer_id, choices=choices, created=int(time.time()), model=self._model(), object="chat.completion"
         )

@@ -123,4 +123,4 @@ class ToolCallTranslator:
 
 def as_dict(message: Any) -> dict[str, Any]:
     """A message given as a dict or as one of OpenAI's models."""
-    return dict(message) if isinstance(message, dict) else message.model_dump(exclude_none=True)
+    return dict(message) if isinstance(message, dict) else message.model_dump(exclude_none=True, warnings=False)

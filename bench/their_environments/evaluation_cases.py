@@ -66,8 +66,8 @@ EVALUATING: tuple[Case, ...] = (
         "mmlu_eval",
         f"{FOLDER}/mmlu_eval.py",
         "evaluation, 57 subjects",
-        MCQ_ANSWERS,
-        MMLU,
+        rules=[{"when": f"Question {n}", "answers": [MCQ_ANSWERS[n]]} for n in range(4)],  # all subjects ask the same
+        rows=MMLU,
         command="evaluate",
         server_type="openai",
         env=THINKING,

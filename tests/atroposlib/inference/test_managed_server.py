@@ -156,6 +156,7 @@ async def test_calls_of_tools_become_messages_and_the_same_text_again(manager: S
         assert answer.choices[0].finish_reason == "tool_calls"
         assert message.content == "Let me see."
         (call,) = message.tool_calls
+        assert call["function"]["name"] == call.get("function").name == "look_up", "as environments written for Atropos read it"
         assert (call.function.name, json.loads(call.function.arguments)) == ("look_up", {"q": "x"})
         control(manager, text="done")
         follow_up = [*ASK, message, {"role": "tool", "tool_call_id": call.id, "content": "x is 1"}]
