@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench.their_environments.case import Case, Rows, numbered
-from bench.their_environments.serving_cases import ANSWER_TAGS, BOXED, GSM8K, MATH
+from bench.their_environments.serving_cases import BOXED, GSM8K
 
 MCQ_ANSWERS = [
     "<think>It is the first.</think> <answer>A</answer>",
@@ -61,7 +61,6 @@ THINKING = {"custom_thinking_prompt": "Think between <think> and </think> first.
 EVALUATING: tuple[Case, ...] = (
     Case("gsm8k_server_evaluate", "gsm8k_server.py", "evaluation", BOXED, GSM8K, command="evaluate", servers=2),
     Case("gsm8k_server_process", "gsm8k_server.py", "`process`", BOXED, GSM8K, command="process", servers=2),
-    Case("math_server_zero_evaluate", "math_server_zero.py", "evaluation", ANSWER_TAGS, MATH, command="evaluate", servers=2),
     Case(
         "mmlu_eval",
         f"{FOLDER}/mmlu_eval.py",
