@@ -39,6 +39,7 @@ COMMANDS = {
         "environments/arithmetic_server.py": "environments.arithmetic_server",
         "environments/gsm8k_server.py": "environments.gsm8k_server",
         "environments/code_server.py": "environments.code_server",
+        "environments/guess_number_server.py": "environments.guess_number_server",
         "environments/judge_server.py": "environments.judge_server",
         "environments/math_server.py": "environments.math_server",
         "environments/reasoning_gym_server.py": "environments.reasoning_gym_server",

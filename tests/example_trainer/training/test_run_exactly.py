@@ -68,12 +68,12 @@ class Sampler(BaseEnv):
         config = BaseEnvConfig(exact_resume=True, max_token_length=8, service_timeout=60, **settings)
         super().__init__(config, [APIServerConfig(base_url="http://localhost:9")])
         self.run_of = run
+        self.tokenizer = "none"
+        self.server.wait_until_well = self.no_servers  # type: ignore[method-assign,assignment]
+        self._serving._stop = self.die  # type: ignore[method-assign]
 
     async def setup(self) -> None:
         self.next = 0
-
-    async def wait_for_servers(self) -> None:
-        """There are none."""
 
     async def get_next_item(self) -> int:
         self.next += 1
@@ -99,10 +99,13 @@ class Sampler(BaseEnv):
             "weight_epochs": [before.epoch] * GROUP,
         }, []
 
-    async def _stop(self) -> None:
+    async def die(self) -> None:
         """As SIGKILL: nobody is told."""
         for task in self.workers:
             task.cancel()
+
+    async def no_servers(self) -> None:
+        """There are none to wait for."""
 
 
 class Run:
