@@ -24,7 +24,7 @@ from atroposlib.envs._runtime.delivery import Delivery
 from atroposlib.envs._runtime.processing import process
 from atroposlib.envs._runtime.reporting import Reports
 from atroposlib.envs._runtime.rollouts import Rollouts
-from atroposlib.envs._runtime.servers import served_model_blocking, tokenizer_name
+from atroposlib.envs._runtime.servers import served_model_blocking, tokenizer_name, wait_for_servers
 from atroposlib.envs._runtime.service_client import RolloutServiceClient
 from atroposlib.envs._runtime.serving import Serving
 from atroposlib.envs.config import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE, BaseEnvConfig, EvalHandlingEnum  # noqa: F401
@@ -252,6 +252,10 @@ class BaseEnv(ABC):
             EnvironmentFailure: something that only a person can mend; the message says what.
         """
         await self._serving.serve()
+
+    async def wait_for_servers(self) -> None:
+        """Return once the inference servers answer, and the teacher if there is one. Override it where there are none."""
+        await wait_for_servers(self)
 
     async def setup_wandb(self) -> None:
         """Start a W&B run in the trainer's project and group."""

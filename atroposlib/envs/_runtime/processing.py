@@ -4,7 +4,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Any
 
-from atroposlib.envs._runtime.servers import close_servers, wait_for_inference, wait_for_servers
+from atroposlib.envs._runtime.servers import close_servers, wait_for_inference
 from atroposlib.errors import EnvironmentFailure, RolloutFailure
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ async def process(env: "BaseEnv") -> None:
     env.config.group_size = env.group_size_to_process
     try:
         await env.setup()
-        await wait_for_servers(env)
+        await env.wait_for_servers()
         env._reports.start_wandb(env.wandb_project, env.wandb_group)
         await make_groups(env)
         await env.wandb_log({})

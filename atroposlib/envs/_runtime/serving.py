@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atroposlib.envs._runtime.servers import close_servers, wait_for_servers
+from atroposlib.envs._runtime.servers import close_servers
 from atroposlib.envs._runtime.service_client import RejectedByService
 from atroposlib.envs._runtime.workers import Workers
 from atroposlib.envs.config import EvalHandlingEnum
@@ -46,7 +46,7 @@ class Serving:
         env = self.env
         try:
             await env.setup()
-            await wait_for_servers(env)
+            await env.wait_for_servers()
             await env.setup_wandb()
             await env.register_env()
             await env.get_server_info()

@@ -10,7 +10,16 @@ from atroposlib.inference.server_manager import ServerManager
 from tests.atroposlib.envs.scripted_env import ScriptedEnv, response
 
 SERVING = (
-    *("env_manager", "setup", "setup_wandb", "register_env", "get_server_info", "get_status", "env_step_checks"),
+    *(
+        "env_manager",
+        "setup",
+        "wait_for_servers",
+        "setup_wandb",
+        "register_env",
+        "get_server_info",
+        "get_status",
+        "env_step_checks",
+    ),
     *(
         "add_train_workers",
         "handle_env",
@@ -81,7 +90,7 @@ async def test_what_is_overridden_is_what_a_run_uses() -> None:
     env.server, env.service = ServerManager([], testing=True), StandInService()  # type: ignore[assignment]
     await asyncio.wait_for(env.env_manager(), 60)
     assert set(calls) == set(SERVING)
-    assert calls[:5] == ["env_manager", "setup", "setup_wandb", "register_env", "load_checkpoint"]
+    assert calls[:5] == ["env_manager", "setup", "wait_for_servers", "setup_wandb", "register_env"]
     assert env.posted, "the groups went by the override to where it sends them"
     assert calls.count("cleanup") >= calls.count("handle_send_to_api") > 0
 
