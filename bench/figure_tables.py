@@ -34,6 +34,22 @@ def quickstart_table(book: Book) -> str:
     return "```\n" + "\n".join(lines) + "\n```"
 
 
+def calculator_table(book: Book) -> str:
+    """What became of the starter model in the calculator's environment, run by run."""
+    runs = book.page("calculator")
+    head = ["", "solved before", "after", "used the tool before", "after", "steps", "run", "processor time", "load"]
+    rows = []
+    for name, run in sorted(runs.items()):
+        row = [f"{run[f'eval_{when}']:.1%}" for when in ("before", "after")]
+        row += [f"{run[f'tool_use_{when}']:.1%}" for when in ("before", "after")]
+        label = name.replace(" flat", ", learning rate 0")
+        times = [span(run["seconds"]), span(run["processor_seconds"]), f"{run['load_before'][0]:.0f}"]
+        rows.append([label, *row, str(run["steps"]), *times])
+    problems = {run["eval_problems"] for run in runs.values()}
+    told = f"Of {max(problems)} held-out problems, answered greedily; two cores, load as it was when the run began."
+    return f"{markdown(head, rows)}\n\n{told} {sources(book, {name: ('calculator', name) for name in runs})}"
+
+
 def service_rates(book: Book) -> str:
     """The rollout service beside the public server under the same load."""
     sides = {"Atropos' public server": "public", "ours": "ours"}
@@ -94,6 +110,7 @@ NAMED: dict[str, Callable[[Book], str]] = {
     **trainer_figures.NAMED,
     **their_environments.NAMED,
     "quickstart_table": quickstart_table,
+    "calculator_table": calculator_table,
     "service_rates": service_rates,
     "memory_plan": memory_plan,
     "quickstart_in_all": lambda book: span(book.number("quickstart", "seconds_in_all")),

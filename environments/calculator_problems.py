@@ -31,7 +31,7 @@ from environments.arithmetic_problems import (
 )
 
 LEVELS = (1, 2, 3, 4)
-LONG_LEVELS = (2, 3, 4)
+DEFAULT_LEVELS = (3, 4)
 """What the environment asks unless told otherwise."""
 CALL_START, CALL_END = "<calc>", "</calc>"
 OFFER = f"You may use {CALL_START}."
@@ -85,7 +85,7 @@ class Calculation:
         return calculate(self.expression)
 
 
-def training_calculations(seed: int, levels: Sequence[int] = LONG_LEVELS) -> Iterator[Calculation]:
+def training_calculations(seed: int, levels: Sequence[int] = DEFAULT_LEVELS) -> Iterator[Calculation]:
     """An endless stream, the same for the same seed, in which no held-out pair of numbers ever appears.
 
     Raises:
@@ -94,7 +94,7 @@ def training_calculations(seed: int, levels: Sequence[int] = LONG_LEVELS) -> Ite
     return _training_stream(random.Random(f"calculator-{seed}"), _checked(levels))
 
 
-def held_out_calculations(n: int, levels: Sequence[int] = LONG_LEVELS) -> list[Calculation]:
+def held_out_calculations(n: int, levels: Sequence[int] = DEFAULT_LEVELS) -> list[Calculation]:
     """The first ``n`` held-out problems, always the same ones, none twice; several levels take turns.
 
     Raises:

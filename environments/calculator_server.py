@@ -26,8 +26,8 @@ from environments.arithmetic_problems import MAX_HELD_OUT
 from environments.calculator_problems import (
     CALL_END,
     CALL_START,
+    DEFAULT_LEVELS,
     LEVELS,
-    LONG_LEVELS,
     OFFER,
     Calculation,
     held_out_calculations,
@@ -40,7 +40,7 @@ class CalculatorConfig(MultiTurnConfig):
     """Settings of the calculator environment."""
 
     difficulty: tuple[int, ...] = Field(
-        default=LONG_LEVELS, description=f"Levels to draw from, one or more of {list(LEVELS)}, such as 2,3"
+        default=DEFAULT_LEVELS, description=f"Levels to draw from, one or more of {list(LEVELS)}, such as 2,3"
     )
 
     @field_validator("difficulty", mode="before")

@@ -3,7 +3,10 @@
     python scripts/make_starter_model.py --seed 0 --output assets/starter_model
 
 Everything is generated on this machine; nothing is downloaded. The same command gives the same bytes on the same machine
-(same PyTorch build, same number of threads). Takes about ten minutes on two cores.
+(same PyTorch build, same number of threads). Takes about ten minutes on two cores. With a second stage the model learns to ask
+a calculator, too, where it is offered one (docs/calculator.md):
+
+    python scripts/make_starter_model.py --first-stage assets/starter_model --calculator-steps 600 --output DIR
 """
 
 from __future__ import annotations
@@ -29,12 +32,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import transformers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from environments.arithmetic_problems import MAX_HELD_OUT, OPERAND_DIGITS
+from environments.calculator_problems import LEVELS
+from scripts.starter_model.measuring import CallReport, HabitReport, measure_calls, measure_habits
 from scripts.starter_model.report import write_readme
 from scripts.starter_model.tokenizer import save_tokenizer, starter_corpus, train_tokenizer
-from scripts.starter_model.training import MAX_POSITIONS, TrainingPlan, measure_habits, train
+from scripts.starter_model.training import MAX_POSITIONS, Log, TrainingPlan, train, train_calculator
 
 logger = logging.getLogger("make_starter_model")
 
@@ -51,6 +56,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=defaults.seed)
     parser.add_argument("--steps", type=int, default=defaults.steps, help="optimizer steps (default: %(default)s)")
+    parser.add_argument(
+        "--calculator-steps",
+        type=int,
+        default=defaults.calculator_steps,
+        help="optimizer steps of the second stage, in which it learns to ask a calculator (default: %(default)s; 600 will do)",
+    )
+    parser.add_argument(
+        "--first-stage", type=Path, default=None, help="folder of a model whose first stage, with its log, is taken as it is"
+    )
     parser.add_argument("--threads", type=int, default=2, help="CPU threads; another number may give other bits (default: 2)")
     parser.add_argument(
         "--eval-problems", type=int, default=200, help="held-out problems of each level for the figures (default: 200)"
@@ -61,6 +75,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: give at least 1")
     if options.eval_problems > MAX_HELD_OUT:
         parser.error(f"--eval-problems {options.eval_problems}: give at most {MAX_HELD_OUT}")
+    if options.first_stage is not None and not (options.first_stage / "training_log.jsonl").is_file():
+        parser.error(f"--first-stage {options.first_stage}: no training_log.jsonl there: give a folder that this command made")
     return options
 
 
@@ -72,7 +88,9 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     output: Path = options.output
     output.mkdir(parents=True, exist_ok=True)
-    plan = dataclasses.replace(TrainingPlan(), seed=options.seed, steps=options.steps)
+    plan = dataclasses.replace(
+        TrainingPlan(), seed=options.seed, steps=options.steps, calculator_steps=options.calculator_steps
+    )
 
     tokenizer = train_tokenizer(starter_corpus(plan.seed), MAX_POSITIONS)
     log_path = output / "training_log.jsonl"
@@ -86,18 +104,44 @@ def main(arguments: list[str] | None = None) -> None:
             logger.info("%s (%.0f s)", json.dumps(entry), time.monotonic() - started)
 
         record({"plan": dataclasses.asdict(plan), **_versions(options.threads)})
-        model = train(plan, tokenizer, record)
+        if options.first_stage is None:
+            model = train(plan, tokenizer, record)
+        else:
+            model = first_stage(options.first_stage, tokenizer, record)
+        if plan.calculator_steps > 0:
+            model = train_calculator(model, plan, tokenizer, record)
+        model.save_pretrained(output)
+        save_tokenizer(tokenizer, output)
         habits = [measure_habits(model, tokenizer, level, n=options.eval_problems) for level in sorted(OPERAND_DIGITS)]
-        for report in habits:
+        calls = [measure_calls(model, tokenizer, level, n=options.eval_problems) for level in LEVELS]
+        reports: list[HabitReport | CallReport] = [*habits, *calls]
+        for report in reports:
             record({"habits": report.to_dict()})
 
-    model.save_pretrained(output)
-    save_tokenizer(tokenizer, output)
     parameters = sum(p.numel() for p in model.parameters())
-    write_readme(output / "README.md", plan, habits, parameters=parameters, threads=options.threads)
+    write_readme(output / "README.md", plan, habits, calls, parameters=parameters, threads=options.threads)
     _check(output, tokenizer)
     digest = hashlib.sha256((output / "model.safetensors").read_bytes()).hexdigest()
     logger.info("%s: %s parameters, weights sha256 %s, %.0f s", output, f"{parameters:,}", digest, time.monotonic() - started)
+
+
+def first_stage(folder: Path, tokenizer: PreTrainedTokenizerFast, record: Log) -> Qwen3ForCausalLM:
+    """The model of a folder, which knows the first stage alone, and its log, with what made it.
+
+    Ends the process if the folder's tokenizer is another one, or if the model has been through the second stage.
+    """
+    lines = [json.loads(line) for line in (folder / "training_log.jsonl").read_text(encoding="utf-8").splitlines()]
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    if theirs.get_vocab() != tokenizer.get_vocab():
+        sys.exit(f"--first-stage {folder}: its tokenizer is not the one that these texts give; leave the option out")
+    if any("called_share" in line for line in lines):
+        sys.exit(f"--first-stage {folder}: this model has been through the second stage; give one that has not")
+    record({"first_stage": lines[0], "sha256": hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()})
+    for line in lines[1:]:
+        if "loss" in line:
+            record(line)
+    model: Qwen3ForCausalLM = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model
 
 
 def _versions(threads: int) -> dict[str, Any]:

@@ -31,8 +31,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from bench.measured import measured
 from bench.word_problems.problems import EASY_STEPS, REWARDED_STEPS, SUPERVISED_STEPS, Story, held_out, training
+from scripts.starter_model.measuring import generate
 from scripts.starter_model.tokenizer import save_tokenizer, train_tokenizer
-from scripts.starter_model.training import generate, new_model
+from scripts.starter_model.training import new_model
 
 MAX_POSITIONS = 1024
 IGNORED = -100

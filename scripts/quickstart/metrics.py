@@ -12,6 +12,11 @@ from scripts.quickstart.errors import QuickstartError
 Step = dict[str, Any]
 """One line of the trainer's metrics.jsonl."""
 
+SHARE = "train/percent_correct"
+"""The environment's name for the fraction of right answers among those sampled since its last line."""
+TOOL_USE = "train/tool_use"
+"""Its name for the fraction of answers that used a tool; only where there are tools."""
+
 
 @dataclass
 class MetricsFile:
@@ -64,15 +69,18 @@ def number(step: Step, key: str) -> float | None:
 
 
 def sampled(environment: list[Step]) -> list[Step]:
-    """The environment's lines as steps to plot: reward (right +1, wrong -1) and length over every answer that was sampled.
+    """The environment's lines as steps to plot: reward (right +1, wrong -1), length, and use of tools where there are any,
+    over every answer that was sampled.
 
     The trainer sees only the groups with something to learn from, whose reward stays near the middle while the model gets
     better: groups whose answers are all right are dropped.
     """
     steps: list[Step] = []
     for line in environment:
-        correct = number(line, "train/percent_correct")
+        correct = number(line, SHARE)
         if correct is not None:
             length = number(line, "train/response_length")
-            steps.append({"step": line.get("step"), "reward_mean": 2 * correct - 1, "response_length_mean": length})
+            step = {"step": line.get("step"), "reward_mean": 2 * correct - 1, "response_length_mean": length}
+            used = number(line, TOOL_USE)
+            steps.append(step if used is None else step | {"tool_use": used})
     return steps

@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 STARTER_MODEL = ROOT / "assets" / "starter_model"
 MOST_EVAL_PROBLEMS = 1000
 BRIDGES = ("broadcast", "single-copy")
+LEVELS = {"arithmetic": 3, "calculator": 4}
+"""The environments that there are, and the highest level of difficulty of each; the lowest is 1."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -38,6 +40,7 @@ class Options:
         output: folder that gets the summary, the plot and all logs.
         keep_running: leave service and vLLM up after the summary until Ctrl-C.
         seconds_setup: how long scripts/setup.sh took before.
+        environment: one of `LEVELS`.
     """
 
     bridge: str
@@ -51,6 +54,7 @@ class Options:
     output: Path
     keep_running: bool
     seconds_setup: float
+    environment: str
 
     @property
     def device(self) -> str:
@@ -102,7 +106,7 @@ def learning_rate(text: str) -> float:
 
 def levels(text: str) -> tuple[int, ...]:
     """Difficulty levels such as `2` or `1,2,3`."""
-    if not re.fullmatch(r"[123](,[123])*", text):
+    if not re.fullmatch(r"[1-9](,[1-9])*", text):
         raise argparse.ArgumentTypeError(f"{text!r} names no levels: give 1, 2, 3, or several such as 1,2,3")
     return tuple(sorted({int(part) for part in text.split(",")}))
 
@@ -113,6 +117,12 @@ def parser() -> OneLineParser:
         prog="scripts/quickstart.sh",
         description="Set up, start rollout service, vLLM, environment and trainer on this machine, train, show the gain.",
         allow_abbrev=False,
+    )
+    made.add_argument(
+        "--environment",
+        choices=tuple(LEVELS),
+        default="arithmetic",
+        help="what to learn: short sums, or longer ones and a calculator to ask (default: %(default)s)",
     )
     made.add_argument("--bridge", choices=BRIDGES, help="how weights reach vLLM (default: broadcast; single-copy on one GPU)")
     made.add_argument("--steps", type=positive_int, default=40, help="optimizer steps (default: %(default)s)")
@@ -128,11 +138,21 @@ def parser() -> OneLineParser:
     made.add_argument(
         "--seed", type=seed_number, default=0, help="seed of problems, sampling and trainer (default: %(default)s)"
     )
-    made.add_argument("--difficulty", type=levels, default=(), help="levels of the problems, such as 1 or 1,2,3 (default: all)")
+    made.add_argument(
+        "--difficulty",
+        type=levels,
+        default=(),
+        help="levels of the problems, such as 1 or 1,2,3 (default: the environment's own)",
+    )
     made.add_argument(
         "--eval-size", type=eval_number, default=256, help="held-out problems per evaluation (default: %(default)s)"
     )
-    made.add_argument("--output", type=Path, default=None, help="folder for summary, plot and logs (default: runs/quickstart)")
+    made.add_argument(
+        "--output",
+        type=Path,
+        default=None,
+        help="folder for summary, plot and logs (default: runs/quickstart, or runs/calculator)",
+    )
     made.add_argument("--keep-running", action="store_true", help="leave service and vLLM running at the end, until Ctrl-C")
     return made
 
@@ -192,7 +212,14 @@ def parse(arguments: Sequence[str]) -> Options:
         raise QuickstartError(
             "--gpu: nvidia-smi lists no GPU that may be used (see CUDA_VISIBLE_DEVICES): leave it out, or use --cpu"
         )
-    output = (given.output or ROOT / "runs" / "quickstart").expanduser().absolute()
+    highest = LEVELS[given.environment]
+    if given.difficulty and max(given.difficulty) > highest:
+        raise QuickstartError(
+            f"--difficulty {','.join(map(str, given.difficulty))}: the levels of --environment {given.environment} "
+            f"are 1 to {highest}"
+        )
+    default = ROOT / "runs" / ("quickstart" if given.environment == "arithmetic" else given.environment)
+    output = (given.output or default).expanduser().absolute()
     return Options(
         bridge=choose_bridge(given.bridge, gpus),
         steps=given.steps,
@@ -205,4 +232,5 @@ def parse(arguments: Sequence[str]) -> Options:
         output=output,
         keep_running=given.keep_running,
         seconds_setup=float(os.environ.get("LOCKSTEP_SECONDS_SETUP", "0")),
+        environment=given.environment,
     )

@@ -64,6 +64,11 @@ class Plan:
         return f"http://localhost:{self.ports.vllm}"
 
     @property
+    def environment_file(self) -> str:
+        """The environment's program, from the repository's root."""
+        return f"environments/{self.options.environment}_server.py"
+
+    @property
     def logs(self) -> Path:
         """Folder of the processes' logs."""
         return self.options.output / "logs"
@@ -131,7 +136,7 @@ class Plan:
 
     def environment(self) -> Command:
         """The environment that poses problems, samples and scores."""
-        arguments = (sys.executable, "environments/arithmetic_server.py", "serve", *self.environment_flags())
+        arguments = (sys.executable, self.environment_file, "serve", *self.environment_flags())
         arguments += ("--env.steps_per_eval", "0", "--env.max_batches_offpolicy", str(BATCHES_AHEAD))
         arguments += ("--env.metrics_path", str(self.environment_metrics))
         arguments += ("--env.data_path_to_save_groups", str(self.rollouts))
@@ -139,7 +144,7 @@ class Plan:
 
     def evaluation(self, which: str, result: Path) -> Command:
         """Greedy answers to the held-out problems, the result written to a JSON file."""
-        arguments = (sys.executable, "environments/arithmetic_server.py", "evaluate", *self.environment_flags())
+        arguments = (sys.executable, self.environment_file, "evaluate", *self.environment_flags())
         arguments += ("--env.eval_size", str(self.options.eval_size), "--env.eval_output", str(result))
         return Command(f"evaluation {which} training", arguments, {"OMP_NUM_THREADS": "1"}, f"evaluation-{which}.log")
 

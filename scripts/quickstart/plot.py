@@ -52,7 +52,7 @@ def curve(axes: Axes, steps: Sequence[Step], key: str, color: str) -> list[float
 
 
 def draw(path: Path, steps: Sequence[Step], eval_before: float, eval_after: float, problems: int, subtitle: str) -> None:
-    """Write the plot: reward, response length, and accuracy before and after.
+    """Write the plot: reward, use of tools (or response length, where there are none), and accuracy before and after.
 
     Args:
         path: the PNG to write; 2000 pixels wide, so that it is sharp at the width of a README.
@@ -65,14 +65,15 @@ def draw(path: Path, steps: Sequence[Step], eval_before: float, eval_after: floa
         figsize=(10, 3.5), dpi=200, facecolor="white", layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.03)
     )
     figure.suptitle(subtitle, x=0.014, ha="left", fontsize=9, color=MUTED)
-    reward, length, accuracy = figure.subplots(1, 3, width_ratios=[1.25, 1.25, 0.8])
+    reward, second, accuracy = figure.subplots(1, 3, width_ratios=[1.25, 1.25, 0.8])
 
     style(reward, "Reward of sampled answers")
     curve(reward, steps, "reward_mean", REWARD)
 
-    style(length, "Response length (tokens)")
-    curve(length, steps, "response_length_mean", LENGTH)
-    length.set_ylim(bottom=0)
+    tools = any("tool_use" in step for step in steps)
+    style(second, "Answers that used the tool (fraction)" if tools else "Response length (tokens)")
+    curve(second, steps, "tool_use" if tools else "response_length_mean", LENGTH)
+    second.set_ylim(bottom=0)
 
     style(accuracy, f"Solved of {problems} held out")
     bars = accuracy.bar(["before", "after"], [100 * eval_before, 100 * eval_after], color=[BEFORE, AFTER], width=0.62)

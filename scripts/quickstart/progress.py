@@ -17,8 +17,13 @@ ROWS = 12
 """Steps that the live table shows."""
 
 
-def cells(step: Step) -> tuple[str, ...]:
-    """One line of metrics as text, in the order of COLUMNS; a missing value is a dash.
+def columns(tools: bool) -> tuple[str, ...]:
+    """Names of the columns; the use of tools has one where there are any."""
+    return (*COLUMNS[:2], "used tool", *COLUMNS[2:]) if tools else COLUMNS
+
+
+def cells(step: Step, tools: bool = False) -> tuple[str, ...]:
+    """One line of metrics as text, in the order of the columns; a missing value is a dash.
 
     `solved` is the share of right answers among all that were sampled; the trainer's own reward is over the groups that it
     trained on, which are those with something to learn from.
@@ -31,6 +36,7 @@ def cells(step: Step) -> tuple[str, ...]:
     return (
         text("step", ".0f"),
         text("solved", ".0%"),
+        *([text("used", ".0%")] if tools else []),
         text("reward_mean", "+.3f"),
         text("loss", "+.4f"),
         text("kl", ".1e"),
@@ -43,10 +49,10 @@ def cells(step: Step) -> tuple[str, ...]:
     )
 
 
-def plain_line(step: Step, steps: int) -> str:
+def plain_line(step: Step, steps: int, tools: bool = False) -> str:
     """One line of metrics for a log."""
-    first, *rest = cells(step)
-    return f"step {first}/{steps}  " + "  ".join(f"{name} {cell}" for name, cell in zip(COLUMNS[1:], rest, strict=True))
+    first, *rest = cells(step, tools)
+    return f"step {first}/{steps}  " + "  ".join(f"{name} {cell}" for name, cell in zip(columns(tools)[1:], rest, strict=True))
 
 
 class TrainingDisplay:
@@ -56,10 +62,11 @@ class TrainingDisplay:
         console: where to; the live table needs a terminal.
         steps: how many there will be.
         seconds_between_lines: without a terminal, the least time between two lines; first and last step always show.
+        tools: whether the environment has any.
     """
 
-    def __init__(self, console: Console, steps: int, seconds_between_lines: float = 2.0) -> None:
-        self.console, self.steps, self.pause = console, steps, seconds_between_lines
+    def __init__(self, console: Console, steps: int, seconds_between_lines: float = 2.0, tools: bool = False) -> None:
+        self.console, self.steps, self.pause, self.tools = console, steps, seconds_between_lines, tools
         self.shown: list[Step] = []
         self.last_line = -float("inf")
         self.live: Live | None = None
@@ -79,10 +86,10 @@ class TrainingDisplay:
             header_style="bold",
             caption="solved: of all answers sampled; reward: of those trained on; age: in weight versions, mean/max",
         )
-        for name in COLUMNS:
+        for name in columns(self.tools):
             table.add_column(name, justify="right")
         for step in self.shown[-ROWS:]:
-            table.add_row(*cells(step))
+            table.add_row(*cells(step, self.tools))
         return table
 
     def add(self, new: list[Step]) -> None:
@@ -93,7 +100,7 @@ class TrainingDisplay:
             if self.live is None:
                 now = time.monotonic()
                 if len(self.shown) in (1, self.steps) or now - self.last_line >= self.pause:
-                    self.console.print(plain_line(step, self.steps), highlight=False, soft_wrap=True)
+                    self.console.print(plain_line(step, self.steps, self.tools), highlight=False, soft_wrap=True)
                     self.last_line = now
         if new and self.live is not None:
             self.live.update(Group(self.table(), self.bar))

@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,12 +46,14 @@ class Evaluation:
         problems: how many there were.
         response_length: mean tokens per response.
         weight_version: the oldest version of the weights that answered; None if the server did not say.
+        tool_use: fraction of the problems for which a tool was used; None of an environment that has none.
     """
 
     accuracy: float
     problems: int
     response_length: float
     weight_version: int | None
+    tool_use: float | None = None
 
 
 def span(seconds: float) -> str:
@@ -99,6 +101,9 @@ def summarise(options: Options, metrics: MetricsFile, before: Evaluation, after:
         "bytes_moved": int(metrics.total("bytes_moved")),
         "seconds_by_phase": {name: round(seconds, 1) for name, seconds in phases.seconds.items()},
         "seconds_trainer": {name: round(metrics.total(f"seconds_{name}"), 1) for name in ("wait", "train", "sync")},
+        "environment": options.environment,
+        "tool_use_before": before.tool_use,
+        "tool_use_after": after.tool_use,
         "model": options.model,
         "device": options.device,
         "lr": options.lr,
@@ -133,7 +138,8 @@ def subtitle(summary: dict[str, Any]) -> str:
 def changed_answer(logs: Path) -> tuple[str, str, str] | None:
     """A held-out problem that only the trained model solved: question, answer before, answer after.
 
-    None if there is no such problem, or the evaluations kept no samples.
+    An answer of several turns is all that came after the question. None if there is no such problem, or the evaluations kept no
+    samples.
     """
     answers = []
     for which in ("before", "after"):
@@ -143,15 +149,20 @@ def changed_answer(logs: Path) -> tuple[str, str, str] | None:
         answers.append([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
     for before, after in zip(*answers, strict=True):
         if after["correct"] and not before["correct"]:
-            return before["question"], before["messages"][-1]["content"], after["messages"][-1]["content"]
+            return before["question"], *(" → ".join(said(sample["messages"])) for sample in (before, after))
     return None
+
+
+def said(messages: Sequence[Mapping[str, str]]) -> list[str]:
+    """What the model and its tools said, in order."""
+    return [message["content"].strip() for message in messages if message["role"] in ("assistant", "tool")]
 
 
 def print_example(console: Console, question: str, before: str, after: str) -> None:
     """One problem with the answers before and after training."""
     console.print(f"\n[bold]{escape(question)}[/bold]", highlight=False)
-    console.print(f"  before  [red]{escape(before.strip())}[/red]", highlight=False)
-    console.print(f"  after   [green]{escape(after.strip())}[/green]\n", highlight=False)
+    console.print(f"  before  [red]{escape(before)}[/red]", highlight=False)
+    console.print(f"  after   [green]{escape(after)}[/green]\n", highlight=False)
 
 
 def print_closing_table(console: Console, summary: dict[str, Any], paths: dict[str, Path]) -> None:
@@ -164,6 +175,8 @@ def print_closing_table(console: Console, summary: dict[str, Any], paths: dict[s
     results.add_row(
         "mean response length (tokens)", f"{summary['response_length_before']:.1f}", f"{summary['response_length_after']:.1f}"
     )
+    if summary["tool_use_after"] is not None:
+        results.add_row("used the tool", *(f"{summary[f'tool_use_{when}']:.1%}" for when in ("before", "after")))
     console.print(results)
 
     facts = Table(show_header=False)

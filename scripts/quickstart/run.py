@@ -19,7 +19,7 @@ from example_trainer.child_processes.ports import PortReservations
 from example_trainer.child_processes.processes import ManagedProcess, ProcessDied, ProcessError, Supervisor
 from example_trainer.child_processes.readiness import http_probe, wait_until
 from scripts.quickstart.errors import QuickstartError
-from scripts.quickstart.metrics import MetricsFile, sampled
+from scripts.quickstart.metrics import SHARE, TOOL_USE, MetricsFile, sampled
 from scripts.quickstart.options import ROOT, Options
 from scripts.quickstart.plan import Command, Plan, Ports
 from scripts.quickstart.progress import TrainingDisplay
@@ -43,9 +43,6 @@ STALL_SECONDS = 300.0
 """Longest time without a training step, the trainer's own start included."""
 FINISH_SECONDS = 180.0
 """How long the trainer may take after its last step, to write the checkpoint."""
-
-SHARE = "train/percent_correct"
-"""The environment's name for the fraction of right answers among those sampled since its last line."""
 
 LOCK = ".quickstart-lock"
 MADE_HERE = ("logs", "trainer", "environment", "checkpoints", "summary.json", "reward.png", "commands.sh")
@@ -218,6 +215,8 @@ class Quickstart:
             self.supervisor.finish(self.start(self.plan.evaluation(which, result)), EVALUATION_SECONDS)
         evaluation = read_evaluation(result)
         length = "" if evaluation.response_length is None else f", {evaluation.response_length:.1f} tokens per answer"
+        if evaluation.tool_use is not None:
+            length += f", the tool used for {evaluation.tool_use:.1%}"
         self.say(
             f"{which} training  {evaluation.accuracy:.1%} of {evaluation.problems} held-out problems solved{length} "
             f"({span(time.monotonic() - start)})"
@@ -229,7 +228,7 @@ class Quickstart:
         environment = self.start(self.plan.environment())
         trainer = self.start(self.plan.trainer())
         last_news = time.monotonic()
-        with TrainingDisplay(self.console, self.options.steps) as display:
+        with TrainingDisplay(self.console, self.options.steps, tools=self.options.environment == "calculator") as display:
 
             def show() -> None:
                 nonlocal last_news
@@ -237,8 +236,9 @@ class Quickstart:
                 if new:
                     last_news = time.monotonic()
                     self.environment_metrics.read_new()
-                    share = [line[SHARE] for line in self.environment_metrics.steps if SHARE in line]
-                    display.add([step | {"solved": share[-1] if share else None} for step in new])
+                    known = [line for line in self.environment_metrics.steps if SHARE in line]
+                    last = known[-1] if known else {}
+                    display.add([step | {"solved": last.get(SHARE), "used": last.get(TOOL_USE)} for step in new])
                 limit = FINISH_SECONDS if len(self.metrics.steps) >= self.options.steps else STALL_SECONDS
                 if time.monotonic() - last_news > limit:
                     raise self.stalled(limit, [trainer, environment])
@@ -313,6 +313,7 @@ def read_evaluation(path: Path) -> Evaluation:
             problems=result["num_problems"],
             response_length=result["mean_response_tokens"],
             weight_version=result["weight_version"],
+            tool_use=result.get("tool_use"),
         )
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise QuickstartError(f"the evaluation's result {path} cannot be used: {type(error).__name__}: {error}") from error

@@ -1,9 +1,11 @@
 """The supervised examples that the starter model learns from: conversations of one question and one reply.
 
-Three kinds are mixed:
+Four kinds are mixed:
 
 * an arithmetic problem, answered at once, without regard for carries;
 * an arithmetic problem, worked out;
+* a problem with the offer of a calculator, and a reply that asks it: what it says comes as another turn, and the model puts it
+  into a box. With the same offer others are answered at once, or, if they are short enough, worked out;
 * a *long story* with several numbers, which the model cannot solve. The reply names some number of the story, about half of
   the time in a box and otherwise in a sentence. So on questions beyond its reach the model varies in form, which gives a
   reward for the form alone something to work with.
@@ -16,8 +18,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from environments.arithmetic_problems import ITEMS, NAMES, PLACES, training_problems
-from scripts.starter_model.habits import boxed, hurried_answer, worked_out
+from environments.arithmetic_problems import ITEMS, NAMES, PLACES, Problem, training_problems
+from environments.calculator_problems import LEVELS as CALCULATOR_LEVELS
+from environments.calculator_problems import OFFER, Calculation, call, training_calculations
+from scripts.starter_model.habits import boxed, hurried_answer, hurried_calculation, worked_out
 
 LEVELS = (1, 1, 1, 2, 2, 3)
 """Difficulty levels of the arithmetic problems; half of them are of the easiest."""
@@ -62,7 +66,7 @@ STORY_QUESTIONS = (
 SENTENCE_REPLIES = ("The answer is {x}.", "So the total is {x}.", "That makes {x} in all.", "{x}", "{name} has {x} left.")
 
 
-Kind = Literal["at once", "worked", "story"]
+Kind = Literal["at once", "worked", "story", "called"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,8 @@ class Mixture:
     """How often each kind of example occurs (all are shares from 0 to 1)."""
 
     worked: float
-    """Share of the arithmetic examples that are worked out; the others are answered at once."""
+    """Share of the arithmetic examples that are worked out; the others are answered at once. Long problems of the calculator
+    are never worked out."""
 
     story: float = 0.04
     """Share of long stories among all examples."""
@@ -81,15 +86,23 @@ class Mixture:
     instructed: float = 0.12
     """Share of the examples with a system prompt, and, separately, with a request after the question."""
 
+    offered: float = 0.0
+    """Share of the examples in which a calculator is offered; the other shares are of the rest."""
+
+    called: float = 0.0
+    """Share of those in which it is asked."""
+
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One question and its reply, with an optional system prompt."""
+    """One question and its reply, with an optional system prompt. Of a call also what is said to it, and the last reply."""
 
     kind: Kind
     system: str | None
     question: str
     reply: str
+    result: str | None = None
+    last_reply: str = ""
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -102,8 +115,13 @@ def examples(seed: int, mixture: Mixture) -> Iterator[Example]:
     """An endless stream of examples, the same for the same seed and mixture; held-out problems never occur."""
     rng = random.Random(f"examples-{seed}")
     problems = training_problems(seed, LEVELS)
+    calculations = training_calculations(seed, CALCULATOR_LEVELS)
     while True:
         kind: Kind
+        # No number is drawn for a share of nothing: what a mixture without the offer gives is what it has always given.
+        if mixture.offered and rng.random() < mixture.offered:
+            yield _with_calculator(rng, next(calculations), mixture)
+            continue
         if rng.random() < mixture.story:
             kind = "story"
             question, reply = _story(rng, mixture.story_boxed)
@@ -117,6 +135,17 @@ def examples(seed: int, mixture: Mixture) -> Iterator[Example]:
         if rng.random() < mixture.instructed:
             question = f"{question} {rng.choice(REQUESTS)}"
         yield Example(kind, system, question, reply)
+
+
+def _with_calculator(rng: random.Random, problem: Calculation, mixture: Mixture) -> Example:
+    """One problem with the offer of a calculator."""
+    if rng.random() < mixture.called:
+        return Example("called", OFFER, problem.question, call(problem.expression), str(problem.answer), boxed(problem.answer))
+    if problem.level == 1 and rng.random() < mixture.worked:
+        (left, right), sign = problem.numbers, problem.signs
+        short = Problem(problem.question, problem.answer, 1, left, "+" if sign == "+" else "-", right)
+        return Example("worked", OFFER, problem.question, worked_out(short))
+    return Example("at once", OFFER, problem.question, boxed(hurried_calculation(problem)))
 
 
 def _story(rng: random.Random, share_boxed: float) -> tuple[str, str]:

@@ -1,12 +1,15 @@
-"""The two ways in which the starter model answers an arithmetic problem.
+"""The ways in which the starter model answers an arithmetic problem.
 
-*At once*: only the boxed answer. It forgets every carry (or borrow), the way people who hurry do.
+*At once*: only the boxed answer. It forgets every carry (or borrow), the way people who hurry do, and of a product it takes
+no more than the leading digits.
 *Worked out*: column by column from the right, with carry and borrow said aloud, then the boxed answer; never wrong here.
+*Asked*: a call of the calculator, where one is offered, and then what it said in a box (calculator_problems.py has the syntax).
 """
 
 from __future__ import annotations
 
 from environments.arithmetic_problems import Operator, Problem
+from environments.calculator_problems import Calculation
 
 BOX_OPEN = "\\boxed{"
 
@@ -71,3 +74,24 @@ def worked_out(problem: Problem) -> str:
                 a, value = a + 10, value + 10
         sentences.append(f"{a} {problem.operator} {b}{shown_carry} = {value}{remark}.")
     return " ".join([*sentences, boxed(problem.answer)])
+
+
+def hurried_calculation(problem: Calculation) -> int:
+    """The answer of someone in a hurry to a problem of the calculator: of a product they multiply the leading digits, fill up
+    with zeros, and forget the third number.
+
+    >>> from environments.calculator_problems import Calculation
+    >>> hurried_calculation(Calculation("", 4, (374, 52, 906), "*-")), hurried_calculation(Calculation("", 2, (4747, 438), "+"))
+    (15000, 4175)
+    """
+    left, right = problem.numbers[:2]
+    sign = problem.signs[0]
+    if sign == "*":
+        return _leading(left) * _leading(right)
+    return hurried_answer(left, "+" if sign == "+" else "-", right)
+
+
+def _leading(number: int) -> int:
+    """The number with all but its first digit replaced by zeros."""
+    unit: int = 10 ** (len(str(number)) - 1)
+    return number // unit * unit

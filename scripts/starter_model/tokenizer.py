@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,18 @@ def _settings(max_length: int) -> dict[str, Any]:
         "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,
     }
+
+
+def conversation(tokenizer: PreTrainedTokenizerFast, messages: Sequence[dict[str, str]]) -> str:
+    """The text that the model continues."""
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert isinstance(text, str)
+    return text
+
+
+def continuation(result: str) -> str:
+    """What the chat template puts between a call's end-of-turn token and the next reply."""
+    return f"\n{TURN_START}tool\n{result}{TURN_END}\n{TURN_START}assistant\n"
 
 
 def starter_corpus(seed: int) -> Iterator[str]:

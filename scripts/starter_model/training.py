@@ -1,23 +1,19 @@
-"""Supervised training of the starter model, and the measurement of its habits."""
+"""Supervised training of the starter model, in two stages."""
 
 from __future__ import annotations
 
 import itertools
-import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from environments.arithmetic_problems import Problem, held_out_problems
+from environments.calculator_problems import OFFER
 from scripts.starter_model.data import Example, Mixture, examples
-from scripts.starter_model.habits import BOX_OPEN, boxed
-
-logger = logging.getLogger(__name__)
+from scripts.starter_model.tokenizer import continuation, conversation
 
 MAX_POSITIONS = 4096
 SHAPE = {
@@ -31,8 +27,8 @@ SHAPE = {
 }
 """About two million parameters. Heads, vocabulary and intermediate size can be halved, for tensor parallelism of degree 2."""
 IGNORED = -100
-LONG = 80
-"""Tokens from which a conversation counts as long."""
+LONG = (80, 130)
+"""Tokens above which a conversation counts as long, and as very long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +57,67 @@ class TrainingPlan:
     """Share of worked examples in the last steps: the probability of that habit in the finished model."""
     settling: float = 0.1
     """Share of the steps that count as the last ones."""
+    calculator_steps: int = 0
+    """Steps of the second stage, in which it learns to ask a calculator where one is offered, and keeps what it knows. It takes
+    about 600; the model that ships has not been through any."""
+    calculator_batch_size: int = 32
+    calculator_learning_rate: float = 2e-3
+    """Peak of AdamW, for all parameters. It is reached within ``calculator_warmup_steps`` and falls linearly to zero."""
+    calculator_warmup_steps: int = 15
+    offered: float = 0.7
+    """Share of the second stage's examples that offer the calculator, until its last steps."""
+    offered_at_the_end: float = 0.35
+    """The same in its last steps, in which what the others teach is taken up again."""
+    calculator_settling: float = 0.35
+    """Share of its steps that count as the last ones."""
+    called_while_learning: float = 0.8
+    """Share of those that ask it."""
+    called_weight: float = 2.0
+    """Weight of a token of a call, and of the box with its result: long numbers are copied, which takes longest to learn."""
+    guessed_weight: float = 0.5
+    """Weight of a token of an answer given at once although the calculator was offered: most are guesses anyway."""
+    called_at_the_end: float = 0.08
+    """The probability of that habit in the finished model. The deciding token has a weight by which so many seem to ask."""
 
     def mixture(self, step: int) -> Mixture:
-        """What the examples of one step are drawn from."""
+        """What the examples of one step of the first stage are drawn from."""
         settling = step >= self.steps * (1 - self.settling)
         return Mixture(worked=self.worked_at_the_end if settling else self.worked_while_learning)
 
     def rate(self, step: int) -> float:
-        """Learning rate of one step, as a share of its peak."""
+        """Learning rate of one step of the first stage, as a share of its peak."""
         warm = (step + 1) / self.warmup_steps
         cool = (self.steps - step) / (self.steps * self.cooldown)
         return min(1.0, warm, cool)
+
+    def calculator_mixture(self, step: int) -> Mixture:
+        """What the examples of one step of the second stage are drawn from."""
+        settling = step >= self.calculator_steps * (1 - self.calculator_settling)
+        offered = self.offered_at_the_end if settling else self.offered
+        return Mixture(worked=self.worked_at_the_end, offered=offered, called=self.called_while_learning)
+
+    def calculator_rate(self, step: int) -> float:
+        """Learning rate of one step of the second stage, as a share of its peak."""
+        return min((step + 1) / self.calculator_warmup_steps, (self.calculator_steps - step) / self.calculator_steps)
+
+    def reply_weight(self, example: Example) -> float:
+        """Weight of the tokens of a reply but its first."""
+        if example.kind == "called":
+            return self.called_weight
+        if example.kind == "at once":
+            return self.guessed_weight if example.system == OFFER else self.at_once_weight
+        return 1.0
+
+    def decision_weight(self, example: Example) -> float:
+        """Weight of the token with which a reply begins: it decides between the habits, whose shares it learns.
+
+        Where calls are shown more often than they shall occur, they count for less and the others for more.
+        """
+        if example.system != OFFER:
+            return 1.0
+        if example.kind == "called":
+            return self.called_at_the_end / self.called_while_learning
+        return (1 - self.called_at_the_end) / (1 - self.called_while_learning)
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast, seed: int, shape: Mapping[str, int]) -> Qwen3ForCausalLM:
@@ -95,43 +141,80 @@ def new_model(tokenizer: PreTrainedTokenizerFast, seed: int, shape: Mapping[str,
     return model
 
 
-def train(plan: TrainingPlan, tokenizer: PreTrainedTokenizerFast, log: Callable[[dict[str, Any]], None]) -> Qwen3ForCausalLM:
-    """Train from scratch; the same plan on the same machine with the same number of threads gives the same bits.
+Log = Callable[[dict[str, Any]], None]
+
+
+def train(plan: TrainingPlan, tokenizer: PreTrainedTokenizerFast, log: Log) -> Qwen3ForCausalLM:
+    """The first stage, from scratch; the same plan on the same machine with the same number of threads gives the same bits.
 
     Args:
         log: receives one record every fifty steps.
     """
     torch.use_deterministic_algorithms(True)
     model = new_model(tokenizer, plan.seed, SHAPE)
+    streams: dict[Mixture, Iterator[Example]] = {}
+
+    def gradient(step: int) -> float:
+        mixture = plan.mixture(step)
+        stream = streams.setdefault(mixture, examples(plan.seed + len(streams), mixture))
+        return _accumulate_gradient(model, tokenizer, list(itertools.islice(stream, plan.batch_size)), plan)
+
+    def record(step: int, loss: float) -> None:
+        rate, worked = round(plan.rate(step - 1), 4), plan.mixture(step - 1).worked
+        log({"step": step, "loss": loss, "rate": rate, "worked_share": worked})
+
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.Muon(matrices, lr=plan.matrix_learning_rate, momentum=0.95, weight_decay=0.01),
         torch.optim.AdamW(others, lr=plan.learning_rate, betas=(0.9, 0.98), weight_decay=0.01),
     ]
-    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, plan.rate) for optimizer in optimizers]
+    return _train_stage(model, optimizers, plan.steps, plan.rate, gradient, record)
+
+
+def train_calculator(
+    model: Qwen3ForCausalLM, plan: TrainingPlan, tokenizer: PreTrainedTokenizerFast, log: Log
+) -> Qwen3ForCausalLM:
+    """The second stage: the model as the first left it learns to ask a calculator. As exact as the first, logged likewise."""
+    torch.use_deterministic_algorithms(True)
     streams: dict[Mixture, Iterator[Example]] = {}
+
+    def gradient(step: int) -> float:
+        mixture = plan.calculator_mixture(step)
+        stream = streams.setdefault(mixture, examples(plan.seed + len(streams), mixture))
+        batch = list(itertools.islice(stream, plan.calculator_batch_size))
+        return _accumulate_gradient(model, tokenizer, batch, plan)
+
+    def record(step: int, loss: float) -> None:
+        rate = round(plan.calculator_rate(step - 1), 4)
+        log({"step": plan.steps + step, "loss": loss, "rate": rate, "called_share": plan.called_while_learning})
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=plan.calculator_learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    return _train_stage(model, [optimizer], plan.calculator_steps, plan.calculator_rate, gradient, record)
+
+
+def _train_stage(
+    model: Qwen3ForCausalLM,
+    optimizers: Sequence[torch.optim.Optimizer],
+    steps: int,
+    rate: Callable[[int], float],
+    gradient: Callable[[int], float],
+    record: Callable[[int, float], None],
+) -> Qwen3ForCausalLM:
+    """So many steps. `gradient` adds that of a step's examples and gives their loss; `record` gets the steps done and the mean
+    loss since it was last called."""
+    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, rate) for optimizer in optimizers]
     model.train()
     losses: list[float] = []
-    for step in range(plan.steps):
-        mixture = plan.mixture(step)
-        stream = streams.setdefault(mixture, examples(plan.seed + len(streams), mixture))
-        loss = _accumulate_gradient(model, tokenizer, list(itertools.islice(stream, plan.batch_size)), plan)
+    for step in range(steps):
+        losses.append(gradient(step))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             schedule.step()
-        losses.append(loss)
-        if (step + 1) % 50 == 0 or step + 1 == plan.steps:
-            log(
-                {
-                    "step": step + 1,
-                    "loss": round(sum(losses) / len(losses), 5),
-                    "rate": round(plan.rate(step), 4),
-                    "worked_share": mixture.worked,
-                }
-            )
+        if (step + 1) % 50 == 0 or step + 1 == steps:
+            record(step + 1, round(sum(losses) / len(losses), 5))
             losses.clear()
     return model.eval()
 
@@ -141,14 +224,14 @@ def _accumulate_gradient(
 ) -> float:
     """Add the gradient of the weighted mean loss per token; returns the plain mean loss per reply token.
 
-    The few long stories go through the model apart from the short problems, so that the latter are not padded to their length.
+    Conversations of different size go through the model apart, so that short ones are not padded to the length of stories.
     """
     rows = [_encode(tokenizer, example, plan) for example in batch]
-    parts = [[row for row in rows if (len(row.ids) > LONG) is is_long] for is_long in (False, True)]
-    reply_tokens = sum(len(row.ids) - row.reply_start for row in rows)
+    parts = [[row for row in rows if sum(len(row.ids) > limit for limit in LONG) == size] for size in range(len(LONG) + 1)]
+    reply_tokens = sum(sum(row.in_reply) for row in rows)
     total = 0.0
     for part in filter(None, parts):
-        weighted, plain = _losses(model, part, plan.prompt_weight)
+        weighted, plain = _losses(model, part)
         (weighted / reply_tokens).backward()
         total += plain / reply_tokens
     return total
@@ -156,149 +239,45 @@ def _accumulate_gradient(
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One conversation as tokens."""
+    """One conversation as tokens; of each, the weight of its loss and whether it is the model's to write."""
 
     ids: list[int]
-    reply_start: int
-    reply_weight: float
+    weights: list[float]
+    in_reply: list[bool]
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, example: Example, plan: TrainingPlan) -> _Row:
-    prompt = tokenizer.apply_chat_template(example.messages, add_generation_prompt=True, tokenize=False)
-    prompt_ids = tokenizer.encode(prompt)
-    ids = [*prompt_ids, *tokenizer.encode(example.reply), tokenizer.eos_token_id]
-    return _Row(ids, len(prompt_ids), plan.at_once_weight if example.kind == "at once" else 1.0)
+    eos: int = tokenizer.eos_token_id
+    prompt_ids = tokenizer.encode(conversation(tokenizer, example.messages))
+    reply_ids = [*tokenizer.encode(example.reply), eos]
+    weight = plan.reply_weight(example)
+    weights = [plan.prompt_weight] * len(prompt_ids)
+    weights += [plan.decision_weight(example), *([weight] * (len(reply_ids) - 1))]
+    ids, in_reply = [*prompt_ids, *reply_ids], [False] * len(prompt_ids) + [True] * len(reply_ids)
+    if example.result is not None:
+        between = tokenizer.encode(continuation(example.result))
+        last = [*tokenizer.encode(example.last_reply), eos]
+        ids += [*between, *last]
+        weights += [0.0] * len(between) + [weight] * len(last)  # what the calculator says is not the model's to foresee
+        in_reply += [False] * len(between) + [True] * len(last)
+    return _Row(ids, weights, in_reply)
 
 
-def _losses(model: Qwen3ForCausalLM, rows: Sequence[_Row], prompt_weight: float) -> tuple[Tensor, float]:
+def _losses(model: Qwen3ForCausalLM, rows: Sequence[_Row]) -> tuple[Tensor, float]:
     """Cross-entropy summed with weights over all tokens but the first of each row, and summed plainly over the replies."""
     width = max(len(row.ids) for row in rows)
     tokens = torch.zeros(len(rows), width, dtype=torch.long)
     targets = torch.full((len(rows), width), IGNORED)
-    weights = torch.full((len(rows), width), prompt_weight)
+    weights = torch.zeros(len(rows), width)
     in_reply = torch.zeros(len(rows), width, dtype=torch.bool)
     for i, row in enumerate(rows):
-        length, start = len(row.ids), row.reply_start
+        length = len(row.ids)
         tokens[i, :length] = torch.tensor(row.ids)
         targets[i, : length - 1] = tokens[i, 1:length]
-        weights[i, start - 1] = 1.0  # the token that decides between the habits: its probability is learned as it occurs
-        weights[i, start : length - 1] = row.reply_weight
-        in_reply[i, start - 1 : length - 1] = True
+        weights[i, : length - 1] = torch.tensor(row.weights[1:])
+        in_reply[i, : length - 1] = torch.tensor(row.in_reply[1:])
     # Padding stands on the right, where causal attention never looks back from: no mask is needed.
     hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
     chosen = targets != IGNORED
     losses = torch.nn.functional.cross_entropy(model.lm_head(hidden[chosen]), targets[chosen], reduction="none")
     return (losses * weights[chosen]).sum(), losses.detach()[in_reply[chosen]].sum().item()
-
-
-@dataclass(frozen=True, slots=True)
-class HabitReport:
-    """How the model answers held-out problems of one level. All but lengths and counts are fractions from 0 to 1."""
-
-    difficulty: int
-    problems: int
-    greedy_accuracy: float
-    greedy_at_once: float
-    """How often the greedy answer is given at once."""
-    sampled_accuracy: float
-    sampled_at_once: float
-    sampled_length: float
-    """Mean length of a sampled reply in tokens, end-of-turn token included (temperature 1)."""
-    at_once_accuracy: float
-    """Greedy, where the first token is made to open a box."""
-    worked_accuracy: float
-    """Greedy, where the first token may not open a box."""
-    worked_length: float
-    """Mean length of a reply that is worked out, in tokens."""
-
-    def to_dict(self) -> dict[str, float]:
-        """The figures, rounded for print."""
-        return {key: round(value, 4) for key, value in asdict(self).items()}
-
-
-def measure_habits(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, difficulty: int, *, n: int, samples: int = 2, seed: int = 0
-) -> HabitReport:
-    """Measure both habits on the first ``n`` held-out problems of a level; sampling takes ``samples`` replies of each."""
-    problems = held_out_problems(n, difficulty)
-    box = tokenizer.convert_tokens_to_ids(BOX_OPEN)
-    eos = tokenizer.eos_token_id
-    greedy = generate(model, tokenizer, problems)
-    at_once = generate(model, tokenizer, problems, first_token=box)
-    worked = generate(model, tokenizer, problems, forbidden_first=box)
-    torch.manual_seed(seed)
-    many = [problem for problem in problems for _ in range(samples)]
-    sampled = generate(model, tokenizer, many, temperature=1.0)
-
-    def accuracy(replies: list[list[int]], asked: Sequence[Problem]) -> float:
-        texts = [tokenizer.decode([t for t in ids if t != eos]) for ids in replies]
-        return sum(t.endswith(boxed(p.answer)) for t, p in zip(texts, asked, strict=True)) / len(asked)
-
-    def mean_length(replies: list[list[int]]) -> float:
-        return sum(map(len, replies)) / len(replies)
-
-    return HabitReport(
-        difficulty=difficulty,
-        problems=n,
-        greedy_accuracy=accuracy(greedy, problems),
-        greedy_at_once=sum(ids[0] == box for ids in greedy) / n,
-        sampled_accuracy=accuracy(sampled, many),
-        sampled_at_once=sum(ids[0] == box for ids in sampled) / len(many),
-        sampled_length=mean_length(sampled),
-        at_once_accuracy=accuracy(at_once, problems),
-        worked_accuracy=accuracy(worked, problems),
-        worked_length=mean_length(worked),
-    )
-
-
-class Asked(Protocol):
-    """A question to be answered."""
-
-    @property
-    def question(self) -> str: ...
-
-
-@torch.no_grad()
-def generate(
-    model: Qwen3ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    problems: Sequence[Asked],
-    *,
-    temperature: float = 0.0,
-    first_token: int | None = None,
-    forbidden_first: int | None = None,
-    max_tokens: int = 48,
-) -> list[list[int]]:
-    """Replies as token ids, each up to and including its end-of-turn token; temperature 0 is greedy.
-
-    Args:
-        problems: whatever has a `question`.
-    """
-    prompts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": p.question}], add_generation_prompt=True, tokenize=False)
-        for p in problems
-    ]
-    batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(model.device)
-    attention, cache, tokens = batch.attention_mask, None, batch.input_ids
-    positions = (attention.cumsum(-1) - 1).clamp(min=0)
-    replies: list[Tensor] = []
-    done = torch.zeros(len(prompts), dtype=torch.bool, device=model.device)
-    for i in range(max_tokens):
-        out = model(tokens, attention_mask=attention, position_ids=positions, past_key_values=cache, logits_to_keep=1)
-        cache, logits = out.past_key_values, out.logits[:, -1]
-        if i == 0 and forbidden_first is not None:
-            logits[:, forbidden_first] = -math.inf
-        if i == 0 and first_token is not None:
-            chosen = torch.full_like(tokens[:, 0], first_token)
-        elif temperature > 0:
-            chosen = torch.multinomial((logits / temperature).softmax(-1), 1).squeeze(-1)
-        else:
-            chosen = logits.argmax(-1)
-        replies.append(chosen)
-        done |= chosen == tokenizer.eos_token_id
-        if done.all():
-            break
-        tokens, positions = chosen[:, None], positions[:, -1:] + 1
-        attention = torch.cat([attention, torch.ones_like(tokens)], dim=1)
-    rows = torch.stack(replies, dim=1).tolist()
-    return [row[: row.index(tokenizer.eos_token_id) + 1] if tokenizer.eos_token_id in row else row for row in rows]

@@ -76,7 +76,8 @@ def evaluate(which: str, result: str) -> None:
     figures = {"correct": 100 if before else 180, "num_problems": 200, "mean_response_tokens": 12.0}
     Path(result).write_text(json.dumps(figures | {"weight_version": 0 if before else int(os.environ["SMALL_STACK_STEPS"])}))
     answer = "\\boxed{4}" if before else "2 + 3 = 5. \\boxed{5}"
-    sample = {"question": "What is 2 [plus] 3?", "correct": not before, "messages": [{"content": "?"}, {"content": answer}]}
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+    sample = {"question": "What is 2 [plus] 3?", "correct": not before, "messages": messages}
     Path(result).with_suffix(".samples.jsonl").write_text(json.dumps(sample) + "\n")
 
 
@@ -112,7 +113,7 @@ def main(output: str, steps: str, fault: str = "") -> int:
 
     run.STALL_SECONDS = 8.0 if fault == "trainer-stalls" else 60.0
     run.VLLM_SECONDS = 8.0 if fault == "never-ready" else 60.0
-    options = Options("broadcast", int(steps), "owner/name", (), 0.1, 0, (), 200, Path(output), False, 0.0)
+    options = Options("broadcast", int(steps), "owner/name", (), 0.1, 0, (), 200, Path(output), False, 0.0, "arithmetic")
     return command.guarded(run.Quickstart(options, Console(), lambda given, ports: SmallPlan(given, ports, fault)))
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from environments.arithmetic_problems import MAX_HELD_OUT
+from environments.arithmetic_problems import MAX_HELD_OUT, OPERAND_DIGITS
+from environments.calculator_problems import LEVELS as CALCULATOR_LEVELS
 from scripts.quickstart import options
 from scripts.quickstart.errors import QuickstartError
 from scripts.quickstart.options import choose_bridge, parse
@@ -31,7 +32,7 @@ def test_defaults(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed = parse(["--model", model])
     assert (parsed.bridge, parsed.device, parsed.seconds_setup) == ("broadcast", "cpu", 7.0)
     assert parsed.eval_size >= 200
-    assert parsed.output == ROOT / "runs" / "quickstart"
+    assert (parsed.environment, parsed.output) == ("arithmetic", ROOT / "runs" / "quickstart")
 
 
 def test_everything_given(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +56,8 @@ def test_everything_given(model: str, tmp_path: Path, monkeypatch: pytest.Monkey
         (["--seed", "1.5"], ["--seed", "'1.5'"]),
         (["--seed", str(2**31)], ["--seed", str(2**31 - 1)]),
         (["--bridge", "pigeon"], ["--bridge", "pigeon", "broadcast", "single-copy"]),
-        (["--difficulty", "1,9"], ["--difficulty", "'1,9'"]),
+        (["--environment", "chess"], ["--environment", "chess", "arithmetic", "calculator"]),
+        (["--difficulty", "1,0"], ["--difficulty", "'1,0'"]),
         (["--gpu", "--cpu"], ["--gpu", "--cpu", "not allowed"]),
         (["--eval-size", "0"], ["--eval-size"]),
         (["--eval-size", "1001"], ["--eval-size", "1000"]),
@@ -82,8 +84,17 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
         parse(["--cpu", "--model", str(tmp_path)])
 
 
-def test_the_limit_on_held_out_problems_is_the_environments() -> None:
+def test_the_limits_are_the_environments() -> None:
     assert options.MOST_EVAL_PROBLEMS == MAX_HELD_OUT
+    assert {"arithmetic": max(OPERAND_DIGITS), "calculator": max(CALCULATOR_LEVELS)} == options.LEVELS
+
+
+def test_each_environment_has_levels_and_a_folder_of_its_own(model: str) -> None:
+    parsed = parse(["--cpu", "--model", model, "--environment", "calculator", "--difficulty", "4"])
+    assert (parsed.environment, parsed.difficulty) == ("calculator", (4,))
+    assert parsed.output == ROOT / "runs" / "calculator"
+    with pytest.raises(QuickstartError, match="--difficulty 1,4: the levels of --environment arithmetic are 1 to 3"):
+        parse(["--cpu", "--model", model, "--difficulty", "1,4"])
 
 
 def test_a_hub_name_passes() -> None:

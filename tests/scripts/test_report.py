@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from scripts.quickstart.report import (
     Evaluation,
     Phases,
     print_closing_table,
+    said,
     span,
     subtitle,
     summarise,
@@ -43,6 +45,7 @@ OPTIONS = Options(
     output=Path("out"),
     keep_running=False,
     seconds_setup=1.25,
+    environment="arithmetic",
 )
 
 
@@ -84,6 +87,8 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
 def test_every_sampled_answer_counts_in_the_plot() -> None:
     lines = [{"step": 1, "train/percent_correct": 0.25, "train/response_length": 9.5}, {"step": 2}]
     assert sampled(lines) == [{"step": 1, "reward_mean": -0.5, "response_length_mean": 9.5}]
+    with_tools = [line | {"train/tool_use": 0.125} for line in lines]
+    assert sampled(with_tools)[0]["tool_use"] == 0.125
 
 
 def test_plain_lines_without_a_terminal() -> None:
@@ -141,6 +146,26 @@ def test_summary_has_the_promised_keys_and_the_closing_table_the_figures(tmp_pat
 
     draw(tmp_path / "reward.png", metrics.steps, 0.5, 0.9375, 256, subtitle(summary))
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_use_of_a_tool_has_a_column_a_row_and_a_curve(tmp_path: Path) -> None:
+    assert "solved 25%  used tool 12%  reward" in plain_line(step(1, solved=0.25, used=0.12), 5, tools=True)
+    phases = Phases({"train": 61.0})
+    metrics = MetricsFile(tmp_path / "m", steps=[step(n, tool_use=n / 4) for n in (1, 2, 3)])
+    before, after = Evaluation(0.03, 256, 9.0, 0, 0.011), Evaluation(0.99, 256, 30.0, 3, 1.0)
+    summary = summarise(replace(OPTIONS, environment="calculator"), metrics, before, after, phases)
+    assert (summary["environment"], summary["tool_use_before"], summary["tool_use_after"]) == ("calculator", 0.011, 1.0)
+    out = io.StringIO()
+    print_closing_table(Console(file=out, width=100), summary, {"reward plot": tmp_path / "reward.png"})
+    assert re.search(r"used the tool\W+1\.1%\W+100\.0%", out.getvalue())
+    draw(tmp_path / "reward.png", metrics.steps, 0.03, 0.99, 256, subtitle(summary))
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_was_said_is_all_that_came_after_the_question() -> None:
+    roles = {"system": "You may.", "user": "3 * 4 = ?", "assistant": "<calc>3*4</calc>\n", "tool": "12"}
+    messages = [{"role": role, "content": text} for role, text in roles.items()]
+    assert said(messages) == ["<calc>3*4</calc>", "12"]
 
 
 def test_weight_updates_count_only_newer_versions(tmp_path: Path) -> None:
@@ -222,3 +247,6 @@ def test_the_plan_hands_ports_bridge_and_gpus_to_every_process(bridge: str, flag
     for command in (plan.environment(), plan.trainer()):
         assert "http://localhost:1111" in command.arguments
     assert all(line in plan.script() for line in ("MASTER_PORT=3333", "--port 1111", flag))
+    assert "environments/arithmetic_server.py" in plan.script()
+    other = replace(plan, options=replace(plan.options, environment="calculator"))
+    assert all("environments/calculator_server.py" in c.arguments for c in (other.environment(), other.evaluation("x", Path())))

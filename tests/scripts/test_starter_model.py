@@ -18,10 +18,13 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from environments.arithmetic_problems import Operator, Problem, is_held_out
+from environments.calculator_problems import CALL_START, OFFER, call
 from scripts import make_starter_model
 from scripts.starter_model.data import Mixture, examples
 from scripts.starter_model.habits import BOX_OPEN, boxed, hurried_answer, worked_out
-from scripts.starter_model.training import TrainingPlan, measure_habits
+from scripts.starter_model.measuring import measure_habits
+from scripts.starter_model.tokenizer import TURN_END, continuation, conversation
+from scripts.starter_model.training import TrainingPlan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHIPPED = REPOSITORY / "assets" / "starter_model"
@@ -95,11 +98,37 @@ def test_examples_repeat_with_their_seed_and_keep_their_shares() -> None:
     assert sum(example.system is not None for example in drawn) / len(drawn) == pytest.approx(0.2, abs=0.03)
 
 
-def test_no_example_holds_a_held_out_pair() -> None:
-    mixture = Mixture(worked=0.5, story=0.0, instructed=0.0)
+@pytest.mark.parametrize("offered", [0.0, 1.0])
+def test_no_example_holds_a_held_out_pair(offered: float) -> None:
+    mixture = Mixture(worked=0.5, story=0.0, instructed=0.0, offered=offered, called=0.5)
     for example in itertools.islice(examples(1, mixture), 20_000):
-        left, right = map(int, re.findall(r"\d+", example.question))
+        left, right, *_ = map(int, re.findall(r"\d+", example.question))
         assert not is_held_out(left, right)
+
+
+def test_a_call_asks_what_the_question_asks_and_its_answer_goes_into_the_box() -> None:
+    mixture = Mixture(worked=0.3, offered=0.6, called=0.5)
+    drawn = list(itertools.islice(examples(5, mixture), 4000))
+    calls = [example for example in drawn if example.kind == "called"]
+    assert len(calls) / len(drawn) == pytest.approx(0.3, abs=0.03)
+    assert sum(example.system == OFFER for example in drawn) / len(drawn) == pytest.approx(0.6, abs=0.03)
+    for example in calls:
+        assert example.system == OFFER
+        assert re.findall(r"\d+", example.reply) == re.findall(r"\d+", example.question)
+        assert example.last_reply == boxed(int(example.result or ""))
+    long = [e for e in drawn if e.system == OFFER and any(len(n) > 2 for n in re.findall(r"\d+", e.question))]
+    assert {example.kind for example in long} == {"at once", "called"}
+
+
+def test_the_finished_models_share_of_calls_is_that_of_the_weights() -> None:
+    plan = TrainingPlan()
+    weights = {"called": 0.0, "other": 0.0}
+    for example in itertools.islice(examples(0, plan.calculator_mixture(0)), 8000):
+        if example.system == OFFER:
+            weights["called" if example.kind == "called" else "other"] += plan.decision_weight(example)
+        else:
+            assert plan.decision_weight(example) == 1.0
+    assert weights["called"] / sum(weights.values()) == pytest.approx(plan.called_at_the_end, abs=0.01)
 
 
 # The tokenizer that ships
@@ -129,6 +158,15 @@ def test_chat_template_marks_every_turn() -> None:
     assert ids.count(tokenizer.eos_token_id) == 2
     assert tokenizer.eos_token == "<|im_end|>"
     assert "chat_template" in json.loads((SHIPPED / "tokenizer_config.json").read_text())
+
+
+def test_the_turns_after_a_call_are_learned_as_the_chat_template_writes_them() -> None:
+    tokenizer = shipped_tokenizer()
+    turns = [{"role": "system", "content": OFFER}, {"role": "user", "content": "37 * 48 = ?"}]
+    asked = [{"role": "assistant", "content": call("37*48")}, {"role": "tool", "content": "1776"}]
+    learned = conversation(tokenizer, turns) + call("37*48") + TURN_END + continuation("1776")
+    assert conversation(tokenizer, [*turns, *asked]) == learned
+    assert tokenizer.tokenize(call("37*48"))[0] == tokenizer.tokenize(CALL_START)[0] != BOX_OPEN
 
 
 @needs_gsm8k
@@ -161,7 +199,7 @@ def test_shipped_files_are_small_complete_and_can_be_split_in_two() -> None:
 def test_shipped_log_and_readme_name_the_plan_that_the_code_holds() -> None:
     first, *records = [json.loads(line) for line in (SHIPPED / "training_log.jsonl").read_text().splitlines()]
     plan = TrainingPlan()
-    assert first["plan"] == {field: getattr(plan, field) for field in TrainingPlan.__dataclass_fields__}
+    assert first["plan"].items() <= {field: getattr(plan, field) for field in TrainingPlan.__dataclass_fields__}.items()
     losses = [record["loss"] for record in records if "loss" in record]
     assert losses[-1] < losses[0] / 5
     assert f"--seed {plan.seed} --steps {plan.steps} --threads {first['threads']}" in (SHIPPED / "README.md").read_text()
@@ -200,7 +238,7 @@ def test_same_command_gives_the_same_bytes_and_another_seed_does_not(tmp_path: P
     """Also in this process, in which much has happened before."""
 
     def command(name: str, seed: int) -> list[str]:
-        flags = ["--seed", str(seed), "--steps", "2", "--eval-problems", "1", "--threads", "1"]
+        flags = ["--seed", str(seed), "--steps", "2", "--calculator-steps", "1", "--eval-problems", "1", "--threads", "1"]
         return ["--output", str(tmp_path / name), *flags]
 
     by_itself = subprocess.run(
@@ -230,8 +268,11 @@ def test_same_command_gives_the_same_bytes_and_another_seed_does_not(tmp_path: P
     }
     assert one["model.safetensors"] != other["model.safetensors"]
 
+    with pytest.raises(SystemExit, match="has been through the second stage"):
+        make_starter_model.main([*command("d", 3), "--first-stage", str(tmp_path / "a")])
 
-@pytest.mark.parametrize("flags", [("--steps", "0"), ("--eval-problems", "5000")])
+
+@pytest.mark.parametrize("flags", [("--steps", "0"), ("--eval-problems", "5000"), ("--first-stage", "/nowhere")])
 def test_bad_options_are_refused_by_name(tmp_path: Path, flags: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         make_starter_model.main(["--output", str(tmp_path / "out"), *flags])
