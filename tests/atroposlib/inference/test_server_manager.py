@@ -1,0 +1,126 @@
+"""What is asked of an inference server over HTTP, and what comes back: lengths, splits, versions, second tries."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from atroposlib.errors import RolloutFailure, UsageError
+from atroposlib.inference.generation import Span, VersionRecord, Weights, current_versions
+from atroposlib.inference.server_manager import APIServerConfig, ServerManager
+from atroposlib.inference.vllm_server import VLLMServer, parse_generation
+from tests.atroposlib.inference.conftest import control, last_request
+
+ASK = [{"role": "user", "content": "What is 40 plus 2?"}]
+
+
+async def test_responses_end_where_the_trainer_takes_no_more(manager: ServerManager, tokenizer: Any) -> None:
+    server = manager.servers[0]
+    prompt = tokenizer.encode("1 and 2")
+    server.max_sequence_length = len(prompt) + 4
+    generation = await server.generate(input_ids=prompt, max_tokens=500, temperature=0.0)
+    assert len(generation.output_tokens[0]) == 4
+    assert generation.finish_reasons == ["length"]
+    server.max_sequence_length = len(prompt)
+    with pytest.raises(RolloutFailure, match="leaves no room within"):
+        await server.generate(input_ids=prompt, max_tokens=500)
+
+
+async def test_many_completions_are_split_and_joined_in_order(manager: ServerManager, tokenizer: Any) -> None:
+    manager.max_n_completions = 3
+    control(manager, cycle=[f"\\boxed{{{n}}}" for n in range(8)])
+    answer = await manager.chat_completion(messages=ASK, n=8)
+    assert [choice.index for choice in answer.choices] == list(range(8))
+    assert sorted(choice.message.content for choice in answer.choices) == [f"\\boxed{{{n}}}" for n in range(8)]
+    generation = await manager.generate(input_ids=[1], n=8, max_tokens=20, temperature=0.001, top_p=0.9)
+    assert generation.sampling == [{"temperature": 0.01, "top_p": 0.9, "max_tokens": 20}] * 8, "vLLM samples at no less"
+    tokens, outputs, logprobs, reasons = await manager.tokens_and_logprobs_completion(prompt="1 and 2", n=8, max_tokens=20)
+    assert tokens == tokenizer.encode("1 and 2")
+    assert len(outputs) == len(logprobs) == len(reasons) == 8
+
+
+async def test_the_versions_that_a_rollout_met_are_noted(manager: ServerManager, tokenizer: Any) -> None:
+    record = VersionRecord()
+    token = current_versions.set(record)
+    try:
+        for version in (8, 5):
+            control(manager, version=version)
+            await asyncio.create_task(manager.generate(input_ids=[1, 2], max_tokens=4))
+    finally:
+        current_versions.reset(token)
+    assert (record.oldest, record.newest) == (5, 8)
+
+
+async def test_a_failing_request_is_tried_again(manager: ServerManager) -> None:
+    control(manager, fail_next=2)
+    generation = await manager.generate(input_ids=[1, 2], max_tokens=4)
+    assert len(generation.output_tokens) == 1
+    control(manager, fail_next=3)
+    with pytest.raises(httpx.HTTPStatusError):
+        await manager.generate(input_ids=[1, 2], max_tokens=4)
+
+
+async def test_the_model_is_asked_for_and_the_timings_are_kept(manager: ServerManager, tokenizer_dir: Any) -> None:
+    server = manager.servers[0]
+    assert await server.model() == str(tokenizer_dir)
+    await manager.generate(input_ids=[1], max_tokens=2, split="eval")
+    metrics = await server.wandb_metrics({}, "server_0")
+    assert metrics["server/server_0_eval_average_num_attempts"] == 1.0
+    assert "server/server_0_request_time_avg" not in metrics
+
+
+@pytest.mark.parametrize(
+    ("options", "asked", "left_out"),
+    [
+        (["return_text", "token_logprobs"], {"return_text": False, "token_logprobs": True}, {"logprobs"}),
+        (["token_logprobs"], {"token_logprobs": True}, {"logprobs", "return_text"}),
+        ([], {"logprobs": 0}, {"token_logprobs", "return_text"}),
+        (None, {"logprobs": 0}, {"token_logprobs", "return_text"}),
+    ],
+)
+async def test_a_server_is_asked_for_the_shortest_answer_that_it_knows(
+    manager: ServerManager, options: list[str] | None, asked: dict[str, Any], left_out: set[str]
+) -> None:
+    control(manager, generate_options=options)
+    generation = await manager.generate(input_ids=[1, 2], max_tokens=3)
+    request = last_request(manager)
+    assert {name: request[name] for name in asked} == asked
+    assert not left_out & request.keys()
+    assert generation.output_logprobs == [[-0.25 - 0.001 * i for i in range(len(generation.output_tokens[0]))]]
+    assert generation.weight_spans == [[Span(Weights(0, 4), len(generation.output_tokens[0]))]]
+
+
+async def test_alternatives_are_asked_for_in_tables(manager: ServerManager) -> None:
+    control(manager, generate_options=["return_text", "token_logprobs"])
+    await manager.generate(input_ids=[1, 2], max_tokens=3, logprobs=4)
+    request = last_request(manager)
+    assert (request["logprobs"], request["return_text"], "token_logprobs" in request) == (4, False, False)
+
+
+def test_answers_that_do_not_line_up_are_refused() -> None:
+    numbers = {"token_logprobs": [[-0.1, -0.2]], "finish_reasons": ["stop"], "token_ids": [[5, 6]]}
+    assert parse_generation([1], numbers).output_logprobs == [[-0.1, -0.2]]
+    with pytest.raises(ValueError, match="different lengths"):
+        parse_generation([1], numbers | {"token_ids": [[5]]})
+    with pytest.raises(ValueError, match="zip"):
+        parse_generation([1], numbers | {"weight_version_spans": [[[1, 2]]], "weight_epoch_spans": [[]]})
+    answer = {"logprobs": [[[{"5": -0.1}], [{"6": -0.2}]]], "finish_reasons": ["stop"], "token_ids": [[5, 6]]}
+    assert parse_generation([1], answer).output_logprobs == [[-0.1, -0.2]]
+    with pytest.raises(ValueError, match="token_ids"):
+        parse_generation([1], answer | {"token_ids": [[5, 7]]})
+    with pytest.raises(ValueError, match="prompt_token_ids"):
+        parse_generation([1], answer | {"prompt_token_ids": [2]})
+
+
+def test_no_server_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match=r"--openai\.base_url"):
+        ServerManager([])
+
+
+def test_a_class_of_ones_own_is_used() -> None:
+    class Own(VLLMServer):
+        pass
+
+    manager = ServerManager([APIServerConfig(base_url="http://x")], server_class=Own)
+    assert type(manager.servers[0]) is Own
