@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,6 +15,7 @@ from atroposlib.envs.single_turn import Response
 from atroposlib.errors import EnvironmentFailure, InferenceUnavailable, RolloutFailure, UsageError
 from environments.judge_server import HELD_OUT_TOPICS, JudgeEnv, Prompt, judge_messages, made_prompts, read_prompt, read_score
 from tests.atroposlib.envs.env_stack import Stack
+from tests.environments.standin_judge import Judge, judging
 
 ROOT = Path(__file__).resolve().parents[2]
 JUDGE = ROOT / "environments" / "judge_server.py"
@@ -27,56 +24,10 @@ JUDGE = ROOT / "environments" / "judge_server.py"
 QUESTION = Prompt("a question")
 
 
-class Judge(ThreadingHTTPServer):
-    """Answers with what `says` gives next, the last for ever: a text, or a status to refuse with."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.says: list[str | int] = ["Score: 5"]
-        self.asked: list[dict[str, Any]] = []
-        self.lock = threading.Lock()
-        self.url = f"http://127.0.0.1:{self.server_port}/v1"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Judge
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing."""
-
-    def reply(self, status: int, body: Any) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def do_GET(self) -> None:
-        self.reply(200, {"object": "list", "data": [{"id": "the-judge", "object": "model"}]})
-
-    def do_POST(self) -> None:
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            self.server.asked.append(request | {"authorization": self.headers.get("Authorization")})
-            said = self.server.says.pop(0) if len(self.server.says) > 1 else self.server.says[0]
-        if isinstance(said, int):
-            return self.reply(said, {"error": {"message": f"refused with {said}"}})
-        message = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": said}}
-        return self.reply(200, {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [message]})
-
-
 @pytest.fixture
 def judge() -> Iterator[Judge]:
-    server = Judge()
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with judging() as server:
+        yield server
 
 
 @pytest.fixture
