@@ -9,6 +9,7 @@ exit status; only its command line in `ps` is another.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib
@@ -214,6 +215,10 @@ class Forked:
             told = os.read(self._status, 8)
             os.close(self._status)
             self.returncode = int(told) if told else -signal.SIGKILL
+            with contextlib.suppress(ProcessLookupError):  # it is gone already
+                ending = os.pidfd_open(self.pid)
+                select.select([ending], [], [])
+                os.close(ending)
         return self.returncode
 
     def send_signal(self, number: signal.Signals) -> None:
