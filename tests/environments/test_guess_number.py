@@ -13,7 +13,7 @@ EXAMPLE = ROOT / "environments" / "guess_number_server.py"
 
 def test_the_page_shows_the_file_and_it_is_short() -> None:
     code = EXAMPLE.read_text()
-    assert f"```python\n{code}```" in (ROOT / "docs" / "environments.md").read_text()
+    assert f"```python\n{code}```" in (ROOT / "docs" / "multi-turn.md").read_text()
     assert len(code.splitlines()) <= 46
 
 
