@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)
 
 import argparse
+import hashlib
 import json
 import os
 import resource
@@ -39,11 +40,11 @@ EVERY = 5
 """Steps between two points of the curves that are kept."""
 
 
-def command(run: str, environment: str, steps: int, output: Path) -> list[str]:
+def command(run: str, environment: str, steps: int, output: Path, model: Path) -> list[str]:
     """What is run for one of `RUNS`."""
     seed, _, how = run.partition(" ")
     words = [sys.executable, "-m", "scripts.quickstart", "--cpu", "--environment", environment, "--seed", seed]
-    words += ["--steps", str(steps), "--output", str(output)]
+    words += ["--steps", str(steps), "--output", str(output), "--model", str(model)]
     return [*words, "--lr", "0"] if how == "flat" else words
 
 
@@ -78,7 +79,7 @@ def measure(run: str, args: argparse.Namespace) -> dict[str, Any]:
     output = args.output / f"{args.environment}-{run.replace(' ', '-')}"
     output.parent.mkdir(parents=True, exist_ok=True)
     before, began, used = os.getloadavg(), time.monotonic(), processor_seconds()
-    words = command(run, args.environment, args.steps, output)
+    words = command(run, args.environment, args.steps, output, args.model)
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
         try:
             said = child.communicate(timeout=args.seconds)[0]
@@ -96,6 +97,7 @@ def measure(run: str, args: argparse.Namespace) -> dict[str, Any]:
         "processor_seconds": round(processor_seconds() - used, 1),
         "load_before": [round(value, 1) for value in before],
         "load_after": [round(value, 1) for value in os.getloadavg()],
+        "model_sha256": hashlib.sha256((args.model / "model.safetensors").read_bytes()).hexdigest(),
         "machine": describe(),
         "measured": measured(),
     }
@@ -106,11 +108,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="folder for what the runs leave")
     parser.add_argument("--into", type=Path, default=None, help="results file (default: bench/results/ENVIRONMENT.json)")
     parser.add_argument("--environment", choices=("calculator", "arithmetic"), default="calculator")
+    parser.add_argument("--model", type=Path, default=ROOT / "assets" / "starter_model", help="folder (see docs/calculator.md)")
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=1800.0, help="longest time of a run")
     args = parser.parse_args(arguments)
-    args.output = args.output.absolute()
+    args.output, args.model = args.output.absolute(), args.model.absolute()
     into = args.into or ROOT / "bench" / "results" / f"{args.environment}.json"
     failures = 0
     for run in args.runs:

@@ -36,6 +36,8 @@ def quickstart_table(book: Book) -> str:
 
 def calculator_table(book: Book) -> str:
     """What became of the starter model in the calculator's environment, run by run."""
+    if not book.has("calculator"):
+        return "Not measured yet."
     runs = book.page("calculator")
     head = ["", "solved before", "after", "used the tool before", "after", "steps", "run", "processor time", "load"]
     rows = []

@@ -32,6 +32,10 @@ class Book:
         page: dict[str, Any] = self._pages[file]
         return page
 
+    def has(self, file: str) -> bool:
+        """Whether there is a FILE.json."""
+        return (self.folder / f"{file}.json").exists()
+
     def get(self, file: str, path: str) -> Any:
         """What lies at `path`, keys separated by `/` (of a list: the index). Raises FigureError if nothing does."""
         return self._walk(file, path)[-1]

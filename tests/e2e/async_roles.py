@@ -133,7 +133,8 @@ def drive(arguments: list[str]) -> int:
 
         def _light(self, role: Role, places: Mapping[str, Address]) -> dict[str, Any]:
             port = places[role.name].ports[0] if places[role.name].ports else 0
-            words = [PYTHON, "-u", __file__, role.name, str(self._settings.folder), str(port), places["service"].url]
+            service = places["service"].url if "service" in places else ""  # a generator is started beside it
+            words = [PYTHON, "-u", __file__, role.name, str(self._settings.folder), str(port), service]
             return {"arguments": words}
 
         _generator = _environment = _trainer = _light
