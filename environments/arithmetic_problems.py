@@ -154,3 +154,10 @@ def _draw_operands(rng: random.Random, difficulty: int, operator: Operator, *, h
             return (large, small) if rng.random() < 0.5 else (small, large)
         if large > small:
             return large, small
+
+
+def read_levels(value: object) -> object:
+    """What a flag says of levels, `2` or `1,2`, as a tuple of what stands there; anything else as it is."""
+    if isinstance(value, int):
+        return (value,)
+    return tuple(value.strip("[]() ").split(",")) if isinstance(value, str) else value

@@ -26,6 +26,7 @@ from environments.arithmetic_problems import (
     OPERAND_DIGITS,
     Problem,
     held_out_problems,
+    read_levels,
     training_problems,
 )
 
@@ -37,13 +38,7 @@ class ArithmeticConfig(BaseEnvConfig):
         default=DEFAULT_DIFFICULTY, description=f"Levels to draw from, one or more of {sorted(OPERAND_DIGITS)}, such as 1,2"
     )
 
-    @field_validator("difficulty", mode="before")
-    @classmethod
-    def _read_levels(cls, value: object) -> object:
-        """Accept `2` and `1,2` from a flag."""
-        if isinstance(value, int):
-            return (value,)
-        return tuple(value.strip("[]() ").split(",")) if isinstance(value, str) else value
+    _read_levels = field_validator("difficulty", mode="before")(read_levels)
 
     @field_validator("difficulty")
     @classmethod

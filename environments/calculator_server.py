@@ -22,7 +22,7 @@ from atroposlib.envs.multi_turn import Conversation, MultiTurnConfig, MultiTurnE
 from atroposlib.envs.tool_formats import TaggedFormat
 from atroposlib.utils.boxed import last_boxed
 from atroposlib.utils.math_scoring import as_number
-from environments.arithmetic_problems import MAX_HELD_OUT
+from environments.arithmetic_problems import MAX_HELD_OUT, read_levels
 from environments.calculator_problems import (
     CALL_END,
     CALL_START,
@@ -43,13 +43,7 @@ class CalculatorConfig(MultiTurnConfig):
         default=DEFAULT_LEVELS, description=f"Levels to draw from, one or more of {list(LEVELS)}, such as 2,3"
     )
 
-    @field_validator("difficulty", mode="before")
-    @classmethod
-    def _read_levels(cls, value: object) -> object:
-        """Accept `2` and `1,2` from a flag."""
-        if isinstance(value, int):
-            return (value,)
-        return tuple(value.strip("[]() ").split(",")) if isinstance(value, str) else value
+    _read_levels = field_validator("difficulty", mode="before")(read_levels)
 
     @field_validator("difficulty")
     @classmethod
