@@ -164,7 +164,7 @@ class Learning:
         """The trainings that DIR does not hold yet; those that it holds go into the results."""
         todo, kept_ones = [], []
         for training in plan(self.args.only, self.args.seeds):
-            reason = refusal(training.variant, self.gpus, self.on_cpu)
+            reason = refusal(training.variant, self.on_cpu)
             kept = self._folder(training) / "result.json"
             found = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() and not reason else {}
             others = self._differences(training, found)

@@ -28,7 +28,7 @@ class Variant:
         chapter: what it is compared with, see CHAPTERS.
         label: in tables and plots.
         flags: of simple_rl.py.
-        gpus: that it needs at once.
+        gpus: over which it spreads, where there are so many.
         cpu: whether it can be trained without one.
     """
 
@@ -109,16 +109,14 @@ def plan(only: Sequence[str], seeds: Sequence[int]) -> list[Training]:
     return [Training(variant, seed) for seed in seeds for variant in chosen]
 
 
-def refusal(variant: Variant, gpus: int, on_cpu: bool) -> str | None:
+def refusal(variant: Variant, on_cpu: bool) -> str | None:
     """Why a variant cannot be trained on this machine; None if it can."""
-    if on_cpu:
-        return None if variant.cpu else "what it compares is on GPUs alone"
-    return f"it needs {variant.gpus} GPUs, and {gpus} are here" if gpus < variant.gpus else None
+    return None if variant.cpu or not on_cpu else "what it compares is on GPUs alone"
 
 
 def gpus_of(training: Training, slot: int, gpus: int) -> str:
     """For CUDA_VISIBLE_DEVICES: the slot's GPU, which is the trainer's, and those behind it, going round."""
-    return ",".join(str((slot + number) % gpus) for number in range(training.variant.gpus))
+    return ",".join(str((slot + number) % gpus) for number in range(min(training.variant.gpus, gpus)))
 
 
 def estimated_seconds(trainings: int, slots: int, seconds_each: float) -> float:

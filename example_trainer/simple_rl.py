@@ -96,7 +96,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--evaluate-every", type=int, default=0, help=every)
     add("--held-out", type=int, default=200, help="so many of them (default: %(default)s)")
     copies = (
-        "the trainer has a copy of the weights of its own, and vLLM is on the last GPU; --dtype float32 then trains in that, "
+        "the trainer has a copy of the weights of its own, and vLLM is on the last GPU that can be seen, beside the trainer if "
+        "it is the only one; --dtype float32 then trains in that, "
         "and a batch may be for several updates (--minibatches, --ppo-epochs)"
     )
     add("--two-copies", action="store_true", help=copies)
@@ -152,17 +153,19 @@ def trainer_config(options: argparse.Namespace, port: int) -> TrainerConfig:
     )
 
 
-def gpu_of_vllm(device: torch.device) -> str:
-    """The last GPU that this process sees, which is not the trainer's.
+def place_of_vllm(count: int, visible: str) -> dict[str, str | None]:
+    """Variables that put vLLM with its own copy of the weights on the last GPU, beside a trainer on the first.
 
-    Raises:
-        ConfigError: it sees but one.
+    NCCL refuses two ranks of one host on one GPU. Where there is but one, vLLM's is said to be of another host: the bytes then
+    go through the machine's network, which is slow, and the same in all else.
+
+    Args:
+        count: GPUs that this process sees.
+        visible: its CUDA_VISIBLE_DEVICES.
     """
-    count = torch.cuda.device_count()
-    if count < 2:
-        raise ConfigError(f"--two-copies needs a GPU for vLLM beside the trainer's, and {count} can be seen; leave it out")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return (visible.split(",") if visible else [str(number) for number in range(count)])[-1]
+    if count == 1:
+        return {"NCCL_HOSTID": f"vllm-of-{os.getpid()}", "NCCL_MNNVL_ENABLE": "0"}
+    return {"CUDA_VISIBLE_DEVICES": (visible.split(",") if visible else [str(number) for number in range(count)])[-1]}
 
 
 def start_vllm(supervisor: Supervisor, options: argparse.Namespace, device: torch.device, ports: tuple[int, int]) -> None:
@@ -180,7 +183,11 @@ def start_vllm(supervisor: Supervisor, options: argparse.Namespace, device: torc
     command += ["--seed", str(options.seed)]
     if device.type == "cuda":
         if options.two_copies:
-            variables["CUDA_VISIBLE_DEVICES"] = gpu_of_vllm(device)
+            count = torch.cuda.device_count()
+            variables |= place_of_vllm(count, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+            if count == 1:
+                os.environ["NCCL_MNNVL_ENABLE"] = "0"  # which asks the GPU, and not the name, what host this is
+                logger.info("One GPU holds both copies of the weights: updates go through this machine's network")
         command += ["--dtype", "bfloat16", "--gpu-memory-utilization", str(options.gpu_memory)]
         if options.cache_gib:
             command += ["--kv-cache-memory-bytes", str(int(options.cache_gib * 2**30))]
