@@ -8,6 +8,7 @@ the same version is sent again to the rest; whoever is back gets one full update
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -293,20 +294,25 @@ class BroadcastBridge(WeightBridge):
 def check_gpus(member: Member, own: Sequence[str]) -> None:
     """Refuse what NCCL would refuse in the first transfer, with a message that few understand.
 
+    NCCL takes processes with different NCCL_HOSTID for those of two hosts, which may have a GPU of one name.
+
     Args:
         own: UUID of the GPU that each of the trainer's ranks sends from; empty on a CPU.
 
     Raises:
         Unfit: one of vLLM's ranks is on the GPU of a trainer rank that sends to it.
     """
+    if member.info["nccl_host"] != os.environ.get("NCCL_HOSTID", ""):
+        return
     uuids = member.info["gpu_uuids"]
     plan = SendPlan(len(own), len(uuids))
     for rank, uuid in enumerate(uuids):
         if uuid and uuid in {own[sender] for sender in plan.senders(rank)}:
             raise Unfit(
                 f"vLLM rank {rank} of {member.url} and the trainer that sends to it are on the same GPU ({uuid}), "
-                "between which NCCL cannot send; share one copy (--single-copy instead of --use-shared-memory), or put the "
-                "trainer on another GPU (--device cuda:N or CUDA_VISIBLE_DEVICES)"
+                "between which NCCL cannot send; share one copy (--single-copy instead of --use-shared-memory), put the "
+                "trainer on another GPU (--device cuda:N or CUDA_VISIBLE_DEVICES), or start the server with an NCCL_HOSTID of "
+                "its own: updates then go through the machine's network, slowly"
             )
 
 

@@ -137,6 +137,7 @@ class Bridge:
             "device": self._manifests[0].entries[0].device.split(":")[0],
             "cache_bytes": self.turns.bytes,
             "gpu_uuids": [h.get("gpu_uuid", "") if h else "" for h in self._handles],
+            "nccl_host": os.environ.get("NCCL_HOSTID", ""),
             "ranks": [m.to_json() for m in self._manifests],
         }
 

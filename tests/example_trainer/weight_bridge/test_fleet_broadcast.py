@@ -100,7 +100,7 @@ class PlayedClient(BridgeServer):
             time.sleep(0.02)
         return {
             "instance": self.played.state()["instance"], "hostname": "here", "device": "cpu", "model": "small",
-            "gpu_uuids": [""], "ranks": [manifest_of(self.played.name).to_json()],
+            "gpu_uuids": [""], "nccl_host": "", "ranks": [manifest_of(self.played.name).to_json()],
         }  # fmt: skip
 
     def init(self, mode: str, shapes: Any, transfer: str = "auto", *_: Any, **__: Any) -> dict[str, Any]:
