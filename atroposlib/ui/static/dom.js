@@ -1,0 +1,95 @@
+// Elements from data. Text is always set as text: nothing that a model or an environment wrote is ever parsed as HTML.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+/** The element of that id. */
+export function $(id) {
+  return document.getElementById(id);
+}
+
+/**
+ * A new element.
+ *
+ * `attributes`: names as in HTML; `onX` adds a listener, `class`, `data-…` and `aria-…` work as they are, `style` is an object that is
+ * set through CSSOM (the page's policy refuses style attributes). True is an empty attribute; false, null and undefined leave it out.
+ * `children`: elements, texts, numbers, lists of those; null and false are left out.
+ */
+export function h(tag, attributes = {}, ...children) {
+  return filled(document.createElement(tag), attributes, children);
+}
+
+/** The same for SVG. */
+export function svg(tag, attributes = {}, ...children) {
+  return filled(document.createElementNS(SVG, tag), attributes, children);
+}
+
+/** Put these in the place of all that the element holds. */
+export function replace(element, ...children) {
+  element.replaceChildren();
+  append(element, children);
+  return element;
+}
+
+function filled(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) {
+      continue;
+    }
+    if (name.startsWith("on")) {
+      element.addEventListener(name.slice(2), value);
+    } else if (name === "style") {
+      for (const [property, setting] of Object.entries(value)) {
+        element.style.setProperty(property, setting);
+      }
+    } else {
+      element.setAttribute(name, value === true ? "" : String(value));
+    }
+  }
+  append(element, children);
+  return element;
+}
+
+function append(element, children) {
+  for (const child of children.flat(Infinity)) {
+    if (child === null || child === undefined || child === false) {
+      continue;
+    }
+    element.append(child instanceof Node ? child : String(child));
+  }
+}
+
+/**
+ * The list of an element brought up to date: one child for each item, kept where its key is the same, so that focus, selection and open
+ * details survive an update.
+ *
+ * `make(item)` gives a new element, `update(element, item)` fills it.
+ */
+export function keyed(element, items, key, make, update) {
+  const before = new Map([...element.children].map((child) => [child.dataset.key, child]));
+  const wanted = items.map((item) => {
+    const name = String(key(item));
+    let child = before.get(name);
+    if (!child) {
+      child = make(item);
+      child.dataset.key = name;
+    }
+    before.delete(name);
+    update(child, item);
+    return child;
+  });
+  for (const gone of before.values()) {
+    gone.remove();
+  }
+  wanted.forEach((child, place) => {
+    if (element.children[place] !== child) {
+      element.insertBefore(child, element.children[place] ?? null);
+    }
+  });
+}
+
+/** The colour that a custom property of the stylesheet stands for now, as `rgb(…)`: a canvas knows no `var()`. */
+export function colour(name) {
+  const probe = $("colour-probe") ?? document.body.appendChild(h("span", { id: "colour-probe", hidden: true }));
+  probe.style.color = `var(${name})`;
+  return getComputedStyle(probe).color;
+}

@@ -1,0 +1,167 @@
+// Which figures of a run are charts, and what stands in the row of vital signs. Pure data: to add a chart, add a line.
+
+import { bytes, number, percent, seconds } from "./format.js";
+import { lastKnown, onOneAxis } from "./series.js";
+
+/** One a chart. `lines`: columns of metrics.jsonl. `group(names)` adds those that only some runs have. */
+export const CHARTS = [
+  { id: "reward", title: "Reward", lines: [{ name: "reward_mean", label: "mean" }], group: (names) => several(names, "reward/") },
+  { id: "accuracy", title: "Accuracy", lines: [], fromZero: true, evaluations: true, empty: "No evaluation yet. Environments measure every --env.steps_per_eval steps." },
+  {
+    id: "length",
+    title: "Response length",
+    unit: "tokens",
+    fromZero: true,
+    lines: [
+      { name: "response_length_mean", label: "mean" },
+      { name: "response_length_p95", label: "95th percentile" },
+      { name: "response_length_max", label: "longest" },
+    ],
+  },
+  {
+    id: "kl",
+    title: "KL from the sampler",
+    unit: "nats",
+    log: true,
+    lines: [
+      { name: "kl", label: "of what was sampled" },
+      { name: "mismatch_kl", label: "at equal weights" },
+      { name: "reference_kl", label: "from the reference" },
+    ],
+  },
+  { id: "entropy", title: "Entropy", unit: "nats", fromZero: true, lines: [{ name: "entropy", label: "of the policy" }] },
+  {
+    id: "clip",
+    title: "Clip fractions",
+    fromZero: true,
+    form: percent,
+    lines: [
+      { name: "clip_fraction", label: "both" },
+      { name: "clip_fraction_low", label: "ratio fell" },
+      { name: "clip_fraction_high", label: "ratio rose" },
+    ],
+  },
+  {
+    id: "time",
+    title: "Where time goes",
+    unit: "a step",
+    band: true,
+    form: seconds,
+    lines: [
+      { name: "seconds_wait", label: "wait" },
+      { name: "seconds_train", label: "train" },
+      { name: "seconds_sync", label: "sync" },
+    ],
+  },
+  {
+    id: "speed",
+    title: "Tokens a second",
+    fromZero: true,
+    log: true,
+    lines: [
+      { name: "tokens_per_second", label: "trained" },
+      { name: "forwarded_tokens_per_second", label: "forwarded, while it computes" },
+    ],
+  },
+  { id: "mfu", title: "Model FLOPs utilisation", fromZero: true, form: percent, empty: "Not known on this device, or no step yet.", lines: [{ name: "mfu", label: "while it computes" }] },
+  {
+    id: "age",
+    title: "Age of the data",
+    unit: "versions",
+    fromZero: true,
+    lines: [
+      { name: "age_mean", label: "mean" },
+      { name: "age_max", label: "oldest" },
+    ],
+  },
+  {
+    id: "ratio",
+    title: "Ratio of trainer to sampler",
+    log: true,
+    lines: [
+      { name: "ratio_p50", label: "median" },
+      { name: "ratio_p99", label: "99th percentile" },
+      { name: "ratio_max", label: "largest" },
+    ],
+  },
+  { id: "grad", title: "Gradient norm", fromZero: true, log: true, lines: [{ name: "grad_norm", label: "before clipping" }] },
+];
+
+const FORMS = { seconds: seconds, bytes: bytes, share: percent };
+
+/** A chart of any one figure, for a person who asks for it. */
+export function chartOf(name) {
+  const form = FORMS[name.match(/seconds|bytes|share/)?.[0]] ?? number;
+  return { id: name, title: name, log: true, form, lines: [{ name, label: "" }] };
+}
+
+function several(names, beginning) {
+  const found = names.filter((name) => name.startsWith(beginning));
+  return found.length > 1 ? found.map((name) => ({ name, label: name.slice(beginning.length) })) : [];
+}
+
+/** Names that the charts ask a run for. */
+export function wantedNames(charts, names) {
+  const wanted = charts.flatMap((chart) => [...chart.lines, ...(chart.group?.(names) ?? [])].map((line) => line.name));
+  return [...new Set([...wanted, ...names.filter(isAccuracy), "waiting_share", "queue_size"])].filter((name) => names.includes(name));
+}
+
+const ACCURACY = /correct|accuracy|pass@|\/mean$/;
+
+function isAccuracy(name) {
+  return name.startsWith("environment/") && ACCURACY.test(name);
+}
+
+/**
+ * Evaluations, and what environments count of their own rollouts, on one axis: the weight version that was measured.
+ *
+ * Returns {columns, lines}: columns as `columnsOf` gives them, lines for the chart; of an evaluation's numbers those that are an accuracy
+ * by their name, or all if none is.
+ */
+export function accuracyOf(run, evaluations, columns) {
+  const found = new Map();
+  for (const evaluation of evaluations) {
+    const named = Object.keys(evaluation.metrics).filter((name) => ACCURACY.test(name));
+    for (const name of named.length ? named : Object.keys(evaluation.metrics)) {
+      const key = `${evaluation.name} ${name}`;
+      if (!found.has(key)) {
+        found.set(key, new Map());
+      }
+      found.get(key).set(evaluation.weight_version ?? evaluation.step, evaluation.metrics[name]);
+    }
+  }
+  const parts = [...found].map(([name, points]) => {
+    const step = [...points.keys()].sort((a, b) => a - b);
+    return { name, label: name, step, values: step.map((at) => points.get(at)) };
+  });
+  for (const [name, column] of Object.entries(columns?.columns ?? {})) {
+    if (isAccuracy(name)) {
+      parts.push({ name, label: `training: ${name.slice("environment/".length).replaceAll("_", " ")}`, step: columns.step, values: column.mean });
+    }
+  }
+  const shown = parts.slice(0, 6);
+  const [step, ...values] = shown.length ? onOneAxis(shown) : [[]];
+  return {
+    columns: { run, generation: 0, exact: true, step, columns: Object.fromEntries(shown.map((part, at) => [part.name, { mean: values[at], low: null, high: null }])) },
+    lines: shown.map(({ name, label }) => ({ name, label })),
+  };
+}
+
+/** The vital signs of a run's newest step: [[what, value, how], …]. */
+export function vitals(columns, accuracy, stack) {
+  const last = (name) => lastKnown(columns?.columns[name]?.mean ?? []);
+  const step = columns?.step.at(-1) ?? null;
+  const of = stack?.trainer?.of_steps;
+  const measured = accuracy.lines.length ? lastKnown(accuracy.columns.columns[accuracy.lines[0].name].mean) : null;
+  const oldest = last("age_max");
+  return [
+    ["step", step === null ? "–" : number(step), of ? `of ${number(of)}` : ""],
+    ["reward", number(last("reward_mean"), 3), ""],
+    ["accuracy", measured === null ? "–" : Math.abs(measured) <= 1 ? percent(measured) : number(measured, 3), ""],
+    ["length", number(last("response_length_mean"), 3), "tokens"],
+    ["trained", number(last("tokens_per_second"), 3), "tokens/s"],
+    ["MFU", percent(last("mfu")), ""],
+    ["age", number(last("age_mean"), 2), oldest === null ? "" : `at most ${number(oldest)}`],
+    ["waits", percent(last("waiting_share")), "of a step"],
+  ];
+}

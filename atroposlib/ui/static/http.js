@@ -1,0 +1,60 @@
+// Asking the service. Every request ends within a deadline, and every refusal says what was asked and what came back.
+
+const SECONDS = 30;
+
+export class RefusedError extends Error {
+  /** `status`: of HTTP, 0 if no answer came. */
+  constructor(message, status) {
+    super(message);
+    this.name = "RefusedError";
+    this.status = status;
+  }
+}
+
+/** `/ui/api/series?run=a&names=x,y`; parameters that are null or empty are left out, lists are joined by commas. */
+export function address(path, parameters = {}) {
+  const query = new URLSearchParams();
+  for (const [name, value] of Object.entries(parameters)) {
+    const text = Array.isArray(value) ? value.join(",") : value;
+    if (text !== null && text !== undefined && text !== "") {
+      query.set(name, text);
+    }
+  }
+  const asked = query.toString();
+  return asked ? `${path}?${asked}` : path;
+}
+
+/**
+ * The JSON that an address answers. Where the session has ended the page goes to the sign-in.
+ *
+ * Throws RefusedError: no answer, or another one than 200.
+ */
+export async function getJson(path, parameters = {}) {
+  const url = address(path, parameters);
+  let answer;
+  try {
+    answer = await fetch(url, { headers: { Accept: "application/json" }, credentials: "same-origin", signal: AbortSignal.timeout(SECONDS * 1000) });
+  } catch (error) {
+    const why = error.name === "TimeoutError" ? `no answer in ${SECONDS} s` : "the service does not answer";
+    throw new RefusedError(`${url}: ${why}`, 0);
+  }
+  const told = await answer.json().catch(() => ({}));
+  if (answer.status === 401) {
+    toSignIn(told.sign_in);
+  }
+  if (!answer.ok) {
+    throw new RefusedError(told.error ?? `${url}: status ${answer.status}`, answer.status);
+  }
+  return told;
+}
+
+/** Leave for the sign-in, which leads back here. */
+export function toSignIn() {
+  const here = window.location.pathname + window.location.search;
+  window.location.assign(address("/ui/sign-in", { next: here }));
+}
+
+/** The run that the page shows: that of its address, empty for the live (or newest) one. */
+export function shownRun() {
+  return document.body.dataset.run ?? "";
+}

@@ -1,0 +1,130 @@
+// One stream of server-sent events for the page, whoever listens. It reconnects by itself, more slowly each time.
+
+import { address, shownRun, toSignIn } from "./http.js";
+
+const KINDS = ["hello", "rows", "stack", "event", "evaluation", "weights", "rollouts", "bye"];
+const FIRST_WAIT = 1000;
+const LONGEST_WAIT = 15000;
+const SILENCE = 20000;
+
+const listeners = new Map();
+let source = null;
+let wait = FIRST_WAIT;
+let state = "offline";
+let heard = 0;
+let greeting = null;
+
+/**
+ * Listen to a kind of event: those of the contract, and
+ *   `connected`: {…hello}, at the start and after every reconnect: ask for everything again;
+ *   `state`: "connecting", "live", "lost", or "offline" where the page is of files.
+ */
+export function on(kind, listener) {
+  if (!listeners.has(kind)) {
+    listeners.set(kind, []);
+  }
+  listeners.get(kind).push(listener);
+  if (kind === "state") {
+    listener(state);
+  }
+  if (kind === "connected" && greeting !== null) {
+    listener(greeting); // the shell opens the stream, and may have been faster than the page
+  }
+}
+
+/** Open the stream. Called once by the shell, on pages of a run that is live. */
+export function open() {
+  close();
+  tell("state", state === "lost" ? "lost" : "connecting");
+  source = new EventSource(address("/ui/api/stream", { run: shownRun() }));
+  const mine = source;
+  for (const kind of KINDS) {
+    mine.addEventListener(kind, (message) => {
+      if (mine === source) {
+        take(kind, message.data);
+      }
+    });
+  }
+  mine.addEventListener("open", () => {
+    heard = Date.now();
+  });
+  mine.addEventListener("error", () => {
+    if (mine === source) {
+      again();
+    }
+  });
+}
+
+function take(kind, text) {
+  heard = Date.now();
+  let data;
+  try {
+    data = JSON.parse(text);
+  } catch (error) {
+    console.error(`an event of kind ${kind} is no JSON: ${error.message}`);
+    return;
+  }
+  if (kind === "hello") {
+    wait = FIRST_WAIT;
+    tell("state", "live");
+    greeting = data;
+    tell("connected", data);
+  } else if (kind === "bye") {
+    close();
+    if (data.reason === "signed_out" || data.reason === "expired") {
+      toSignIn();
+    } else {
+      again();
+    }
+  }
+  tell(kind, data);
+}
+
+function tell(kind, data) {
+  if (kind === "state") {
+    if (data === state) {
+      return;
+    }
+    state = data;
+  }
+  for (const listener of listeners.get(kind) ?? []) {
+    listener(data);
+  }
+}
+
+function close() {
+  source?.close();
+  source = null;
+}
+
+function again() {
+  close();
+  greeting = null;
+  tell("state", "lost");
+  window.setTimeout(async () => {
+    // An EventSource does not say why it was refused; a session that has ended shall lead to the sign-in.
+    const answer = await fetch("/ui/api/page", { credentials: "same-origin", signal: AbortSignal.timeout(10000) }).catch(() => null);
+    if (answer?.status === 401) {
+      toSignIn();
+    } else if (answer?.ok) {
+      open();
+    } else {
+      again();
+    }
+  }, wait);
+  wait = Math.min(LONGEST_WAIT, wait * 1.6);
+}
+
+/** A page whose service has stopped in mid-sentence would look live for ever: after a silence, ask. */
+async function listenForSilence() {
+  if (source === null || state !== "live" || Date.now() - heard < SILENCE) {
+    return;
+  }
+  heard = Date.now();
+  const answer = await fetch("/ui/api/page", { credentials: "same-origin", signal: AbortSignal.timeout(10000) }).catch(() => null);
+  if (answer === null && state === "live") {
+    again();
+  }
+}
+
+window.setInterval(listenForSilence, 5000);

@@ -1,0 +1,351 @@
+// The overview: how the run is in one sentence, its faults, the stack, and the charts, kept up to date by the stream.
+
+import { Chart, Desk } from "./chart.js";
+import { $, h, keyed, replace } from "./dom.js";
+import { GROUPS, chosen, fillEvents } from "./events.js";
+import { CHARTS, accuracyOf, chartOf, vitals, wantedNames } from "./figures.js";
+import { ago, clock, count, number } from "./format.js";
+import { RefusedError, address, getJson, shownRun } from "./http.js";
+import { shortcut } from "./keys.js";
+import * as live from "./live.js";
+import { appendRows, columnsOf } from "./series.js";
+import { drawFaults, drawStack } from "./stack.js";
+
+const POINTS = 2000;
+const MOST_RUNS = 8;
+const DRAW_EVERY = 250;
+const RANGES = [
+  ["all", null],
+  ["last 1,000", 1000],
+  ["last 100", 100],
+];
+const asked = new URLSearchParams(window.location.search);
+
+const page = {
+  run: shownRun(),
+  runs: new Map(),
+  others: (asked.get("runs") ?? "").split(",").filter(Boolean).slice(0, MOST_RUNS - 1),
+  catalogue: [],
+  events: [],
+  leftOut: 0,
+  groups: new Set(GROUPS.map((group) => group.id)),
+  stack: null,
+  range: null,
+  extra: (asked.get("figures") ?? "").split(",").filter(Boolean),
+};
+const desk = new Desk(zoomed);
+const charts = CHARTS.map((spec) => desk.add(new Chart(desk, { ...spec })));
+
+/** What a chart needs of a run that was not asked for yet. */
+async function load(id, zoom = null) {
+  const { names } = await getJson("/ui/api/names", { run: id });
+  const wanted = wantedNames([...CHARTS, ...page.extra.map(chartOf)], names);
+  const [first, last] = zoom ?? [null, null];
+  const [series, evaluations] = await Promise.all([
+    wanted.length ? getJson("/ui/api/series", { run: id, names: wanted, points: POINTS, first, last }) : { run: id, generation: 0, exact: true, step: [], series: {} },
+    getJson("/ui/api/evaluations", { run: id }),
+  ]);
+  const before = page.runs.get(id);
+  page.runs.set(id, { id, names, columns: columnsOf(series), ranged: zoom !== null, whole: zoom === null ? series.exact : before?.whole, evaluations: evaluations.evaluations });
+}
+
+async function loadAll() {
+  const ids = [page.run, ...page.others];
+  const results = await Promise.allSettled(ids.map((id) => load(id, desk.zoom && !page.runs.get(id)?.whole ? desk.zoom : null)));
+  results.forEach((result, place) => {
+    if (result.status === "rejected") {
+      if (place > 0) {
+        page.others = page.others.filter((id) => id !== ids[place]);
+      }
+      complain(result.reason);
+    }
+  });
+}
+
+async function start() {
+  const [stack, events, runs] = await Promise.all([getJson("/ui/api/stack", { run: page.run }), getJson("/ui/api/events", { run: page.run }), getJson("/ui/api/runs"), loadAll()]);
+  page.stack = stack.time === null ? null : stack;
+  page.events = events.events;
+  page.leftOut = events.left_out;
+  page.catalogue = runs.runs;
+  page.own = page.run || runs.current;
+  fillCompare();
+  draw();
+  document.body.dataset.ready = "true";
+}
+
+function begin() {
+  start().catch(complain);
+}
+
+// ---- drawing
+
+let timer = 0;
+let drawnAt = 0;
+
+/** Draw soon; many calls are one drawing. */
+function schedule() {
+  if (!timer) {
+    timer = window.setTimeout(() => window.requestAnimationFrame(draw), Math.max(0, drawnAt + DRAW_EVERY - Date.now()));
+  }
+}
+
+function shown() {
+  return ["", ...page.others]
+    .map((id, place) => {
+      const run = page.runs.get(place === 0 ? page.run : id);
+      return run && { ...run, id: run.columns.run ?? run.id, label: labelOf(run.columns.run ?? run.id), colour: `--s${(place % 8) + 1}` };
+    })
+    .filter(Boolean);
+}
+
+function labelOf(id) {
+  return page.catalogue.find((run) => run.id === id)?.name ?? id;
+}
+
+function draw() {
+  timer = 0;
+  drawnAt = Date.now();
+  const now = Date.now() / 1000;
+  const runs = shown();
+  desk.events = chosen(page.events, page.groups);
+  const measured = runs.map((run) => accuracyOf(run.id, run.evaluations, run.columns));
+  for (const chart of charts) {
+    if (chart.spec.evaluations) {
+      chart.spec.lines = measured.flatMap((one) => one.lines).filter((line, at, all) => all.findIndex((other) => other.name === line.name) === at);
+      chart.show(runs.map((run, place) => ({ ...run, columns: measured[place].columns })));
+    } else {
+      chart.spec.lines = linesOf(chart.spec, runs);
+      chart.show(runs);
+    }
+  }
+  drawVitals(runs[0], measured[0]);
+  drawStatus(now);
+  fillEvents($("events"), $("events-note"), desk.events, page.leftOut, now);
+  replace($("run-legend"), runs.length > 1 ? runs.map((run) => h("li", {}, h("i", { style: { background: `var(${run.colour})` } }), run.label)) : []);
+}
+
+function linesOf(spec, runs) {
+  const original = CHARTS.find((chart) => chart.id === spec.id)?.lines ?? spec.lines;
+  return [...original, ...(spec.group?.(runs[0]?.names ?? []) ?? [])];
+}
+
+function drawVitals(run, measured) {
+  const rows = vitals(run?.columns, measured ?? { lines: [], columns: { columns: {} } }, page.stack);
+  keyed($("vitals"), rows, ([what]) => what, ([what]) => h("div", {}, h("dt", {}, what), h("dd", {})), (row, [, value, how]) => replace(row.lastElementChild, value, how ? h("small", {}, ` ${how}`) : null));
+}
+
+function drawStatus(now) {
+  const { stack } = page;
+  $("stack-section").hidden = stack === null;
+  drawFaults($("faults"), stack?.live ? stack.faults : [], now);
+  if (stack !== null) {
+    drawStack($("stack"), stack);
+  }
+  $("headline").textContent = sentence(stack, now);
+}
+
+/** How the run is. */
+function sentence(stack, now) {
+  const own = page.catalogue.find((run) => run.id === page.own);
+  const { servers = [], environments = [], trainer = {}, service = {}, faults = [] } = stack ?? {};
+  if (!stack?.live) {
+    const told = own ? `${labelOf(own.id)}: ${count(own.steps, "step")}, last written ${clock(own.updated, now)}` : "No steps yet";
+    return `${told}. Read from its files${stack ? `; the stack as it was ${ago(stack.time, now)}` : ""}.`;
+  }
+  if (faults.length) {
+    return `${count(faults.length, "thing")} to look at.`;
+  }
+  const serving = servers.filter((server) => server.health === "good").length;
+  const parts = [`${count(environments.filter((environment) => environment.connected !== false).length, "environment")}`, `${number(serving)} of ${count(servers.length, "server")} well`];
+  if (service.run_ended) {
+    return `The run has ended after ${count(trainer.step ?? 0, "step")}.`;
+  }
+  return trainer.registered ? `Training: ${parts.join(", ")}.` : `Waiting for a trainer: ${parts.join(", ")}.`;
+}
+
+function complain(error) {
+  if (!(error instanceof RefusedError)) {
+    throw error;
+  }
+  console.warn(error.message);
+  $("headline").textContent = error.message;
+}
+
+// ---- what a person changes
+
+function setAddress() {
+  const here = address(window.location.pathname, { run: page.run, runs: page.others, figures: page.extra, smooth: desk.smoothing || null });
+  window.history.replaceState(null, "", here);
+}
+
+function setSmoothing(value) {
+  desk.smoothing = value;
+  $("smoothing").value = value;
+  $("smoothing-value").textContent = value > 0 ? value.toFixed(2) : "off";
+  desk.redraw();
+}
+
+let zooms = 0;
+
+async function zoomed(first, last) {
+  if (page.range !== null || first !== null) {
+    page.range = null;
+    fillRanges();
+  }
+  const turn = ++zooms;
+  const coarse = [...page.runs.values()].some((run) => run.whole === false);
+  if (coarse) {
+    await loadAll().catch(complain);
+    if (turn === zooms) {
+      schedule();
+    }
+  }
+}
+
+function segment(host, choices, current, act) {
+  replace($(host), choices.map(([label, value]) => h("button", { type: "button", "aria-pressed": String(value === current), onclick: () => act(value) }, label)));
+}
+
+function fillRanges() {
+  segment("ranges", RANGES, page.range, (steps) => {
+    const last = page.runs.get(page.run)?.columns.step.at(-1) ?? 0;
+    desk.setZoom(...(steps === null ? [null, null] : [Math.max(0, last - steps), last]));
+    page.range = steps;
+    fillRanges();
+  });
+}
+
+function fillBands() {
+  segment("bands", [["seconds", "seconds"], ["share", "share"]], desk.band, (value) => {
+    desk.band = value;
+    fillBands();
+    desk.redraw();
+  });
+}
+
+function fillGroups() {
+  replace(
+    $("event-groups"),
+    GROUPS.map((group) =>
+      h("label", {}, h("input", { type: "checkbox", checked: page.groups.has(group.id), onchange: (event) => {
+        page.groups[event.target.checked ? "add" : "delete"](group.id);
+        draw();
+      } }), group.label),
+    ),
+  );
+}
+
+function fillCompare() {
+  const others = page.catalogue.filter((run) => run.id !== page.own);
+  $("compare-count").textContent = page.others.length ? `(${page.others.length})` : "";
+  replace(
+    $("compare-list"),
+    others.length
+      ? others.map((run) =>
+          h("label", {}, h("input", { type: "checkbox", checked: page.others.includes(run.id), disabled: !page.others.includes(run.id) && page.others.length >= MOST_RUNS - 1, onchange: (event) => compare(run.id, event.target.checked) }), h("span", {}, run.name, h("span", { class: "muted" }, ` ${count(run.steps, "step")}`))),
+        )
+      : h("p", { class: "muted" }, "No other run is known here."),
+  );
+}
+
+async function compare(id, wanted) {
+  page.others = wanted ? [...page.others, id] : page.others.filter((other) => other !== id);
+  if (wanted) {
+    await load(id).catch((error) => {
+      page.others = page.others.filter((other) => other !== id);
+      complain(error);
+    });
+  }
+  setAddress();
+  fillCompare();
+  draw();
+}
+
+function addChart(name) {
+  const chart = desk.add(new Chart(desk, chartOf(name)));
+  charts.push(chart);
+  $("charts").insertBefore(chart.figure, $("more-figures"));
+}
+
+function figureChoice() {
+  const select = h("select", { "aria-label": "Add a chart of another figure", onfocus: () => fill(), onchange: async () => {
+    const name = select.value;
+    if (name) {
+      page.extra.push(name);
+      addChart(name);
+      setAddress();
+      await loadAll();
+      draw();
+    }
+    fill();
+  } });
+  function fill() {
+    const names = page.runs.get(page.run)?.names ?? [];
+    replace(select, h("option", { value: "" }, "Add a figure…"), names.filter((name) => !page.extra.includes(name)).map((name) => h("option", { value: name }, name)));
+  }
+  fill();
+  return h("div", { class: "figure-choice", id: "more-figures" }, select);
+}
+
+// ---- the stream
+
+live.on("connected", begin);
+live.on("rows", async (message) => {
+  const run = page.runs.get(page.run);
+  if (run && !run.ranged && appendRows(run.columns, message)) {
+    run.names = [...new Set([...run.names, ...Object.keys(message.new.at(-1) ?? {}).filter((name) => name !== "step")])];
+    schedule();
+  } else {
+    reload();
+  }
+});
+live.on("stack", (stack) => {
+  page.stack = stack;
+  schedule();
+});
+live.on("event", (event) => {
+  page.events = [...page.events.filter((known) => known.id !== event.id), event];
+  schedule();
+});
+live.on("evaluation", (evaluation) => {
+  const run = page.runs.get(page.run);
+  if (run && !run.evaluations.some((known) => known.id === evaluation.id && known.time === evaluation.time)) {
+    run.evaluations.push(evaluation);
+    schedule();
+  }
+});
+live.on("state", (state) => {
+  if (state === "lost") {
+    $("headline").textContent = "The rollout service does not answer; what is below is what it said last.";
+  }
+});
+
+let reloading = 0;
+
+/** Ask for all figures again, at most every three seconds. */
+function reload() {
+  reloading ||= window.setTimeout(async () => {
+    await loadAll().catch(complain);
+    reloading = 0;
+    schedule();
+  }, 3000);
+}
+
+// ---- begin
+
+$("charts").append(...charts.map((chart) => chart.figure), figureChoice());
+page.extra.forEach(addChart);
+$("smoothing").addEventListener("input", (event) => setSmoothing(Number(event.target.value)));
+$("smoothing").addEventListener("change", setAddress);
+setSmoothing(Math.min(0.98, Math.max(0, Number(asked.get("smooth")) || 0)));
+fillRanges();
+fillBands();
+fillGroups();
+shortcut("s", "smoothing: off, some, much", () => {
+  setSmoothing(desk.smoothing === 0 ? 0.6 : desk.smoothing < 0.9 ? 0.9 : 0);
+  setAddress();
+});
+shortcut("a", "all steps", () => desk.setZoom(null, null));
+shortcut("b", "where time goes: seconds or share", () => $("bands").querySelector('[aria-pressed="false"]').click());
+window.setTimeout(() => document.body.dataset.ready || begin(), document.body.dataset.live === "true" ? 1500 : 0);

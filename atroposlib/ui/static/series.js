@@ -1,0 +1,163 @@
+// Figures over steps as charts want them: appended to, smoothed, several runs on one axis, stacked, as CSV. Pure: no document.
+
+/**
+ * The columns of a run as `GET /ui/api/series` answers them, kept so that rows can be appended.
+ *
+ * `step`: numbers, rising. `columns[name]`: {mean, low, high} of equal length; low and high are null where every point is one row.
+ */
+export function columnsOf(answer) {
+  return {
+    run: answer.run,
+    generation: answer.generation,
+    exact: answer.exact,
+    step: [...answer.step],
+    columns: Object.fromEntries(Object.entries(answer.series).map(([name, column]) => [name, { ...column, mean: [...column.mean] }])),
+  };
+}
+
+/**
+ * Append new rows of metrics.jsonl to exact columns, in place.
+ *
+ * Returns whether they could be: not where points stand for several rows, where the file was begun anew, or where a step does not follow.
+ */
+export function appendRows(columns, message) {
+  if (!columns.exact || message.generation !== columns.generation || message.new === null) {
+    return false;
+  }
+  for (const row of message.new) {
+    if (columns.step.length && row.step <= columns.step.at(-1)) {
+      if (columns.step.includes(row.step)) {
+        continue; // it came with the answer that the page asked for meanwhile
+      }
+      return false;
+    }
+    columns.step.push(row.step);
+    for (const [name, column] of Object.entries(columns.columns)) {
+      const value = row[name];
+      column.mean.push(typeof value === "number" && Number.isFinite(value) ? value : null);
+    }
+  }
+  return true;
+}
+
+/**
+ * Exponential moving average, corrected for its beginning: the first value is itself, and none is drawn towards 0.
+ *
+ * `weight` from 0 (as it is) to below 1. What is not known stays so and counts for nothing.
+ */
+export function smoothed(values, weight) {
+  if (weight <= 0) {
+    return values;
+  }
+  let sum = 0;
+  let norm = 0;
+  return values.map((value) => {
+    if (value === null || value === undefined) {
+      return value;
+    }
+    sum = weight * sum + (1 - weight) * value;
+    norm = weight * norm + (1 - weight);
+    return sum / norm;
+  });
+}
+
+/**
+ * Several lines, each with steps of its own, on one axis.
+ *
+ * `lines`: [{step, values}, …]. Returns [steps of all, values of line 1, …]: undefined where a line has no such step (a chart draws on
+ * through it), null where its value is not known (a gap).
+ */
+export function onOneAxis(lines) {
+  const steps = [...new Set(lines.flatMap((line) => line.step))].sort((a, b) => a - b);
+  const alike = lines.every((line) => line.step.length === steps.length);
+  if (alike) {
+    return [steps, ...lines.map((line) => line.values)];
+  }
+  const place = new Map(steps.map((step, index) => [step, index]));
+  return [
+    steps,
+    ...lines.map((line) => {
+      const values = new Array(steps.length).fill(undefined);
+      line.step.forEach((step, index) => {
+        values[place.get(step)] = line.values[index];
+      });
+      return values;
+    }),
+  ];
+}
+
+/** Columns added up from the first to the last, for a stacked band. What is not known counts as 0. */
+export function stacked(columns) {
+  const sums = [];
+  for (const column of columns) {
+    const below = sums.at(-1);
+    sums.push(column.map((value, index) => (value ?? 0) + (below ? below[index] : 0)));
+  }
+  return sums;
+}
+
+/** The same columns as shares of their sum, point by point; 0 where the sum is 0. */
+export function shares(columns) {
+  const totals = columns.length ? columns[0].map((_, index) => columns.reduce((sum, column) => sum + (column[index] ?? 0), 0)) : [];
+  return columns.map((column) => column.map((value, index) => (totals[index] > 0 ? (value ?? 0) / totals[index] : 0)));
+}
+
+/** The last value that is known, or null. */
+export function lastKnown(values) {
+  for (let place = values.length - 1; place >= 0; place -= 1) {
+    if (values[place] !== null && values[place] !== undefined) {
+      return values[place];
+    }
+  }
+  return null;
+}
+
+/** How many values are known. */
+export function knownCount(values) {
+  return values.reduce((count, value) => count + (value !== null && value !== undefined ? 1 : 0), 0);
+}
+
+/**
+ * The lowest and highest of an axis that shows these values: with room above and below, and never empty.
+ *
+ * `fromZero`: 0 is on the axis, for quantities that cannot be below it.
+ */
+export function extent(low, high, fromZero) {
+  if (low === null || high === null || !Number.isFinite(low) || !Number.isFinite(high)) {
+    return [0, 1];
+  }
+  const bottom = fromZero ? Math.min(0, low) : low;
+  const top = fromZero ? Math.max(0, high) : high;
+  const size = top - bottom || Math.abs(top) || 1;
+  const flat = top === bottom;
+  return [fromZero && bottom === 0 ? 0 : bottom - size * (flat ? 0.5 : 0.06), fromZero && top === 0 && bottom < 0 ? 0 : top + size * (flat ? 0.5 : 0.08)];
+}
+
+/**
+ * A table as CSV (RFC 4180). `header`: names; `columns`: as many lists. What is not known is an empty cell, numbers have all their digits.
+ * A text that a spreadsheet would take for a formula gets an apostrophe before it.
+ */
+export function toCsv(header, columns) {
+  const lines = [header.map(cell).join(",")];
+  const rows = Math.max(0, ...columns.map((column) => column.length));
+  for (let row = 0; row < rows; row += 1) {
+    lines.push(columns.map((column) => cell(column[row])).join(","));
+  }
+  return `${lines.join("\r\n")}\r\n`;
+}
+
+function cell(value) {
+  if (value === null || value === undefined) {
+    return "";
+  }
+  if (typeof value === "number") {
+    return String(value);
+  }
+  const text = /^[=+\-@\t\r]/.test(value) ? `'${value}` : String(value);
+  return /[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+}
+
+/** The part of a name that a file may have on any system. */
+export function fileName(...parts) {
+  return parts.map((part) => part.replace(/[^A-Za-z0-9._-]+/g, "-").replace(/^-+|-+$/g, "")).filter(Boolean).join("_");
+}

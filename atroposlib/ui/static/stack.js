@@ -1,0 +1,172 @@
+// The stack as a picture: environments, rollout service, trainer and vLLM servers, what flows between them, how each one is.
+
+import { h, keyed, replace } from "./dom.js";
+import { ago, bytes, clock, count, number, seconds } from "./format.js";
+
+const STATES = { good: "good", faulty: "faulty", gone: "gone", starting: "starting" };
+const BADGES = { good: "good", faulty: "bad", gone: "bad", starting: "warn" };
+const QUIET = 5; // seconds; asking is their habit
+
+/**
+ * What is drawn, from `GET /ui/api/stack`. Pure.
+ *
+ * Returns boxes by their place in the picture: {id, name, title, state, said, facts: [[what, value], …], parts: boxes inside}, and the
+ * texts of the arrows between them.
+ */
+export function pictureOf(stack) {
+  const faulty = new Set(stack.faults.filter((fault) => fault.severity === "error").map((fault) => fault.part));
+  const state = (part, gone = false) => (gone ? STATES.gone : faulty.has(part) ? STATES.faulty : STATES.good);
+  return {
+    boxes: [environmentBox(stack, state), serviceBox(stack, state), trainerBox(stack, state), serverBox(stack, state)],
+    arrows: {
+      groups: `groups${stack.queue ? `: ${count(stack.queue.groups, "waits", "wait")}` : ""}`,
+      batches: `batches: ${count(stack.leases.length, "leased", "leased")}`,
+      weights: stack.trainer.version === null || stack.trainer.version === undefined ? "weights" : `weights: version ${number(stack.trainer.version)}`,
+      tokens: "tokens, logprobs, versions",
+    },
+  };
+}
+
+function environmentBox(stack, state) {
+  const parts = stack.environments.map((environment) => {
+    const gone = environment.connected === false;
+    const name = environment.wandb_name ?? `environment ${environment.env_id}`;
+    const now = gone ? STATES.gone : state(`environment ${name}`);
+    return {
+      id: `environment-${environment.env_id}`,
+      name: "environment",
+      title: name,
+      state: now,
+      said: gone ? "disconnected" : "",
+      facts: [
+        ["accepted", count(environment.groups_accepted, "group")],
+        ["queued", count(environment.groups_queued, "group")],
+        ["heard", environment.seconds_silent > QUIET ? `${seconds(environment.seconds_silent)} ago` : "just now"],
+      ],
+    };
+  });
+  return { id: "environments", title: parts.length === 1 ? "Environment" : "Environments", parts, empty: "None has registered." };
+}
+
+function serviceBox(stack, state) {
+  const { queue, service } = stack;
+  const facts = [
+    ["queue", `${count(queue.groups, "group")}, ${number(queue.sequences)} sequences`],
+    ["leases", stack.leases.length ? stack.leases.map((lease) => `batch ${lease.batch_id} (${count(lease.groups, "group")})`).join(", ") : "none"],
+    ["held", `${bytes(queue.held_bytes)} of ${bytes(queue.max_bytes)}`],
+    ["handed out", count(service.step, "batch", "batches")],
+  ];
+  if (queue.oldest_version !== null && queue.oldest_version !== undefined) {
+    facts.push(["oldest", `version ${number(queue.oldest_version)}`]);
+  }
+  const dropped = stack.dropped.reduce((sum, drop) => sum + drop.groups, 0);
+  if (dropped) {
+    facts.push(["dropped", stack.dropped.map((drop) => `${number(drop.groups)} ${drop.reason}`).join(", ")]);
+  }
+  const now = faultyOf(["service", "queue"], state);
+  return { id: "service", name: "service", title: "Rollout service", state: now, said: service.waiting_because ?? "", facts, fill: queue.max_groups ? queue.groups / queue.max_groups : 0 };
+}
+
+function faultyOf(parts, state) {
+  return parts.map((part) => state(part)).find((found) => found !== STATES.good) ?? STATES.good;
+}
+
+function trainerBox(stack, state) {
+  const { trainer, service } = stack;
+  if (!trainer.registered) {
+    const [now, said] = service.run_ended ? [STATES.good, "the run has ended"] : [STATES.starting, "has not registered yet"];
+    return { id: "trainer", name: "trainer", title: "Trainer", state: now, said, facts: [] };
+  }
+  const facts = [
+    ["step", trainer.of_steps ? `${number(trainer.step)} of ${number(trainer.of_steps)}` : number(trainer.step)],
+    ["version", number(trainer.version)],
+    ["last step", trainer.seconds_since_step === null ? "none yet" : `${seconds(trainer.seconds_since_step)} ago`],
+    ["batch", trainer.batch_size === null ? "–" : count(trainer.batch_size, "sequence")],
+    ["staleness", trainer.max_staleness === null || trainer.max_staleness === undefined ? "any" : `at most ${number(trainer.max_staleness)}`],
+  ];
+  const share = trainer.of_steps ? trainer.step / trainer.of_steps : null;
+  return { id: "trainer", name: "trainer", title: "Trainer", state: state("trainer"), said: service.run_ended ? "the run has ended" : (trainer.model ?? ""), facts, fill: share };
+}
+
+function serverBox(stack, state) {
+  const parts = stack.servers.map((server) => {
+    const gone = server.health === "silent" || server.standing === "away";
+    const bad = server.health === "bad" || server.standing === "quarantined";
+    const now = gone ? STATES.gone : bad ? STATES.faulty : server.standing === "joining" ? STATES.starting : state(`server ${server.url}`);
+    const facts = [["serves", server.weight_version === null ? "not known" : `version ${number(server.weight_version)}`]];
+    if (server.running !== null && server.running !== undefined) {
+      facts.push(["requests", `${number(server.running)} run, ${number(server.waiting ?? 0)} wait`]);
+    }
+    if (server.since) {
+      facts.push([server.standing ?? "since", `since ${clock(server.since, stack.time)}`]);
+    }
+    return { id: `server-${server.url}`, name: "vllm", title: server.url.replace(/^https?:\/\//, ""), state: now, said: server.reason || server.detail || "", facts };
+  });
+  return { id: "servers", title: parts.length === 1 ? "vLLM server" : "vLLM servers", parts, empty: "None is known." };
+}
+
+/** Draw the picture into a list. */
+export function drawStack(list, stack) {
+  const { boxes, arrows } = pictureOf(stack);
+  const [environments, service, trainer, servers] = boxes;
+  const arrow = (id, text) => ({ id: `arrow-${id}`, arrow: id, text });
+  const items = [environments, arrow("groups", arrows.groups), service, arrow("batches", arrows.batches), trainer, arrow("weights", arrows.weights), servers, arrow("tokens", arrows.tokens)];
+  keyed(
+    list,
+    items,
+    (item) => item.id,
+    (item) => h("li", { class: item.arrow ? `arrow ${item.arrow}` : `place ${item.id}`, role: item.arrow ? "presentation" : null }),
+    (element, item) => (item.arrow ? replace(element, h("span", {}, item.text)) : fillPlace(element, item)),
+  );
+}
+
+function fillPlace(element, place) {
+  if (!place.parts) {
+    fillBox(element, place);
+    return;
+  }
+  if (!element.firstElementChild) {
+    element.append(h("h3", {}), h("ul", { class: "parts" }), h("p", { class: "muted none" }));
+  }
+  const [title, list, none] = element.children;
+  title.textContent = place.title;
+  none.textContent = place.parts.length ? "" : place.empty;
+  none.hidden = place.parts.length > 0;
+  keyed(list, place.parts, (part) => part.id, () => h("li", {}), fillBox);
+}
+
+function fillBox(element, box) {
+  element.classList.add("box");
+  element.dataset.state = box.state;
+  element.setAttribute("aria-label", box.name);
+  replace(
+    element,
+    h("h3", {}, box.title, " ", h("span", { class: `badge ${BADGES[box.state]}` }, box.state)),
+    box.fill === null || box.fill === undefined ? null : h("div", { class: "meter" }, h("i", { style: { width: `${Math.round(100 * Math.min(1, Math.max(0, box.fill)))}%` } })),
+    h("dl", { class: "facts" }, box.facts.map(([what, value]) => [h("dt", {}, what), h("dd", {}, value)])),
+    box.said ? h("p", { class: "said" }, box.said) : null,
+  );
+}
+
+/** Each fault in words, with its remedy. */
+export function drawFaults(element, faults, now) {
+  keyed(
+    element,
+    faults,
+    (fault) => `${fault.part} ${fault.text.replace(/[\d.]+/g, "#")}`,
+    (fault) => h("div", { class: "fault", role: fault.severity === "error" ? "alert" : "status" }),
+    (row, fault) => {
+      row.dataset.severity = fault.severity === "error" ? "bad" : "warn";
+      const text = `${fault.part}|${fault.text}|${fault.remedy}|${ago(fault.since, now)}`;
+      if (row.dataset.text !== text) {
+        row.dataset.text = text; // a screen reader reads an alert again whenever it is written
+        replace(row, h("p", {}, h("strong", {}, fault.part), ": ", fault.text, fault.since ? h("span", { class: "since" }, ` (${ago(fault.since, now)})`) : null), fault.remedy ? h("p", { class: "remedy" }, withCode(fault.remedy)) : null);
+      }
+    },
+  );
+}
+
+/** Text in which what stands between backquotes is code. */
+export function withCode(text) {
+  return text.split("`").map((part, place) => (place % 2 ? h("code", {}, part) : part));
+}

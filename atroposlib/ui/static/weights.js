@@ -1,0 +1,215 @@
+// Weights and bits: which weights every server has, how they came there, and in deterministic mode whether the bits agree.
+
+import { compared, distance, fieldsOf, hexOf } from "./bits.js";
+import { Chart, Desk } from "./chart.js";
+import { $, h, keyed, replace } from "./dom.js";
+import { bytes, clock, count, number, percent, seconds, words } from "./format.js";
+import { RefusedError, getJson, shownRun } from "./http.js";
+import * as live from "./live.js";
+
+const SHOWN = 500;
+const PHASES = 8;
+const RELOAD_EVERY = 5000;
+const KNOWN = new Set(["sampled", "recomputed", "rollout_id", "text"]);
+
+const desk = new Desk(() => undefined);
+const page = { weights: null, stack: null };
+const charts = {
+  phases: desk.add(new Chart(desk, { id: "sync-phases", title: "What handing over takes", unit: "a step, by phase", band: true, form: seconds, lines: [] })),
+  gaps: desk.add(new Chart(desk, { id: "halted", title: "Longest halt of each server", unit: "by version", fromZero: true, form: seconds, lines: [], empty: "No server has told of an update yet." })),
+  moved: desk.add(new Chart(desk, { id: "moved", title: "Bytes moved", unit: "a step", fromZero: true, form: bytes, lines: [{ name: "bytes_moved", label: "to all servers" }] })),
+};
+
+async function start() {
+  const [weights, stack] = await Promise.all([getJson("/ui/api/weights", { run: shownRun() }), getJson("/ui/api/stack", { run: shownRun() })]);
+  page.weights = weights;
+  page.stack = stack.time === null ? null : stack;
+  draw();
+  document.body.dataset.ready = "true";
+}
+
+function begin() {
+  start().catch((error) => {
+    if (!(error instanceof RefusedError)) {
+      throw error;
+    }
+    $("headline").textContent = error.message;
+  });
+}
+
+function draw() {
+  const { servers, updates, deterministic } = page.weights;
+  const newest = updates.at(-1);
+  $("headline").textContent = sentence(servers, newest);
+  $("no-servers").hidden = servers.length > 0;
+  keyed($("servers"), servers, (server) => server.url, () => h("li", { class: "card" }), (element, server) => fillServer(element, server, newest));
+  drawCharts(servers, updates);
+  drawBits(deterministic);
+  drawUpdates(updates);
+}
+
+/** Whether all serve the same, and what the trainer sent. */
+function sentence(servers, newest) {
+  if (!servers.length) {
+    return newest ? `The trainer's last update was step ${number(newest.step)}.` : "No update yet.";
+  }
+  const versions = [...new Set(servers.map((server) => server.weight_version))];
+  const equal = newest ? servers.filter((server) => server.checksums.includes(newest.checksum)).length : 0;
+  const told = versions.length === 1 ? `All serve version ${number(versions[0])}` : `Versions ${versions.map((version) => number(version)).join(", ")}`;
+  const failures = servers.reduce((sum, server) => sum + (server.failures ?? 0), 0);
+  const same = newest && equal === servers.length ? ", with the checksum that the trainer has" : "";
+  return `${told}${same}; ${failures ? count(failures, "failed update") : "no update failed"}.`;
+}
+
+function standingOf(server) {
+  const row = page.stack?.servers.find((other) => other.url === server.url);
+  if (!page.stack?.live) {
+    return [null, ""];
+  }
+  if (row?.health === "silent" || row?.standing === "away") {
+    return ["gone", row.reason || row.detail];
+  }
+  if (server.quarantine || row?.health === "bad" || row?.standing === "quarantined") {
+    return ["faulty", server.quarantine || row?.reason || row?.detail];
+  }
+  return row?.standing === "joining" ? ["starting", row.reason] : ["good", ""];
+}
+
+function fillServer(element, server, newest) {
+  const [state, why] = standingOf(server);
+  element.dataset.state = state ?? "unknown";
+  const now = page.stack?.time ?? Date.now() / 1000;
+  const phases = Object.entries(server.last_update ?? {}).filter(([, value]) => value > 0);
+  const serves = server.weight_version === null ? "not known" : `version ${number(server.weight_version)}`;
+  const same = newest && server.checksums.includes(newest.checksum);
+  replace(
+    element,
+    h("h3", {}, server.url.replace(/^https?:\/\//, ""), state ? h("span", { class: `badge ${state === "good" ? "good" : state === "starting" ? "warn" : "bad"}` }, state) : null),
+    h("p", { class: "version" }, serves),
+    h(
+      "dl",
+      { class: "facts" },
+      fact("checksum", server.checksums.length ? h("span", { class: "checksum" }, server.checksums.join(" "), same ? h("span", { class: "badge good" }, "the trainer's") : null) : "–"),
+      fact("trainer's life", server.weight_epoch ? clock(server.weight_epoch / 1000, now) : "the checkpoint's"),
+      fact("bridge", [server.phase, server.mode, server.transfer].filter(Boolean).join(", ") || "–"),
+      fact("updates", `${number(server.updates ?? null)}, ${number(server.failures ?? null)} failed`),
+      fact("moved last", bytes(server.last_bytes ?? null)),
+      fact("longest gap", server.longest_gap === null || server.longest_gap === undefined ? "–" : `${seconds(server.longest_gap)}${server.longest_gap_at ? `, at ${clock(server.longest_gap_at, now)}` : ""}`),
+    ),
+    phases.length ? phaseBar(phases) : null,
+    why ? h("p", { class: "trouble bad" }, why) : null,
+    server.last_error ? h("p", { class: "trouble muted" }, "last failure: ", server.last_error) : null,
+  );
+}
+
+function fact(what, value) {
+  return [h("dt", {}, what), h("dd", {}, value)];
+}
+
+function phaseBar(phases) {
+  const total = phases.reduce((sum, [, value]) => sum + value, 0);
+  const shown = [...phases].sort((a, b) => b[1] - a[1]).slice(0, PHASES);
+  const drawn = phases.filter((phase) => shown.includes(phase));
+  return [
+    h("div", { class: "phases", role: "img", "aria-label": `The last update took ${seconds(total)}` }, drawn.map(([, value], place) => h("i", { style: { width: `${(100 * value) / total}%`, background: `var(--s${(place % 8) + 1})` } }))),
+    h("ul", { class: "phase-names", "aria-label": "The last update by phase" }, h("li", {}, "last update"), drawn.map(([name, value], place) => h("li", {}, h("i", { style: { background: `var(--s${(place % 8) + 1})` } }), `${words(name.replace(/^to_/, ""))} `, h("b", {}, seconds(value))))),
+  ];
+}
+
+function drawCharts(servers, updates) {
+  const names = [...new Set(updates.flatMap((update) => Object.keys(update.sync ?? {})))];
+  const step = updates.map((update) => update.step);
+  const columns = Object.fromEntries([...names.map((name) => [name, updates.map((update) => update.sync?.[name] ?? null)]), ["bytes_moved", updates.map((update) => update.bytes_moved ?? null)]].map(([name, mean]) => [name, { mean, low: null, high: null }]));
+  const run = { id: shownRun() || "run", label: shownRun() || "this run", colour: "--s1", columns: { step, columns } };
+  charts.phases.spec.lines = names.map((name) => ({ name, label: words(name) }));
+  charts.phases.show([run]);
+  charts.moved.show([run]);
+  charts.gaps.spec.lines = [{ name: "gap", label: "" }];
+  const told = servers.filter((server) => server.history?.length);
+  charts.gaps.show(told.map((server, place) => ({ id: server.url, label: server.url.replace(/^https?:\/\//, ""), colour: `--s${(place % 8) + 1}`, columns: gapsOf(server.history) })));
+}
+
+/** The gap of each version; of a version that came twice (after a resume) the later one. */
+function gapsOf(history) {
+  const byVersion = new Map(history.filter((row) => row.version !== null).map((row) => [row.version, row.gap]));
+  const step = [...byVersion.keys()].sort((a, b) => a - b);
+  return { step, columns: { gap: { mean: step.map((version) => byVersion.get(version) ?? null), low: null, high: null } } };
+}
+
+function drawBits(deterministic) {
+  const { on, compared: tokens, mismatched, first } = deterministic;
+  $("bits-said").textContent = on ? "deterministic mode: every token's logprob is compared, bit by bit" : "not in deterministic mode: sampler and trainer are compared by KL alone (overview)";
+  $("bits-figures").hidden = !on && !tokens;
+  const rows = [
+    ["tokens compared", number(tokens ?? 0)],
+    ["that differ", number(mismatched ?? 0)],
+    ["equal", tokens ? percent(1 - mismatched / tokens) : "–"],
+  ];
+  keyed($("bits-figures"), rows, ([what]) => what, ([what]) => h("div", {}, h("dt", {}, what), h("dd", {})), (row, [what, value]) => {
+    row.lastElementChild.textContent = value;
+    row.lastElementChild.className = what === "that differ" && mismatched > 0 ? "bad" : "";
+  });
+  replace($("first"), first ? mismatch(first) : on && tokens ? h("p", { class: "good" }, "Not one differs.") : null);
+}
+
+/** The first token that differed, in full. */
+function mismatch(first) {
+  const known = Object.entries(first).filter(([name, value]) => !KNOWN.has(name) && value !== null && typeof value !== "object");
+  const values = [["sampler", first.sampled], ["trainer", first.recomputed]].filter(([, value]) => typeof value === "number");
+  const steps = values.length === 2 ? distance(first.sampled, first.recomputed) : null;
+  return h(
+    "div",
+    { class: "mismatch", role: "alert" },
+    h("h3", {}, "The first token that differs"),
+    h("dl", { class: "facts" }, known.map(([name, value]) => fact(words(name), typeof value === "number" ? number(value, 9) : String(value))), first.text ? fact("text", h("code", {}, JSON.stringify(first.text))) : null),
+    values.length ? h("dl", { class: "pair" }, values.map(([who, value], place) => [h("dt", {}, who), h("dd", {}, String(value), " ", hexOf(value), h("br"), bitString(value, values[1 - place]?.[1]))])) : null,
+    steps === null ? null : h("p", {}, `${count(steps, "float32 step")} apart, ${Math.abs(first.sampled - first.recomputed).toExponential(3)} nats.`),
+    first.rollout_id ? h("p", {}, h("a", { href: `/ui/rollouts/${encodeURIComponent(first.rollout_id)}#t${first.position ?? 0}` }, "Open the rollout at this token")) : null,
+  );
+}
+
+function bitString(value, other) {
+  const text = fieldsOf(value).join(" ");
+  return other === undefined ? text : compared(text, fieldsOf(other).join(" ")).map(([part, same]) => (same ? part : h("mark", {}, part)));
+}
+
+function drawUpdates(updates) {
+  const rows = updates.slice(-SHOWN).reverse();
+  keyed($("updates"), rows, (update) => update.step, () => h("tr"), (row, update) =>
+    replace(
+      row,
+      h("td", { class: "number" }, number(update.step)),
+      h("td", { class: "checksum" }, update.checksum || "–"),
+      h("td", { class: "checksum" }, update.weights_sha || "–"),
+      h("td", { class: "number" }, seconds(update.seconds_sync ?? null)),
+      h("td", { class: "number" }, bytes(update.bytes_moved ?? null)),
+    ),
+  );
+  $("list-note").textContent = rows.length ? `the last ${count(rows.length, "step")}` : "none yet";
+}
+
+let reloading = 0;
+
+function reload() {
+  reloading ||= window.setTimeout(() => {
+    reloading = 0;
+    begin();
+  }, RELOAD_EVERY);
+}
+
+live.on("connected", begin);
+live.on("rows", reload);
+live.on("weights", reload);
+live.on("stack", (stack) => {
+  page.stack = stack;
+  if (page.weights) {
+    draw();
+  }
+});
+live.on("state", (state) => {
+  if (state === "lost") {
+    $("headline").textContent = "The rollout service does not answer; what is below is what it said last.";
+  }
+});
+$("charts").append(...Object.values(charts).map((chart) => chart.figure));
+window.setTimeout(() => document.body.dataset.ready || begin(), document.body.dataset.live === "true" ? 1500 : 0);
