@@ -15,6 +15,15 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
     "sequence_mask": ("--correction", "sequence_mask"),
     "sequence_kl": (*UNCORRECTED, "--sequence-kl-limit", "0.02"),
 }
+SLOW = ("--lr", "3e-5")
+DAMPED = (
+    ("token_mask_now", "token mask, bounds around the sampler", ("--correction", "token_mask", "--correction-ratio", "now")),
+    ("sequence_mask_now", "sequence mask, likewise", ("--correction", "sequence_mask", "--correction-ratio", "now")),
+    ("token_truncate_at_1", "token truncate at 1", ("--correction", "token_truncate", "--correction-high", "1")),
+    ("slow", "uncorrected, 0.3 of the learning rate", (*UNCORRECTED, *SLOW)),
+    ("token_truncate_slow", "token truncate, 0.3 of the learning rate", ("--correction", "token_truncate", *SLOW)),
+)
+"""What may hold runs of old batches that a correction alone does not: name, label, flags (the last of a name counts)."""
 TWICE = ("--ppo-epochs", "2", "--minibatches", "2", "--two-copies")
 """What vLLM holds must not change between the updates of a batch."""
 
@@ -59,6 +68,8 @@ def _variants() -> list[Variant]:
         for name, flags in CORRECTIONS.items():
             label = name.replace("_", " ")
             found.append(Variant(f"{name}_{age}", f"corrections_{age}", label, (*ORDINARY, *flags, *_stale(age))))
+    for name, label, flags in DAMPED:
+        found.append(Variant(f"{name}_4", "damping_4", label, (*ORDINARY, *flags, *_stale(4))))
     for loss in ("dapo", "gspo", "cispo"):
         found.append(Variant(loss, "losses", loss.upper(), (*ORDINARY, *UNCORRECTED, "--loss", loss)))
     for loss in ("grpo", "dapo", "gspo", "cispo"):
@@ -77,6 +88,7 @@ CHAPTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "staleness": ("Uncorrected, of one age throughout", ("ordinary",)),
     "corrections_4": ("4 steps old, corrected", ("ordinary", "stale_4")),
     "corrections_16": ("16 steps old, corrected", ("ordinary", "stale_16")),
+    "damping_4": ("4 steps old, held otherwise", ("stale_4", "token_truncate_4")),
     "losses": ("Losses, one update a batch", ("ordinary",)),
     "losses_2x2": ("Losses, two epochs of two minibatches", ()),
 }

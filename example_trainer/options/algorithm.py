@@ -127,7 +127,7 @@ class CorrectionOptions(Section):
         "ratio of a token or of its sequence",
     )
     correction_high: float = Field(
-        2.0, gt=1, allow_inf_nan=False, description="highest weight, or highest ratio that is not left out"
+        2.0, ge=1, allow_inf_nan=False, description="highest weight, or highest ratio that is not left out"
     )
     correction_low: float = Field(0.5, gt=0, lt=1, description="lowest ratio that is not left out")
     correction_ratio: RatioTo = Field(
