@@ -1,7 +1,7 @@
 // One chart over steps: lines of one or several runs, or a stacked band, drawn by uPlot, with a legend that reads the values out at the
 // cursor, events on its axis, and buttons that save it. What all charts of a page share (zoom, smoothing, cursor, events) is in `Desk`.
 
-import { colour, h, replace } from "./dom.js";
+import { colour, h, replace, withCode } from "./dom.js";
 import { eventAt, eventPlugin } from "./events.js";
 import { saveCsv, savePng } from "./export.js";
 import { number } from "./format.js";
@@ -70,7 +70,7 @@ export class Chart {
     this.legend = h("ul", { class: "legend" });
     this.at = h("span", { class: "at muted" });
     this.surface = h("div", { class: "surface", tabindex: "0", role: "img", onkeydown: (event) => this.key(event), onblur: () => this.leave() });
-    this.nothing = h("p", { class: "empty" }, this.spec.empty ?? "Nothing yet.");
+    this.nothing = h("p", { class: "empty" }, withCode(this.spec.empty ?? "Nothing yet."));
     this.tip = h("div", { class: "tip", hidden: true });
     const button = (text, said, act, pressed) => h("button", { type: "button", class: "plain", title: said, "aria-label": `${said}: ${title}`, "aria-pressed": pressed, onclick: act }, text);
     this.logButton = log ? button("log", "By powers of ten", () => this.toggle("log"), "false") : null;
@@ -195,7 +195,7 @@ export class Chart {
       height: this.height(),
       padding: [10, 8, 0, 0],
       legend: { show: false },
-      cursor: { sync: { key: SYNC, setSeries: false }, drag: { x: true, y: false, setScale: false }, y: false, points: { size: 6 }, focus: { prox: 16 } },
+      cursor: { sync: { key: SYNC, setSeries: false }, drag: { x: true, y: false, setScale: false }, y: false, points: { size: 6 } },
       scales: { x: { time: false, range: (_, low, high) => this.range(low, high) }, y: this.scale() },
       axes: [
         { ...axis, size: 26, space: 60, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? tick.toLocaleString("en-US") : "")) },

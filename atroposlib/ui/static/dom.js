@@ -58,6 +58,11 @@ function append(element, children) {
   }
 }
 
+/** Text in which what stands between backquotes is code. */
+export function withCode(text) {
+  return text.split("`").map((part, place) => (place % 2 ? h("code", {}, part) : part));
+}
+
 /**
  * The list of an element brought up to date: one child for each item, kept where its key is the same, so that focus, selection and open
  * details survive an update.
@@ -87,7 +92,7 @@ export function keyed(element, items, key, make, update) {
   });
 }
 
-/** The colour that a custom property of the stylesheet stands for now, as `rgb(…)`: a canvas knows no `var()`. */
+/** The colour that a custom property of the stylesheet stands for now; a canvas knows no `var()`. */
 export function colour(name) {
   const probe = $("colour-probe") ?? document.body.appendChild(h("span", { id: "colour-probe", hidden: true }));
   probe.style.color = `var(${name})`;

@@ -102,7 +102,7 @@ export function fillEvents(body, note, events, leftOut, now) {
         h("td", { class: "number" }, clock(event.time, now)),
         h("td", { class: "number" }, typeof event.step === "number" ? number(event.step) : ""),
         h("td", {}, h("span", { class: `badge ${grave}` }, event.kind.replaceAll("_", " "))),
-        h("td", {}, event.text, event.remedy ? h("span", { class: "muted" }, ` ${event.remedy}`) : null),
+        h("td", {}, event.text, event.remedy ? h("span", { class: "muted" }, ` · ${event.remedy}`) : null),
       );
     },
   );

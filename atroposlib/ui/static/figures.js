@@ -6,7 +6,7 @@ import { lastKnown, onOneAxis } from "./series.js";
 /** One a chart. `lines`: columns of metrics.jsonl. `group(names)` adds those that only some runs have. */
 export const CHARTS = [
   { id: "reward", title: "Reward", lines: [{ name: "reward_mean", label: "mean" }], group: (names) => several(names, "reward/") },
-  { id: "accuracy", title: "Accuracy", lines: [], fromZero: true, evaluations: true, empty: "No evaluation yet. Environments measure every --env.steps_per_eval steps." },
+  { id: "accuracy", title: "Accuracy", lines: [], fromZero: true, evaluations: true, empty: "No evaluation yet: environments measure every `--env.steps_per_eval` steps." },
   {
     id: "length",
     title: "Response length",

@@ -8,7 +8,7 @@ import * as live from "./live.js";
 import { order } from "./runs.js";
 
 const RELOAD_EVERY = 5000;
-const COLUMNS = ["id", "name", "state", "model", "began", "updated", "steps", "of_steps", "reward_last", "reward_best", "evaluations", "rollouts", "folder"];
+const COLUMNS = ["id", "name", "state", "model", "began", "updated", "steps", "of_steps", "reward_last", "folder"];
 const page = { runs: [], picked: new Set() };
 
 async function start() {
@@ -57,7 +57,6 @@ function fillRun(row, run) {
     cell("model", run.model ?? "–"),
     cell("steps", number(run.steps), run.of_steps ? `of ${number(run.of_steps)}` : ""),
     cell("last reward", number(run.reward_last, 3)),
-    cell("best reward", number(run.reward_best, 3)),
     cell("last written", clock(run.updated, now), lasted ? `after ${lasted}` : ""),
     h("span", { class: "links" }, h("a", { href: address("/ui/rollouts", { run: run.id }) }, "rollouts"), h("a", { href: address("/ui/weights", { run: run.id }) }, "weights")),
   );

@@ -46,7 +46,7 @@ async function load(id, zoom = null) {
     getJson("/ui/api/evaluations", { run: id }),
   ]);
   const before = page.runs.get(id);
-  page.runs.set(id, { id, names, columns: columnsOf(series), ranged: zoom !== null, whole: zoom === null ? series.exact : before?.whole, evaluations: evaluations.evaluations });
+  page.runs.set(id, { id, names, columns: columnsOf(series), ranged: zoom !== null, whole: zoom === null ? series.exact : before?.whole, lastStep: series.last_step ?? null, evaluations: evaluations.evaluations });
 }
 
 async function loadAll() {
@@ -108,6 +108,9 @@ function draw() {
   drawnAt = Date.now();
   const now = Date.now() / 1000;
   const runs = shown();
+  if (page.range !== null) {
+    follow(page.range);
+  }
   desk.events = chosen(page.events, page.groups);
   const measured = runs.map((run) => accuracyOf(run.id, run.evaluations, run.columns));
   for (const chart of charts) {
@@ -186,21 +189,30 @@ function setSmoothing(value) {
   desk.redraw();
 }
 
+/** A person chose these steps in a chart. */
+function zoomed() {
+  page.range = null;
+  fillRanges();
+  refine();
+}
+
 let zooms = 0;
 
-async function zoomed(first, last) {
-  if (page.range !== null || first !== null) {
-    page.range = null;
-    fillRanges();
-  }
+/** Where points stand for several rows, the rows of what is shown now are asked for. */
+async function refine() {
   const turn = ++zooms;
-  const coarse = [...page.runs.values()].some((run) => run.whole === false);
-  if (coarse) {
-    await loadAll().catch(complain);
-    if (turn === zooms) {
-      schedule();
-    }
+  if ([...page.runs.values()].some((run) => run.whole === false)) {
+    await loadAll();
   }
+  if (turn === zooms) {
+    schedule();
+  }
+}
+
+/** The last so many steps; they move on with the run. Null: all. */
+function follow(steps) {
+  const last = page.runs.get(page.run)?.lastStep ?? null;
+  desk.zoom = steps === null || last === null ? null : [Math.max(0, last - steps), Math.max(last, 1)];
 }
 
 function segment(host, choices, current, act) {
@@ -209,10 +221,10 @@ function segment(host, choices, current, act) {
 
 function fillRanges() {
   segment("ranges", RANGES, page.range, (steps) => {
-    const last = page.runs.get(page.run)?.columns.step.at(-1) ?? 0;
-    desk.setZoom(...(steps === null ? [null, null] : [Math.max(0, last - steps), last]));
     page.range = steps;
+    follow(steps);
     fillRanges();
+    refine();
   });
 }
 
@@ -293,6 +305,9 @@ function figureChoice() {
 live.on("connected", begin);
 live.on("rows", async (message) => {
   const run = page.runs.get(page.run);
+  if (run) {
+    run.lastStep = Math.max(run.lastStep ?? 0, message.last_step ?? message.new?.at(-1)?.step ?? 0);
+  }
   if (run && !run.ranged && appendRows(run.columns, message)) {
     run.names = [...new Set([...run.names, ...Object.keys(message.new.at(-1) ?? {}).filter((name) => name !== "step")])];
     schedule();
@@ -326,7 +341,7 @@ let reloading = 0;
 /** Ask for all figures again, at most every three seconds. */
 function reload() {
   reloading ||= window.setTimeout(async () => {
-    await loadAll().catch(complain);
+    await loadAll();
     reloading = 0;
     schedule();
   }, 3000);

@@ -1,6 +1,6 @@
 // The stack as a picture: environments, rollout service, trainer and vLLM servers, what flows between them, how each one is.
 
-import { h, keyed, replace } from "./dom.js";
+import { h, keyed, replace, withCode } from "./dom.js";
 import { ago, bytes, clock, count, number, seconds } from "./format.js";
 
 const STATES = { good: "good", faulty: "faulty", gone: "gone", starting: "starting" };
@@ -19,9 +19,9 @@ export function pictureOf(stack) {
   return {
     boxes: [environmentBox(stack, state), serviceBox(stack, state), trainerBox(stack, state), serverBox(stack, state)],
     arrows: {
-      groups: `groups${stack.queue ? `: ${count(stack.queue.groups, "waits", "wait")}` : ""}`,
-      batches: `batches: ${count(stack.leases.length, "leased", "leased")}`,
-      weights: stack.trainer.version === null || stack.trainer.version === undefined ? "weights" : `weights: version ${number(stack.trainer.version)}`,
+      groups: stack.queue.groups ? `${count(stack.queue.groups, "group")} queued` : "groups",
+      batches: stack.leases.length ? `${number(stack.leases.length)} leased` : "batches",
+      weights: stack.trainer.version === null || stack.trainer.version === undefined ? "weights" : `weights, version ${number(stack.trainer.version)}`,
       tokens: "tokens, logprobs, versions",
     },
   };
@@ -41,7 +41,7 @@ function environmentBox(stack, state) {
       facts: [
         ["accepted", count(environment.groups_accepted, "group")],
         ["queued", count(environment.groups_queued, "group")],
-        ["heard", environment.seconds_silent > QUIET ? `${seconds(environment.seconds_silent)} ago` : "just now"],
+        ["heard", environment.seconds_silent > QUIET ? `${seconds(Math.round(environment.seconds_silent))} ago` : "just now"],
       ],
     };
   });
@@ -80,7 +80,7 @@ function trainerBox(stack, state) {
   const facts = [
     ["step", trainer.of_steps ? `${number(trainer.step)} of ${number(trainer.of_steps)}` : number(trainer.step)],
     ["version", number(trainer.version)],
-    ["last step", trainer.seconds_since_step === null ? "none yet" : `${seconds(trainer.seconds_since_step)} ago`],
+    ["last step", trainer.seconds_since_step === null ? "none yet" : `${seconds(Math.round(trainer.seconds_since_step))} ago`],
     ["batch", trainer.batch_size === null ? "–" : count(trainer.batch_size, "sequence")],
     ["staleness", trainer.max_staleness === null || trainer.max_staleness === undefined ? "any" : `at most ${number(trainer.max_staleness)}`],
   ];
@@ -160,13 +160,15 @@ export function drawFaults(element, faults, now) {
       const text = `${fault.part}|${fault.text}|${fault.remedy}|${ago(fault.since, now)}`;
       if (row.dataset.text !== text) {
         row.dataset.text = text; // a screen reader reads an alert again whenever it is written
-        replace(row, h("p", {}, h("strong", {}, fault.part), ": ", fault.text, fault.since ? h("span", { class: "since" }, ` (${ago(fault.since, now)})`) : null), fault.remedy ? h("p", { class: "remedy" }, withCode(fault.remedy)) : null);
+        replace(row, h("p", {}, h("strong", {}, nameOf(fault)), fault.text, fault.since ? h("span", { class: "since" }, ` (${ago(fault.since, now)})`) : null), fault.remedy ? h("p", { class: "remedy" }, withCode(fault.remedy)) : null);
       }
     },
   );
 }
 
-/** Text in which what stands between backquotes is code. */
-export function withCode(text) {
-  return text.split("`").map((part, place) => (place % 2 ? h("code", {}, part) : part));
+/** What a fault begins with: its part, but for a name that its sentence says already. */
+function nameOf(fault) {
+  const [kind, ...rest] = fault.part.split(" ");
+  const said = rest.length > 0 && fault.text.includes(rest.join(" "));
+  return `${{ server: "vLLM server" }[kind] ?? kind}${rest.length && !said ? ` ${rest.join(" ")}` : ""}: `;
 }

@@ -16,7 +16,7 @@ const desk = new Desk(() => undefined);
 const page = { weights: null, stack: null };
 const charts = {
   phases: desk.add(new Chart(desk, { id: "sync-phases", title: "What handing over takes", unit: "a step, by phase", band: true, form: seconds, lines: [] })),
-  gaps: desk.add(new Chart(desk, { id: "halted", title: "Longest halt of each server", unit: "by version", fromZero: true, form: seconds, lines: [], empty: "No server has told of an update yet." })),
+  gaps: desk.add(new Chart(desk, { id: "halted", title: "Longest halt of an engine", unit: "by version", fromZero: true, form: seconds, lines: [], empty: "No server has told of an update yet." })),
   moved: desk.add(new Chart(desk, { id: "moved", title: "Bytes moved", unit: "a step", fromZero: true, form: bytes, lines: [{ name: "bytes_moved", label: "to all servers" }] })),
 };
 
@@ -53,12 +53,13 @@ function sentence(servers, newest) {
   if (!servers.length) {
     return newest ? `The trainer's last update was step ${number(newest.step)}.` : "No update yet.";
   }
-  const versions = [...new Set(servers.map((server) => server.weight_version))];
-  const equal = newest ? servers.filter((server) => server.checksums.includes(newest.checksum)).length : 0;
-  const told = versions.length === 1 ? `All serve version ${number(versions[0])}` : `Versions ${versions.map((version) => number(version)).join(", ")}`;
+  const known = servers.filter((server) => server.weight_version !== null);
+  const versions = [...new Set(known.map((server) => server.weight_version))].sort((a, b) => a - b);
+  const equal = newest && known.every((server) => server.checksums.includes(newest.checksum));
+  const who = known.length === servers.length ? (servers.length === 1 ? "The server" : `All ${servers.length} servers`) : `${known.length} of ${servers.length} servers`;
+  const serve = `${who} ${known.length === 1 ? "serves" : "serve"} ${versions.length === 1 ? "version" : "versions"} ${versions.map((version) => number(version)).join(" and ")}`;
   const failures = servers.reduce((sum, server) => sum + (server.failures ?? 0), 0);
-  const same = newest && equal === servers.length ? ", with the checksum that the trainer has" : "";
-  return `${told}${same}; ${failures ? count(failures, "failed update") : "no update failed"}.`;
+  return `${known.length ? serve : "No server says what it serves"}${equal && known.length ? ", with the checksum that the trainer has" : ""}; ${failures ? count(failures, "failed update") : "no update failed"}.`;
 }
 
 function standingOf(server) {
@@ -82,6 +83,7 @@ function fillServer(element, server, newest) {
   const phases = Object.entries(server.last_update ?? {}).filter(([, value]) => value > 0);
   const serves = server.weight_version === null ? "not known" : `version ${number(server.weight_version)}`;
   const same = newest && server.checksums.includes(newest.checksum);
+  const other = newest && !same && server.checksums.length === 1 && server.weight_version === newest.step;
   replace(
     element,
     h("h3", {}, server.url.replace(/^https?:\/\//, ""), state ? h("span", { class: `badge ${state === "good" ? "good" : state === "starting" ? "warn" : "bad"}` }, state) : null),
@@ -89,10 +91,10 @@ function fillServer(element, server, newest) {
     h(
       "dl",
       { class: "facts" },
-      fact("checksum", server.checksums.length ? h("span", { class: "checksum" }, server.checksums.join(" "), same ? h("span", { class: "badge good" }, "the trainer's") : null) : "–"),
+      fact("checksum", server.checksums.length ? h("span", { class: "checksum" }, server.checksums.join(" "), " ", same ? h("span", { class: "badge good" }, "the trainer's") : other ? h("span", { class: "badge bad" }, "not the trainer's") : null) : "–"),
       fact("trainer's life", server.weight_epoch ? clock(server.weight_epoch / 1000, now) : "the checkpoint's"),
       fact("bridge", [server.phase, server.mode, server.transfer].filter(Boolean).join(", ") || "–"),
-      fact("updates", `${number(server.updates ?? null)}, ${number(server.failures ?? null)} failed`),
+      fact("updates", typeof server.updates === "number" ? `${number(server.updates)}, ${number(server.failures)} failed` : "–"),
       fact("moved last", bytes(server.last_bytes ?? null)),
       fact("longest gap", server.longest_gap === null || server.longest_gap === undefined ? "–" : `${seconds(server.longest_gap)}${server.longest_gap_at ? `, at ${clock(server.longest_gap_at, now)}` : ""}`),
     ),
@@ -124,8 +126,13 @@ function drawCharts(servers, updates) {
   charts.phases.spec.lines = names.map((name) => ({ name, label: words(name) }));
   charts.phases.show([run]);
   charts.moved.show([run]);
-  charts.gaps.spec.lines = [{ name: "gap", label: "" }];
-  const told = servers.filter((server) => server.history?.length);
+  charts.gaps.spec.lines = [{ name: "gap", label: "engine stands still" }];
+  const told = servers.filter((server) => server.history?.some((row) => typeof row.gap === "number"));
+  if (!told.length) {
+    const halted = updates.map((update) => update.server?.halted ?? null); // of the slowest server, as the trainer wrote it
+    charts.gaps.show([{ ...run, columns: { step, columns: { gap: { mean: halted, low: null, high: null } } } }]);
+    return;
+  }
   charts.gaps.show(told.map((server, place) => ({ id: server.url, label: server.url.replace(/^https?:\/\//, ""), colour: `--s${(place % 8) + 1}`, columns: gapsOf(server.history) })));
 }
 

@@ -109,12 +109,12 @@ test("evaluations stand at the weights that were measured, with what environment
 
 test("runs: the live one first, then as asked, what is not known last", () => {
   const runs = [
-    { id: "a", name: "run 10", live: false, state: "ended", steps: 5, reward_best: null },
-    { id: "b", name: "run 9", live: false, state: "ended", steps: 50, reward_best: 0.5, model: "Qwen" },
-    { id: "c", name: "now", live: true, state: "running", steps: 1, reward_best: 0.1 },
+    { id: "a", name: "run 10", live: false, state: "ended", steps: 5, reward_last: null },
+    { id: "b", name: "run 9", live: false, state: "ended", steps: 50, reward_last: 0.5, model: "Qwen" },
+    { id: "c", name: "now", live: true, state: "running", steps: 1, reward_last: 0.1 },
   ];
   assert.deepEqual(order(runs, "", "steps").map((run) => run.id), ["c", "b", "a"]);
-  assert.deepEqual(order(runs, "", "reward_best").map((run) => run.id), ["c", "b", "a"]);
+  assert.deepEqual(order(runs, "", "reward_last").map((run) => run.id), ["c", "b", "a"]);
   assert.deepEqual(order(runs, "", "name").map((run) => run.id), ["c", "b", "a"]);
   assert.deepEqual(order(runs, "qwen ended", "name").map((run) => run.id), ["b"]);
 });
