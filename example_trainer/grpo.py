@@ -30,6 +30,7 @@ from example_trainer.observe.exporter import serve_metrics
 from example_trainer.observe.metrics import import_wandb, make_metrics
 from example_trainer.observe.perf import make_speed
 from example_trainer.observe.profiling import StepProfiler, memory_history
+from example_trainer.observe.token_report import TokenReport
 from example_trainer.parallel.ranks import Ranks, agreed_stop, join_ranks
 from example_trainer.process import StopSignal, run
 from example_trainer.training.adapter_checkpoints import checkpoint_prefix, make_checkpoints
@@ -139,6 +140,7 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
                 evaluations=evaluations,
                 ask_servers=ask_servers,
                 timeline=timeline,
+                tokens=TokenReport(config.report_sequences if ranks.is_main else 0),
             )
         )
         batches.end_run()

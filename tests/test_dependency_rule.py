@@ -68,6 +68,7 @@ SDK_ROOMS = (
     "cli",
     "envs",
     "inference",
+    "ui",
     "api",
     "frontend",
     "sandbox",

@@ -6,6 +6,7 @@ thread may fetch batches while another acknowledges those that were fetched befo
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -242,7 +243,13 @@ class RolloutClient:
             logger.info("The rollout service at %s leases no batches: one is lost if the trainer dies with it", self.url)
         return None
 
-    def acknowledge(self, lease: TrainedBatch | None, weight_version: int, skipped: str | None = None) -> None:
+    def acknowledge(
+        self,
+        lease: TrainedBatch | None,
+        weight_version: int,
+        skipped: str | None = None,
+        report: dict[str, Any] | None = None,
+    ) -> None:
         """Say that the service need not hand a batch out again.
 
         Nothing is sent to a service that leases no batches (the original wire).
@@ -251,19 +258,20 @@ class RolloutClient:
             lease: the batch that was fetched first of those that are held.
             weight_version: optimizer steps behind the weights now.
             skipped: why the batch is not in them; None if it is.
+            report: what was computed for its tokens; see observe.token_report. A service that does not take it does without.
         """
         with self._changed:
             if not self._held or self._held[0] != lease:
                 raise RuntimeError(f"{lease} is acknowledged, but what is held is {list(self._held)}: the first comes first")
         if lease is not None:
-            self._acknowledge(lease, weight_version, skipped)
+            self._acknowledge(lease, weight_version, skipped, report=report)
         with self._changed:  # only now: who waits for this registers at the new version
             self._version = weight_version
             if lease is not None and lease.positions is not None and skipped is None:
                 self._positions = lease.positions
             self._held.popleft()
 
-    def keep(self, lease: TrainedBatch | None, weight_version: int) -> None:
+    def keep(self, lease: TrainedBatch | None, weight_version: int, report: dict[str, Any] | None = None) -> None:
         """Say that a batch, and all fetched before it, need not be waited for any longer, and are not to be forgotten yet: what
         was learned from them is not saved.
 
@@ -271,7 +279,7 @@ class RolloutClient:
         then be too old. They are acknowledged later, as ever.
         """
         if lease is not None:
-            self._acknowledge(lease, weight_version, keep=True)
+            self._acknowledge(lease, weight_version, keep=True, report=report)
 
     def settle(self, batch: TrainedBatch, weight_version: int) -> None:
         """Acknowledge a batch that an earlier trainer learned from, under that trainer's registration: before `register`, by
@@ -283,15 +291,32 @@ class RolloutClient:
         if batch.uuid is not None:  # else its number might be another service's
             self._acknowledge(batch, weight_version)
 
-    def _acknowledge(self, batch: TrainedBatch, weight_version: int, skipped: str | None = None, keep: bool = False) -> None:
-        body: dict[str, Any] = {"batch_id": batch.id, "weight_version": weight_version}
-        if batch.uuid is not None:
-            body["uuid"] = batch.uuid
+    def last_report(self, batch: TrainedBatch, report: dict[str, Any]) -> None:
+        """Say what was found in a batch that ends the run, and so is not acknowledged. That it cannot be told is no matter."""
+        body = _named(batch) | {"report": report}
+        try:
+            self._service.request("POST", "/batch/report", body, patience=_END_SECONDS, last_word=True)
+        except RolloutServiceError as error:
+            logger.info("The rollout service was not told what ends the run: %s", error)
+
+    def _acknowledge(
+        self,
+        batch: TrainedBatch,
+        weight_version: int,
+        skipped: str | None = None,
+        keep: bool = False,
+        report: dict[str, Any] | None = None,
+    ) -> None:
+        body = _named(batch) | {"weight_version": weight_version}
         if skipped is not None:
             body["skipped"] = skipped[:_LONGEST_REASON]
         if keep:
             body["keep"] = True
         try:
+            if report is not None:
+                with contextlib.suppress(RefusedError):  # whatever it minds, the acknowledgement must not be lost by it
+                    self._service.request("POST", "/batch/ack", body | {"report": report})
+                    return
             self._service.request("POST", "/batch/ack", body)
         except RefusedError as error:
             # Restarted without its store, or taken over by another trainer: the next poll finds out which.
@@ -312,6 +337,10 @@ class RolloutClient:
             logger.info("The rollout service takes no end of the run: %s", error)
         except RolloutServiceError as error:
             logger.warning("The rollout service was not told that the run has ended: %s", error)
+
+
+def _named(batch: TrainedBatch) -> dict[str, Any]:
+    return {"batch_id": batch.id} if batch.uuid is None else {"batch_id": batch.id, "uuid": batch.uuid}
 
 
 def registration(

@@ -15,9 +15,9 @@ import torch
 from example_trainer.batch.client import TrainedBatch
 from example_trainer.batch.evaluations import Evaluation
 from example_trainer.batch.groups import NOT_TRAINED
-from example_trainer.batch.prefetch import ReadyBatch, Upkeep
+from example_trainer.batch.prefetch import Upkeep
 from example_trainer.batch.problems import Problem
-from example_trainer.batch.reader import BatchReader
+from example_trainer.batch.reader import BatchReader, ReadyBatch
 from example_trainer.errors import ModelError, TrainerError
 from example_trainer.vllm_client import VLLMClient
 
@@ -226,7 +226,9 @@ class SampledBatches:
     def begin(self, version: int) -> None:
         """Nothing is sampled before it is asked for."""
 
-    def acknowledge(self, version: int, skipped: str | None = None, hold: bool = False) -> None:
+    def acknowledge(
+        self, version: int, skipped: str | None = None, hold: bool = False, report: dict[str, Any] | None = None
+    ) -> None:
         """Nobody waits to hear of it, but a batch that is left out may be missing.
 
         Raises:
@@ -237,6 +239,9 @@ class SampledBatches:
                 f"a batch was left out at step {version}, and the next one is not --staleness {self._staleness} steps old, as "
                 f"all are to be; give --staleness 0, or mend why it was left out: {skipped}"
             )
+
+    def last_report(self, report: dict[str, Any]) -> None:
+        """Nobody reads it."""
 
     def release(self) -> None:
         """Nobody waits to hear of it."""

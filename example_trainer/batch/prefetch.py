@@ -23,7 +23,7 @@ from example_trainer.api_keys import revealed
 from example_trainer.batch.bins import PackedBin
 from example_trainer.batch.client import Registration, RolloutClient, TrainedBatch
 from example_trainer.batch.figures import BatchFigures
-from example_trainer.batch.reader import BatchReader, PackedBatch
+from example_trainer.batch.reader import BatchReader, PackedBatch, ReadyBatch
 from example_trainer.batch.sampling import SamplerLogprobs
 from example_trainer.batch.scatter import scatter_bins, sizes_of
 from example_trainer.config import TrainerConfig
@@ -54,27 +54,6 @@ class Upkeep:
     due: Callable[[], bool]
     work: Callable[[], None]
     urgent: Callable[[], bool] = lambda: False
-
-
-@dataclass(frozen=True)
-class ReadyBatch:
-    """A batch that can be trained on at once.
-
-    Attributes:
-        minibatches: of each, this rank's bins, on its device.
-        figures: of the whole batch.
-        lease: what the service calls it; None on other ranks than 0, and for a service that leases none.
-        queue_size: groups that the service held for later batches when it handed this one out.
-        seconds_waited: how long the trainer had nothing else to do.
-        seconds_prepared: what reading, packing and copying took, behind the step's back but for the first batch.
-    """
-
-    minibatches: Sequence[Sequence[PackedBin]]
-    figures: BatchFigures
-    lease: TrainedBatch | None
-    queue_size: int
-    seconds_waited: float
-    seconds_prepared: float
 
 
 @dataclass(frozen=True)
@@ -133,7 +112,7 @@ class Batches:
         self._closed = False
         self._waiting_since: float | None = None
         self._taken: _Prepared | None = None  # trained on now, until `acknowledge`
-        self._held: list[tuple[TrainedBatch | None, int, str | None]] = []  # what the service is to be told, in this order
+        self._held: list[tuple[TrainedBatch | None, int, str | None, dict[str, Any] | None]] = []  # for the service, in order
 
     # ---- the service, in the name of all ranks ----
 
@@ -157,20 +136,23 @@ class Batches:
             "acknowledging an earlier batch", lambda: self._main.settle(batch, weight_version), self._longest_call
         )
 
-    def acknowledge(self, weight_version: int, skipped: str | None = None, hold: bool = False) -> None:
+    def acknowledge(
+        self, weight_version: int, skipped: str | None = None, hold: bool = False, report: dict[str, Any] | None = None
+    ) -> None:
         """Say that the batch which `next` gave last, or failed with, need not be handed out again; see RolloutClient.
 
         Args:
             hold: what was learned is not saved yet. The service keeps the batch for the trainer that registers next, until it
                 is told again: with the next batch that is not held, or in `release`.
+            report: see RolloutClient.acknowledge; told at once, by rank 0.
         """
 
         def tell() -> None:
             if self._taken is None:
                 raise RuntimeError("no batch has been taken since the last one was acknowledged")
-            self._held.append((self._taken.lease, weight_version, skipped))
+            self._held.append((self._taken.lease, weight_version, skipped, None if hold else report))
             if hold:
-                self._main.keep(self._taken.lease, weight_version)
+                self._main.keep(self._taken.lease, weight_version, report)
             else:
                 self._tell_held()
             self._taken = None
@@ -184,12 +166,17 @@ class Batches:
     @property
     def held(self) -> tuple[TrainedBatch, ...]:
         """The batches that were trained on and are not acknowledged yet. Not collective: of rank 0."""
-        return tuple(lease for lease, _, skipped in self._held if lease is not None and skipped is None)
+        return tuple(lease for lease, _, skipped, _ in self._held if lease is not None and skipped is None)
 
     @property
     def owes(self) -> bool:
         """Whether `release` has anything to tell, of skipped batches too. Not collective: of rank 0."""
         return bool(self._held)
+
+    def last_report(self, report: dict[str, Any]) -> None:
+        """See RolloutClient.last_report, of the batch that `next` gave last. Not collective."""
+        if self._client is not None and self._taken is not None and self._taken.lease is not None:
+            self._client.last_report(self._taken.lease, report)
 
     def _tell_held(self) -> None:
         while self._held:

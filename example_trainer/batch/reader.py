@@ -14,6 +14,7 @@ from atroposlib.utils.lives import Life
 from example_trainer.algorithm.advantages import find_advantages
 from example_trainer.algorithm.distillation import untaught_share
 from example_trainer.batch.bins import PackedBin
+from example_trainer.batch.client import TrainedBatch
 from example_trainer.batch.figures import BatchFigures, figures_of
 from example_trainer.batch.groups import Batch, Rules, TrainedSequence, parse_batch
 from example_trainer.batch.lengths import LENGTH, LengthRules
@@ -48,6 +49,27 @@ class PackedBatch:
     def figures(self, version: int) -> BatchFigures:
         """Its figures when it is trained on at `version`."""
         return figures_of(self.batch, self.minibatches, version, self.lives, self.environments, self.uses)
+
+
+@dataclass(frozen=True)
+class ReadyBatch:
+    """A batch that can be trained on at once.
+
+    Attributes:
+        minibatches: of each, this rank's bins, on its device.
+        figures: of the whole batch.
+        lease: what the service calls it; None on other ranks than 0, and for a service that leases none.
+        queue_size: groups that the service held for later batches when it handed this one out.
+        seconds_waited: how long the trainer had nothing else to do.
+        seconds_prepared: what reading, packing and copying took, behind the step's back but for the first batch.
+    """
+
+    minibatches: Sequence[Sequence[PackedBin]]
+    figures: BatchFigures
+    lease: TrainedBatch | None
+    queue_size: int
+    seconds_waited: float
+    seconds_prepared: float
 
 
 class BatchReader:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ class Mismatch:
         group, sequence, position: where it is: group of the batch, rollout of the group, place among the rollout's tokens.
         token: its id.
         sampled, recomputed: the two logprobs.
+        weight_version: that the trainer held.
     """
 
     group: int
@@ -40,6 +42,7 @@ class Mismatch:
     token: int
     sampled: float
     recomputed: float
+    weight_version: int
 
     def __str__(self) -> str:
         return (
@@ -145,7 +148,7 @@ class ParityCheck:
         self._largest, self._kl, self._older_kl = max(self._largest, largest), self._kl + kl, self._older_kl + older_kl
         if not mismatched:
             return
-        self.first = self.first or _describe(packed, recomputed, int(different.int().argmax()))
+        self.first = self.first or _describe(packed, recomputed, int(different.int().argmax()), self._version)
         if self._stop:
             self._log_kernels()
             lost = f" ({missing} came without a logprob)" if missing else ""
@@ -179,6 +182,20 @@ class ParityCheck:
             "weights_sha": weights_sha(masters),
         }
 
+    def report(self) -> dict[str, Any]:
+        """What the rollout service is told: how many tokens were compared, and how many differed, in the step and in the
+        whole run, and the first that did."""
+        return {
+            "parity": {
+                "weight_version": self._version,
+                "compared": self._compared,
+                "mismatched": self._mismatched,
+                "compared_in_all": self.compared_in_all,
+                "mismatched_in_all": self.mismatched_in_all,
+                "first": None if self.first is None else asdict(self.first),
+            }
+        }
+
     def _kernels(self) -> str:
         difference = provenance_difference(self._ours, self._theirs)
         return f"kernels differ: {difference}" if difference else "both sides name the same kernels"
@@ -207,6 +224,9 @@ class NoParity(ParityCheck):
     def row(self, masters: Mapping[str, Tensor]) -> dict[str, int | float | str]:
         return {}
 
+    def report(self) -> dict[str, Any]:
+        return {}
+
 
 def _sequence_of(packed: PackedBin, index: int) -> tuple[int, int]:
     """Group and number of the sequence that a trained token belongs to."""
@@ -215,7 +235,7 @@ def _sequence_of(packed: PackedBin, index: int) -> tuple[int, int]:
     return group, sequence
 
 
-def _describe(packed: PackedBin, recomputed: Tensor, index: int) -> Mismatch:
+def _describe(packed: PackedBin, recomputed: Tensor, index: int, version: int) -> Mismatch:
     group, sequence = _sequence_of(packed, index)
     return Mismatch(
         group,
@@ -224,6 +244,7 @@ def _describe(packed: PackedBin, recomputed: Tensor, index: int) -> Mismatch:
         int(packed.targets[index]),
         float(packed.rollout_logprobs[index]),
         float(recomputed[index]),
+        version,
     )
 
 

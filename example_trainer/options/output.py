@@ -26,6 +26,13 @@ class OutputOptions(Section):
 
     log_dir: Path = Field(Path("runs/grpo"), description="folder of metrics.jsonl and the TensorBoard logs")
     metrics_port: int = Field(0, ge=0, le=65535, description="serve the figures of the last step to Prometheus; 0: do not")
+    report_sequences: int = Field(
+        8,
+        ge=0,
+        le=1024,
+        description="sequences of each step whose tokens' logprobs, entropies and advantages the rollout service is told, for "
+        "its page; 0: none",
+    )
     metrics_host: str = Field("0.0.0.0", min_length=1, description="address on which they are served, without a key")
     profile: str | None = Field(
         None, pattern=r"^\d+(-\d+)?$", description="steps (3, or 3-5) whose trace torch's profiler writes into log-dir/profile"

@@ -14,6 +14,7 @@ from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.parity import ParityCheck
 from example_trainer.errors import ConfigError, NonFiniteError, OutOfMemoryError, RankError
 from example_trainer.models import Decoder
+from example_trainer.observe.token_report import TokenReport
 from example_trainer.out_of_memory import ran_out_of_memory
 from example_trainer.parallel.ranks import Ranks, first_line
 from example_trainer.process import StopRequested, StopSignal
@@ -38,6 +39,7 @@ def guarded_step(
     parity: ParityCheck | None = None,
     ranks: Ranks | None = None,
     skipped: SkippedBatches | None = None,
+    report: TokenReport | None = None,
 ) -> dict[str, float | None]:
     """The updates of a batch, and the end of its step. Collective.
 
@@ -68,7 +70,7 @@ def guarded_step(
         StopRequested, ParityError, BatchError, ConfigError: see BatchGradients.accumulate; ConfigError only of a single rank.
     """
     ranks, skipped = ranks or Ranks(), skipped or SkippedBatches(config)
-    gradients = BatchGradients(model, optimizer, minibatches, config, objective, stop, reference, parity)
+    gradients = BatchGradients(model, optimizer, minibatches, config, objective, stop, reference, parity, report)
     reports: list[StepReport] = []
     before = optimizer.updates
     try:

@@ -16,15 +16,17 @@ from typing import Any, Protocol
 from example_trainer.algorithm.objective import Objective
 from example_trainer.batch.client import TrainedBatch
 from example_trainer.batch.evaluations import EvaluationFeed
-from example_trainer.batch.prefetch import ReadyBatch, Upkeep
+from example_trainer.batch.prefetch import Upkeep
+from example_trainer.batch.reader import ReadyBatch
 from example_trainer.config import TrainerConfig
-from example_trainer.deterministic.parity import ParityCheck
+from example_trainer.deterministic.parity import ParityCheck, ParityError
 from example_trainer.errors import BatchError, CheckpointError, OutOfMemoryError, RankError, TrainerError
 from example_trainer.models import Decoder
 from example_trainer.observe.evaluations import evaluation_line
 from example_trainer.observe.metrics import MetricsLog, Row, step_line
 from example_trainer.observe.perf import Speed, peak_memory
 from example_trainer.observe.profiling import StepProfiler
+from example_trainer.observe.token_report import TokenReport
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopRequested, StopSignal
 from example_trainer.training.guarded_step import guarded_step
@@ -51,8 +53,14 @@ class BatchSource(Protocol):
     def next(self, version: int, upkeep: Upkeep | None = None) -> ReadyBatch:
         """The next batch, to be trained on with the weights of `version`. Raises BatchError for one that cannot be."""
 
-    def acknowledge(self, version: int, skipped: str | None = None, hold: bool = False) -> None:
-        """The batch of the last `next` is in the weights of `version`, or for the reason given in none."""
+    def acknowledge(
+        self, version: int, skipped: str | None = None, hold: bool = False, report: dict[str, Any] | None = None
+    ) -> None:
+        """The batch of the last `next` is in the weights of `version`, or for the reason given in none. `report` is what was
+        computed for its tokens."""
+
+    def last_report(self, report: dict[str, Any]) -> None:
+        """What was found in the batch of the last `next`, by which the run ends. Not collective."""
 
     def release(self) -> None:
         """Say of the batches that were held what `acknowledge` was told."""
@@ -127,6 +135,7 @@ class Parts:
         uncorrected: whether the log says that tokens without logprobs are not corrected.
         ask_servers: asks the servers anew what was asked of them before the first batch; collective.
         timeline: gets each step's spans: wait, train, and sync, or what the bridge calls it.
+        tokens: collects what is reported of tokens.
         joins: the bridge's when that was done last.
     """
 
@@ -149,6 +158,7 @@ class Parts:
     uncorrected: bool = False
     ask_servers: Callable[[], None] | None = None
     timeline: Timeline = field(default_factory=lambda: Timeline(None, "trainer", ""))
+    tokens: TokenReport = field(default_factory=lambda: TokenReport(0))
     joins: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -159,6 +169,11 @@ class Parts:
         if self.checkpoints.last != self.optimizer.steps:
             held = self.batches.held
             self.checkpoints.begin(self.model, self.optimizer, self.config.shareable, self.trained, held)
+
+    def report(self) -> dict[str, Any] | None:
+        """What the rollout service is told of the batch's tokens; None if that is nothing."""
+        told = (self.tokens.take() or {}) | self.parity.report()
+        return told or None
 
     def save(self) -> None:
         """As begin_saving, and return when it is complete."""
@@ -211,13 +226,15 @@ def train(parts: Parts) -> None:
                 batches.release()
                 parts.begin_saving()
             # Last, so that no batch is gone from the service before the checkpoint that is due holds what was learned.
-            batches.acknowledge(optimizer.steps, hold=not parts.checkpoints.written())
+            batches.acknowledge(optimizer.steps, hold=not parts.checkpoints.written(), report=parts.report())
             ask_restarted_servers(parts)
             stop.check()
         parts.checkpoints.wait()
         batches.release()
         record_evaluations(parts, LAST_EVALUATIONS_SECONDS)
     except Exception as error:
+        if isinstance(error, ParityError) and (told := parts.report()) is not None:
+            batches.last_report(told)
         keep_what_was_learned(parts, error)
         raise
     except StopRequested:
@@ -240,7 +257,7 @@ def learn(parts: Parts, batch: ReadyBatch, skipped: SkippedBatches) -> dict[str,
         require_rollout_logprobs(parts.config, batch.figures)
         learned = guarded_step(
             parts.model, parts.optimizer, batch.minibatches, parts.config, parts.objective, parts.stop, parts.reference,
-            parts.parity, parts.ranks, skipped,
+            parts.parity, parts.ranks, skipped, parts.tokens,
         )  # fmt: skip
     finally:
         if parts.optimizer.steps > before:  # also where it then could not go on

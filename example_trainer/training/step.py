@@ -20,6 +20,7 @@ from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.parity import NoParity, ParityCheck
 from example_trainer.models import Decoder
 from example_trainer.models.packing import NO_PARENT, Packing
+from example_trainer.observe.token_report import TokenReport
 from example_trainer.process import StopSignal
 from example_trainer.training.optimizer import MasterAdamW
 
@@ -81,6 +82,7 @@ class BatchGradients:
         reference: the model that the loss keeps the policy near; asked for those tokens alone whose logprobs under it did not
             come along. None if all do, or none is wanted.
         parity: compares all logprobs under the weights that the batch began with.
+        report: gets what the first update computes.
 
     Example:
         gradients = BatchGradients(model, optimizer, minibatches, config, objective, stop)
@@ -106,10 +108,11 @@ class BatchGradients:
         stop: StopSignal,
         reference: Decoder | None = None,
         parity: ParityCheck | None = None,
+        report: TokenReport | None = None,
     ) -> None:
         self._model, self._optimizer, self._minibatches = model, optimizer, minibatches
         self._config, self._objective, self._stop, self._reference = config, objective, stop, reference
-        self._parity = parity or NoParity()
+        self._parity, self._report = parity or NoParity(), report or TokenReport(0)
         self._known: list[list[_Known]] = []
         self._figures: StepFigures | None = None
         self._figures_with_this: StepFigures | None = None
@@ -134,6 +137,7 @@ class BatchGradients:
             self._known = [[_Known(_sequence_of(one)) for one in bins] for bins in self._minibatches]
             figures = StepFigures(self._model.output_weight.device, self._optimizer.steps)
             self._parity.begin(self._optimizer.steps)
+            self._report.begin(self._optimizer.steps, self._minibatches[0])
             figures.expect(sum(len(bin.targets) for bins in self._minibatches for bin in bins))
             self._pass_ahead()
         else:
@@ -147,6 +151,7 @@ class BatchGradients:
             if number == 0:
                 self._parity.compare(bin, logprobs)
                 known.proximal = logprobs.detach()
+                self._report.add(bin, logprobs, entropy)
             if self._objective.kl_coef and known.reference is None:
                 known.reference = completed_reference(bin, self._under_reference)
             found = bin_loss(_inputs(bin, known, logprobs, entropy), self._objective)

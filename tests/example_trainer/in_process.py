@@ -130,7 +130,9 @@ class Trainers:
             register(client, registration)
             self._passed("registered")
 
-        def note_acknowledged(client: RolloutClient, lease: object, version: int, skipped: str | None = None) -> None:
+        def note_acknowledged(
+            client: RolloutClient, lease: object, version: int, skipped: str | None = None, report: object = None
+        ) -> None:
             if skipped is None:
                 self.acknowledged.append(self._in_hand)
             else:

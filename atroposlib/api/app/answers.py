@@ -15,6 +15,7 @@ from pydantic.json_schema import models_json_schema
 from atroposlib.api.models.groups import ScoredData
 from atroposlib.api.models.requests import (
     AckBatch,
+    BatchReport,
     EndRun,
     EnvIdentifier,
     InvalidRequestError,
@@ -33,6 +34,7 @@ MODELS: list[type[BaseModel]] = [
     RegisterEnv,
     EnvIdentifier,
     AckBatch,
+    BatchReport,
     EndRun,
     PostedEvaluation,
     PublishedFleet,

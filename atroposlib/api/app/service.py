@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import orjson
 
@@ -36,11 +36,37 @@ class HandOut:
     """All of the answer went out. Whoever sends it says so."""
 
 
-class RolloutService:
-    """One queue and its store. Every method runs on the event loop that made it."""
+class Recorder(Protocol):
+    """Keeps rollouts for people to read, after what concerns them is stored. It neither waits nor raises."""
 
-    def __init__(self, store: Store, limits: Limits | None = None, commit_timeout: float = 30.0) -> None:
-        self.store = store
+    def model(self, name: str | None) -> None:
+        """A trainer has registered that names this model."""
+
+    def posted(self, groups: Sequence[tuple[int, str, bytes]]) -> None:
+        """Groups were accepted: sequence number, name of the environment, body of each."""
+
+    def reported(self, seqs: Sequence[int], report: Any) -> None:
+        """The trainer says what it computed for tokens of a batch of these groups, in the order in which it got them."""
+
+    def close(self) -> None:
+        """Write what waits, within a deadline."""
+
+
+class RolloutService:
+    """One queue and its store. Every method runs on the event loop that made it.
+
+    Attributes:
+        recorder: is told of groups and reports; None for nobody.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        limits: Limits | None = None,
+        commit_timeout: float = 30.0,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.store, self.recorder = store, recorder
         self.limits = limits or Limits()
         self.clock = time.monotonic  # never the wall clock: it may jump
         self.queue = RolloutQueue(self.limits, store.load(), self.clock())
@@ -89,17 +115,36 @@ class RolloutService:
     async def post(self, drafts: list[Draft]) -> list[Receipt]:
         """Accept groups, all or none of them, in the order of the calls."""
         now = self.clock()
+        accepted: list[tuple[int, str, bytes]] = []
 
         def call(queue: RolloutQueue) -> list[Receipt]:
             queue.check(drafts)
-            return [queue.add(draft, now) for draft in drafts]
+            receipts = []
+            for draft in drafts:
+                seq = queue.next_seq
+                receipts.append(queue.add(draft, now))
+                if queue.next_seq > seq:
+                    accepted.append((seq, queue.registry.by_id[queue.registry.line_of(draft.env_id)].desired_name, draft.body))
+            return receipts
 
         receipts = await self.run(call)
+        if self.recorder is not None:
+            self.recorder.posted(accepted)
         if drafts:
             self.latest = drafts[-1].body
         for draft, receipt in zip(drafts, receipts, strict=True):
             self.metrics.posted(draft, receipt)
         return receipts
+
+    def handed_out(self, batch_id: int | None) -> list[int]:
+        """The sequence numbers of a batch's groups, in the order in which the trainer got them; none if it is not out."""
+        lease = None if batch_id is None else self.queue.leases.get(batch_id)
+        return [] if lease is None else [group.seq for group in self.queue.streams.in_order(lease.groups)]
+
+    def reported(self, seqs: Sequence[int], report: Any) -> None:
+        """The trainer has told what it computed for a batch."""
+        if self.recorder is not None and seqs and report is not None:
+            self.recorder.reported(seqs, report)
 
     @asynccontextmanager
     async def handing_out(self, received: int | None, uuid: int | None) -> AsyncIterator[HandOut | None]:
@@ -241,3 +286,5 @@ class RolloutService:
         if self._mending is not None:
             await asyncio.wait([self._mending], timeout=self.committer.timeout)
         await asyncio.to_thread(self.store.close)
+        if self.recorder is not None:
+            await asyncio.to_thread(self.recorder.close)

@@ -14,7 +14,7 @@ from atroposlib.api.app.answers import answer, query_int, takes
 from atroposlib.api.app.service import RolloutService
 from atroposlib.api.gate.gate import GZIP_FROM, accepts_gzip, compress
 from atroposlib.api.models.records import NotRegisteredError, Registration
-from atroposlib.api.models.requests import AckBatch, EndRun, RegisterTrainer, read
+from atroposlib.api.models.requests import AckBatch, BatchReport, EndRun, RegisterTrainer, read
 from atroposlib.api.queue.fleet import Table
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,8 @@ def add_trainer_routes(app: FastAPI, service: RolloutService) -> None:
         asked = read(RegisterTrainer, await request.body())
         registration = Registration(uuid=secrets.randbits(52), **asked.model_dump())
         dropped = await service.run(lambda queue: queue.register(registration))
+        if service.recorder is not None:
+            service.recorder.model(asked.model)
         logger.info(
             "trainer registered: batch_size %d, max_token_len %d, starting_step %d, max_staleness %s, weight_epoch %d",
             asked.batch_size,
@@ -59,13 +61,23 @@ def add_trainer_routes(app: FastAPI, service: RolloutService) -> None:
     async def ack(request: Request) -> Response:
         """The trainer has learned from a batch: it is gone for good."""
         asked = read(AckBatch, await request.body())
+        handed_out = service.handed_out(asked.batch_id) if asked.report is not None else []
         groups = await service.run(
             lambda queue: queue.ack(asked.batch_id, asked.weight_version, asked.uuid, asked.skipped, asked.keep)
         )
+        service.reported(handed_out, asked.report)
         if asked.skipped is not None and not asked.keep:
             which = "what it held" if asked.batch_id is None else f"batch {asked.batch_id}"
             logger.warning("the trainer skipped %s, %d groups: %s", which, groups, asked.skipped)
         return answer({"status": "success", "groups": groups, "weight_version": service.queue.sampling_version()})
+
+    @app.post("/batch/report", **takes(BatchReport))
+    async def report(request: Request) -> Response:
+        """What the trainer found in a batch that ends its run: it stays the trainer's that registers next."""
+        asked = read(BatchReport, await request.body())
+        service.queue.require_trainer(asked.uuid)
+        service.reported(service.handed_out(asked.batch_id), asked.report)
+        return answer({"status": "success"})
 
     @app.post("/run/end", **takes(EndRun))
     async def end(request: Request) -> Response:

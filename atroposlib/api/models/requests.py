@@ -204,6 +204,19 @@ class AckBatch(Request):
     """Why the trainer could not learn from the batch; null if it did."""
     keep: bool = False
     """What was learned is not saved yet: keep the batch for the trainer that registers next, until it is acknowledged again."""
+    report: Any = None
+    """What the trainer computed for tokens of the batch, kept for whoever reads rollouts; see `ui.rollouts.report`. One that
+    cannot be read is no reason to refuse the acknowledgement."""
+
+
+class BatchReport(Request):
+    """POST /batch/report: of a batch that ends the trainer's run, and so is not acknowledged."""
+
+    batch_id: SafeInt
+    uuid: SafeInt | None = None
+    """What /register answered; a trainer that was superseded is told so."""
+    report: Any
+    """As in an acknowledgement."""
 
 
 class EndRun(Request):

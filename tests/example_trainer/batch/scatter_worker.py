@@ -53,7 +53,7 @@ class Client:
             raise RolloutServiceError("the service is gone")
         return FetchedBatch(answer, TrainedBatch(len(self.acknowledged), 1), queue_size=9)
 
-    def acknowledge(self, lease: TrainedBatch, version: int, skipped: str | None = None) -> None:
+    def acknowledge(self, lease: TrainedBatch, version: int, skipped: str | None = None, report: Any = None) -> None:
         self.acknowledged.append((version, skipped))
 
     def interrupt(self) -> None:

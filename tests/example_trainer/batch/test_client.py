@@ -83,6 +83,31 @@ def test_a_batch_that_nothing_was_learned_from_is_acknowledged_with_the_reason(
     assert server.seen[-1] == ("/batch/ack", {"batch_id": 8, "weight_version": 4, "uuid": 1, "skipped": "x" * 1000})
 
 
+def test_a_report_goes_with_the_acknowledgement_which_is_not_lost_by_it(
+    scripted: MakeServer, client_of: MakeClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    report = {"weight_version": 3, "sequences": []}
+    batches = [{"batch": [group(number)], "batch_id": number} for number in (8, 9)]
+    server = scripted({"/batch": batches, "/batch/ack": [{}, 413, {}, {}], "/batch/report": [404]})
+    client = client_of(server.url)
+    client.register(REGISTRATION)
+    first, second = client.next_batch().lease, client.next_batch().lease
+    assert first is not None
+    assert second is not None
+    plain = {"batch_id": 8, "weight_version": 4, "uuid": 1}
+    client.acknowledge(first, 4, report=report)
+    assert server.seen[-1] == ("/batch/ack", plain | {"report": report})
+    client.acknowledge(second, 5, report=report)  # a service that minds the report gets the acknowledgement alone
+    assert server.seen[-1] == ("/batch/ack", {"batch_id": 9, "weight_version": 5, "uuid": 1})
+    client.keep(second, 5, report)
+    assert server.seen[-1][1]["report"] == report
+    assert "could not be acknowledged" not in caplog.text
+    client.last_report(second, report)
+    assert server.seen[-1] == ("/batch/report", {"batch_id": 9, "uuid": 1, "report": report}), (
+        "an old service has no such route"
+    )
+
+
 def test_an_earlier_trainers_batch_is_acknowledged_in_its_name_and_before_registering(
     scripted: MakeServer, client_of: MakeClient, caplog: pytest.LogCaptureFixture
 ) -> None:

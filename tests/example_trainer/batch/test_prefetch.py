@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from atroposlib.utils.lives import Life
 from example_trainer.batch import prefetch
 from example_trainer.batch.client import FetchedBatch, RolloutClient, TrainedBatch
-from example_trainer.batch.prefetch import Batches, ReadyBatch, Upkeep
-from example_trainer.batch.reader import BatchReader
+from example_trainer.batch.prefetch import Batches, Upkeep
+from example_trainer.batch.reader import BatchReader, ReadyBatch
 from example_trainer.batch.service import Interrupted
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BatchError, RolloutServiceError, TrainerError
@@ -53,6 +53,7 @@ class Client:
         self.queue = deque(batches)
         self.fetched = 0
         self.acknowledged: list[tuple[int, int, str | None]] = []
+        self.reports: list[Any] = []
         self.changed = threading.Condition()
         self.interrupted = self.closed = False
         self.waits: list[float] = []
@@ -81,11 +82,15 @@ class Client:
         with self.changed:
             assert self.changed.wait_for(lambda: self.fetched >= count, WAIT)
 
-    def acknowledge(self, lease: TrainedBatch, weight_version: int, skipped: str | None = None) -> None:
+    def acknowledge(
+        self, lease: TrainedBatch, weight_version: int, skipped: str | None = None, report: dict[str, Any] | None = None
+    ) -> None:
         self.acknowledged.append((lease.id, weight_version, skipped))
+        self.reports.append(report)
 
-    def keep(self, lease: TrainedBatch, weight_version: int) -> None:
+    def keep(self, lease: TrainedBatch, weight_version: int, report: dict[str, Any] | None = None) -> None:
         """What is held is in `Batches`."""
+        self.reports.append(report)
 
     def interrupt(self) -> None:
         with self.changed:

@@ -1,0 +1,109 @@
+"""The recorder: it keeps what it can, never waits or raises, and says what it left out."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atroposlib.ui.rollouts import recorder as recorder_module
+from atroposlib.ui.rollouts.recorder import Allowance, RolloutRecorder
+from atroposlib.ui.rollouts.source import RolloutSource
+from tests.atroposlib.ui.rollouts.test_rollout_archive import body, encoded
+
+STARTER = Path(__file__).resolve().parents[4] / "assets" / "starter_model"
+WAIT = 30.0
+
+
+class Told:
+    """Waits until the recorder has told of so many groups."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.groups = self.newest = 0
+
+    def __call__(self, newest: int, groups: int) -> None:
+        with self.changed:
+            self.newest, self.groups = newest, groups
+            self.changed.notify_all()
+
+    def wait_for(self, groups: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.groups >= groups, WAIT), self.groups
+
+
+def report(sequence: int = 0, **more: Any) -> dict[str, Any]:
+    told = {"group": 1, "sequence": sequence, "trained": 2, "logprobs": encoded(-0.5, -0.75), "entropies": encoded(1.0, 2.0)}
+    return {"weight_version": 6, "sequences": [told | {"advantages": 0.5}]} | more
+
+
+def test_groups_and_what_the_trainer_tells_of_them_are_kept_and_a_model_makes_text(tmp_path: Path) -> None:
+    path, told = tmp_path / "observed" / "rollouts.db", Told()
+    recorder = RolloutRecorder(path, told=told)
+    assert not path.exists(), "nothing has come"
+    recorder.model(str(STARTER))
+    recorder.posted([(4, "sums", body((1.0, 2))), (5, "code", body((0.0, 2)))])
+    recorder.reported([4, 5], report())
+    recorder.reported([4, 5], {"sequences": "nonsense"})
+    told.wait_for(2)
+    recorder.close()
+    recorder.posted([(6, "late", body((0.0, 1)))])
+    assert recorder.stats() == {"recorded": 2, "left_out": 0}
+    source = RolloutSource(path)
+    assert source.environments() == ["sums", "code"]
+    (found,) = source.listed("drifted").rollouts
+    assert (found["group"], found["drift"], found["trained_version"]) == (told.newest, 0.125, 6)
+    assert source.text().known
+    assert source.listed(text=source.text().whole([10, 11])).rollouts
+
+
+def test_what_comes_too_fast_is_left_out_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "BURST_BYTES", 100_000)
+    recorder = RolloutRecorder(tmp_path / "rollouts.db", bytes_per_second=1e-9)
+    for seq in range(50):
+        recorder.posted([(seq, "", body((0.0, 2)))])
+    recorder.close()
+    counts = recorder.stats()
+    assert counts["recorded"] + counts["left_out"] == 50
+    assert 1 <= counts["recorded"] <= 3
+    assert RolloutSource(tmp_path / "rollouts.db").total() == counts["recorded"]
+
+
+def test_groups_that_are_none_and_a_file_of_another_kind_harm_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, told = tmp_path / "rollouts.db", Told()
+    recorder = RolloutRecorder(path, told=told)
+    recorder.posted([(0, "", b"[]"), (1, "", b'{"scores": [1.0], "tokens": 3}'), (2, "", body((1.0, 1)))])
+    told.wait_for(1)
+    recorder.close()
+    assert recorder.stats()["left_out"] >= 1
+    assert "group 0 is not kept for the page" in caplog.text
+    other = tmp_path / "other.db"
+    with sqlite3.connect(other) as connection:
+        connection.execute("CREATE TABLE theirs (id INTEGER)")
+    with caplog.at_level(logging.WARNING):
+        recorder = RolloutRecorder(other)
+        recorder.posted([(0, "", body((0.0, 1)))])
+        recorder.close()
+    assert "is no archive of rollouts" in caplog.text
+    RolloutRecorder(None).posted([(0, "", b"")])
+
+
+@given(
+    sizes=st.lists(st.tuples(st.floats(0, 5), st.integers(0, 300)), max_size=30),
+    per_second=st.integers(1, 50),
+    most=st.integers(1, 200),
+)
+def test_no_more_is_taken_than_is_allowed(sizes: list[tuple[float, int]], per_second: int, most: int) -> None:
+    allowance, now, taken, largest = Allowance(per_second, most, 0.0), 0.0, 0, 0
+    for wait, size in sizes:
+        now += wait
+        if allowance.take(size, now):
+            taken, largest = taken + size, max(largest, size)
+    assert taken <= most + per_second * now + max(0, largest - most) * len(sizes) + 1e-6
+    assert Allowance(per_second, most, 0.0).take(10 * most, 0.0), "one that is larger than all goes when all is there"
