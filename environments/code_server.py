@@ -104,7 +104,6 @@ class CodeEnv(SingleTurnEnv):
         return config, [APIServerConfig(base_url="http://localhost:9001/v1", server_type="vllm")]
 
     async def setup(self) -> None:
-        self.said: set[str] = set()
         self.box = self.box or make_sandbox(self.config)
         try:
             await self.box.start()
@@ -189,11 +188,6 @@ class CodeEnv(SingleTurnEnv):
             kind = (grade.answer or "").partition(":")[0]
             self.note({f"code_{name}": float(kind == name) for name in KINDS})
         return super().adjust_scores(grades, responses)
-
-    def say_once(self, what: str, message: str) -> None:
-        if what not in self.said:
-            self.said.add(what)
-            logger.warning("%s (said once)", message)
 
     def eval_problems(self) -> list[CodeProblem]:
         size = self.config.eval_size

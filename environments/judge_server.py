@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+import httpx
 import openai
 from pydantic import Field, SecretStr
 
@@ -30,7 +31,7 @@ from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, EvalHandlingEnu
 from atroposlib.envs.single_turn import Grade, Response, SingleTurnEnv
 from atroposlib.errors import InferenceUnavailable, RolloutFailure, UsageError
 from atroposlib.inference.openai_server import OpenAIServer
-from atroposlib.inference.server_baseline import MODEL_NOT_NAMED
+from atroposlib.inference.server_baseline import MODEL_NOT_NAMED, describe, status_of
 from atroposlib.type_definitions import Message
 from atroposlib.utils.keys import given_or_variable
 
@@ -157,7 +158,6 @@ class JudgeEnv(SingleTurnEnv):
         return config, [APIServerConfig(base_url="http://localhost:9001/v1", server_type="vllm")]
 
     async def setup(self) -> None:
-        self.said: set[str] = set()
         path = self.config.dataset_path
         train, test = await asyncio.to_thread(self.load, Path(path)) if path else made_prompts()
         self.train, self.test = list(train), list(test)
@@ -165,6 +165,7 @@ class JudgeEnv(SingleTurnEnv):
         self.position = 0
         if self.config.judge_url and self.judge is None:
             self.judge = JudgeServer(self.config)
+            self.server.beside.append(self.judge)
 
     def load(self, path: Path) -> tuple[list[Prompt], list[Prompt]]:
         """Prompts to train on and to evaluate with; lines that are none are counted and left out.
@@ -236,22 +237,29 @@ class JudgeEnv(SingleTurnEnv):
         except InferenceUnavailable:
             self.drops.add("judge_away")
             raise
-        except openai.APIStatusError as error:
-            self.drops.add("judge_refused")
-            where = self.config.judge_url or "the served model"
-            if error.status_code in (401, 403):
-                raise UsageError(f"judge at {where} refused with {error.status_code}: set {JUDGE_KEY} to its key") from error
-            if error.status_code == 404:
-                remedy = "does its address end in /v1, and is --env.judge_model_name served there?"
-                raise UsageError(f"judge at {where}: {error.message}; {remedy}") from error
-            self.say_once("refused", f"judge at {where} refuses a request: {error.message:.300}; is an answer too long for it?")
-            raise RolloutFailure(f"judge at {where} refuses: {error.message:.300}") from error
-        return completion.choices[0].message.content or ""
+        except (openai.OpenAIError, httpx.HTTPError, ValueError) as error:
+            raise self.no_judgement(error) from error
+        # Nobody promises that what calls itself a completion has a message.
+        return str(getattr(getattr(completion.choices[0], "message", None), "content", None) or "")
 
-    def say_once(self, what: str, message: str) -> None:
-        if what not in self.said:
-            self.said.add(what)
-            logger.warning("%s (said once)", message)
+    def no_judgement(self, error: Exception) -> UsageError | RolloutFailure:
+        """What becomes of a request to which there was no completion. It is counted."""
+        status, where = status_of(error), f"judge at {self.config.judge_url or 'the served model'}"
+        told = f"{where}: {describe(error):.300}"
+        if status is None:
+            late = isinstance(error, openai.APITimeoutError | httpx.TimeoutException)
+            self.drops.add("judge_late" if late else "judge_nonsense")
+            remedy = "raise --env.judge_timeout or lower --env.judge_max_requests" if late else "is that an OpenAI endpoint?"
+            self.say_once("late" if late else "no completion", f"{told}; {remedy}")
+            return RolloutFailure(told)
+        self.drops.add("judge_refused")
+        if status in (401, 403):
+            return UsageError(f"{where} refused with {status}: set {JUDGE_KEY} to its key")
+        if status == 404:
+            return UsageError(f"{told}; is its address right, and is --env.judge_model_name served there?")
+        remedy = "lower --env.judge_max_requests" if status == 429 else "is an answer too long for it?"
+        self.say_once("refused", f"{where} refuses a request: {describe(error):.300}; {remedy}")
+        return RolloutFailure(f"{where} refuses: {describe(error):.300}")
 
     def eval_problems(self) -> list[Prompt]:
         return self.test if self.config.eval_size < 0 else self.test[: self.config.eval_size]

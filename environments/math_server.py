@@ -140,7 +140,7 @@ class MathEnv(SingleTurnEnv):
         self.suites: dict[str, list[Question]] = {}
         for name in self.config.eval_suites:
             read = await asyncio.to_thread(load_suite, name, Path(folder) if folder else None)
-            say_what_is_missing(read, f"the suite {name}")
+            self.leave_out(read, f"the suite {name}")
             if len(read.questions) != SUITES[name].size:
                 logger.warning("the suite %s has %d questions, not the usual %d", name, len(read.questions), SUITES[name].size)
             self.suites[name] = read.questions
@@ -173,11 +173,24 @@ class MathEnv(SingleTurnEnv):
             return [], []
         else:
             raise UsageError("no questions: pass --env.dataset_path, --env.dataset or, to evaluate, --env.eval_suites")
-        say_what_is_missing(train, "the training set")
+        self.leave_out(train, "the training set")
         if test is train:
             return train.questions, train.questions
-        say_what_is_missing(test, "the test set")
+        self.leave_out(test, "the test set")
         return train.questions, test.questions
+
+    def leave_out(self, read: Questions, what: str) -> None:
+        """Count the rows that were left out, and say once for each source how many, and what is wrong with the first."""
+        if read.incomplete:
+            self.drops.add("bad_rows", read.incomplete)
+            total = read.incomplete + len(read.questions)
+            logger.warning(
+                "%d of %d rows of %s have no question or no answer and are never asked, mend or remove them; the first: %s",
+                read.incomplete,
+                total,
+                what,
+                read.first,
+            )
 
     async def get_next_item(self) -> Question:
         self.position += 1
@@ -261,18 +274,6 @@ def suite_metrics(rows: Sequence[Sequence[Attempt]]) -> dict[str, float]:
     wanted = sorted({k for k in (2**power for power in range(1, samples.bit_length())) if k <= samples} | {samples} - {1})
     metrics = {"mean": fmean(count / samples for count in counts)}
     return metrics | {f"pass@{k}": fmean(pass_at_k(samples, count, k) for count in counts) for k in wanted}
-
-
-def say_what_is_missing(read: Questions, what: str) -> None:
-    """Once for each source: how many rows were left out, and what was wrong with the first."""
-    if read.incomplete:
-        logger.warning(
-            "%d of %d rows of %s have no question or no answer and are never asked, such as %s",
-            read.incomplete,
-            read.incomplete + len(read.questions),
-            what,
-            read.first,
-        )
 
 
 if __name__ == "__main__":

@@ -108,7 +108,6 @@ class VerifiersEnv(GradedEnv):
             self.rows = rows
         random.Random(self.config.seed).shuffle(self.rows)
         self.position = 0
-        self.told = False
 
     async def get_next_item(self) -> dict[str, Any]:
         self.position += 1
@@ -186,13 +185,11 @@ class VerifiersEnv(GradedEnv):
             raise RolloutFailure(f"{self.config.environment}: {type(error).__name__}: {error.__cause__ or error}")
         if not nodes:
             raise RolloutFailure(f"{self.config.environment}: the model was asked nothing, or its prompt is too long")
-        if len(nodes) > 1 and not self.told:
-            self.told = True
-            logger.warning(
-                "%s changes the history of a conversation, or holds several at once: of each rollout only the last of its %d "
-                "sequences is trained on",
-                self.config.environment,
-                len(nodes),
+        if len(nodes) > 1:
+            self.say_once(
+                "sequences",
+                f"{self.config.environment} changes the history of a conversation, or holds several at once: of each rollout "
+                f"only the last of its {len(nodes)} sequences is trained on",
             )
         return Rollout(state, nodes[-1])
 

@@ -70,6 +70,7 @@ class GradedEnv(BaseEnv):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._noted: dict[str, list[float]] = defaultdict(list)
+        self._said: set[str] = set()
         self._pending_metrics: dict[str, float] = {}
         self._rng = random.Random(f"{self.config.seed} curriculum")
         self._passed_over = 0
@@ -148,6 +149,12 @@ class GradedEnv(BaseEnv):
         """Keep numbers of one rollout: the next metrics have the mean of each name, as `train/<name>`."""
         for name, number in numbers.items():
             self._noted[name].append(number)
+
+    def say_once(self, what: str, message: str) -> None:
+        """Warn of something the first time that it happens. `what` tells it from others; how often it does is counted."""
+        if what not in self._said:
+            self._said.add(what)
+            logger.warning("%s (said once)", message)
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Greedy answers to the held-out problems, measured, reported and logged."""

@@ -27,6 +27,13 @@ from atroposlib.utils.waiting import gather_or_cancel
 
 __all__ = ["Conversation", "Grade", "MultiTurnConfig", "MultiTurnEnv", "Step", "Turn"]
 
+LIMITS: Mapping[str, str] = {
+    "max_turns": "raise --env.max_turns",
+    "max_tokens": "raise --env.max_conversation_tokens, or what trainer and server take",
+    "answer_cut": "raise --env.max_token_length",
+}
+"""Limits that end a conversation, and what to do where they should not."""
+
 
 class MultiTurnConfig(BaseEnvConfig):
     """Settings of an environment with several turns."""
@@ -194,7 +201,15 @@ class MultiTurnEnv(GradedEnv):
             calls = [lambda member=member: play(member) for member in range(count)]
             played = await gather_or_cancel([self.retried("a conversation", call) for call in calls])
         for talk, node in played:
-            if talk.truncated:  # for the trainer, what any limit cut off is what the limit of an answer cut off
+            if (
+                talk.ended is not None and talk.ended in LIMITS
+            ):  # for the trainer, what any limit cut off is what the limit of an answer cut off
+                self.say_once(
+                    talk.ended,
+                    f"a limit ended a conversation after {len(talk.turns)} answers ({talk.ended}). It is graded as it stands, "
+                    f"and the trainer's --truncated-answers says what becomes of it. To have fewer (train/ended_{talk.ended} "
+                    f"is their share): {LIMITS[talk.ended]}",
+                )
                 node.metadata = {**(node.metadata or {}), "finish_reason": "length"}
         return played
 
@@ -272,6 +287,7 @@ class MultiTurnEnv(GradedEnv):
             "tool_calls": len(talk.calls),
             "tool_use": talk.tool_use,
             "truncated_share": talk.truncated,
+            **{f"ended_{limit}": talk.ended == limit for limit in LIMITS},
         }
 
 

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import httpx
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
@@ -42,7 +43,7 @@ class OpenAIRoutes(APIServer):
         if self._client is None:
             self._client = AsyncOpenAI(
                 api_key=self.api_key or "x",
-                base_url=self.config.base_url or None,
+                base_url=self.openai_url if self.config.base_url else None,
                 timeout=self.config.timeout,
                 max_retries=0,
                 http_client=DefaultAsyncHttpxClient(trust_env=self.honours_proxies),
@@ -71,20 +72,20 @@ class OpenAIRoutes(APIServer):
         if not self.config.base_url:
             return None
         try:
-            response = await self.http.get("/v1/models", timeout=PROBE_TIMEOUT)
+            response = await self.http.get(f"{self.openai_url}/models", timeout=PROBE_TIMEOUT)
         except httpx.HTTPError as error:
             return f"no answer ({type(error).__name__})"
         # An endpoint without this route, or one that wants another key, is there all the same.
-        return f"/v1/models answered {response.status_code}" if response.status_code >= 500 else None
+        return f"{response.url.path} answered {response.status_code}" if response.status_code >= 500 else None
 
     async def served_model(self) -> dict[str, Any]:
         """The first entry of /v1/models: `id`, and with vLLM `max_model_len`."""
         if self._served is None:
-            response = await self.http.get("/v1/models", timeout=PROBE_TIMEOUT)
+            response = await self.http.get(f"{self.openai_url}/models", timeout=PROBE_TIMEOUT)
             response.raise_for_status()
             models = response.json().get("data") or []
             if not models:
-                raise ServerIsAway(f"{self.root_url}/v1/models lists no model")
+                raise ServerIsAway(f"{self.openai_url}/models lists no model")
             self._served = models[0]
         return self._served
 
@@ -104,7 +105,7 @@ class OpenAIRoutes(APIServer):
         n = kwargs.get("n") or 1
         if n > 1 and self.config.n_kwarg_is_ignored:
             return await self._ask_separately(create, kwargs, n)
-        answer = await create(**kwargs)
+        answer = await self._ask_once(create, kwargs)
         if len(answer.choices) == n:
             return answer
         if len(answer.choices) != 1:
@@ -115,9 +116,15 @@ class OpenAIRoutes(APIServer):
         answer.choices.extend(rest.choices)
         return answer
 
+    async def _ask_once(self, create: Callable[..., Awaitable[Answer]], kwargs: dict[str, Any]) -> Answer:
+        answer = await create(**kwargs)
+        if not isinstance(getattr(answer, "choices", None), list):  # the client checks nothing; a page of HTML is a text
+            raise ValueError(f"{self.openai_url} answered no completion, but {str(answer)!r:.200}")
+        return answer
+
     async def _ask_separately(self, create: Callable[..., Awaitable[Answer]], kwargs: dict[str, Any], n: int) -> Answer:
         single = {key: value for key, value in kwargs.items() if key != "n"}
-        answers = await asyncio.gather(*(create(**single) for _ in range(n)))
+        answers = await asyncio.gather(*(self._ask_once(create, single) for _ in range(n)))
         for answer in answers[1:]:
             answers[0].choices.extend(answer.choices)
         return answers[0]
@@ -134,6 +141,12 @@ class OpenAIServer(OpenAIRoutes):
 
     It may be anywhere: proxies apply unless it is on this machine, and a key goes only to where it belongs.
     """
+
+    @property
+    def openai_url(self) -> str:
+        """Other providers have these routes below other paths: only an address without any lacks /v1."""
+        path = urlsplit(self.config.base_url or "").path.rstrip("/")
+        return self.root_url if path and not path.endswith("/v1") else super().openai_url
 
     @property
     def key_variable(self) -> str | None:

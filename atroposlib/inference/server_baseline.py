@@ -69,7 +69,10 @@ class APIServerConfig(ServerBaseline):
         repr=False,
         description="Bearer token; by default $VLLM_API_KEY for a vLLM server and $OPENAI_API_KEY for OpenAI's own endpoint",
     )
-    base_url: str | None = Field(default="", description="Address, with or without /v1")
+    base_url: str | None = Field(
+        default="",
+        description="Address, with or without /v1; of an openai server, an address with any other path is taken as it is",
+    )
     n_kwarg_is_ignored: bool = Field(default=False, description="The server ignores n: ask n times instead")
     health_check: bool = Field(default=True, description="Wait for the server to be well after it could not be reached")
 
@@ -112,6 +115,11 @@ class APIServer(ABC):
     def root_url(self) -> str:
         """The address without /v1."""
         return (self.config.base_url or "").rstrip("/").removesuffix("/v1")
+
+    @property
+    def openai_url(self) -> str:
+        """The address below which OpenAI's routes are, such as /models."""
+        return f"{self.root_url}/v1"
 
     @property
     def key_variable(self) -> str | None:

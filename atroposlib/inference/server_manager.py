@@ -86,6 +86,9 @@ class ServerManager:
         self.use_proxy = use_proxy or bool(self.proxy_url)
         self.tool_parser = tool_parser
         self.servers: list[Any]
+        self.beside: list[APIServer] = []
+        """Servers of another role that rollouts ask, too, such as a judge. They are closed with these, and while one is away,
+        the time of a rollout does not run."""
         self._turn = 0
         self._known: list[APIServer] = []
         self._retired: list[APIServer] = []
@@ -194,7 +197,7 @@ class ServerManager:
             await self.follower.close()
         for router in self.routers():
             await router.close()
-        for server in [*self.servers, *self._retired]:
+        for server in [*self.servers, *self._retired, *self.beside]:
             if isinstance(server, APIServer):
                 await server.close()
 

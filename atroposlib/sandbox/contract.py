@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from atroposlib.errors import EnvironmentFailure, RolloutFailure
+
 ISOLATIONS = {
     "files": "a program sees Python's own files and nothing else of the host",
     "network": "it reaches no network, and no socket of another process",
@@ -16,7 +18,7 @@ ISOLATIONS = {
 End = Literal["exited", "signal", "deadline", "cpu", "memory", "output"]
 
 
-class SandboxUnavailable(Exception):
+class SandboxUnavailable(EnvironmentFailure):
     """This host cannot hold programs as they must be held; the message says what is missing, and the remedy.
 
     Attributes:
@@ -28,8 +30,9 @@ class SandboxUnavailable(Exception):
         self.missing = dict(missing or {})
 
 
-class SandboxBroken(Exception):
-    """A program could not be run, or what became of it is not known. Says nothing of the program."""
+class SandboxBroken(RolloutFailure):
+    """A program could not be run, or what became of it is not known. That says nothing of the program: raised in a tool or a
+    reward, it ends the rollout without a score."""
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,16 @@ from typing import Any
 
 
 class Judge(ThreadingHTTPServer):
-    """Answers with what `says` gives next, the last for ever: a text, or a status to refuse with."""
+    """Answers with what `says` gives next, the last for ever: a text, a status to refuse with, bytes in place of JSON, or
+    seconds to wait before it does."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.says: list[str | int] = ["Score: 5"]
+        self.says: list[str | int | bytes | float] = ["Score: 5"]
         self.asked: list[dict[str, Any]] = []
-        self.lock = threading.Lock()
+        self.lock, self.released = threading.Lock(), threading.Event()
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
 
 
@@ -30,9 +31,9 @@ class Handler(BaseHTTPRequestHandler):
         """Nothing."""
 
     def reply(self, status: int, body: Any) -> None:
-        data = json.dumps(body).encode()
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", "text/html" if body is data else "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -45,6 +46,11 @@ class Handler(BaseHTTPRequestHandler):
         with self.server.lock:
             self.server.asked.append(request | {"authorization": self.headers.get("Authorization")})
             said = self.server.says.pop(0) if len(self.server.says) > 1 else self.server.says[0]
+        if isinstance(said, float):
+            self.server.released.wait(said)
+            return None
+        if isinstance(said, bytes):
+            return self.reply(200, said)
         if isinstance(said, int):
             return self.reply(said, {"error": {"message": f"refused with {said}"}})
         message = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": said}}
@@ -60,6 +66,7 @@ def judging() -> Iterator[Judge]:
     try:
         yield server
     finally:
+        server.released.set()
         server.shutdown()
         thread.join()
         server.server_close()

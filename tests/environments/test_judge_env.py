@@ -87,8 +87,9 @@ def test_it_is_logged_once(env: JudgeEnv, caplog: pytest.LogCaptureFixture) -> N
     ("status", "failure", "message"),
     [
         (401, UsageError, "set JUDGE_API_KEY"),
-        (404, UsageError, "end in /v1, and is --env.judge_model_name"),
+        (404, UsageError, "address right, and is --env.judge_model_name"),
         (400, RolloutFailure, "refuses: .*refused with 400"),
+        (429, RolloutFailure, "refuses: .*refused with 429"),
     ],
 )
 def test_a_refusal_is_named(env: JudgeEnv, judge: Judge, status: int, failure: type[Exception], message: str) -> None:
@@ -96,6 +97,36 @@ def test_a_refusal_is_named(env: JudgeEnv, judge: Judge, status: int, failure: t
     with pytest.raises(failure, match=message):
         graded(env)
     assert env.drops.metrics()["train/dropped_judge_refused"] == 1
+
+
+@pytest.fixture
+def asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that fails is not tried again after a while."""
+    monkeypatch.setattr("atroposlib.inference.server_baseline.MAX_ATTEMPTS", 1)
+
+
+@pytest.mark.usefixtures("asked_once")
+def test_what_is_no_completion_at_all_is_counted_and_said_once(
+    env: JudgeEnv, judge: Judge, caplog: pytest.LogCaptureFixture
+) -> None:
+    judge.says = [b"<html>a page</html>"]
+    for _ in range(2):
+        with pytest.raises(RolloutFailure, match=r"answered no completion, but .*a page"):
+            graded(env)
+    assert env.drops.metrics()["train/dropped_judge_nonsense"] == 2
+    assert caplog.text.count("is that an OpenAI endpoint? (said once)") == 1
+
+
+@pytest.mark.usefixtures("asked_once")
+def test_a_judge_that_answers_too_late_is_counted_as_that(env: JudgeEnv, judge: Judge) -> None:
+    judge.says = [60.0]
+    env.config.judge_timeout = 0.1
+    asyncio.run(env.setup())
+    assert env.judge is not None
+    env.judge.config.timeout = 0.05  # type: ignore[assignment]
+    with pytest.raises(RolloutFailure, match="APITimeoutError"):
+        graded(env)
+    assert env.drops.metrics()["train/dropped_judge_late"] == 1
 
 
 def test_a_judge_that_is_away_is_waited_for_and_given_up_in_time(env: JudgeEnv, judge: Judge) -> None:

@@ -204,6 +204,7 @@ async def test_what_is_measured_is_not_trained_on(
     assert sorted(question.question for question in made.train) == ["q2", "q3", "q4", "q5"]
     assert "2 training questions are also in what is evaluated" in caplog.text
     assert "1 of 7 rows of the training set have no question or no answer" in caplog.text
+    assert made.drops.metrics()["train/dropped_bad_rows"] == 1
     assert "the suite aime24 has 1 questions, not the usual 30" in caplog.text
     assert [await made.item_at(n) for n in range(4)] == [await made.get_next_item() for _ in range(4)]
 

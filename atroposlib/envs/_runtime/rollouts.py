@@ -148,7 +148,8 @@ class Rollouts:
         return groups, kept
 
     async def roll_out_in_time(self, item: Item) -> Any:
-        """`roll_out`, cut off after `worker_timeout` seconds; those in which an inference server was away do not count.
+        """`roll_out`, cut off after `worker_timeout` seconds; those in which an inference server or a judge was away do not
+        count.
 
         Raises:
             RolloutFailure: it was cut off, or failed by itself.
@@ -170,8 +171,9 @@ class Rollouts:
         raise RolloutFailure(f"it took longer than {seconds:g} s (--env.worker_timeout)")
 
     def _seconds_away(self) -> float:
-        """For how long no inference server could be asked."""
-        gates = {server.gate for server in self.env.server.servers if isinstance(server, APIServer)}
+        """For how long no inference server could be asked, or one of another role that rollouts ask."""
+        manager = self.env.server
+        gates = {server.gate for server in [*manager.servers, *manager.beside] if isinstance(server, APIServer)}
         return sum(gate.seconds_away for gate in gates)
 
 

@@ -41,7 +41,7 @@ def served_model_blocking(env: "BaseEnv") -> str:
         server = env.server.pick()
         try:
             response = httpx.get(
-                f"{server.root_url}/v1/models",
+                f"{server.openai_url}/models",
                 headers=bearer(server.api_key),
                 timeout=10.0,
                 trust_env=server.honours_proxies,
@@ -49,7 +49,7 @@ def served_model_blocking(env: "BaseEnv") -> str:
             response.raise_for_status()
             return response.json()["data"][0]["id"]
         except (httpx.HTTPError, LookupError, ValueError) as error:
-            patience.wait_blocking(f"/v1/models names no model ({type(error).__name__})")
+            patience.wait_blocking(f"{server.openai_url}/models names no model ({type(error).__name__})")
 
 
 async def wait_for_inference(env: "BaseEnv") -> None:

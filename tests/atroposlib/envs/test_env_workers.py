@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from atroposlib.errors import EnvironmentFailure, InferenceUnavailable, RolloutFailure
+from atroposlib.inference.openai_server import OpenAIServer
+from atroposlib.inference.server_baseline import APIServerConfig
 from tests.atroposlib.envs.scripted_env import ScriptedEnv, response
 
 PAIR = {"tokens": [[1], [1]], "masks": [[1], [1]], "scores": [1.0, -1.0]}
@@ -139,9 +141,12 @@ async def test_an_item_that_waits_for_the_service_is_never_cut_off() -> None:
     assert "item" not in env.backlog, "what is sampled is not sampled again"
 
 
-async def test_an_outage_of_the_inference_server_does_not_count_as_an_items_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("away", ["the inference server", "a judge"])
+async def test_an_outage_does_not_count_as_an_items_time(monkeypatch: pytest.MonkeyPatch, away: str) -> None:
     env = ScriptedEnv([response(1.0), response(-1.0)], worker_timeout=0.1)
-    gate = env.server.servers[0].gate
+    if away == "a judge":
+        env.server.beside.append(OpenAIServer(APIServerConfig(base_url="http://judge.example")))
+    gate = [*env.server.servers, *env.server.beside][-1].gate
     answers: list[str | None] = ["it starts"] * 2 + [None]
 
     async def probe() -> str | None:

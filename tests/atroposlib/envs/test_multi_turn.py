@@ -165,7 +165,7 @@ async def test_a_call_that_goes_wrong_is_answered_and_scores_nothing_by_itself(m
     ],
 )
 async def test_a_limit_in_the_middle_ends_the_conversation_and_the_reward_is_asked_for(
-    make: Make, limits: dict[str, int], ended: str, turns: int
+    make: Make, limits: dict[str, int], ended: str, turns: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     environment = make("<1+2>", **limits)
     group, _ = await environment.collect_trajectories("1+2")
@@ -173,6 +173,8 @@ async def test_a_limit_in_the_middle_ends_the_conversation_and_the_reward_is_ask
     assert group["finish_reasons"] == ["length", "length"], "as an answer that was cut off, which --truncated-answers is about"
     assert group["scores"] == [0.5 * turns * (ended != "answer_cut")] * 2
     assert max(map(len, group["tokens"])) <= limits.get("max_conversation_tokens", 1000)
+    assert caplog.text.count("a limit ended a conversation") == caplog.text.count(f"({ended}). It is graded as it stands") == 1
+    assert environment._noted[f"ended_{ended}"] == [1, 1]
     assert [len(sampled_runs(mask)) for mask in group["masks"]] == [turns, turns]
 
 

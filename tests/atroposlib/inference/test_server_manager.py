@@ -8,6 +8,7 @@ import pytest
 
 from atroposlib.errors import RolloutFailure, UsageError
 from atroposlib.inference.generation import Span, VersionRecord, Weights, current_versions
+from atroposlib.inference.openai_server import OpenAIServer
 from atroposlib.inference.server_manager import APIServerConfig, ServerManager
 from atroposlib.inference.vllm_server import VLLMServer, parse_generation
 from tests.atroposlib.inference.conftest import control, last_request
@@ -111,6 +112,22 @@ def test_answers_that_do_not_line_up_are_refused() -> None:
         parse_generation([1], answer | {"token_ids": [[5, 7]]})
     with pytest.raises(ValueError, match="prompt_token_ids"):
         parse_generation([1], answer | {"prompt_token_ids": [2]})
+
+
+@pytest.mark.parametrize("server_type", ["openai", "vllm"])
+async def test_an_address_is_right_with_or_without_v1(shared_inference: str, server_type: Any, tokenizer_dir: Any) -> None:
+    for path in ("", "/", "/v1", "/v1/"):
+        manager = ServerManager([APIServerConfig(base_url=f"{shared_inference}{path}", server_type=server_type)])
+        assert await manager.servers[0].probe() is None
+        answer = await manager.chat_completion(messages=ASK, max_tokens=4)
+        assert (answer.model, len(answer.choices)) == (str(tokenizer_dir), 1)
+        await manager.close()
+
+
+def test_an_endpoint_below_another_path_is_asked_there() -> None:
+    server = OpenAIServer(APIServerConfig(base_url="https://provider.example/api/openai/"))
+    assert str(server.openai.base_url) == f"{server.openai_url}/" == "https://provider.example/api/openai/"
+    assert OpenAIServer(APIServerConfig(base_url="https://a.example/team/v1")).openai_url == "https://a.example/team/v1"
 
 
 def test_no_server_is_a_usage_error() -> None:
