@@ -10,6 +10,7 @@ Used in a test's own process, and by tests/fleet_server.py, which forks one that
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
@@ -25,7 +26,8 @@ from example_trainer.weight_bridge.fleet_updates import FleetUpdates
 from example_trainer.weight_bridge.server import BridgeServer
 from example_trainer.weight_bridge.stream import WeightStream
 from tests.fleet_server import tiny_model
-from vllm_patching.transport.lane import GlooLane
+from vllm_patching.transport.lane import Lane, nobody_lost
+from vllm_patching.transport.shared_lane import NearSender
 
 TIMEOUT, PATIENCE, LIMIT = 30.0, 2.0, 60.0
 """Seconds: of a server's steps; for one that is late; for which servers are waited for."""
@@ -110,12 +112,12 @@ def run(told: dict[str, Any]) -> None:
     dies = told["dies"]
     place = [("localhost", port) for port in told["ports"]]
     with training(place, told["transfer"], told["rendezvous"], bucket=told["bucket"]) as trainer:
-        begin, sent = GlooLane.begin, list[Any]()
+        begin, sent = NearSender.begin, list[Any]()
 
-        def begin_or_die(self: GlooLane, pieces: Any, buffer: Any) -> Any:
+        def begin_or_die(self: Lane, pieces: Any, buffer: Any) -> Any:
             if len(sent) == dies.get("buckets"):
                 for step in sent:
-                    step.wait()
+                    self.wait(step, math.inf, nobody_lost)
                 _die()
             sent.append(begin(self, pieces, buffer))
             return sent[-1]
@@ -125,5 +127,5 @@ def run(told: dict[str, Any]) -> None:
         if "at" in dies:
             FleetUpdates.commit = lambda *_: _die()  # type: ignore[method-assign]
         else:
-            GlooLane.begin = begin_or_die  # type: ignore[method-assign]
+            NearSender.begin = begin_or_die  # type: ignore[method-assign]
         trainer.step()

@@ -58,6 +58,7 @@ class HeldCopy:
     Attributes:
         tensors: what is held of each parameter, by name; views of one buffer.
         version: of the weights; None if they are not whole.
+        weight_epoch: of the trainer that made them.
         checksum: of them, as the trainer told it and as they were when they came.
     """
 
@@ -74,6 +75,7 @@ class HeldCopy:
             for entry in manifest.entries
         }
         self.version: int | None = None
+        self.weight_epoch = 0
         self.checksum = ""
         self._sums = WeightSums(self.slices)
 
@@ -159,11 +161,19 @@ class HeldWeights(WeightReceiver):
 
     # ---- what is handed out ----
 
-    def held_accept(self) -> None:
+    def held_accept(self, weight_epoch: int) -> None:
         """What came is what the trainer sent, on every shard: it is the newest now."""
         status, copy = self._lockstep_updater.status, self.copies[self._receiving]
-        copy.version, copy.checksum = status.version, status.checksum
+        copy.version, copy.weight_epoch, copy.checksum = status.version, weight_epoch, status.checksum
         self._newest = self._receiving
+
+    def held_newest(self) -> dict[str, Any]:
+        """The newest weights that are whole: `version`, None if there are none, `weight_epoch` and `checksum`."""
+        who = {"tp_rank": self._lockstep_rank}
+        if self._newest is None:
+            return {**who, "version": None, "weight_epoch": 0, "checksum": ""}
+        copy = self.copies[self._newest]
+        return {**who, "version": copy.version, "weight_epoch": copy.weight_epoch, "checksum": copy.checksum}
 
     def held_pin(self) -> dict[str, Any]:
         """Keep the newest weights as they are until `held_unpin`. Answers their version, None if there are none."""

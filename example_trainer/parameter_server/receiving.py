@@ -24,6 +24,7 @@ from vllm_patching.server.access import AskAtTheDoor, Door
 from vllm_patching.server.bridge_routes import add_bridge_routes
 from vllm_patching.server.controller import BridgeController
 from vllm_patching.server.metrics import BridgeMetrics, FollowBridge
+from vllm_patching.server.settlement import Settlement
 from vllm_patching.server.timeline import PushTimeline
 from vllm_patching.server.version_spans import VersionSpans, Weights
 
@@ -35,8 +36,29 @@ ASK_SECONDS = 60.0
 NOTHING_YET = "no trainer has pushed its weights to this parameter server yet"
 
 
+class HeldSettlement(Settlement):
+    """Ends pushes that failed: the newest version that is whole is what is handed out. It is an older one than before the push
+    if that one had to give way, because what it replaced was still being sent.
+    """
+
+    async def _look(self) -> tuple[bool, str]:
+        try:
+            told = sorted(await self._ranks.call("held_newest"), key=lambda one: one["tp_rank"])
+        except BridgeRefusal as refusal:
+            return False, str(refusal)
+        found = {(one["weight_epoch"], one["version"]) for one in told}
+        epoch, version = found.pop()
+        state = self._state
+        if not found and version is not None and (epoch, version) != (state.weight_epoch, state.weight_version):
+            logger.warning("[ParameterServer] version %d is lost: back to version %d", state.weight_version, version)
+            state.fall_back(version, epoch, [one["checksum"] for one in told])
+        return await super()._look()
+
+
 class HeldController(BridgeController):
     """The bridge of a parameter server: every update arrives beside what is held."""
+
+    settles = HeldSettlement
 
     async def start(self) -> None:
         """As of vLLM's; then wait for the first push."""
@@ -86,9 +108,15 @@ class HeldController(BridgeController):
         weights = Weights(state.weight_epoch, state.weight_version)
         return weights if state.healthy and state.updates else None
 
+    async def quarantine(self, epoch: int, reason: str) -> dict[str, Any]:
+        """The trainer goes on without this parameter server, whose push failed or is late. What it holds whole is as good as
+        before: it is handed out until a later push has come.
+        """
+        return await self.abort(epoch, reason)
+
     async def spoilt(self, reason: str) -> None:
         """What is held is not what came: nothing is handed out until the trainer has pushed again."""
-        await self.quarantine(self.state.epoch, reason)
+        await super().quarantine(self.state.epoch, reason)
 
 
 class ReceivingServer:
@@ -200,7 +228,8 @@ class ReceivingServer:
         self._loop = asyncio.get_running_loop()
 
         def verified() -> None:
-            self._call("held_accept", ())
+            assert self.bridge is not None
+            self._call("held_accept", (self.bridge.state.next_weight_epoch,))
 
         engine = StillEngine(self._call, verified)
         spans = VersionSpans()

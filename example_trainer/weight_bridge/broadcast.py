@@ -279,7 +279,7 @@ class BroadcastBridge(WeightBridge):
             manifests = [Manifest.from_json(rank) for rank in group["manifests"]]
             plan = SendPlan(self._ranks.world_size, len(manifests))
             stream = WeightStream(self._model, manifests, plan, self._ranks, self._device)
-            cohort = Cohort(self._ranks, plan, self._device, self._timeout)
+            cohort = Cohort(self._ranks, plan, self._device, self._timeout, stream.memory)
             self._lines[group["layout"]] = Line(stream, cohort, group["backend"])
         return self._lines[group["layout"]]
 

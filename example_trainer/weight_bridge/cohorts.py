@@ -17,8 +17,10 @@ from example_trainer.parallel.ranks import Ranks
 from example_trainer.weight_bridge.send_plan import SendPlan
 from vllm_patching.transport.addresses import RendezvousError
 from vllm_patching.transport.cohort import lane_places
-from vllm_patching.transport.lane import GO, SENDER, Lane, LanePlace, form_lanes
+from vllm_patching.transport.forming import form_lanes
+from vllm_patching.transport.lane import GO, NEAR, SENDER, Lane, LanePlace
 from vllm_patching.transport.rendezvous import connect_store, first_line
+from vllm_patching.transport.shared_lane import SendMemory
 
 logger = logging.getLogger(__name__)
 
@@ -90,14 +92,17 @@ class Cohort:
     A cohort that is closed can be formed anew under another key, with other members. Collective but for `close`.
     """
 
-    def __init__(self, ranks: Ranks, plan: SendPlan, device: torch.device, timeout: float) -> None:
+    def __init__(
+        self, ranks: Ranks, plan: SendPlan, device: torch.device, timeout: float, memory: SendMemory | None = None
+    ) -> None:
         """
         Args:
             timeout: seconds that a transfer may take.
+            memory: that this process sends from, where receivers on its machine may read it.
         """
         self.ranks, self.plan, self.timeout = ranks, plan, timeout
         self.key = ""
-        self._device = device
+        self._device, self._memory = device, memory
         self._lanes: dict[tuple[int, int], Lane] = {}
         self._store: dist.Store | None = None
         self._watched = 0
@@ -135,6 +140,8 @@ class Cohort:
         self.close()
         own = self.plan.own_lanes(self.ranks.rank)
         places = [lane_places(host, port, key, r, [lane], SENDER, members, backend)[0] for r, lane in own]
+        for place in places:
+            store.set(place.offer, self._memory.offer if self._memory is not None else "")
         with LossWatch(self.ranks, store, f"lockstep/{key}/forming", lost) as watch:
             missing, why = self._wait_for_all(places, seconds, watch)
             told = self._agree([missing, why])
@@ -145,7 +152,9 @@ class Cohort:
                 reason = reason or f"receiver(s) {shown} of {members} (numbered from 0) did not come within {seconds:g} s"
                 self._say(store, places, f"off: {reason}")
                 raise CohortError(f"the cohorts {key} were not formed: {reason}", absent)
-            self._say(store, places, GO)
+            for place in places:
+                near = [m for m in range(1, place.size) if store.get(place.here(m)) == NEAR.encode()]
+                self._say(store, [place], " ".join(map(str, [GO, *near])))
             lanes, why = self._form_lanes(places, seconds, watch)
             reason = next((error for _, error in self._agree([[], why]) if error), "")
             if reason:
@@ -195,7 +204,7 @@ class Cohort:
     def _form_lanes(self, places: Sequence[LanePlace], seconds: float, watch: LossWatch) -> tuple[list[Lane], str]:
         who = f"trainer rank {self.ranks.rank}"
         try:
-            return form_lanes(places, self._device, self.timeout, seconds, watch.reason, who), ""
+            return form_lanes(places, self._device, self.timeout, seconds, watch.reason, who, self._memory), ""
         except RendezvousError as error:
             return [], str(error)
 

@@ -184,8 +184,8 @@ class Member:
             raise Unfit(str(error)) from error
         if device.type != self.info["device"]:
             raise Unfit(
-                f"{self.url}: vLLM's weights are on {self.info['device']}, the trainer's on {device.type}; "
-                f"start the trainer with --device {self.info['device']}"
+                f"{self.url}: its weights are on {self.info['device']}, the {self.server.role}'s on {device.type}, "
+                f"and none are copied from one to the other; start the {self.server.role} with --device {self.info['device']}"
             )
         try:
             check(self)

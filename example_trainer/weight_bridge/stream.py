@@ -26,6 +26,7 @@ from vllm_patching.protocol.checksum import Part, Row, WeightSums, summary_of
 from vllm_patching.protocol.manifest import Manifest, source_view
 from vllm_patching.protocol.pieces import BUCKET_BYTES, Piece
 from vllm_patching.transport.lane import Lane, LaneBroken
+from vllm_patching.transport.shared_lane import SendMemory
 
 
 class WeightStream:
@@ -34,6 +35,7 @@ class WeightStream:
     Attributes:
         buffer_bytes: what this process keeps to send from, as `send_plan.buffer_bytes` told the memory plan.
         num_bytes: weights that are sent to each server, over all its ranks.
+        memory: of the buffers, where it can be offered to receivers on this machine; None on a GPU.
     """
 
     def __init__(
@@ -63,7 +65,13 @@ class WeightStream:
         self._gathers = ranks.world_size > 1
         self._rounds = plan.rounds([len(found) for found in cuts.buckets])
         sizes = buffer_bytes(tuple(manifests), ranks.world_size, dtype, device.type == "cpu", bucket_bytes)
-        self._buffers = [torch.empty(sizes.bucket, dtype=torch.uint8, device=device) for _ in range(2)]
+        # Receivers on this machine read a bucket where it was packed.
+        self.memory = SendMemory([sizes.bucket] * 2) if device.type == "cpu" else None
+        self._buffers = (
+            [torch.empty(sizes.bucket, dtype=torch.uint8, device=device) for _ in range(2)]
+            if self.memory is None
+            else self.memory.buffers
+        )
         self._handed = torch.empty(sizes.handed, dtype=torch.uint8, device=device)
         self.buffer_bytes = sizes.total
         self._steps: list[list[list[Transfer]]] = []

@@ -36,6 +36,9 @@ logger = logging.getLogger("vllm.lockstep.bridge")
 class Bridge:
     """Opens the weights of an engine, and says where the bridge is; `BridgeController` changes that."""
 
+    settles: type[Settlement] = Settlement
+    """What ends updates that failed."""
+
     def __init__(
         self,
         engine: Any,
@@ -83,7 +86,7 @@ class Bridge:
         self._lock = asyncio.Lock()
         self._clock = UpdateClock(timeout)
         self._writers = self._unseen = tuple[Writer, ...]()
-        self._settlement = Settlement(self.state, self._ranks, self._leases, self._switch)
+        self._settlement = self.settles(self.state, self._ranks, self._leases, self._switch)
         self.turns = Turns(self.state, self._ranks, self._switch, self._lock, lambda: (self._writers, self._unseen))
         self._watchdog = BridgeWatchdog(self.state, self._ranks, self._settlement, self._clock, self._lock, self.turns)
 

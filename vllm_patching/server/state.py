@@ -178,8 +178,7 @@ class BridgeState:
         Args:
             reason: one sentence for whoever asks.
             weights_intact: the live weights are proven to be those of `weight_version`, and nobody may write them.
-            quarantine: why the trainer does not want the server to serve before a full update; empty if it has not said so.
-        undecided: what has to be known before that can be said; it may turn out to be so (`decide`).
+            undecided: what has to be known before that can be said; it may turn out to be so (`decide`).
         """
         self.last_error = reason
         self._given_up = (0, None) if self._ends_in_quarantine else (self.epoch, self.target_version)
@@ -194,6 +193,10 @@ class BridgeState:
         self.undecided = ""
         if self.phase is Phase.UNHEALTHY and weights_intact and not self.awaits_weights:
             self.phase = Phase.SERVING
+
+    def fall_back(self, version: int, weight_epoch: int, checksums: list[str]) -> None:
+        """What was served last is gone, and an older version is at hand, whole and verified: that is the one that is served."""
+        self.weight_version, self.weight_epoch, self.checksums = version, weight_epoch, list(checksums)
 
     def await_weights(self, reason: str) -> None:
         """Serve nothing until a trainer has sent its weights: those at hand are not the ones that it trains."""

@@ -13,7 +13,8 @@ import torch
 from vllm_patching.protocol.checksum import Part, Row, WeightSummary, WeightSums
 from vllm_patching.protocol.manifest import FlatSlice
 from vllm_patching.protocol.pieces import Bucket
-from vllm_patching.transport.lane import Lane, LaneBroken, LanePlace, form_lanes, nobody_lost
+from vllm_patching.transport.forming import form_lanes
+from vllm_patching.transport.lane import Lane, LaneBroken, LanePlace, nobody_lost
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,11 @@ class ReceivingCohort:
         target.sums.reset()
         deadline = time.monotonic() + self.place.timeout
         run = self._enqueued if self._device.type == "cuda" else self._message_by_message
-        run(target, deadline, lost, arrived)
+        try:
+            run(target, deadline, lost, arrived)
+        finally:
+            for lane in self._lanes:
+                lane.rest()
         return target.sums.read()
 
     def close(self) -> None:
@@ -108,7 +113,7 @@ class ReceivingCohort:
     def _message_by_message(
         self, target: Target, deadline: float, lost: Callable[[], str], arrived: Callable[[int], None]
     ) -> None:
-        """Gloo: each message goes to memory of its own first: what is broken off may still be written to."""
+        """Between CPUs. What Gloo brings goes to memory of its own first: what is broken off may still be written to."""
         largest = max((bucket.num_bytes for bucket in target.buckets), default=0)
         free: list[torch.Tensor] = []
         pending: deque[tuple[int, torch.Tensor, Lane, Any]] = deque()
@@ -119,17 +124,22 @@ class ReceivingCohort:
             lane.wait(step, deadline, lost)
             if reason := lost():
                 raise LaneBroken(f"{lane.place.name}: {reason}")
-            target.take(number, buffer)
+            target.take(number, lane.arrived(step, buffer, target.buckets[number].num_bytes))
+            lane.taken()
             target.add(number)
-            free.append(buffer)
+            if lane.needs_memory:
+                free.append(buffer)
             return target.buckets[number].payload
 
         for number, bucket in enumerate(target.buckets):
             if len(pending) > len(self._lanes):
                 total += settle()
                 arrived(total)
-            buffer = free.pop() if free else torch.empty(largest, dtype=torch.uint8)
             lane = self._lanes[number % len(self._lanes)]
+            if lane.needs_memory:
+                buffer = free.pop() if free else torch.empty(largest, dtype=torch.uint8)
+            else:
+                buffer = torch.empty(0, dtype=torch.uint8)
             pending.append((number, buffer, lane, lane.begin((), buffer[: bucket.num_bytes])))
         while pending:
             total += settle()

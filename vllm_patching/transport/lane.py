@@ -7,7 +7,6 @@ waited for when it is broken off: NCCL is aborted, and what Gloo still does ends
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -15,23 +14,20 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from vllm_patching.transport.addresses import RendezvousError, gloo_group
-from vllm_patching.transport.rendezvous import connect_store, first_line, quiet_nccl_watchdog
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
+from vllm_patching.transport.rendezvous import first_line
 
 SENDER = 0
 """The sender's number among a lane's members."""
 GO = "go"
-"""What the sender writes once every receiver has come; anything else is a reason why nothing is formed."""
+"""What the sender writes once every receiver has come, and behind it the numbers of those that are NEAR; anything else is a
+reason why nothing is formed."""
+NEAR, FAR = "near", "far"
+"""What a receiver says as it comes: whether it can read the sender's memory."""
 
 _LOOK_SECONDS = 0.05
 _ASK_SECONDS = 0.25
@@ -74,13 +70,21 @@ class LanePlace:
         return f"{self.key}/here/{member}"
 
     @property
+    def offer(self) -> str:
+        """The key under which the sender says what memory it sends from (see SendMemory.offer)."""
+        return f"{self.key}/offer"
+
+    @property
     def word(self) -> str:
-        """The key under which the sender says GO, or why not."""
+        """The key under which the sender says GO and who reads its memory, or why not."""
         return f"{self.key}/word"
 
 
 class Lane(ABC):
     """Made by `form_lane`."""
+
+    needs_memory = True
+    """Whether `begin` wants memory of the receiver's to receive into."""
 
     def __init__(self, place: LanePlace, group: Any, timeout: float) -> None:
         self.place = place
@@ -113,6 +117,25 @@ class Lane(ABC):
             LaneBroken: `lost` gave a reason, the deadline has passed, or a member's connection has broken.
         """
 
+    def arrived(self, step: Any, buffer: torch.Tensor, num_bytes: int) -> torch.Tensor:
+        """Where a bucket is that was waited for, in [num_bytes] uint8. Receivers only.
+
+        Args:
+            buffer: what `begin` was given.
+
+        Raises:
+            LaneBroken: it cannot be read.
+        """
+        return buffer[:num_bytes]
+
+    def taken(self) -> None:
+        """The bucket that was waited for last has been copied: the sender may write to where it is. Receivers only."""
+        return
+
+    def rest(self) -> None:
+        """A transfer is over: give back what nothing but transfers need."""
+        return
+
     def on_stream(self) -> AbstractContextManager[Any]:
         """What is enqueued inside goes behind what the lane does."""
         return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
@@ -133,11 +156,23 @@ class GlooLane(Lane):
         self._works: list[Any] = []
 
     def begin(self, pieces: Sequence[torch.Tensor], buffer: torch.Tensor) -> Any:
-        options = dist.BroadcastOptions()
+        return self._start("broadcast", dist.BroadcastOptions(), buffer)
+
+    def collect(self, word: torch.Tensor) -> Any:
+        """Begin to add a word of every receiver's to the sender's; `wait` for it, on a receiver until its own is on its way.
+
+        Raises:
+            LaneBroken: it cannot.
+        """
+        return self._start("reduce", dist.ReduceOptions(), word)
+
+    def _start(self, operation: str, options: Any, tensor: torch.Tensor) -> Any:
         options.rootRank = SENDER
         options.timeout = timedelta(seconds=self._timeout + _SLACK_SECONDS)  # ours comes first, and says more
         try:
-            work = self._group.broadcast([buffer], options)
+            if self._group is None:
+                raise RuntimeError("it was closed")
+            work = getattr(self._group, operation)([tensor], options)
         except RuntimeError as error:
             raise self._broken(first_line(error)) from error
         self._works = [other for other in self._works if not other.is_completed()] + [work]
@@ -219,144 +254,3 @@ class NcclLane(Lane):
         group, self._group, self.control = self._group, None, None
         if group is not None:
             group.abort()
-
-
-def form_lane(place: LanePlace, device: torch.device, timeout: float, seconds: float) -> Lane:
-    """Form a lane; blocks, also inside torch: call it through `in_time`.
-
-    A receiver says that it is here, and waits for the sender's word. The sender gives it before (see Cohort).
-
-    Args:
-        timeout: seconds for each later step.
-        seconds: for forming.
-
-    Raises:
-        RendezvousError: the store cannot be reached, the sender says why not, or members did not come.
-    """
-    who = f"the sender of {place.name}" if place.member == SENDER else place.name
-    store = connect_store(place.host, place.port, who, seconds)
-    if place.member != SENDER:
-        store.set(place.here(place.member), "")
-        try:
-            store.wait([place.word], timedelta(seconds=seconds))
-        except (RuntimeError, dist.DistError) as error:
-            raise RendezvousError(
-                f"{place.name} waited {seconds:g} s at {place.host}:{place.port} for the trainer to say that all "
-                f"{place.size - 1} receiver(s) have come ({first_line(error)})"
-            ) from error
-        word = store.get(place.word).decode()
-        if word != GO:
-            raise RendezvousError(f"{place.name} is not formed: {word}")
-    under = dist.PrefixStore(place.key, store)
-    under.set_timeout(timedelta(seconds=seconds))
-    try:
-        logger.info("[Bridge] Creating Gloo process group... (%s, %d members)", place.name, place.size)
-        control = gloo_group(dist.PrefixStore("control", under), place.member, place.size, place.host, seconds)
-        logger.info("[Bridge] ✓ Gloo group created (%s, %d members)", place.name, place.size)
-        lane: Lane
-        if place.backend == "nccl":
-            lane = _nccl_lane(place, dist.PrefixStore("data", under), device, timeout, seconds)
-            logger.info("[Bridge] ✓ NCCL group created (%s, %d members)", place.name, place.size)
-        else:
-            lane = GlooLane(place, control, timeout)
-            logger.info("[Bridge] ✓ The weights go over it too (with GPUs: [Bridge] ✓ NCCL group created)")
-        control.barrier().wait(timedelta(seconds=seconds))
-    except RuntimeError as error:
-        raise RendezvousError(
-            f"{place.name} was not formed by its {place.size} members within {seconds:g} s "
-            f"({place.host}:{place.port}): {first_line(error)}"
-        ) from error
-    logger.info("[Bridge] ✓ All ranks synchronized and ready (%s)", place.name)
-    lane.control = control
-    return lane
-
-
-def _nccl_lane(place: LanePlace, store: dist.Store, device: torch.device, timeout: float, seconds: float) -> Lane:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=2 * timeout + 60)  # ours comes first, and says more
-    torch.cuda.set_device(device)
-    with quiet_nccl_watchdog():
-        group = dist.ProcessGroupNCCL(store, place.member, place.size, options)
-    lane = NcclLane(place, group, timeout, device)
-    # The connection is made and the kernels are loaded now, and not in the first update, beside a running model.
-    first = [torch.zeros(8, device=device) for _ in range(2)]
-    assert lane.stream is not None
-    lane.stream.wait_stream(torch.cuda.current_stream(device))
-    lane.wait(lane.begin(first, first[0]), time.monotonic() + seconds, nobody_lost)
-    return lane
-
-
-def form_lanes(
-    places: Sequence[LanePlace], device: torch.device, timeout: float, seconds: float, lost: Callable[[], str], what: str
-) -> list[Lane]:
-    """Form a process's lanes within a deadline; see `form_lane` and `in_time`.
-
-    NCCL's one after the other, in the order of cohorts and lanes that every process keeps: two that are formed at the same time
-    on a GPU may each wait for what the other holds there.
-    """
-    works = [partial(form_lane, place, device, timeout, seconds) for place in places]
-    return in_time(works, seconds + 1, lost, what, one_by_one=any(place.backend == "nccl" for place in places))
-
-
-def in_time(
-    works: Sequence[Callable[[], Lane]], seconds: float, lost: Callable[[], str], what: str, one_by_one: bool = False
-) -> list[Lane]:
-    """Form lanes, each in a thread of its own, since torch's own waits have no end that can be relied on.
-
-    A thread that is late is left behind; the lane that it may still form is closed at once.
-
-    Args:
-        one_by_one: all in one thread, in their order.
-
-    Raises:
-        RendezvousError: one failed, `lost` gave a reason, or they were not done in time; none is open then.
-    """
-    outcomes: list[Lane | BaseException | None] = [None] * len(works)
-    changed = threading.Condition()
-    given_up = False
-
-    def form(index: int) -> None:
-        outcome: Lane | BaseException
-        try:
-            outcome = works[index]()
-        except Exception as error:  # noqa: BLE001 - handed to the thread that waits
-            outcome = error
-        with changed:
-            outcomes[index] = outcome
-            late = given_up
-            changed.notify_all()
-        if late and isinstance(outcome, Lane):
-            logger.warning("[Bridge] %s was formed too late, and is closed", outcome.place.name)
-            outcome.close()
-
-    def form_all() -> None:
-        for index in range(len(works)):
-            form(index)
-            if given_up or not isinstance(outcomes[index], Lane):
-                return
-
-    jobs: list[Callable[[], None]] = [form_all] if one_by_one else [partial(form, index) for index in range(len(works))]
-    for number, job in enumerate(jobs):
-        threading.Thread(target=job, name=f"bridge rendezvous {number}", daemon=True).start()
-    deadline, asked = time.monotonic() + seconds, time.monotonic()
-    reason = ""
-    with changed:
-        while not reason and any(outcome is None for outcome in outcomes):
-            changed.wait(_LOOK_SECONDS)
-            now = time.monotonic()
-            failed = next((outcome for outcome in outcomes if isinstance(outcome, BaseException)), None)
-            if failed is not None:
-                reason = str(failed)
-            elif now > deadline:
-                reason = f"not done within {seconds:g} s"
-            elif now > asked + _ASK_SECONDS:
-                reason, asked = lost(), now
-        failed = next((outcome for outcome in outcomes if isinstance(outcome, BaseException)), None)
-        reason = reason or (str(failed) if failed is not None else "")
-        given_up = bool(reason)
-        lanes = [outcome for outcome in outcomes if isinstance(outcome, Lane)]
-    if reason:
-        for lane in lanes:
-            lane.close()
-        raise RendezvousError(f"{what}: {reason}")
-    return lanes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,17 @@ from typing import Any
 import pytest
 import yaml
 
+from atroposlib.cli import run_api
+from atroposlib.envs._runtime.settings import parse_flags
+from atroposlib.envs.base import BaseEnv
+from example_trainer import reference_worker
 from example_trainer.async_grpo.cluster import ClusterError, RayCluster
 from example_trainer.async_grpo.launch import PYTHON, Address
 from example_trainer.async_grpo.roles import NEEDED_KEYS, STOP_ORDER, Commands, Role, demands_of, natural, roles_of
-from example_trainer.async_grpo.settings import Settings, make_settings
+from example_trainer.async_grpo.settings import Settings, make_settings, read_settings
 from example_trainer.command_line import parse_config, parse_section
 from example_trainer.parameter_server.options import ParameterServerOptions
+from tests.example_trainer.async_grpo.test_async_settings import CONFIGS
 
 KEYS = {"ROLLOUT_API_KEY": "secret-r", "VLLM_API_KEY": "secret-v"}
 
@@ -92,6 +98,36 @@ def test_an_environment_uses_its_own_generator_and_is_bound_to_it() -> None:
     assert role.bound == ("service", "generator-2")
     other = Commands(made, KEYS).launch(next(r for r in roles if r.name == "environment-1"), places).arguments
     assert other[other.index("--env.seed") + 1] != words[words.index("--env.seed") + 1]
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda path: path.name)
+def test_every_program_takes_what_the_configurations_that_we_ship_make_of_it(file: Path, tmp_path: Path) -> None:
+    """But for vLLM's server, whose flags only vLLM knows."""
+    made = read_settings(file)
+    roles = roles_of(made)
+    for role in roles:
+        launch = Commands(made, KEYS).launch(role, places_of(roles))
+        program, words = launch.arguments[-1], list(launch.arguments)
+        if role.kind == "service":
+            run_api.parse_arguments(words[words.index("atroposlib.cli.run_api") + 1 :])
+        elif role.kind == "environment":
+            module = importlib.import_module(f"environments.{made.inference.environment}_server")
+            found = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
+            (environment,) = [c for c in found if issubclass(c, BaseEnv)]
+            known = parse_flags(words[words.index("serve") + 1 :], type(environment.config_init()[0]))
+            assert known.env["group_size"] == str(made.inference.group_size)
+        elif role.kind == "parameter-server":
+            parse_section(ParameterServerOptions, "p", words[words.index("example_trainer.parameter_server") + 1 :])
+        elif role.kind == "reference":
+            reference_worker.parse_arguments(words[words.index("example_trainer.reference_worker") + 1 :])
+        elif role.kind == "trainer":
+            (tmp_path / "trainer.yaml").write_text(launch.files["trainer.yaml"])
+            config = parse_config(["--config", str(tmp_path / "trainer.yaml")])
+            assert program == str(made.folder / "trainer.yaml")
+            assert config.training_steps == made.orchestration.steps
+    if file.name == "qwen3b_async_grpo.yaml":
+        assert sum(role.resources.get("GPU", 0) for role in roles) == 8
+        assert {"reference-1", "parameter-server-1"} <= {role.name for role in roles}
 
 
 def test_only_the_first_life_of_a_server_forgets_what_was_published() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ from hypothesis import strategies as st
 from example_trainer.command_line import parse_config, parse_section
 from example_trainer.errors import ConfigError
 from example_trainer.parameter_server import serving
-from example_trainer.parameter_server.held import HeldCopy, held_manifest
+from example_trainer.parameter_server.held import HeldCopy, HeldWeights, held_manifest
 from example_trainer.parameter_server.options import ParameterServerOptions, Share
 from example_trainer.process import StopSignal
 from example_trainer.weight_bridge.parameter_server import require_fresh_enough
 from tests.fleet_server import GEOMETRY
 from vllm_patching.protocol.checksum import weights_checksum
+
+CPU = torch.device("cpu")
 
 
 def test_the_shards_of_a_parameter_are_the_rows_that_the_senders_expect() -> None:
@@ -35,6 +38,41 @@ def test_a_copy_that_has_changed_in_memory_is_found_out() -> None:
     assert copy.is_sound()
     copy.tensors["model.norm.weight"][3] = 1e-30
     assert not copy.is_sound()
+
+
+@given(st.lists(st.sampled_from(["push", "spoilt push", "pin", "unpin"]), max_size=30))
+def test_what_is_pinned_stays_and_the_newest_whole_version_is_what_is_there(steps: list[str]) -> None:
+    """By a model of two places: a push never touches what is pinned, nor, unless it must, what is newest."""
+    held = HeldWeights.__new__(HeldWeights)
+    held.copies = [HeldCopy(held_manifest(GEOMETRY, torch.float32, CPU), CPU) for _ in range(2)]
+    held._newest = held._pinned = None
+    held._lockstep_rank, version = 0, 0
+    held._lockstep_updater = SimpleNamespace(receive_into=lambda number, version: None)  # type: ignore[assignment]
+    whole: list[int] = []  # versions that are, oldest first
+    pinned: int | None = None
+    for step in steps:
+        if step.endswith("push"):
+            version += 1
+            held.lockstep_receive(version)
+            keep = pinned if pinned is not None else (whole[-1] if whole else None)
+            whole = [] if keep is None else [keep]
+            assert held.held_newest()["version"] == keep
+            if step == "push":
+                held._lockstep_updater.status = SimpleNamespace(version=version, checksum=str(version))  # type: ignore[misc]
+                held.held_accept(5)
+                whole.append(version)
+        elif step == "pin":
+            pinned = held.held_pin()["version"]
+        else:
+            held.held_unpin()
+            pinned = None
+        newest = whole[-1] if whole else None
+        assert (held.held_newest()["version"], held.held_newest()["checksum"]) == (
+            newest,
+            "" if newest is None else str(newest),
+        )
+        if pinned is not None:
+            assert held.pinned.version == pinned
 
 
 def test_what_does_not_fit_is_one_line_with_the_bytes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

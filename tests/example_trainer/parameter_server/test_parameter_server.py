@@ -151,6 +151,9 @@ def test_what_is_pushed_reaches_all_servers(trainer: Trainer, holder: HeldServer
     assert [server.get("/weights")["weight_epoch"] for server in servers] == [5, 5]  # type: ignore[index]
     assert [row["standing"] for row in holder.get("/fleet")["servers"]] == ["good", "good"]  # type: ignore[index]
     sound(servers)
+    log = (holder.starter.folder / "parameter-server.log").read_text()
+    assert "The weights are read where they are by 2 of 2 receivers" in log
+    assert not any("lockstep-weights" in Path(f"/proc/{server.pid}/maps").read_text() for server in servers)
     (path,) = holder.starter.folder.glob(f"timeline-parameter-server-*-{holder.port}.jsonl")
     spans = [span for span in map(json.loads, path.read_text().splitlines()) if "what" in span]
     assert [span["version"] for span in spans if span["what"] == "push"] == [1, 2]
@@ -196,6 +199,36 @@ def test_what_came_with_a_falsified_checksum_is_not_handed_out(
     monkeypatch.setattr(WeightStream, "send", falsify)
     trainer.step()  # the second try is right
     assert holder.state()["failures"] == failures + 1
+    trainer.until_served(servers)
+    sound(servers)
+
+
+def test_the_last_good_version_is_handed_out_when_a_push_fails_while_an_older_one_is_under_way(
+    trainer: Trainer, holder: HeldServer, servers: list[LightServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first push takes the place beside what is being sent, the second takes the first one's, and is spoilt."""
+    trainer.until_served(servers)
+    for server in servers:
+        server.fault("receive", "slow")
+    send, found = WeightStream.send, list[Any]()
+
+    def observed(self: WeightStream, cohort: Any, lost: Any) -> list[str]:
+        found.append(holder.get("/weights"))
+        monkeypatch.setattr(WeightStream, "send", send)
+        return send(self, cohort, lost)
+
+    def falsify(self: WeightStream, cohort: Any, lost: Any) -> list[str]:
+        monkeypatch.setattr(WeightStream, "send", observed)
+        return ["falsified" for _ in send(self, cohort, lost)]
+
+    trainer.step()
+    until(lambda: any("receiving" in str(server.state()["ranks"]) for server in servers))
+    trainer.step()
+    monkeypatch.setattr(WeightStream, "send", falsify)
+    trainer.step()
+    (told,) = found  # between the spoilt push and the next
+    assert (told["serving"], told["trouble"]) == (True, "")
+    assert trainer.version - told["weight_version"] in (1, 2)  # 1 if the older one had arrived before
     trainer.until_served(servers)
     sound(servers)
 

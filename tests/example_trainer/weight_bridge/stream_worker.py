@@ -39,7 +39,9 @@ def run_case(ranks: Ranks, port: int, store: torch.distributed.TCPStore, tp_size
     generator = torch.Generator().manual_seed(7)
     plan = SendPlan(ranks.world_size, tp_size)
     stream = WeightStream(model, manifests_of(tp_size, dtype), plan, ranks, CPU, BUCKET_BYTES)
-    cohort = Cohort(ranks, plan, CPU, SECONDS)
+    # Of the two senders to servers of one rank, one is on their machine.
+    memory = stream.memory if tp_size == 2 or ranks.is_main else None
+    cohort = Cohort(ranks, plan, CPU, SECONDS, memory)
     servers = make_servers(2, tp_size, dtype, direct=True) if ranks.is_main else []
     receivers: list[Rank] = [rank for server in servers for rank in server]
 

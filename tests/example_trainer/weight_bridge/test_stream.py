@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -28,7 +29,8 @@ from tests.example_trainer.weight_bridge.cohort_world import (
     make_servers,
     manifests_of,
 )
-from vllm_patching.transport.lane import nobody_lost
+from vllm_patching.transport import shared_lane
+from vllm_patching.transport.lane import GlooLane, nobody_lost
 from vllm_patching.transport.rendezvous import host_store
 
 CPU = torch.device("cpu")
@@ -36,6 +38,11 @@ ROOT = Path(__file__).resolve().parents[3]
 WORLD = "tests.example_trainer.weight_bridge.cohort_world"
 FEW_SECONDS = 4.0
 """A deadline that a test waits for."""
+
+
+def mappings(pid: int) -> int:
+    """Of weights that are on their way, in a process."""
+    return Path(f"/proc/{pid}/maps").read_text().count("lockstep-weights")
 
 
 def random_model(dtype: torch.dtype = torch.float32) -> Decoder:
@@ -54,24 +61,51 @@ def change(model: Decoder) -> None:
 class Trainer:
     """A trainer of one process and its store."""
 
-    def __init__(self, tp_size: int, dtype: torch.dtype, port: int, timeout: float = SECONDS) -> None:
+    def __init__(self, tp_size: int, dtype: torch.dtype, port: int, timeout: float = SECONDS, near: bool = True) -> None:
         self.model = random_model()
         self.weights = {name: p.detach() for name, p in self.model.named_parameters()}
         self.plan = SendPlan(1, tp_size)
         self.port, self.store = port, host_store("localhost", port, 30)
         self.stream = WeightStream(self.model, manifests_of(tp_size, dtype), self.plan, Ranks(), CPU, BUCKET_BYTES)
-        self.cohort = Cohort(Ranks(), self.plan, CPU, timeout)
+        self.cohort = Cohort(Ranks(), self.plan, CPU, timeout, self.stream.memory if near else None)
 
     def form(self, key: str, members: int, seconds: float = SECONDS, lost: Callable[[], str] = nobody_lost) -> None:
         self.cohort.form("localhost", self.port, key, members, "gloo", self.store, seconds, lost)
 
 
-@pytest.mark.parametrize(("tp_size", "dtype", "direct"), [(1, torch.float32, True), (2, torch.bfloat16, False)])
+@pytest.fixture
+def over_gloo(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each message of either side."""
+    sizes: list[int] = []
+    start = GlooLane._start
+
+    def counted(self: GlooLane, operation: str, options: object, tensor: torch.Tensor) -> object:
+        sizes.append(tensor.nbytes)
+        return start(self, operation, options, tensor)
+
+    monkeypatch.setattr(GlooLane, "_start", counted)
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "dtype", "direct", "near"),
+    [(1, torch.float32, True, 2), (2, torch.bfloat16, False, 2), (2, torch.bfloat16, False, 0), (1, torch.float32, True, 1)],
+)
 def test_what_is_sent_arrives_at_every_server(
-    free_port: Callable[[], int], tp_size: int, dtype: torch.dtype, direct: bool
+    free_port: Callable[[], int],
+    monkeypatch: pytest.MonkeyPatch,
+    over_gloo: list[int],
+    tp_size: int,
+    dtype: torch.dtype,
+    direct: bool,
+    near: int,
 ) -> None:
-    """Twice: the second time other weights, over the same lanes."""
-    trainer = Trainer(tp_size, dtype, free_port())
+    """Twice, the second time other weights, over the same lanes; to servers on the trainer's machine and elsewhere."""
+    elsewhere = iter(["here", *["here"] * near, *["there"] * 2])
+    if near == 1:
+        monkeypatch.setattr(shared_lane, "_network", lambda: next(elsewhere))
+    before = mappings(os.getpid())
+    trainer = Trainer(tp_size, dtype, free_port(), near=near > 0)
     servers = make_servers(2, tp_size, dtype, direct)
     join_all(servers, trainer.port, "first", trainer.plan.lanes)
     trainer.form("first", 2)
@@ -91,6 +125,8 @@ def test_what_is_sent_arrives_at_every_server(
             assert direct or sum(t.nbytes for t, _ in staged) == status.received_bytes
             assert rank.holds(trainer.weights) == direct
         change(trainer.model)
+    assert (max(over_gloo) > 8) == (near < 2), "what is read where it is does not go through a socket"
+    assert mappings(os.getpid()) == before + 1, "receivers map the sender's memory for the time of a transfer"
     trainer.cohort.close()
 
 
@@ -175,11 +211,11 @@ def server() -> Iterator[Server]:
     made.process.wait()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("number", "near"), [(signal.SIGKILL, True), (signal.SIGSTOP, True), (signal.SIGSTOP, False)])
 def test_a_server_that_is_killed_or_stopped_costs_a_deadline_and_the_rest_goes_on(
-    server: Server, free_port: Callable[[], int], number: signal.Signals
+    server: Server, free_port: Callable[[], int], number: signal.Signals, near: bool
 ) -> None:
-    trainer = Trainer(1, torch.float32, free_port(), timeout=FEW_SECONDS)
+    trainer = Trainer(1, torch.float32, free_port(), timeout=FEW_SECONDS, near=near)
     (rank,) = ranks = [servers[0] for servers in make_servers(1, 1, torch.float32, False)]
     rank.join(trainer.port, "first", 2, 0, 1, FEW_SECONDS)
     server.tell(join=[trainer.port, "first", 2, 1, 1, FEW_SECONDS])

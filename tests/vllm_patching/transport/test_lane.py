@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from vllm_patching.transport.addresses import RendezvousError
-from vllm_patching.transport.lane import GlooLane, Lane, LaneBroken, LanePlace, in_time, nobody_lost
+from vllm_patching.transport.forming import in_time
+from vllm_patching.transport.lane import GlooLane, Lane, LaneBroken, LanePlace, nobody_lost
 
 
 class Still(Lane):

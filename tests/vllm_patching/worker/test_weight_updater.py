@@ -39,11 +39,13 @@ TRAINER = """
 import math, sys, time, torch
 from tests.vllm_patching.worker.test_weight_updater import BUCKETS, LAYOUT, new_weights
 from vllm_patching.transport.cohort import lane_places
-from vllm_patching.transport.lane import GO, SENDER, form_lane, nobody_lost
+from vllm_patching.transport.forming import form_lane
+from vllm_patching.transport.lane import GO, SENDER, nobody_lost
 from vllm_patching.transport.rendezvous import host_store
 port, epoch, behaviour = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 store = host_store("localhost", port, 60)
 place = lane_places("localhost", port, f"epoch{epoch}", 0, [0], SENDER, 1, "gloo")[0]
+store.set(place.offer, "")
 while not store.check([place.here(1)]):
     time.sleep(0.01)
 store.set(place.word, GO)
