@@ -91,9 +91,10 @@ def rss_mib(pid: int) -> float:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def put_load(port: int, clients: int) -> dict[str, float]:
+def put_load(port: int, clients: int, groups: int = 1024) -> dict[str, float]:
     """The load on the server at a port, and what it printed."""
-    command: list[str | Path] = [sys.executable, LOAD, f"http://127.0.0.1:{port}", "--clients", str(clients)]
+    command: list[str | Path] = [sys.executable, LOAD, f"http://127.0.0.1:{port}"]
+    command += ["--clients", str(clients), "--groups", str(groups)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     match = RESULT.search(done.stdout)
     if match is None:

@@ -22,6 +22,14 @@ from atroposlib.api.gate.gate import RequestLimits
 from atroposlib.api.models.records import Limits
 from atroposlib.api.store.sqlite_store import SqliteStore, set_aside
 from atroposlib.api.store.store import MemoryStore, Store, StoreError
+from atroposlib.ui.application import PageRoute
+from atroposlib.ui.live.hub import Hub
+from atroposlib.ui.live.observed import observed_folder
+from atroposlib.ui.live.source import LiveSource, Place
+from atroposlib.ui.page import RunPage
+from atroposlib.ui.web.gatekeeper import Gatekeeper
+from atroposlib.ui.web.sessions import SESSION_SECONDS
+from atroposlib.utils.keys import VLLM_KEY
 
 logger = logging.getLogger("atroposlib.cli.run_api")
 
@@ -77,6 +85,20 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         f"(default: {queue.silent_after:g})",
     )
     parser.add_argument("--request-timeout", type=_seconds, default=request.seconds, help="seconds for one request")
+    parser.add_argument(
+        "--run-folder",
+        type=Path,
+        metavar="RUN",
+        help="folder of the run, where the page at /ui finds what the trainer writes and keeps what is to be seen later "
+        "(default: the trainer says where it writes, and the rest is kept beside the store)",
+    )
+    parser.add_argument("--no-ui", action="store_true", help="serve no page for people at /ui")
+    parser.add_argument(
+        "--ui-session-seconds",
+        type=_seconds,
+        default=SESSION_SECONDS,
+        help=f"seconds that a sign-in on the page lasts (default: {SESSION_SECONDS:g})",
+    )
     parser.add_argument("--access-log", action="store_true", help="log every request")
     parser.add_argument(
         "--reload", action="store_true", help="taken as the public command takes it, and ignored: start it again"
@@ -190,15 +212,19 @@ def port_user(port: int, proc: Path = Path("/proc")) -> str:
 class Server(uvicorn.Server):
     """Says where it can be reached; uvicorn itself names only the socket that it was given."""
 
+    has_page = False
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to accept connections."""
         await super().startup(sockets)
         if self.started:
             for sock in sockets or []:
                 host, port = sock.getsockname()[:2]
-                logger.info(
-                    "Uvicorn running on http://%s:%d (Press CTRL+C to quit)", f"[{host}]" if ":" in host else host, port
-                )
+                address = f"[{host}]" if ":" in host else host
+                logger.info("Uvicorn running on http://%s:%d (Press CTRL+C to quit)", address, port)
+                if self.has_page:
+                    here = address if address not in ("0.0.0.0", "[::]") else socket.gethostname()
+                    logger.info("see the run at http://%s:%d/ui", here, port)
 
 
 def open_store(name: str | None, port: int, new_run: bool = False) -> Store:
@@ -238,6 +264,17 @@ def open_store(name: str | None, port: int, new_run: bool = False) -> Store:
     return SqliteStore(path)
 
 
+def make_page(service: RolloutService, keeper: Gatekeeper, port: int, run_folder: Path | None) -> RunPage:
+    """The page at /ui, over the run of this service and those that lie beside it."""
+    hub = Hub()
+    store = service.store.path if isinstance(service.store, SqliteStore) else None
+    observed = observed_folder(run_folder, store)
+    place = Place(port=port, run_folder=run_folder)
+    live = LiveSource(service, observed, hub, place, os.environ.get(VLLM_KEY) or None)
+    beside = run_folder.absolute().parent if run_folder is not None else store.parent if store is not None else None
+    return RunPage([beside] if beside is not None else [], keeper, hub, live)
+
+
 def main(argv: list[str] | None = None) -> None:
     """Serve until SIGTERM or SIGINT; requests under way are answered first."""
     arguments = parse_arguments(argv)
@@ -254,10 +291,14 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(f"error: {error}") from None
     if isinstance(store, SqliteStore):
         logger.info("store %s: %d groups, step %d", store.path, service.queue.held_groups, service.queue.current_step)
-    access = Access(api_key, host, frozenset(name.lower() for name in arguments.allow_host))
-    limits = RequestLimits(arguments.max_body_bytes, arguments.request_timeout, access)
+    names = frozenset(name.lower() for name in arguments.allow_host)
+    page = None
+    if not arguments.no_ui:
+        keeper = Gatekeeper.of_key(api_key, names, arguments.ui_session_seconds)
+        page = make_page(service, keeper, sock.getsockname()[1], arguments.run_folder)
+    limits = RequestLimits(arguments.max_body_bytes, arguments.request_timeout, Access(api_key, host, names))
     config = uvicorn.Config(
-        make_app(service, limits),
+        make_app(service, limits, PageRoute(page) if page is not None else None),
         access_log=arguments.access_log,
         log_config=None,
         http=bounded_protocol(arguments.request_timeout),
@@ -266,6 +307,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     server = Server(config)
+    server.has_page = page is not None
 
     def stop(*_: object) -> None:
         # uvicorn handles the signals while it serves, and raises them once more when all is answered and closed.

@@ -44,6 +44,8 @@ class Registration:
         replay: policy, max_reuse and seed, by which the service uses groups; None for each once, oldest first.
         ref_logprobs_from_workers: groups that come without ref_logprobs wait for reference workers.
         reference: what those are to compute; see training.reference.
+        log_dir: where the trainer writes its figures, for the service's page.
+        inference_servers: addresses of the vLLM servers that it was started with, likewise.
     """
 
     wandb_group: str
@@ -61,6 +63,8 @@ class Registration:
     replay: dict[str, Any] | None = None
     ref_logprobs_from_workers: bool = False
     reference: dict[str, str | float | bool] | None = None
+    log_dir: str | None = None
+    inference_servers: list[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -343,6 +347,13 @@ def _named(batch: TrainedBatch) -> dict[str, Any]:
     return {"batch_id": batch.id} if batch.uuid is None else {"batch_id": batch.id, "uuid": batch.uuid}
 
 
+def addresses_of_servers(config: TrainerConfig) -> list[str] | None:
+    """The vLLM servers that get this trainer's weights, for the service's page; None if the options name none."""
+    if config.weight_bridge_mode not in ("shared_vllm", "lora_only") and config.vllm_restart_interval is None:
+        return None
+    return [f"http://{host}:{port}" for host, port in config.vllm_addresses]
+
+
 def registration(
     config: TrainerConfig,
     starting_step: int,
@@ -369,4 +380,6 @@ def registration(
         replay={"policy": config.replay, "max_reuse": config.max_reuse, "seed": config.seed} if config.replays else None,
         ref_logprobs_from_workers=reference is not None,
         reference=reference,
+        log_dir=str(config.log_dir.resolve()),
+        inference_servers=addresses_of_servers(config),
     )

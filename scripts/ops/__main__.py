@@ -15,6 +15,7 @@ if not __package__:
 from example_trainer.child_processes.processes import ProcessError
 from scripts.ops import logs, status
 from scripts.ops.control import Starter, stop_parts
+from scripts.ops.keys import KEYS_FILE, SERVICE
 from scripts.ops.options import add_run_option, parse
 from scripts.ops.parts import PARTS, SERVERS, chosen
 from scripts.ops.records import Records
@@ -46,8 +47,10 @@ def parser(name: str, description: str) -> OneLineParser:
 def start(arguments: list[str]) -> int:
     """Start the stack in the background."""
     options = parse(arguments)
-    Starter(Stack(options), say).run()
+    stack = Stack(options)
+    Starter(stack, say).run()
     say(f"running in {options.run}: scripts/status.sh, scripts/logs.sh and scripts/stop.sh look at it, follow it and end it")
+    say(f"see the run at {stack.service_url}/ui; it asks for {SERVICE} of {options.run / KEYS_FILE}")
     return 0
 
 

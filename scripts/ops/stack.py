@@ -118,7 +118,8 @@ class Stack:
     def service(self) -> Command:
         """The rollout service."""
         arguments = [sys.executable, "-u", "-m", "atroposlib.cli.run_api", "--port", str(self.options.service_port)]
-        arguments += ["--host", self.options.host, "--store", str(self.options.run / "rollouts.db"), *self.options.service_args]
+        arguments += ["--host", self.options.host, "--store", str(self.options.run / "rollouts.db")]
+        arguments += ["--run-folder", str(self.options.run), *self.options.service_args]
         return Command("service", tuple(arguments), {}, LOGS["service"])
 
     def _vllm_flags(self) -> list[str]:

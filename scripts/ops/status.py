@@ -12,7 +12,7 @@ from typing import Any
 from example_trainer.child_processes.processes import ERROR_LINE, describe_exit, tail
 from example_trainer.child_processes.readiness import get_json, http_probe, opener
 from scripts.ops.fleet import Fleet, look
-from scripts.ops.keys import SERVICE, read_keys
+from scripts.ops.keys import KEYS_FILE, SERVICE, read_keys
 from scripts.ops.parts import kind_of
 from scripts.ops.records import Record, Records
 
@@ -55,6 +55,7 @@ class Status:
         step: the trainer's last step; None before the first.
         queue: groups that wait in the rollout service; None if it cannot be asked.
         fleet: what every vLLM server serves.
+        page: address on which a person sees the run; empty while the rollout service is down.
     """
 
     rows: list[PartStatus] = field(default_factory=list)
@@ -62,6 +63,7 @@ class Status:
     step: int | None = None
     queue: int | None = None
     fleet: Fleet = field(default_factory=Fleet)
+    page: str = ""
 
     @property
     def good(self) -> bool:
@@ -93,6 +95,7 @@ def collect(run: Path) -> Status:
         step=last_step(run / "trainer" / "metrics.jsonl"),
         queue=queue_size(ports["service"], key) if "service" in ports else None,
         fleet=look(service, key, [f"http://localhost:{port}" for port in servers]),
+        page=f"{service}/ui" if service else "",
     )
 
 
@@ -177,6 +180,8 @@ def table(status: Status, run: Path, now: float) -> str:
     queue = "unknown" if status.queue is None else f"{status.queue} groups"
     lines += fleet_table(status.fleet, now)
     lines += ["", f"weight version served {served}, trainer's last step {step}, queue {queue}", f"logs in {run}"]
+    if status.page:
+        lines.append(f"see the run at {status.page} (its key is {SERVICE} in {run / KEYS_FILE})")
     lines += [f"last error of {row.part}: {row.last_error}" for row in status.rows if row.last_error]
     return "\n".join(lines)
 

@@ -59,6 +59,11 @@ class Plan:
         return f"http://localhost:{self.ports.service}"
 
     @property
+    def page_url(self) -> str:
+        """Address of the page on which a person sees the run."""
+        return f"{self.service_url}/ui"
+
+    @property
     def vllm_url(self) -> str:
         """Address of the vLLM server."""
         return f"http://localhost:{self.ports.vllm}"
@@ -102,8 +107,9 @@ class Plan:
 
     def service(self) -> Command:
         """The rollout service."""
-        arguments = (sys.executable, "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(self.ports.service))
-        return Command("rollout service", (*arguments, "--new-run"), {}, "service.log")
+        arguments = [sys.executable, "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(self.ports.service)]
+        arguments += ["--new-run", "--run-folder", str(self.options.output)]
+        return Command("rollout service", tuple(arguments), {}, "service.log")
 
     def vllm(self) -> Command:
         """The inference server, its weights shared with the trainer."""

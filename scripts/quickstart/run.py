@@ -45,7 +45,7 @@ FINISH_SECONDS = 180.0
 """How long the trainer may take after its last step, to write the checkpoint."""
 
 LOCK = ".quickstart-lock"
-MADE_HERE = ("logs", "trainer", "environment", "checkpoints", "summary.json", "reward.png", "commands.sh")
+MADE_HERE = ("logs", "trainer", "environment", "checkpoints", "observed", "summary.json", "reward.png", "commands.sh")
 """What a run puts into its output folder, and what the next one in the same folder removes first."""
 
 
@@ -186,6 +186,7 @@ class Quickstart:
         service, vllm = self.start(self.plan.service()), self.start(self.plan.vllm())
         seconds = self.wait_for(service, f"{self.plan.service_url}/", SERVICE_SECONDS)
         self.say(f"rollout service  ready after {span(seconds)}  {self.plan.service_url}")
+        self.say(f"                 see the run, down to the token: {self.plan.page_url}")
         self.say("vLLM             loading the model")
         seconds += self.wait_for(vllm, f"{self.plan.vllm_url}/health", VLLM_SECONDS)
         # Healthy is not enough: it must have generated a token.
@@ -283,7 +284,10 @@ class Quickstart:
 
     def keep_running(self) -> None:
         """Leave service and vLLM up until somebody interrupts."""
-        self.say(f"still running: vLLM {self.plan.vllm_url}, rollout service {self.plan.service_url}; Ctrl-C stops them")
+        self.say(
+            f"still running: vLLM {self.plan.vllm_url}, rollout service {self.plan.service_url} (the run's page: "
+            f"{self.plan.page_url}); Ctrl-C stops them"
+        )
         try:
             while True:
                 self.supervisor.check()

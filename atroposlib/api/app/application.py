@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from typing import Protocol
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
+from starlette.routing import BaseRoute
 
 from atroposlib.api.app.answers import describe, refuse
 from atroposlib.api.app.environment_routes import add_environment_routes, add_evaluation_routes
@@ -31,15 +33,31 @@ from atroposlib.api.store.store import StoreError
 logger = logging.getLogger(__name__)
 
 
-def make_app(service: RolloutService, limits: RequestLimits | None = None) -> FastAPI:
-    """The ASGI application that serves one rollout service."""
+class ServedPage(Protocol):
+    """A page for people beside the service's own routes (atroposlib/ui)."""
+
+    @property
+    def route(self) -> BaseRoute:
+        """Takes the requests for it."""
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        """In the block it is brought up to date."""
+
+
+def make_app(service: RolloutService, limits: RequestLimits | None = None, page: ServedPage | None = None) -> FastAPI:
+    """The ASGI application that serves one rollout service.
+
+    Args:
+        page: on which people see the run, at /ui; None for a service without.
+    """
 
     limits = limits or RequestLimits()
     reader = GroupReader(limits.seconds)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
+        async with page.running() if page is not None else nullcontext():
+            yield
         reader.close()
         await service.close()
 
@@ -52,6 +70,8 @@ def make_app(service: RolloutService, limits: RequestLimits | None = None) -> Fa
     add_fleet_routes(app, service)
     add_reference_routes(app, service)
     add_status_routes(app, service)
+    if page is not None:
+        app.router.routes.append(page.route)
     describe(app)
     return app
 

@@ -21,6 +21,10 @@ READING = frozenset(
 """Paths whose GET changes nothing: a person may open them in a browser."""
 
 
+PAGE = "/ui"
+"""What is below it lets people in by itself: by a sign-in, and by links that a browser follows (see ui.web.gatekeeper)."""
+
+
 class NotAllowedError(Exception):
     """The caller may not do this."""
 
@@ -46,6 +50,8 @@ class Access:
         Raises:
             NotAllowedError: says why, and what to do.
         """
+        if path == PAGE or path.startswith(f"{PAGE}/"):
+            return
         if self.api_key is not None:
             if path != "/":
                 self._check_key(self.api_key, headers)

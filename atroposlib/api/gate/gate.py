@@ -26,6 +26,8 @@ GZIP_LEVEL = 1
 """Numbers compress nearly as well at level 1, at a fraction of the time."""
 LARGE = ("/scored_data", "/scored_data_list", "/reference/done")
 """Requests whose bodies hold groups, or as many numbers."""
+ENDLESS = frozenset({"/ui/api/stream"})
+"""Requests whose answers go on for as long as the client listens."""
 MOST_OF_OTHERS = 1 << 20
 """Bytes of a body that holds no groups."""
 IN_A_THREAD_FROM = 1 << 16
@@ -124,7 +126,8 @@ class Gate:
             self.limits.access.check(scope["method"], scope["path"], headers)
             most = self.limits.max_body if scope["path"] in LARGE else min(self.limits.max_body, MOST_OF_OTHERS)
             body = await self._body(headers, receive, most)
-            async with asyncio.timeout(self.limits.seconds):
+            # A page that is open is told what is new until it is closed, and each message has its own time.
+            async with asyncio.timeout(None if scope["path"] in ENDLESS else self.limits.seconds):
                 await app(scope, replayed(body, receive), answer.send)
         except NotAllowedError as error:
             challenge = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None

@@ -131,6 +131,10 @@ class Registration:
     """How they are to be computed: handed on to the workers as it is, but for its `model`, which theirs is compared with."""
     replay: dict[str, Any] | None = None
     """The fields of a `Replay`; None for its defaults."""
+    log_dir: str | None = None
+    """Folder of the trainer's figures, on its machine; None if it does not say."""
+    inference_servers: list[str] | None = None
+    """Addresses of the servers that it was started with; None if it does not say."""
 
     @property
     def reference_model(self) -> str | None:

@@ -140,6 +140,10 @@ class RegisterTrainer(Request):
     reference: Annotated[dict[ShortName, SafeInt | FiniteFloat | bool | Name | None], Field(max_length=64)] | None = None
     """How they are to be computed, for the workers to compare with. If it names a `model`, theirs is compared with that one."""
 
+    log_dir: Name | None = None
+    """Folder of the trainer's figures, for the page of a service on the same machine; null if it does not say."""
+    inference_servers: Annotated[list[Name], Field(max_length=MOST_SERVERS)] | None = None
+    """Addresses of the servers that sample for it, for the page to ask how they are; null if it does not say."""
     replay: WantedReplay | None = None
     """Null for fifo and each group once. Anything else needs max_staleness, by which old groups are dropped; groups that are
     used again are one version older at least."""

@@ -48,6 +48,8 @@ def test_the_original_wire_without_leases_works(scripted: MakeServer, client_of:
         "replay": None,
         "ref_logprobs_from_workers": False,
         "reference": None,
+        "log_dir": None,
+        "inference_servers": None,
         "ack_batches": True,
     }
 

@@ -1,0 +1,103 @@
+"""What is wrong with a stack, each fault in a sentence with its remedy. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+SILENT_SECONDS = 120.0
+"""An environment that said nothing for so long, though the trainer waits for groups, is named."""
+SLOW_SECONDS = 600.0
+"""A trainer that holds a batch and has acknowledged none for so long is named."""
+NEARLY_FULL = 0.95
+"""Of the queue's bounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that is wrong.
+
+    Attributes:
+        part: `service`, `trainer`, `queue`, `environment NAME` or `server URL`.
+        text: what is wrong, with the figure that shows it.
+        remedy: what to do.
+        since: Unix time; None if it is not known.
+    """
+
+    part: str
+    severity: Literal["warning", "error"]
+    text: str
+    remedy: str
+    since: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """For the page."""
+        return asdict(self)
+
+
+def find_faults(stack: Mapping[str, Any]) -> list[Fault]:
+    """The faults of a stack, those that stop a run first."""
+    found = [*_of_trainer(stack), *_of_queue(stack), *_of_environments(stack)]
+    for server in stack["servers"]:
+        found += _of_server(server)
+    return sorted(found, key=lambda fault: fault.severity != "error")
+
+
+def _of_trainer(stack: Mapping[str, Any]) -> Iterator[Fault]:
+    trainer, leases = stack["trainer"], stack["leases"]
+    if stack["service"]["run_ended"]:
+        return
+    if not trainer["registered"]:
+        if stack["environments"] or stack["queue"]["groups"]:
+            yield Fault("trainer", "warning", "No trainer has registered.", "Start it; its log says what it waits for.")
+        return
+    silent = trainer["seconds_since_step"]
+    if silent is not None and silent > SLOW_SECONDS and any(lease["sent"] for lease in leases):
+        text = f"The trainer holds a batch and has acknowledged none for {silent / 60:.0f} minutes."
+        yield Fault("trainer", "error", text, "See its log (scripts/logs.sh trainer); start it again with --resume auto.")
+    if trainer["batches_skipped"]:
+        text = f"{trainer['batches_skipped']} batches could not be trained on."
+        yield Fault("trainer", "warning", text, "The trainer's log names the reason of each (docs/runs.md).")
+
+
+def _of_queue(stack: Mapping[str, Any]) -> Iterator[Fault]:
+    queue = stack["queue"]
+    for held, most, what in ("held_groups", "max_groups", "groups"), ("held_bytes", "max_bytes", "bytes"):
+        if queue[held] >= NEARLY_FULL * queue[most]:
+            text = f"The queue holds {queue[held]:,} of {queue[most]:,} {what}: posts are refused beyond."
+            remedy = f"The trainer is slower than the environments: give it time, or start the service with --max-queue-{what}."
+            yield Fault("queue", "warning", text, remedy)
+    if queue["waiting_for_reference"] and not queue["groups"]:
+        text = f"{queue['waiting_for_reference']} groups wait for reference logprobs, and none is ready."
+        yield Fault("queue", "warning", text, "Start a reference worker, or see why it takes none (GET /reference).")
+
+
+def _of_environments(stack: Mapping[str, Any]) -> Iterator[Fault]:
+    trainer = stack["trainer"]["registered"] and not stack["service"]["run_ended"]
+    starving = trainer and not stack["queue"]["groups"] and bool(stack["service"]["waiting_because"])
+    connected = [one for one in stack["environments"] if one["connected"]]
+    if starving and not connected:
+        yield Fault("service", "warning", "The trainer waits for groups, and no environment is connected.", "Start one.")
+    for one in connected:
+        if starving and one["seconds_silent"] > SILENT_SECONDS:
+            text = f"{one['wandb_name']} has said nothing for {one['seconds_silent'] / 60:.0f} minutes, and the trainer waits."
+            remedy = "See its log (scripts/logs.sh environment); start it again if its process is gone."
+            yield Fault(f"environment {one['wandb_name']}", "error", text, remedy)
+
+
+def _of_server(server: Mapping[str, Any]) -> Iterator[Fault]:
+    part, url, since = f"server {server['url']}", server["url"], server["since"]
+    standing, reason = server["standing"], server["reason"] or server["detail"]
+    if server["health"] == "silent":
+        text = f"{url} does not answer: {server['detail']}."
+        yield Fault(part, "error", text, "See its log (scripts/logs.sh vllm); scripts/restart.sh starts it again.", since)
+    elif server["health"] == "bad":
+        text = f"{url} serves nothing: {server['detail']}."
+        yield Fault(part, "error", text, "The trainer mends it with its next update; if it does not, start it again.", since)
+    elif standing == "quarantined":
+        text = f"{url} is kept out: {reason or 'its weights were not proven'}."
+        yield Fault(part, "error", text, "It comes back with the next whole update; if it does not, start it again.", since)
+    elif standing == "away":
+        text = f"The trainer does not reach {url}: {reason or 'no answer'}."
+        yield Fault(part, "error", text, "See its log, and whether the trainer's machine can reach that address.", since)

@@ -1,0 +1,136 @@
+"""Tells the pages that are open what is new. Each has a bounded queue; whoever does not keep up is let go of."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import orjson
+
+logger = logging.getLogger(__name__)
+
+MOST_WAITING = 256
+"""Messages that may wait for one page."""
+MOST_PAGES = 100
+"""That are told at a time; every one is a connection."""
+EVERY_RUN = ""
+"""The name under which what is told concerns all pages, whichever run they show."""
+
+
+class TooManyPagesError(Exception):
+    """As many pages are open as may be."""
+
+
+class Subscription:
+    """What waits for one page."""
+
+    def __init__(self, run: str) -> None:
+        self.run = run
+        self.over = ""
+        """Why nothing more comes; empty while it does."""
+        self._waiting: deque[bytes] = deque()
+        self._news = asyncio.Event()
+
+    def put(self, message: bytes) -> None:
+        """Something for the page."""
+        if self.over:
+            return
+        if len(self._waiting) >= MOST_WAITING:
+            self.end("too_slow")
+            return
+        self._waiting.append(message)
+        self._news.set()
+
+    def end(self, reason: str) -> None:
+        """Nothing more comes after what waits; a page that is too slow gets that neither."""
+        if not self.over:
+            self.over = reason
+            if reason == "too_slow":
+                self._waiting.clear()
+            self._news.set()
+
+    def wake(self) -> None:
+        """Something else has changed: whoever waits shall look."""
+        self._news.set()
+
+    async def next(self, seconds: float) -> bytes | None:
+        """What waits, all of it together; None if nothing came in so many seconds, or nothing more will."""
+        if not self._waiting and not self.over:
+            self._news.clear()
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._news.wait()
+            except TimeoutError:
+                return None
+        messages = b"".join(self._waiting)
+        self._waiting.clear()
+        return messages or None
+
+
+class Hub:
+    """Every page that is open. All of it runs on one event loop, but for `tell_from_thread`."""
+
+    def __init__(self) -> None:
+        self._pages: set[Subscription] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def runs(self) -> set[str]:
+        """Runs that are shown."""
+        return {page.run for page in self._pages}
+
+    def require_room(self) -> None:
+        """One page more may be told.
+
+        Raises:
+            TooManyPagesError: there are MOST_PAGES already.
+        """
+        if len(self._pages) >= MOST_PAGES:
+            raise TooManyPagesError(f"{MOST_PAGES} pages are open, which is as many as are told; close some")
+
+    @contextmanager
+    def subscribed(self, run: str) -> Iterator[Subscription]:
+        """In the block a page is told what is new of a run."""
+        self._loop = asyncio.get_running_loop()
+        page = Subscription(run)
+        self._pages.add(page)
+        try:
+            yield page
+        finally:
+            self._pages.discard(page)
+
+    def tell(self, run: str, event: str, data: Any) -> None:
+        """Tell the pages that show a run, or all of them (EVERY_RUN). Encoded once, however many there are."""
+        pages = [page for page in self._pages if run in (EVERY_RUN, page.run)]
+        if pages:
+            message = encode(event, data)
+            for page in pages:
+                page.put(message)
+
+    def tell_from_thread(self, run: str, event: str, data: Any) -> None:
+        """The same, from any thread."""
+        loop = self._loop
+        if loop is not None and self._pages and not loop.is_closed():
+            loop.call_soon_threadsafe(self.tell, run, event, data)
+
+    def wake(self) -> None:
+        """Somebody has signed out: each page shall look whether it may still be told."""
+        for page in self._pages:
+            page.wake()
+
+    def close(self) -> None:
+        """The service stops: every page is told so."""
+        for page in list(self._pages):
+            page.end("stopping")
+
+
+def encode(event: str, data: Any) -> bytes:
+    """A server-sent event. JSON has no line ends, so it is one line."""
+    body = orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+    return b"event: %s\ndata: %s\n\n" % (event.encode(), body)

@@ -1,0 +1,112 @@
+"""The processes of a run as the rollout service sees them: itself, the trainer, the environments and the vLLM servers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from atroposlib.api.models.records import NOBODY
+from atroposlib.api.queue.rollout_queue import RolloutQueue
+from atroposlib.ui.live.faults import find_faults
+
+MOST_GROUPS_LOOKED_AT = 5000
+"""For the oldest version in the queue; in a longer one it is not looked for, which would hold up other requests."""
+MOST_ENVIRONMENTS = 200
+MOST_LEASES = 50
+
+
+def stack_of(
+    queue: RolloutQueue, servers: Sequence[Mapping[str, Any]], now: float, monotonic: float, seconds_since_step: float | None
+) -> dict[str, Any]:
+    """The stack as GET /ui/api/stack tells it.
+
+    Args:
+        queue: the service's.
+        servers: as ServerWatch tells them.
+        now: Unix seconds.
+        monotonic: seconds of the queue's clock.
+        seconds_since_step: since the trainer's last acknowledgement; None if none was seen.
+    """
+    trainer = queue.registration
+    dropped: Counter[str] = Counter()
+    for (reason, _), count in queue.drops.items():
+        dropped[reason] += count
+    leases = list(queue.leases.values())
+    environments = [one for one in queue.registry.by_id.values() if one.env_id != NOBODY]
+    stack: dict[str, Any] = {
+        "time": now,
+        "live": True,
+        "service": {
+            "step": queue.current_step,
+            "sampling_version": queue.sampling_version(),
+            "trainer_version": queue.trainer_version(),
+            "waiting_because": queue.waiting,
+            "run_ended": queue.ended,
+        },
+        "trainer": {
+            "registered": trainer is not None,
+            "model": trainer.model if trainer else None,
+            "step": queue.sampling_version(),
+            "of_steps": trainer.num_steps if trainer else None,
+            "version": queue.trainer_version(),
+            "weight_epoch": trainer.weight_epoch if trainer else None,
+            "max_staleness": trainer.max_staleness if trainer else None,
+            "batch_size": trainer.batch_size if trainer else None,
+            "seconds_since_step": seconds_since_step,
+            "batches_skipped": queue.batches_skipped,
+            "starting_step": trainer.starting_step if trainer else None,
+            # Tells one registration from the next, and is not the uuid itself, with which one may speak for the trainer.
+            "registration": hashlib.sha256(str(trainer.uuid).encode()).hexdigest()[:8] if trainer else None,
+            "log_dir": trainer.log_dir if trainer else None,
+        },
+        "queue": {
+            "groups": queue.lines.groups,
+            "sequences": queue.lines.total_sequences(),
+            "buffered_groups": sum(len(buffer) for buffer in queue.buffers.values()),
+            "waiting_for_reference": len(queue.reference.waiting),
+            "held_groups": queue.held_groups,
+            "held_bytes": queue.held_bytes,
+            "max_groups": queue.limits.max_groups,
+            "max_bytes": queue.limits.max_bytes,
+            "oldest_version": oldest_version(queue),
+        },
+        "leases": [
+            {"batch_id": lease.batch_id, "groups": len(lease.groups), "sent": lease.sent, "returned": lease.returned}
+            for lease in leases[-MOST_LEASES:]
+        ],
+        "dropped": [{"reason": reason, "groups": count} for reason, count in sorted(dropped.items())],
+        "environments": [
+            {
+                "env_id": one.env_id,
+                "wandb_name": one.wandb_name,
+                "connected": one.connected,
+                "weight": one.weight,
+                "groups_accepted": one.accepted,
+                "groups_queued": len(queue.lines.by_line[one.env_id]),
+                "groups_buffered": len(queue.buffers.get(one.env_id, [])),
+                "seconds_silent": round(monotonic - queue.registry.last_seen[one.env_id], 1),
+            }
+            for one in environments[-MOST_ENVIRONMENTS:]
+        ],
+        "servers": [dict(server) for server in servers],
+    }
+    stack["faults"] = [fault.to_json() for fault in find_faults(stack)]
+    return stack
+
+
+def oldest_version(queue: RolloutQueue) -> int | None:
+    """The lowest weight version that waits; None if nothing does, or too much to look."""
+    if queue.lines.groups > MOST_GROUPS_LOOKED_AT:
+        return None
+    return min((group.version for group in queue.lines), default=None)
+
+
+def worth_telling(stack: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a stack counts when two are compared: not the seconds that go by in each of them anyway."""
+    told = {name: value for name, value in stack.items() if name != "time"}
+    told["trainer"] = stack["trainer"] | {"seconds_since_step": None}
+    told["environments"] = [one | {"seconds_silent": None} for one in stack["environments"]]
+    told["servers"] = [one | {"asked": None} for one in stack["servers"]]
+    return told

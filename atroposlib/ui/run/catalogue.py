@@ -1,0 +1,128 @@
+"""Every run that the page can show, and the few that are held in memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from atroposlib.ui.run.folder import RunFiles, changed, find_runs
+from atroposlib.ui.run.run import Change, Run, glance
+
+LIVE = "live"
+"""Names the run of the service that serves the page."""
+MOST_OPEN = 8
+"""Runs in memory."""
+LOOK_SECONDS = 5.0
+"""How old the list of runs may be."""
+QUIET_SECONDS = 600.0
+"""Without a row for so long, a run of which nothing else is known is not said to be running."""
+
+
+class UnknownRunError(Exception):
+    """No run has this name."""
+
+
+class RunCatalogue:
+    """Finds runs in folders and opens those that are asked for. Any method may be called from any thread; none is quick.
+
+    Args:
+        roots: folders of runs.
+        live: the files of the service's own run, asked anew each time; None where there is no service.
+        on_change: called with a run and what is new of it, in whichever thread has read it.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[Path],
+        live: Callable[[], RunFiles | None] = lambda: None,
+        on_change: Callable[[Run, Change], None] = lambda run, change: None,
+    ) -> None:
+        self.roots, self._on_change = roots, on_change
+        self._live = live
+        self._lock = threading.Lock()
+        self._open: OrderedDict[tuple[str, Path, Path | None, Path | None], Run] = OrderedDict()
+        self._found: list[RunFiles] = []
+        self._looked = -LOOK_SECONDS
+        self._summaries: dict[str, tuple[float, dict[str, Any]]] = {}
+
+    def list_runs(self) -> list[RunFiles]:
+        """The runs, the live one first and the others newest first."""
+        live = self._live()
+        with self._lock:
+            if time.monotonic() - self._looked >= LOOK_SECONDS:
+                found = {run.metrics: run for root in self.roots for run in find_runs(root)}
+                self._found = sorted(found.values(), key=lambda run: -changed(run))
+                self._looked = time.monotonic()
+            if live is None:
+                return list(self._found)
+            return [live, *(run for run in self._found if run.metrics != live.metrics)]
+
+    def default(self) -> str:
+        """The run that is shown if none is asked for; empty if there is none."""
+        live = self._live()
+        if live is not None:
+            return live.id
+        runs = self.list_runs()
+        return runs[0].id if runs else ""
+
+    def files(self, run: str) -> RunFiles:
+        """The files of a run.
+
+        Args:
+            run: its id; empty for the default one.
+
+        Raises:
+            UnknownRunError: there is no such run.
+        """
+        live = self._live()
+        if live is not None and run in ("", live.id):
+            return live
+        runs = self.list_runs()
+        found = runs[:1] if not run else [files for files in runs if files.id == run]
+        if not found:
+            where = ", ".join(map(str, self.roots)) or "no folder"
+            raise UnknownRunError(f"there is no run {run[:100]!r} in {where}; /ui/history lists those that are there")
+        return found[0]
+
+    def get(self, run: str) -> Run:
+        """A run, up to date.
+
+        Raises:
+            UnknownRunError: there is no such run.
+        """
+        files = self.files(run)
+        with self._lock:
+            paths = (files.id, files.metrics, files.observed, files.environment)
+            opened = self._open.get(paths)
+            is_new = opened is None
+            if opened is None:
+                opened = self._open[paths] = Run(files)
+            self._open.move_to_end(paths)
+            while len(self._open) > MOST_OPEN:
+                self._open.popitem(last=False)
+        change = opened.refresh()
+        if is_new:  # to a page that is open, its rows are others than those that it knows
+            change = Change(rewritten=True)
+        if change:
+            self._on_change(opened, change)
+        return opened
+
+    def summaries(self) -> list[dict[str, Any]]:
+        """All runs, for the page of the history. A run that has not changed since is not looked at again."""
+        listed = []
+        for files in self.list_runs():
+            stamp = changed(files)
+            known = self._summaries.get(files.id)
+            if known is None or known[0] != stamp:
+                known = self._summaries[files.id] = (stamp, glance(files))
+            summary, live = known[1], files.id == LIVE
+            state = summary["state"]
+            if state == "unknown" and (live or time.time() - stamp < QUIET_SECONDS):
+                state = "running"
+            identity = {"id": files.id, "name": files.name, "folder": str(files.folder), "live": live}
+            listed.append({**identity, **summary, "state": state})
+        return listed

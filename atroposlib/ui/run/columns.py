@@ -1,0 +1,220 @@
+"""Figures over steps, a column for each name, and what a chart needs of them: as many points as it can show, and no more.
+
+Many rows become one point with their mean, their lowest and their highest figure, so that no peak is lost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+MOST_COLUMNS = 1000
+"""Names that are kept; a row has about 130."""
+MOST_CELLS = 24_000_000
+"""Figures that are kept of a run, 8 bytes each. Beyond, every second row is let go of, and the rest stands for it."""
+FEWEST_POINTS, MOST_POINTS = 10, 100_000
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Points of some columns, ready to be drawn.
+
+    Attributes:
+        step: [points] int64, the last step of each point.
+        exact: every point is one row, and no row is missing; then `low` and `high` are `mean`.
+        mean, low, high: by name, [points] float64 each, NaN where no figure is known.
+    """
+
+    step: Integers
+    exact: bool
+    mean: dict[str, Floats]
+    low: dict[str, Floats]
+    high: dict[str, Floats]
+
+
+class Columns:
+    """The numbers of rows `{"step": n, name: figure, …}`. Steps ascend: a row of a step that has passed, as a resumed run
+    writes, takes the place of those from there on."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        """Rows that were taken in, without those whose place others have taken."""
+        self.thinned = False
+        """Rows were let go of, for want of room."""
+        self._kept = 0
+        self._step: Integers = np.empty(0, np.int64)
+        self._columns: dict[str, Floats] = {}
+
+    def __len__(self) -> int:
+        return self._kept
+
+    @property
+    def names(self) -> list[str]:
+        """Columns, in the order in which they appeared."""
+        return list(self._columns)
+
+    @property
+    def last_step(self) -> int | None:
+        """Of the last row; None before the first."""
+        return int(self._step[self._kept - 1]) if self._kept else None
+
+    def clear(self) -> None:
+        """The file is another one."""
+        self.__init__()  # type: ignore[misc]
+
+    def extend(self, rows: Sequence[Mapping[str, Any]]) -> bool:
+        """Take in rows, in the order of the file. Those without a step are passed over.
+
+        Returns:
+            whether rows that were there before are gone now.
+        """
+        kept: list[Mapping[str, Any]] = []
+        steps: list[int] = []
+        cut = False
+        for row in rows:
+            step = row.get("step")
+            if type(step) is not int or not -(2**62) < step < 2**62:
+                continue
+            if steps and step <= steps[-1]:
+                while steps and steps[-1] >= step:
+                    steps.pop()
+                    kept.pop()
+            if not steps and self._kept and step <= self._step[self._kept - 1]:
+                self._cut(step)
+                cut = True
+            steps.append(step)
+            kept.append(row)
+        if not kept:
+            return cut
+        self._grow(self._kept + len(kept))
+        begin, end = self._kept, self._kept + len(kept)
+        self._step[begin:end] = steps
+        # In the order of the rows, and not of a set, or the names come in another order at each start.
+        for name in dict.fromkeys(name for row in kept for name in row):
+            values = [_number(row.get(name)) for row in kept]
+            if name == "step" or all(value is None for value in values):
+                continue
+            column = self._column(name)
+            if column is not None:
+                column[begin:end] = [math.nan if value is None else value for value in values]
+        self._kept, self.rows = end, self.rows + len(kept)
+        if self._kept * (len(self._columns) + 1) > MOST_CELLS:
+            self._thin()
+        return cut
+
+    def _column(self, name: str) -> Floats | None:
+        column = self._columns.get(name)
+        if column is None and len(self._columns) < MOST_COLUMNS:
+            column = self._columns[name] = np.full(len(self._step), math.nan)
+        return column
+
+    def _grow(self, wanted: int) -> None:
+        if wanted <= len(self._step):
+            return
+        room = max(wanted, 2 * len(self._step), 256)
+        self._step = np.concatenate([self._step[: self._kept], np.zeros(room - self._kept, np.int64)])
+        for name, column in self._columns.items():
+            self._columns[name] = np.concatenate([column[: self._kept], np.full(room - self._kept, math.nan)])
+
+    def _cut(self, step: int) -> None:
+        """Let go of the rows from a step on."""
+        at = int(np.searchsorted(self._step[: self._kept], step))
+        self.rows -= self._kept - at
+        for column in self._columns.values():
+            column[at : self._kept] = math.nan
+        self._kept = at
+
+    def _thin(self) -> None:
+        # The last row stays: it is the one that the page shows as the newest.
+        keep = slice((self._kept - 1) % 2, self._kept, 2)
+        self._step = self._step[keep].copy()
+        self._columns = {name: column[keep].copy() for name, column in self._columns.items()}
+        self._kept, self.thinned = len(self._step), True
+
+    def last(self, name: str) -> float | None:
+        """The last figure of a column that is known; None without one."""
+        column = self._columns.get(name)
+        if column is None:
+            return None
+        known = np.flatnonzero(np.isfinite(column[: self._kept]))
+        return float(column[known[-1]]) if len(known) else None
+
+    def highest(self, name: str) -> float | None:
+        """The greatest figure of a column; None without one."""
+        column = self._columns.get(name)
+        known = column[: self._kept][np.isfinite(column[: self._kept])] if column is not None else np.empty(0)
+        return float(known.max()) if len(known) else None
+
+    def beside(self, other: Columns) -> dict[str, Floats]:
+        """The columns of somebody else's rows at the steps of these, [rows] float64 each, NaN where it has none of a step."""
+        steps, theirs = self._step[: self._kept], other._step[: other._kept]
+        if not len(steps) or not len(theirs):
+            return {}
+        places = np.minimum(np.searchsorted(theirs, steps), len(theirs) - 1)
+        same = theirs[places] == steps
+        return {name: np.where(same, column[places], math.nan) for name, column in other._columns.items()}
+
+    def series(
+        self,
+        names: Sequence[str],
+        points: int = 2000,
+        first: int | None = None,
+        last: int | None = None,
+        more: Mapping[str, Floats] | None = None,
+    ) -> Series:
+        """Points of columns, for a chart.
+
+        Args:
+            names: unknown ones have no figures.
+            points: most of them.
+            first, last: steps to begin and to end with.
+            more: further columns, as `beside` gives them.
+        """
+        points = min(max(points, FEWEST_POINTS), MOST_POINTS)
+        steps = self._step[: self._kept]
+        begin = 0 if first is None else int(np.searchsorted(steps, first))
+        end = self._kept if last is None else int(np.searchsorted(steps, last, side="right"))
+        steps = steps[begin:end]
+        columns = {**self._columns, **(more or {})}
+        found = {name: columns.get(name) for name in names}
+        shown = {name: np.full(len(steps), math.nan) if column is None else column[begin:end] for name, column in found.items()}
+        if len(steps) <= points:
+            shown = {name: column.copy() for name, column in shown.items()}
+            return Series(steps.copy(), not self.thinned, shown, shown, shown)
+        edges = np.linspace(0, len(steps), points + 1).astype(np.int64)
+        starts, ends = edges[:-1], edges[1:] - 1
+        buckets = {name: _buckets(column, starts) for name, column in shown.items()}
+        means, lows, highs = ({name: bucket[place] for name, bucket in buckets.items()} for place in range(3))
+        return Series(steps[ends].copy(), False, means, lows, highs)
+
+
+def _number(value: Any) -> float | None:
+    """A figure; None for what is none. True and False are 1 and 0."""
+    if isinstance(value, float | bool):
+        return float(value)
+    if isinstance(value, int):
+        return float(value) if abs(value) < 2**1000 else None
+    return None
+
+
+def _buckets(column: Floats, starts: Integers) -> tuple[Floats, Floats, Floats]:
+    """Mean, lowest and highest figure of runs of a column, NaN where a run has none. Infinities count as unknown."""
+    known = np.isfinite(column)
+    count = np.add.reduceat(known, starts, dtype=np.int64)
+    lowest = np.minimum.reduceat(np.where(known, column, math.inf), starts)
+    highest = np.maximum.reduceat(np.where(known, column, -math.inf), starts)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        mean = np.add.reduceat(np.where(known, column, 0.0), starts) / count
+    unknown = count == 0
+    lowest[unknown] = highest[unknown] = math.nan
+    # A sum of very large figures may overflow, and rounding may take a mean out of its bounds.
+    mean = np.clip(np.nan_to_num(mean, posinf=math.inf, neginf=-math.inf), lowest, highest)
+    return np.where(unknown, math.nan, mean), lowest, highest

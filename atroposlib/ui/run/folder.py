@@ -1,0 +1,175 @@
+"""Which files a run has, and where runs are."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+METRICS = re.compile(r"metrics(\.\d+)?\.jsonl")
+"""The trainer's rows; an earlier run's in the same folder have a number."""
+OBSERVED = "observed"
+"""Folder of what the rollout service wrote down of a run; beside a store that lies elsewhere, NAME.observed."""
+DEPTH = 3
+"""How many folders below a named one are looked into."""
+MOST_RUNS = 500
+_MOST_LOOKED_INTO = 20_000
+_MOST_OF_OBJECT = 1 << 22
+_PASSED_OVER = frozenset({"checkpoints", "tensorboard", "wandb", "logs", "node_modules", "__pycache__", "env_checkpoints"})
+
+
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """The files of one run.
+
+    Attributes:
+        id: names it in addresses: letters, digits and `._~-`.
+        name: for people.
+        folder: whose run this is.
+        metrics: the trainer's rows; may not be there (yet).
+        evaluations: what environments measured; likewise.
+        observed: what the rollout service wrote down; None if there is nothing.
+        environment: rows of an environment's own, over every answer that was sampled; None if there are none.
+    """
+
+    id: str
+    name: str
+    folder: Path
+    metrics: Path
+    evaluations: Path
+    observed: Path | None = None
+    environment: Path | None = None
+
+
+def find_runs(root: Path) -> list[RunFiles]:
+    """The runs in a folder and in those below it, newest first, at most MOST_RUNS.
+
+    A folder that cannot be read is passed over, and no link is followed.
+    """
+    observed: dict[Path, Path] = {}
+    metrics: list[Path] = []
+    for folder, names in _folders(root):
+        for name in names:
+            if METRICS.fullmatch(name):
+                metrics.append(folder / name)
+            elif name in ("run.json", "events.jsonl", "rollouts.db") and _is_observed(folder):
+                observed[folder.parent if folder.name == OBSERVED else folder] = folder
+    for folder in list(observed.values()):
+        if told := told_log_dir(folder):
+            observed[told] = folder
+    paths = [path for path in metrics if not _is_environments(path)]
+    runs = [_of_metrics(path, root, _observed_beside(path.parent, root, observed)) for path in paths]
+    shown = {run.observed for run in runs}
+    runs += [_of_observed(folder, root) for folder in dict.fromkeys(observed.values()) if folder not in shown]
+    return sorted(runs, key=lambda run: -changed(run))[:MOST_RUNS]
+
+
+def told_log_dir(observed: Path) -> Path | None:
+    """Where the trainer of a run that the service saw writes its figures; None if it did not say, or not to this machine."""
+    told = read_object(observed / "run.json").get("log_dir")
+    return Path(told) if isinstance(told, str) and told.startswith("/") and Path(told).is_dir() else None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a small file; empty if there is none, or it cannot be read."""
+    try:
+        found = orjson.loads(path.read_bytes()) if path.stat().st_size < _MOST_OF_OBJECT else None
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def changed(run: RunFiles) -> float:
+    """Unix time of the last change of the run's files; 0 if none is there."""
+    paths = [run.metrics, *([run.observed / "stack.json", run.observed / "run.json"] if run.observed else [])]
+    return max(_changed(path) for path in paths)
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _folders(root: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Folders from `root` down, with the names of their files."""
+    waiting, looked = [(root, 0)], 0
+    while waiting and looked < _MOST_LOOKED_INTO:
+        folder, depth = waiting.pop(0)
+        names = []
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    looked += 1
+                    if entry.is_file(follow_symlinks=False):
+                        names.append(entry.name)
+                    elif depth < DEPTH and _may_hold_runs(entry.name) and entry.is_dir(follow_symlinks=False):
+                        waiting.append((folder / entry.name, depth + 1))
+        except OSError:  # somebody else's folder, or one that has just been removed
+            continue
+        yield folder, sorted(names)
+
+
+def _may_hold_runs(name: str) -> bool:
+    return name not in _PASSED_OVER and not name.startswith(".")
+
+
+def _is_observed(folder: Path) -> bool:
+    return folder.name == OBSERVED or folder.name.endswith(f".{OBSERVED}")
+
+
+def environment_rows(folder: Path) -> Path | None:
+    """The rows of a run's environment, if it writes some beside the trainer's."""
+    path = folder / "environment" / "metrics.jsonl"
+    return path if path.is_file() else None
+
+
+def _is_environments(path: Path) -> bool:
+    """Whether these are an environment's rows, which have the same name."""
+    return path.parent.name == "environment"
+
+
+def _observed_beside(folder: Path, root: Path, observed: dict[Path, Path]) -> Path | None:
+    """The service's folder of the run whose metrics are in `folder`: there, or above it."""
+    for place in (folder, *folder.parents):
+        if place in observed:
+            return observed[place]
+        if place == root:
+            break
+    return None
+
+
+def _of_metrics(path: Path, root: Path, observed: Path | None) -> RunFiles:
+    number = path.name.removeprefix("metrics").removesuffix(".jsonl")
+    folder = path.parent.parent if path.parent.name == "trainer" else path.parent
+    evaluations = path.with_name(f"evaluations{number}.jsonl")
+    name = _name(folder, root) + (f" (earlier run {number[1:]})" if number else "")
+    if number:
+        return RunFiles(_id(path, name), name, folder, path, evaluations)
+    return RunFiles(_id(path, name), name, folder, path, evaluations, observed, environment_rows(folder))
+
+
+def _of_observed(folder: Path, root: Path) -> RunFiles:
+    """A run whose trainer wrote elsewhere, or nothing."""
+    run = folder.parent if folder.name == OBSERVED else folder
+    name = _name(run, root).removesuffix(f".{OBSERVED}")
+    figures = told_log_dir(folder) or run
+    return RunFiles(_id(folder, name), name, run, figures / "metrics.jsonl", figures / "evaluations.jsonl", folder)
+
+
+def _name(folder: Path, root: Path) -> str:
+    relative = folder.relative_to(root).as_posix() if folder.is_relative_to(root) else "."
+    return folder.resolve().name if relative == "." else relative
+
+
+def _id(path: Path, name: str) -> str:
+    """Differs for every path, and can still be read."""
+    readable = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[-40:] or "run"
+    return f"{readable}~{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"

@@ -1,0 +1,272 @@
+"""GET /ui/api/…: what the page's scripts ask. Files are read in the page's own threads, never on the event loop."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import time
+from collections.abc import Awaitable, Callable
+from functools import wraps
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from atroposlib.ui.live.hub import TooManyPagesError
+from atroposlib.ui.page import RunPage, json_answer
+from atroposlib.ui.run.catalogue import LIVE, UnknownRunError
+from atroposlib.ui.run.columns import FEWEST_POINTS, MOST_POINTS, Series
+from atroposlib.ui.run.folder import read_object
+from atroposlib.ui.run.json_lines import last_rows
+from atroposlib.ui.run.run import Run
+from atroposlib.ui.web.gatekeeper import API
+from atroposlib.ui.web.stream import EventStream
+
+MOST_NAMES = 200
+"""Figures of one request."""
+MOST_UPDATES = 500
+_OF_SERVERS = 4 << 20
+"""Bytes at the end of servers.jsonl that are read for a run of the past."""
+
+
+class BadRequestError(ValueError):
+    """The address asks for something that cannot be given; says what, and what could."""
+
+
+def data_routes(page: RunPage) -> list[Route]:
+    """The routes."""
+
+    def route(path: str, answer: Callable[[Request], Awaitable[Response]]) -> Route:
+        @wraps(answer)
+        async def refusing(request: Request) -> Response:
+            try:
+                return await answer(request)
+            except UnknownRunError as error:
+                return page.refuse(request.scope, 404, str(error))
+            except BadRequestError as error:
+                return page.refuse(request.scope, 400, str(error))
+
+        return Route(f"{API}{path}", refusing, methods=["GET"])
+
+    async def of_run(request: Request, ask: Callable[[Run], Any]) -> Response:
+        run_id = request.query_params.get("run", "")
+        return await page.in_thread(lambda: json_answer(ask(page.runs.get(run_id))))
+
+    async def about(request: Request) -> Response:
+        return json_answer(await page.in_thread(describe, page))
+
+    async def runs(request: Request) -> Response:
+        def listed() -> Response:
+            return json_answer({"runs": page.runs.summaries(), "current": page.runs.default()})
+
+        return await page.in_thread(listed)
+
+    async def names(request: Request) -> Response:
+        return await of_run(request, lambda run: {"names": run.names()})
+
+    async def series(request: Request) -> Response:
+        wanted, points = names_of(request), whole_number(request, "points", 2000)
+        if not FEWEST_POINTS <= points <= MOST_POINTS:
+            raise BadRequestError(f"points={points} is not between {FEWEST_POINTS} and {MOST_POINTS}")
+        first, last = (whole_number(request, name) for name in ("first", "last"))
+
+        def found(run: Run) -> dict[str, Any]:
+            rows, last_step = run.extent()
+            told = {"run": run.files.id, "generation": run.generation, "rows": rows, "last_step": last_step}
+            return told | series_json(run.series(wanted, points, first, last))
+
+        return await of_run(request, found)
+
+    async def table(request: Request) -> Response:
+        wanted, run_id = names_of(request), request.query_params.get("run", "")
+
+        def written() -> Response:
+            run = page.runs.get(run_id)
+            text = csv_of(run.series(wanted or run.names(), MOST_POINTS))
+            told = {"Content-Disposition": f'attachment; filename="{run.files.id}.csv"'}
+            return Response(text, headers=told, media_type="text/csv")
+
+        return await page.in_thread(written)
+
+    async def events(request: Request) -> Response:
+        def found(run: Run) -> dict[str, Any]:
+            listed, left_out = run.events()
+            return {"events": [event.to_json() for event in listed], "left_out": left_out}
+
+        return await of_run(request, found)
+
+    async def evaluations(request: Request) -> Response:
+        return await of_run(request, lambda run: {"evaluations": run.evaluations()})
+
+    async def stack(request: Request) -> Response:
+        run = request.query_params.get("run", "")
+        if page.live is not None and run in ("", LIVE):
+            return json_answer(page.live.stack or {"live": True, "time": None})
+
+        def kept() -> Response:
+            observed = page.runs.files(run).observed
+            return json_answer({"time": None} | (read_object(observed / "stack.json") if observed else {}) | {"live": False})
+
+        return await page.in_thread(kept)
+
+    async def weights(request: Request) -> Response:
+        run_id = request.query_params.get("run", "")
+        servers = None
+        if page.live is not None and run_id in ("", LIVE):
+            servers = [server.weights() for server in page.live.watch.servers.values()]
+        return await of_run(request, lambda run: weights_json(run, servers))
+
+    async def stream(request: Request) -> Response:
+        run_id = request.query_params.get("run", "") or await page.in_thread(page.runs.default)
+
+        def hello() -> dict[str, Any]:
+            run = page.runs.get(run_id)
+            rows, last_step = run.extent()
+            return describe(page) | {"run": run.files.id, "generation": run.generation, "rows": rows, "last_step": last_step}
+
+        told = await page.in_thread(hello)
+        headers = request.headers
+
+        def session_ends() -> float | None:
+            return math.inf if page.keeper.sessions is None else page.keeper.session_ends(headers)
+
+        try:
+            page.hub.require_room()
+        except TooManyPagesError as error:
+            return page.refuse(request.scope, 503, str(error))
+        return EventStream(page.hub, told["run"], told, session_ends)
+
+    return [
+        route("page", about),
+        route("runs", runs),
+        route("names", names),
+        route("series", series),
+        route("series.csv", table),
+        route("events", events),
+        route("evaluations", evaluations),
+        route("stack", stack),
+        route("weights", weights),
+        route("stream", stream),
+    ]
+
+
+def describe(page: RunPage) -> dict[str, Any]:
+    """What the page is of."""
+    place = page.live.place if page.live is not None else None
+    return {
+        "live": page.live is not None,
+        "run": page.runs.default() or None,
+        "now": time.time(),
+        "key": page.keeper.sessions is not None,
+        "service": None if place is None else {"name": place.name, "port": place.port},
+        "folder": str(page.runs.roots[0]) if page.runs.roots else None,
+    }
+
+
+def names_of(request: Request) -> list[str]:
+    """The figures that are asked for."""
+    names = [name for name in request.query_params.get("names", "").split(",") if name]
+    if len(names) > MOST_NAMES:
+        raise BadRequestError(f"{len(names)} names are more than {MOST_NAMES}: ask for them in several requests")
+    return list(dict.fromkeys(names))
+
+
+def whole_number(request: Request, name: str, default: int | None = None) -> Any:
+    """A whole number of the query."""
+    text = request.query_params.get(name)
+    if not text:
+        return default
+    try:
+        value = int(text[:20])
+    except ValueError:
+        raise BadRequestError(f"{name}={text[:50]!r} is no whole number") from None
+    if abs(value) >= 2**53:
+        raise BadRequestError(f"{name}={value} is too large")
+    return value
+
+
+def series_json(series: Series) -> dict[str, Any]:
+    """Points as the charts take them."""
+    listed = {
+        name: {
+            "mean": series.mean[name],
+            "low": None if series.exact else series.low[name],
+            "high": None if series.exact else series.high[name],
+        }
+        for name in series.mean
+    }
+    return {"exact": series.exact, "step": series.step, "series": listed}
+
+
+def csv_of(series: Series) -> str:
+    """A table: a row for each point."""
+    text = io.StringIO()
+    rows = csv.writer(text)
+    # A name that a spreadsheet would take for a formula is made text.
+    rows.writerow(["step", *(f"'{name}" if name[:1] in "=+-@\t\r" else name for name in series.mean)])
+    columns = [column.tolist() for column in series.mean.values()]
+    for place, step in enumerate(series.step.tolist()):
+        values = [column[place] for column in columns]
+        rows.writerow([step, *("" if math.isnan(value) else repr(value) for value in values)])
+    return text.getvalue()
+
+
+def weights_json(run: Run, servers: list[dict[str, Any]] | None) -> dict[str, Any]:
+    """GET /ui/api/weights.
+
+    Args:
+        servers: as they are now; None to take what was written down of them.
+    """
+    if servers is None:
+        servers = past_servers(run)
+    rows = run.latest_rows()[-MOST_UPDATES:]
+    updates = [
+        {
+            "step": row.get("step"), "checksum": row.get("checksum"), "weights_sha": row.get("weights_sha"),
+            "seconds_sync": row.get("seconds_sync"), "bytes_moved": row.get("bytes_moved"),
+            "sync": {name.removeprefix("sync/"): value for name, value in row.items() if name.startswith("sync/")},
+            "server": {name.removeprefix("server/"): value for name, value in row.items() if name.startswith("server/")},
+        }
+        for row in rows
+    ]  # fmt: skip
+    return {"servers": servers, "updates": updates, "deterministic": deterministic_json(run)}
+
+
+def deterministic_json(run: Run) -> dict[str, Any]:
+    """How many tokens were compared and how many differ, from the trainer's rows."""
+    series = run.series(["compared_tokens", "mismatched_tokens"], MOST_POINTS)
+    compared, mismatched = series.mean["compared_tokens"], series.mean["mismatched_tokens"]
+    known = np.isfinite(compared) & np.isfinite(mismatched)
+    return {
+        "on": bool(known.any()),
+        "compared": float(compared[known].sum()),
+        "mismatched": float(mismatched[known].sum()),
+        "by_step": {"step": series.step[known], "compared": compared[known], "mismatched": mismatched[known]},
+        "first": None,
+    }
+
+
+def past_servers(run: Run) -> list[dict[str, Any]]:
+    """The servers of a run as they were written down."""
+    if run.files.observed is None:
+        return []
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in last_rows(run.files.observed / "servers.jsonl", _OF_SERVERS):
+        found.setdefault(str(row.get("url", "?"))[:300], []).append(row)
+    servers = []
+    for url, history in found.items():
+        last = history[-1]
+        gaps = [(row["gap"], row.get("time")) for row in history if isinstance(row.get("gap"), int | float)]
+        gap, at = max(gaps, key=lambda one: one[0], default=(None, None))
+        servers.append(
+            {
+                "url": url, "weight_version": last.get("version"), "weight_epoch": last.get("epoch"),
+                "checksums": [last["checksum"]] if last.get("checksum") else [], "last_update": last.get("seconds") or {},
+                "longest_gap": gap, "longest_gap_at": at, "history": history, "phase": "", "mode": "", "transfer": "",
+                "updates": None, "failures": None, "last_error": "", "quarantine": "", "last_bytes": None,
+            }
+        )  # fmt: skip
+    return servers

@@ -1,0 +1,135 @@
+"""What the service says of its stack: faults in words with a remedy, and what happened between two looks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from atroposlib.api.models.records import Draft, Limits, Registration
+from atroposlib.api.queue.rollout_queue import RolloutQueue
+from atroposlib.ui.live.happenings import DROPS_SECONDS, Drops, happenings, server_events
+from atroposlib.ui.live.servers import Server
+from atroposlib.ui.live.stack import stack_of, worth_telling
+
+URL = "http://localhost:9001"
+GOOD = {"instance": "one", "weight_version": 1, "weight_epoch": 5, "serving": True, "in_flight": 3}
+
+
+def registration(uuid: int = 1, start: int = 0) -> Registration:
+    return Registration(uuid, "g", "p", 8, 128, "c", 5, start, 100, model="m", max_staleness=1)
+
+
+def look(queue: RolloutQueue, *servers: Server, now: float = 0.0, since_step: float | None = None) -> dict[str, Any]:
+    return stack_of(queue, [server.row(None) for server in servers], 1000.0 + now, now, since_step)
+
+
+def faults(stack: dict[str, Any]) -> dict[str, str]:
+    assert all(fault["remedy"] and fault["text"].endswith(".") for fault in stack["faults"])
+    return {fault["part"]: fault["severity"] for fault in stack["faults"]}
+
+
+def running() -> RolloutQueue:
+    queue = RolloutQueue(Limits(max_groups=10))
+    queue.register(registration())
+    queue.next_batch(0.0, None, None)
+    queue.register_env("task", 1.0, 4, 128, None, 0.0, None)
+    return queue
+
+
+def draft(env_id: int | None = None, version: int = 0) -> Draft:
+    return Draft(b"{}", 4, 3, env_id=env_id, weights=((None, version),))
+
+
+def test_each_fault_names_its_part() -> None:
+    queue = running()
+    assert faults(look(queue)) == {}
+    queue.next_batch(0.0, None, None)
+    assert faults(look(queue, now=500.0)) == {"environment task_0": "error"}
+    for _ in range(10):
+        queue.add(draft(0), 500.0)
+    assert faults(look(queue, now=500.0)) == {"queue": "warning"}
+    lease = queue.next_batch(500.0, None, None)
+    assert lease is not None
+    queue.sent(lease, complete=True)
+    assert faults(look(queue, now=501.0, since_step=5000.0)) == {"queue": "warning", "trainer": "error"}
+    silent, bad, away = Server(URL), Server("http://b:1"), Server("http://c:1")
+    silent.missed(1.0, "connection refused")
+    bad.heard(1.0, GOOD | {"serving": False, "trouble": "in quarantine"}, None)
+    row = away.row({"standing": "away", "reason": "timed out", "since": 3.0})
+    stack = stack_of(RolloutQueue(), [silent.row(None), bad.row(None), row], 0.0, 0.0, None)
+    assert set(faults(stack)) == {f"server {URL}", "server http://b:1", "server http://c:1"}
+    queue.end(1)
+    assert "trainer" not in faults(look(queue, now=502.0, since_step=5000.0)), "an end is no fault"
+
+
+def test_what_happens_is_told_once() -> None:
+    queue = RolloutQueue()
+    before = look(queue)
+    assert happenings(None, before) == []
+    queue.register(registration())
+    queue.next_batch(0.0, None, None)
+    queue.register_env("task", 1.0, 4, 128, None, 0.0, None)
+    after = look(queue)
+    assert [event.kind for event in happenings(before, after)] == ["trainer_registered", "environment_joined"]
+    assert happenings(after, after) == []
+    quiet = look(queue, now=61.0)
+    assert [event.kind for event in happenings(after, quiet)] == ["environment_silent"]
+    assert worth_telling(after) == worth_telling(look(queue, now=30.0)), "seconds that pass are no news"
+    queue.status_env(0, 62.0)
+    queue.register(registration(2, start=5))
+    back = look(queue, now=62.0)
+    assert [event.kind for event in happenings(quiet, back)] == ["resumed", "environment_back"]
+    queue.disconnect_env(0)
+    queue.end(2)
+    assert [event.kind for event in happenings(back, look(queue, now=63.0))] == ["run_ended", "environment_left"]
+
+
+def test_drops_are_told_together() -> None:
+    queue, drops = running(), Drops()
+    assert drops.events(look(queue)) == []
+    queue.drops["stale", 64] += 3
+    queue.drops["stale", 128] += 1
+    (event,) = drops.events(look(queue, now=1.0))
+    assert event.text == "4 groups dropped: stale"
+    assert "--max-staleness" in (event.remedy or "")
+    queue.drops["stale", 64] += 1
+    assert drops.events(look(queue, now=2.0)) == []
+    (event,) = drops.events(look(queue, now=2.0 + DROPS_SECONDS))
+    assert event.text == "1 group dropped: stale"
+    queue.reset()
+    assert drops.events(look(queue, now=50.0)) == []
+
+
+def test_what_a_server_says_and_does() -> None:
+    server = Server(URL)
+
+    def seen() -> dict[str, Any]:
+        told = server.bridge
+        return server.row(None) | {
+            "instance": server.instance, "failures": told.get("failures"), "last_error": told.get("last_error", "")
+        }  # fmt: skip
+
+    def kinds(before: dict[str, Any]) -> list[str]:
+        return [event.kind for event in server_events(before, seen(), 9.0, 1)]
+
+    bridge = {
+        "checksums": ["a", "b"],
+        "failures": 0,
+        "last_update": {"to_paused": 0.5, "stalled": 2.0, "halted": 1.0, "x": "y"},
+    }
+    server.heard(1.0, GOOD, bridge)
+    assert (server.health, server.longest_gap, server.history[0]["checksum"]) == ("good", 2.0, "a")
+    assert server.weights()["last_update"] == {"paused": 0.5, "stalled": 2.0, "halted": 1.0}
+    before = seen()
+    server.missed(2.0, "no answer in 4 s")
+    assert (server.health, kinds(before)) == ("good", []), "a busy one may miss one question"
+    server.missed(3.0, "no answer in 4 s")
+    assert (server.since, kinds(before)) == (3.0, ["server_lost"])
+    lost = seen()
+    server.heard(4.0, GOOD | {"instance": "two", "weight_version": 2}, bridge | {"failures": 9})
+    assert kinds(lost) == ["server_back", "server_restarted"], "what it counted before its start is not compared"
+    before = seen()
+    server.heard(5.0, GOOD | {"instance": "two", "weight_version": 2}, bridge | {"failures": 10, "last_error": "shape"})
+    assert kinds(before) == ["refused_update"]
+    assert [version["version"] for version in server.history] == [1, 2]
+    server.heard(6.0, {"weight_version": "none", "in_flight": None}, {"checksums": 5, "last_update": [1], "updates": True})
+    assert (server.health, server.weight_version, server.bridge["checksums"]) == ("good", None, [])

@@ -1,0 +1,153 @@
+"""Runs as they lie in folders: found, read while they grow, and read again when they are over."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atroposlib.ui.run import run as run_module
+from atroposlib.ui.run.catalogue import RunCatalogue, UnknownRunError
+from atroposlib.ui.run.folder import RunFiles, find_runs
+from atroposlib.ui.run.run import Change, Run, glance
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def row(step: int, **more: Any) -> dict[str, Any]:
+    return {"step": step, "reward_mean": step / 10, "checksum": "c"} | more
+
+
+def append(path: Path, *rows: Any) -> None:
+    with path.open("a") as file:
+        file.write("".join(json.dumps(one) + "\n" for one in rows))
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """A folder of runs as quick start, start.sh and a trainer alone leave them."""
+    quick = tmp_path / "quickstart"
+    write(quick / "trainer" / "metrics.jsonl", row(1), row(2))
+    write(quick / "environment" / "metrics.jsonl", {"step": 1, "train/percent_correct": 0.5}, {"step": 1, "train/turns": 2.0})
+    write(quick / "observed" / "run.json", {"model": "m", "num_steps": 5, "began": 1.0, "ended": 2.0})
+    write(
+        quick / "observed" / "events.jsonl",
+        {"kind": "server_lost", "text": "gone", "time": 3.0, "severity": "error"},
+        {"kind": 1},
+    )
+    write(tmp_path / "alone" / "metrics.jsonl", row(1))
+    write(tmp_path / "alone" / "metrics.1.jsonl", row(1), row(7))
+    write(tmp_path / "alone" / "checkpoints" / "deep" / "metrics.jsonl", row(1))
+    write(tmp_path / "rollouts-8000.observed" / "run.json", {"model": "n", "log_dir": str(tmp_path / "elsewhere")})
+    return tmp_path
+
+
+def test_runs_are_found_wherever_they_lie(runs: Path) -> None:
+    found = {files.name: files for files in find_runs(runs)}
+    assert set(found) == {"quickstart", "alone", "alone (earlier run 1)", "rollouts-8000"}
+    assert len({files.id for files in found.values()}) == 4
+    assert found["quickstart"].observed == runs / "quickstart" / "observed"
+    assert found["alone (earlier run 1)"].evaluations.name == "evaluations.1.jsonl"
+    (single,) = find_runs(runs / "quickstart")
+    assert single.name == "quickstart"
+    assert single.id == found["quickstart"].id, "its address is the same from wherever it is opened"
+    write(runs / "elsewhere" / "metrics.jsonl", row(1))
+    told = {files.name: files for files in find_runs(runs)}
+    assert told["elsewhere"].observed == runs / "rollouts-8000.observed", "where the trainer said that it writes"
+    assert find_runs(runs / "nothing") == []
+
+
+def test_a_line_for_each_run(runs: Path) -> None:
+    catalogue = RunCatalogue([runs])
+    listed = {one["name"]: one for one in catalogue.summaries()}
+    assert listed["quickstart"]["state"] == "ended"
+    assert (listed["quickstart"]["steps"], listed["quickstart"]["of_steps"], listed["quickstart"]["reward_last"]) == (2, 5, 0.2)
+    assert listed["alone"]["state"] == "running", "it was written a moment ago"
+    assert catalogue.get(listed["alone (earlier run 1)"]["id"]).extent() == (2, 7)
+    assert catalogue.default() in {one["id"] for one in listed.values()}
+    with pytest.raises(UnknownRunError, match="'gone'"):
+        catalogue.get("gone")
+    with pytest.raises(UnknownRunError, match="no folder"):
+        RunCatalogue([]).get("")
+
+
+def test_what_is_new_is_told_once_whoever_reads_it(runs: Path) -> None:
+    told: list[tuple[str, Any]] = []
+
+    def tell(run: Run, change: Change) -> None:
+        told.extend(change.to_json(run, run.files.id))
+
+    catalogue = RunCatalogue([runs / "quickstart"], on_change=tell)
+    run = catalogue.get("")
+    assert [name for name, _ in told] == ["rows"], "a page that was open knows other rows"
+    told.clear()
+    append(run.files.metrics, row(3, mismatched_tokens=2, compared_tokens=10))
+    append(run.files.evaluations, {"id": 1, "time": 9.0, "name": "sums", "metrics": {"eval/a": 0.5, "b": None}, "step": 3})
+    for _ in range(2):
+        catalogue.get("")
+    assert [name for name, _ in told] == ["rows", "evaluation", "event", "event"]
+    assert told[0][1]["new"] == [row(3, mismatched_tokens=2, compared_tokens=10)]
+    assert told[1][1]["metrics"] == {"eval/a": 0.5}
+    assert {data["kind"] for name, data in told if name == "event"} == {"mismatch", "evaluation"}
+    assert [event.kind for event in run.events()[0]][:1] == ["server_lost"]
+    told.clear()
+    append(run.files.metrics, *(row(step) for step in range(4, 100)))
+    catalogue.get("")
+    assert told[0][1]["new"] is None, "they are too many to be told"
+    assert told[0][1]["rows"] == 99
+
+
+def test_a_resumed_run_takes_back_what_it_does_again(runs: Path) -> None:
+    run = Run(find_runs(runs / "quickstart")[0])
+    run.refresh()
+    append(run.files.metrics, row(3, batches_skipped=2), row(4))
+    run.refresh()
+    assert {event.kind for event in run.events()[0]} == {"server_lost", "skipped_batch"}
+    before = run.generation
+    draft = write(run.files.metrics.with_suffix(".draft"), row(1), row(2, reward_mean=5.0))
+    draft.replace(run.files.metrics)
+    change = run.refresh()
+    assert change.rewritten
+    assert run.generation != before
+    assert run.series(["reward_mean"], 10).mean["reward_mean"].tolist() == [0.1, 5.0]
+    assert [one["step"] for one in run.latest_rows()] == [1, 2]
+    assert {event.kind for event in run.events()[0]} == {"server_lost"}
+    append(run.files.metrics, row(2, reward_mean=6.0))
+    assert run.refresh().rewritten
+    assert run.series(["reward_mean"], 10).mean["reward_mean"].tolist() == [0.1, 6.0]
+
+
+def test_the_environments_figures_stand_at_the_trainers_steps(runs: Path) -> None:
+    run = Run(find_runs(runs / "quickstart")[0])
+    run.refresh()
+    assert run.names() == ["reward_mean", "environment/percent_correct", "environment/turns"]
+    series = run.series(["environment/percent_correct", "environment/turns"], 10)
+    assert series.mean["environment/percent_correct"].tolist()[0] == 0.5
+    assert series.mean["environment/turns"].tolist()[0] == 2.0
+    assert series.mean["environment/turns"].tolist()[1] != series.mean["environment/turns"].tolist()[1], "none of step 2"
+
+
+def test_files_that_cannot_be_read_are_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    run = Run(RunFiles("a", "a", tmp_path, tmp_path / "metrics.jsonl", tmp_path / "evaluations.jsonl"))
+    for _ in range(3):
+        assert not run.refresh()
+    assert caplog.text.count("the page cannot read") == 1
+    assert glance(run.files)["steps"] == 0
+    monkeypatch.setattr(run_module, "MOST_EVENTS", 2)
+    run = Run(
+        RunFiles(
+            "b", "b", tmp_path, write(tmp_path / "m", *(row(step, batches_skipped=1) for step in range(5))), tmp_path / "e"
+        )
+    )
+    run.refresh()
+    events, left_out = run.events()
+    assert ([event.step for event in events], left_out) == ([3, 4], 3)
