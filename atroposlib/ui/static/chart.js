@@ -4,7 +4,7 @@
 import { colour, h, replace, withCode } from "./dom.js";
 import { eventAt, eventPlugin } from "./events.js";
 import { saveCsv, savePng } from "./export.js";
-import { number } from "./format.js";
+import { number, percent } from "./format.js";
 import { extent, fileName, knownCount, lastKnown, onOneAxis, shares, smoothed, stacked } from "./series.js";
 import uPlot from "./vendor/uplot/uPlot.esm.js";
 
@@ -69,7 +69,7 @@ export class Chart {
     const { title, unit, log } = this.spec;
     this.legend = h("ul", { class: "legend" });
     this.at = h("span", { class: "at muted" });
-    this.surface = h("div", { class: "surface", tabindex: "0", role: "img", onkeydown: (event) => this.key(event), onblur: () => this.leave() });
+    this.surface = h("div", { class: "surface", tabindex: "0", role: "img", onkeydown: (event) => this.key(event), onblur: () => this.desk.charts.forEach((chart) => chart.point(null)) });
     this.nothing = h("p", { class: "empty" }, withCode(this.spec.empty ?? "Nothing yet."));
     this.tip = h("div", { class: "tip", hidden: true });
     const button = (text, said, act, pressed) => h("button", { type: "button", class: "plain", title: said, "aria-label": `${said}: ${title}`, "aria-pressed": pressed, onclick: act }, text);
@@ -114,6 +114,7 @@ export class Chart {
         if (column && knownCount(column.mean) > 0) {
           found.push({
             label: several ? `${run.label}${this.spec.lines.length > 1 ? ` ${line.label}` : ""}` : line.label,
+            line: line.label,
             name: line.name,
             run: run.id,
             step: run.columns.step,
@@ -141,7 +142,7 @@ export class Chart {
       return;
     }
     const model = this.spec.band ? this.bandModel(lines) : this.lineModel(lines);
-    const shape = JSON.stringify([model.series.map((series) => [series.label, series.role, series.colour]), this.log, getComputedStyle(document.documentElement).colorScheme, matchMedia("(prefers-color-scheme: dark)").matches]);
+    const shape = JSON.stringify([model.series.map((series) => [series.label, series.role, series.colour]), this.log, this.spec.band && this.desk.band, getComputedStyle(document.documentElement).colorScheme, matchMedia("(prefers-color-scheme: dark)").matches]);
     if (shape !== this.shape || !this.plot) {
       this.plot?.destroy();
       this.plot = new uPlot(this.options(model), model.data, this.surface);
@@ -189,17 +190,18 @@ export class Chart {
 
   options(model) {
     const axis = { stroke: colour("--muted"), grid: { stroke: colour("--grid"), width: 1 }, ticks: { show: false }, font: `11px ${getComputedStyle(document.body).fontFamily}` };
-    const form = this.form;
+    const form = this.spec.band && this.desk.band === "share" ? percent : this.form;
+    const whole = (_, splits) => splits.map((split) => (Number.isInteger(Math.log10(split)) ? split : null));
     return {
       width: Math.max(120, this.surface.clientWidth),
       height: this.height(),
-      padding: [10, 8, 0, 0],
+      padding: [10, 20, 0, 0],
       legend: { show: false },
       cursor: { sync: { key: SYNC, setSeries: false }, drag: { x: true, y: false, setScale: false }, y: false, points: { size: 6 } },
       scales: { x: { time: false, range: (_, low, high) => this.range(low, high) }, y: this.scale() },
       axes: [
         { ...axis, size: 26, space: 60, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? tick.toLocaleString("en-US") : "")) },
-        { ...axis, size: 52, gap: 4, space: 28, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : form(tick, 3))) },
+        { ...axis, ...(this.log ? { grid: { ...axis.grid, filter: whole }, filter: whole } : {}), size: 52, gap: 4, space: 28, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : form(tick, 3))) },
       ],
       series: [{ label: "step" }, ...model.series.map((series, place) => this.drawn(series, place))],
       bands: model.bands,
@@ -270,14 +272,20 @@ export class Chart {
       return at === null ? lastKnown(values) : values[at];
     };
     this.at.textContent = at === null ? "" : `step ${number(data[0][at])}`;
-    replace(this.legend, mains.map((one) => h("li", {}, h("i", { style: { background: `var(${one.colour})` }, class: one.dash?.length ? "dashed" : "" }), one.label, " ", h("b", {}, this.formed(valueAt(one))))));
+    // Of several runs every line has one entry, with a value in the colour of each run: their names stand above the charts.
+    const lines = new Map();
+    for (const one of mains) {
+      lines.set(one.line, [...(lines.get(one.line) ?? []), one]);
+    }
+    const swatch = (one) => h("i", { style: { background: `var(${one.colour})` }, class: one.dash?.length ? "dashed" : "" });
+    replace(
+      this.legend,
+      [...lines].map(([label, ones]) => h("li", {}, ones.length === 1 ? [swatch(ones[0]), `${label} `, h("b", {}, this.formed(valueAt(ones[0])))] : [label ? `${label} ` : "", ones.map((one) => h("span", { class: "of-run", title: one.label }, swatch(one), h("b", {}, this.formed(valueAt(one)))))])),
+    );
   }
 
   formed(value) {
-    if (this.spec.band && this.desk.band === "share") {
-      return `${((value ?? 0) * 100).toFixed(0)} %`;
-    }
-    return this.form(value ?? null);
+    return this.spec.band && this.desk.band === "share" ? `${((value ?? 0) * 100).toFixed(0)} %` : this.form(value ?? null);
   }
 
   moved(plot) {
@@ -313,12 +321,13 @@ export class Chart {
     } else if (target !== undefined && steps.length) {
       event.preventDefault();
       const place = Math.min(steps.length - 1, Math.max(0, target));
-      this.plot.setCursor({ left: this.plot.valToPos(steps[place], "x"), top: this.plot.over.clientHeight / 2 });
+      this.desk.charts.forEach((chart) => chart.point(steps[place]));
     }
   }
 
-  leave() {
-    this.plot?.setCursor({ left: -10, top: -10 });
+  /** Put the cursor at a step; null: nowhere. */
+  point(step) {
+    this.plot?.setCursor(step === null ? { left: -10, top: -10 } : { left: this.plot.valToPos(step, "x"), top: 1 });
   }
 
   saveCsv() {

@@ -106,6 +106,7 @@ export function fillEvents(body, note, events, leftOut, now) {
       );
     },
   );
+  body.closest("table").hidden = rows.length === 0;
   const hidden = events.length - rows.length + leftOut;
   note.textContent = rows.length === 0 ? "None yet." : hidden > 0 ? `${number(hidden)} older ones are not listed.` : "";
 }

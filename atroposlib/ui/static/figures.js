@@ -147,21 +147,25 @@ export function accuracyOf(run, evaluations, columns) {
   };
 }
 
-/** The vital signs of a run's newest step: [[what, value, how], …]. */
-export function vitals(columns, accuracy, stack) {
-  const last = (name) => lastKnown(columns?.columns[name]?.mean ?? []);
-  const step = columns?.step.at(-1) ?? null;
+/** What is known last of each figure: {name: value}. */
+export function newestOf(columns) {
+  const known = Object.entries(columns.columns).map(([name, column]) => [name, lastKnown(column.mean)]);
+  return { step: columns.step.at(-1) ?? null, ...Object.fromEntries(known) };
+}
+
+/** The vital signs of a run's newest step: [[what, value, how], …]. `newest`: as `newestOf` gives it, or a row of metrics.jsonl. */
+export function vitals(newest, accuracy, stack) {
   const of = stack?.trainer?.of_steps;
   const measured = accuracy.lines.length ? lastKnown(accuracy.columns.columns[accuracy.lines[0].name].mean) : null;
-  const oldest = last("age_max");
+  const oldest = newest.age_max ?? null;
   return [
-    ["step", step === null ? "–" : number(step), of ? `of ${number(of)}` : ""],
-    ["reward", number(last("reward_mean"), 3), ""],
+    ["step", number(newest.step), of ? `of ${number(of)}` : ""],
+    ["reward", number(newest.reward_mean, 3), ""],
     ["accuracy", measured === null ? "–" : Math.abs(measured) <= 1 ? percent(measured) : number(measured, 3), ""],
-    ["length", number(last("response_length_mean"), 3), "tokens"],
-    ["trained", number(last("tokens_per_second"), 3), "tokens/s"],
-    ["MFU", percent(last("mfu")), ""],
-    ["age", number(last("age_mean"), 2), oldest === null ? "" : `at most ${number(oldest)}`],
-    ["waits", percent(last("waiting_share")), "of a step"],
+    ["length", number(newest.response_length_mean, 3), "tokens"],
+    ["trained", number(newest.tokens_per_second, 3), "tokens/s"],
+    ["MFU", percent(newest.mfu), ""],
+    ["age", number(newest.age_mean, 2), oldest === null ? "" : `at most ${number(oldest)}`],
+    ["waits", percent(newest.waiting_share), "of a step"],
   ];
 }

@@ -98,3 +98,8 @@ export function count(value, word, words = `${word}s`) {
 export function words(name) {
   return name.replaceAll("_", " ").replaceAll("/", " · ");
 }
+
+/** Text in quotes, with an escape for every character that is not seen or turns what follows it round. */
+export function quoted(text) {
+  return JSON.stringify(text).replace(/[\u007f-\u00a0\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202f\u2060-\u206f\ufeff\ufff9-\ufffb]/g, (one) => `\\u${one.charCodeAt(0).toString(16).padStart(4, "0")}`);
+}

@@ -53,7 +53,7 @@ function fillRun(row, run) {
   replace(
     row,
     box,
-    h("span", { class: "title" }, h("a", { class: "name", href: address("/ui", { run: run.id }) }, run.name), " ", h("span", { class: `badge ${run.live ? "good" : ""}` }, run.live ? "live" : run.state), h("span", { class: "folder" }, run.folder)),
+    h("span", { class: "title" }, h("a", { class: "name", href: address("/ui", { run: run.id }) }, run.name), " ", run.live || run.state !== "unknown" ? h("span", { class: `badge ${run.live || run.state === "running" ? "good" : ""}` }, run.live ? "live" : run.state) : null, h("span", { class: "folder" }, run.folder)),
     cell("model", run.model ?? "–"),
     cell("steps", number(run.steps), run.of_steps ? `of ${number(run.of_steps)}` : ""),
     cell("last reward", number(run.reward_last, 3)),

@@ -20,7 +20,7 @@ export function address(path, parameters = {}) {
       query.set(name, text);
     }
   }
-  const asked = query.toString();
+  const asked = query.toString().replaceAll("%7E", "~").replaceAll("%2C", ","); // for people who read it
   return asked ? `${path}?${asked}` : path;
 }
 
@@ -56,5 +56,5 @@ export function toSignIn() {
 
 /** The run that the page shows: that of its address, empty for the live (or newest) one. */
 export function shownRun() {
-  return document.body.dataset.run ?? "";
+  return new URLSearchParams(window.location.search).get("run") ?? document.body.dataset.run ?? "";
 }

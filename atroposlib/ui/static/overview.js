@@ -3,7 +3,7 @@
 import { Chart, Desk } from "./chart.js";
 import { $, h, keyed, replace } from "./dom.js";
 import { GROUPS, chosen, fillEvents } from "./events.js";
-import { CHARTS, accuracyOf, chartOf, vitals, wantedNames } from "./figures.js";
+import { CHARTS, accuracyOf, chartOf, newestOf, vitals, wantedNames } from "./figures.js";
 import { ago, clock, count, number } from "./format.js";
 import { RefusedError, address, getJson, shownRun } from "./http.js";
 import { shortcut } from "./keys.js";
@@ -46,7 +46,17 @@ async function load(id, zoom = null) {
     getJson("/ui/api/evaluations", { run: id }),
   ]);
   const before = page.runs.get(id);
-  page.runs.set(id, { id, names, columns: columnsOf(series), ranged: zoom !== null, whole: zoom === null ? series.exact : before?.whole, lastStep: series.last_step ?? null, evaluations: evaluations.evaluations });
+  const columns = columnsOf(series);
+  page.runs.set(id, {
+    id,
+    names,
+    columns,
+    ranged: zoom !== null,
+    whole: zoom === null ? series.exact : before?.whole,
+    lastStep: series.last_step ?? null,
+    newest: zoom === null || !before ? newestOf(columns) : before.newest,
+    evaluations: evaluations.evaluations,
+  });
 }
 
 async function loadAll() {
@@ -134,7 +144,7 @@ function linesOf(spec, runs) {
 }
 
 function drawVitals(run, measured) {
-  const rows = vitals(run?.columns, measured ?? { lines: [], columns: { columns: {} } }, page.stack);
+  const rows = vitals(run?.newest ?? {}, measured ?? { lines: [], columns: { columns: {} } }, page.stack);
   keyed($("vitals"), rows, ([what]) => what, ([what]) => h("div", {}, h("dt", {}, what), h("dd", {})), (row, [, value, how]) => replace(row.lastElementChild, value, how ? h("small", {}, ` ${how}`) : null));
 }
 
@@ -220,7 +230,7 @@ function segment(host, choices, current, act) {
 }
 
 function fillRanges() {
-  segment("ranges", RANGES, page.range, (steps) => {
+  segment("ranges", RANGES, desk.zoom && page.range === null ? undefined : page.range, (steps) => {
     page.range = steps;
     follow(steps);
     fillRanges();
@@ -306,7 +316,8 @@ live.on("connected", begin);
 live.on("rows", async (message) => {
   const run = page.runs.get(page.run);
   if (run) {
-    run.lastStep = Math.max(run.lastStep ?? 0, message.last_step ?? message.new?.at(-1)?.step ?? 0);
+    run.lastStep = message.last_step ?? run.lastStep;
+    Object.assign(run.newest, message.new?.at(-1));
   }
   if (run && !run.ranged && appendRows(run.columns, message)) {
     run.names = [...new Set([...run.names, ...Object.keys(message.new.at(-1) ?? {}).filter((name) => name !== "step")])];
@@ -357,6 +368,17 @@ setSmoothing(Math.min(0.98, Math.max(0, Number(asked.get("smooth")) || 0)));
 fillRanges();
 fillBands();
 fillGroups();
+document.addEventListener("click", (event) => {
+  if (!$("compare").contains(event.target)) {
+    $("compare").open = false;
+  }
+});
+$("compare").addEventListener("keydown", (event) => {
+  if (event.key === "Escape") {
+    $("compare").open = false;
+    $("compare").querySelector("summary").focus();
+  }
+});
 shortcut("s", "smoothing: off, some, much", () => {
   setSmoothing(desk.smoothing === 0 ? 0.6 : desk.smoothing < 0.9 ? 0.9 : 0);
   setAddress();

@@ -3,14 +3,20 @@
 import { compared, distance, fieldsOf, hexOf } from "./bits.js";
 import { Chart, Desk } from "./chart.js";
 import { $, h, keyed, replace } from "./dom.js";
-import { bytes, clock, count, number, percent, seconds, words } from "./format.js";
-import { RefusedError, getJson, shownRun } from "./http.js";
+import { bytes, clock, count, number, quoted, seconds, words } from "./format.js";
+import { RefusedError, address, getJson, shownRun } from "./http.js";
 import * as live from "./live.js";
 
 const SHOWN = 500;
 const PHASES = 8;
 const RELOAD_EVERY = 5000;
-const KNOWN = new Set(["sampled", "recomputed", "rollout_id", "text"]);
+const PLACES = [
+  ["weight_version", "weight version"],
+  ["batch_group", "group of the batch"],
+  ["sequence", "rollout of the group"],
+  ["position", "position"],
+  ["token", "token"],
+];
 
 const desk = new Desk(() => undefined);
 const page = { weights: null, stack: null };
@@ -148,36 +154,42 @@ function drawBits(deterministic) {
   $("bits-said").textContent = on ? "deterministic mode: every token's logprob is compared, bit by bit" : "not in deterministic mode: sampler and trainer are compared by KL alone (overview)";
   $("bits-figures").hidden = !on && !tokens;
   const rows = [
-    ["tokens compared", number(tokens ?? 0)],
-    ["that differ", number(mismatched ?? 0)],
-    ["equal", tokens ? percent(1 - mismatched / tokens) : "–"],
+    ["tokens compared", whole(tokens), ""],
+    ["that differ", whole(mismatched), mismatched > 0 ? `1 in ${whole(tokens / mismatched)}` : ""],
   ];
-  keyed($("bits-figures"), rows, ([what]) => what, ([what]) => h("div", {}, h("dt", {}, what), h("dd", {})), (row, [what, value]) => {
-    row.lastElementChild.textContent = value;
+  keyed($("bits-figures"), rows, ([what]) => what, ([what]) => h("div", {}, h("dt", {}, what), h("dd", {})), (row, [what, value, how]) => {
+    replace(row.lastElementChild, value, how ? h("small", {}, ` ${how}`) : null);
     row.lastElementChild.className = what === "that differ" && mismatched > 0 ? "bad" : "";
   });
-  replace($("first"), first ? mismatch(first) : on && tokens ? h("p", { class: "good" }, "Not one differs.") : null);
+  const said = mismatched > 0 ? h("p", { class: "bad" }, "The first one was not kept here; the trainer's log names it.") : on && tokens ? h("p", { class: "good" }, "Not one differs.") : null;
+  replace($("first"), first ? mismatch(first) : said);
 }
 
-/** The first token that differed, in full. */
+/** Every digit of a count. */
+function whole(value) {
+  return Math.round(value ?? 0).toLocaleString("en-US");
+}
+
+/** The first token that differed, in full: where it is, both numbers to the last digit and bit, and the way to it. */
 function mismatch(first) {
-  const known = Object.entries(first).filter(([name, value]) => !KNOWN.has(name) && value !== null && typeof value !== "object");
-  const values = [["sampler", first.sampled], ["trainer", first.recomputed]].filter(([, value]) => typeof value === "number");
-  const steps = values.length === 2 ? distance(first.sampled, first.recomputed) : null;
+  const { sampled, recomputed } = first;
+  const steps = distance(sampled, recomputed);
+  const facts = PLACES.filter(([name]) => first[name] !== null && first[name] !== undefined).map(([name, label]) => fact(label, whole(first[name])));
+  const pair = [["sampler", sampled, recomputed], ["trainer", recomputed, sampled]];
+  const at = `#r${first.sequence ?? 0}t${first.position ?? 0}`;
   return h(
     "div",
     { class: "mismatch", role: "alert" },
     h("h3", {}, "The first token that differs"),
-    h("dl", { class: "facts" }, known.map(([name, value]) => fact(words(name), typeof value === "number" ? number(value, 9) : String(value))), first.text ? fact("text", h("code", {}, JSON.stringify(first.text))) : null),
-    values.length ? h("dl", { class: "pair" }, values.map(([who, value], place) => [h("dt", {}, who), h("dd", {}, String(value), " ", hexOf(value), h("br"), bitString(value, values[1 - place]?.[1]))])) : null,
-    steps === null ? null : h("p", {}, `${count(steps, "float32 step")} apart, ${Math.abs(first.sampled - first.recomputed).toExponential(3)} nats.`),
-    first.rollout_id ? h("p", {}, h("a", { href: `/ui/rollouts/${encodeURIComponent(first.rollout_id)}#t${first.position ?? 0}` }, "Open the rollout at this token")) : null,
+    h("dl", { class: "facts" }, facts, first.text ? fact("its text", h("code", {}, quoted(first.text))) : null),
+    h("dl", { class: "pair" }, pair.map(([who, value, other]) => [h("dt", {}, who), h("dd", {}, `${value} ${hexOf(value)}`, h("br"), bitString(value, other))])),
+    steps === null ? null : h("p", {}, `${count(steps, "float32 step")} apart, ${Math.abs(sampled - recomputed).toExponential(3)} nats.`),
+    typeof first.group === "number" ? h("p", {}, h("a", { href: address(`/ui/rollouts/${first.group}`, { run: shownRun() }) + at }, "Open the rollout at this token")) : null,
   );
 }
 
 function bitString(value, other) {
-  const text = fieldsOf(value).join(" ");
-  return other === undefined ? text : compared(text, fieldsOf(other).join(" ")).map(([part, same]) => (same ? part : h("mark", {}, part)));
+  return compared(fieldsOf(value).join(" "), fieldsOf(other).join(" ")).map(([part, same]) => (same ? part : h("mark", {}, part)));
 }
 
 function drawUpdates(updates) {

@@ -81,6 +81,7 @@ test("numbers, shares, times and sizes as a person reads them", () => {
   assert.equal(format.percent(0.6823), "68.2 %");
   assert.equal(format.ago(100, 101), "just now");
   assert.equal(format.count(1, "group"), "1 group");
+  assert.equal(format.quoted(' a"\u202e<b>\n'), '" a\\"\\u202e<b>\\n"');
 });
 
 test("float32 bits: what differs is found, and how far apart two numbers are", () => {
@@ -120,8 +121,9 @@ test("runs: the live one first, then as asked, what is not known last", () => {
 });
 
 test("an address leaves out what is empty", () => {
-  assert.equal(address("/ui", { run: "", names: ["a", "b/c"], first: null }), "/ui?names=a%2Cb%2Fc");
+  assert.equal(address("/ui", { run: "", names: ["a", "b/c"], first: null }), "/ui?names=a,b%2Fc");
   assert.equal(address("/ui"), "/ui");
+  assert.equal(address("/ui", { run: "a~1&b" }), "/ui?run=a~1%26b");
 });
 
 const stack = (changes = {}) => ({
