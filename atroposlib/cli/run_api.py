@@ -27,6 +27,10 @@ from atroposlib.ui.live.hub import Hub
 from atroposlib.ui.live.observed import observed_folder
 from atroposlib.ui.live.source import LiveSource, Place
 from atroposlib.ui.page import RunPage
+from atroposlib.ui.rollouts.archive import MOST_BYTES
+from atroposlib.ui.rollouts.files import ARCHIVE
+from atroposlib.ui.rollouts.recorder import RolloutRecorder
+from atroposlib.ui.run.catalogue import LIVE
 from atroposlib.ui.web.gatekeeper import Gatekeeper
 from atroposlib.ui.web.sessions import SESSION_SECONDS
 from atroposlib.utils.keys import VLLM_KEY
@@ -92,6 +96,18 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="folder of the run, where the page at /ui finds what the trainer writes and keeps what is to be seen later "
         "(default: the trainer says where it writes, and the rest is kept beside the store)",
     )
+    parser.add_argument(
+        "--keep-rollouts",
+        type=_bytes_or_none,
+        default=MOST_BYTES,
+        metavar="BYTES",
+        help="rollouts that are kept for the page, the newest ones, such as 4G; 0 for none (default: 1G)",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="FOLDER",
+        help="folder or name of the tokenizer that makes text of rollouts (default: that of the model that the trainer names)",
+    )
     parser.add_argument("--no-ui", action="store_true", help="serve no page for people at /ui")
     parser.add_argument(
         "--ui-session-seconds",
@@ -122,6 +138,10 @@ def _bytes(text: str) -> int:
     units = {"K": 10, "M": 20, "G": 30, "T": 40}
     number, shift = (text[:-1], units[text[-1].upper()]) if text and text[-1].upper() in units else (text, 0)
     return _positive(number) << shift
+
+
+def _bytes_or_none(text: str) -> int:
+    return 0 if text == "0" else _bytes(text)
 
 
 def _seconds(text: str) -> float:
@@ -264,11 +284,25 @@ def open_store(name: str | None, port: int, new_run: bool = False) -> Store:
     return SqliteStore(path)
 
 
-def make_page(service: RolloutService, keeper: Gatekeeper, port: int, run_folder: Path | None) -> RunPage:
-    """The page at /ui, over the run of this service and those that lie beside it."""
+def make_page(
+    service: RolloutService,
+    keeper: Gatekeeper,
+    port: int,
+    run_folder: Path | None,
+    keep_rollouts: int = MOST_BYTES,
+    tokenizer: str | None = None,
+) -> RunPage:
+    """The page at /ui, over the run of this service and those that lie beside it; from now on its rollouts are kept."""
     hub = Hub()
     store = service.store.path if isinstance(service.store, SqliteStore) else None
     observed = observed_folder(run_folder, store)
+    if keep_rollouts:
+        service.recorder = RolloutRecorder(
+            observed.path / ARCHIVE,
+            most_bytes=keep_rollouts,
+            tokenizer=tokenizer,
+            told=lambda newest, groups: hub.tell_from_thread(LIVE, "rollouts", {"newest": newest, "count": groups}),
+        )
     place = Place(port=port, run_folder=run_folder)
     live = LiveSource(service, observed, hub, place, os.environ.get(VLLM_KEY) or None)
     beside = run_folder.absolute().parent if run_folder is not None else store.parent if store is not None else None
@@ -295,7 +329,8 @@ def main(argv: list[str] | None = None) -> None:
     page = None
     if not arguments.no_ui:
         keeper = Gatekeeper.of_key(api_key, names, arguments.ui_session_seconds)
-        page = make_page(service, keeper, sock.getsockname()[1], arguments.run_folder)
+        port, keep = sock.getsockname()[1], arguments.keep_rollouts
+        page = make_page(service, keeper, port, arguments.run_folder, keep, arguments.tokenizer)
     limits = RequestLimits(arguments.max_body_bytes, arguments.request_timeout, Access(api_key, host, names))
     config = uvicorn.Config(
         make_app(service, limits, PageRoute(page) if page is not None else None),

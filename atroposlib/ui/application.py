@@ -13,6 +13,7 @@ from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Receive, Scope, Send
 
 from atroposlib.ui.page import RunPage
+from atroposlib.ui.rollouts.routes import rollout_routes
 from atroposlib.ui.web.data_routes import data_routes
 from atroposlib.ui.web.gatekeeper import PREFIX
 from atroposlib.ui.web.guard import Guard
@@ -30,7 +31,7 @@ def make_ui(page: RunPage) -> Starlette:
         return answer
 
     app = Starlette(
-        routes=[*page_routes(page), *data_routes(page)],
+        routes=[*page_routes(page), *data_routes(page), *rollout_routes(page)],
         middleware=[Middleware(Guard, page=page)],
         exception_handlers={HTTPException: not_found},
     )

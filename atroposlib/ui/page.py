@@ -41,10 +41,18 @@ class RunPage:
         keeper: who may see it.
         hub: of the pages that are open.
         live: the service that serves it, which tells the same hub; None for a page of files.
+        tokenizer: folder or name of the tokenizer of rollouts that are read from files of groups.
     """
 
-    def __init__(self, roots: Sequence[Path], keeper: Gatekeeper, hub: Hub, live: LiveSource | None = None) -> None:
-        self.keeper, self.hub, self.live = keeper, hub, live
+    def __init__(
+        self,
+        roots: Sequence[Path],
+        keeper: Gatekeeper,
+        hub: Hub,
+        live: LiveSource | None = None,
+        tokenizer: str | None = None,
+    ) -> None:
+        self.keeper, self.hub, self.live, self.tokenizer = keeper, hub, live, tokenizer
         self.runs = RunCatalogue(roots, live.files if live is not None else lambda: None, self._tell)
         self._threads = ThreadPoolExecutor(THREADS, "page")
         self._jinja = Environment(loader=PackageLoader("atroposlib.ui"), autoescape=True, undefined=StrictUndefined)

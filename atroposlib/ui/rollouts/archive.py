@@ -267,8 +267,10 @@ class Archive:
     def _make_room(self) -> None:
         run = self._connection.execute
         while self._bytes > self.most_bytes or self._rollouts > self.most_rollouts:
-            row = run("SELECT id, first, size, n_bytes FROM groups ORDER BY id LIMIT 1").fetchone()
-            if row is None:
+            row = run(
+                "SELECT id, first, size, n_bytes FROM groups WHERE id < (SELECT max(id) FROM groups) ORDER BY id LIMIT 1"
+            ).fetchone()
+            if row is None:  # the newest stays, whatever its size
                 return
             group, first, size, n_bytes = row
             run("DELETE FROM groups WHERE id = ?", (group,))

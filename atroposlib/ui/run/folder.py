@@ -35,6 +35,7 @@ class RunFiles:
         metrics: the trainer's rows; may not be there (yet).
         evaluations: what environments measured; likewise.
         observed: what the rollout service wrote down; None if there is nothing.
+        groups: files of rollouts that environments wrote.
         environment: rows of an environment's own, over every answer that was sampled; None if there are none.
     """
 
@@ -44,6 +45,7 @@ class RunFiles:
     metrics: Path
     evaluations: Path
     observed: Path | None = None
+    groups: tuple[Path, ...] = ()
     environment: Path | None = None
 
 

@@ -216,6 +216,7 @@ export class TokenView {
 /** What is known of a token, as terms and values. */
 export function factsShown(facts) {
   const exact = (value) => (value === null ? null : String(value));
+  const rounded = (value) => (value === null ? null : String(Number(value.toPrecision(9)))); // of two numbers of 32 bits
   const probability = facts.logprob === null ? null : `${exact(facts.logprob)} (p = ${number(Math.exp(facts.logprob))})`;
   const difference = shadedBy("difference", facts);
   const of = facts.trained_version === null ? "" : ` at version ${facts.trained_version}`;
@@ -223,7 +224,7 @@ export function factsShown(facts) {
     ["token", facts.tokens ? `${facts.tokens}, at ${facts.position} of rollout ${facts.rollout}` : `rollout ${facts.rollout}`],
     ["sampler's logprob", probability],
     [`trainer's logprob${of}`, exact(facts.trainer)],
-    ["trainer − sampler", exact(difference)],
+    ["trainer − sampler", rounded(difference)],
     ["entropy", exact(facts.entropy)],
     ["advantage", exact(facts.advantage)],
     ["sampled by version", exact(facts.version)],

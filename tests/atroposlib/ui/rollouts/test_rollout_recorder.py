@@ -8,11 +8,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from atroposlib.ui.rollouts import recorder as recorder_module
+from atroposlib.ui.rollouts.files import archive_of_groups, newest_lines
 from atroposlib.ui.rollouts.recorder import Allowance, RolloutRecorder
 from atroposlib.ui.rollouts.source import RolloutSource
 from tests.atroposlib.ui.rollouts.test_rollout_archive import body, encoded
@@ -107,3 +109,15 @@ def test_no_more_is_taken_than_is_allowed(sizes: list[tuple[float, int]], per_se
             taken, largest = taken + size, max(largest, size)
     assert taken <= most + per_second * now + max(0, largest - most) * len(sizes) + 1e-6
     assert Allowance(per_second, most, 0.0).take(10 * most, 0.0), "one that is larger than all goes when all is there"
+
+
+def test_files_of_groups_become_an_archive_of_their_newest(tmp_path: Path) -> None:
+    file = tmp_path / "groups.jsonl"
+    lines = [body((float(number), 2)) for number in range(20)]
+    file.write_bytes(b"\n".join([*lines[:10], b"nonsense", b"", *lines[10:]]) + b"\n")
+    assert archive_of_groups(tmp_path / "a.db", [file], str(STARTER)) == 20
+    source = RolloutSource(tmp_path / "a.db")
+    assert [head["score"] for head in source.listed(limit=3).rollouts] == [19.0, 18.0, 17.0]
+    assert source.listed().rollouts[0]["environment"] == "groups"
+    newest = list(newest_lines(file, len(lines[-1]) * 2 + len(lines[-1]) // 2))
+    assert [orjson.loads(line)["scores"] for line in newest] == [[18.0], [19.0]]
