@@ -204,7 +204,7 @@ class Faults:
         outcome.must_name = {
             "side": "vLLM|server",
             "version": rf"version {version}\b",
-            "phase": "/bridge/|sending|commit|begin",
+            "phase": "begin|transfer|commit",
         }
         health = stage.server.health()
         outcome.server = "gone" if health != 200 else "healthy though its engine is dead"

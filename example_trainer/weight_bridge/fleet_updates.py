@@ -71,7 +71,7 @@ class FleetUpdates:
         return self._keeper.fleet.patience
 
     def _start(self, version: int, everyone: bool) -> None:
-        self._version, self._everyone = version, everyone
+        self._version, self._everyone, self._phase = version, everyone, ""
         self._done: dict[str, dict[str, Any]] = {}
         self._again: set[str] = set()
         self._alone: set[str] = set()
@@ -236,17 +236,19 @@ class FleetUpdates:
             calls[url] = partial(member.server.cohort, member.epoch, host, port, key, receivers, index, lanes)
             index += member.replicas
         watch.forming(key)
+        self._phase = "meeting"
         self._all(calls, watch, "did not take part in forming the cohort")
 
     def begin(self, group: Group, key: str, watch: Watch) -> None:
         """Have the members receive. Raises BridgeError if some do not."""
         watch.forming("")
-        version = self._version
+        version, self._phase = self._version, "begin"
         self._all(
             {url: partial(m.server.begin, m.epoch, version, key) for url, m in self._of(group).items()},
             watch,
             f"did not begin the update to version {version}",
         )
+        self._phase = "transfer"
 
     def commit(self, group: Group, checksums: list[str], begun: float, watch: Watch) -> None:
         """Have the members check what they have received, and serve it. Each is judged by itself.
@@ -257,6 +259,7 @@ class FleetUpdates:
         """
         members, version = self._of(group), self._version
         watch.sent()
+        self._phase = "commit"
         answers = at_once(
             {url: partial(m.server.commit, m.epoch, version, checksums) for url, m in members.items()},
             self._timeout + _CALL_OFF_SECONDS,
@@ -339,7 +342,8 @@ class FleetUpdates:
                 broken = member.broken(state)
                 ours = state is not None and state["instance"] == member.instance
                 taken = ours and state is not None and state["epoch"] != member.epoch
-                self._blame(url, BridgeError(f"{url} {broken}") if broken else error, taken, away=state is None)
+                told = BridgeError(f"{url} {broken}, in the {self._phase} of version {self._version}") if broken else error
+                self._blame(url, told, taken, away=state is None)
                 if ours and not taken:
                     calls[url] = partial(member.server.quarantine, member.epoch, str(error))
             self._keeper.tell()

@@ -106,6 +106,6 @@ class EngineSwitch:
     async def _command(self, command: Any, what: str) -> None:
         try:
             with self._silence.waiting():
-                await answer_in_time(self._engine, command, what, self._timeout, "vLLM's engine")
+                await answer_in_time(self._engine, command, what, self._silence.patience(self._timeout), "vLLM's engine")
         except BridgeRefusal as refusal:
             raise BridgeRefusal(refusal.status, f"{refusal}; whether it stands still is not known") from refusal

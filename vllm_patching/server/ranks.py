@@ -26,21 +26,29 @@ _LOOK_SECONDS = 0.25
 """How often it is looked whether the engine that is waited for has died."""
 
 
-async def answer_in_time(engine: Any, question: Awaitable[Any], what: str, limit: float, who: str) -> Any:
+async def answer_in_time(
+    engine: Any, question: Awaitable[Any], what: str, limit: float, who: str, silence: Silence | None = None
+) -> Any:
     """The answer of vLLM's engine.
 
     Args:
         engine: vLLM's AsyncLLM.
         what, who: for messages: what is asked, and of whom.
         limit: seconds.
+        silence: told of a question that was not answered in time, which is left to be answered; without it the question is
+            taken back.
 
     Raises:
         BridgeRefusal: there was none in time, or an error, or the engine has died.
         UnsupportedVllm: this vLLM cannot be asked that.
     """
     asked = asyncio.ensure_future(question)
+    left = False
     try:
         if not await answered(engine, asked, limit):
+            if silence is not None:
+                silence.overdue(asked, limit)
+                left = True
             raise BridgeRefusal(504, f"{who} did not answer {what} within {limit:g} s")
         return asked.result()
     except (UnsupportedVllm, BridgeRefusal):
@@ -51,7 +59,8 @@ async def answer_in_time(engine: Any, question: Awaitable[Any], what: str, limit
         told = str(error).strip().splitlines() or [type(error).__name__]
         raise BridgeRefusal(502, f"{who} failed in {what}: {told[0][:500]}; the server's log has more") from error
     finally:
-        asked.cancel()
+        if not left:
+            asked.cancel()
 
 
 async def answered(engine: Any, asked: asyncio.Future[Any], limit: float) -> bool:
@@ -184,6 +193,7 @@ class RankCalls:
         for question in questions:
             if not question.done():
                 question.add_done_callback(lambda late: _tell_late(late, resumed))
+                self._silence.overdue(question, self._timeout)
         if failed:
             await answer_in_time(self._engine, failed[0], method, self._timeout, self._who)  # raises
         if not all_asked.done():
@@ -206,7 +216,7 @@ class RankCalls:
 
     async def _in_time(self, question: Awaitable[Any], what: str, limit: float) -> Any:
         with self._silence.waiting():
-            return await answer_in_time(self._engine, question, what, limit, self._who)
+            return await answer_in_time(self._engine, question, what, self._silence.patience(limit), self._who, self._silence)
 
     async def choose_transfer(self, asked: str) -> str:
         """`direct` or `overlapped`: what was asked for, or with `auto` overlapped if every rank has room for it.

@@ -13,6 +13,7 @@ from vllm_patching.compat.versions import UnsupportedVllm
 from vllm_patching.protocol.verification import CAN_VERIFY_AND_RESUME, VERIFY_AND_RESUME, BridgeRefusal, compare
 from vllm_patching.server import ranks as bridge_ranks
 from vllm_patching.server.ranks import RankCalls
+from vllm_patching.server.silence import FURTHER_SECONDS, Silence
 
 TIMEOUT = 0.2
 LONG = 1000.0
@@ -143,6 +144,35 @@ async def test_an_engine_that_dies_while_it_is_asked_is_not_waited_for(question:
     assert refusal.value.status == 503
     for task in core.background:
         task.cancel()
+
+
+class Queue(Engine):
+    """An engine that does one thing after the other, once it moves."""
+
+    def __init__(self) -> None:
+        super().__init__(EngineCore())
+        self.moves, self._turn = asyncio.Event(), asyncio.Lock()
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        async with self._turn:
+            await self.moves.wait()
+            return [method]
+
+
+@pytest.mark.asyncio
+async def test_while_an_answer_is_overdue_no_other_is_waited_for_as_long() -> None:
+    """Giving an update up asks for several things, and a worker that stands still would hold up each for a whole deadline."""
+    engine, silence = Queue(), Silence()
+    with pytest.raises(BridgeRefusal, match=r"did not answer first within 0\.2 s"):
+        await RankCalls(engine, TIMEOUT, silence).call("first")
+    assert silence.patience(LONG) == FURTHER_SECONDS
+    assert silence.patience(FURTHER_SECONDS / 2) == FURTHER_SECONDS / 2
+    assert silence.seconds >= TIMEOUT, "nobody waits any more, and there is no answer yet"
+    with pytest.raises(BridgeRefusal, match=rf"did not answer second within {FURTHER_SECONDS:g} s"):
+        await RankCalls(engine, LONG, silence).call("second")
+    engine.moves.set()
+    assert await RankCalls(engine, LONG, silence).call("third") == ["third"]
+    assert (silence.patience(LONG), silence.seconds) == (LONG, 0.0)
 
 
 @pytest.mark.asyncio
