@@ -83,7 +83,7 @@ class LiveSource:
         name = (registration.model or "").rstrip("/").rpartition("/")[2] if registration else ""
         root = self.place.run_folder or folder
         figures = (folder / "metrics.jsonl", folder / "evaluations.jsonl")
-        return RunFiles(LIVE, name or "this run", root, *figures, self.observed.path, environment_rows(root))
+        return RunFiles(LIVE, name or "this run", root, *figures, self.observed.path, environment=environment_rows(root))
 
     def _figures(self) -> Path:
         """The trainer's folder: as it says itself, or as one finds it in the run's."""

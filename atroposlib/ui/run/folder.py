@@ -155,7 +155,7 @@ def _of_metrics(path: Path, root: Path, observed: Path | None) -> RunFiles:
     name = _name(folder, root) + (f" (earlier run {number[1:]})" if number else "")
     if number:
         return RunFiles(_id(path, name), name, folder, path, evaluations)
-    return RunFiles(_id(path, name), name, folder, path, evaluations, observed, environment_rows(folder))
+    return RunFiles(_id(path, name), name, folder, path, evaluations, observed, environment=environment_rows(folder))
 
 
 def _of_observed(folder: Path, root: Path) -> RunFiles:
