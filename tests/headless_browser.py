@@ -11,6 +11,7 @@ import importlib.util
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,10 @@ SECONDS = 30.0
 """The longest wait for what a page shows."""
 WITHIN_PAGE = ("data", "blob", "about")
 """Schemes of addresses that leave for no host."""
+READY = "document.body?.dataset.ready === 'true'"
+"""Said by a page once its first data is drawn."""
+LIVE = "document.body?.dataset.connection === 'live'"
+"""Said while its stream of events is open."""
 TELL_REFUSALS = """document.addEventListener("securitypolicyviolation", (refused) =>
   console.error(`${refused.effectiveDirective} refuses ${refused.blockedURI}: ${refused.sourceFile}:${refused.lineNumber}`));"""
 
@@ -96,11 +101,25 @@ class Visit:
     def open(self, path: str) -> None:
         """Go to an address of the page, and wait until its first data is drawn."""
         self.page.goto(self.origin + path)
-        self.until("document.body.dataset.ready === 'true'")
+        self.until(READY)
 
     def until(self, condition: str, argument: Any = None, seconds: float = SECONDS) -> None:
-        """Wait until an expression of JavaScript, or a function of the argument, is true in the page."""
-        self.page.wait_for_function(condition, arg=argument, timeout=seconds * 1000)
+        """Wait until an expression of JavaScript, or a function of the argument, is true in the page.
+
+        Asked from here each time: what Playwright lets the page itself ask would have to get past the page's policy.
+        """
+        from playwright.sync_api import Error
+
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                if self.page.evaluate(condition, argument):
+                    return
+            except Error as error:
+                if "context was destroyed" not in error.message:  # by a page that follows this one
+                    raise
+            assert time.monotonic() < deadline, f"after {seconds:.0f} s at {self.page.url} not yet: {condition}; {self.noted}"
+            self.page.wait_for_timeout(30)
 
     def expect(self, pattern: str) -> None:
         """Say that lines which match may be noted at this visit, such as those of a server that the test kills."""
