@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bench import async_figures, bridge_figures, determinism_figures, learning_figures, trainer_figures
+from bench import async_figures, bridge_figures, determinism_figures, fleet_figures, learning_figures, trainer_figures
 from bench.bridge_figures import markdown, sources
 from bench.results_book import Book
 from bench.their_environments import table as their_environments
@@ -108,6 +108,7 @@ NAMED: dict[str, Callable[[Book], str]] = {
     **async_figures.NAMED,
     **bridge_figures.NAMED,
     **determinism_figures.NAMED,
+    **fleet_figures.NAMED,
     **learning_figures.NAMED,
     **trainer_figures.NAMED,
     **their_environments.NAMED,

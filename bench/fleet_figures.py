@@ -1,0 +1,59 @@
+"""Tables of docs/fleet.md: what an update of one server and of several makes a trainer and a client wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bench.bridge_figures import markdown, sources
+from bench.results_book import Book
+
+FILE = "fleet"
+
+
+def servers(book: Book) -> str:
+    """Whole updates of 1, 2, 4, … servers without vLLM's engine, on the processor."""
+    head = ["", "the trainer waits, median", "90 of 100", "most", "each server stands still", "times one server"]
+    rows, places = [], {}
+    for shape, by_transfer in book.get(FILE, "servers").items():
+        for transfer in (name for name in by_transfer if name != "trainer"):
+            base = f"servers/{shape}/{transfer}"
+            one = book.number(FILE, f"{base}/1/idle/whole_update_ms/median")
+            for count in book.get(FILE, base):
+                place = f"{base}/{count}/idle"
+                median, p90, most = (book.number(FILE, f"{place}/whole_update_ms/{key}") for key in ("median", "p90", "max"))
+                halted = book.number(FILE, f"{place}/halted_ms/median")
+                side = f"{shape}, {transfer}, {count}"
+                waits = [f"{value:.0f} ms" for value in (median, p90, most, halted)]
+                rows.append([side, *waits, f"{median / one:.1f}"])
+                places[side] = (FILE, place)
+    cpus, load = book.number(FILE, "machine/cpus"), book.number(FILE, "load_before/0")
+    told = f"{cpus:.0f} cores for the trainer and all servers; their load before it: {load:.1f}."
+    return f"{markdown(head, rows)}\n\n{told} {sources(book, places)}"
+
+
+def clients(book: Book) -> str:
+    """What a client of a real server sees, what a client waits for first."""
+    head = [
+        "",
+        "longest gap between two tokens at a client, median",
+        "most",
+        "gaps otherwise",
+        "the trainer waits, median",
+        "most",
+    ]
+    rows, places = [], {}
+    for cache, by_way in book.get(FILE, "clients").items():
+        for way in (name for name in by_way if name != "trainer"):
+            for condition in (name for name in by_way[way] if name.startswith("load_")):
+                place = f"clients/{cache}/{way}/{condition}"
+                wanted = ("largest_gap_per_update_ms/median", "largest_gap_per_update_ms/max", "usual_gap_ms/median")
+                wanted += ("whole_update_ms/median", "whole_update_ms/max")
+                side = f"{way}, {cache}, {condition.removeprefix('load_')} requests"
+                rows.append([side, *(f"{book.number(FILE, f'{place}/{key}'):.0f} ms" for key in wanted)])
+                places[side] = (FILE, place)
+    size = book.number(FILE, "model_bytes") / 1e6
+    return f"{markdown(head, rows)}\n\nA model of {size:.0f} MB. {sources(book, places)}"
+
+
+NAMED: dict[str, Callable[[Book], str]] = {"fleet_servers": servers, "fleet_clients": clients}
+"""By the name that stands in the documents."""
