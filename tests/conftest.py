@@ -19,7 +19,7 @@ if str(ROOT) not in sys.path:
 from example_trainer.child_processes.ports import PortReservations  # noqa: E402
 from example_trainer.child_processes.processes import ManagedProcess, Supervisor  # noqa: E402
 from example_trainer.child_processes.readiness import Probe, http_probe, wait_until  # noqa: E402
-from tests.forked_commands import ForkedProcess  # noqa: E402
+from tests.forked_commands import ForkedProcess, shared_fork_servers  # noqa: E402
 
 # One thread each: the models are tiny, several processes share two cores, and threads that wait for one another burn them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -29,6 +29,14 @@ os.environ["NO_PROXY"] = os.environ["no_proxy"] = "localhost,127.0.0.1"
 # How long an example of a property takes tells how busy the machine is, and nothing of the property.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where several workers share the tests, they share the processes that fork commands too."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        servers = shared_fork_servers()
+        servers.__enter__()
+        config.add_cleanup(lambda: servers.__exit__(None, None, None))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

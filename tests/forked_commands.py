@@ -2,20 +2,20 @@
 
 `Processes.start` (tests/conftest.py) forks those in COMMANDS; a command that is not there, or in an environment that matters to
 what is imported, is executed. The forked process is the same program with the same arguments, environment, folder, signals and
-exit status; only its command line in `ps` is another.
+exit status; its command line in `ps` and its place in the tree of processes are others. With FORK_CHILDREN in its environment,
+what it starts as managed processes is forked too.
 
-    python -m tests.forked_commands KIND SOCKET   forks commands of a kind, as it is told, until the other end is closed
+All workers of one run of the tests share the processes that fork (tests/fork_server.py), which listen in a folder that FOLDER
+names.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import importlib
 import io
 import json
-import multiprocessing
 import os
 import runpy
 import select
@@ -23,14 +23,12 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import traceback
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from example_trainer.child_processes.guard import PR_SET_CHILD_SUBREAPER, Guard, prctl
 from example_trainer.child_processes.processes import ManagedProcess
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,7 +43,9 @@ COMMANDS = {
         "environments/math_server.py": "environments.math_server",
         "environments/reasoning_gym_server.py": "environments.reasoning_gym_server",
         "example_trainer/grpo.py": "example_trainer.grpo",
+        "example_trainer/simple_rl.py": "example_trainer.simple_rl",
         "example_trainer.reference_worker": "example_trainer.reference_worker",
+        "scripts.quickstart": "scripts.quickstart.__main__",
         "tests.forked_ranks": "tests.forked_ranks",
     },
     "vllm": {"example_trainer/vllm_api_server.py": "example_trainer.vllm_api_server"},
@@ -55,8 +55,14 @@ VLLM = (
     "vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.launchers.cli_args", "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker", "vllm.v1.executor.uniproc_executor", "vllm.model_executor.models.qwen3", "uvloop",
 )  # fmt: skip
-READ_WHEN_IMPORTED = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+LATER = {"light": ("scripts.quickstart.run",), "vllm": VLLM}
+"""What these commands import only when they are under way."""
+READ_WHEN_IMPORTED = ("CUDA_VISIBLE_DEVICES",)
 """Variables that must be as they were when the modules were imported. PYTHONPATH may name nothing but this repository."""
+FOLDER = "LOCKSTEP_TESTS_FORKS"
+"""Variable that names the folder of the sockets."""
+FORK_CHILDREN = {"LOCKSTEP_TESTS_FORK_CHILDREN": "1"}
+"""In the environment of a command: it forks what it starts, where it would execute it."""
 LONGEST_MESSAGE = 1 << 17
 """Bytes; arguments and an environment are a few kilobytes."""
 
@@ -102,10 +108,15 @@ class Command:
     def run(self) -> None:
         """Be that command, as the interpreter would be."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        if self.unbuffered:
+        if self.unbuffered or os.environ.get("PYTHONUNBUFFERED"):
             for stream in (sys.stdout, sys.stderr):
                 assert isinstance(stream, io.TextIOWrapper)
                 stream.reconfigure(write_through=True)
+        threads = os.environ.get("OMP_NUM_THREADS", "1")
+        if threads != "1":
+            importlib.import_module("torch").set_num_threads(int(threads))  # which reads the variable when it is imported
+        if FORK_CHILDREN.items() <= os.environ.items():
+            ManagedProcess.start_guard = start_guard  # type: ignore[method-assign]
         sys.modules.pop(COMMANDS[str(self.kind)][self.name])  # what it imports stays imported
         sys.argv = [self.target, *self.arguments]
         sys.path[0] = os.getcwd() if self.is_module else str(Path(self.target).parent)
@@ -117,86 +128,10 @@ class Command:
             runpy.run_path(self.target, run_name="__main__")
 
 
-class Become(BaseException):
-    """Unwinds the stack of a forked process up to where it runs its command, as an interpreter does that has just started."""
-
-    def __init__(self, command: Command) -> None:
-        self.command = command
-
-
-class ForkedGuard(Guard):
-    """A guard whose command is this program, forked."""
-
-    def __init__(self, command: Command, control: int, grace: float, keep_out: Sequence[int]) -> None:
-        self.program, self.keep_out = command, keep_out
-        super().__init__([command.target], control, grace)
-
-    def become(self) -> None:
-        for descriptor in (*self.keep_out, self.control, self.wake, self.wake_end):
-            os.close(descriptor)  # as execve does
-        raise Become(self.program)
-
-
-def keep(told: dict[str, Any], connection: socket.socket, log: int, status: int, control: int | None = None) -> None:
-    """Keep one command until it has ended, under a guard if there is a control pipe, and tell its exit status.
-
-    Raises:
-        Become: this is the process of the command.
-    """
-    os.setsid()
-    for descriptor in (1, 2):
-        os.dup2(log, descriptor)
-    os.close(log)
-    os.environ.clear()
-    os.environ.update(told["environment"])
-    os.chdir(told["directory"])
-    command = Command(**told["command"])
-    if control is not None:
-        connection.send(str(os.getpid()).encode())
-        connection.close()
-        prctl(PR_SET_CHILD_SUBREAPER, 1)
-        code = ForkedGuard(command, control, told["grace"], (status,)).run()
-    elif child := os.fork():
-        connection.send(str(child).encode())
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    else:
-        connection.close()
-        os.close(status)
-        raise Become(command)
-    os.write(status, str(code).encode())
-
-
-def serve(connection: socket.socket) -> None:
-    """Fork a process for each message, which keeps a command, until there are no more.
-
-    Raises:
-        Become: this is a forked process, and its command has to be run.
-    """
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them here: they tell their status through a pipe
-    while True:
-        data, descriptors, *_ = socket.recv_fds(connection, LONGEST_MESSAGE, 3)
-        if not data:
-            return
-        if os.fork():
-            for descriptor in descriptors:
-                os.close(descriptor)
-            continue
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        try:
-            keep(json.loads(data), connection, *descriptors)
-        except Become:
-            raise
-        except BaseException:
-            traceback.print_exc()
-            sys.stderr.flush()
-            raise
-        finally:
-            if not isinstance(sys.exception(), Become):
-                os._exit(0)
-
-
 class Forked:
     """What subprocess.Popen is for an executed process: its process id, and its exit status once it has ended."""
+
+    stdin = stdout = None
 
     def __init__(self, pid: int, status: int) -> None:
         self.pid, self._status = pid, status
@@ -225,18 +160,54 @@ class Forked:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def start_fork_server(kind: str, listener: socket.socket) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start the process that imports the modules, and forks for whoever connects to the listener; returns its lifeline too."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with there:
+        descriptors = (there.fileno(), listener.fileno())
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.fork_server", kind, *map(str, descriptors)],
+            cwd=ROOT, pass_fds=descriptors, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            env={**os.environ, "OMP_WAIT_POLICY": "passive"},  # commands of more threads than cores must not burn those
+        )  # fmt: skip
+    return process, here
+
+
+@contextlib.contextmanager
+def shared_fork_servers() -> Iterator[None]:
+    """Within the block this process, and all that it starts, have their commands forked by the same two processes."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-forks-") as folder, contextlib.ExitStack() as stack:
+        for kind in COMMANDS:
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            listener.bind(f"{folder}/{kind}")
+            listener.listen()
+            for part in start_fork_server(kind, listener):
+                stack.enter_context(part)
+        os.environ[FOLDER] = folder
+        yield
+        del os.environ[FOLDER]
+
 
 class ForkServer:
-    """The process that has imported the modules, and forks."""
+    """The way to the process that has imported the modules: that of all workers, else one that ends with this process."""
 
     def __init__(self, kind: str) -> None:
-        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._connection = here
-        with there:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.forked_commands", kind, str(there.fileno())],
-                cwd=ROOT, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            )  # fmt: skip
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if folder := os.environ.get(FOLDER):
+            self._connection.connect(f"{folder}/{kind}")
+            return
+        with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(f"{folder}/{kind}")
+            listener.listen()
+            self._process, self._lifeline = start_fork_server(kind, listener)
+            self._connection.connect(f"{folder}/{kind}")
 
     def fork(
         self, command: Command, variables: Mapping[str, str], directory: Path | None, log: int, *guard: int, grace: float = 0.0
@@ -257,7 +228,7 @@ class ForkServer:
 
 @functools.cache
 def fork_server(kind: str) -> ForkServer:
-    """This process's own of a kind, started when it is first asked for; it ends with this process."""
+    """That of a kind, asked for when it is first needed."""
     return ForkServer(kind)
 
 
@@ -272,14 +243,21 @@ def what_forks(words: Sequence[str], variables: Mapping[str, str]) -> tuple[Fork
     return fork_server(command.kind), command
 
 
+execute_guard = ManagedProcess.start_guard
+
+
+def start_guard(self: ManagedProcess, control: int, log: int, variables: Mapping[str, str], directory: Path | None) -> Any:
+    """As ManagedProcess.start_guard, and the guard is forked with its command if that can be."""
+    if (found := what_forks(self.command, variables)) is None:
+        return execute_guard(self, control, log, variables, directory)
+    server, command = found
+    return server.fork(command, variables, directory, log, control, grace=self.grace)
+
+
 class ForkedProcess(ManagedProcess):
     """A managed process that is forked if that can be."""
 
-    def start_guard(self, control: int, log: int, variables: Mapping[str, str], directory: Path | None) -> Any:
-        if (found := what_forks(self.command, variables)) is None:
-            return super().start_guard(control, log, variables, directory)
-        server, command = found
-        return server.fork(command, variables, directory, log, control, grace=self.grace)
+    start_guard = start_guard
 
 
 def start_unguarded(words: Sequence[str], log: int, variables: Mapping[str, str], directory: Path) -> Any:
@@ -300,41 +278,3 @@ def start_unguarded(words: Sequence[str], log: int, variables: Mapping[str, str]
 def execute(words: Sequence[str], log: int, variables: Mapping[str, str], directory: Path) -> Any:
     """As start_unguarded, and never forked."""
     return subprocess.Popen(words, cwd=directory, stdout=log, stderr=log, env=dict(variables))
-
-
-def fork_engines() -> None:
-    """Have vLLM fork its engines' processes too: without a GPU it executes them, and each imports everything again."""
-    context = multiprocessing.get_context("fork")
-    for name in ("engine.utils", "engine.coordinator", "executor.multiproc_executor"):
-        module = importlib.import_module(f"vllm.v1.{name}")
-        assert hasattr(module, "get_mp_context"), name
-        module.get_mp_context = lambda: context  # type: ignore[attr-defined]
-    title = importlib.import_module("setproctitle")  # finds where titles are kept by an environment that nobody has changed yet
-    title.setproctitle(title.getproctitle())
-    # Else a signal to the engine would wake the server, as one to itself.
-    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
-
-
-def main() -> None:
-    kind, descriptor = sys.argv[1:]
-    if kind == "vllm":
-        os.environ["TORCH_COMPILE_DISABLE"] = "1"  # which vllm_api_server.py sets, too late for PyTorch in a forked process
-    for module in COMMANDS[kind].values():
-        importlib.import_module(module)
-    if kind == "vllm":
-        for module in VLLM:
-            importlib.import_module(module)
-        fork_engines()
-    assert threading.active_count() == 1, "a fork takes no threads along"
-    gc.freeze()
-    serve(socket.socket(fileno=int(descriptor)))
-
-
-if __name__ == "__main__":
-    command = None
-    try:
-        main()
-    except Become as told:
-        command = told.command
-    if command is not None:
-        command.run()

@@ -9,7 +9,7 @@ import pytest
 
 from bench import weight_sync
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("forked_children")]
 
 
 def test_weight_sync_measures_both_ways_of_transfer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,6 +81,7 @@ def test_what_cannot_run_here_is_left_out_with_the_reason(tmp_path: Path) -> Non
 
 
 @pytest.mark.e2e
+@pytest.mark.usefixtures("forked_children")
 def test_our_part_runs_with_real_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     questions = tmp_path / "questions.jsonl"
     lines = [{"question": f"What is {n} plus {n}?", "answer": f"#### {2 * n}"} for n in range(20)]

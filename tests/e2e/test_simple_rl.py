@@ -11,6 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.conftest import ROOT, Processes
+from tests.forked_commands import FORK_CHILDREN
 
 pytestmark = pytest.mark.e2e
 
@@ -25,7 +26,7 @@ def test_the_negative_control_trains_and_sees_other_bits(processes: Processes, t
     command = [sys.executable, "-u", SCRIPT, "--no-batch-invariant", "--device", "cpu", "--steps", str(STEPS)]
     command += ["--groups", "2", "--group-size", "4", "--max-tokens", "24", "--output", str(tmp_path / "run")]
     command += ["--staleness", "1", "--problems", TASK, "--evaluate-every", "2", "--held-out", "4", "--loss", "cispo"]
-    text = processes.finish(processes.start("simple-rl", command, environment={"OMP_NUM_THREADS": "1"}), seconds=280)
+    text = processes.finish(processes.start("simple-rl", command, FORK_CHILDREN), seconds=280)
     assert f"Step {STEPS}/{STEPS}  reward " in text
     assert "bitwise determinism verified" not in text, "only a run that checked it may say so"
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from example_trainer.child_processes.guard import descendants, parents
@@ -18,10 +19,18 @@ from example_trainer.child_processes.ports import is_free
 from example_trainer.training.runs import marked_run
 from tests.conftest import ROOT, Processes
 from tests.e2e.bridge_helpers import made_up_group
+from tests.forked_commands import FORK_CHILDREN
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540)]
 
 STARTER = ROOT / "assets" / "starter_model"
+
+
+def family_of_listener(port: int) -> list[int]:
+    """The guard of the process that listens on a port, and everything below it."""
+    (pid,) = {one.pid for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN and one.laddr.port == port}
+    guard = parents()[pid]
+    return [guard, *descendants(guard)]
 
 
 def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
@@ -40,7 +49,7 @@ def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
         *("--checkpoint-interval", "2", "--num-threads", "1", "--seq-len", "256"),
         *("--save-path", tmp_path / "checkpoints", "--log-dir", folder),
     ]
-    trainer = processes.start("trainer", command, {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_SHARED_WEIGHTS": "1"}, grace=60)
+    trainer = processes.start("trainer", command, FORK_CHILDREN | {"VLLM_ENABLE_SHARED_WEIGHTS": "1"}, grace=60)
 
     def rows() -> list[dict[str, Any]]:
         path = folder / "metrics.jsonl"
@@ -78,7 +87,7 @@ def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
     assert [row["weight_version"] for row in rows()[2:5]] == [2, 4, 4]
 
     # A person's SIGTERM: what was learned is kept, and no process of the server's is left.
-    family = descendants(trainer.command_pid())
+    family = [*descendants(trainer.command_pid()), *family_of_listener(vllm_port)]
     assert len(family) >= 3  # guard, API server, engine
     assert processes.stop(trainer) == 128 + signal.SIGTERM
     text = trainer.log_path.read_text()
