@@ -40,9 +40,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where several workers share the tests, what takes longest in one piece comes first."""
-    if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: item.path.relative_to(ROOT).parts[1] != "e2e")
+    """Where several workers share the tests, what takes longest in one piece comes first: files with end-to-end tests, by the
+    time that these may take."""
+    if not hasattr(config, "workerinput"):
+        return
+    limits: dict[Path, float] = {}
+    for item in items:
+        if item.get_closest_marker("e2e"):
+            limit = item.get_closest_marker("timeout")
+            limits[item.path] = max(limits.get(item.path, 0.0), float(limit.args[0]) if limit else 1.0)
+    items.sort(key=lambda item: -limits.get(item.path, 0.0))
 
 
 @pytest.hookimpl(optionalhook=True)
