@@ -1,6 +1,8 @@
-"""`kill -9` of every process of a run: resumed, it ends with the weights of the run that nobody killed, bit for bit.
+"""Runs of the whole stack that are the same run: after each step the same rollouts and the same weights, bit for bit.
 
-As in test_same_seed, vLLM computes one sequence at a time.
+One run is repeated with the same seed, and one has every process killed by `kill -9` and is resumed. Deterministic mode needs a
+GPU. Here vLLM computes one sequence at a time, so that nothing depends on what else is in a batch; what is tested is the rest:
+problems, seeds, which groups make up a batch, and the order in which they are trained on.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 STARTER = ROOT / "assets" / "starter_model"
 STEPS = 3
 FLAGS = ("--max-num-seqs", "1", "--no-enable-prefix-caching", "--max-model-len", "256", "--enforce-eager")
+SEEDED = ("--env.seed_rollouts", "true", "--env.max_batches_offpolicy", "0")
+EXACT = ("--env.exact_resume", "true")
 
 
 @dataclass
@@ -34,6 +38,8 @@ class Stack:
     vllm: VllmServer
     port: int
     folder: Path
+    environment_flags: tuple[str, ...]
+    steps: int = STEPS
 
     def start(self, *resume: str) -> None:
         service = f"http://127.0.0.1:{self.port}"
@@ -45,7 +51,7 @@ class Stack:
             [
                 *(sys.executable, "-u", ROOT / "example_trainer/grpo.py", "--model-name", STARTER, "--lr", "1e-3"),
                 *("--weight-bridge-mode", "shared_vllm", "--single-copy", "--vllm-port", str(self.vllm.port)),
-                *("--atropos-url", service, "--training-steps", str(STEPS), "--batch-size", "8", "--seq-len", "256"),
+                *("--atropos-url", service, "--training-steps", str(self.steps), "--batch-size", "8", "--seq-len", "256"),
                 *("--gradient-accumulation-steps", "2", "--max-staleness", "0", "--num-threads", "1"),
                 *("--save-path", self.folder / "checkpoints", "--log-dir", self.folder / "logs"),
                 *("--checkpoint-interval", "1", "--keep-checkpoints", "1", *resume),
@@ -57,7 +63,7 @@ class Stack:
             "environment",
             [
                 *(sys.executable, ROOT / "environments/arithmetic_server.py", "serve", "--env.rollout_server_url", service),
-                *("--env.group_size", "4", "--env.max_token_length", "24", "--env.exact_resume", "true"),
+                *("--env.group_size", "4", "--env.max_token_length", "24", *self.environment_flags),
                 *("--openai.base_url", f"http://localhost:{self.vllm.port}", "--openai.server_type", "vllm"),
             ],
             may_finish=True,
@@ -81,33 +87,41 @@ class Stack:
     def finish(self) -> tuple[dict[int, tuple[str, float, int]], bytes]:
         """What was learned, and the weights of the last checkpoint."""
         self.processes.finish(self.trainer, seconds=240)
-        return self.learned(), (self.folder / "checkpoints" / f"step_{STEPS}" / "model.safetensors").read_bytes()
+        for process in (self.environment, self.service):
+            self.processes.stop(process)
+        assert self.learned().keys() == set(range(1, self.steps + 1))
+        return self.learned(), (self.folder / "checkpoints" / f"step_{self.steps}" / "model.safetensors").read_bytes()
 
 
-def test_a_run_that_was_killed_ends_as_if_it_had_not(
+def test_runs_of_one_seed_are_the_same_killed_or_not(
     processes: Processes, free_port: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     vllm = start_vllm(processes, free_port, STARTER, tmp_path, flags=FLAGS)
-    whole = Stack(processes, vllm, free_port(), tmp_path / "whole")
-    whole.folder.mkdir()
-    whole.start()
-    expected = whole.finish()
-    assert expected[0].keys() == set(range(1, STEPS + 1))
-    processes.kill(whole.service)
 
-    stack = Stack(processes, vllm, free_port(), tmp_path / "killed")
-    stack.folder.mkdir()
-    stack.start()
+    def stack(name: str, *flags: str, steps: int = STEPS) -> Stack:
+        made = Stack(processes, vllm, free_port(), tmp_path / name, flags, steps)
+        made.folder.mkdir()
+        made.start()
+        return made
+
+    expected = stack("whole", *EXACT).finish()
+    learned = expected[0]
+    assert len({checksum for checksum, *_ in learned.values()}) == STEPS
+    assert stack("again", *SEEDED).finish() == expected, "the order is kept too, but nothing was killed"
+    unseeded, _ = stack("unseeded", *SEEDED[2:], steps=1).finish()
+    assert unseeded[1] != learned[1], "if any two runs were equal, this would prove nothing"
+
+    killed = stack("killed", *EXACT)
 
     # When a step has been taken, and a part of the next batch is at the service while the rest of it is being sampled.
     def half_a_batch() -> str | None:
-        stats = stack.stats()
+        stats = killed.stats()
         there = stats["trainer_version"] >= 1 and 0 < stats["queue"]["groups"] < 4 and not stats["leases"]
         return None if there else f"version {stats['trainer_version']}, {stats['queue']}"
 
     processes.wait_until("half a batch", half_a_batch, 180)
-    stack.kill()
-    stack.vllm = start_vllm(processes, lambda: vllm.port, STARTER, tmp_path, flags=FLAGS)
-    stack.start("--resume", "auto")
-    assert stack.finish() == expected
+    killed.kill()
+    killed.vllm = start_vllm(processes, lambda: vllm.port, STARTER, tmp_path, flags=FLAGS)
+    killed.start("--resume", "auto")
+    assert killed.finish() == expected
