@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, Processes
+from tests.conftest import Processes
+from tests.forked_commands import FORK_CHILDREN
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
@@ -30,7 +31,7 @@ def test_three_steps_leave_everything_that_is_promised(processes: Processes, tmp
         "--output",
         output,
     ]
-    said = processes.finish(processes.start("quickstart", command, directory=ROOT), 400)
+    said = processes.finish(processes.start("quickstart", command, FORK_CHILDREN), 400)
 
     summary = json.loads((output / "summary.json").read_text())
     assert summary.keys() >= PROMISED
