@@ -341,6 +341,7 @@ def main(argv: list[str] | None = None) -> None:
         timeout_keep_alive=75,
     )
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every question to a vLLM server
     server = Server(config)
     server.has_page = page is not None
 

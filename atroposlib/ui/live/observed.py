@@ -39,7 +39,7 @@ class ObservedFolder:
     about once, and the run goes on. Not for several threads at a time.
 
     Args:
-        path: of the folder, which is made when something is written; None for one that goes with this process.
+        path: of the folder, which is made when something is written; None for one that is removed when this process ends.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -85,11 +85,6 @@ class ObservedFolder:
             draft.replace(path)
         except OSError as error:
             self._complain(path, error)
-
-    def close(self) -> None:
-        """Remove the folder if it was this process's own."""
-        if self._temporary is not None:
-            self._temporary.cleanup()
 
     def _put_aside(self, path: Path) -> None:
         number = 1

@@ -116,7 +116,6 @@ class LiveSource:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._thread, self._note, [], [], dict(self.stack), self._told())
             self._thread.shutdown()
-            self.observed.close()
 
     async def _rounds(self) -> None:
         while True:

@@ -99,12 +99,10 @@ class Columns:
         self._step[begin:end] = steps
         # In the order of the rows, and not of a set, or the names come in another order at each start.
         for name in dict.fromkeys(name for row in kept for name in row):
-            values = [_number(row.get(name)) for row in kept]
-            if name == "step" or all(value is None for value in values):
-                continue
-            column = self._column(name)
+            values = None if name == "step" else _numbers([row.get(name) for row in kept])
+            column = self._column(name) if values is not None else None
             if column is not None:
-                column[begin:end] = [math.nan if value is None else value for value in values]
+                column[begin:end] = values
         self._kept, self.rows = end, self.rows + len(kept)
         if self._kept * (len(self._columns) + 1) > MOST_CELLS:
             self._thin()
@@ -194,6 +192,25 @@ class Columns:
         buckets = {name: _buckets(column, starts) for name, column in shown.items()}
         means, lows, highs = ({name: bucket[place] for name, bucket in buckets.items()} for place in range(3))
         return Series(steps[ends].copy(), False, means, lows, highs)
+
+
+_FIGURES = frozenset({float, int, bool, type(None)})
+
+
+def _numbers(values: list[Any]) -> Floats | None:
+    """A column's figures, NaN for what is none; None if it has none at all."""
+    kinds = set(map(type, values))
+    if kinds <= _FIGURES:
+        if kinds == {type(None)}:
+            return None
+        try:
+            return np.array(values, np.float64)  # None becomes NaN
+        except OverflowError:  # a whole number beyond all of float64
+            pass
+    numbers = [_number(value) for value in values]
+    if all(number is None for number in numbers):
+        return None
+    return np.array(numbers, np.float64)
 
 
 def _number(value: Any) -> float | None:

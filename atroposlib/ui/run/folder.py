@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ DEPTH = 3
 MOST_RUNS = 500
 _MOST_LOOKED_INTO = 20_000
 _MOST_OF_OBJECT = 1 << 22
+_LONGEST_GROUP = 64 << 20
+_NO_GROUPS = frozenset({"metrics.jsonl", "evaluations.jsonl", "events.jsonl", "servers.jsonl"})
 _PASSED_OVER = frozenset({"checkpoints", "tensorboard", "wandb", "logs", "node_modules", "__pycache__", "env_checkpoints"})
 
 
@@ -50,18 +53,26 @@ class RunFiles:
 
 
 def find_runs(root: Path) -> list[RunFiles]:
-    """The runs in a folder and in those below it, newest first, at most MOST_RUNS.
+    """The runs in a folder and in those below it, newest first, at most MOST_RUNS; files of groups that belong to none, too.
 
     A folder that cannot be read is passed over, and no link is followed.
+
+    Args:
+        root: the folder; or a file of groups.
     """
+    if root.is_file():
+        return [_of_groups(root, root.parent)] if holds_groups(root) else []
     observed: dict[Path, Path] = {}
     metrics: list[Path] = []
+    groups: list[Path] = []
     for folder, names in _folders(root):
         for name in names:
             if METRICS.fullmatch(name):
                 metrics.append(folder / name)
             elif name in ("run.json", "events.jsonl", "rollouts.db") and _is_observed(folder):
                 observed[folder.parent if folder.name == OBSERVED else folder] = folder
+            elif name.endswith(".jsonl") and not _is_observed(folder) and holds_groups(folder / name):
+                groups.append(folder / name)
     for folder in list(observed.values()):
         if told := told_log_dir(folder):
             observed[told] = folder
@@ -69,7 +80,33 @@ def find_runs(root: Path) -> list[RunFiles]:
     runs = [_of_metrics(path, root, _observed_beside(path.parent, root, observed)) for path in paths]
     shown = {run.observed for run in runs}
     runs += [_of_observed(folder, root) for folder in dict.fromkeys(observed.values()) if folder not in shown]
+    shown_groups = {file for run in runs for file in run.groups}
+    runs += [_of_groups(file, root) for file in groups if file not in shown_groups]
     return sorted(runs, key=lambda run: -changed(run))[:MOST_RUNS]
+
+
+def holds_groups(path: Path) -> bool:
+    """Whether the first line of a file is a group: an object with scores, and tokens or messages."""
+    try:
+        return path.stat().st_size > 0 and _begins_with_group(path, path.stat().st_ino)
+    except OSError:
+        return False
+
+
+@lru_cache(4096)
+def _begins_with_group(path: Path, inode: int) -> bool:
+    with path.open("rb") as file:
+        try:
+            group = orjson.loads(file.readline(_LONGEST_GROUP))
+        except ValueError:
+            return False
+    return isinstance(group, dict) and bool(group.get("scores")) and bool(group.get("tokens") or group.get("messages"))
+
+
+def groups_of(folder: Path) -> tuple[Path, ...]:
+    """The files of groups of a run."""
+    found = [*sorted(folder.glob("*.jsonl")), *sorted((folder / "environment").glob("*.jsonl"))]
+    return tuple(path for path in found if path.name not in _NO_GROUPS and holds_groups(path))
 
 
 def told_log_dir(observed: Path) -> Path | None:
@@ -89,7 +126,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def changed(run: RunFiles) -> float:
     """Unix time of the last change of the run's files; 0 if none is there."""
-    paths = [run.metrics, *([run.observed / "stack.json", run.observed / "run.json"] if run.observed else [])]
+    paths = [run.metrics, *run.groups, *([run.observed / "stack.json", run.observed / "run.json"] if run.observed else [])]
     return max(_changed(path) for path in paths)
 
 
@@ -155,7 +192,9 @@ def _of_metrics(path: Path, root: Path, observed: Path | None) -> RunFiles:
     name = _name(folder, root) + (f" (earlier run {number[1:]})" if number else "")
     if number:
         return RunFiles(_id(path, name), name, folder, path, evaluations)
-    return RunFiles(_id(path, name), name, folder, path, evaluations, observed, environment=environment_rows(folder))
+    return RunFiles(
+        _id(path, name), name, folder, path, evaluations, observed, groups_of(folder), environment=environment_rows(folder)
+    )
 
 
 def _of_observed(folder: Path, root: Path) -> RunFiles:
@@ -164,6 +203,12 @@ def _of_observed(folder: Path, root: Path) -> RunFiles:
     name = _name(run, root).removesuffix(f".{OBSERVED}")
     figures = told_log_dir(folder) or run
     return RunFiles(_id(folder, name), name, run, figures / "metrics.jsonl", figures / "evaluations.jsonl", folder)
+
+
+def _of_groups(file: Path, root: Path) -> RunFiles:
+    """A file of rollouts alone."""
+    name = _name(file.with_suffix(""), root)
+    return RunFiles(_id(file, name), name, file.parent, file / "metrics.jsonl", file / "evaluations.jsonl", groups=(file,))
 
 
 def _name(folder: Path, root: Path) -> str:

@@ -60,7 +60,7 @@ class JsonLinesFile:
         """
         try:
             file = self.path.open("rb")
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             gone = self._identity is not None
             self._forget()
             return News(rewritten=gone)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
+import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from functools import wraps
 from typing import Any
 
@@ -17,6 +19,9 @@ from starlette.routing import Route
 
 from atroposlib.ui.live.hub import TooManyPagesError
 from atroposlib.ui.page import RunPage, json_answer
+from atroposlib.ui.rollouts.archive import ArchiveError
+from atroposlib.ui.rollouts.files import ARCHIVE
+from atroposlib.ui.rollouts.source import RolloutSource
 from atroposlib.ui.run.catalogue import LIVE, UnknownRunError
 from atroposlib.ui.run.columns import FEWEST_POINTS, MOST_POINTS, Series
 from atroposlib.ui.run.folder import read_object
@@ -24,6 +29,8 @@ from atroposlib.ui.run.json_lines import last_rows
 from atroposlib.ui.run.run import Run
 from atroposlib.ui.web.gatekeeper import API
 from atroposlib.ui.web.stream import EventStream
+
+logger = logging.getLogger(__name__)
 
 MOST_NAMES = 200
 """Figures of one request."""
@@ -240,13 +247,29 @@ def deterministic_json(run: Run) -> dict[str, Any]:
     series = run.series(["compared_tokens", "mismatched_tokens"], MOST_POINTS)
     compared, mismatched = series.mean["compared_tokens"], series.mean["mismatched_tokens"]
     known = np.isfinite(compared) & np.isfinite(mismatched)
+    told = kept_parity(run) or {}
+    if not known.any() and told:
+        return {"on": True, **told}
     return {
         "on": bool(known.any()),
         "compared": float(compared[known].sum()),
         "mismatched": float(mismatched[known].sum()),
         "by_step": {"step": series.step[known], "compared": compared[known], "mismatched": mismatched[known]},
-        "first": None,
+        "first": told.get("first"),
     }
+
+
+def kept_parity(run: Run) -> dict[str, Any] | None:
+    """What the trainer told the service of tokens that differ; None if it told nothing, or that cannot be read."""
+    path = run.files.observed / ARCHIVE if run.files.observed else None
+    if path is None or not path.is_file():
+        return None
+    try:
+        with closing(RolloutSource(path)) as source:
+            return source.parity()
+    except ArchiveError as error:
+        logger.warning("the archive of rollouts cannot be read: %s", error)
+        return None
 
 
 def past_servers(run: Run) -> list[dict[str, Any]]:
