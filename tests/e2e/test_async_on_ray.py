@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -28,12 +29,19 @@ SECONDS = 150.0
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
+def dashboard(free_port: Callable[[], int]) -> str:
+    """Where jobs are handed in."""
+    return f"http://127.0.0.1:{free_port()}"
+
+
+@pytest.fixture(scope="module")
+def cluster(dashboard: str) -> Iterator[Any]:
     """A head with three CPUs, to which tests add nodes."""
     from ray.cluster_utils import Cluster
 
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray reads it so; in nodes, when they start
-    arguments = {"num_cpus": 3, "object_store_memory": STORE_BYTES, "include_dashboard": False}
+    arguments = {"num_cpus": 3, "object_store_memory": STORE_BYTES, "include_dashboard": True}
+    arguments |= {"dashboard_port": int(dashboard.rpartition(":")[2])}
     made = Cluster(initialize_head=True, head_node_args=arguments)
     yield made
     made.shutdown()
@@ -137,6 +145,26 @@ def test_what_is_killed_comes_back_and_nothing_accepted_is_lost(cluster: Any, pr
     assert {file.stem for file in (run.folder / "logs").glob("*.log")} == everything
 
 
+def test_a_job_that_is_handed_in_runs_from_a_copy_of_this_repository(
+    cluster: Any, dashboard: str, processes: Processes, tmp_path: Path
+) -> None:
+    """`ray job submit` as docs/async.md has it."""
+    folder, ray = tmp_path / "run", Path(sys.executable).with_name("ray")
+    words = [ray, "job", "submit", "--address", dashboard, "--working-dir", ROOT, "--", sys.executable, "-u"]
+    words += ["tests/e2e/async_roles.py", "drive", "--config", write_config(tmp_path, orchestration={"generators": 1})]
+    job = processes.start("job", [*words, "--folder", folder], may_finish=True)
+
+    def trained() -> str | None:
+        return None if len(numbers(folder / "trained")) >= 3 else job.log_path.read_text(errors="replace")[-1500:]
+
+    processes.wait_until("training", trained, SECONDS)
+    (folder / "enough").touch()
+    said = processes.finish(job, SECONDS)
+    assert "training is complete; all roles are stopped" in said
+    assert "succeeded" in said
+    assert sorted(numbers(folder / "trained")) == sorted(numbers(folder / "accepted-environment-1"))
+
+
 def test_what_cannot_work_is_one_line_and_all_is_stopped(cluster: Any, processes: Processes, tmp_path: Path) -> None:
     def fails(name: str, **changes: Any) -> str:
         folder = tmp_path / name
@@ -152,7 +180,14 @@ def test_what_cannot_work_is_one_line_and_all_is_stopped(cluster: Any, processes
         (line,) = [line for line in run.log.splitlines() if line.startswith("ERROR")]
         return line
 
-    small = {"generators": 1}
+    small, huge = {"generators": 1}, tmp_path / "huge"
+    huge.mkdir()
+    sizes = {"num_hidden_layers": 1, "hidden_size": 1 << 20, "intermediate_size": 64, "num_attention_heads": 1, "head_dim": 64}
+    described = {"model_type": "qwen3", "num_key_value_heads": 1, "vocab_size": 1 << 20, "tie_word_embeddings": True, **sizes}
+    (huge / "config.json").write_text(json.dumps(described))
+    holder = {"parameter_servers": 1, "parameter_server_cpus": 0.5, "environment_cpus": 0.2}
+    line = fails("memory", orchestration=small | holder, training={"model_name": str(huge)})
+    assert re.search(r"parameter-server-1 exited with code 1 .* needs \d+\.\d\d GiB on cpu .*; \d+\.\d\d GiB are free", line)
     assert "cannot place generator-" in fails("large", orchestration={"generators": 9})
     line = fails("nomodel", orchestration=small, training={"model_name": "/no/such/model"})
     assert re.search(r"node localhost \(\S+\) cannot run generator-1: model folder /no/such/model is not there: copy", line)
