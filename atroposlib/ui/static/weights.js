@@ -48,7 +48,7 @@ function draw() {
   const newest = updates.at(-1);
   $("headline").textContent = sentence(servers, newest);
   $("no-servers").hidden = servers.length > 0;
-  keyed($("servers"), servers, (server) => server.url, () => h("li", { class: "card" }), (element, server) => fillServer(element, server, newest));
+  keyed($("servers"), servers, (server) => server.url, () => h("li", { class: "card" }), (element, server) => fillServer(element, server, newest, servers));
   drawCharts(servers, updates);
   drawBits(deterministic);
   drawUpdates(updates);
@@ -82,14 +82,20 @@ function standingOf(server) {
   return row?.standing === "joining" ? ["starting", row.reason] : ["good", ""];
 }
 
-function fillServer(element, server, newest) {
+/** A server that has the same version of as many ranks, and other weights; undefined if there is none, as it should be. */
+function disagreeing(server, servers) {
+  const alike = (other) => other.weight_version === server.weight_version && other.weight_epoch === server.weight_epoch && other.checksums.length === server.checksums.length;
+  return servers.find((other) => alike(other) && other.checksums.some((checksum, rank) => checksum !== server.checksums[rank]));
+}
+
+function fillServer(element, server, newest, servers) {
   const [state, why] = standingOf(server);
   element.dataset.state = state ?? "unknown";
   const now = page.stack?.time ?? Date.now() / 1000;
   const phases = Object.entries(server.last_update ?? {}).filter(([, value]) => value > 0);
   const serves = server.weight_version === null ? "not known" : `version ${number(server.weight_version)}`;
   const same = newest && server.checksums.includes(newest.checksum);
-  const other = newest && !same && server.checksums.length === 1 && server.weight_version === newest.step;
+  const other = disagreeing(server, servers);
   replace(
     element,
     h("h3", {}, server.url.replace(/^https?:\/\//, ""), state ? h("span", { class: `badge ${state === "good" ? "good" : state === "starting" ? "warn" : "bad"}` }, state) : null),
@@ -97,7 +103,7 @@ function fillServer(element, server, newest) {
     h(
       "dl",
       { class: "facts" },
-      fact("checksum", server.checksums.length ? h("span", { class: "checksum" }, server.checksums.join(" "), " ", same ? h("span", { class: "badge good" }, "the trainer's") : other ? h("span", { class: "badge bad" }, "not the trainer's") : null) : "–"),
+      fact("checksum", server.checksums.length ? h("span", { class: "checksum" }, server.checksums.join(" "), " ", same ? h("span", { class: "badge good" }, "the trainer's") : null, other ? h("span", { class: "badge bad" }, `not that of ${other.url}`) : null) : "–"),
       fact("trainer's life", server.weight_epoch ? clock(server.weight_epoch / 1000, now) : "the checkpoint's"),
       fact("bridge", [server.phase, server.mode, server.transfer].filter(Boolean).join(", ") || "–"),
       fact("updates", typeof server.updates === "number" ? `${number(server.updates)}, ${number(server.failures)} failed` : "–"),

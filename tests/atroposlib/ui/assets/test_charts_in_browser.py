@@ -1,0 +1,122 @@
+"""Charts in a real browser, over runs that ended: zoomed to single rows, read by keyboard, compared, and the first token that differs."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+
+from atroposlib.ui.application import make_offline_app
+from atroposlib.ui.live.hub import Hub
+from atroposlib.ui.page import RunPage
+from atroposlib.ui.web.gatekeeper import Gatekeeper
+from tests.headless_browser import Visit
+
+STEPS = 4000
+"""More than the points of a chart, so that a point stands for several rows until one looks closer."""
+START_SECONDS = 30.0
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Pages of two runs, a long one and a short one, served from their files."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, steps in (("short", 20), ("long", STEPS)):
+        write_run(folder / name / "trainer", steps)
+    page = RunPage([folder], Gatekeeper(), Hub())
+    server = uvicorn.Server(uvicorn.Config(make_offline_app(page), log_level="warning"))
+    listening = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=server.run, args=([listening],))
+    thread.start()
+    deadline = time.monotonic() + START_SECONDS
+    while not server.started and thread.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert server.started, f"the page is not served after {START_SECONDS} s"
+    yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    server.should_exit = True
+    thread.join(START_SECONDS)
+    assert not thread.is_alive()
+
+
+def write_run(folder: Path, steps: int) -> None:
+    """A trainer's metrics.jsonl: the reward is the step, by a thousand."""
+    folder.mkdir(parents=True)
+    rows = (
+        {
+            "step": step,
+            "reward_mean": step / 1000,
+            "compared_tokens": 100,
+            "mismatched_tokens": int(step == steps),
+            "checksum": "ab",
+        }
+        for step in range(1, steps + 1)
+    )
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def choose(seen: Visit, *names: str) -> None:
+    """Tick runs in the history."""
+    seen.open("/ui/history")
+    for name in names:
+        seen.page.get_by_role("checkbox", name=f"Compare {name}").check()
+
+
+def follow(seen: Visit, name: str) -> None:
+    """Go where a link leads, the first of that name within the page."""
+    link = seen.page.get_by_role("main").get_by_role("link", name=name, exact=True).first
+    seen.open(link.get_attribute("href") or "the link leads nowhere")
+
+
+def test_a_chart_is_zoomed_until_every_point_is_a_row(origin: str, visit: Callable[..., Visit]) -> None:
+    seen = visit(origin, viewport={"width": 1300, "height": 900})
+    seen.open("/ui/history")
+    follow(seen, "long")
+    reward = seen.page.get_by_role("figure", name="Reward")
+    assert int(reward.get_attribute("data-points") or 0) < STEPS
+    seen.page.get_by_role("button", name="last 100", exact=True).click()
+    seen.until("document.querySelector('figure[aria-label=Reward]').dataset.points === '101'")
+
+    surface = reward.get_by_role("img")
+    surface.focus()
+    seen.page.keyboard.press("Home")
+    assert f"step {STEPS - 100:,}" in reward.inner_text()
+    seen.page.keyboard.press("ArrowRight")
+    assert f"step {STEPS - 99:,}" in reward.inner_text()
+    assert f"{(STEPS - 99) / 1000}" in reward.inner_text()
+    seen.page.keyboard.press("a")
+    seen.until(f"Number(document.querySelector('figure[aria-label=Reward]').dataset.points) > {STEPS // 4}")
+
+
+def test_runs_are_drawn_over_one_another_by_a_link(origin: str, visit: Callable[..., Visit]) -> None:
+    seen = visit(origin)
+    choose(seen, "short", "long")
+    follow(seen, "Compare 2 runs")
+    assert seen.page.get_by_role("list", name="Runs that are drawn").inner_text().split() == ["short", "long"]
+    assert seen.page.get_by_role("figure", name="Reward").get_attribute("data-value") == "0.02"
+
+
+def test_the_first_token_that_differs_is_told_in_full(origin: str, visit: Callable[..., Visit]) -> None:
+    seen = visit(origin)
+    first = {
+        "group": 7, "batch_group": 1, "sequence": 2, "position": 17, "token": 785, "weight_version": 9,
+        "sampled": -0.9162907600402832, "recomputed": -0.916290819644928, "text": "\u202e<b>The",
+    }  # fmt: skip
+
+    def answer(route: Any) -> None:
+        told = (fetched := route.fetch()).json()
+        told["deterministic"]["first"] = first
+        route.fulfill(response=fetched, json=told)
+
+    seen.page.route("**/ui/api/weights*", answer)
+    choose(seen)
+    follow(seen, "weights")
+    told = seen.page.get_by_role("alert").inner_text()
+    for part in ("0xbf6a9208", "0xbf6a9209", "1 float32 step apart", "17", "785", '"\\u202e<b>The"'):
+        assert part in told, part
+    link = seen.page.get_by_role("link", name="Open the rollout at this token")
+    assert (link.get_attribute("href") or "").startswith("/ui/rollouts/7?") and "#r2t17" in (link.get_attribute("href") or "")
