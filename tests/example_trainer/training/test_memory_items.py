@@ -96,11 +96,11 @@ def test_a_layer_keeps_what_autograd_keeps(kind: str, dtype: torch.dtype, adapte
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            hidden = model(torch.zeros(256, dtype=torch.int64), Packing([100, 156]))
-        assert hidden.shape == (256, 256)
+            hidden = model(torch.zeros(64, dtype=torch.int64), Packing([24, 40]))
+        assert hidden.shape == (64, 256)
         return sum(tensor.untyped_storage().nbytes() for pointer, tensor in saved.items() if pointer not in own)
 
-    measured = (kept(5) - kept(2)) / 3 / 256
+    measured = (kept(4) - kept(2)) / 2 / 64
     assert layer_activation_bytes(geometry(**KINDS[kind]), dtype.itemsize, lora, table) == pytest.approx(measured, rel=0.01)
 
 
