@@ -125,9 +125,6 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "one block walks through 152,000 columns alone": "the vocabulary of Qwen's models",
         "0 of 16,384 tokens of the starter model differ": "printed by the command beside it, on an H200; no file was kept",
     },
-    "docs/environments.md": {
-        "as many as have 200,000 sampled tokens": "a limit of atroposlib/frontend/rollout_page.py",
-    },
     "docs/inference-servers.md": {
         "`--max-body-bytes` (16 MiB)": "the default of that option",
     },

@@ -1,6 +1,6 @@
-"""A page from a file of groups with messages, where no tokenizer is at hand: `python -m atroposlib.frontend.jsonl2html FILE`.
+"""A page of one file of groups with messages, as the public package makes it: `python -m atroposlib.frontend.jsonl2html FILE`.
 
-`process` and `serve` write a richer page by themselves, with tokens shaded by their logprobs; see `rollout_page`.
+`view-run FILE` shows more of them: see `atroposlib.ui`.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Plan:
 
     @property
     def rollouts(self) -> Path:
-        """The groups that were trained on, JSON lines; the environment writes a page to read them beside it."""
+        """The groups that were trained on, JSON lines."""
         return self.options.output / "environment" / "rollouts.jsonl"
 
     def shared_variables(self, gpu: int | None, threads: int) -> dict[str, str]:

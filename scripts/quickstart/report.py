@@ -165,7 +165,7 @@ def print_example(console: Console, question: str, before: str, after: str) -> N
     console.print(f"  after   [green]{escape(after)}[/green]\n", highlight=False)
 
 
-def print_closing_table(console: Console, summary: dict[str, Any], paths: dict[str, Path]) -> None:
+def print_closing_table(console: Console, summary: dict[str, Any], paths: Mapping[str, Path | str]) -> None:
     """The small table at the end and where everything lies."""
 
     results = Table(header_style="bold", title=f"{summary['eval_problems']} held-out problems, greedy", title_justify="left")

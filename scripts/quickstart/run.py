@@ -269,13 +269,13 @@ class Quickstart:
         self.environment_metrics.read_new()
         curves = sampled(self.environment_metrics.steps) or self.metrics.steps
         draw(plot, curves, summary["eval_before"], summary["eval_after"], problems, subtitle(summary))
-        paths = {
+        paths: dict[str, Path | str] = {
             "reward plot": plot,
             "summary": output / "summary.json",
             "TensorBoard": self.plan.trainer_folder / "tensorboard",
             "process logs": self.plan.logs,
             "commands": output / "commands.sh",
-            "rollouts to read": self.plan.rollouts.with_suffix(".html"),
+            "rollouts to read": f"view-run {output}",
         }
         example = changed_answer(self.plan.logs)
         if example:

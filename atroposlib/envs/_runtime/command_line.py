@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 COMMANDS = {
     "serve": "make rollouts for a trainer until it is done (the default)",
-    "process": "make --env.total_steps groups without a trainer and write them to a file and a page",
+    "process": "make --env.total_steps groups without a trainer and write them to a file",
     "evaluate": "measure the served model once",
 }
 GROUPS_BY_DEFAULT = 8
@@ -123,7 +123,7 @@ async def start(env_cls: "type[BaseEnv]", command: str, settings: Settings) -> N
         env.n_groups_to_process = settings.env.total_steps
         env.group_size_to_process = settings.env.group_size
         await env.process_manager()
-        write_page(settings.env.data_path_to_save_groups, env)
+        say_where_groups_are(settings.env.data_path_to_save_groups, env)
     elif command == "evaluate":
         if settings.env.data_dir_to_save_evals is not None:
             write_evaluate_config(Path(settings.env.data_dir_to_save_evals), settings)
@@ -133,7 +133,7 @@ async def start(env_cls: "type[BaseEnv]", command: str, settings: Settings) -> N
             await env.env_manager()
         finally:
             # Also when it is stopped: whoever trained wants to read what was sampled.
-            write_page(settings.env.data_path_to_save_groups, env)
+            say_where_groups_are(settings.env.data_path_to_save_groups, env)
 
 
 def write_evaluate_config(folder: Path, settings: Settings) -> None:
@@ -150,18 +150,12 @@ def write_evaluate_config(folder: Path, settings: Settings) -> None:
     (folder / "evaluate_config.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
 
 
-def write_page(groups_path: str | None, env: "BaseEnv") -> None:
-    """Write the page on which a person reads the groups, if there are any. It is extra: that it fails is said, no more."""
-    from atroposlib.frontend.rollout_page import write_rollout_page
-
-    if not (groups_path and Path(groups_path).is_file() and Path(groups_path).stat().st_size):
-        return
-    try:
-        page = write_rollout_page(Path(groups_path), env.tokenizer, title=env.name or type(env).__name__)
-    except Exception as error:
-        logger.warning("wrote the groups to %s; a page to read them could not be made", groups_path, exc_info=error)
-    else:
-        logger.info("wrote the groups to %s; read them at %s", groups_path, page)
+def say_where_groups_are(groups_path: str | None, env: "BaseEnv") -> None:
+    """Say how a person reads the groups that were written, if there are any."""
+    if groups_path and Path(groups_path).is_file() and Path(groups_path).stat().st_size:
+        tokenizer = getattr(env._tokenizer, "name_or_path", "")  # it is not to be loaded for this
+        named = f" --tokenizer {tokenizer}" if tokenizer else ""
+        logger.info("wrote the groups to %s; read them with: view-run %s%s", groups_path, groups_path, named)
 
 
 async def run_until_stopped(work: Awaitable[None]) -> int:

@@ -105,7 +105,7 @@ export class TokenView {
         }
       }
       const ids = told.columns.token?.slice(at - told.begin, at - told.begin + size) ?? [];
-      const piece = h("span", { "data-token": ids.join(" "), "data-at": at, id: this.nameOf(at) });
+      const piece = h("span", { "data-token": ids.join(","), "data-at": at, id: this.nameOf(at) });
       tokens.append(fillVisibly(piece, text));
       at += size;
     }
@@ -121,7 +121,7 @@ export class TokenView {
   factsOf(element) {
     const at = Number(element.dataset.at);
     const { told } = this.chunks.find((one) => one.begin <= at && at < one.end);
-    const size = element.dataset.token.split(" ").length;
+    const size = element.dataset.token.split(",").length;
     const places = Array.from({ length: size }, (_, i) => at - told.begin + i);
     const column = (name) => places.map((place) => told.columns[name]?.[place] ?? null);
     const known = column("logprob").filter((value) => value !== null);
@@ -221,7 +221,7 @@ export function factsShown(facts) {
   const difference = shadedBy("difference", facts);
   const of = facts.trained_version === null ? "" : ` at version ${facts.trained_version}`;
   return [
-    ["token", facts.tokens ? `${facts.tokens}, at ${facts.position} of rollout ${facts.rollout}` : `rollout ${facts.rollout}`],
+    ["token", facts.tokens ? `${facts.tokens.replaceAll(",", ", ")}, at ${facts.position} of rollout ${facts.rollout}` : `rollout ${facts.rollout}`],
     ["sampler's logprob", probability],
     [`trainer's logprob${of}`, exact(facts.trainer)],
     ["trainer − sampler", rounded(difference)],

@@ -80,9 +80,10 @@ def test_serve_with_conversations_of_two_turns(stack: Stack, shared_inference: s
 def test_process_and_evaluate(stack: Stack, shared_inference: str, tmp_path: Path) -> None:
     stack.use_inference(shared_inference)
     groups = tmp_path / "groups.jsonl"
-    finished(start(stack, "process", "--env.total_steps", "2", "--env.data_path_to_save_groups", str(groups)))
+    made = start(stack, "process", "--env.total_steps", "2", "--env.data_path_to_save_groups", str(groups))
+    finished(made)
     assert [len(json.loads(line)["tokens"]) for line in groups.read_text().splitlines()] == [4, 4]
-    assert "<article>" in groups.with_suffix(".html").read_text()
+    assert f"read them with: view-run {groups}" in made.log_path.read_text()
     finished(start(stack, "evaluate", "--env.data_dir_to_save_evals", str(tmp_path / "evals")))
     metrics = json.loads((tmp_path / "evals" / "metrics.json").read_text())
     assert metrics["results"]["all"] == {"eval/percent_correct": 1.0}
