@@ -9,8 +9,9 @@ from scripts.ops.parts import kind_of
 from scripts.quickstart.errors import QuickstartError
 
 __all__ = ["KEYS_FILE", "NEEDED_BY", "SERVICE", "VLLM", "make_keys", "read_keys", "refuse_keys", "variables_of"]
-NEEDED_BY = {"service": (SERVICE,), "vllm": (VLLM,), "environment": (SERVICE, VLLM), "trainer": (SERVICE, VLLM)}
-"""Kind of part -> the variables that it gets."""
+BOTH = (SERVICE, VLLM)
+NEEDED_BY = {"service": BOTH, "vllm": (VLLM,), "environment": BOTH, "trainer": BOTH}
+"""Kind of part -> the variables that it gets. The service asks the servers how they are, for its page."""
 
 
 def variables_of(part: str, environment: Mapping[str, str], keys: Mapping[str, str]) -> dict[str, str]:

@@ -68,7 +68,7 @@ def test_each_part_gets_the_keys_that_it_needs() -> None:
     keys = {SERVICE: "s", VLLM: "v"}
     shell = {"PATH": "/bin", SERVICE: "old", VLLM: "old"}
     assert NEEDED_BY.keys() == set(PARTS)
-    assert variables_of("service", shell, keys) == {"PATH": "/bin", SERVICE: "s"}
+    assert variables_of("service", shell, keys) == {"PATH": "/bin", SERVICE: "s", VLLM: "v"}
     assert variables_of("vllm", shell, keys) == {"PATH": "/bin", VLLM: "v"}
     assert variables_of("trainer", shell, keys) == variables_of("environment", shell, keys) == {"PATH": "/bin", **keys}
 

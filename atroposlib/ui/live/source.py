@@ -118,16 +118,27 @@ class LiveSource:
             self._thread.shutdown()
 
     async def _rounds(self) -> None:
-        while True:
-            try:
-                await self.round()
-            except Exception:
-                logger.exception("the page could not look at the stack; it tries again")
-            await asyncio.sleep(WATCHED_SECONDS if len(self.hub) else ALONE_SECONDS)
+        looking: asyncio.Task[None] | None = None
+        try:
+            while True:
+                try:
+                    if looking is None or looking.done():
+                        looking = asyncio.create_task(self.watch.look(self._urls()))
+                    # A server that does not answer holds nothing else up; the next round has what it says.
+                    await asyncio.wait([looking], timeout=WATCHED_SECONDS / 2)
+                    if looking.done():
+                        looking.result()
+                    await self.round()
+                except Exception:
+                    logger.exception("the page could not look at the stack; it tries again")
+                await asyncio.sleep(WATCHED_SECONDS if len(self.hub) else ALONE_SECONDS)
+        finally:
+            if looking is not None:
+                looking.cancel()
+                await asyncio.wait([looking])
 
     async def round(self) -> None:
-        """Look once."""
-        await self.watch.look(self._urls())
+        """Look once, at what is known of the servers by now."""
         before = self.stack or None
         self.stack = self._look()
         version = self.stack["service"]["sampling_version"]
