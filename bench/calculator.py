@@ -1,11 +1,11 @@
 """Does the starter model discover the calculator? The quick start's sibling with three seeds, and without learning.
 
-    python bench/calculator.py --output DIR                          seeds 0, 1 and 2, and seed 0 with learning rate 0
-    python bench/calculator.py --output DIR --runs 0 "0 flat"        some of them; the others in the file stay as they are
-    python bench/calculator.py --output DIR --environment arithmetic the default quick start, the same way
+    python bench/calculator.py --output DIR                     seeds 0, 1 and 2, and seed 0 with learning rate 0
+    python bench/calculator.py --output DIR --runs 0 "0 flat"   some of them; the others in the file stay as they are
+    python bench/calculator.py --output DIR --environment arithmetic --runs 0 1 2       the default quick start likewise
 
 Each run is `scripts/quickstart.sh --environment calculator --cpu`, without the set-up. Its figures go into
-bench/results/calculator.json (or --into FILE) as soon as it is over, with what else the machine had to do: the load before and
+bench/results/ENVIRONMENT.json (or --into FILE) as soon as it is over, with what else the machine had to do: the load before and
 after it, and the processor time of all of the run's processes, which is about the same on a machine that is busy.
 """
 
@@ -29,11 +29,13 @@ from typing import Any
 from bench.gpu.machine import describe
 from bench.measured import measured, put_into
 
+STARTER = ROOT / "assets" / "starter_model"
 RUNS = ("0", "1", "2", "0 flat")
 """A seed, and `flat` for a learning rate of 0."""
 KEPT = (
     "steps", "lr", "seed", "bridge", "eval_problems", "eval_before", "eval_after", "tool_use_before", "tool_use_after",
-    "response_length_before", "response_length_after", "tokens_trained", "seconds_train", "seconds_by_phase",
+    "response_length_before", "response_length_after", "tokens_trained", "weight_updates", "params_mapped", "params_total",
+    "seconds_train", "seconds_by_phase",
 )  # fmt: skip
 """Of a run's summary.json."""
 EVERY = 5
@@ -108,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="folder for what the runs leave")
     parser.add_argument("--into", type=Path, default=None, help="results file (default: bench/results/ENVIRONMENT.json)")
     parser.add_argument("--environment", choices=("calculator", "arithmetic"), default="calculator")
-    parser.add_argument("--model", type=Path, default=ROOT / "assets" / "starter_model", help="folder (see docs/calculator.md)")
+    parser.add_argument("--model", type=Path, default=STARTER, help="folder of a checkpoint (default: the starter model)")
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=1800.0, help="longest time of a run")

@@ -37,7 +37,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from environments.arithmetic_problems import MAX_HELD_OUT, OPERAND_DIGITS
 from environments.calculator_problems import LEVELS
 from scripts.starter_model.measuring import CallReport, HabitReport, measure_calls, measure_habits
-from scripts.starter_model.report import write_readme
+from scripts.starter_model.report import how_made, write_readme
 from scripts.starter_model.tokenizer import save_tokenizer, starter_corpus, train_tokenizer
 from scripts.starter_model.training import MAX_POSITIONS, Log, TrainingPlan, train, train_calculator
 
@@ -104,10 +104,11 @@ def main(arguments: list[str] | None = None) -> None:
             logger.info("%s (%.0f s)", json.dumps(entry), time.monotonic() - started)
 
         record({"plan": dataclasses.asdict(plan), **_versions(options.threads)})
+        taken: dict[str, Any] | None = None
         if options.first_stage is None:
             model = train(plan, tokenizer, record)
         else:
-            model = first_stage(options.first_stage, tokenizer, record)
+            model, taken = first_stage(options.first_stage, plan, tokenizer, record)
         if plan.calculator_steps > 0:
             model = train_calculator(model, plan, tokenizer, record)
         model.save_pretrained(output)
@@ -119,16 +120,20 @@ def main(arguments: list[str] | None = None) -> None:
             record({"habits": report.to_dict()})
 
     parameters = sum(p.numel() for p in model.parameters())
-    write_readme(output / "README.md", plan, habits, calls, parameters=parameters, threads=options.threads)
+    write_readme(output / "README.md", plan, habits, calls, parameters, how_made(plan, options.threads, taken))
     _check(output, tokenizer)
     digest = hashlib.sha256((output / "model.safetensors").read_bytes()).hexdigest()
     logger.info("%s: %s parameters, weights sha256 %s, %.0f s", output, f"{parameters:,}", digest, time.monotonic() - started)
 
 
-def first_stage(folder: Path, tokenizer: PreTrainedTokenizerFast, record: Log) -> Qwen3ForCausalLM:
-    """The model of a folder, which knows the first stage alone, and its log, with what made it.
+def first_stage(
+    folder: Path, plan: TrainingPlan, tokenizer: PreTrainedTokenizerFast, record: Log
+) -> tuple[Qwen3ForCausalLM, dict[str, Any]]:
+    """The model of a folder, which knows the first stage alone, and what made it: the first line of its log, and the checksum
+    of its weights. Both go into this log, with the losses.
 
-    Ends the process if the folder's tokenizer is another one, or if the model has been through the second stage.
+    Ends the process if the folder's tokenizer is another one, if the model has been through the second stage, or if its first
+    was not the plan's.
     """
     lines = [json.loads(line) for line in (folder / "training_log.jsonl").read_text(encoding="utf-8").splitlines()]
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
@@ -136,12 +141,16 @@ def first_stage(folder: Path, tokenizer: PreTrainedTokenizerFast, record: Log) -
         sys.exit(f"--first-stage {folder}: its tokenizer is not the one that these texts give; leave the option out")
     if any("called_share" in line for line in lines):
         sys.exit(f"--first-stage {folder}: this model has been through the second stage; give one that has not")
-    record({"first_stage": lines[0], "sha256": hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()})
+    seed, steps = (lines[0]["plan"][name] for name in ("seed", "steps"))
+    if (seed, steps) != (plan.seed, plan.steps):
+        sys.exit(f"--first-stage {folder}: it was made with --seed {seed} --steps {steps}; give the same here")
+    taken = {"first_stage": lines[0], "sha256": hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()}
+    record(taken)
     for line in lines[1:]:
         if "loss" in line:
             record(line)
     model: Qwen3ForCausalLM = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model
+    return model, taken
 
 
 def _versions(threads: int) -> dict[str, Any]:

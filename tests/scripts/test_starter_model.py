@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -10,6 +11,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +25,9 @@ from scripts import make_starter_model
 from scripts.starter_model.data import Mixture, examples
 from scripts.starter_model.habits import BOX_OPEN, boxed, hurried_answer, worked_out
 from scripts.starter_model.measuring import measure_habits
+from scripts.starter_model.report import how_made
 from scripts.starter_model.tokenizer import TURN_END, continuation, conversation
-from scripts.starter_model.training import TrainingPlan
+from scripts.starter_model.training import TrainingPlan, train, train_calculator
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHIPPED = REPOSITORY / "assets" / "starter_model"
@@ -254,7 +257,6 @@ def test_same_command_gives_the_same_bytes_and_another_seed_does_not(tmp_path: P
     threads = torch.get_num_threads()
     for name, seed in (("b", 3), ("c", 4)):
         make_starter_model.main(command(name, seed))
-    torch.set_num_threads(threads)
     one, again, other = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in "abc")
     assert one == again
     assert set(one) == {
@@ -267,9 +269,31 @@ def test_same_command_gives_the_same_bytes_and_another_seed_does_not(tmp_path: P
         "training_log.jsonl",
     }
     assert one["model.safetensors"] != other["model.safetensors"]
+    torch.set_num_threads(threads)
 
+
+def test_a_second_stage_on_a_first_that_was_kept_gives_the_same_weights(tmp_path: Path) -> None:
+    tokenizer = shipped_tokenizer()
+    plan = dataclasses.replace(TrainingPlan(), seed=3, steps=1, batch_size=4, calculator_steps=1, calculator_batch_size=4)
+    lines: list[dict[str, Any]] = [{"plan": dataclasses.asdict(plan), "threads": 1, "processor": "x", "torch": "y"}]
+    model = train(plan, tokenizer, lines.append)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    log = tmp_path / "training_log.jsonl"
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    noted: list[dict[str, Any]] = []
+    kept, taken = make_starter_model.first_stage(tmp_path, plan, tokenizer, noted.append)
+    assert noted == [taken, *lines[1:]]
+    assert "--first-stage FIRST --seed 3 --steps 1 --calculator-steps 1 --threads 1\n" in how_made(plan, 1, taken)
+    at_once, later = (train_calculator(each, plan, tokenizer, noted.append).state_dict() for each in (model, kept))
+    assert all(torch.equal(at_once[name], later[name]) for name in at_once)
+
+    with pytest.raises(SystemExit, match="made with --seed 3 --steps 1"):
+        make_starter_model.first_stage(tmp_path, dataclasses.replace(plan, seed=4), tokenizer, noted.append)
+    log.write_text(log.read_text() + json.dumps(noted[-1]) + "\n")
     with pytest.raises(SystemExit, match="has been through the second stage"):
-        make_starter_model.main([*command("d", 3), "--first-stage", str(tmp_path / "a")])
+        make_starter_model.first_stage(tmp_path, plan, tokenizer, noted.append)
 
 
 @pytest.mark.parametrize("flags", [("--steps", "0"), ("--eval-problems", "5000"), ("--first-stage", "/nowhere")])
