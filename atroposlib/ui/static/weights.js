@@ -64,8 +64,10 @@ function sentence(servers, newest) {
   const equal = newest && known.every((server) => server.checksums.includes(newest.checksum));
   const who = known.length === servers.length ? (servers.length === 1 ? "The server" : `All ${servers.length} servers`) : `${known.length} of ${servers.length} servers`;
   const serve = `${who} ${known.length === 1 ? "serves" : "serve"} ${versions.length === 1 ? "version" : "versions"} ${versions.map((version) => number(version)).join(" and ")}`;
-  const failures = servers.reduce((sum, server) => sum + (server.failures ?? 0), 0);
-  return `${known.length ? serve : "No server says what it serves"}${equal && known.length ? ", with the checksum that the trainer has" : ""}; ${failures ? count(failures, "failed update") : "no update failed"}.`;
+  const failures = servers.map((server) => server.failures).filter((failed) => typeof failed === "number");
+  const sum = failures.reduce((all, failed) => all + failed, 0);
+  const told = failures.length === 0 ? "" : sum ? `; ${count(sum, "failed update")}` : "; no update failed";
+  return `${known.length ? serve : "No server says what it serves"}${equal && known.length ? ", with the checksum that the trainer has" : ""}${told}.`;
 }
 
 function standingOf(server) {
