@@ -1,4 +1,4 @@
-"""The page as a person sees it: signing in, curves that grow, dark and narrow, by keyboard alone."""
+"""The page as a person sees it: signing in, curves that grow, dark and narrow, by keyboard alone, after the run has ended."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ import pytest
 
 from tests.atroposlib.api.conftest import Service
 from tests.atroposlib.ui.made_up_run import MadeUpRun
+from tests.conftest import Processes
 from tests.headless_browser import LIVE, READY, Visit
 
 pytestmark = pytest.mark.timeout(120)
 
 KEY = "a-key-that-nobody-guesses-0123456789"
-PAGES = {"Overview": "/ui", "Weights": "/ui/weights", "History": "/ui/history"}
+PAGES = {"Overview": "/ui", "Rollouts": "/ui/rollouts", "Weights": "/ui/weights", "History": "/ui/history"}
 PHONE = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True}
 LOW_CONTRAST = """() => {
   const channel = (value) => (value /= 255) <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4;
@@ -219,3 +221,20 @@ def test_everything_can_be_done_by_keyboard(signed_in: Callable[..., Visit]) -> 
     page.get_by_role("dialog").get_by_role("heading", name="Keyboard shortcuts").wait_for()
     page.keyboard.press("Escape")
     page.get_by_role("dialog").wait_for(state="hidden")
+
+
+def test_a_run_that_ended_is_read_from_its_files(
+    made_up: MadeUpRun, visit: Callable[..., Visit], processes: Processes, free_port: Callable[[], int]
+) -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "atroposlib.cli.view_run", made_up.folder, "--port", str(port)]
+    offline = processes.start("view-run", command)
+    processes.wait_for_text(offline, f"127.0.0.1:{port}", 60)
+    reader = visit(f"http://127.0.0.1:{port}")
+    for name, path in PAGES.items():
+        reader.open(path)
+        reader.page.get_by_role("heading", name=name, level=1).wait_for()
+        assert reader.page.locator("body").get_attribute("data-connection") == "offline"
+    reader.open("/ui")
+    drawn = reader.page.get_by_role("figure", name="Reward", exact=True).get_attribute("data-points")
+    assert drawn == str(made_up.steps)
