@@ -237,7 +237,14 @@ def test_links_between_the_documents_lead_somewhere(document: Path) -> None:
     assert [link for link in local if not (document.parent / link).exists()] == []
 
 
-WRITTEN_BY_THE_READER = {"my_losses.py", "environments/word_count_server.py", "tests/environments/test_word_count_server.py"}
+WRITTEN_BY_THE_READER = {
+    "my_losses.py",
+    *(
+        f"{folder}{name}_server.py"
+        for folder in ("environments/", "tests/environments/test_")
+        for name in ("word_count", "find_coin")
+    ),
+}
 """Files that a document tells how to write, or to have written."""
 
 
