@@ -46,6 +46,7 @@ COMMANDS = {
         "example_trainer/simple_rl.py": "example_trainer.simple_rl",
         "example_trainer.reference_worker": "example_trainer.reference_worker",
         "scripts.quickstart": "scripts.quickstart.__main__",
+        "tests.e2e.sums_in_turns": "tests.e2e.sums_in_turns",
         "tests.forked_ranks": "tests.forked_ranks",
     },
     "vllm": {"example_trainer/vllm_api_server.py": "example_trainer.vllm_api_server"},

@@ -1,0 +1,96 @@
+"""The code environment, the judge environment and one of several turns through the real stack, in one run. The starter model
+has never seen code, and solves nothing; with credit for form, and a judge that likes every second answer, it still has
+something to learn. Of the conversations each turn has a reward of its own, so their groups bring their own advantages."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from atroposlib.envs.turn_rewards import sampled_runs
+from atroposlib.groups import PROMPT_MASK
+from example_trainer.child_processes.processes import ManagedProcess
+from tests.conftest import ROOT, Processes
+from tests.e2e.conftest import start_vllm
+from tests.environments.standin_judge import judging
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(480)]
+
+STARTER = ROOT / "assets" / "starter_model"
+STEPS = 2
+GROUP = 4
+SHARES = {"code": 0.25, "judge": 0.25, "turns": 0.5}
+"""Of each batch, which is eight groups."""
+
+
+def test_all_are_trained_on(processes: Processes, free_port: Callable[[], int], tmp_path: Path) -> None:
+    server = start_vllm(processes, free_port, STARTER, tmp_path)
+    port = free_port()
+    service = processes.start("service", [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port), "--new-run"])
+    processes.wait_for_http(f"http://localhost:{port}/", 60)
+
+    def environment(name: str, where: Sequence[str | Path], *flags: str | Path) -> ManagedProcess:
+        words = [
+            *(sys.executable, *where, "serve", "--openai.base_url", f"{server.url}/v1"),
+            *("--env.rollout_server_url", f"http://localhost:{port}", "--env.max_token_length", "24"),
+            *("--env.group_size", str(GROUP), "--env.min_batch_allocation", str(SHARES[name]), "--env.steps_per_eval", "1"),
+            *("--env.metrics_path", tmp_path / f"{name}.jsonl", *flags),
+        ]
+        return processes.start(name, words, may_finish=True)
+
+    with judging() as judge:
+        judge.says = ["Score: 2", "Score: 8"] * 1000
+        few = ("--env.eval_size", "4")
+        groups = tmp_path / "groups.jsonl"
+        running = {
+            "code": environment("code", [ROOT / "environments/code_server.py"], *few, "--env.format_reward", "1.0"),
+            "judge": environment("judge", [ROOT / "environments/judge_server.py"], *few, "--env.judge_url", judge.url),
+            "turns": environment(
+                "turns",
+                ["-m", "tests.e2e.sums_in_turns"],
+                "--env.turn_rewards",
+                "to_go",
+                "--env.data_path_to_save_groups",
+                groups,
+            ),
+        }
+        trainer = processes.start(
+            "trainer",
+            [
+                *(sys.executable, "-u", ROOT / "example_trainer/grpo.py", "--model-name", STARTER),
+                *("--weight-bridge-mode", "shared_vllm", "--single-copy", "--vllm-port", str(server.port)),
+                *("--atropos-url", f"http://localhost:{port}", "--lr", "1e-4", "--training-steps", str(STEPS)),
+                *("--batch-size", str(4 * GROUP), "--gradient-accumulation-steps", "2"),
+                *("--save-path", tmp_path / "checkpoints", "--log-dir", tmp_path / "trainer"),
+            ],
+        )
+        processes.finish(trainer, 240)
+        for process in running.values():
+            processes.finish(process, 120)
+        assert judge.asked
+    rows = [json.loads(line) for line in (tmp_path / "trainer" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["grad_norm"] > 0 for row in rows)
+    for name, process in running.items():
+        noted = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        assert sum(row.get("train/items_sent_to_api", 0) for row in noted) >= SHARES[name] * 8 * STEPS
+        log = process.log_path.read_text()
+        assert f"evaluation of {'sums_in_turns' if name == 'turns' else name}: " in log
+        assert "Traceback" not in log
+        if name == "code":
+            assert max(row.get("train/code_crash", 0) for row in noted) > 0.5, "what the starter model writes is no Python"
+    posted = [json.loads(line) for line in groups.read_text().splitlines()]
+    turns = [of_turns(*row) for group in posted for row in zip(group["masks"], group["advantages"], strict=True)]
+    assert all(len(set(turn)) == 1 for row in turns for turn in row), "all tokens of a turn answer for the same"
+    assert any(len(row) == 2 and row[0][0] != row[1][0] for row in turns), "and two turns of one conversation need not"
+    assert service.poll() is None
+
+
+def of_turns(mask: list[int], advantages: list[float]) -> list[list[float]]:
+    """The advantages of the tokens of each turn; what was not sampled has none."""
+    assert all(advantage == 0 for token, advantage in zip(mask, advantages, strict=True) if token == PROMPT_MASK)
+    return [advantages[begin:end] for begin, end in sampled_runs(mask)]
