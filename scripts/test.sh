@@ -5,6 +5,8 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 venv=${LOCKSTEP_VENV:-$PWD/.venv}
 scripts/setup.sh --venv "$venv" || exit 1
+# Where it is set, each of hundreds of processes compiles this project anew, and each worker rewrites every test's assertions.
+unset PYTHONDONTWRITEBYTECODE
 failed=()
 check() {
   local output
