@@ -18,6 +18,11 @@ check() {
     failed+=("$*")
   fi
 }
+if (($# == 0)); then
+  # Beside the checks, which take one core: so the tests are compiled once, and not by each worker at the same time.
+  "$venv/bin/python" -m pytest --collect-only -qq > /dev/null 2>&1 &
+  collecting=$!
+fi
 check ruff check .
 check ruff format --check .
 check mypy
@@ -27,6 +32,7 @@ if (($# > 0)); then
 else
   # One more at a time than there are cores, since most tests wait for processes; not more than 8, of which each takes 2 GB.
   # tests/conftest.py says which tests stay together.
+  wait "$collecting"
   workers=$(($(nproc) < 7 ? $(nproc) + 1 : 8))
   "$venv/bin/python" -m pytest --numprocesses "$workers" --dist loadscope --no-loadscope-reorder || failed+=("pytest")
 fi
