@@ -42,6 +42,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--api-url", default="http://localhost:8000", help="without a folder: the rollout service (default: %(default)s)"
     )
+    for name in ("--group-size", "--max-token-len"):
+        parser.add_argument(name, type=int, help="of the public view-run; without effect: the page shows whole groups, by pieces")
     return parser.parse_args(argv)
 
 

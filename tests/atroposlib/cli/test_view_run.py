@@ -64,3 +64,8 @@ def test_what_holds_nothing_to_see_is_named(tmp_path: Path, capsys: pytest.Captu
             view_run.main(arguments)
         assert ended.value.code == 2
         assert words in capsys.readouterr().err
+
+
+def test_the_public_commands_flags_are_taken() -> None:
+    given = view_run.parse_arguments(["--port", "7", "--group-size", "4", "--max-token-len", "512"])
+    assert (given.port, given.paths, given.api_url) == (7, [], "http://localhost:8000")
