@@ -43,7 +43,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--api-url", default="http://localhost:8000", help="without a folder: the rollout service (default: %(default)s)"
     )
     for name in ("--group-size", "--max-token-len"):
-        parser.add_argument(name, type=int, help="of the public view-run; without effect: the page shows whole groups, by pieces")
+        parser.add_argument(name, type=int, help="of the public view-run; without effect: the page shows all of a group")
     return parser.parse_args(argv)
 
 
