@@ -59,7 +59,8 @@ def form_lane(place: LanePlace, device: torch.device, timeout: float, seconds: f
             controls.append(control)
             words = GlooLane(place, control, timeout)
             logger.info(
-                "[Bridge] ✓ The weights are read where they are by %d of %d receivers (%s)",
+                "[Bridge] ✓ The weights are read where they are by %d of %d receivers (%s; with GPUs: "
+                "[Bridge] ✓ NCCL group created)",
                 len(near), place.size - 1, place.name,
             )  # fmt: skip
             if offered is not None:

@@ -59,7 +59,8 @@ def begin(service: Service) -> None:
 
 def sent_on_disk(service: Service) -> bool:
     """Whether the store says of the last batch that the trainer has it."""
-    [path] = [path for path in service.cwd.rglob("*.db") if ".previous" not in path.name]
+    found = (path for path in service.cwd.rglob("*.db") if not path.parent.name.endswith("observed"))
+    [path] = [path for path in found if ".previous" not in path.name]
     with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=10)) as store:
         return bool(store.execute("SELECT sent FROM leases ORDER BY batch_id DESC LIMIT 1").fetchone()[0])
 

@@ -155,7 +155,7 @@ class PlayedStream:
     """Brings the world's weights to all members of a cohort at the same time, or to none."""
 
     def __init__(self, world: World) -> None:
-        self.world = world
+        self.world, self.memory = world, None
 
     def not_finite(self) -> str:
         return ""
