@@ -16,6 +16,7 @@ import orjson
 from atroposlib.api.app.metrics import Metrics
 from atroposlib.api.models.groups import NO_REFERENCE, with_reference
 from atroposlib.api.models.records import MISSING, NOBODY, Draft, Lease, Limits, Receipt
+from atroposlib.api.queue import figures
 from atroposlib.api.queue.fleet import Table
 from atroposlib.api.queue.rollout_queue import RolloutQueue
 from atroposlib.api.store.committer import Committer
@@ -243,39 +244,14 @@ class RolloutService:
                 "waiting_to_be_used_again": queue.lines.used_groups,
             },
             "waiting_because": queue.waiting,
-            "queue": {
-                "groups": queue.lines.groups,
-                "sequences": queue.lines.total_sequences(),
-                "buffered_groups": sum(len(buffer) for buffer in queue.buffers.values()),
-                "waiting_for_reference": len(queue.reference.waiting),
-                "held_groups": queue.held_groups,
-                "held_bytes": queue.held_bytes,
-                "max_groups": self.limits.max_groups,
-                "max_bytes": self.limits.max_bytes,
-                "oldest_version": min((group.version for group in queue.lines), default=None),
-            },
-            "leases": [
-                {"batch_id": lease.batch_id, "groups": len(lease.groups), "sent": lease.sent, "returned": lease.returned}
-                for lease in queue.leases.values()
-            ],
+            "queue": figures.backlog(queue),
+            "leases": figures.leases(queue),
             "dropped": [
                 {"reason": reason, "longest_up_to": bucket, "groups": count}
                 for (reason, bucket), count in sorted(queue.drops.items())
             ],
             "environments": [
-                {
-                    "env_id": environment.env_id,
-                    "wandb_name": environment.wandb_name,
-                    "connected": environment.connected,
-                    "weight": environment.weight,
-                    "groups_accepted": environment.accepted,
-                    "groups_queued": len(queue.lines.by_line[environment.env_id]),
-                    "groups_buffered": len(queue.buffers.get(environment.env_id, [])),
-                    "groups_wanted": queue.groups_wanted(environment.env_id, now),
-                    "seconds_silent": round(now - queue.registry.last_seen[environment.env_id], 1),
-                }
-                for environment in queue.registry.by_id.values()
-                if environment.env_id != NOBODY
+                one | {"groups_wanted": queue.groups_wanted(one["env_id"], now)} for one in figures.environments(queue, now)
             ],
         }
 

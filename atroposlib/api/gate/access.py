@@ -63,7 +63,7 @@ class Access:
                 f"the Host {host[:200]!r} is none that this service goes by, and it has no key to know its clients by; "
                 "call it by its address, or start it with --allow-host NAME or with a key",
             )
-        page = _foreign_page(headers, host) or _silent_page(method, path, headers)
+        page = foreign_page(headers, host) or _silent_page(method, path, headers)
         if page:
             raise NotAllowedError(
                 403, f"{page}: a web page may not call a service without a key; use a program, such as curl, or set a key"
@@ -99,7 +99,7 @@ def _name(host: str) -> str:
         return host.lower()
 
 
-def _foreign_page(headers: Headers, host: str) -> str | None:
+def foreign_page(headers: Headers, host: str) -> str | None:
     """What shows that a page of another origin sends this."""
     origin = headers.get("origin")
     if origin is not None and origin.lower() not in (f"http://{host.lower()}", f"https://{host.lower()}"):

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from atroposlib.api.models.records import NOBODY
+from atroposlib.api.queue import figures
 from atroposlib.api.queue.rollout_queue import RolloutQueue
 from atroposlib.ui.live.faults import find_faults
 
@@ -33,8 +33,6 @@ def stack_of(
     dropped: Counter[str] = Counter()
     for (reason, _), count in queue.drops.items():
         dropped[reason] += count
-    leases = list(queue.leases.values())
-    environments = [one for one in queue.registry.by_id.values() if one.env_id != NOBODY]
     stack: dict[str, Any] = {
         "time": now,
         "live": True,
@@ -61,46 +59,14 @@ def stack_of(
             "registration": hashlib.sha256(str(trainer.uuid).encode()).hexdigest()[:8] if trainer else None,
             "log_dir": trainer.log_dir if trainer else None,
         },
-        "queue": {
-            "groups": queue.lines.groups,
-            "sequences": queue.lines.total_sequences(),
-            "buffered_groups": sum(len(buffer) for buffer in queue.buffers.values()),
-            "waiting_for_reference": len(queue.reference.waiting),
-            "held_groups": queue.held_groups,
-            "held_bytes": queue.held_bytes,
-            "max_groups": queue.limits.max_groups,
-            "max_bytes": queue.limits.max_bytes,
-            "oldest_version": oldest_version(queue),
-        },
-        "leases": [
-            {"batch_id": lease.batch_id, "groups": len(lease.groups), "sent": lease.sent, "returned": lease.returned}
-            for lease in leases[-MOST_LEASES:]
-        ],
+        "queue": figures.backlog(queue, MOST_GROUPS_LOOKED_AT),
+        "leases": figures.leases(queue, MOST_LEASES),
         "dropped": [{"reason": reason, "groups": count} for reason, count in sorted(dropped.items())],
-        "environments": [
-            {
-                "env_id": one.env_id,
-                "wandb_name": one.wandb_name,
-                "connected": one.connected,
-                "weight": one.weight,
-                "groups_accepted": one.accepted,
-                "groups_queued": len(queue.lines.by_line[one.env_id]),
-                "groups_buffered": len(queue.buffers.get(one.env_id, [])),
-                "seconds_silent": round(monotonic - queue.registry.last_seen[one.env_id], 1),
-            }
-            for one in environments[-MOST_ENVIRONMENTS:]
-        ],
+        "environments": figures.environments(queue, monotonic, MOST_ENVIRONMENTS),
         "servers": [dict(server) for server in servers],
     }
     stack["faults"] = [fault.to_json() for fault in find_faults(stack)]
     return stack
-
-
-def oldest_version(queue: RolloutQueue) -> int | None:
-    """The lowest weight version that waits; None if nothing does, or too much to look."""
-    if queue.lines.groups > MOST_GROUPS_LOOKED_AT:
-        return None
-    return min((group.version for group in queue.lines), default=None)
 
 
 def worth_telling(stack: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,12 +2,11 @@
 
 import { $, h, keyed, replace } from "./dom.js";
 import { clock, count, number, seconds } from "./format.js";
-import { RefusedError, address, getJson } from "./http.js";
+import { address, getJson, refusalIn } from "./http.js";
 import { saveCsv } from "./export.js";
 import * as live from "./live.js";
 import { order } from "./runs.js";
 
-const RELOAD_EVERY = 5000;
 const COLUMNS = ["id", "name", "state", "model", "began", "updated", "steps", "of_steps", "reward_last", "folder"];
 const page = { runs: [], picked: new Set() };
 
@@ -15,16 +14,6 @@ async function start() {
   const { runs } = await getJson("/ui/api/runs");
   page.runs = runs;
   draw();
-  document.body.dataset.ready = "true";
-}
-
-function begin() {
-  start().catch((error) => {
-    if (!(error instanceof RefusedError)) {
-      throw error;
-    }
-    $("headline").textContent = error.message;
-  });
 }
 
 function draw() {
@@ -73,12 +62,4 @@ function saveList() {
 $("filter").addEventListener("input", draw);
 $("sort").addEventListener("change", draw);
 $("csv").addEventListener("click", saveList);
-let reloading = 0;
-live.on("connected", begin);
-live.on("rows", () => {
-  reloading ||= window.setTimeout(() => {
-    reloading = 0;
-    begin();
-  }, RELOAD_EVERY);
-});
-window.setTimeout(() => document.body.dataset.ready || begin(), document.body.dataset.live === "true" ? 1500 : 0);
+live.on("rows", live.loads(start, refusalIn($("headline"))));

@@ -48,6 +48,16 @@ export async function getJson(path, parameters = {}) {
   return told;
 }
 
+/** Show a refusal in an element; another error is thrown again. */
+export function refusalIn(element) {
+  return (error) => {
+    if (!(error instanceof RefusedError)) {
+      throw error;
+    }
+    element.textContent = error.message;
+  };
+}
+
 /** Leave for the sign-in, which leads back here. */
 export function toSignIn() {
   const here = window.location.pathname + window.location.search;

@@ -6,6 +6,8 @@ const KINDS = ["hello", "rows", "stack", "event", "evaluation", "weights", "roll
 const FIRST_WAIT = 1000;
 const LONGEST_WAIT = 15000;
 const SILENCE = 20000;
+const FIRST_LOAD = 1500;
+const RELOAD_EVERY = 5000;
 
 const listeners = new Map();
 let source = null;
@@ -30,6 +32,24 @@ export function on(kind, listener) {
   if (kind === "connected" && greeting !== null) {
     listener(greeting); // the shell opens the stream, and may have been faster than the page
   }
+}
+
+/**
+ * Load a page when its stream is there, and again after each reconnect; where no stream comes, soon all the same.
+ *
+ * Returns a function that loads it again within RELOAD_EVERY, however often it is called until then.
+ */
+export function loads(load, complain) {
+  const begin = () => load().then(() => (document.body.dataset.ready = "true"), complain);
+  let waiting = 0;
+  on("connected", begin);
+  window.setTimeout(() => document.body.dataset.ready || begin(), document.body.dataset.live === "true" ? FIRST_LOAD : 0);
+  return () => {
+    waiting ||= window.setTimeout(() => {
+      waiting = 0;
+      begin();
+    }, RELOAD_EVERY);
+  };
 }
 
 /** Open the stream. Called once by the shell, on pages of a run that is live. */

@@ -81,11 +81,6 @@ async function start() {
   page.own = page.run || runs.current;
   fillCompare();
   draw();
-  document.body.dataset.ready = "true";
-}
-
-function begin() {
-  start().catch(complain);
 }
 
 // ---- drawing
@@ -312,7 +307,6 @@ function figureChoice() {
 
 // ---- the stream
 
-live.on("connected", begin);
 live.on("rows", async (message) => {
   const run = page.runs.get(page.run);
   if (run) {
@@ -385,4 +379,4 @@ shortcut("s", "smoothing: off, some, much", () => {
 });
 shortcut("a", "all steps", () => desk.setZoom(null, null));
 shortcut("b", "where time goes: seconds or share", () => $("bands").querySelector('[aria-pressed="false"]').click());
-window.setTimeout(() => document.body.dataset.ready || begin(), document.body.dataset.live === "true" ? 1500 : 0);
+live.loads(start, complain);

@@ -4,12 +4,11 @@ import { compared, distance, fieldsOf, hexOf } from "./bits.js";
 import { Chart, Desk } from "./chart.js";
 import { $, h, keyed, replace } from "./dom.js";
 import { bytes, clock, count, number, quoted, seconds, words } from "./format.js";
-import { RefusedError, address, getJson, shownRun } from "./http.js";
+import { address, getJson, refusalIn, shownRun } from "./http.js";
 import * as live from "./live.js";
 
 const SHOWN = 500;
 const PHASES = 8;
-const RELOAD_EVERY = 5000;
 const PLACES = [
   ["weight_version", "weight version"],
   ["batch_group", "group of the batch"],
@@ -31,16 +30,6 @@ async function start() {
   page.weights = weights;
   page.stack = stack.time === null ? null : stack;
   draw();
-  document.body.dataset.ready = "true";
-}
-
-function begin() {
-  start().catch((error) => {
-    if (!(error instanceof RefusedError)) {
-      throw error;
-    }
-    $("headline").textContent = error.message;
-  });
 }
 
 function draw() {
@@ -215,16 +204,7 @@ function drawUpdates(updates) {
   $("list-note").textContent = rows.length ? `the last ${count(rows.length, "step")}` : "none yet";
 }
 
-let reloading = 0;
-
-function reload() {
-  reloading ||= window.setTimeout(() => {
-    reloading = 0;
-    begin();
-  }, RELOAD_EVERY);
-}
-
-live.on("connected", begin);
+const reload = live.loads(start, refusalIn($("headline")));
 live.on("rows", reload);
 live.on("weights", reload);
 live.on("stack", (stack) => {
@@ -239,4 +219,3 @@ live.on("state", (state) => {
   }
 });
 $("charts").append(...Object.values(charts).map((chart) => chart.figure));
-window.setTimeout(() => document.body.dataset.ready || begin(), document.body.dataset.live === "true" ? 1500 : 0);

@@ -16,6 +16,7 @@ from starlette.datastructures import Headers
 from starlette.requests import cookie_parser
 from starlette.types import Scope
 
+from atroposlib.api.gate.access import foreign_page
 from atroposlib.ui.web.sessions import SESSION_SECONDS, Attempts, Sessions
 
 PREFIX = "/ui"
@@ -97,13 +98,8 @@ def _foreign(scope: Scope, headers: Headers, host: str) -> str:
     follows = scope["method"] in ("GET", "HEAD") and headers.get("sec-fetch-mode") == "navigate"
     if follows and headers.get("sec-fetch-dest", "document") == "document" and not scope["path"].startswith(API):
         return ""
-    origin = headers.get("origin")
-    if origin is not None and origin.lower() not in (f"http://{host.lower()}", f"https://{host.lower()}"):
-        return f"the request comes from the Origin {origin[:200]!r}: only this page may send it; a proxy must hand on the Host"
-    site = headers.get("sec-fetch-site", "none")
-    if site not in ("same-origin", "none"):
-        return f"the request comes from another page (Sec-Fetch-Site: {site[:100]}): only this page itself may send it"
-    return ""
+    found = foreign_page(headers, host)
+    return f"{found}: only this page itself may send it; a proxy must hand on the Host" if found else ""
 
 
 def safe_next(wanted: str) -> str:
