@@ -13,6 +13,9 @@ import torch
 
 from example_trainer.child_processes.processes import ManagedProcess
 from tests.conftest import ROOT, Processes
+from tests.headless_browser import browser, visit
+
+__all__ = ["browser", "visit"]
 
 SERVER_SECONDS = 240.0
 BRIDGE_TIMEOUT = 20.0

@@ -1,45 +1,117 @@
-"""The quick start with the real stack, cut to three steps: it measures, trains, measures again, and leaves what it promises."""
+"""The quick start with the real stack, cut to three steps: it measures, trains, measures again, and leaves what it promises.
+
+While it trains, somebody looks at its page.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from example_trainer.child_processes.processes import ManagedProcess
 from tests.conftest import Processes
 from tests.forked_commands import FORK_CHILDREN
+from tests.headless_browser import LIVE, Visit
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
+STEPS = 3
 PROMISED = {"eval_before", "eval_after", "steps", "weight_updates", "params_mapped", "params_total", "bridge"}
 PROMISED |= {"seconds_setup", "seconds_train"}
 
 
-def test_three_steps_leave_everything_that_is_promised(processes: Processes, tmp_path: Path) -> None:
-    output = tmp_path / "run"
+@dataclass
+class Running:
+    """The quick start of this module, which its tests look at one after the other."""
+
+    processes: Processes
+    process: ManagedProcess
+    output: Path
+
+    def written(self, pattern: str, seconds: float) -> str:
+        """Wait until it has written what matches; returns the first group."""
+
+        def found() -> re.Match[str] | None:
+            return re.search(pattern, self.process.log_path.read_text(errors="replace"))
+
+        self.processes.wait_until("the quick start", lambda: None if found() else f"it has not written {pattern!r}", seconds)
+        match = found()
+        assert match is not None
+        return match[1]
+
+
+@pytest.fixture(scope="module")
+def running(module_processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> Running:
+    output = tmp_path_factory.mktemp("quickstart") / "run"
     command = [
-        sys.executable,
-        "-m",
-        "scripts.quickstart",
-        "--cpu",
-        "--steps",
-        "3",
-        "--bridge",
-        "single-copy",
-        "--output",
-        output,
+        *(sys.executable, "-m", "scripts.quickstart", "--cpu", "--steps", str(STEPS), "--bridge", "single-copy"),
+        *("--output", output),
     ]
-    said = processes.finish(processes.start("quickstart", command, FORK_CHILDREN), 400)
+    process = module_processes.start("quickstart", command, FORK_CHILDREN, may_finish=True)
+    return Running(module_processes, process, output)
+
+
+def posted(running: Running) -> list[tuple[list[int], float]]:
+    """What the environment has posted: the sampled tokens of each sequence, and its score."""
+    whole, _, _ = (running.output / "environment" / "rollouts.jsonl").read_text().rpartition("\n")
+    groups = [json.loads(line) for line in whole.splitlines()]
+    return [
+        ([token for token, mask in zip(tokens, masks, strict=True) if mask != -100], score)
+        for group in groups
+        for tokens, masks, score in zip(group["tokens"], group["masks"], group["scores"], strict=True)
+    ]
+
+
+def test_its_page_shows_the_curve_grow_and_the_tokens_that_were_posted(running: Running, visit: Callable[..., Visit]) -> None:
+    origin = running.written(r"rollout service +ready after .*(http://\S+)", 300).replace("localhost", "127.0.0.1")
+    overview = visit(origin)
+    overview.open("/ui")
+    overview.until(LIVE)
+    overview.page.evaluate("""() => {
+      const chart = document.querySelector("figure[aria-label='Reward']");
+      window.counts = [Number(chart.dataset.points ?? 0)];
+      new MutationObserver(() => window.counts.push(Number(chart.dataset.points))).observe(chart, { attributes: true });
+    }""")
+    overview.until("Math.max(...window.counts) >= 1", seconds=300)
+
+    reader = visit(origin)
+    reader.open("/ui/rollouts?sort=best")
+    reader.page.get_by_role("table").get_by_role("link").first.click()
+    reader.until("document.querySelectorAll('[data-response] [data-token]').length > 0")
+    shown = reader.page.locator("[data-response] .sampled [data-token]").evaluate_all(
+        "(all) => all.map((e) => e.dataset.token)"
+    )
+    tokens = [int(token) for pieces in shown for token in pieces.replace(",", " ").split()]
+    assert tokens in [sampled for sampled, _ in posted(running)]
+
+    overview.until(f"Math.max(...window.counts) === {STEPS}", seconds=300)
+    counts = overview.page.evaluate("window.counts")
+    assert counts == sorted(counts), "it was drawn once for each step, as it came, and nothing was lost"
+    rows: list[dict[str, Any]] = [
+        json.loads(line) for line in (running.output / "trainer" / "metrics.jsonl").read_text().splitlines()
+    ]
+    last = overview.page.get_by_role("figure", name="Reward", exact=True).get_attribute("data-value")
+    assert float(last or "nan") == pytest.approx(rows[STEPS - 1]["reward_mean"])
+
+
+def test_three_steps_leave_everything_that_is_promised(running: Running) -> None:
+    said = running.processes.finish(running.process, 400)
+    output = running.output
 
     summary = json.loads((output / "summary.json").read_text())
     assert summary.keys() >= PROMISED
-    assert (summary["steps"], summary["weight_updates"], summary["bridge"]) == (3, 3, "single-copy")
+    assert (summary["steps"], summary["weight_updates"], summary["bridge"]) == (STEPS, STEPS, "single-copy")
     assert summary["params_mapped"] == summary["params_total"] > 0
     assert summary["eval_problems"] >= 200
     assert summary["eval_before"] <= 0.60
-    assert "step 3/3" in said
+    assert f"step {STEPS}/{STEPS}" in said
     for path in ("reward.png", "trainer/tensorboard", "logs/vllm.log", "commands.sh"):
         assert (output / path).exists(), path
     assert f"view-run {output}" in said.replace("\n", "")

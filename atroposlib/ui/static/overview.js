@@ -313,8 +313,10 @@ live.on("rows", async (message) => {
     run.lastStep = message.last_step ?? run.lastStep;
     Object.assign(run.newest, message.new?.at(-1));
   }
-  if (run && !run.ranged && appendRows(run.columns, message)) {
-    run.names = [...new Set([...run.names, ...Object.keys(message.new.at(-1) ?? {}).filter((name) => name !== "step")])];
+  // A figure that no row had before needs a column of its own: all of them in a page that was opened before the first step.
+  const known = new Set(run?.names);
+  const more = (message.new ?? []).some((row) => Object.entries(row).some(([name, value]) => typeof value === "number" && name !== "step" && !known.has(name)));
+  if (run && !run.ranged && !more && appendRows(run.columns, message)) {
     schedule();
   } else {
     reload();
