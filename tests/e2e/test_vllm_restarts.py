@@ -29,7 +29,9 @@ STARTER = ROOT / "assets" / "starter_model"
 def family_of_listener(port: int) -> list[int]:
     """The guard of the process that listens on a port, and everything below it; nobody where none listens."""
     found = {one.pid for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN and one.laddr.port == port}
-    guards = {parents()[pid] for pid in found}
+    # The server may be on its way out, and the process that was listening a moment ago gone: only the living have a guard.
+    alive = parents()
+    guards = {alive[pid] for pid in found if pid in alive}
     return [one for guard in guards for one in (guard, *descendants(guard))]
 
 
