@@ -26,6 +26,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # What the tests themselves ask their servers goes through no proxy.
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "localhost,127.0.0.1"
+# Nothing is asked of a hub or told to anybody: without a network each such question takes a minute of retries, and with one the
+# outcome would depend on it.
+os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 # How long an example of a property takes tells how busy the machine is, and nothing of the property.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
@@ -40,15 +43,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where several workers share the tests, what takes longest in one piece comes first: files with end-to-end tests, by the
-    time that these may take."""
+    """Where several workers share the tests, what takes longest in one piece comes first, so that none is alone with it at the
+    end: files by the longest time that a test of theirs is marked with, and before the rest those with end-to-end tests."""
     if not hasattr(config, "workerinput"):
         return
     limits: dict[Path, float] = {}
     for item in items:
-        if item.get_closest_marker("e2e"):
-            limit = item.get_closest_marker("timeout")
-            limits[item.path] = max(limits.get(item.path, 0.0), float(limit.args[0]) if limit else 1.0)
+        limit = item.get_closest_marker("timeout")
+        seconds = float(limit.args[0]) if limit else 1.0 if item.get_closest_marker("e2e") else 0.0
+        limits[item.path] = max(limits.get(item.path, 0.0), seconds)
     items.sort(key=lambda item: -limits.get(item.path, 0.0))
 
 

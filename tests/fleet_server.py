@@ -38,6 +38,7 @@ from typing import Annotated, Any
 import torch
 from fastapi import Body
 
+from example_trainer.child_processes.guard import PR_SET_PDEATHSIG, prctl
 from example_trainer.parameter_server.engine import StillEngine
 from example_trainer.parameter_server.held import module_of
 from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
@@ -281,8 +282,20 @@ def _be_parameter_server(told: dict[str, Any]) -> None:
     os._exit(run(lambda stop: serve(options, stop)))
 
 
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent, of this id, has died, however that was."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)  # it died before the line above took effect
+
+
 def main() -> None:
-    """Start and signal servers and trainers, as told line by line, until stdin ends; then they end too."""
+    """Start and signal servers and trainers, as told line by line, until stdin ends; then they end too.
+
+    They end however this process does: a person's Ctrl-C is a signal to it as well, and none to them.
+    """
+    me = os.getpid()
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # while it waits for a child it does not hear that stdin has ended
     _stand_in_for_vllm()
     import fastapi  # noqa: F401 - imported once, before the servers part
     import uvicorn  # noqa: F401
@@ -302,6 +315,7 @@ def main() -> None:
             pid = os.fork()
             if pid == 0:
                 try:
+                    die_with(me)
                     sys.stdin.close()
                     roles[told["do"]](told)
                 except BaseException:

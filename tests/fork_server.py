@@ -43,6 +43,16 @@ class ForkedGuard(Guard):
         raise Become(self.program)
 
 
+def wait_for(child: int, connection: socket.socket) -> int:
+    """Wait for a child to end, and kill it if whoever asked for it ends before. Returns its exit status."""
+    ended, watch = os.pidfd_open(child), select.poll()
+    watch.register(ended, select.POLLIN)
+    watch.register(connection, 0)  # its end is told in any case; what comes through it is for the process that forks
+    if ended not in dict(watch.poll()):
+        os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 def keep(told: dict[str, Any], connection: socket.socket, log: int, status: int, control: int | None = None) -> None:
     """Keep one command until it has ended, under a guard if there is a control pipe, and tell its exit status.
 
@@ -64,7 +74,7 @@ def keep(told: dict[str, Any], connection: socket.socket, log: int, status: int,
         code = ForkedGuard(command, control, told["grace"], (status,)).run()
     elif child := os.fork():
         connection.send(str(child).encode())
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        code = wait_for(child, connection)
     else:
         connection.close()
         os.close(status)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,8 @@ import httpx
 
 from example_trainer.child_processes.guard import descendants, parents
 from example_trainer.child_processes.processes import ManagedProcess
-from tests.conftest import Processes
+from example_trainer.child_processes.readiness import wait_until
+from tests.conftest import ROOT, Processes
 from tests.forked_commands import Command, Forked
 
 RUN_API = [sys.executable, "-m", "atroposlib.cli.run_api"]
@@ -45,3 +47,24 @@ def test_it_has_its_own_environment_and_folder_and_ends_as_it_is_told(
     assert len(family) == 2
     assert processes.stop(service) == 0
     assert not set(family) & parents().keys()
+
+
+STARTER = """
+import os, pathlib, sys, time
+from tests.forked_commands import Forked, start_unguarded
+words = [sys.executable, "-m", "atroposlib.cli.run_api", "--store", "memory", "--port", sys.argv[1]]
+process = start_unguarded(words, 2, os.environ, pathlib.Path.cwd())
+assert isinstance(process, Forked)
+print(process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_without_a_guard_too_it_ends_with_who_started_it(free_port: Callable[[], int]) -> None:
+    words = [sys.executable, "-c", STARTER, str(free_port())]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT) as starter:
+        assert starter.stdout is not None
+        pid = int(starter.stdout.readline())
+        assert pid in parents()
+        starter.kill()
+    wait_until("its end", lambda: None if pid not in parents() else f"process {pid} lives on", 60)

@@ -22,6 +22,12 @@ BRIDGE_TIMEOUT = 20.0
 """Seconds; short, because a test waits for it to pass, and longer than a busy machine holds up a step of an update."""
 
 
+@pytest.fixture(autouse=True)
+def own_master_port(free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test's trainer meets another test's at the default port."""
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+
+
 @dataclass
 class VllmServer:
     """A running vllm_api_server.py."""

@@ -20,6 +20,7 @@ from example_trainer.weight_bridge.single_copy import SingleCopyBridge
 from tests.conftest import Processes, wait_until
 from tests.e2e.bridge_helpers import TOLERANCE, largest_difference, new_weights
 from tests.e2e.conftest import BRIDGE_TIMEOUT, VllmServer, start_vllm
+from tests.still_running import resident_pages
 from vllm_patching.protocol.writers import Writer
 
 pytestmark = pytest.mark.e2e
@@ -125,5 +126,4 @@ def in_flight(server: VllmServer) -> int:
 
 def memory_of(server: VllmServer) -> int:
     """Bytes of RAM that the server's processes have."""
-    pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in descendants(server.process.guard.pid)]
-    return sum(pages) * os.sysconf("SC_PAGE_SIZE")
+    return resident_pages(descendants(server.process.guard.pid)) * os.sysconf("SC_PAGE_SIZE")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from example_trainer.models.hf_checkpoint import load_model
 from tests.conftest import ROOT, Processes
 from tests.e2e.bridge_helpers import trainer_logprobs
 from tests.e2e.conftest import SERVER_SECONDS, vllm_command
+from tests.still_running import json_rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(480)]
 
@@ -76,8 +76,7 @@ def test_a_student_trains_on_what_its_teacher_says_which_dies_on_the_way(
     )
 
     def rows() -> list[dict[str, Any]]:
-        file = log / "metrics.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return json_rows(log / "metrics.jsonl")
 
     processes.wait_until("two steps", lambda: None if len(rows()) >= STEPS_BEFORE else f"{len(rows())} steps", 240)
     processes.kill(teacher)
@@ -93,7 +92,7 @@ def test_a_student_trains_on_what_its_teacher_says_which_dies_on_the_way(
     assert all(row["grad_norm"] > 0 and row["teacher_kl"] > 0 for row in found)
 
     its_model = load_model(str(teacher_model), torch.float32)
-    groups = [json.loads(line) for line in (tmp_path / "groups.jsonl").read_text().splitlines()]
+    groups = json_rows(tmp_path / "groups.jsonl")
     sequences = []
     for group in groups:
         for tokens, mask, ids, logprobs in zip(

@@ -7,7 +7,6 @@ problems, seeds, which groups make up a batch, and the order in which they are t
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import pytest
 from example_trainer.child_processes.processes import ManagedProcess
 from tests.conftest import ROOT, Processes
 from tests.e2e.conftest import VllmServer, start_vllm
+from tests.still_running import json_rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -76,8 +76,7 @@ class Stack:
 
     def learned(self) -> dict[int, tuple[str, float, int]]:
         """Of each step of the present weights: their checksum, the mean reward and the tokens."""
-        metrics = self.folder / "logs" / "metrics.jsonl"
-        rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        rows = json_rows(self.folder / "logs" / "metrics.jsonl")
         return {row["weight_version"]: (row["checksum"], row["reward_mean"], row["tokens"]) for row in rows}
 
     def stats(self) -> dict[str, Any]:
@@ -94,9 +93,8 @@ class Stack:
 
 
 def test_runs_of_one_seed_are_the_same_killed_or_not(
-    processes: Processes, free_port: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    processes: Processes, free_port: Callable[[], int], tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     vllm = start_vllm(processes, free_port, STARTER, tmp_path, flags=FLAGS)
 
     def stack(name: str, *flags: str, steps: int = STEPS) -> Stack:

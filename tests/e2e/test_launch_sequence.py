@@ -10,17 +10,19 @@ import os
 import re
 import shlex
 import signal
-import socket
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
 from example_trainer.child_processes.guard import descendants
+from example_trainer.child_processes.ports import PortReservations
 from example_trainer.child_processes.processes import ManagedProcess
 from tests.conftest import ROOT, Processes
+from tests.still_running import command_line
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540)]
 
@@ -40,25 +42,14 @@ def launch_commands() -> list[str]:
 
 
 @pytest.fixture
-def shell(processes: Processes, tmp_path: Path) -> Shell:
-    for port in PORTS:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("", port))
-            except OSError:
+def shell(processes: Processes, tmp_path: Path) -> Iterator[Shell]:
+    with PortReservations() as ports:  # no other test picks one of them meanwhile
+        for port in PORTS:
+            if not ports.take(port):
                 pytest.skip(f"port {port}, which the README's commands use, is taken on this machine")
-    for name in ("atroposlib", "environments", "example_trainer", "vllm_patching"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    return Shell(processes, tmp_path)
-
-
-def is_trainer(pid: int) -> bool:
-    """Whether a process is grpo.py; what else runs on this machine under that name is not ours."""
-    try:
-        return b"example_trainer/grpo.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except FileNotFoundError:
-        return False
+        for name in ("atroposlib", "environments", "example_trainer", "vllm_patching"):
+            (tmp_path / name).symlink_to(ROOT / name)
+        yield Shell(processes, tmp_path)
 
 
 class Shell:
@@ -137,7 +128,8 @@ def test_every_command_works_and_prints_what_it_promises(shell: Shell) -> None:
     assert '"param_mappings": {"model.embed_tokens.weight"' in shell.read("vllm_bridge_config.json")
 
     # A person stops it with Ctrl-C: the trainer keeps what it has learned, and nothing stays behind.
-    trainers = [pid for pid in descendants(shell.process.command_pid()) if is_trainer(pid)]
+    below = descendants(shell.process.command_pid())
+    trainers = [pid for pid in below if "example_trainer/grpo.py" in command_line(pid)]
     assert trainers, "the trainer has ended before it was stopped"
     for pid in trainers:
         os.kill(pid, signal.SIGINT)

@@ -17,6 +17,7 @@ from example_trainer.child_processes.ports import is_free
 from scripts.ops.keys import KEYS_FILE, read_keys
 from scripts.ops.records import identify
 from tests.e2e.typed_commands import Operations, eventually
+from tests.still_running import command_line
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540)]
 
@@ -88,10 +89,11 @@ def test_the_stack_is_started_watched_killed_and_cleaned_up(operations: Operatio
     assert "service runs already" in twice.stderr
 
     pids = operations.pids()
-    # Read first: a process whose keeper has been killed dies too, and then has no command line.
-    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode() for pid in pids}
+    # Read first: a process whose keeper has been killed dies too, and then has no command line. One that had none before is
+    # gone: a part asks another program for something now and then.
+    commands = {pid: command for pid in pids if (command := command_line(pid))}
     spared = [pid for pid, command in commands.items() if not PKILL.search(command)]
-    for pid in set(pids) - set(spared):
+    for pid in commands.keys() - set(spared):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     eventually(lambda: not any(row["pid"] for row in operations.status()["rows"]), lambda: "not all ended", seconds=120)

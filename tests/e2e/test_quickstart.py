@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,6 +18,7 @@ from example_trainer.child_processes.processes import ManagedProcess
 from tests.conftest import Processes
 from tests.forked_commands import FORK_CHILDREN
 from tests.headless_browser import LIVE, Visit
+from tests.still_running import json_rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
@@ -60,8 +60,7 @@ def running(module_processes: Processes, tmp_path_factory: pytest.TempPathFactor
 
 def posted(running: Running) -> list[tuple[list[int], float]]:
     """What the environment has posted: the sampled tokens of each sequence, and its score."""
-    whole, _, _ = (running.output / "environment" / "rollouts.jsonl").read_text().rpartition("\n")
-    groups = [json.loads(line) for line in whole.splitlines()]
+    groups = json_rows(running.output / "environment" / "rollouts.jsonl")
     return [
         ([token for token, mask in zip(tokens, masks, strict=True) if mask != -100], score)
         for group in groups
@@ -94,9 +93,7 @@ def test_its_page_shows_the_curve_grow_and_the_tokens_that_were_posted(running: 
     overview.until(f"Math.max(...window.counts) === {STEPS}", seconds=300)
     counts = overview.page.evaluate("window.counts")
     assert counts == sorted(counts), "it was drawn once for each step, as it came, and nothing was lost"
-    rows: list[dict[str, Any]] = [
-        json.loads(line) for line in (running.output / "trainer" / "metrics.jsonl").read_text().splitlines()
-    ]
+    rows = json_rows(running.output / "trainer" / "metrics.jsonl")
     last = overview.page.get_by_role("figure", name="Reward", exact=True).get_attribute("data-value")
     assert float(last or "nan") == pytest.approx(rows[STEPS - 1]["reward_mean"])
 

@@ -111,10 +111,7 @@ def test_two_servers_in_one_folder_keep_out_of_each_others_memory(
     assert second.exists()
 
 
-def test_one_trainer_serves_two_servers_and_one_of_them_may_die(
-    mortal: MortalServer, server: VllmServer, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+def test_one_trainer_serves_two_servers_and_one_of_them_may_die(mortal: MortalServer, server: VllmServer) -> None:
     clients = [BridgeServer("localhost", s.port, BRIDGE_TIMEOUT, startup_timeout=240) for s in (server, mortal.now)]
     bridge = BroadcastBridge(clients)
     model = load_model(str(server.model), torch.float32)

@@ -154,7 +154,7 @@ def test_an_address_that_the_server_cannot_reach_is_named_with_what_to_set(
 
         with pytest.raises(BridgeError) as error:
             two.trainer.calling(join)
-        assert time.monotonic() - started < BRIDGE_SECONDS + 10
+        assert time.monotonic() - started < BRIDGE_SECONDS + 30, "the deadline, and what a busy machine adds"
     wanted = [tried, "set MASTER_ADDR", two.server.address]
     wanted += [two.trainer.address] if wrong == "loopback" else ["no answer within", "MASTER_PORT"]
     wanted += ["server-host"] if wrong == "firewall" else []

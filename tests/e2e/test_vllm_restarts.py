@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import sys
@@ -20,6 +19,7 @@ from example_trainer.training.runs import marked_run
 from tests.conftest import ROOT, Processes
 from tests.e2e.bridge_helpers import made_up_group
 from tests.forked_commands import FORK_CHILDREN
+from tests.still_running import json_rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540)]
 
@@ -54,8 +54,7 @@ def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
     trainer = processes.start("trainer", command, FORK_CHILDREN | {"VLLM_ENABLE_SHARED_WEIGHTS": "1"}, grace=60)
 
     def rows() -> list[dict[str, Any]]:
-        path = folder / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return json_rows(folder / "metrics.jsonl")
 
     def wait_for_step(step: int) -> None:
         processes.wait_until(f"step {step}", lambda: None if len(rows()) >= step else f"{len(rows())} steps", 400)

@@ -320,10 +320,7 @@ def test_a_server_in_quarantine_answers_nothing_until_a_full_update(
         assert largest_difference(server, model) < TOLERANCE
 
 
-def test_another_model_is_refused_with_both_shapes(
-    server: VllmServer, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+def test_another_model_is_refused_with_both_shapes(server: VllmServer, tmp_path: Path) -> None:
     other = load_model(str(make_tiny_model(tmp_path / "other", layers=3)), torch.float32)
     bridge = BroadcastBridge(BridgeServer("localhost", server.port, BRIDGE_TIMEOUT))
     with pytest.raises(BridgeError, match=r"model.layers.2.*: the trainer has it, vLLM does not.*same model"):
