@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import hashlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -11,14 +12,18 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import parse_qs
 
 import orjson
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.types import Scope
 
+from atroposlib.api.gate.gate import accepts_gzip
 from atroposlib.ui.live.hub import Hub
 from atroposlib.ui.live.source import LiveSource
+from atroposlib.ui.rollouts.files import OpenArchives
 from atroposlib.ui.run.catalogue import RunCatalogue, UnknownRunError
 from atroposlib.ui.run.run import Change, Run
 from atroposlib.ui.web.gatekeeper import API, Gatekeeper
@@ -30,7 +35,10 @@ STATIC = Path(__file__).parent / "static"
 FOLLOW_SECONDS = 1.0
 """Between two looks at the files of a run that is shown."""
 THREADS = 2
-"""That read files for the page. They are its own: however many pages are open, the service's threads stay free."""
+"""That read files for the page, and as many that search rollouts. They are its own: however many pages are open, the service's
+threads stay free, and charts do not wait for a search."""
+GZIP_FROM, GZIP_LEVEL = 1000, 1
+"""Bytes of an answer that is compressed; numbers compress nearly as well at this level as at any."""
 
 
 class RunPage:
@@ -52,9 +60,11 @@ class RunPage:
         live: LiveSource | None = None,
         tokenizer: str | None = None,
     ) -> None:
-        self.keeper, self.hub, self.live, self.tokenizer = keeper, hub, live, tokenizer
+        self.keeper, self.hub, self.live = keeper, hub, live
+        self.archives = OpenArchives(tokenizer)
         self.runs = RunCatalogue(roots, live.files if live is not None else lambda: None, self._tell)
         self._threads = ThreadPoolExecutor(THREADS, "page")
+        self._searching = ThreadPoolExecutor(THREADS, "page-rollouts")
         self._jinja = Environment(loader=PackageLoader("atroposlib.ui"), autoescape=True, undefined=StrictUndefined)
 
     def _tell(self, run: Run, change: Change) -> None:
@@ -74,7 +84,8 @@ class RunPage:
                 following.cancel()
                 await asyncio.wait([following])
                 self.hub.close()
-                self._threads.shutdown(wait=False, cancel_futures=True)
+                for threads in self._threads, self._searching:
+                    threads.shutdown(wait=False, cancel_futures=True)
 
     async def _follow(self) -> None:
         while True:
@@ -91,6 +102,26 @@ class RunPage:
         """Do what reads files, or computes for long, beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
 
+    async def answer(self, request: Request, ask: Callable[[], Any], of_rollouts: bool = False) -> Response:
+        """What `ask` returns as JSON. It is asked, written and compressed beside the event loop, on which others wait.
+
+        Args:
+            of_rollouts: it reads an archive of rollouts.
+        """
+        packs = accepts_gzip(request.headers)
+
+        def written() -> Response:
+            answer = json_answer(ask())
+            if packs and len(answer.body) >= GZIP_FROM:
+                body = gzip.compress(answer.body, GZIP_LEVEL, mtime=0)
+                return Response(
+                    body, headers={"Content-Encoding": "gzip", "Vary": "Accept-Encoding"}, media_type=answer.media_type
+                )
+            return answer
+
+        threads = self._searching if of_rollouts else self._threads
+        return await asyncio.get_running_loop().run_in_executor(threads, written)
+
     def render(self, scope: Scope, template: str, code: int = 200, **context: Any) -> HTMLResponse:
         """A page from a template.
 
@@ -100,8 +131,8 @@ class RunPage:
             code: the answer's status.
         """
         state = scope.get("state", {})
-        query = scope.get("query_string", b"").decode("latin-1")
-        run = next((part.removeprefix("run=") for part in query.split("&") if part.startswith("run=")), "")
+        query = parse_qs(scope.get("query_string", b"").decode("latin-1"), errors="replace")
+        run = query.get("run", [""])[0]
         given = {
             "page_name": template.removesuffix(".html").replace("_", "-"),
             "live": self.live is not None,

@@ -17,7 +17,15 @@ from typing import Any
 
 import orjson
 
-from atroposlib.ui.rollouts.measured import TrainedTokens, drift, logprobs_of, measured, sampled_places, told_of_each
+from atroposlib.ui.rollouts.measured import (
+    TrainedTokens,
+    drift,
+    logprobs_of,
+    measured,
+    places_of,
+    sampled_places,
+    told_of_each,
+)
 from atroposlib.ui.rollouts.text import TextOfTokens, preview, searched_text
 
 FORMAT = 1
@@ -27,6 +35,8 @@ MOST_BYTES = 1 << 30
 MOST_ROLLOUTS = 1_000_000
 KEPT_STEPS = 10_000
 """Of the comparison bit for bit."""
+MOST_ENVIRONMENTS, OTHERS = 500, "others"
+"""Names of environments that are told apart, and what all further ones are called."""
 _ROW_BYTES = 300
 """Of a rollout's numbers in the table and its indexes, about."""
 
@@ -176,10 +186,11 @@ class Archive:
         group = orjson.loads(posted.body)
         if not isinstance(group, dict):
             raise ValueError("a group is an object")
-        numbers = measured(group)
+        places = places_of(group)
+        numbers = measured(group, places)
         if not numbers:
             raise ValueError("a group has scores")
-        texts = [searched_text(group, index, self.text) for index in range(len(numbers))]
+        texts = [searched_text(group, index, self.text, places[index]) for index in range(len(numbers))]
         body = zlib.compress(posted.body, 1)
         environment, first = self._environment(posted.environment), self._next
         n_bytes = len(body) + sum(len(whole) + len(preview(whole)) + _ROW_BYTES for whole in texts)
@@ -204,6 +215,8 @@ class Archive:
 
     def _environment(self, name: str) -> int:
         known = self._environments.get(name)
+        if known is None and len(self._environments) >= MOST_ENVIRONMENTS and name != OTHERS:
+            return self._environment(OTHERS)
         if known is None:
             self._connection.execute("INSERT OR IGNORE INTO environments (name) VALUES (?)", (name,))
             (known,) = self._connection.execute("SELECT id FROM environments WHERE name = ?", (name,)).fetchone()

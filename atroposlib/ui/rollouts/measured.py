@@ -74,13 +74,21 @@ def told_of_each(group: Mapping[str, Any], name: str) -> list[Any]:
     return rows if isinstance(rows, list) and len(rows) == count else [None] * count
 
 
-def measured(group: Mapping[str, Any]) -> list[Measured]:
-    """The numbers of each rollout of a group."""
+def places_of(group: Mapping[str, Any]) -> list[npt.NDArray[np.int64]]:
+    """[sampled] int64 of each rollout of a group; see sampled_places."""
+    return [sampled_places(mask) for mask in told_of_each(group, "masks")]
+
+
+def measured(group: Mapping[str, Any], places: Sequence[npt.NDArray[np.int64]]) -> list[Measured]:
+    """The numbers of each rollout of a group.
+
+    Args:
+        places: as `places_of` gives them.
+    """
     found = []
-    tokens, masks = told_of_each(group, "tokens"), told_of_each(group, "masks")
-    reasons = told_of_each(group, "finish_reasons")
+    tokens, reasons = told_of_each(group, "tokens"), told_of_each(group, "finish_reasons")
     for index, score in enumerate(group.get("scores") or []):
-        sampled = sampled_places(masks[index])
+        sampled = places[index]
         logprobs = logprobs_of(group, index)
         known = logprobs[sampled] if len(logprobs) else logprobs
         known = known[np.isfinite(known)]
@@ -111,7 +119,7 @@ def logprobs_of(group: Mapping[str, Any], index: int) -> Floats:
     row = told_of_each(group, "inference_logprobs")[index]
     if not isinstance(row, list) or len(row) != len(told_of_each(group, "tokens")[index] or []):
         return np.zeros(0, dtype=np.float32)
-    taken = np.array([math.nan if value is None else value for value in row], dtype=np.float32)
+    taken = np.array(row, dtype=np.float32)  # None becomes NaN
     taken[taken > _BEFORE_A_PLACEHOLDER] = math.nan
     return taken
 

@@ -10,9 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from atroposlib.ui.page import RunPage, json_answer
+from atroposlib.ui.page import RunPage
 from atroposlib.ui.rollouts.archive import ArchiveError
-from atroposlib.ui.rollouts.files import OpenArchives
 from atroposlib.ui.rollouts.measured import told_of_each
 from atroposlib.ui.rollouts.source import ORDERS, KeptGroup, NoSuchError, Position, QueryError, RolloutSource
 from atroposlib.ui.rollouts.transcript import described, transcript
@@ -25,14 +24,13 @@ MOST_TOKENS = 10_000
 
 def rollout_routes(page: RunPage) -> list[Route]:
     """The routes."""
-    archives = OpenArchives(page.tokenizer)
 
-    def route(path: str, answer: Callable[[Request, RolloutSource], Any]) -> Route:
+    def route(path: str, answer: Callable[[Request, RolloutSource], dict[str, Any]]) -> Route:
         async def asked(request: Request) -> Response:
-            def found() -> Response:
-                return json_answer(answer(request, archives.of(page.runs.files(request.query_params.get("run", "")))))
+            def found() -> dict[str, Any]:
+                return answer(request, page.archives.of(page.runs.files(request.query_params.get("run", ""))))
 
-            return await page.in_thread(found)
+            return await page.answer(request, found, of_rollouts=True)
 
         return Route(f"{API}{path}", refusing(page, asked), methods=["GET"])
 
@@ -62,7 +60,7 @@ def refusing(page: RunPage, answer: Callable[[Request], Awaitable[Response]]) ->
             return page.refuse(request.scope, 404, str(error))
         except QueryError as error:
             return page.refuse(request.scope, 400, str(error))
-        except ArchiveError as error:
+        except (ArchiveError, OSError) as error:
             return page.refuse(request.scope, 503, str(error))
 
     return safe

@@ -5,14 +5,19 @@ A tokenizer is read from its `tokenizer.json` alone; a model that has none, or n
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
+import numpy as np
+import numpy.typing as npt
 import orjson
 
-from atroposlib.ui.rollouts.measured import sampled_places, told_of_each
+from atroposlib.ui.rollouts.measured import told_of_each
 
 logger = logging.getLogger(__name__)
 
@@ -24,13 +29,36 @@ PREVIEW_CHARACTERS = 200
 REPLACEMENT = "\ufffd"
 MOST_TOKENS_OF_PIECE = 16
 """A character takes four at most; more are bytes that are no text."""
-MOST_KNOWN = 500_000
-"""Pieces whose text is remembered."""
+MOST_KNOWN = 100_000
+"""Pieces whose text is remembered; 200 bytes each."""
 LARGEST_ID = 2**32
 WORD_BEGINS = "\u2581"
 """What vocabularies of a certain kind write for a space before a word."""
 _SEARCHED_TOKENS = 4096
 """Of each of the three, to be decoded; a token may be less than a character."""
+
+
+class _Tokenizer:
+    """One that was read, for as long as somebody decodes with it."""
+
+    def __init__(self, content: bytes) -> None:
+        from tokenizers import Tokenizer
+
+        self.tokenizer = Tokenizer.from_buffer(content)
+
+
+_in_use: WeakValueDictionary[bytes, _Tokenizer] = WeakValueDictionary()
+_reading = threading.Lock()
+
+
+def _read(content: bytes) -> _Tokenizer:
+    """The tokenizer, read once however many archives have it: one of 150,000 tokens takes a second and many MiB."""
+    digest = hashlib.sha256(content).digest()
+    with _reading:
+        found = _in_use.get(digest)
+        if found is None:
+            found = _in_use[digest] = _Tokenizer(content)
+        return found
 
 
 class TextOfTokens:
@@ -50,10 +78,8 @@ class TextOfTokens:
     @classmethod
     def of_file(cls, content: bytes) -> TextOfTokens:
         """By what a tokenizer.json holds. Raises whatever the library raises where that is none."""
-        from tokenizers import Tokenizer
-
-        tokenizer = Tokenizer.from_buffer(content)
-        return cls(lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=False)), tokenizer.id_to_token)
+        read = _read(content)
+        return cls(lambda tokens: str(read.tokenizer.decode(tokens, skip_special_tokens=False)), read.tokenizer.id_to_token)
 
     @property
     def known(self) -> bool:
@@ -120,19 +146,20 @@ def tokenizer_content(name: str) -> bytes | None:
         return None
 
 
-def searched_text(group: Mapping[str, Any], index: int, text: TextOfTokens) -> str:
+def searched_text(group: Mapping[str, Any], index: int, text: TextOfTokens, places: npt.NDArray[np.int64]) -> str:
     """What is sampled of a rollout, then the end of what it was given: what the search looks at; empty where there is no text.
 
     Of tokens if they can be read, else of messages.
+
+    Args:
+        places: [sampled] of the rollout; see `measured.sampled_places`.
     """
     tokens = told_of_each(group, "tokens")[index]
     if text.known and isinstance(tokens, list):
-        places = sampled_places(told_of_each(group, "masks")[index])
-        sampled = [tokens[place] for place in places]
         given = tokens[: int(places[0]) if len(places) else len(tokens)]
-        answer = text.whole(sampled[: 2 * _SEARCHED_TOKENS])[:MOST_BEGINNING]
-        if len(sampled) > 2 * _SEARCHED_TOKENS:
-            answer += "\n" + text.whole(sampled[-_SEARCHED_TOKENS:])[-MOST_END:]
+        answer = text.whole([tokens[place] for place in places[: 2 * _SEARCHED_TOKENS].tolist()])[:MOST_BEGINNING]
+        if len(places) > 2 * _SEARCHED_TOKENS:
+            answer += "\n" + text.whole([tokens[place] for place in places[-_SEARCHED_TOKENS:].tolist()])[-MOST_END:]
         return f"{answer}\n\n{text.whole(given[-_SEARCHED_TOKENS:])[-MOST_PROMPT:]}"
     said = messages_of(told_of_each(group, "messages")[index])
     answers = [content for role, content in said if role == "assistant"] or [content for _, content in said[-1:]]

@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from atroposlib.ui.run.columns import MOST_CELLS
 from atroposlib.ui.run.folder import RunFiles, changed, find_runs
 from atroposlib.ui.run.run import Change, Run, glance
 
 LIVE = "live"
 """Names the run of the service that serves the page."""
 MOST_OPEN = 8
-"""Runs in memory."""
+"""Runs in memory; fewer where they are so long that together they would have more than MOST_CELLS figures."""
 LOOK_SECONDS = 5.0
 """How old the list of runs may be."""
 QUIET_SECONDS = 600.0
@@ -102,23 +103,29 @@ class RunCatalogue:
             if opened is None:
                 opened = self._open[paths] = Run(files)
             self._open.move_to_end(paths)
-            while len(self._open) > MOST_OPEN:
-                self._open.popitem(last=False)
         change = opened.refresh()
+        with self._lock:
+            while len(self._open) > MOST_OPEN or (len(self._open) > 1 and self._cells() > MOST_CELLS):
+                self._open.popitem(last=False)
         if is_new:  # to a page that is open, its rows are others than those that it knows
             change = Change(rewritten=True)
         if change:
             self._on_change(opened, change)
         return opened
 
+    def _cells(self) -> int:
+        return sum(run.cells for run in self._open.values())
+
     def summaries(self) -> list[dict[str, Any]]:
         """All runs, for the page of the history. A run that has not changed since is not looked at again."""
         listed = []
+        before, self._summaries = self._summaries, {}
         for files in self.list_runs():
             stamp = changed(files)
-            known = self._summaries.get(files.id)
+            known = before.get(files.id)
             if known is None or known[0] != stamp:
-                known = self._summaries[files.id] = (stamp, glance(files))
+                known = (stamp, glance(files))
+            self._summaries[files.id] = known
             summary, live = known[1], files.id == LIVE
             state = summary["state"]
             if state == "unknown" and (live or time.time() - stamp < QUIET_SECONDS):

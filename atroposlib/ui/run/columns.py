@@ -57,6 +57,11 @@ class Columns:
         return self._kept
 
     @property
+    def cells(self) -> int:
+        """Figures that there is room for; 8 bytes each."""
+        return len(self._step) * (len(self._columns) + 1)
+
+    @property
     def names(self) -> list[str]:
         """Columns, in the order in which they appeared."""
         return list(self._columns)

@@ -6,7 +6,8 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from stat import S_ISREG
+from typing import Any, BinaryIO
 
 import orjson
 
@@ -59,7 +60,7 @@ class JsonLinesFile:
             OSError: the file is there and cannot be read.
         """
         try:
-            file = self.path.open("rb")
+            file = _opened(self.path)
         except (FileNotFoundError, NotADirectoryError):
             gone = self._identity is not None
             self._forget()
@@ -123,7 +124,7 @@ def last_rows(path: Path, most_bytes: int = 1 << 16) -> list[dict[str, Any]]:
     """The objects of the last lines of a file, oldest first, as far as they lie within its last bytes; none if it is not there
     or cannot be read."""
     try:
-        with path.open("rb") as file:
+        with _opened(path) as file:
             size = os.fstat(file.fileno()).st_size
             begin = max(0, size - most_bytes)
             lines = os.pread(file.fileno(), most_bytes, begin).split(b"\n")
@@ -131,6 +132,15 @@ def last_rows(path: Path, most_bytes: int = 1 << 16) -> list[dict[str, Any]]:
         return []
     whole = lines[1 if begin else 0 : -1]
     return [row for line in whole if line.strip() and (row := _parsed(line)) is not None]
+
+
+def _opened(path: Path) -> BinaryIO:
+    """A file to be read. What is none is refused: a pipe would wait for somebody who writes."""
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(f"{path} is no file, but a folder, a pipe or a device")
+    return os.fdopen(file, "rb")
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

@@ -176,6 +176,11 @@ class Run:
 
     # ---- what the page shows ----
 
+    @property
+    def cells(self) -> int:
+        """Figures in memory. Waits for nobody, and so is not of one moment."""
+        return self._columns.cells + self._sampled.cells
+
     def names(self) -> list[str]:
         """Names of figures."""
         with self._lock:

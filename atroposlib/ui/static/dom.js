@@ -1,4 +1,7 @@
-// Elements from data. Text is always set as text: nothing that a model or an environment wrote is ever parsed as HTML.
+// Elements from data. Text is always set as text: nothing that a model or an environment wrote is ever parsed as HTML, and what cannot be
+// seen in it, or would turn the order of a line, is shown as a sign.
+
+import { visible } from "./visible.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -54,7 +57,7 @@ function append(element, children) {
     if (child === null || child === undefined || child === false) {
       continue;
     }
-    element.append(child instanceof Node ? child : String(child));
+    element.append(child instanceof Node ? child : visible(String(child)));
   }
 }
 

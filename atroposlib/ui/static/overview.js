@@ -12,6 +12,8 @@ import { appendRows, columnsOf } from "./series.js";
 import { drawFaults, drawStack } from "./stack.js";
 
 const POINTS = 2000;
+const MOST_POINTS = 2 * POINTS; // of a page that has been open for long; then it asks for POINTS again
+const MOST_EVENTS = 5000;
 const MOST_RUNS = 8;
 const DRAW_EVERY = 250;
 const RANGES = [
@@ -316,8 +318,9 @@ live.on("rows", async (message) => {
   // A figure that no row had before needs a column of its own: all of them in a page that was opened before the first step.
   const known = new Set(run?.names);
   const more = (message.new ?? []).some((row) => Object.entries(row).some(([name, value]) => typeof value === "number" && name !== "step" && !known.has(name)));
-  if (run && !run.ranged && !more && appendRows(run.columns, message)) {
-    schedule();
+  const past = run?.ranged && page.range === null && message.new !== null && message.generation === run.columns.generation;
+  if (run && !more && (past || appendRows(run.columns, message, MOST_POINTS))) {
+    schedule(); // of steps of the past nothing is new
   } else {
     reload();
   }
@@ -327,7 +330,9 @@ live.on("stack", (stack) => {
   schedule();
 });
 live.on("event", (event) => {
-  page.events = [...page.events.filter((known) => known.id !== event.id), event];
+  const events = [...page.events.filter((known) => known.id !== event.id), event];
+  page.events = events.slice(-MOST_EVENTS);
+  page.leftOut += events.length - page.events.length;
   schedule();
 });
 live.on("evaluation", (evaluation) => {

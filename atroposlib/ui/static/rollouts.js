@@ -14,6 +14,7 @@ let next = null;
 let searched = 0;
 let asking = 0;
 let askedAt = 0;
+let searching = false;
 
 function wanted() {
   return Object.fromEntries(FIELDS.map((name) => [name, $(name).value]));
@@ -66,41 +67,69 @@ function nothing({ sort, text }, total) {
   return text ? "No rollout has this text." : "No rollout is like this.";
 }
 
+/** Ask for a page of the list; of a search, which answers with what it has found by then, until it is full, at its end or stopped. */
 async function ask(from = null) {
   const mine = ++asking;
-  askedAt = Date.now();
   const query = wanted();
-  $("more").disabled = true;
+  let found = 0;
+  next = from;
+  searching = query.text !== "";
+  $("more").disabled = !searching;
   try {
-    const told = await getJson("/ui/api/rollouts", { run: shownRun(), ...query, cursor: from, limit: LIMIT });
-    if (mine !== asking) {
-      return;
-    }
-    if (from === null) {
-      replace($("list"));
-      searched = 0;
-      $("fresh").hidden = true;
-    }
-    searched += told.searched;
-    next = told.next;
-    $("list").append(...told.rollouts.map(row));
-    nameEnvironments(told.environments);
-    const shown = $("list").children.length;
-    $("none").hidden = shown > 0 || next !== null;
-    $("none").textContent = nothing(query, told.total);
-    $("said").className = "";
-    $("said").textContent = `${count(shown, "rollout")} of ${number(told.total)}`;
-    $("more").hidden = next === null;
-    $("more").textContent = query.text ? "Search on" : "More";
-    $("searched").textContent = query.text ? `${count(searched, "rollout")} searched` : "";
+    do {
+      askedAt = Date.now();
+      const told = await getJson("/ui/api/rollouts", { run: shownRun(), ...query, cursor: next, limit: LIMIT - found });
+      if (mine !== asking) {
+        return;
+      }
+      if (from === null && found === 0 && next === null) {
+        replace($("list"));
+        searched = 0;
+        $("fresh").hidden = true;
+      }
+      found += told.rollouts.length;
+      next = told.next;
+      searching &&= next !== null && found < LIMIT;
+      show(query, told);
+    } while (searching);
   } catch (error) {
     if (mine === asking) {
+      searching = false;
       $("said").textContent = error.message;
       $("said").className = "bad";
     }
   } finally {
-    $("more").disabled = false;
-    document.body.dataset.ready = "true";
+    if (mine === asking) {
+      $("more").disabled = false;
+      document.body.dataset.ready = "true";
+    }
+  }
+}
+
+/** Show what has come. */
+function show(query, told) {
+  searched += told.searched;
+  $("list").append(...told.rollouts.map(row));
+  nameEnvironments(told.environments);
+  const shown = $("list").children.length;
+  $("none").hidden = shown > 0 || next !== null;
+  $("none").textContent = nothing(query, told.total);
+  $("said").className = "";
+  $("said").textContent = `${count(shown, "rollout")} of ${number(told.total)}`;
+  $("more").hidden = next === null;
+  $("more").textContent = searching ? "Stop" : query.text ? "Search on" : "More";
+  $("searched").textContent = query.text ? `${count(searched, "rollout")} searched${searching ? " …" : ""}` : "";
+}
+
+/** Go on with the list, or stop the search that is under way. */
+function goOn() {
+  if (searching) {
+    asking += 1;
+    searching = false;
+    $("more").textContent = "Search on";
+    $("searched").textContent = `${count(searched, "rollout")} searched`;
+  } else {
+    ask(next);
   }
 }
 
@@ -138,7 +167,7 @@ $("filters").addEventListener("submit", (event) => {
 $("sort").addEventListener("change", again);
 $("environment").addEventListener("change", again);
 $("text").addEventListener("search", again);
-$("more").addEventListener("click", () => ask(next));
+$("more").addEventListener("click", goOn);
 $("fresh").addEventListener("click", () => ask());
 live.on("rollouts", (told) => {
   if ($("sort").value !== "newest" || $("text").value || Date.now() - askedAt < 1000 * RENEW_SECONDS) {

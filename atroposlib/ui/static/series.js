@@ -11,30 +11,33 @@ export function columnsOf(answer) {
     generation: answer.generation,
     exact: answer.exact,
     step: [...answer.step],
-    columns: Object.fromEntries(Object.entries(answer.series).map(([name, column]) => [name, { ...column, mean: [...column.mean] }])),
+    columns: Object.fromEntries(Object.entries(answer.series).map(([name, { mean, low, high }]) => [name, { mean: [...mean], low: low && [...low], high: high && [...high] }])),
   };
 }
 
 /**
- * Append new rows of metrics.jsonl to exact columns, in place.
+ * Append new rows of metrics.jsonl to columns, in place: each is a point of its own, also where those before stand for several rows.
  *
- * Returns whether they could be: not where points stand for several rows, where the file was begun anew, or where a step does not follow.
+ * Returns whether they could be: not where the file was begun anew, where a step does not follow, or where there would be more than `most`
+ * points, and it is time to ask for fewer.
  */
-export function appendRows(columns, message) {
-  if (!columns.exact || message.generation !== columns.generation || message.new === null) {
+export function appendRows(columns, message, most = Infinity) {
+  if (message.generation !== columns.generation || message.new === null || columns.step.length + message.new.length > most) {
     return false;
   }
   for (const row of message.new) {
     if (columns.step.length && row.step <= columns.step.at(-1)) {
-      if (columns.step.includes(row.step)) {
+      if (!columns.exact || columns.step.includes(row.step)) {
         continue; // it came with the answer that the page asked for meanwhile
       }
       return false;
     }
     columns.step.push(row.step);
     for (const [name, column] of Object.entries(columns.columns)) {
-      const value = row[name];
-      column.mean.push(typeof value === "number" && Number.isFinite(value) ? value : null);
+      const value = typeof row[name] === "number" && Number.isFinite(row[name]) ? row[name] : null;
+      column.mean.push(value);
+      column.low?.push(value);
+      column.high?.push(value);
     }
   }
   return true;

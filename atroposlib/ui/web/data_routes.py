@@ -8,7 +8,6 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import closing
 from functools import wraps
 from typing import Any
 
@@ -20,8 +19,6 @@ from starlette.routing import Route
 from atroposlib.ui.live.hub import TooManyPagesError
 from atroposlib.ui.page import RunPage, json_answer
 from atroposlib.ui.rollouts.archive import ArchiveError
-from atroposlib.ui.rollouts.files import ARCHIVE
-from atroposlib.ui.rollouts.source import RolloutSource
 from atroposlib.ui.run.catalogue import LIVE, UnknownRunError
 from atroposlib.ui.run.columns import FEWEST_POINTS, MOST_POINTS, Series
 from atroposlib.ui.run.folder import read_object
@@ -35,6 +32,8 @@ logger = logging.getLogger(__name__)
 MOST_NAMES = 200
 """Figures of one request."""
 MOST_UPDATES = 500
+MOST_VERSIONS = 10_000
+"""Of all servers of a run, that are told at once."""
 _OF_SERVERS = 4 << 20
 """Bytes at the end of servers.jsonl that are read for a run of the past."""
 
@@ -60,16 +59,13 @@ def data_routes(page: RunPage) -> list[Route]:
 
     async def of_run(request: Request, ask: Callable[[Run], Any]) -> Response:
         run_id = request.query_params.get("run", "")
-        return await page.in_thread(lambda: json_answer(ask(page.runs.get(run_id))))
+        return await page.answer(request, lambda: ask(page.runs.get(run_id)))
 
     async def about(request: Request) -> Response:
         return json_answer(await page.in_thread(describe, page))
 
     async def runs(request: Request) -> Response:
-        def listed() -> Response:
-            return json_answer({"runs": page.runs.summaries(), "current": page.runs.default()})
-
-        return await page.in_thread(listed)
+        return await page.answer(request, lambda: {"runs": page.runs.summaries(), "current": page.runs.default()})
 
     async def names(request: Request) -> Response:
         return await of_run(request, lambda run: {"names": run.names()})
@@ -113,18 +109,23 @@ def data_routes(page: RunPage) -> list[Route]:
         if page.live is not None and run in ("", LIVE):
             return json_answer(page.live.stack or {"live": True, "time": None})
 
-        def kept() -> Response:
+        def kept() -> dict[str, Any]:
             observed = page.runs.files(run).observed
-            return json_answer({"time": None} | (read_object(observed / "stack.json") if observed else {}) | {"live": False})
+            return {"time": None} | (read_object(observed / "stack.json") if observed else {}) | {"live": False}
 
-        return await page.in_thread(kept)
+        return await page.answer(request, kept)
 
     async def weights(request: Request) -> Response:
         run_id = request.query_params.get("run", "")
         servers = None
         if page.live is not None and run_id in ("", LIVE):
-            servers = [server.weights() for server in page.live.watch.servers.values()]
-        return await of_run(request, lambda run: weights_json(run, servers))
+            servers = newest_history([server.weights() for server in page.live.watch.servers.values()])
+
+        def found() -> dict[str, Any]:
+            run = page.runs.get(run_id)
+            return weights_json(run, servers, kept_parity(page, run))
+
+        return await page.answer(request, found, of_rollouts=True)
 
     async def stream(request: Request) -> Response:
         run_id = request.query_params.get("run", "") or await page.in_thread(page.runs.default)
@@ -221,14 +222,21 @@ def csv_of(series: Series) -> str:
     return text.getvalue()
 
 
-def weights_json(run: Run, servers: list[dict[str, Any]] | None) -> dict[str, Any]:
+def newest_history(servers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Servers with their newest versions, MOST_VERSIONS of all of them: a fleet's history is long."""
+    each = max(20, MOST_VERSIONS // max(1, len(servers)))
+    return [server | {"history": server["history"][-each:]} for server in servers]
+
+
+def weights_json(run: Run, servers: list[dict[str, Any]] | None, parity: dict[str, Any] | None) -> dict[str, Any]:
     """GET /ui/api/weights.
 
     Args:
         servers: as they are now; None to take what was written down of them.
+        parity: as `kept_parity` gives it.
     """
     if servers is None:
-        servers = past_servers(run)
+        servers = newest_history(past_servers(run))
     rows = run.latest_rows()[-MOST_UPDATES:]
     updates = [
         {
@@ -239,34 +247,31 @@ def weights_json(run: Run, servers: list[dict[str, Any]] | None) -> dict[str, An
         }
         for row in rows
     ]  # fmt: skip
-    return {"servers": servers, "updates": updates, "deterministic": deterministic_json(run)}
+    return {"servers": servers, "updates": updates, "deterministic": deterministic_json(run, parity or {})}
 
 
-def deterministic_json(run: Run) -> dict[str, Any]:
-    """How many tokens were compared and how many differ, from the trainer's rows."""
+def deterministic_json(run: Run, parity: dict[str, Any]) -> dict[str, Any]:
+    """How many tokens were compared and how many differ, from the trainer's rows, or from what it told the service where the
+    rows say nothing, or are too many to be added up."""
     series = run.series(["compared_tokens", "mismatched_tokens"], MOST_POINTS)
     compared, mismatched = series.mean["compared_tokens"], series.mean["mismatched_tokens"]
     known = np.isfinite(compared) & np.isfinite(mismatched)
-    told = kept_parity(run) or {}
-    if not known.any() and told:
-        return {"on": True, **told}
+    if parity and not (known.any() and series.exact):
+        return {"on": True, **parity}
     return {
         "on": bool(known.any()),
         "compared": float(compared[known].sum()),
         "mismatched": float(mismatched[known].sum()),
         "by_step": {"step": series.step[known], "compared": compared[known], "mismatched": mismatched[known]},
-        "first": told.get("first"),
+        "first": parity.get("first"),
     }
 
 
-def kept_parity(run: Run) -> dict[str, Any] | None:
+def kept_parity(page: RunPage, run: Run) -> dict[str, Any] | None:
     """What the trainer told the service of tokens that differ; None if it told nothing, or that cannot be read."""
-    path = run.files.observed / ARCHIVE if run.files.observed else None
-    if path is None or not path.is_file():
-        return None
     try:
-        with closing(RolloutSource(path)) as source:
-            return source.parity()
+        source = page.archives.kept(run.files)
+        return None if source is None else source.parity()
     except ArchiveError as error:
         logger.warning("the archive of rollouts cannot be read: %s", error)
         return None

@@ -66,11 +66,11 @@ def page_routes(page: RunPage) -> list[Route]:
             following = safe_next(request.query_params.get("next", PREFIX))
             signed_in = sessions is None or page.keeper.session_ends(request.headers) is not None
             return RedirectResponse(following, 303) if signed_in else ask(request, 200, "", following)
+        if sessions is None:
+            return RedirectResponse(PREFIX, 303)
         body = await request.body()
         form = parse_qs(body.decode(errors="replace")) if len(body) <= MOST_OF_FORM else {}
         following = safe_next(form.get("next", [PREFIX])[0])
-        if sessions is None:
-            return RedirectResponse(following, 303)
         address = request.client.host if request.client else ""
         wait = attempts.wait(address)
         if wait > 0:

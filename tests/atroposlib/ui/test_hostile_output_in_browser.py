@@ -36,9 +36,9 @@ def hostile(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> It
     folder = tmp_path_factory.mktemp("hostile")
     service = Service(folder, "--store", str(folder / "rollouts.db"), "--run-folder", str(folder)).start()
     run = MadeUpRun(folder, service, tokenizer_dir)
-    env_id = run.begin(f"env {MARKUP}", len(SAID))
+    env_id = run.begin(f"env {MARKUP} {TURNED}", len(SAID))
     run.step(12, **{f"reward/{SCRIPT}": 1.0})
-    run.post("/evaluations", {"name": MARKUP, "metrics": {SCRIPT: 0.5}, "weight_version": 3})
+    run.post("/evaluations", {"name": f"{MARKUP} {TURNED}", "metrics": {f"{SCRIPT} {TURNED}": 0.5}, "weight_version": 3})
     messages = [[{"role": "user", "content": MARKUP}, {"role": "assistant", "content": SCRIPT}] for _ in SAID]
     run.sample(SCRIPT, list(SAID.values()), [float(i) for i in range(len(SAID))], messages=messages, env_id=env_id)
     yield run

@@ -238,3 +238,15 @@ def test_a_run_that_ended_is_read_from_its_files(
     reader.open("/ui")
     drawn = reader.page.get_by_role("figure", name="Reward", exact=True).get_attribute("data-points")
     assert drawn == str(made_up.steps)
+
+
+def test_a_long_run_grows_point_by_point(made_up: MadeUpRun, signed_in: Callable[..., Visit]) -> None:
+    """Where a point stands for several rows, new rows are drawn behind them: no open page asks for all again."""
+    made_up.step(3000)
+    seen = signed_in()
+    seen.until(LIVE)
+    reward = seen.page.get_by_role("figure", name="Reward", exact=True)
+    drawn = int(reward.get_attribute("data-points") or 0)
+    assert drawn < made_up.steps
+    made_up.step(3)
+    reward.and_(seen.page.locator(f'[data-points="{drawn + 3}"]')).wait_for()

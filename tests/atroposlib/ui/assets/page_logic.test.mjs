@@ -35,7 +35,7 @@ test("smoothing stays between the lowest and highest value", () => {
   }
 });
 
-test("rows are appended once, in order, and only to exact columns of the same file", () => {
+test("rows are appended once, in order, only to columns of the same file, and not for ever", () => {
   const columns = series.columnsOf(answer([1, 2], [0.1, 0.2]));
   assert.ok(series.appendRows(columns, { generation: 1, new: [{ step: 2, reward: 9 }, { step: 3, reward: "NaN" }, { step: 4, reward: 0.4 }] }));
   assert.deepEqual(columns.step, [1, 2, 3, 4]);
@@ -43,7 +43,10 @@ test("rows are appended once, in order, and only to exact columns of the same fi
   assert.ok(!series.appendRows(columns, { generation: 2, new: [] }));
   assert.ok(!series.appendRows(columns, { generation: 1, new: null }));
   assert.ok(!series.appendRows(series.columnsOf(answer([10], [1])), { generation: 1, new: [{ step: 4 }] }));
-  assert.ok(!series.appendRows(series.columnsOf(answer([10], [1], { exact: false })), { generation: 1, new: [] }));
+  assert.ok(!series.appendRows(columns, { generation: 1, new: [{ step: 5 }] }, 4));
+  const points = series.columnsOf({ run: "a", generation: 1, exact: false, step: [10], series: { reward: { mean: [2], low: [1], high: [3] } } });
+  assert.ok(series.appendRows(points, { generation: 1, new: [{ step: 9, reward: 7 }, { step: 11, reward: 4 }] }), "point 10 holds step 9");
+  assert.deepEqual([points.step, points.columns.reward], [[10, 11], { mean: [2, 4], low: [1, 4], high: [3, 4] }]);
 });
 
 test("lines of several runs come on one axis: undefined where a run has no such step, null where it knows no value", () => {

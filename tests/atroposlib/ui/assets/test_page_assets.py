@@ -15,7 +15,7 @@ VENDORED = sorted((STATIC / "vendor").glob("*/vendored.json"))
 OURS = sorted(path for path in STATIC.rglob("*") if path.is_file() and "vendor" not in path.parts)
 PAGES = sorted(TEMPLATES.glob("*.html"))
 COLOUR = re.compile(r"#[0-9a-fA-F]{3,8}\b|\b(?:rgb|hsl)a?\(")
-PURE = ("bits", "dom", "figures", "format", "http", "runs", "series", "stack")
+PURE = ("bits", "dom", "figures", "format", "http", "runs", "series", "stack", "visible")
 
 
 @pytest.mark.parametrize("about", VENDORED, ids=lambda path: path.parent.name)

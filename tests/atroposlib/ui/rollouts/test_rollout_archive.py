@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atroposlib.ui.rollouts import archive as archive_module
 from atroposlib.ui.rollouts import source as source_module
 from atroposlib.ui.rollouts.archive import Archive, ArchiveError, PostedGroup
 from atroposlib.ui.rollouts.measured import read_report
@@ -140,6 +141,17 @@ def test_bytes_are_bounded_too_with_what_the_trainer_told(tmp_path: Path) -> Non
         (held,) = connection.execute("SELECT sum(n_bytes) FROM groups").fetchone()
     assert 15_000 < held <= 20_000
     assert (tmp_path / "rollouts.db").stat().st_size < 400_000
+
+
+def test_names_without_end_are_told_apart_up_to_a_bound(archive: Archive, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archive_module, "MOST_ENVIRONMENTS", 3)
+    archive.begin()
+    for seq in range(10):
+        archive.add(PostedGroup(seq, 0.0, f"env {seq}", body((0.0, 1))))
+    archive.commit()
+    source = RolloutSource(archive.path)
+    assert source.environments() == ["env 0", "env 1", "env 2", "others"]
+    assert len(source.listed(environment="others").rollouts) == 7
 
 
 def test_a_text_is_found_in_any_case_and_a_search_goes_on_where_its_time_ended(

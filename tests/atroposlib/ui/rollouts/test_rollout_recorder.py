@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sqlite3
 import threading
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from atroposlib.ui.rollouts import recorder as recorder_module
-from atroposlib.ui.rollouts.files import archive_of_groups, newest_lines
+from atroposlib.ui.rollouts import text as text_module
+from atroposlib.ui.rollouts.files import GroupFiles, OpenArchives
 from atroposlib.ui.rollouts.recorder import Allowance, RolloutRecorder
-from atroposlib.ui.rollouts.source import RolloutSource
+from atroposlib.ui.rollouts.source import NoSuchError, RolloutSource
+from atroposlib.ui.rollouts.text import TextOfTokens
+from atroposlib.ui.run.folder import RunFiles
 from tests.atroposlib.ui.rollouts.test_rollout_archive import body, encoded
 
 STARTER = Path(__file__).resolve().parents[4] / "assets" / "starter_model"
@@ -111,13 +114,61 @@ def test_no_more_is_taken_than_is_allowed(sizes: list[tuple[float, int]], per_se
     assert Allowance(per_second, most, 0.0).take(10 * most, 0.0), "one that is larger than all goes when all is there"
 
 
-def test_files_of_groups_become_an_archive_of_their_newest(tmp_path: Path) -> None:
+def scores_of(source: RolloutSource, limit: int = 50) -> list[float]:
+    return [head["score"] for head in source.listed(limit=limit).rollouts]
+
+
+def test_files_of_groups_become_an_archive_of_their_newest_that_grows_with_them(tmp_path: Path) -> None:
     file = tmp_path / "groups.jsonl"
     lines = [body((float(number), 2)) for number in range(20)]
-    file.write_bytes(b"\n".join([*lines[:10], b"nonsense", b"", *lines[10:]]) + b"\n")
-    assert archive_of_groups(tmp_path / "a.db", [file], str(STARTER)) == 20
-    source = RolloutSource(tmp_path / "a.db")
-    assert [head["score"] for head in source.listed(limit=3).rollouts] == [19.0, 18.0, 17.0]
+    file.write_bytes(b"\n".join([*lines[:10], b"nonsense", b"", *lines[10:]]))  # without an end of its last line
+    groups = GroupFiles([file], str(STARTER))
+    source = groups.source()
+    assert (source.total(), scores_of(source, 3)) == (20, [19.0, 18.0, 17.0])
     assert source.listed().rollouts[0]["environment"] == "groups"
-    newest = list(newest_lines(file, len(lines[-1]) * 2 + len(lines[-1]) // 2))
-    assert [orjson.loads(line)["scores"] for line in newest] == [[18.0], [19.0]]
+    with file.open("ab") as grown:
+        grown.write(b"\n" + lines[5] + b"\n" + lines[6][:20])
+    assert groups.source() is source, "it is not made anew"
+    assert (source.total(), scores_of(source, 2)) == (21, [5.0, 19.0])
+    with file.open("ab") as grown:
+        grown.write(lines[6][20:])
+    assert scores_of(groups.source(), 2) == [6.0, 5.0]
+    file.write_bytes(lines[3] + b"\n")
+    assert scores_of(groups.source()) == [3.0], "the file was begun anew"
+    groups.close()
+    file.write_bytes(b"\n".join(lines) + b"\n")
+    newest = GroupFiles([file], most_bytes=len(lines[-1]) * 2 + len(lines[-1]) // 2)
+    assert scores_of(newest.source()) == [19.0, 18.0]
+    newest.close()
+
+
+def test_one_archive_that_is_made_holds_no_other_up(tmp_path: Path) -> None:
+    """While files of groups are read into an archive, another run's rollouts are there at once."""
+    archives = OpenArchives()
+    slow, quick = tmp_path / "slow.jsonl", tmp_path / "quick.jsonl"
+    for file in slow, quick:
+        file.write_bytes(body((1.0, 1)) + b"\n")
+    runs = [
+        RunFiles(f.stem, f.stem, tmp_path, f / "metrics.jsonl", f / "evaluations.jsonl", groups=(f,)) for f in (slow, quick)
+    ]
+    reading = archives.of(runs[0])
+    with archives._open[(slow, slow.stat().st_ino),]._lock:  # type: ignore[attr-defined]
+        waiting = threading.Thread(target=archives.of, args=(runs[0],), daemon=True)
+        waiting.start()
+        assert archives.of(runs[1]).total() == 1
+        assert waiting.is_alive()
+    waiting.join(WAIT)
+    assert archives.of(runs[0]) is reading
+    slow.unlink()
+    with pytest.raises(NoSuchError, match="no rollouts are kept of slow"):
+        archives.of(runs[0])
+
+
+def test_a_tokenizer_is_read_once_for_all_who_have_it() -> None:
+    content = (STARTER / "tokenizer.json").read_bytes()
+    first, second = (TextOfTokens.of_file(content) for _ in range(2))
+    assert text_module._read(content) is text_module._read(content)
+    assert first.whole([10, 11]) == second.whole([10, 11])
+    del first, second
+    gc.collect()
+    assert not text_module._in_use, "nobody has it any more"

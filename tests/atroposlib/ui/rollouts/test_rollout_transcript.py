@@ -9,7 +9,7 @@ import orjson
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atroposlib.ui.rollouts.measured import TrainedTokens, measured
+from atroposlib.ui.rollouts.measured import TrainedTokens, measured, places_of
 from atroposlib.ui.rollouts.text import MOST_TOKENS_OF_PIECE, TextOfTokens, searched_text
 from atroposlib.ui.rollouts.transcript import CHARACTERS_OF_PIECE, described, told_of_runs, transcript
 
@@ -106,7 +106,7 @@ def test_numbers_stand_at_their_tokens_and_versions_change_in_the_middle() -> No
     assert [(run["given"], run["begin"], run["end"]) for run in told["runs"]] == [
         (True, 0, 2), (False, 2, 5), (True, 5, 6), (False, 6, 8),
     ]  # fmt: skip
-    (numbers,) = measured(group)
+    (numbers,) = measured(group, places_of(group))
     assert (numbers.sampled, numbers.mean_logprob, numbers.oldest, numbers.newest) == (5, -1.35, 4, 6)
     other = TrainedTokens(7, 4, *(np.zeros(2, dtype=np.float32) for _ in range(3)))
     assert np.isnan(transcript(group, 0, text_of(), other)["columns"]["trainer"]).all(), "of another number of tokens"
@@ -152,7 +152,7 @@ def test_messages_of_any_kind_label_runs_or_nothing(messages: Any, mask: list[in
     assert all(isinstance(tag["text"], str) for tags in told for tag in tags)
     alone = {"messages": [messages], "scores": [0.0]}
     assert transcript(alone, 0, text_of())["length"] >= 0
-    assert isinstance(searched_text(alone, 0, text_of()), str)
+    assert isinstance(searched_text(alone, 0, text_of(), places_of(alone)[0]), str)
 
 
 def test_messages_without_tokens_are_read_by_pieces_too() -> None:
@@ -164,13 +164,13 @@ def test_messages_without_tokens_are_read_by_pieces_too() -> None:
     assert [run["given"] for run in whole["runs"]] == [True, False]
     part = transcript(group, 0, TextOfTokens(), None, 2, 2)
     assert (part["begin"], part["end"], len(joined(part))) == (2, 4, 2 * CHARACTERS_OF_PIECE)
-    assert searched_text(group, 0, TextOfTokens()).startswith("xxx")
+    assert searched_text(group, 0, TextOfTokens(), places_of(group)[0]).startswith("xxx")
     assert joined(transcript({"messages": ["plain <b>"], "scores": [0.0]}, 0, TextOfTokens())) == "plain <b>"
 
 
 def test_the_search_reads_a_long_answer_at_both_ends_and_its_prompt() -> None:
     group = group_of((True, b"question"), (False, b"begin" + b"." * 50_000 + b"end"))
-    found = searched_text(group, 0, text_of())
+    found = searched_text(group, 0, text_of(), places_of(group)[0])
     assert found.startswith("begin.")
     assert "end\n\nquestion" in found
     assert len(found) < 20_000

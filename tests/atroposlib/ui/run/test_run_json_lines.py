@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -90,3 +91,11 @@ def test_what_is_no_row_is_counted_and_passed_over(tmp_path: Path, monkeypatch: 
     assert read_all(file) == ([], True)
     append(path, b'{"step": 3}\n')
     assert read_all(file)[0] == [{"step": 3}]
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    pipe = tmp_path / "metrics.jsonl"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="is no file"):
+        JsonLinesFile(pipe).read_new()  # would wait for whoever writes
+    assert last_rows(pipe) == []

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from atroposlib.ui.run import catalogue as catalogue_module
 from atroposlib.ui.run import run as run_module
 from atroposlib.ui.run.catalogue import RunCatalogue, UnknownRunError
 from atroposlib.ui.run.folder import RunFiles, find_runs
@@ -75,6 +76,18 @@ def test_a_line_for_each_run(runs: Path) -> None:
         catalogue.get("gone")
     with pytest.raises(UnknownRunError, match="no folder"):
         RunCatalogue([]).get("")
+
+
+def test_long_runs_are_let_go_of_when_they_are_many(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    catalogue = RunCatalogue([runs])
+    first, second = [files.id for files in catalogue.list_runs() if files.metrics.is_file()][:2]
+    kept = catalogue.get(first)
+    catalogue.get(second)
+    assert catalogue.get(first) is kept
+    monkeypatch.setattr(catalogue_module, "MOST_CELLS", 1)
+    catalogue.get(second)
+    assert catalogue.get(second).extent()[0] > 0, "the one that is asked for stays, whatever its length"
+    assert catalogue.get(first) is not kept
 
 
 def test_what_is_new_is_told_once_whoever_reads_it(runs: Path) -> None:

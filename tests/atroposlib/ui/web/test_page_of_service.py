@@ -174,6 +174,11 @@ def test_every_answer_tells_the_browser_what_it_may_do(browser: httpx.Client) ->
     assert browser.get("/ui/nothing").status_code == 404
     first = browser.get("/ui/static/app.js")
     assert browser.get("/ui/static/app.js", headers={"If-None-Match": first.headers["etag"]}).status_code == 304
+    assert 'href="/ui/rollouts?run=live~1"' in browser.get("/ui?run=live%7E1").text, "as a chat may have written it"
+    names = ",".join(f"{'x' * 30}{number}" for number in range(50))
+    packed = browser.get(f"/ui/api/series?names={names}")
+    assert (packed.headers["content-encoding"], len(packed.json()["series"])) == ("gzip", 50)
+    assert "content-encoding" not in browser.get(f"/ui/api/series?names={names}", headers={"Accept-Encoding": "br"}).headers
     bad = browser.get("/ui/api/series?names=a&points=1")
     assert (bad.status_code, bad.json()) == (400, {"error": "points=1 is not between 10 and 100000"})
     assert "no run 'gone'" in browser.get("/ui/api/names?run=gone").json()["error"]
