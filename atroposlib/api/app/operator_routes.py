@@ -90,6 +90,8 @@ def add_fleet_routes(app: FastAPI, service: RolloutService) -> None:
         told = read(PublishedFleet, await request.body())
         if told.uuid is not None:
             service.queue.require_trainer(told.uuid)
+        if not told.by:
+            service.heard_trainer(publishes=True)
         rows = [server.model_dump() for server in told.servers]
         service.fleet_table = service.fleet_table.told(told.by, rows, time.time())
         wishes = await service.run(lambda queue: queue.fleet.stored())

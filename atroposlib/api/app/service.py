@@ -74,6 +74,10 @@ class RolloutService:
         self.metrics = Metrics(lambda: self.queue)
         self.latest: bytes | None = None
         self.fleet_table = Table()
+        self.trainer_heard = self.clock()
+        """When the trainer said anything last, or when this service began."""
+        self.trainer_publishes = False
+        """It tells of its servers every few seconds, whatever else it does."""
         self._broken: StoreError | None = None
         self._mending: asyncio.Task[None] | None = None
         self.committer = Committer(store, commit_timeout, self.metrics.commit_seconds.observe, self._mend)
@@ -90,6 +94,12 @@ class RolloutService:
         result = call(self.queue)
         await self.committer.store_all(self.queue.take_changes())
         return result
+
+    def heard_trainer(self, publishes: bool | None = None) -> None:
+        """The trainer has just said something: for instance how its servers are, or that it is another one."""
+        self.trainer_heard = self.clock()
+        if publishes is not None:
+            self.trainer_publishes = publishes
 
     def _mend(self, error: StoreError) -> None:
         """What the queue did since the last commit did not happen: take over the store's view of it."""

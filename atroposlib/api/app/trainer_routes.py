@@ -28,6 +28,7 @@ def add_trainer_routes(app: FastAPI, service: RolloutService) -> None:
         """Register the trainer. A later registration takes over, with the batches that were not acknowledged yet."""
         asked = read(RegisterTrainer, await request.body())
         registration = Registration(uuid=secrets.randbits(52), **asked.model_dump())
+        service.heard_trainer(publishes=False)
         dropped = await service.run(lambda queue: queue.register(registration))
         if service.recorder is not None:
             service.recorder.model(asked.model)
@@ -54,6 +55,7 @@ def add_trainer_routes(app: FastAPI, service: RolloutService) -> None:
     async def batch(request: Request) -> Response:
         """The next batch, exactly batch_size sequences in whole groups, or null if there is none yet."""
         received, uuid = query_int(request, "received"), query_int(request, "uuid")
+        service.heard_trainer()
         await request.body()  # so that what comes next on this connection is its end
         return BatchResponse(service, received, uuid, accepts_gzip(request.headers))
 
@@ -61,6 +63,7 @@ def add_trainer_routes(app: FastAPI, service: RolloutService) -> None:
     async def ack(request: Request) -> Response:
         """The trainer has learned from a batch: it is gone for good."""
         asked = read(AckBatch, await request.body())
+        service.heard_trainer()
         handed_out = service.handed_out(asked.batch_id) if asked.report is not None else []
         groups = await service.run(
             lambda queue: queue.ack(asked.batch_id, asked.weight_version, asked.uuid, asked.skipped, asked.keep)

@@ -1,11 +1,14 @@
-"""Bounds what a connection may do before it has sent the head of a request: until then no other limit sees it."""
+"""Bounds what a connection may do while no limit of a request sees it: before the head of one is there, and when nobody takes
+the answer."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from typing import TYPE_CHECKING, Any
 
+from starlette.types import Scope
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 if TYPE_CHECKING:
@@ -17,13 +20,23 @@ logger = logging.getLogger(__name__)
 
 MOST_HEAD_BYTES = 1 << 16
 """Of a request's first line and headers."""
+ABORT = "lockstep.abort"
+"""The ASGI extension by which an application ends its connection at once."""
+
+
+def abort_connection(scope: Scope) -> None:
+    """End the connection of a request, and let go of what was not sent. Closing one waits until all is sent, which may be never."""
+    abort = scope.get("extensions", {}).get(ABORT)
+    if abort is not None:
+        abort()
 
 
 def bounded_protocol(seconds: float) -> type[asyncio.Protocol]:
     """uvicorn's protocol, which by itself waits for ever for a first request, or for the rest of a request's head.
 
     Args:
-        seconds: from the connection to the end of the first head, and from the first byte of each later head to its end.
+        seconds: from the connection to the end of the first head, from the first byte of each later head to its end, and for
+            which the client may take nothing of what is to be sent to it.
     """
 
     class BoundedProtocol(Base):
@@ -35,6 +48,8 @@ def bounded_protocol(seconds: float) -> type[asyncio.Protocol]:
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             """The client is there; now it has to ask something."""
             super().connection_made(transport)
+            # Whatever is waiting to be sent, and whoever has closed the connection meanwhile: the system ends it, and says so.
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
             self._await_head()
 
         def connection_lost(self, exc: Exception | None) -> None:
@@ -56,6 +71,7 @@ def bounded_protocol(seconds: float) -> type[asyncio.Protocol]:
         def on_message_begin(self) -> None:
             """The first byte of a request."""
             super().on_message_begin()
+            self.scope["extensions"] = {ABORT: self.transport.abort}
             self._await_head()
 
         def on_headers_complete(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 SILENT_SECONDS = 120.0
-"""An environment that said nothing for so long, though the trainer waits for groups, is named."""
+"""An environment that said nothing for so long, though the trainer waits for groups, is named; so is a trainer that should ask."""
 SLOW_SECONDS = 600.0
 """A trainer that holds a batch and has acknowledged none for so long is named."""
 NEARLY_FULL = 0.95
@@ -52,10 +52,16 @@ def _of_trainer(stack: Mapping[str, Any]) -> Iterator[Fault]:
         if stack["environments"] or stack["queue"]["groups"]:
             yield Fault("trainer", "warning", "No trainer has registered.", "Start it; its log says what it waits for.")
         return
-    silent = trainer["seconds_since_step"]
-    if silent is not None and silent > SLOW_SECONDS and any(lease["sent"] for lease in leases):
-        text = f"The trainer holds a batch and has acknowledged none for {silent / 60:.0f} minutes."
-        yield Fault("trainer", "error", text, "See its log (scripts/logs.sh trainer); start it again with --resume auto.")
+    silent, slow, holds = trainer["seconds_silent"], trainer["seconds_since_step"], any(lease["sent"] for lease in leases)
+    if silent > SILENT_SECONDS and (trainer["publishes"] or not holds):
+        # One that holds a batch may say nothing for as long as it takes; one that tells of its servers never falls silent.
+        severity: Literal["warning", "error"] = "error" if trainer["publishes"] else "warning"
+        text = f"Nothing was heard of the trainer for {silent / 60:.0f} minutes."
+        remedy = "See its log (`scripts/logs.sh trainer`). Its process is gone? `scripts/start.sh --resume trainer`."
+        yield Fault("trainer", severity, text, remedy)
+    elif slow is not None and slow > SLOW_SECONDS and holds:
+        text = f"The trainer holds a batch and has acknowledged none for {slow / 60:.0f} minutes."
+        yield Fault("trainer", "error", text, "See its log (`scripts/logs.sh trainer`). Its process is gone, or hangs? `scripts/start.sh --resume trainer`.")
     if trainer["batches_skipped"]:
         text = f"{trainer['batches_skipped']} batches could not be trained on."
         yield Fault("trainer", "warning", text, "The trainer's log names the reason of each (docs/runs.md).")
@@ -82,22 +88,23 @@ def _of_environments(stack: Mapping[str, Any]) -> Iterator[Fault]:
     for one in connected:
         if starving and one["seconds_silent"] > SILENT_SECONDS:
             text = f"{one['wandb_name']} has said nothing for {one['seconds_silent'] / 60:.0f} minutes, and the trainer waits."
-            remedy = "See its log (scripts/logs.sh environment); start it again if its process is gone."
+            remedy = "See its log (`scripts/logs.sh environment`). Its process is gone? `scripts/start.sh --resume environment`."
             yield Fault(f"environment {one['wandb_name']}", "error", text, remedy)
 
 
 def _of_server(server: Mapping[str, Any]) -> Iterator[Fault]:
     part, url, since = f"server {server['url']}", server["url"], server["since"]
-    standing, reason = server["standing"], server["reason"] or server["detail"]
+    standing, reason, kept_out = server["standing"], server["reason"] or server["detail"], server["standing_since"]
     if server["health"] == "silent":
         text = f"{url} does not answer: {server['detail']}."
-        yield Fault(part, "error", text, "See its log (scripts/logs.sh vllm); scripts/restart.sh starts it again.", since)
+        remedy = "See its log (`scripts/logs.sh vllm`). Its process is gone? `scripts/start.sh --resume`; the trainer brings it its weights."
+        yield Fault(part, "error", text, remedy, since)
     elif server["health"] == "bad":
         text = f"{url} serves nothing: {server['detail']}."
         yield Fault(part, "error", text, "The trainer mends it with its next update; if it does not, start it again.", since)
     elif standing == "quarantined":
         text = f"{url} is kept out: {reason or 'its weights were not proven'}."
-        yield Fault(part, "error", text, "It comes back with the next whole update; if it does not, start it again.", since)
+        yield Fault(part, "error", text, "It comes back with the next whole update; if it does not, start it again.", kept_out)
     elif standing == "away":
         text = f"The trainer does not reach {url}: {reason or 'no answer'}."
-        yield Fault(part, "error", text, "See its log, and whether the trainer's machine can reach that address.", since)
+        yield Fault(part, "error", text, "See its log, and whether the trainer's machine can reach that address.", kept_out)

@@ -28,17 +28,32 @@ def happenings(before: Stack | None, after: Stack) -> list[Event]:
     return [make_event(kind, text, now, version, version, **more) for kind, text, more in events]
 
 
+def restarted(earlier: Stack, stack: Stack) -> list[Event]:
+    """The event of a service that goes on with a run.
+
+    Args:
+        earlier: the last stack that an earlier process wrote down; empty if there was none.
+        stack: the first one of this process.
+    """
+    at = earlier.get("time")
+    if not isinstance(at, int | float):
+        return []
+    now, version = stack["time"], stack["service"]["sampling_version"]
+    text = f"the rollout service was started anew and goes on with the run; it last looked {max(0.0, now - at):.0f} s before"
+    return [make_event("service_restarted", text, now, version, version, "warning")]
+
+
 def server_events(before: Mapping[str, Any], after: Mapping[str, Any], now: float, version: int) -> Iterator[Event]:
     """The events of one server.
 
     Args:
-        before, after: `row`, `weights` and `instance` of a Server, in one mapping.
+        before, after: rows of a Server.
         version: of the trainer's weights, where the event stands on the axis.
     """
     url = after["url"]
     was, is_ = before["health"], after["health"]
     if is_ == "silent" and was != "silent":
-        text, remedy = f"{url} does not answer: {after['detail']}", "see its log; scripts/restart.sh starts it again"
+        text, remedy = f"{url} does not answer: {after['detail']}", "see its log; scripts/start.sh --resume starts it again"
         yield make_event("server_lost", text, now, version, version, "error", remedy)
     elif was == "silent" and is_ in ("good", "bad"):
         yield make_event("server_back", f"{url} answers again", now, version, version)

@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 MOST_WAITING = 256
 """Messages that may wait for one page."""
+MOST_BYTES_WAITING = 8 << 20
+"""And so many bytes of them."""
 MOST_PAGES = 100
 """That are told at a time; every one is a connection."""
 EVERY_RUN = ""
@@ -33,16 +35,18 @@ class Subscription:
         self.over = ""
         """Why nothing more comes; empty while it does."""
         self._waiting: deque[bytes] = deque()
+        self._bytes = 0
         self._news = asyncio.Event()
 
     def put(self, message: bytes) -> None:
         """Something for the page."""
         if self.over:
             return
-        if len(self._waiting) >= MOST_WAITING:
+        if len(self._waiting) >= MOST_WAITING or self._bytes + len(message) > MOST_BYTES_WAITING:
             self.end("too_slow")
             return
         self._waiting.append(message)
+        self._bytes += len(message)
         self._news.set()
 
     def end(self, reason: str) -> None:
@@ -68,6 +72,7 @@ class Subscription:
                 return None
         messages = b"".join(self._waiting)
         self._waiting.clear()
+        self._bytes = 0
         return messages or None
 
 
@@ -85,14 +90,20 @@ class Hub:
         """Runs that are shown."""
         return {page.run for page in self._pages}
 
+    @property
+    def full(self) -> str:
+        """Why no page more is told what is new; empty if one may be."""
+        there_is_room = len(self._pages) < MOST_PAGES
+        return "" if there_is_room else f"{MOST_PAGES} pages are open, and no more are told what is new: close some of them"
+
     def require_room(self) -> None:
         """One page more may be told.
 
         Raises:
             TooManyPagesError: there are MOST_PAGES already.
         """
-        if len(self._pages) >= MOST_PAGES:
-            raise TooManyPagesError(f"{MOST_PAGES} pages are open, which is as many as are told; close some")
+        if self.full:
+            raise TooManyPagesError(self.full)
 
     @contextmanager
     def subscribed(self, run: str) -> Iterator[Subscription]:

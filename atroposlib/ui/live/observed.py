@@ -52,6 +52,11 @@ class ObservedFolder:
         """Who the run is, as it was written last; empty before."""
         return read_object(self.path / "run.json")
 
+    @property
+    def stack(self) -> dict[str, Any]:
+        """The stack, as it was written last; empty before."""
+        return read_object(self.path / "stack.json")
+
     def begin(self, run: Mapping[str, Any]) -> None:
         """Another run begins: what was written of an earlier one is put aside."""
         for name in ("events", "servers"):

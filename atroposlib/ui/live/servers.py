@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -25,6 +27,8 @@ MOST_HISTORY = 2000
 """Versions of one server that are kept."""
 GAPS = ("stalled", "halted")
 """Phases of an update that say for how long nothing was sampled, the truest first."""
+MOST_OF_DETAIL = 500
+"""Characters of what is wrong with a server."""
 _BRIDGE = ("phase", "mode", "transfer", "last_error", "quarantine")
 
 
@@ -37,8 +41,10 @@ class Server:
     """good, bad, silent or unknown."""
     detail: str = ""
     since: float | None = None
-    """Unix time since which its health is so."""
+    """Unix time since which its health is so: of a silent one, when it answered last, if that is known."""
     asked: float | None = None
+    answered: float | None = None
+    """Unix time of its last answer."""
     instance: str = ""
     """Another after each start."""
     in_flight: int | None = None
@@ -51,6 +57,26 @@ class Server:
     history: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_HISTORY))
     misses: int = 0
 
+    @classmethod
+    def remembered(cls, url: str, row: Mapping[str, Any]) -> Server:
+        """A server as an earlier process of this service saw it last, so that a silence that began then is told as that old.
+
+        Args:
+            row: of that process, as `row` gave it.
+        """
+        health = row.get("health")
+        return cls(
+            url,
+            health if health in ("good", "bad", "silent") else "unknown",
+            str(row.get("detail") or "")[:MOST_OF_DETAIL],
+            number(row.get("since")),
+            answered=number(row.get("answered")),
+            instance=str(row.get("instance") or "")[:100],
+            weight_version=whole(row.get("weight_version")),
+            weight_epoch=whole(row.get("weight_epoch")),
+            bridge={name: row[name] for name in ("failures", "last_error") if row.get(name) is not None},
+        )
+
     def heard(self, now: float, weights: Mapping[str, Any], bridge: Mapping[str, Any] | None) -> None:
         """It has answered.
 
@@ -59,8 +85,8 @@ class Server:
             weights: of GET /weights.
             bridge: of GET /bridge/state; None if it does not say.
         """
-        trouble = str(weights.get("trouble") or "")[:500]
-        self.misses, self.asked = 0, now
+        trouble = str(weights.get("trouble") or "")[:MOST_OF_DETAIL]
+        self.misses, self.asked, self.answered = 0, now, now
         self._is("good" if weights.get("serving") is not False and not trouble else "bad", trouble, now)
         self.instance = str(weights.get("instance") or "")[:100]
         self.in_flight = whole(weights.get("in_flight"))
@@ -76,7 +102,7 @@ class Server:
         """It has not answered."""
         self.misses, self.asked, self.in_flight = self.misses + 1, now, None
         if self.misses >= MISSES or self.health == "unknown":
-            self._is("silent", why[:300], now)
+            self._is("silent", why[:MOST_OF_DETAIL], self.answered or now)
 
     def _is(self, health: str, detail: str, now: float) -> None:
         if health != self.health:
@@ -108,11 +134,16 @@ class Server:
             "standing": told.get("standing") or "",
             "weight_version": told.get("weight_version") if self.weight_version is None else self.weight_version,
             "weight_epoch": told.get("weight_epoch") if self.weight_epoch is None else self.weight_epoch,
-            "since": told.get("since") or self.since,
+            "standing_since": told.get("since"),
             "reason": told.get("reason") or "",
             "health": self.health,
+            "since": self.since,
             "detail": self.detail,
             "asked": self.asked,
+            "answered": self.answered,
+            "instance": self.instance,
+            "failures": self.bridge.get("failures"),
+            "last_error": self.bridge.get("last_error", ""),
             "running": self.in_flight,
             "waiting": None,
         }
@@ -141,7 +172,7 @@ def _read_bridge(told: Mapping[str, Any]) -> dict[str, Any]:
     seconds = told.get("last_update")
     checksums = told.get("checksums")
     return {
-        **{name: str(told.get(name) or "")[:500] for name in _BRIDGE},
+        **{name: str(told.get(name) or "")[:MOST_OF_DETAIL] for name in _BRIDGE},
         "checksums": [str(one)[:64] for one in checksums[:64]] if isinstance(checksums, list) else [],
         "updates": whole(told.get("updates")),
         "failures": whole(told.get("failures")),
@@ -154,6 +185,19 @@ def _read_bridge(told: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _why(error: BaseException) -> str:
+    """Why a server could not be asked: as the system says it, where the client says no more than that it did not work."""
+    at: BaseException | None = error
+    for _ in range(10):
+        if isinstance(at, ExceptionGroup):
+            at = at.exceptions[-1]
+        elif isinstance(at, OSError) and at.errno is not None and at.errno > 0 and not isinstance(at, socket.gaierror):
+            return os.strerror(at.errno).lower()
+        elif at is not None:
+            at = at.__cause__ or at.__context__
+    return str(error) or type(error).__name__
+
+
 class ServerWatch:
     """Asks all servers, each by itself, and never for longer than ASK_SECONDS.
 
@@ -163,6 +207,8 @@ class ServerWatch:
 
     def __init__(self, api_key: str | None = None) -> None:
         self.servers: dict[str, Server] = {}
+        self.remembered: dict[str, Mapping[str, Any]] = {}
+        """Rows of an earlier process of this service, by address, until a server of that address is asked."""
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=MOST_SERVERS, max_keepalive_connections=32)
         # No proxy: these are addresses inside the run.
@@ -171,8 +217,12 @@ class ServerWatch:
     async def look(self, urls: Iterable[str]) -> None:
         """Ask these servers, and forget all others."""
         wanted = list(dict.fromkeys(urls))[:MOST_SERVERS]
-        self.servers = {url: self.servers.get(url) or Server(url) for url in wanted}
+        self.servers = {url: self.servers.get(url) or self._first(url) for url in wanted}
         await asyncio.gather(*(self._ask(server) for server in list(self.servers.values())))
+
+    def _first(self, url: str) -> Server:
+        row = self.remembered.pop(url, None)
+        return Server(url) if row is None else Server.remembered(url, row)
 
     async def _ask(self, server: Server) -> None:
         try:
@@ -184,7 +234,7 @@ class ServerWatch:
         except TimeoutError:
             server.missed(time.time(), f"no answer in {ASK_SECONDS:g} s")
         except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-            server.missed(time.time(), str(error) or type(error).__name__)
+            server.missed(time.time(), _why(error))
         else:
             if weights is None:
                 server.missed(time.time(), "it answers, but neither /weights nor /health says that it is well")

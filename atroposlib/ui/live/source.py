@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atroposlib.api.models.records import Registration
-from atroposlib.ui.live.happenings import Drops, happenings, server_events
+from atroposlib.api.queue.fleet import FORGET_SECONDS
+from atroposlib.ui.live.happenings import Drops, happenings, restarted, server_events
 from atroposlib.ui.live.hub import Hub
 from atroposlib.ui.live.observed import ObservedFolder
 from atroposlib.ui.live.servers import Server, ServerWatch
-from atroposlib.ui.live.stack import stack_of, worth_telling
+from atroposlib.ui.live.stack import TrainerHeard, stack_of, worth_telling
 from atroposlib.ui.run.catalogue import LIVE
 from atroposlib.ui.run.events import Event
 from atroposlib.ui.run.folder import RunFiles, environment_rows
@@ -73,6 +74,16 @@ class LiveSource:
         self._kept = 0.0
         self._acked: tuple[int | None, float | None] = (None, None)
         self._run_written: dict[str, Any] = {}
+        self._before = self._of_earlier_process()
+
+    def _of_earlier_process(self) -> dict[str, Any]:
+        """The stack as an earlier process of this service wrote it down last, if the run goes on in this one; else empty."""
+        stack = self.observed.stack if self.service.queue.registration is not None else {}
+        rows = stack.get("servers")
+        found = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+        self.watch.remembered = {row["url"]: row for row in found if isinstance(row.get("url"), str)}
+        self._servers = {url: Server.remembered(url, row).row(None) for url, row in self.watch.remembered.items()}
+        return stack
 
     # ---- what routes ask ----
 
@@ -143,13 +154,15 @@ class LiveSource:
         self.stack = self._look()
         version = self.stack["service"]["sampling_version"]
         events = [*happenings(before, self.stack), *self._drops.events(self.stack), *self._server_events(version)]
+        if before is None:
+            events += restarted(self._before, self.stack)
         if before is None or worth_telling(before) != worth_telling(self.stack):
             self.publish("stack", self.stack)
         versions = self._new_versions()
         if versions:
             self.publish("weights", {"servers": [server.weights(history=False) for server in self.watch.servers.values()]})
         keep: dict[str, Any] = {}
-        if time.monotonic() - self._kept >= KEEP_SECONDS:
+        if events or time.monotonic() - self._kept >= KEEP_SECONDS:
             self._kept, keep = time.monotonic(), self.stack
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._thread, self._note, events, versions, keep, self._told())
@@ -160,28 +173,23 @@ class LiveSource:
         return [*(self.service.fleet_table.urls() or []), *(url for one in named or [] if (url := _address(one)))]
 
     def _look(self) -> dict[str, Any]:
-        queue, now = self.service.queue, time.monotonic()
+        service, queue, now = self.service, self.service.queue, time.monotonic()
         if queue.acked_version != self._acked[0]:
             self._acked = (queue.acked_version, now)
         since = None if self._acked[1] is None else round(now - self._acked[1], 1)
-        published = {row["url"]: row for row in self.service.fleet_table.servers}
+        table = service.fleet_table
+        is_fresh = table.published is not None and time.time() - table.published < FORGET_SECONDS
+        published = {row["url"]: row for row in table.servers} if is_fresh else {}
         rows = [server.row(published.get(url)) for url, server in self.watch.servers.items()]
-        return stack_of(queue, rows, time.time(), self.service.clock(), since)
+        heard = TrainerHeard(since, service.clock() - service.trainer_heard, service.trainer_publishes)
+        return stack_of(queue, rows, time.time(), service.clock(), heard)
 
     def _server_events(self, version: int) -> list[Event]:
         now = time.time()
-        events: list[Event] = []
-        seen = {row["url"]: row | self._more(self.watch.servers[row["url"]]) for row in self.stack["servers"]}
-        for url, row in seen.items():
-            if (before := self._servers.get(url)) is not None:
-                events += server_events(before, row, now, version)
+        seen = {row["url"]: row for row in self.stack["servers"]}
+        known = [(self._servers[url], row) for url, row in seen.items() if url in self._servers]
         self._servers = seen
-        return events
-
-    @staticmethod
-    def _more(server: Server) -> dict[str, Any]:
-        told = server.bridge
-        return {"instance": server.instance, "failures": told.get("failures"), "last_error": told.get("last_error", "")}
+        return [event for before, after in known for event in server_events(before, after, now, version)]
 
     def _new_versions(self) -> list[Mapping[str, Any]]:
         new: list[Mapping[str, Any]] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from atroposlib.api.queue import figures
 from atroposlib.api.queue.rollout_queue import RolloutQueue
@@ -17,8 +17,23 @@ MOST_ENVIRONMENTS = 200
 MOST_LEASES = 50
 
 
+class TrainerHeard(NamedTuple):
+    """When the trainer was heard."""
+
+    seconds_since_step: float | None = None
+    """Since its last acknowledgement; None if none was seen."""
+    seconds_silent: float = 0.0
+    """Since it said anything at all, or since the service began."""
+    publishes: bool = False
+    """It tells of its servers every few seconds, whatever else it does."""
+
+
 def stack_of(
-    queue: RolloutQueue, servers: Sequence[Mapping[str, Any]], now: float, monotonic: float, seconds_since_step: float | None
+    queue: RolloutQueue,
+    servers: Sequence[Mapping[str, Any]],
+    now: float,
+    monotonic: float,
+    heard: TrainerHeard = TrainerHeard(),  # noqa: B008 - a tuple
 ) -> dict[str, Any]:
     """The stack as GET /ui/api/stack tells it.
 
@@ -27,7 +42,7 @@ def stack_of(
         servers: as ServerWatch tells them.
         now: Unix seconds.
         monotonic: seconds of the queue's clock.
-        seconds_since_step: since the trainer's last acknowledgement; None if none was seen.
+        heard: of the trainer.
     """
     trainer = queue.registration
     dropped: Counter[str] = Counter()
@@ -52,7 +67,9 @@ def stack_of(
             "weight_epoch": trainer.weight_epoch if trainer else None,
             "max_staleness": trainer.max_staleness if trainer else None,
             "batch_size": trainer.batch_size if trainer else None,
-            "seconds_since_step": seconds_since_step,
+            "seconds_since_step": heard.seconds_since_step,
+            "seconds_silent": round(heard.seconds_silent, 1),
+            "publishes": heard.publishes,
             "batches_skipped": queue.batches_skipped,
             "starting_step": trainer.starting_step if trainer else None,
             # Tells one registration from the next, and is not the uuid itself, with which one may speak for the trainer.
@@ -72,7 +89,7 @@ def stack_of(
 def worth_telling(stack: Mapping[str, Any]) -> dict[str, Any]:
     """What of a stack counts when two are compared: not the seconds that go by in each of them anyway."""
     told = {name: value for name, value in stack.items() if name != "time"}
-    told["trainer"] = stack["trainer"] | {"seconds_since_step": None}
+    told["trainer"] = stack["trainer"] | {"seconds_since_step": None, "seconds_silent": None}
     told["environments"] = [one | {"seconds_silent": None} for one in stack["environments"]]
-    told["servers"] = [one | {"asked": None} for one in stack["servers"]]
+    told["servers"] = [one | {"asked": None, "answered": None} for one in stack["servers"]]
     return told

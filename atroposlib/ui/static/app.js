@@ -11,7 +11,7 @@ const PAGES = [
   ["3", "Weights", "/ui/weights"],
   ["4", "History", "/ui/history"],
 ];
-const SAID = { connecting: "connecting", live: "live", lost: "connection lost, trying again", offline: "from files" };
+const SAID = { connecting: "connecting", live: "live", lost: "connection lost, trying again", full: "too many pages are open", offline: "from files" };
 
 function showState(state) {
   const dot = $("live");

@@ -19,7 +19,7 @@ let greeting = null;
 /**
  * Listen to a kind of event: those of the contract, and
  *   `connected`: {…hello}, at the start and after every reconnect: ask for everything again;
- *   `state`: "connecting", "live", "lost", or "offline" where the page is of files.
+ *   `state`: "connecting", "live", "lost", "full" while too many pages are open, or "offline" where the page is of files.
  */
 export function on(kind, listener) {
   if (!listeners.has(kind)) {
@@ -55,7 +55,7 @@ export function loads(load, complain) {
 /** Open the stream. Called once by the shell, on pages of a run that is live. */
 export function open() {
   close();
-  tell("state", state === "lost" ? "lost" : "connecting");
+  tell("state", state === "offline" ? "connecting" : state);
   source = new EventSource(address("/ui/api/stream", { run: shownRun() }));
   const mine = source;
   for (const kind of KINDS) {
@@ -93,6 +93,8 @@ function take(kind, text) {
     close();
     if (data.reason === "signed_out" || data.reason === "expired") {
       toSignIn();
+    } else if (data.reason === "renew") {
+      open();
     } else {
       again();
     }
@@ -120,16 +122,22 @@ function close() {
 function again() {
   close();
   greeting = null;
-  tell("state", "lost");
+  if (state !== "full") {
+    tell("state", "lost");
+  }
   window.setTimeout(async () => {
     // An EventSource does not say why it was refused; a session that has ended shall lead to the sign-in.
     const answer = await fetch("/ui/api/page", { credentials: "same-origin", signal: AbortSignal.timeout(10000) }).catch(() => null);
     if (answer?.status === 401) {
       toSignIn();
-    } else if (answer?.ok) {
-      open();
-    } else {
+      return;
+    }
+    const told = answer?.ok ? await answer.json().catch(() => null) : null;
+    if (told === null || told.full) {
+      tell("state", told === null ? "lost" : "full");
       again();
+    } else {
+      open();
     }
   }, wait);
   wait = Math.min(LONGEST_WAIT, wait * 1.6);

@@ -4,18 +4,23 @@ import { Chart, Desk } from "./chart.js";
 import { $, h, keyed, replace } from "./dom.js";
 import { GROUPS, chosen, fillEvents } from "./events.js";
 import { CHARTS, accuracyOf, chartOf, newestOf, vitals, wantedNames } from "./figures.js";
-import { ago, clock, count, number } from "./format.js";
+import { clock, count } from "./format.js";
 import { RefusedError, address, getJson, shownRun } from "./http.js";
 import { shortcut } from "./keys.js";
 import * as live from "./live.js";
 import { appendRows, columnsOf } from "./series.js";
-import { drawFaults, drawStack } from "./stack.js";
+import { aged, drawFaults, drawStack, sentence } from "./stack.js";
 
 const POINTS = 2000;
 const MOST_POINTS = 2 * POINTS; // of a page that has been open for long; then it asks for POINTS again
 const MOST_EVENTS = 5000;
 const MOST_RUNS = 8;
 const DRAW_EVERY = 250;
+const AGE_EVERY = 5000;
+const STREAM_SAID = {
+  lost: "The rollout service does not answer; what is below is what it said last.",
+  full: "Too many pages are open, and this one is told nothing new: close some of the others.",
+};
 const RANGES = [
   ["all", null],
   ["last 1,000", 1000],
@@ -32,6 +37,9 @@ const page = {
   leftOut: 0,
   groups: new Set(GROUPS.map((group) => group.id)),
   stack: null,
+  told: 0,
+  connection: "offline",
+  lost: null,
   range: null,
   extra: (asked.get("figures") ?? "").split(",").filter(Boolean),
 };
@@ -76,7 +84,7 @@ async function loadAll() {
 
 async function start() {
   const [stack, events, runs] = await Promise.all([getJson("/ui/api/stack", { run: page.run }), getJson("/ui/api/events", { run: page.run }), getJson("/ui/api/runs"), loadAll()]);
-  page.stack = stack.time === null ? null : stack;
+  take(stack.time === null ? null : stack);
   page.events = events.events;
   page.leftOut = events.left_out;
   page.catalogue = runs.runs;
@@ -145,33 +153,22 @@ function drawVitals(run, measured) {
   keyed($("vitals"), rows, ([what]) => what, ([what]) => h("div", {}, h("dt", {}, what), h("dd", {})), (row, [, value, how]) => replace(row.lastElementChild, value, how ? h("small", {}, ` ${how}`) : null));
 }
 
+/** The service has told how the stack is. */
+function take(stack) {
+  page.stack = stack;
+  page.told = Date.now() / 1000;
+}
+
 function drawStatus(now) {
-  const { stack } = page;
+  const stack = page.stack?.live ? aged(page.stack, (page.lost ?? now) - page.told, page.lost) : page.stack;
   $("stack-section").hidden = stack === null;
   drawFaults($("faults"), stack?.live ? stack.faults : [], now);
   if (stack !== null) {
     drawStack($("stack"), stack);
   }
-  $("headline").textContent = sentence(stack, now);
-}
-
-/** How the run is. */
-function sentence(stack, now) {
   const own = page.catalogue.find((run) => run.id === page.own);
-  const { servers = [], environments = [], trainer = {}, service = {}, faults = [] } = stack ?? {};
-  if (!stack?.live) {
-    const told = own ? `${labelOf(own.id)}: ${count(own.steps, "step")}, last written ${clock(own.updated, now)}` : "No steps yet";
-    return `${told}. Read from its files${stack ? `; the stack as it was ${ago(stack.time, now)}` : ""}.`;
-  }
-  if (faults.length) {
-    return `${count(faults.length, "thing")} to look at.`;
-  }
-  const serving = servers.filter((server) => server.health === "good").length;
-  const parts = [`${count(environments.filter((environment) => environment.connected !== false).length, "environment")}`, `${number(serving)} of ${count(servers.length, "server")} well`];
-  if (service.run_ended) {
-    return `The run has ended after ${count(trainer.step ?? 0, "step")}.`;
-  }
-  return trainer.registered ? `Training: ${parts.join(", ")}.` : `Waiting for a trainer: ${parts.join(", ")}.`;
+  const written = own ? `${labelOf(own.id)}: ${count(own.steps, "step")}, last written ${clock(own.updated, now)}` : "No steps yet";
+  $("headline").textContent = STREAM_SAID[page.connection] ?? sentence(stack, written, now);
 }
 
 function complain(error) {
@@ -326,7 +323,7 @@ live.on("rows", async (message) => {
   }
 });
 live.on("stack", (stack) => {
-  page.stack = stack;
+  take(stack);
   schedule();
 });
 live.on("event", (event) => {
@@ -343,10 +340,13 @@ live.on("evaluation", (evaluation) => {
   }
 });
 live.on("state", (state) => {
-  if (state === "lost") {
-    $("headline").textContent = "The rollout service does not answer; what is below is what it said last.";
+  page.connection = state;
+  page.lost = state === "lost" ? (page.lost ?? Date.now() / 1000) : null;
+  if (state in STREAM_SAID) { // when the stream is there again, the page is loaded anew, and drawn then
+    drawStatus(Date.now() / 1000);
   }
 });
+window.setInterval(() => page.stack?.live && drawStatus(Date.now() / 1000), AGE_EVERY);
 
 let reloading = 0;
 

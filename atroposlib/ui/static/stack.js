@@ -63,8 +63,10 @@ function serviceBox(stack, state) {
   if (dropped) {
     facts.push(["dropped", stack.dropped.map((drop) => `${number(drop.groups)} ${drop.reason}`).join(", ")]);
   }
-  const now = faultyOf(["service", "queue"], state);
-  return { id: "service", name: "service", title: "Rollout service", state: now, said: service.waiting_because ?? "", facts, fill: queue.max_groups ? queue.groups / queue.max_groups : 0 };
+  const gone = stack.lost !== null && stack.lost !== undefined;
+  const now = gone ? STATES.gone : faultyOf(["service", "queue"], state);
+  const said = gone ? `does not answer since ${clock(stack.lost, stack.lost)}` : (service.waiting_because ?? "");
+  return { id: "service", name: "service", title: "Rollout service", state: now, said, facts, fill: queue.max_groups ? queue.groups / queue.max_groups : 0 };
 }
 
 function faultyOf(parts, state) {
@@ -97,12 +99,57 @@ function serverBox(stack, state) {
     if (server.running !== null && server.running !== undefined) {
       facts.push(["requests", `${number(server.running)} run, ${number(server.waiting ?? 0)} wait`]);
     }
-    if (server.since) {
-      facts.push([server.standing ?? "since", `since ${clock(server.since, stack.time)}`]);
+    const since = server.standing && !gone ? server.standing_since : server.since;
+    if (since) {
+      facts.push([server.standing && !gone ? server.standing : server.health, `since ${clock(since, stack.time)}`]);
     }
     return { id: `server-${server.url}`, name: "vllm", title: server.url.replace(/^https?:\/\//, ""), state: now, said: server.reason || server.detail || "", facts };
   });
   return { id: "servers", title: parts.length === 1 ? "vLLM server" : "vLLM servers", parts, empty: "None is known." };
+}
+
+/**
+ * The stack as it is now, some time after the service told of it. Pure.
+ *
+ * `passed`: seconds since it was told; `lost`: Unix time since which the service does not answer, null while it does. What is seen of
+ * the others is as old as the service's last word, so their ages stand still from there on.
+ */
+export function aged(stack, passed, lost = null) {
+  const older = (age) => (age === null || age === undefined ? age : age + Math.max(0, passed));
+  return {
+    ...stack,
+    trainer: { ...stack.trainer, seconds_since_step: older(stack.trainer.seconds_since_step) },
+    environments: stack.environments.map((one) => ({ ...one, seconds_silent: older(one.seconds_silent) })),
+    faults: lost === null ? stack.faults : [silence(lost), ...stack.faults],
+    lost,
+  };
+}
+
+/**
+ * How the run is, in a sentence. Pure.
+ *
+ * `written`: what is known of it from its files, for a run that no service tells of.
+ */
+export function sentence(stack, written, now) {
+  const { servers = [], environments = [], trainer = {}, service = {}, faults = [] } = stack ?? {};
+  if (!stack?.live) {
+    return `${written}. Read from its files${stack ? `; the stack as it was ${ago(stack.time, now)}` : ""}.`;
+  }
+  if (faults.length) {
+    return `${count(faults.length, "thing")} to look at.`;
+  }
+  if (service.run_ended) {
+    return `The run has ended after ${count(trainer.step ?? 0, "step")}.`;
+  }
+  const serving = servers.filter((server) => server.health === "good").length;
+  const parts = [`${count(environments.filter((environment) => environment.connected !== false).length, "environment")}`, `${number(serving)} of ${count(servers.length, "server")} well`];
+  return trainer.registered ? `Training: ${parts.join(", ")}.` : `Waiting for a trainer: ${parts.join(", ")}.`;
+}
+
+/** The one fault that the service cannot tell of itself. */
+function silence(since) {
+  const remedy = "See its log (`scripts/logs.sh service`). Its process is gone? `scripts/start.sh --resume service`: it goes on with what it has stored.";
+  return { part: "service", severity: "error", text: "It does not answer.", remedy, since };
 }
 
 /** Draw the picture into a list. */
@@ -157,10 +204,11 @@ export function drawFaults(element, faults, now) {
     (fault) => h("div", { class: "fault", role: fault.severity === "error" ? "alert" : "status" }),
     (row, fault) => {
       row.dataset.severity = fault.severity === "error" ? "bad" : "warn";
-      const text = `${fault.part}|${fault.text}|${fault.remedy}|${ago(fault.since, now)}`;
+      const since = fault.since ? ` Since ${clock(fault.since, now)}.` : ""; // and not how long ago, or an alert would be read out again and again
+      const text = `${fault.part}|${fault.text}|${fault.remedy}|${since}`;
       if (row.dataset.text !== text) {
         row.dataset.text = text; // a screen reader reads an alert again whenever it is written
-        replace(row, h("p", {}, h("strong", {}, nameOf(fault)), fault.text, fault.since ? h("span", { class: "since" }, ` (${ago(fault.since, now)})`) : null), fault.remedy ? h("p", { class: "remedy" }, withCode(fault.remedy)) : null);
+        replace(row, h("p", {}, h("strong", {}, nameOf(fault)), fault.text, h("span", { class: "since" }, since)), fault.remedy ? h("p", { class: "remedy" }, withCode(fault.remedy)) : null);
       }
     },
   );

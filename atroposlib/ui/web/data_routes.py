@@ -169,6 +169,7 @@ def describe(page: RunPage) -> dict[str, Any]:
         "run": page.runs.default() or None,
         "now": time.time(),
         "key": page.keeper.sessions is not None,
+        "full": page.hub.full or None,
         "service": None if place is None else {"name": place.name, "port": place.port},
         "folder": str(page.runs.roots[0]) if page.runs.roots else None,
     }

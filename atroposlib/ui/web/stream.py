@@ -1,7 +1,8 @@
 """Server-sent events: what is new, to one page that is open.
 
-The format is the one of the HTML standard. A page that goes away is forgotten; one that takes nothing is let go of after
-SEND_SECONDS, or when MOST_WAITING messages wait for it.
+The format is the one of the HTML standard. A page that goes away is forgotten. One that takes nothing is let go of: after
+SEND_SECONDS if there is more to send than the connection holds, when too much waits for it (live/hub.py), and in any case after
+STREAM_SECONDS, when every page asks anew, because of one that has read nothing nobody knows as long as there is little to send.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from collections.abc import Callable
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from atroposlib.api.gate.connection import abort_connection
 from atroposlib.ui.live.hub import Hub, Subscription, encode
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 10.0
 SEND_SECONDS = 20.0
+STREAM_SECONDS = 600.0
 RETRY = b"retry: 2000\n\n"
 HEARTBEAT = b": heartbeat\n\n"
 
@@ -50,18 +53,21 @@ class EventStream(Response):
                 await self._tell(page, send)
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
             except TimeoutError:
-                # Left without its end, the answer makes uvicorn close the connection.
                 logger.info("a page took nothing for %g s and is let go of", SEND_SECONDS)
+                abort_connection(scope)
             finally:
                 gone.cancel()
                 await asyncio.wait([gone])
 
     async def _tell(self, page: Subscription, send: Send) -> None:
         began_until = self._session_ends()
+        renewed = time.monotonic() + STREAM_SECONDS
         while True:
             ends = self._session_ends()
             if ends is None:
                 page.end("expired" if began_until is not None and time.time() >= began_until else "signed_out")
+            elif time.monotonic() >= renewed:
+                page.end("renew")
             message = await page.next(min(HEARTBEAT_SECONDS, max(0.05, (ends or 0.0) - time.time())))
             if page.over == "gone":
                 return

@@ -9,7 +9,7 @@ import * as format from "./format.js";
 import { address } from "./http.js";
 import { order } from "./runs.js";
 import * as series from "./series.js";
-import { pictureOf } from "./stack.js";
+import { aged, pictureOf, sentence } from "./stack.js";
 
 const answer = (step, reward, more = {}) => ({ run: "a", generation: 1, exact: true, step, series: { reward: { mean: reward, low: null, high: null } }, ...more });
 
@@ -151,4 +151,17 @@ test("the picture says of every part how it is", () => {
   }
   assert.equal(state(pictureOf(stack({ trainer: { registered: false } })), "trainer"), "starting");
   assert.equal(state(pictureOf(stack({ environments: [{ ...environment, connected: false }] })), "environment-0"), "gone");
+});
+
+test("what the service said last gets older, and its own silence is a fault that it cannot tell", () => {
+  const environment = { env_id: 0, wandb_name: "gsm8k", connected: true, seconds_silent: 3, groups_accepted: 4, groups_queued: 1 };
+  const told = stack({ environments: [environment] });
+  const later = aged(told, 60);
+  assert.deepEqual([later.environments[0].seconds_silent, later.trainer.seconds_since_step, later.faults], [63, 61, []]);
+  assert.equal(sentence(later, "", 1060), "Training: 1 environment, 0 of 0 servers well.");
+  const alone = aged(told, 60, 1060);
+  assert.deepEqual(alone.faults.map((fault) => [fault.part, fault.since]), [["service", 1060]]);
+  assert.match(alone.faults[0].remedy, /start\.sh/);
+  assert.equal(pictureOf(alone).boxes.find((box) => box.id === "service").state, "gone");
+  assert.equal(sentence(null, "a: 3 steps", 0), "a: 3 steps. Read from its files.");
 });

@@ -8,7 +8,7 @@ from atroposlib.api.models.records import Draft, Limits, Registration
 from atroposlib.api.queue.rollout_queue import RolloutQueue
 from atroposlib.ui.live.happenings import DROPS_SECONDS, Drops, happenings, server_events
 from atroposlib.ui.live.servers import Server
-from atroposlib.ui.live.stack import stack_of, worth_telling
+from atroposlib.ui.live.stack import TrainerHeard, stack_of, worth_telling
 
 URL = "http://localhost:9001"
 GOOD = {"instance": "one", "weight_version": 1, "weight_epoch": 5, "serving": True, "in_flight": 3}
@@ -18,8 +18,8 @@ def registration(uuid: int = 1, start: int = 0) -> Registration:
     return Registration(uuid, "g", "p", 8, 128, "c", 5, start, 100, model="m", max_staleness=1)
 
 
-def look(queue: RolloutQueue, *servers: Server, now: float = 0.0, since_step: float | None = None) -> dict[str, Any]:
-    return stack_of(queue, [server.row(None) for server in servers], 1000.0 + now, now, since_step)
+def look(queue: RolloutQueue, *servers: Server, now: float = 0.0, **heard: Any) -> dict[str, Any]:
+    return stack_of(queue, [server.row(None) for server in servers], 1000.0 + now, now, TrainerHeard(**heard))
 
 
 def faults(stack: dict[str, Any]) -> dict[str, str]:
@@ -50,15 +50,52 @@ def test_each_fault_names_its_part() -> None:
     lease = queue.next_batch(500.0, None, None)
     assert lease is not None
     queue.sent(lease, complete=True)
-    assert faults(look(queue, now=501.0, since_step=5000.0)) == {"queue": "warning", "trainer": "error"}
+    assert faults(look(queue, now=501.0, seconds_since_step=5000.0)) == {"queue": "warning", "trainer": "error"}
     silent, bad, away = Server(URL), Server("http://b:1"), Server("http://c:1")
     silent.missed(1.0, "connection refused")
     bad.heard(1.0, GOOD | {"serving": False, "trouble": "in quarantine"}, None)
     row = away.row({"standing": "away", "reason": "timed out", "since": 3.0})
-    stack = stack_of(RolloutQueue(), [silent.row(None), bad.row(None), row], 0.0, 0.0, None)
+    stack = stack_of(RolloutQueue(), [silent.row(None), bad.row(None), row], 0.0, 0.0)
     assert set(faults(stack)) == {f"server {URL}", "server http://b:1", "server http://c:1"}
     queue.end(1)
-    assert "trainer" not in faults(look(queue, now=502.0, since_step=5000.0)), "an end is no fault"
+    assert "trainer" not in faults(look(queue, now=502.0, seconds_since_step=5000.0)), "an end is no fault"
+
+
+def test_a_trainer_that_should_speak_and_does_not_is_named() -> None:
+    queue = running()
+    assert faults(look(queue, seconds_silent=100.0)) == {}
+    assert faults(look(queue, seconds_silent=300.0)) == {"trainer": "warning"}
+    for _ in range(2):
+        queue.add(draft(0), 0.0)
+    lease = queue.next_batch(0.0, None, None)
+    assert lease is not None
+    queue.sent(lease, complete=True)
+    assert faults(look(queue, seconds_silent=300.0)) == {}, "it may compute for long"
+    assert faults(look(queue, seconds_silent=300.0, publishes=True)) == {"trainer": "error"}, "its keeper speaks meanwhile"
+
+
+def test_how_long_a_server_is_silent_is_told_by_its_last_answer_whoever_heard_it() -> None:
+    server = Server(URL)
+    server.heard(100.0, GOOD, None)
+    server.heard(200.0, GOOD, None)
+    for now in (201.0, 202.0):
+        server.missed(now, "connection refused")
+    trained = {"url": URL, "standing": "good", "since": 50.0}
+    (fault,) = stack_of(RolloutQueue(), [server.row(trained)], 300.0, 0.0)["faults"]
+    assert (fault["part"], fault["since"]) == (f"server {URL}", 200.0), "and not since the trainer took it for good"
+    assert "connection refused" in fault["text"]
+    after = Server.remembered(URL, server.row(None))  # by the next process of the service
+    after.missed(400.0, "connection refused")
+    assert (after.health, after.since, after.weight_version) == ("silent", 200.0, 1)
+    assert list(server_events(server.row(None), after.row(None), 400.0, 1)) == []
+    after.heard(500.0, GOOD | {"instance": "two"}, {"failures": 0})
+    kinds = [event.kind for event in server_events(server.row(None), after.row(None), 500.0, 1)]
+    assert (after.since, kinds) == (500.0, ["server_back", "server_restarted"])
+    died = Server.remembered(URL, Server.remembered(URL, {"health": "good", "answered": 7.0}).row(None))
+    for now in (8.0, 9.0):
+        died.missed(now, "connection refused")
+    assert (died.health, died.since) == ("silent", 7.0)
+    assert Server.remembered(URL, {"health": [], "since": "x", "weight_version": 1.5}).row(None) == Server(URL).row(None)
 
 
 def test_what_happens_is_told_once() -> None:
@@ -103,10 +140,7 @@ def test_what_a_server_says_and_does() -> None:
     server = Server(URL)
 
     def seen() -> dict[str, Any]:
-        told = server.bridge
-        return server.row(None) | {
-            "instance": server.instance, "failures": told.get("failures"), "last_error": told.get("last_error", "")
-        }  # fmt: skip
+        return server.row(None)
 
     def kinds(before: dict[str, Any]) -> list[str]:
         return [event.kind for event in server_events(before, seen(), 9.0, 1)]
@@ -123,7 +157,7 @@ def test_what_a_server_says_and_does() -> None:
     server.missed(2.0, "no answer in 4 s")
     assert (server.health, kinds(before)) == ("good", []), "a busy one may miss one question"
     server.missed(3.0, "no answer in 4 s")
-    assert (server.since, kinds(before)) == (3.0, ["server_lost"])
+    assert (server.since, kinds(before)) == (1.0, ["server_lost"])
     lost = seen()
     server.heard(4.0, GOOD | {"instance": "two", "weight_version": 2}, bridge | {"failures": 9})
     assert kinds(lost) == ["server_back", "server_restarted"], "what it counted before its start is not compared"
