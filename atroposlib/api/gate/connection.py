@@ -25,10 +25,10 @@ ABORT = "lockstep.abort"
 
 
 def abort_connection(scope: Scope) -> None:
-    """End the connection of a request, and let go of what was not sent. Closing one waits until all is sent, which may be never."""
-    abort = scope.get("extensions", {}).get(ABORT)
-    if abort is not None:
-        abort()
+    """End the connection of a request and drop what was not sent. Closing one waits until all is sent, which may be never."""
+    offered = scope.get("extensions", {}).get(ABORT)
+    if offered is not None:
+        offered["abort"]()
 
 
 def bounded_protocol(seconds: float) -> type[asyncio.Protocol]:
@@ -71,7 +71,7 @@ def bounded_protocol(seconds: float) -> type[asyncio.Protocol]:
         def on_message_begin(self) -> None:
             """The first byte of a request."""
             super().on_message_begin()
-            self.scope["extensions"] = {ABORT: self.transport.abort}
+            self.scope["extensions"] = {ABORT: {"abort": self.transport.abort}}
             self._await_head()
 
         def on_headers_complete(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 SILENT_SECONDS = 120.0
-"""An environment that said nothing for so long, though the trainer waits for groups, is named; so is a trainer that should ask."""
+"""An environment that said nothing for so long, though the trainer waits for groups, is named; so is a trainer."""
 SLOW_SECONDS = 600.0
 """A trainer that holds a batch and has acknowledged none for so long is named."""
 NEARLY_FULL = 0.95
@@ -44,6 +44,11 @@ def find_faults(stack: Mapping[str, Any]) -> list[Fault]:
     return sorted(found, key=lambda fault: fault.severity != "error")
 
 
+def _process(part: str) -> str:
+    """What to do about a process that says nothing."""
+    return f"See its log (`scripts/logs.sh {part}`). Its process is gone? `scripts/start.sh --resume {part}`."
+
+
 def _of_trainer(stack: Mapping[str, Any]) -> Iterator[Fault]:
     trainer, leases = stack["trainer"], stack["leases"]
     if stack["service"]["run_ended"]:
@@ -57,11 +62,10 @@ def _of_trainer(stack: Mapping[str, Any]) -> Iterator[Fault]:
         # One that holds a batch may say nothing for as long as it takes; one that tells of its servers never falls silent.
         severity: Literal["warning", "error"] = "error" if trainer["publishes"] else "warning"
         text = f"Nothing was heard of the trainer for {silent / 60:.0f} minutes."
-        remedy = "See its log (`scripts/logs.sh trainer`). Its process is gone? `scripts/start.sh --resume trainer`."
-        yield Fault("trainer", severity, text, remedy)
+        yield Fault("trainer", severity, text, _process("trainer"))
     elif slow is not None and slow > SLOW_SECONDS and holds:
         text = f"The trainer holds a batch and has acknowledged none for {slow / 60:.0f} minutes."
-        yield Fault("trainer", "error", text, "See its log (`scripts/logs.sh trainer`). Its process is gone, or hangs? `scripts/start.sh --resume trainer`.")
+        yield Fault("trainer", "error", text, _process("trainer"))
     if trainer["batches_skipped"]:
         text = f"{trainer['batches_skipped']} batches could not be trained on."
         yield Fault("trainer", "warning", text, "The trainer's log names the reason of each (docs/runs.md).")
@@ -88,8 +92,7 @@ def _of_environments(stack: Mapping[str, Any]) -> Iterator[Fault]:
     for one in connected:
         if starving and one["seconds_silent"] > SILENT_SECONDS:
             text = f"{one['wandb_name']} has said nothing for {one['seconds_silent'] / 60:.0f} minutes, and the trainer waits."
-            remedy = "See its log (`scripts/logs.sh environment`). Its process is gone? `scripts/start.sh --resume environment`."
-            yield Fault(f"environment {one['wandb_name']}", "error", text, remedy)
+            yield Fault(f"environment {one['wandb_name']}", "error", text, _process("environment"))
 
 
 def _of_server(server: Mapping[str, Any]) -> Iterator[Fault]:
@@ -97,8 +100,7 @@ def _of_server(server: Mapping[str, Any]) -> Iterator[Fault]:
     standing, reason, kept_out = server["standing"], server["reason"] or server["detail"], server["standing_since"]
     if server["health"] == "silent":
         text = f"{url} does not answer: {server['detail']}."
-        remedy = "See its log (`scripts/logs.sh vllm`). Its process is gone? `scripts/start.sh --resume`; the trainer brings it its weights."
-        yield Fault(part, "error", text, remedy, since)
+        yield Fault(part, "error", text, f"{_process('servers')} The trainer then brings it its weights.", since)
     elif server["health"] == "bad":
         text = f"{url} serves nothing: {server['detail']}."
         yield Fault(part, "error", text, "The trainer mends it with its next update; if it does not, start it again.", since)

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 MOST_WAITING = 256
 """Messages that may wait for one page."""
 MOST_BYTES_WAITING = 8 << 20
-"""And so many bytes of them."""
+"""And so many bytes of them, if there are several."""
 MOST_PAGES = 100
 """That are told at a time; every one is a connection."""
 EVERY_RUN = ""
@@ -42,7 +42,7 @@ class Subscription:
         """Something for the page."""
         if self.over:
             return
-        if len(self._waiting) >= MOST_WAITING or self._bytes + len(message) > MOST_BYTES_WAITING:
+        if len(self._waiting) >= MOST_WAITING or (self._waiting and self._bytes + len(message) > MOST_BYTES_WAITING):
             self.end("too_slow")
             return
         self._waiting.append(message)

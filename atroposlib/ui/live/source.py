@@ -193,6 +193,7 @@ class LiveSource:
 
     def _new_versions(self) -> list[Mapping[str, Any]]:
         new: list[Mapping[str, Any]] = []
+        self._versions_written = {url: row for url, row in self._versions_written.items() if url in self.watch.servers}
         for url, server in self.watch.servers.items():
             last = server.history[-1] if server.history else None
             if last is not None and self._versions_written.get(url) is not last:

@@ -1,5 +1,5 @@
-"""Somebody watches while an inference server and the service are killed: the page says what is gone, since when, and what to do,
-and says no more of it when they are back."""
+"""Somebody watches while an inference server and the service are killed: the page says what is gone, since when, and what
+to do, until they are back."""
 
 from __future__ import annotations
 
