@@ -1,8 +1,8 @@
 """Does the trainer recompute every logprob of vLLM's, bit for bit, whatever vLLM was doing at the same time?
 
-    python bench/parity_matrix.py --output DIR                      1 GPU: servers and trainers on it, single copy
+    python bench/parity_matrix.py --output DIR                      1 GPU: servers and trainers on it
     python bench/parity_matrix.py --output DIR --shape qwen3-1.7b
-    python bench/parity_matrix.py --output DIR --gpus 2             also broadcast, from a trainer on the second GPU
+    python bench/parity_matrix.py --output DIR --gpus 2             broadcast from a trainer on the second GPU
     python bench/parity_matrix.py --output DIR --tiny --device cpu  only the control, to try the script without a GPU
 
 Three servers in deterministic mode (CUDA graphs with chunked prefill and prefix cache; eager without either; one whose cache is
@@ -27,7 +27,7 @@ from bench.gpu.processes import Worker
 from bench.gpu.runs import Sitting, command_line, run_and_report, shrink_if_tiny
 from bench.gpu.shapes import write_model_folder
 from bench.gpu.summary import table
-from bench.gpu.vllm_server import VllmServer
+from bench.gpu.vllm_server import VllmServer, beside_the_trainer
 
 CELL_SECONDS = 300.0
 EDGES = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257)
@@ -88,26 +88,29 @@ class Matrix(Sitting):
     def run(self) -> None:
         """All servers start at the same time; one trainer after the other, as its server is ready."""
         self.describe()
-        chosen = [name for name in SERVERS if self.on_gpu or "--deterministic" not in SERVERS[name][0]]
-        servers = {name: self._start(name) for name in chosen if self.args.only in name}
+        kinds = [name for name in SERVERS if self.on_gpu or "--deterministic" not in SERVERS[name][0]]
+        chosen = [name for name in kinds if self.args.only in name]
+        servers = {name: self._start(name, broadcast=name == kinds[0]) for name in chosen}
         for name, server in servers.items():
             if self.results.measure(name, "ready", run=partial(self.ready, server)) is None:
                 continue
             self._measure(name, server, "single_copy", SERVERS[name][2])
-            if self.args.gpus > 1 and name == next(iter(SERVERS)):
+            if name == kinds[0]:
                 self._measure(name, server, "broadcast", {})
             server.stop()
 
-    def _start(self, name: str) -> VllmServer:
+    def _start(self, name: str, broadcast: bool) -> VllmServer:
         flags, gibibytes, _ = SERVERS[name] if self.on_gpu else ((), 1, {})
+        neighbours = self.on_gpu and self.args.gpus == 1 and broadcast
         return self.server(
             name.replace(",", "").replace(":", ""), self.model, max_model_len=4096 if self.on_gpu else 512,
             max_num_seqs=512 if self.on_gpu else 8, flags=flags, cache_gib=gibibytes,
+            environment=beside_the_trainer() if neighbours else (),
         )  # fmt: skip
 
     def _measure(self, name: str, server: VllmServer, bridge: str, cells: dict[str, Cell]) -> None:
         label = f"trainer {server.name} {bridge}".replace(" ", "-")
-        trainer = self.trainer(label, "bench.gpu.parity_trainer", server.port, "1" if bridge == "broadcast" else "0")
+        trainer = self.trainer(label, "bench.gpu.parity_trainer", server.port, self._gpu(bridge))
         measure = partial(self.results.measure, name, bridge)
         if measure("load", run=lambda: trainer.ask("load", timeout=200)) is None:
             return
@@ -122,6 +125,10 @@ class Matrix(Sitting):
             if measure(f"update {update}", run=lambda: trainer.ask("sync", timeout=120, count=1)) is not None:
                 self._cell(trainer, name, bridge, f"after update {update}", {**SYNC_CELL, "seed": 100 * update})
         trainer.stop()
+
+    def _gpu(self, bridge: str) -> str:
+        """The trainer's: a single copy is on the server's."""
+        return "1" if bridge == "broadcast" and self.args.gpus > 1 else "0"
 
     def _cell(self, trainer: Worker, name: str, bridge: str, label: str, cell: Cell) -> None:
         found = self.results.measure(name, bridge, label, run=lambda: trainer.ask("cell", timeout=CELL_SECONDS, **cell))

@@ -4,10 +4,11 @@
     python bench/training_modes.py --output DIR --only single_copy lora    some of them
     python bench/training_modes.py --output DIR --only deterministic_single_copy --steps 50 --repeat 2
 
+A trainer and a server that have a GPU each share one where there is no other.
 Each mode trains a few steps on arithmetic. It passes if the trainer ends well, vLLM serves the last step's weights, every
 parameter was mapped, and the policy that was trained is the one that sampled (KL to the rollouts near 0; in deterministic mode
-no token differs). With --repeat, new processes do it again; in deterministic mode the weights must then be the same, bit for
-bit, after each step. Prints a table and writes training_modes.json.
+no token differs). With --repeat, other processes do the same beside it; in deterministic mode the weights must then be the
+same, bit for bit, after each step. Prints a table and writes training_modes.json.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ import json
 import re
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -36,7 +38,7 @@ from bench.gpu.runs import Sitting, command_line, run_and_report
 from bench.gpu.shapes import STARTER
 from bench.gpu.summary import table
 from bench.gpu.training_stack import TrainingStack, wait_for_end
-from bench.gpu.vllm_server import READY_SECONDS, ServerOptions, VllmServer
+from bench.gpu.vllm_server import READY_SECONDS, ServerOptions, VllmServer, beside_the_trainer
 
 CACHE_GIB, MODEL_LENGTH = 4, 512
 MOST_KL = 0.02
@@ -54,6 +56,7 @@ class Mode:
         own_server: the trainer starts vLLM itself.
         shared: vLLM shares its weights.
         ahead: batches that the environment may sample before a step has been taken.
+        neighbours: vLLM has a copy of its own on the GPU that the trainer has too.
     """
 
     vllm_gpus: str
@@ -63,6 +66,13 @@ class Mode:
     own_server: bool = False
     shared: bool = True
     ahead: int = 1
+    neighbours: bool = False
+
+    def on(self, gpus: int) -> Mode:
+        """The same where there are so many GPUs: on the only one, if that is one for each side otherwise."""
+        if gpus == 1 and (self.vllm_gpus, self.trainer_gpus) == ("0", "1"):
+            return replace(self, trainer_gpus="0", neighbours=not self.own_server)
+        return self
 
     @property
     def deterministic(self) -> bool:
@@ -111,7 +121,7 @@ class Run:
             options = ServerOptions(
                 gpus if self.args.device == "cuda" else "", tp=len(gpus.split(",")), shared=self.mode.shared,
                 eager=self.args.eager, cache_gib=CACHE_GIB, max_model_len=MODEL_LENGTH, load_format="auto",
-                flags=self.mode.vllm,
+                flags=self.mode.vllm, environment=beside_the_trainer() if self.mode.neighbours else (),
             )  # fmt: skip
             folder = self.processes.folder / name if number else self.processes.folder
             started.append(VllmServer(name, STARTER, self.args.output, options, logs=folder))
@@ -142,6 +152,7 @@ class Run:
         rows = [json.loads(line) for line in self.processes.metrics.read_text().splitlines()]
         found = {
             "steps": len(rows),
+            "gpus": mode.gpus_needed if args.device == "cuda" else 0,
             "rewards": [round(row["reward_mean"], 3) for row in rows],
             "kl": [round(row["kl"], 6) for row in rows],
             "params": f"{rows[-1]['params_mapped']}/{rows[-1]['params_total']}",
@@ -198,16 +209,21 @@ def first_difference(runs: list[dict[str, Any]]) -> int | None:
 
 
 def repeated(name: str, mode: Mode, args: argparse.Namespace) -> dict[str, Any]:
-    """Run a mode as often as asked, each time with new processes. Returns the last run's figures, and how the runs compare.
+    """Run a mode as often as asked, all at the same time. Returns the last run's figures, and how the runs compare.
 
     Raises:
         BenchError: a run failed, or two runs of a deterministic mode ended differently.
     """
-    runs: list[dict[str, Any]] = []
-    for number in range(args.repeat):
+
+    def one(label: str) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as work, ExitStack() as stack:
-            runs.append(Run(name, mode, args, stack, Path(work)).go())
-            print(f"{name}, run {number + 1} of {args.repeat}: weights {runs[-1]['checksums'][-1]}", flush=True)
+            found = Run(label, mode, args, stack, Path(work)).go()
+        print(f"{label}: weights {found['checksums'][-1]}", flush=True)
+        return found
+
+    labels = [f"{name}-{number}" for number in range(1, args.repeat + 1)] if args.repeat > 1 else [name]
+    with ThreadPoolExecutor(len(labels)) as pool:
+        runs = list(pool.map(one, labels))
     found = runs[-1]
     if args.repeat > 1:
         step = first_difference(runs)
@@ -233,8 +249,9 @@ class Benchmark(Sitting):
         """Those that were asked for and that the GPUs suffice for."""
         self.describe(modes={})
         for name in self.args.only or MODES:
-            mode = MODES[name]
-            if self.on_gpu and torch.cuda.device_count() < mode.gpus_needed:
+            gpus = torch.cuda.device_count()
+            mode = MODES[name].on(gpus) if self.on_gpu else MODES[name]
+            if self.on_gpu and gpus < mode.gpus_needed:
                 self.results.put("modes", name, value={"skipped": f"needs {mode.gpus_needed} GPUs"})
                 continue
             self.results.measure("modes", name, run=partial(repeated, name, mode, self.args))

@@ -12,6 +12,7 @@
 #       both to two ranks, crossed) ·
 #       4 (four: 14B to two ranks) · 4-ranks (four: the same from a trainer of two ranks) ·
 #       4-late (three or more: a rank that is late) · deterministic (one: parity) · deterministic-cost (one: speed, learning) ·
+#       exact (one: 200 steps over each bridge, twice, that must end in the same weights) ·
 #       colocate (one: trainer and vLLM take turns on it) ·
 #       memory (one; two for sharded training: the memory plan against real steps, needs no vLLM) ·
 #       trainer-speed (one; two for 14B over both) · whole-run (two: ours beside TRL; QUESTIONS names GSM8K's train.jsonl) ·
@@ -25,7 +26,7 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
 kind=${1:?which kind, see the head of this file} out=${2:?an output folder}
 python=${PYTHON:-python3}
-status=0
+status=0 parts=()
 run() {
   local seconds=$1 name=$2 script=$3
   shift 3
@@ -81,6 +82,13 @@ case $kind in
   deterministic-cost)
     run 330 deterministic_cost deterministic_cost.py
     run 200 bi_on_off bi_on_off.py --jobs 6
+    ;;
+  exact)
+    for mode in deterministic_single_copy deterministic_broadcast; do
+      { run 530 "$mode" training_modes.py --only "$mode" --steps 200 --repeat 2 --seconds 420 --name "exact_$mode"; exit "$status"; } &
+      parts+=("$!")
+    done
+    for part in "${parts[@]}"; do wait "$part" || status=1; done
     ;;
   colocate) run 535 colocate colocate.py ;;
   memory) run 530 memory_plan memory_plan.py ;;

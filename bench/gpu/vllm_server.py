@@ -21,6 +21,11 @@ READY_SECONDS = 240.0
 """The first start on a fresh machine takes 100 to 130 s."""
 
 
+def beside_the_trainer() -> tuple[tuple[str, str], ...]:
+    """Variables for a server that has a copy of the weights on the trainer's GPU: NCCL must take it for another host's."""
+    return (("NCCL_HOSTID", f"vllm-of-{os.getpid()}"), ("NCCL_MNNVL_ENABLE", "0"))
+
+
 @dataclass(frozen=True)
 class ServerOptions:
     """How to start it.
