@@ -4,6 +4,7 @@
     python bench/bridge_faults.py --output DIR --tp 2 --only late       3 GPUs or more: one tensor-parallel rank that is late
     python bench/bridge_faults.py --output DIR --tp 2 --only late --crossed      2 GPUs: the same, a rank of the trainer on each
     python bench/bridge_faults.py --output DIR --tiny --device cpu      without a GPU
+    python bench/bridge_faults.py --output DIR --only worker "trainer stopped direct"      a kind of fault, and rows by name
 
 After each: did the other side end the update within its deadline, does its error name side, rank, phase and version, does the
 server serve the old version (by checksum and logprobs) or refuse to, and does the next attempt work while the other side lives
@@ -80,9 +81,9 @@ class Faults:
             outcome.problems.append(f"the trainer was not told: {message}")
         if mode == "single_copy" and verdict != "unhealthy":
             outcome.problems.append(f"the trainer could still write, and the server was {verdict}")
-        done = self._told_by_server(outcome, before, mark, partial(stage.attempt, trainer, mode, True), verdict)
+        self._told_by_server(outcome, before, mark, partial(stage.attempt, trainer, mode, True), verdict)
         outcome.error += f"\ntrainer: {message.get('error', 'did the update anew')}"
-        return done
+        return outcome
 
     def not_finite(self, mode: str) -> Outcome:
         """A NaN among the weights: refused, and the next update is welcome."""
@@ -174,17 +175,15 @@ class Faults:
         started = time.monotonic()
         first.send("sync", count=1)
         message = first.message(self.limit, "the first trainer's update")
-        outcome = Outcome(
-            "second trainer takes over between updates", self.limit, time.monotonic() - started, message.get("error", "")
-        )
+        seconds, error = time.monotonic() - started, message.get("error", "")
+        outcome = Outcome("second trainer takes over between updates", self.limit, seconds, error)
         outcome.must_name = {
             "other trainer": r"trainer \S+:\d+ \(epoch \d+\) has taken it over",
             "remedy": "start the trainer again",
         }
         outcome.next_attempt = stage.attempt(second, "direct", connect=False)
-        outcome.server = (
-            "the second's weights" if stage.snapshot()["checksums"] != before["checksums"] else "the first's weights"
-        )
+        same = stage.snapshot()["checksums"] == before["checksums"]
+        outcome.server = "the first's weights" if same else "the second's weights"
         outcome.judge(("the second's weights",))
         return outcome
 
@@ -201,13 +200,8 @@ class Faults:
         stage.release(trainer)
         outcome = Outcome(f"vLLM worker killed, {mode}, in {point}", self.limit)
         note_absence(outcome, trainer, mark)
-        outcome.must_name = {
-            "side": "vLLM|server",
-            "version": rf"version {version}\b",
-            "phase": "begin|transfer|commit",
-        }
-        health = stage.server.health()
-        outcome.server = "gone" if health != 200 else "healthy though its engine is dead"
+        outcome.must_name = {"side": "vLLM|server", "version": rf"version {version}\b", "phase": "begin|transfer|commit"}
+        outcome.server = "gone" if stage.server.health() != 200 else "healthy though its engine is dead"
         outcome.next_attempt = self._restart_and_go_on(trainer)
         outcome.judge(("gone",))
         return outcome
@@ -302,7 +296,7 @@ def _kind(mode: str) -> str:
 
 
 def rows(args: argparse.Namespace, faults: Faults) -> list[tuple[str, str, Callable[[], Outcome]]]:
-    """(group, name, what to run), those that cost a server's start last."""
+    """(group, name, what to run), those that cost a server's start last. Raises BenchError if nothing has a name in --only."""
     plan: list[tuple[str, str, Callable[[], Outcome]]] = []
 
     def add(group: str, method: Callable[..., Outcome], *arguments: Any) -> None:
@@ -336,7 +330,13 @@ def rows(args: argparse.Namespace, faults: Faults) -> list[tuple[str, str, Calla
             add("worker", faults.worker_killed, mode, point)
     for mode in [*broadcast[-1:], *(m for m in modes if m == "single_copy")]:
         add("restart", faults.server_restarted, mode)
-    return [row for row in plan if not args.only or row[0] in args.only]
+    chosen = []
+    for wanted in args.only or [""]:
+        found = [row for row in plan if row[0] == wanted] or [row for row in plan if wanted in row[1]]
+        if not found:
+            raise BenchError(f"--only {wanted}: none of these rows: {'; '.join(f'{kind}: {name}' for kind, name, _ in plan)}")
+        chosen += found
+    return [row for row in plan if row in chosen]
 
 
 class Benchmark(Sitting):
@@ -382,13 +382,13 @@ def report(data: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    groups = ["late", "layout", "port", "second", "nan", "trainer", "stop", "worker", "restart"]
     parser = command_line(__doc__, "qwen3-1.7b", "bridge_faults")
     parser.add_argument("--tp", type=int, default=1)
-    crossed = "as many ranks of the trainer, each on the GPU of one of vLLM's that another serves"
-    parser.add_argument("--crossed", action="store_true", help=crossed)
+    parser.add_argument("--crossed", action="store_true", help="a rank of the trainer for each of vLLM's, on another's GPU")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--only", nargs="+", choices=groups, help="some kinds of fault")
+    parser.add_argument(
+        "--only", nargs="+", metavar="WHAT", help="kinds of fault, or parts of rows' names, which --only ? lists"
+    )
     parser.add_argument("--bridge-timeout", type=float, default=8.0, help="seconds; short, because it is waited for")
     args = shrink_if_tiny(parser.parse_args(arguments))
     if args.crossed and (args.tp < 2 or args.only != ["late"]):

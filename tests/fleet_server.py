@@ -256,6 +256,7 @@ def _be_trainer(told: dict[str, Any]) -> None:
 
     _log_into(Path(told["folder"]) / f"trainer-{os.getpid()}.log")
     fleet_trainer.run(told)
+    os._exit(0)
 
 
 def _be_parameter_server(told: dict[str, Any]) -> None:

@@ -1,10 +1,12 @@
 """A trainer that trains nothing: the bridge's sending half over a tiny model whose weights of version v are v everywhere.
 
-Used in a test's own process, and by tests/fleet_server.py, which forks one that ends in the middle of an update:
+Used in a test's own process, and by tests/fleet_server.py, which forks one that ends or stops in the middle of an update:
 
     {"do": "train", "ports": [9001, 9002], "rendezvous": 29500, "transfer": "direct", "folder": "/tmp/x", "bucket": 1024,
-     "dies": {"version": 2, "buckets": 1}}          kills itself once so many buckets of that version have been sent; or
-     "dies": {"version": 2, "at": "commit"}         when all of them have, before it asks anybody to commit
+     "fault": {"version": 2, "buckets": 1, "signal": 9}}       which it gives itself once so many buckets of that version have
+                                                               been sent; or
+     "fault": {"version": 2, "at": "commit", "signal": 19}}    when all of them have, before it asks anybody to commit
+    and "timeout": 20                                          as its servers' "timeout"
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -103,29 +104,35 @@ def training(addresses: Sequence[tuple[str, int]], transfer: str, rendezvous: in
             trainer.bridge.close()
 
 
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def run(told: dict[str, Any]) -> None:
-    """Be the process that dies."""
-    dies = told["dies"]
+    """Be the process that suffers; one that is stopped makes its update when it goes on, and ends."""
+    fault = told["fault"]
     place = [("localhost", port) for port in told["ports"]]
-    with training(place, told["transfer"], told["rendezvous"], bucket=told["bucket"]) as trainer:
-        begin, sent = NearSender.begin, list[Any]()
+    timeout = told.get("timeout", TIMEOUT)
+    with training(place, told["transfer"], told["rendezvous"], bucket=told["bucket"], timeout=timeout) as trainer:
+        begin, commit, sent = NearSender.begin, FleetUpdates.commit, list[Any]()
+        todo = [fault["signal"]]
 
-        def begin_or_die(self: Lane, pieces: Any, buffer: Any) -> Any:
-            if len(sent) == dies.get("buckets"):
+        def suffer() -> None:
+            if todo:
+                os.kill(os.getpid(), todo.pop())
+
+        def begin_faultily(self: Lane, pieces: Any, buffer: Any) -> Any:
+            if todo and len(sent) == fault.get("buckets"):
                 for step in sent:
                     self.wait(step, math.inf, nobody_lost)
-                _die()
+                suffer()
             sent.append(begin(self, pieces, buffer))
             return sent[-1]
 
-        while trainer.version + 1 < dies["version"]:
+        def commit_faultily(*arguments: Any) -> None:
+            suffer()
+            commit(*arguments)
+
+        while trainer.version + 1 < fault["version"]:
             trainer.step()
-        if "at" in dies:
-            FleetUpdates.commit = lambda *_: _die()  # type: ignore[method-assign]
+        if fault.get("at") == "commit":
+            FleetUpdates.commit = commit_faultily  # type: ignore[method-assign]
         else:
-            NearSender.begin = begin_or_die  # type: ignore[method-assign]
+            NearSender.begin = begin_faultily  # type: ignore[method-assign]
         trainer.step()

@@ -66,6 +66,7 @@ class LightServer:
         bucket: bytes of a bucket; 0: as many as outside of tests.
         asking: carries a request out in another network.
         model: folder of the model whose shapes it has; None: a tiny one's.
+        timeout: seconds that the steps of an update may take.
     """
 
     starter: Starter
@@ -74,6 +75,7 @@ class LightServer:
     bucket: int = 0
     asking: Callable[[Callable[[], Any]], Any] = here
     model: Path | None = None
+    timeout: float = TIMEOUT
     pid: int = 0
 
     @property
@@ -87,7 +89,7 @@ class LightServer:
     def start(self) -> None:
         told = {"port": self.port, "address": self.address, "folder": str(self.starter.folder), "bucket": self.bucket}
         shapes = {} if self.model is None else {"model": str(self.model)}
-        self.pid = self.starter.tell(do="start", timeout=TIMEOUT, **told, **shapes)["pid"]
+        self.pid = self.starter.tell(do="start", timeout=self.timeout, **told, **shapes)["pid"]
         until(lambda: self.get("/weights") is not None)
 
     def signal(self, number: int) -> None:

@@ -296,6 +296,9 @@ class FleetUpdates:
         if not guilty:
             guilty = {url: BridgeError(f"{url} {reason}") for url, reason in watch.guilty.items()}
         states = at_once({url: m.state for url, m in members.items()}, 3.0).ok
+        if not guilty:
+            waited = {url: member.waited_for_us(states.get(url), self._version) for url, member in members.items()}
+            guilty = {url: LeaseLost(f"{url} {told}") for url, told in waited.items() if told}
         if not guilty and isinstance(error, CohortError):
             missing = self._places(group, error.missing)
             guilty = {
@@ -329,7 +332,8 @@ class FleetUpdates:
             states = at_once({url: members[url].state for url in guilty}, 3.0).ok
         late = {url for url, error in guilty.items() if isinstance(error, LeaseLost) and url not in self._late}
         for url in late:
-            logger.warning("[Bridge] %s did not wait for this trainer: joining it again to send version %d", url, self._version)
+            waited = members[url].waited_for_us(states.get(url), self._version) or "did not wait for this trainer"
+            logger.warning("[Bridge] %s %s: joining it again to send version %d", url, waited, self._version)
             members[url].joined = False
         self._late |= late
         self._again |= late

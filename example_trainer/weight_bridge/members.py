@@ -33,6 +33,7 @@ _FIRST_LOOK_SECONDS = 1.0
 _NEXT_LOOK_SECONDS = 0.5
 _SAY_EVERY_SECONDS = 10.0
 _POLL_SECONDS = 0.1
+_TICK_SECONDS = 1.5
 
 
 class Unfit(BridgeError):
@@ -41,6 +42,25 @@ class Unfit(BridgeError):
 
 class Late(BridgeError):
     """A server that the others did not wait for any longer."""
+
+
+class RunningClock:
+    """Seconds for which this process has run. What passes while it is stopped, or its machine sleeps, is held against nobody.
+
+    Whoever asks it does so again and again, and is never longer between two looks than `_TICK_SECONDS`. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._looked = time.monotonic()
+        self._now = 0.0
+
+    def now(self) -> float:
+        """Never goes back."""
+        with self._lock:
+            looked, self._looked = self._looked, time.monotonic()
+            self._now += min(self._looked - looked, _TICK_SECONDS)
+            return self._now
 
 
 @dataclass
@@ -57,6 +77,7 @@ def at_once(
     patience: float | None = None,
     enough: Callable[[Mapping[str, T]], bool] = bool,
     lost: Callable[[], Mapping[str, str]] = dict,
+    clock: RunningClock | None = None,
 ) -> Answers[T]:
     """Do all calls at the same time, each in a thread.
 
@@ -66,6 +87,7 @@ def at_once(
         patience: seconds for which the rest is waited for, after the last answer that came; None: until `limit`.
         enough: whether the answers so far suffice to go on without the rest, once they are late.
         lost: those that are known not to answer any more, with the reason.
+        clock: the caller's, if it has one.
 
     Raises:
         Exception: what a call raised that is no BridgeError.
@@ -82,13 +104,14 @@ def at_once(
         threading.Thread(target=work, args=(url, call), name=f"asks {url}", daemon=True).start()
     answers: Answers[T] = Answers()
     waiting = set(calls)
-    now = last = time.monotonic()
+    clock = clock or RunningClock()
+    now = last = clock.now()
     end = now + limit
     while waiting:
         try:
             url, value, error = results.get(timeout=_POLL_SECONDS)
         except queue.Empty:
-            now = time.monotonic()
+            now = clock.now()
             told = {url: reason for url, reason in lost().items() if url in waiting}
             if now >= end:
                 told |= {url: f"did not answer within {limit:g} s" for url in waiting - told.keys()}
@@ -100,7 +123,7 @@ def at_once(
         if url not in waiting:
             continue
         waiting.discard(url)
-        last = time.monotonic()
+        last = clock.now()
         if error is None:
             answers.ok[url] = value  # type: ignore[assignment]
         elif isinstance(error, BridgeError):
@@ -231,6 +254,17 @@ class Member:
             return "vLLM's engine process has died"
         return f"{taken_over(state)} has taken it over" if state["epoch"] != self.epoch else ""
 
+    def waited_for_us(self, state: dict[str, Any] | None, version: int) -> str:
+        """What a server says that has given this version up because nothing came from this trainer; empty if it has not."""
+        if (
+            state is None
+            or self.broken(state)
+            or state["target_version"] is not None
+            or state.get("gave_up_waiting") != version
+        ):
+            return ""
+        return f"gave version {version} up: {state['last_error']}"
+
 
 MemberCheck = Callable[[Member], None]
 
@@ -261,6 +295,7 @@ class Watch:
         """
         self._members, self._version, self._patience, self._limit = members, version, patience, limit
         self._laggards = Laggards(patience)
+        self._clock = RunningClock()
         self._guilty: dict[str, str] = {}
         self._forming = ""
         self._sent_since: float | None = None
@@ -268,7 +303,7 @@ class Watch:
         self._behind = dict.fromkeys(members, 0)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch over an update", daemon=True)
-        self._heard = dict.fromkeys(members, time.monotonic())
+        self._heard = dict.fromkeys(members, self._clock.now())
         self._failure: BaseException | None = None
 
     def __enter__(self) -> Watch:
@@ -291,7 +326,7 @@ class Watch:
 
     def forming(self, key: str) -> None:
         """The members are to meet under this key; an empty one: they have, and are sent to."""
-        self._forming, self._sent_since = key, None if key else time.monotonic()
+        self._forming, self._sent_since = key, None if key else self._clock.now()
 
     def sent(self) -> None:
         """Everything has been sent: nobody waits for bytes any more."""
@@ -308,8 +343,9 @@ class Watch:
                 return
 
     def _look(self) -> None:
-        states = at_once({url: member.state for url, member in self._members.items()}, LOOK_SECONDS + 1.0).ok
-        now, forming = time.monotonic(), self._forming
+        calls = {url: member.state for url, member in self._members.items()}
+        states = at_once(calls, LOOK_SECONDS + 1.0, clock=self._clock).ok
+        now, forming = self._clock.now(), self._forming
         progress = {}
         for url, member in self._members.items():
             state = states.get(url)

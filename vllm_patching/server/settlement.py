@@ -29,13 +29,13 @@ class Settlement:
         self._state, self._ranks, self._leases, self._switch = state, ranks, leases, switch
         self._said = ""
 
-    async def give_up(self, reason: str) -> None:
-        """End the update. Never raises: what cannot be found out or done is left undecided."""
+    async def give_up(self, reason: str, trainer_silent: bool = False) -> None:
+        """End the update. Never raises: what cannot be found out or done is left undecided. Arguments: see BridgeState.fail."""
         version = self._state.target_version
         whole, undecided = await self._look()
         if whole and not self._state.awaits_weights:
             whole, undecided = await self._go_on()
-        self._state.fail(reason, whole, undecided)
+        self._state.fail(reason, whole, undecided, trainer_silent)
         if self._state.healthy:
             outcome = f"serving version {self._state.weight_version}"
         else:

@@ -53,6 +53,7 @@ class BridgeState:
         last_error: why the last update failed; empty after one that succeeded.
         quarantine: why the trainer does not want the server to serve before a full update; empty if it has not said so.
         undecided: what has to be known before it can be said whether the weights are whole; empty if it is known.
+        gave_up_waiting: the version of the last update if that was given up because its trainer was silent; else None.
         updates: number of updates that were served.
         failures: number of updates that were given up.
         last_update: seconds by phase of the last update that was served.
@@ -71,6 +72,7 @@ class BridgeState:
     last_error: str = ""
     quarantine: str = ""
     undecided: str = ""
+    gave_up_waiting: int | None = None
     updates: int = 0
     failures: int = 0
     last_update: dict[str, float] = field(default_factory=dict)
@@ -120,6 +122,7 @@ class BridgeState:
         self._trainer_weight_epoch = weight_epoch
         # A new trainer may start from an older checkpoint than the last one reached, so its first version may be lower.
         self._first_of_epoch = True
+        self.gave_up_waiting = None
         return self.epoch
 
     def check_epoch(self, epoch: int) -> None:
@@ -158,6 +161,7 @@ class BridgeState:
         """An update that `check_begin` allowed begins."""
         self.target_version, self._mending = version, self.phase is Phase.UNHEALTHY
         self._ends_in_quarantine = False
+        self.gave_up_waiting = None
         self.phase = Phase.UPDATING
 
     def serve(self, checksums: list[str]) -> None:
@@ -172,15 +176,17 @@ class BridgeState:
         self.updates += 1
         self.phase = Phase.SERVING
 
-    def fail(self, reason: str, weights_intact: bool, undecided: str = "") -> None:
+    def fail(self, reason: str, weights_intact: bool, undecided: str = "", trainer_silent: bool = False) -> None:
         """End the update without success.
 
         Args:
             reason: one sentence for whoever asks.
             weights_intact: the live weights are proven to be those of `weight_version`, and nobody may write them.
             undecided: what has to be known before that can be said; it may turn out to be so (`decide`).
+            trainer_silent: nothing but the trainer's next step was missing.
         """
         self.last_error = reason
+        self.gave_up_waiting = self.target_version if trainer_silent else None
         self._given_up = (0, None) if self._ends_in_quarantine else (self.epoch, self.target_version)
         self.target_version, self._mending = None, False
         self.failures += 1
@@ -232,4 +238,5 @@ class BridgeState:
             "last_error": self.last_error,
             "quarantine": self.quarantine,
             "undecided": self.undecided,
+            "gave_up_waiting": self.gave_up_waiting,
         }

@@ -76,8 +76,10 @@ class BridgeWatchdog:
             if not self._state.in_update:
                 await self._turns.look()
             if self._state.in_update:
-                reason = await self._lost()
-                if reason:
+                if self._clock.is_late:
+                    silent = f"nothing from {self._state.trainer} for {self._clock.timeout:g} s"
+                    await self._settlement.give_up(silent, trainer_silent=True)
+                elif reason := await self._lost():
                     await self._settlement.give_up(reason)
                 return
             if self._ranks.are_joining:
@@ -105,8 +107,6 @@ class BridgeWatchdog:
     async def _lost(self) -> str:
         """Why the update cannot end well; empty while it can."""
         trainer = self._state.trainer
-        if self._clock.is_late:
-            return f"nothing from {trainer} for {self._clock.timeout:g} s"
         ended = [str(writer) for writer in self._writers if writer.has_ended()]
         if ended:
             return f"{trainer} has ended" + (f" (process {', '.join(ended)})" if len(self._writers) > 1 else "")

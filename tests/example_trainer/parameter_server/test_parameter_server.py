@@ -260,7 +260,7 @@ def test_a_trainer_that_is_killed_in_a_push_is_followed_by_one_of_another_epoch(
 ) -> None:
     told = {
         "do": "train", "ports": [holder.port], "rendezvous": free_port(), "transfer": "overlapped", "bucket": 0,
-        "folder": str(holder.starter.folder), "dies": {"version": 2, "at": "commit"},
+        "folder": str(holder.starter.folder), "fault": {"version": 2, "at": "commit", "signal": signal.SIGKILL},
     }  # fmt: skip
     pid = holder.starter.tell(**told)["pid"]
     assert holder.starter.tell(do="wait", pid=pid)["status"] == -signal.SIGKILL

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from example_trainer.weight_bridge import members
 from example_trainer.weight_bridge.broadcast import check_gpus
 from example_trainer.weight_bridge.fleet import LONGEST_PAUSE_SECONDS, Fleet, Laggards, Progress, Sight, Standing, Verdict
 from example_trainer.weight_bridge.members import Member, Unfit
@@ -223,6 +227,26 @@ def test_nobody_is_late_who_is_less_than_the_patience_behind_the_first(steps: li
             url: [t for t, then in history if max(then.values()) > amounts[url]] for url in amounts
         }  # when somebody was further than it is now
         assert set(late) == {url for url, times in passed.items() if times and now - times[0] >= PATIENCE}
+
+
+def test_no_server_is_blamed_for_the_time_in_which_the_trainer_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed = threading.Event()
+    stopped = 0.0
+
+    def clock() -> float:
+        return time.perf_counter() + stopped
+
+    monkeypatch.setattr(members, "time", SimpleNamespace(monotonic=clock))
+
+    def answer() -> str:
+        nonlocal stopped
+        stopped = 1000.0
+        assert passed.wait(10)
+        return "here"
+
+    threading.Timer(0.5, passed.set).start()
+    answers = members.at_once({URLS[0]: lambda: "here", URLS[1]: answer}, LIMIT, PATIENCE)
+    assert (answers.failed, len(answers.ok)) == ({}, 2)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -1,7 +1,8 @@
-"""A trainer's process that is killed in the middle of an update, and servers that come while one is made."""
+"""A trainer's process that is killed or stopped in the middle of an update, and servers that come while one is made."""
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +34,7 @@ def servers(starter: Starter, free_port: Callable[[], int]) -> list[LightServer]
 
 
 @pytest.mark.parametrize(
-    ("transfer", "dies", "keeps_serving"),
+    ("transfer", "where", "keeps_serving"),
     [
         ("overlapped", {"buckets": 1}, True),
         ("overlapped", {"at": "commit"}, True),
@@ -47,12 +48,13 @@ def test_a_trainer_that_is_killed_in_an_update_leaves_nothing_mixed_behind(
     starter: Starter,
     free_port: Callable[[], int],
     transfer: str,
-    dies: dict[str, Any],
+    where: dict[str, Any],
     keeps_serving: bool,
 ) -> None:
     """Its servers serve what they served before, or nothing until there is another trainer, which finds them usable."""
+    fault = {"version": 3, "signal": signal.SIGKILL, **where}
     told = {"ports": [server.port for server in servers], "rendezvous": free_port(), "folder": str(starter.folder)}
-    trainer = starter.tell(do="train", transfer=transfer, bucket=BUCKET, dies={"version": 3, **dies}, **told)["pid"]
+    trainer = starter.tell(do="train", transfer=transfer, bucket=BUCKET, fault=fault, **told)["pid"]
     assert starter.tell(do="wait", pid=trainer)["status"] == -signal.SIGKILL
     for server in servers:
         until(lambda server=server: server.state()["target_version"] is None, BACK_SECONDS)  # type: ignore[misc]
@@ -67,6 +69,38 @@ def test_a_trainer_that_is_killed_in_an_update_leaves_nothing_mixed_behind(
         other.step()
         assert all(server.serves(2) for server in servers)
     sound(servers)
+
+
+@pytest.mark.parametrize(
+    ("transfer", "where"), [("direct", {"buckets": 1}), ("overlapped", {"buckets": 1}), ("direct", {"at": "commit"})]
+)
+def test_a_trainer_that_is_stopped_for_too_long_blames_no_server_and_does_the_update_anew(
+    starter: Starter, free_port: Callable[[], int], transfer: str, where: dict[str, Any]
+) -> None:
+    """Its servers have given the update up meanwhile; it says that they heard nothing from it, and joins them again."""
+    few = [LightServer(starter, free_port(), bucket=BUCKET, timeout=2.0) for _ in range(2)]
+    for server in few:
+        server.start()
+    fault = {"version": 3, "signal": signal.SIGSTOP, **where}
+    told = {"ports": [server.port for server in few], "rendezvous": free_port(), "folder": str(starter.folder), "timeout": 5.0}
+    trainer = starter.tell(do="train", transfer=transfer, bucket=BUCKET, fault=fault, **told)["pid"]
+    for server in few:
+        until(lambda server=server: server.state()["gave_up_waiting"] == 3)  # type: ignore[misc]
+        assert server.serves(2) == (transfer == "overlapped")
+    starter.tell(do="signal", pid=trainer, number=signal.SIGCONT)
+    assert starter.tell(do="wait", pid=trainer)["status"] == 0
+    for server in few:
+        assert server.serves(3)
+    sound(few)
+    said = (starter.folder / f"trainer-{trainer}.log").read_text()
+    for server in few:
+        why = rf"{server.port} .*nothing from trainer \S+:{trainer} for 2 s.*: joining it again to send version 3"
+        assert re.search(why, said), said
+    assert "quarantined" not in said
+    assert "away" not in said
+    assert "one by one" not in said
+    for server in few:
+        server.kill()
 
 
 class Wishes:

@@ -49,6 +49,9 @@ def test_a_trainer_that_is_stopped_or_killed_anywhere(world: World, kind: str, p
         trainer.fate = (point, what)
         trainer.begin()
         world.run(3.5 * TIMEOUT)
+        silent = world.server.state.last_error.startswith(f"nothing from trainer {trainer.name} for ")
+        assert world.server.status()["gave_up_waiting"] == (2 if silent else None)
+        assert silent <= (what == "stopped")
         assert not world.server.state.in_update, "it waits for a trainer that does not come"
         may_write = what == "stopped" and "write" in point and kind in ("single_copy", "follows")
         if may_write:
