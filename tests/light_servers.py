@@ -126,9 +126,9 @@ def until(true: Callable[[], bool], seconds: float = SOON) -> None:
 
 
 def bring_back(trainer: Trainer, server: LightServer) -> float:
-    """Look after the servers as training does while it waits. Returns the seconds until this one serves."""
+    """Look after the servers as training does while it waits. Returns the seconds until this one serves and is known to."""
     begun = time.monotonic()
-    while not server.serves(trainer.version):
+    while not (server.url in trainer.bridge.server_urls() and server.serves(trainer.version)):
         trainer.look_after()
         assert time.monotonic() - begun < SOON, server.get("/bridge/state")
         time.sleep(0.05)

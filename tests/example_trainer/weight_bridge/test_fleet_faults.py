@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 import time
@@ -11,7 +12,7 @@ import pytest
 
 from example_trainer.errors import BridgeError
 from tests.fleet_trainer import PATIENCE, Trainer, training
-from tests.light_servers import BACK_SECONDS, LightServer, Starter, bring_back, sound
+from tests.light_servers import BACK_SECONDS, SOON, LightServer, Starter, bring_back, sound, until
 
 BUCKET = 2048
 """Bytes: the tiny model goes in several."""
@@ -40,8 +41,9 @@ def trainer(request: pytest.FixtureRequest, servers: list[LightServer], free_por
 @pytest.mark.parametrize(
     ("at", "do"),
     [
-        ("", "kill"), ("", "stop"), ("cohort", "kill"), ("begin", "kill"), ("begin", "stop"),
-        ("receive", "kill"), ("receive", "stop"), ("receive", "slow"), ("commit", "kill"), ("commit", "lie"),
+        ("", "kill"), ("", "stop"), ("cohort", "kill"), ("cohort", "stop"), ("begin", "kill"), ("begin", "stop"),
+        ("receive", "kill"), ("receive", "stop"), ("receive", "slow"), ("receive", "restart"),
+        ("commit", "kill"), ("commit", "stop"), ("commit", "lie"),
     ],
 )  # fmt: skip
 def test_one_of_three_fails_and_training_does_not_miss_a_step(
@@ -52,17 +54,22 @@ def test_one_of_three_fails_and_training_does_not_miss_a_step(
     if at == "cohort":
         trainer.bridge._updates._keeper.members[faulty.url].joined = False  # so that the cohort is formed anew
         next(iter(trainer.bridge._lines.values())).leave()
-    if at:
+    again = threading.Thread(target=lambda: (until(lambda: faulty.get("/weights") is None), faulty.start()))
+    if do == "restart":
+        faulty.fault(at, "kill")
+        again.start()
+    elif at:
         faulty.fault(at, do)
     else:
         faulty.signal({"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[do])
     seconds = trainer.step()
     assert seconds < 10 * PATIENCE
     assert all(server.serves(trainer.version) for server in others)
-    standing = "quarantined" if do in ("slow", "lie") else "away"
-    assert f"[Fleet] {faulty.url} {standing}: " in caplog.text
-    assert "training goes on with 2 of 3 servers" in caplog.text
-    if do == "kill":
+    standing = {"slow": "quarantined", "lie": "quarantined", "restart": "(away|quarantined)"}.get(do, "away")
+    assert re.search(rf"\[Fleet\] {faulty.url} {standing}: .*; training goes on with 2 of 3 servers", caplog.text)
+    if do == "restart":
+        again.join(SOON)
+    elif do == "kill":
         faulty.kill()
         faulty.start()
     elif do == "stop":
@@ -88,15 +95,27 @@ def test_all_are_gone_and_back(trainer: Trainer, servers: list[LightServer], cap
 
 
 def test_a_second_trainer_takes_over_and_the_first_one_is_told(
-    servers: list[LightServer], free_port: Callable[[], int]
+    servers: list[LightServer], free_port: Callable[[], int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with (
-        training(places(servers), "direct", free_port(), bucket=BUCKET) as first,
-        training(places(servers), "direct", free_port(), bucket=BUCKET) as second,
-    ):
-        second.step()
-        with pytest.raises(BridgeError, match="has taken it over"):
+    """One of three: the first goes on without it, and leaves it alone until it is restarted. All of them: the first ends."""
+    taken, others = servers[1], [servers[0], servers[2]]
+    with training(places(servers), "direct", free_port(), bucket=BUCKET, port=0) as first:
+        with training(places([taken]), "direct", free_port(), bucket=BUCKET, port=0) as second:
+            for _ in range(3):
+                second.step()
             first.step()
-        second.step()
-        assert all(server.serves(second.version) for server in servers)
+            assert all(server.serves(2) for server in others)
+            assert taken.serves(4), "other weights than those of the first"
+            assert re.search(rf"\[Fleet\] {taken.url} quarantined: trainer \S+ .* has taken it over", caplog.text)
+            first.look_after()
+            assert taken.serves(4)
+        taken.kill()
+        taken.start()
+        assert bring_back(first, taken) < BACK_SECONDS
+        with training(places(servers), "direct", free_port(), bucket=BUCKET, port=0) as second:
+            second.step()
+            with pytest.raises(BridgeError, match="has taken it over"):
+                first.step()
+            second.step()
+            assert all(server.serves(second.version) for server in servers)
     sound(servers)

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from example_trainer.child_processes.guard import parents
+from example_trainer.errors import BridgeError
 from tests.fleet_trainer import training
-from tests.light_servers import BACK_SECONDS, LightServer, Starter, bring_back, sound, until
+from tests.light_servers import BACK_SECONDS, SOON, LightServer, Starter, bring_back, sound, until
 
 BUCKET = 2048
 """Bytes: the tiny model goes in several."""
@@ -125,16 +126,24 @@ def test_a_server_that_comes_in_the_middle_of_an_update_waits_for_its_end_and_jo
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
+    """And another trainer is refused there."""
     wishes, late = Wishes(), LightServer(starter, free_port(), bucket=BUCKET)
-    places = [server.place for server in servers]
-    with training(places, transfer, free_port(), bucket=BUCKET, board=wishes, patience=10.0) as trainer:
-        servers[0].fault("receive", "slow")
+    held, waiting = servers
+    with training([held.place, waiting.place], transfer, free_port(), bucket=BUCKET, board=wishes, patience=SOON) as trainer:
+        held.fault("receive", "stop")
         update = threading.Thread(target=trainer.step)
         update.start()
-        until(lambda: servers[0].state()["target_version"] == 2)
+        until(lambda: waiting.state()["target_version"] == 2)
+        with (
+            pytest.raises(BridgeError, match=r"cannot join now: trainer .* is in an update to version 2"),
+            training([waiting.place], transfer, free_port(), bucket=BUCKET),
+        ):
+            pass
+        caplog.clear()
         late.start()
         wishes.wanted = [late.url]
-        update.join(BACK_SECONDS)
+        held.signal(signal.SIGCONT)
+        update.join(SOON)
         assert all(server.serves(2) for server in servers)
         assert not late.serves(2), "the update was not its own"
         assert bring_back(trainer, late) < BACK_SECONDS
