@@ -79,7 +79,7 @@ def test_a_trainer_that_is_stopped_for_too_long_blames_no_server_and_does_the_up
     starter: Starter, free_port: Callable[[], int], transfer: str, where: dict[str, Any]
 ) -> None:
     """Its servers have given the update up meanwhile; it says that they heard nothing from it, and joins them again."""
-    few = [LightServer(starter, free_port(), bucket=BUCKET, timeout=2.0) for _ in range(2)]
+    few = [LightServer(starter, free_port(), bucket=BUCKET, timeout=4.0) for _ in range(2)]
     for server in few:
         server.start()
     fault = {"version": 3, "signal": signal.SIGSTOP, **where}
@@ -95,7 +95,7 @@ def test_a_trainer_that_is_stopped_for_too_long_blames_no_server_and_does_the_up
     sound(few)
     said = (starter.folder / f"trainer-{trainer}.log").read_text()
     for server in few:
-        why = rf"{server.port} .*nothing from trainer \S+:{trainer} for 2 s.*: joining it again to send version 3"
+        why = rf"{server.port} .*nothing from trainer \S+:{trainer} for 4 s.*: joining it again to send version 3"
         assert re.search(why, said), said
     assert "quarantined" not in said
     assert "away" not in said
