@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ MISSING = (
     "asynchronous runs need Ray, which is not installed: `pip install 'lockstep-rl[ray]'`, or scripts/setup.sh, which installs "
     "the release that is pinned"
 )
+REACH_SECONDS = 10.0
 
 
 class ClusterError(TrainerError):
@@ -133,17 +135,18 @@ class RayCluster:
         dashboard: start Ray's dashboard, where Ray is started here.
 
     Raises:
-        ClusterError: Ray is not installed, is not there, or is another release.
+        ClusterError: Ray is not installed, does not listen there, or is another release.
     """
 
     def __init__(self, name: str, dashboard: bool = False) -> None:
         self.version = project_ray()
         if not self.version:
             raise ClusterError(MISSING)
+        address = os.environ.get("RAY_ADDRESS", "")
+        check_reachable(address)
         import ray
 
         self._name = name
-        address = os.environ.get("RAY_ADDRESS", "")
         started_here: dict[str, Any] = {
             "address": "local",
             "include_dashboard": dashboard,
@@ -241,6 +244,20 @@ class RayCluster:
             remove_placement_group(group)
         self._groups.clear()
         ray.shutdown()
+
+
+def check_reachable(address: str) -> None:
+    """Raise ClusterError if nobody listens at `host:port`. Ray itself tries for a quarter of an hour before it says so."""
+    host, _, port = address.rpartition(":")
+    if "/" in host or not port.isdigit():
+        return  # auto, local, or a client's address
+    try:
+        socket.create_connection((host, int(port)), timeout=REACH_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ClusterError(
+            f"RAY_ADDRESS {address}: {error}; start Ray there (`ray start --head --port {port}`), where this machine "
+            "reaches it, or unset RAY_ADDRESS to run on this machine alone"
+        ) from error
 
 
 def first_line(error: BaseException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -168,4 +169,15 @@ def test_a_parameter_server_takes_its_command() -> None:
 def test_without_ray_one_line_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ClusterError, match=r"need Ray, which is not installed: `pip install 'lockstep-rl\[ray\]'`"):
+        RayCluster("run")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:{free}", "no-such-host.invalid:6379", "localhost:99999"])
+def test_an_address_where_no_ray_listens_is_one_line_at_once(
+    address: str, free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray")
+    address = address.format(free=free_port())
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ClusterError, match=rf"^RAY_ADDRESS {address}: .*; start Ray there .*, or unset RAY_ADDRESS"):
         RayCluster("run")
