@@ -1,8 +1,8 @@
-"""`kill -9` of each process of a running training in turn: the run heals, or says in one line what is wrong and what to do."""
+"""`kill -9` of each process of a running training in turn: the run heals, or says in one line what is wrong and what to do,
+and its page says it to whoever watches."""
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import time
@@ -14,6 +14,8 @@ import pytest
 from example_trainer.child_processes.processes import ManagedProcess
 from tests.conftest import ROOT, Processes
 from tests.e2e.conftest import start_vllm
+from tests.headless_browser import LIVE, Visit, missing
+from tests.still_running import json_rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540)]
 
@@ -22,8 +24,23 @@ STEPS = 16
 """Those that are waited for, and those that are taken meanwhile."""
 
 
+def watcher(origin: str, request: pytest.FixtureRequest) -> Visit | None:
+    """Somebody who watches the run's page from here on; None on a machine without a browser."""
+    if missing():
+        return None
+    seen: Visit = request.getfixturevalue("visit")(origin)
+    seen.expect("net::ERR_|Failed to load resource")  # the service is killed
+    seen.open("/ui")
+    seen.until(LIVE)
+    return seen
+
+
 def test_the_run_survives_the_death_of_each_process(
-    processes: Processes, free_port: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    processes: Processes,
+    free_port: Callable[[], int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     port = free_port()
@@ -33,6 +50,7 @@ def test_the_run_survives_the_death_of_each_process(
 
     def start_service() -> ManagedProcess:
         command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port), "--store", tmp_path / "rollouts.db"]
+        command += ["--run-folder", tmp_path]
         return processes.start("service", command)
 
     def start_environment() -> ManagedProcess:
@@ -51,7 +69,7 @@ def test_the_run_survives_the_death_of_each_process(
         return processes.start("trainer", command, may_finish=True)
 
     def steps() -> list[int]:
-        return [json.loads(line)["step"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        return [row["step"] for row in json_rows(metrics)]
 
     def wait_for_step(step: int) -> None:
         processes.wait_until(f"step {step}", lambda: None if step in steps() else f"steps so far: {steps()}", 120)
@@ -61,6 +79,7 @@ def test_the_run_survives_the_death_of_each_process(
     environment = start_environment()
     trainer = start_trainer()
     wait_for_step(1)
+    seen = watcher(f"http://127.0.0.1:{port}", request)
 
     processes.kill(environment)
     environment = start_environment()
@@ -81,9 +100,15 @@ def test_the_run_survives_the_death_of_each_process(
     # Without vLLM there is nothing to train with: the trainer waits for it, and brings it up to date before it serves.
     processes.kill(vllm.process)
     at = max(steps())
+    if seen:
+        silent = seen.page.get_by_role("alert").filter(has_text=f"{vllm.url} does not answer: connection refused. Since ")
+        silent.wait_for()
     again = start_vllm(processes, lambda: vllm.port, STARTER, tmp_path, flags=("--bridge-timeout", "60"))
     assert "waiting for its weights" in again.log
     wait_for_step(at + 2)
+    if seen:
+        silent.wait_for(state="detached")
+        seen.until(LIVE)
     assert trainer.poll() is None
     assert re.search(r"\[Fleet\] \S+ is back: serves version \d+", trainer.log_path.read_text())
     assert "ERROR" not in trainer.log_path.read_text()

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from atroposlib.ui.run.columns import MOST_CELLS
+from atroposlib.ui.run.columns import MOST_CELLS, Columns
 from atroposlib.ui.run.folder import RunFiles, changed, find_runs
+from atroposlib.ui.run.json_lines import JsonLinesFile
 from atroposlib.ui.run.run import Change, Run, glance
 
 LIVE = "live"
@@ -21,6 +22,9 @@ LOOK_SECONDS = 5.0
 """How old the list of runs may be."""
 QUIET_SECONDS = 600.0
 """Without a row for so long, a run of which nothing else is known is not said to be running."""
+
+
+REWARD = "reward_mean"
 
 
 class UnknownRunError(Exception):
@@ -49,6 +53,8 @@ class RunCatalogue:
         self._found: list[RunFiles] = []
         self._looked = -LOOK_SECONDS
         self._summaries: dict[str, tuple[float, dict[str, Any]]] = {}
+        self._rewards: dict[Path, _Rewards] = {}
+        self._reading = threading.Lock()
 
     def list_runs(self) -> list[RunFiles]:
         """The runs, the live one first and the others newest first."""
@@ -116,6 +122,18 @@ class RunCatalogue:
     def _cells(self) -> int:
         return sum(run.cells for run in self._open.values())
 
+    def best_rewards(self, seconds: float) -> dict[str, dict[str, Any]]:
+        """The best reward of each run by its id: `reward_best`, `best_step`, and whether all of its rows were read (`is_read`).
+
+        Args:
+            seconds: after which no more is read. What is missing then is read when somebody asks again.
+        """
+        until = time.monotonic() + seconds
+        runs = self.list_runs()
+        with self._reading:
+            self._rewards = {files.metrics: self._rewards.get(files.metrics) or _Rewards(files.metrics) for files in runs}
+            return {files.id: self._rewards[files.metrics].best(until) for files in runs}
+
     def summaries(self) -> list[dict[str, Any]]:
         """All runs, for the page of the history. A run that has not changed since is not looked at again."""
         listed = []
@@ -133,3 +151,32 @@ class RunCatalogue:
             identity = {"id": files.id, "name": files.name, "folder": str(files.folder), "live": live}
             listed.append({**identity, **summary, "state": state})
         return listed
+
+
+class _Rewards:
+    """The rewards of one run, of which all rows have to be read once. Not for several threads at a time."""
+
+    def __init__(self, metrics: Path) -> None:
+        self._file, self._columns = JsonLinesFile(metrics), Columns()
+        self._is_read = False
+
+    def best(self, until: float) -> dict[str, Any]:
+        """See RunCatalogue.best_rewards.
+
+        Args:
+            until: seconds of the monotonic clock at which no more is read.
+        """
+        more = True
+        while more and time.monotonic() < until:
+            try:
+                news = self._file.read_new()
+            except OSError:  # said where the run is opened
+                self._is_read = True
+                break
+            if news.rewritten:
+                self._columns.clear()
+            self._columns.extend([{name: row.get(name) for name in ("step", REWARD)} for row in news.rows])
+            more = news.more
+            self._is_read = not more
+        value, step = self._columns.peak(REWARD) or (None, None)
+        return {"reward_best": value, "best_step": step, "is_read": self._is_read}

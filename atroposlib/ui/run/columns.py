@@ -150,11 +150,14 @@ class Columns:
         known = np.flatnonzero(np.isfinite(column[: self._kept]))
         return float(column[known[-1]]) if len(known) else None
 
-    def highest(self, name: str) -> float | None:
-        """The greatest figure of a column; None without one."""
+    def peak(self, name: str) -> tuple[float, int] | None:
+        """The greatest figure of a column, and the first step that has it; None without one."""
         column = self._columns.get(name)
-        known = column[: self._kept][np.isfinite(column[: self._kept])] if column is not None else np.empty(0)
-        return float(known.max()) if len(known) else None
+        known = np.flatnonzero(np.isfinite(column[: self._kept])) if column is not None else np.empty(0, np.int64)
+        if column is None or not len(known):
+            return None
+        at = known[np.argmax(column[known])]
+        return float(column[at]), int(self._step[at])
 
     def beside(self, other: Columns) -> dict[str, Floats]:
         """The columns of somebody else's rows at the steps of these, [rows] float64 each, NaN where it has none of a step."""

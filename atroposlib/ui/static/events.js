@@ -10,7 +10,7 @@ const SHOWN = 200;
 /** Groups of kinds that a person switches on and off, in the order of the switches. */
 export const GROUPS = [
   { id: "evaluations", label: "evaluations", kinds: ["evaluation"] },
-  { id: "restarts", label: "restarts", kinds: ["service_restarted", "trainer_registered", "resumed", "run_ended", "server_restarted", "server_joined", "server_lost", "server_back", "environment_joined", "environment_silent", "environment_back", "environment_left"] },
+  { id: "restarts", label: "restarts", kinds: ["service_restarted", "trainer_registered", "resumed", "run_ended", "server_restarted", "server_lost", "server_back", "environment_joined", "environment_silent", "environment_back", "environment_left"] },
   { id: "updates", label: "refused updates", kinds: ["refused_update", "quarantine", "mismatch"] },
   { id: "drops", label: "dropped groups", kinds: ["dropped_groups", "skipped_batch"] },
 ];

@@ -7,17 +7,36 @@ import { saveCsv } from "./export.js";
 import * as live from "./live.js";
 import { order } from "./runs.js";
 
-const COLUMNS = ["id", "name", "state", "model", "began", "updated", "steps", "of_steps", "reward_last", "folder"];
-const page = { runs: [], picked: new Set() };
+const COLUMNS = ["id", "name", "state", "model", "began", "updated", "steps", "of_steps", "reward_last", "reward_best", "best_step", "folder"];
+const ASK_AGAIN = 500;
+const page = { runs: [], best: {}, picked: new Set() };
+let asking = 0;
 
 async function start() {
   const { runs } = await getJson("/ui/api/runs");
   page.runs = runs;
   draw();
+  await askForBest();
+}
+
+/** All rows of all runs have to be read for the best ones, which takes several answers where there are many. */
+async function askForBest() {
+  const turn = ++asking;
+  const { best } = await getJson("/ui/api/best");
+  page.best = best;
+  draw();
+  if (Object.values(best).some((one) => !one.is_read)) {
+    window.setTimeout(() => turn === asking && askForBest().catch(refusalIn($("headline"))), ASK_AGAIN);
+  }
+}
+
+/** The runs that match, in their order, with their best rewards. */
+function shownRuns() {
+  return order(page.runs.map((run) => ({ ...run, ...page.best[run.id] })), $("filter").value, $("sort").value);
 }
 
 function draw() {
-  const shown = order(page.runs, $("filter").value, $("sort").value);
+  const shown = shownRuns();
   $("headline").textContent = `${count(page.runs.length, "run")}, ${number(page.runs.filter((run) => run.live).length)} of them live.`;
   $("none").hidden = shown.length > 0;
   keyed($("runs"), shown, (run) => run.id, () => h("li", { class: "card" }), fillRun);
@@ -46,6 +65,7 @@ function fillRun(row, run) {
     cell("model", run.model ?? "–"),
     cell("steps", number(run.steps), run.of_steps ? `of ${number(run.of_steps)}` : ""),
     cell("last reward", number(run.reward_last, 3)),
+    cell("best reward", run.is_read ? number(run.reward_best, 3) : "…", Number.isInteger(run.best_step) && run.is_read ? `at step ${number(run.best_step)}` : ""),
     cell("last written", clock(run.updated, now), lasted ? `after ${lasted}` : ""),
     h("span", { class: "links" }, h("a", { href: address("/ui/rollouts", { run: run.id }) }, "rollouts"), h("a", { href: address("/ui/weights", { run: run.id }) }, "weights")),
   );
@@ -55,7 +75,7 @@ function fillRun(row, run) {
 }
 
 function saveList() {
-  const runs = order(page.runs, $("filter").value, $("sort").value);
+  const runs = shownRuns();
   saveCsv("runs", COLUMNS, COLUMNS.map((name) => runs.map((run) => run[name] ?? null)));
 }
 

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 MOST_NAMES = 200
 """Figures of one request."""
 MOST_UPDATES = 500
+BEST_SECONDS = 0.5
+"""For one answer to read the rewards of all runs, of which the page asks for more until all are read."""
 MOST_VERSIONS = 10_000
 """Of all servers of a run, that are told at once."""
 _OF_SERVERS = 4 << 20
@@ -66,6 +68,9 @@ def data_routes(page: RunPage) -> list[Route]:
 
     async def runs(request: Request) -> Response:
         return await page.answer(request, lambda: {"runs": page.runs.summaries(), "current": page.runs.default()})
+
+    async def best(request: Request) -> Response:
+        return await page.answer(request, lambda: {"best": page.runs.best_rewards(BEST_SECONDS)})
 
     async def names(request: Request) -> Response:
         return await of_run(request, lambda run: {"names": run.names()})
@@ -150,6 +155,7 @@ def data_routes(page: RunPage) -> list[Route]:
     return [
         route("page", about),
         route("runs", runs),
+        route("best", best),
         route("names", names),
         route("series", series),
         route("series.csv", table),

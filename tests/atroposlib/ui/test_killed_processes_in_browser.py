@@ -8,14 +8,17 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from playwright.sync_api import Locator
 
 from example_trainer.child_processes.processes import ManagedProcess
 from tests.atroposlib.api.conftest import Service, environment, trainer
 from tests.conftest import Processes
 from tests.headless_browser import LIVE, Visit
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -235,6 +235,10 @@ def test_a_run_that_ended_is_read_from_its_files(
         reader.open(path)
         reader.page.get_by_role("heading", name=name, level=1).wait_for()
         assert reader.page.locator("body").get_attribute("data-connection") == "offline"
+    reader.open("/ui/history")
+    best = max((json.loads(line) for line in made_up.metrics.read_text().splitlines()), key=lambda row: row["reward_mean"])
+    told = f"best reward{best['reward_mean']:.3g} at step {best['step']}"
+    reader.page.get_by_role("listitem").filter(has_text=told).wait_for()
     reader.open("/ui")
     drawn = reader.page.get_by_role("figure", name="Reward", exact=True).get_attribute("data-points")
     assert drawn == str(made_up.steps)

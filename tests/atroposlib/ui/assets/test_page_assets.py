@@ -79,3 +79,12 @@ def test_the_logic_of_the_page(tmp_path: Path) -> None:
     shutil.copy(Path(__file__).with_name(tests.name), tests)
     done = subprocess.run([node, "--test", str(tests)], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_kind_of_event_is_in_the_docs() -> None:
+    groups = re.findall(r'label: "([^"]+)", kinds: \[([^\]]+)\]', (STATIC / "events.js").read_text())
+    assert len(groups) == 4
+    docs = (UI.parents[1] / "docs" / "ui.md").read_text()
+    for label, kinds in groups:
+        (told,) = re.findall(rf"^\| {label} \| (.+) \|$", docs, re.MULTILINE)
+        assert set(re.findall(r"`(\w+)`", told)) == set(re.findall(r'"(\w+)"', kinds)), label

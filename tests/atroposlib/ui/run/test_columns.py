@@ -101,5 +101,5 @@ def test_a_part_of_the_steps() -> None:
     series = found.series(["a"], points=1000, first=40, last=49)
     assert series.step.tolist() == list(range(40, 50))
     assert found.series(["a"], first=500).step.tolist() == []
-    assert found.highest("a") == 100.0
-    assert found.highest("b") is None
+    assert found.peak("a") == (100.0, 100)
+    assert found.peak("b") is None

@@ -78,6 +78,24 @@ def test_a_line_for_each_run(runs: Path) -> None:
         RunCatalogue([]).get("")
 
 
+def test_the_best_reward_of_each_run_wherever_in_it_it_was(runs: Path) -> None:
+    metrics = runs / "alone" / "metrics.jsonl"
+    write(metrics, row(1), row(2, reward_mean=0.9), row(3, reward_mean=None), row(4, reward_mean=0.7), row(5, reward_mean=0.8))
+    catalogue = RunCatalogue([runs])
+    ids = {files.name: files.id for files in catalogue.list_runs()}
+    unread = catalogue.best_rewards(0.0)
+    assert unread[ids["alone"]] == {"reward_best": None, "best_step": None, "is_read": False}
+    found = catalogue.best_rewards(60.0)
+    assert found[ids["alone"]] == {"reward_best": 0.9, "best_step": 2, "is_read": True}
+    assert found[ids["rollouts-8000"]] == {"reward_best": None, "best_step": None, "is_read": True}, "it has no rows"
+    append(metrics, row(2, reward_mean=0.1))  # the run was resumed: what follows takes the place of what was
+    assert catalogue.best_rewards(60.0)[ids["alone"]]["reward_best"] == 0.1
+    write(metrics, row(1))
+    assert catalogue.best_rewards(60.0)[ids["alone"]]["reward_best"] == 0.1
+    append(metrics, row(2, reward_mean=0.5))
+    assert catalogue.best_rewards(60.0)[ids["alone"]]["best_step"] == 2
+
+
 def test_long_runs_are_let_go_of_when_they_are_many(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     catalogue = RunCatalogue([runs])
     first, second = [files.id for files in catalogue.list_runs() if files.metrics.is_file()][:2]
