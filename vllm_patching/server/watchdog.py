@@ -18,6 +18,7 @@ from vllm_patching.server.update_clock import UpdateClock
 logger = logging.getLogger("vllm.lockstep.bridge")
 
 WATCH_SECONDS = 0.5
+_ENDING_SECONDS = 0.2
 
 
 class BridgeWatchdog:
@@ -106,15 +107,21 @@ class BridgeWatchdog:
 
     async def _lost(self) -> str:
         """Why the update cannot end well; empty while it can."""
-        trainer = self._state.trainer
-        ended = [str(writer) for writer in self._writers if writer.has_ended()]
-        if ended:
-            return f"{trainer} has ended" + (f" (process {', '.join(ended)})" if len(self._writers) > 1 else "")
+        if ended := self._ended():
+            return ended
         if self._state.mode == "broadcast":
             for status in await self._ranks.statuses():
                 if status["phase"] == "failed" or status["trainer_gone"]:
-                    return f"{rank_name(status)}: {status['error'] or f'{trainer} has ended'}"
+                    # The connections of a process that is killed break before it is known to have ended.
+                    await asyncio.sleep(_ENDING_SECONDS)
+                    return self._ended() or f"{rank_name(status)}: {status['error'] or f'{self._state.trainer} has ended'}"
         return ""
+
+    def _ended(self) -> str:
+        """That the trainer's processes have, or one of them; empty if none has, as far as can be seen here."""
+        ended = [str(writer) for writer in self._writers if writer.has_ended()]
+        which = f" (process {', '.join(ended)})" if len(self._writers) > 1 else ""
+        return f"{self._state.trainer} has ended{which}" if ended else ""
 
     async def _note_first_step(self) -> None:
         if self._clock.wants_first_step:

@@ -58,14 +58,15 @@ def test_a_trainer_that_is_killed_in_an_update_leaves_nothing_mixed_behind(
     trainer = starter.tell(do="train", transfer=transfer, bucket=BUCKET, fault=fault, **told)["pid"]
     assert starter.tell(do="wait", pid=trainer)["status"] == -signal.SIGKILL
     for server in servers:
-        until(lambda server=server: server.state()["target_version"] is None, BACK_SECONDS)  # type: ignore[misc]
+        until(lambda server=server: server.state()["target_version"] is None)  # type: ignore[misc]
         state = server.state()
         assert (state["weight_version"], state["healthy"]) == (2, keeps_serving), state
         assert server.serves(2) == keeps_serving
         assert state["engine"] == ("running" if keeps_serving else "paused")
-        assert "has ended" in state["last_error"]
+        # That it has ended; or that its connections have broken, where its process takes its time on a busy machine.
+        assert re.search("has ended|has gone", state["last_error"]), state
     sound(servers)
-    with training([server.place for server in servers], transfer, free_port(), bucket=BUCKET) as other:
+    with training([server.place for server in servers], transfer, free_port(), bucket=BUCKET, patience=SOON) as other:
         assert all(server.serves(1) for server in servers), "the next trainer begins with its own first version"
         other.step()
         assert all(server.serves(2) for server in servers)
