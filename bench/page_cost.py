@@ -1,12 +1,21 @@
 #!/usr/bin/env python3
-"""What the page at /ui costs: the rollout service under load without it, with it, and with ten pages open; and how long
-it takes until a long run is open.
+"""What the page at /ui costs: the rollout service under load without it, with it, and with ten pages open; what becomes of
+its memory; and how long it takes until a run of 10,000 steps and a million rollouts is open.
 
-    python bench/page_cost.py                  # the service under load, five rounds of each
-    python bench/page_cost.py --open           # a run of 10,000 steps, from the first request to the last figure
+    python bench/page_cost.py                                  # everything, 10 minutes on two idle cores
+    python bench/page_cost.py --parts open --rollouts 50000    # one part, smaller
 
-The load is that of rollout_api_load.py. Pages are held open by a process of its own, which shares the machine's cores with
-service and load; each follows the run's events as a browser does. Writes bench/results/page_cost.json.
+load     the load of rollout_api_load.py, in rounds of all three kinds, each round in another order. What is compared are the
+         kinds of one round: processor time of the service for a posted group, and groups posted per second. Of the rounds'
+         shares, the mean and its 95 % interval (Student's t). A trainer writes a row each second into a run that has
+         10,000 steps already. Before it is measured, a service gets 256 groups, so that all that is done once is done.
+memory   the same load again and again on one service with ten pages open, and the service's memory after each.
+open     a run that nobody has opened yet: every list of rollouts by a fresh process, with nothing of the file in the system's
+         memory. And what it costs to keep a group, in an empty archive and in one that is full.
+
+Open pages are a process of their own, which shares the machine's cores with service and load: eight overviews, one list of
+rollouts, one page of weights, each asking as often as its script does (static/overview.js, rollouts.js, weights.js).
+Writes bench/results/page_cost.json.
 """
 
 from __future__ import annotations
@@ -19,52 +28,92 @@ sys.path[0] = str(ROOT)  # run by path: import from the repository, and never a 
 
 import argparse
 import asyncio
+import copy
 import http.client
 import json
+import math
 import os
 import random
+import re
+import shutil
 import statistics
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import quote
 
+from atroposlib.ui.rollouts.archive import MOST_BYTES, Archive
+from bench.long_run import GROUP_SIZE, NEEDLE, SHOWN, Rows, forget_cached, keep, multiply, write_archive, write_figures
 from bench.measured import measured, put_into
 from bench.rollout_api_load import LOAD, cpu_seconds, free_port, machine, put_load, rss_mib, server
 
 RESULTS = ROOT / "bench" / "results" / "page_cost.json"
+PARTS = ("load", "memory", "open")
 KINDS = {"without the page": None, "with it": 0, "ten pages open": 10}
 """What is measured -> pages that are open; None for a service without."""
-FIGURES = 130
-"""Of a row of the trainer."""
-SHOWN = ("reward_mean", "kl", "entropy", "clip_fraction", "tokens_per_second", "mfu", "age_mean", "response_length_mean")
-OPENED = (
-    "/ui", "/ui/api/page", "/ui/api/names", "/ui/api/stack", "/ui/api/events", "/ui/api/evaluations",
-    f"/ui/api/series?points=2000&names={','.join(SHOWN)}", "/ui/api/weights",
+OVERVIEW = (
+    "/ui/api/page", "/ui/api/names", "/ui/api/stack", "/ui/api/events", "/ui/api/evaluations", "/ui/api/runs",
+    f"/ui/api/series?points=2000&names={','.join(SHOWN)}",
 )  # fmt: skip
-"""What a browser asks for when a person opens the overview and the weights."""
-MOST_SECONDS = 2.0
-MOST_SLOWER = 0.05
+"""What a browser asks for when a person opens the overview."""
+LISTS = {
+    "newest": "sort=newest", "best": "sort=best", "worst": "sort=worst", "most drifted": "sort=drifted",
+    "longest": "sort=longest", "best of one environment": "sort=best&environment=code",
+    "newest of a rare environment": "environment=rare", "best, from the middle on": "sort=best&cursor=0.5~{middle}",
+    "newest with a common text": "text=a",
+    "best with a common text": "sort=best&text=the", "with a text that is nowhere": "text=no%20such%20text",
+}  # fmt: skip
+"""What a list is of -> how it is asked for."""
+WARM_GROUPS = 256
+CLIENTS = 16
+MOST_SECONDS, MOST_SLOWER, MOST_GROWTH_MIB = 2.0, 0.05, 8.0
+T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
+"""Student's t of two sides at 95 %, by degrees of freedom from 1 on."""
+
+
+# ---- open pages
 
 
 async def hold_open(port: int, pages: int) -> None:
-    """Follow the events of so many pages until the process is ended. Says `open` as soon as all are."""
+    """Follow a run on so many pages until the process is ended. Says `open` as soon as all are."""
+    kinds: list[tuple[Sequence[str], Sequence[bytes], float]] = [(OVERVIEW, (), 0.0)] * max(0, pages - 2)
+    kinds += [(("/ui/api/rollouts?limit=50",), (b"event: rollouts",), 3.0)] * (pages > 1)
+    kinds += [(("/ui/api/weights", "/ui/api/stack"), (b"event: rows", b"event: weights"), 5.0)] * (pages > 0)
 
-    async def follow(opened: asyncio.Event) -> None:
+    async def ask(path: str) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAccept-Encoding: gzip\r\nConnection: close\r\n\r\n"
+        writer.write(head.encode())
+        answer = await reader.read(-1)
+        writer.close()
+        if not answer.startswith((b"HTTP/1.1 200", b"HTTP/1.1 404")):  # no rollout yet
+            raise SystemExit(f"{path}: {answer[:300]!r}")
+
+    async def follow(opened: asyncio.Event, paths: Sequence[str], renewed_by: Sequence[bytes], every: float) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
         writer.write(b"GET /ui/api/stream HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-        await writer.drain()
-        while line := await reader.readline():
-            if line.startswith(b"event: hello"):
+        asked = -every
+        async for text in reader:
+            line = text.rstrip()
+            hello = line == b"event: hello"
+            if hello or (line in renewed_by and time.monotonic() - asked >= every):
+                asked = time.monotonic()
+                for path in paths:
+                    await ask(path)
+            if hello:
                 opened.set()
         raise SystemExit("the service closed a page")
 
-    opened = [asyncio.Event() for _ in range(pages)]
-    following = [asyncio.create_task(follow(event)) for event in opened]
-    await asyncio.gather(*(event.wait() for event in opened))
-    print("open", flush=True)
+    opened = [asyncio.Event() for _ in kinds]
+    following = [asyncio.create_task(follow(event, *kind)) for event, kind in zip(opened, kinds, strict=True)]
+    waiting = asyncio.gather(*(event.wait() for event in opened))
+    await asyncio.wait([waiting, *following], return_when=asyncio.FIRST_COMPLETED)
+    if waiting.done():
+        print("open", flush=True)
     await asyncio.gather(*following)
 
 
@@ -80,106 +129,232 @@ def open_pages(port: int, pages: int) -> Iterator[None]:
             if process.stdout is None or process.stdout.readline().strip() != "open":
                 sys.exit("error: the pages could not be opened")
             yield
+            if process.poll() is not None:
+                sys.exit("error: the pages were closed")
         finally:
             process.kill()
 
 
-def under_load(kind: str, groups: int) -> dict[str, float]:
-    """One run of the load on a fresh service."""
-    pages, port = KINDS[kind], free_port()
-    with tempfile.TemporaryDirectory(prefix="page", dir=ROOT / "runs") as folder:
+# ---- the service under load
+
+
+@contextmanager
+def long_run(steps: int) -> Iterator[tuple[Path, Rows]]:
+    """The figures of a run of so many steps, and what they go on with."""
+    with tempfile.TemporaryDirectory(prefix="page", dir=ROOT / "runs") as name:
+        yield Path(name), write_figures(Path(name), steps)
+
+
+@contextmanager
+def service(pages: int | None, run: tuple[Path, Rows]) -> Iterator[tuple[int, int]]:
+    """A fresh service of a copy of such a run, which gets another step each second. Yields port and process id."""
+    port, over = free_port(), threading.Event()
+    with tempfile.TemporaryDirectory(prefix="page", dir=ROOT / "runs") as name:
+        folder, rows = Path(name), copy.deepcopy(run[1])
+        shutil.copytree(run[0], folder, dirs_exist_ok=True)
+        trainer = threading.Thread(target=_train, args=(folder, rows, over), daemon=True)
         command: list[str | Path] = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port)]
-        command += ["--store", Path(folder, "rollouts.db"), "--run-folder", folder]
-        command += ["--no-ui"] if pages is None else []
-        with server(command, port, ROOT) as pid, open_pages(port, pages or 0):
-            before = cpu_seconds(pid)
-            result = put_load(port, 16, groups)
-            used = cpu_seconds(pid) - before
+        command += ["--store", folder / "rollouts.db", "--run-folder", folder, *(["--no-ui"] if pages is None else [])]
+        with server(command, port, ROOT) as pid:
+            put_load(port, CLIENTS, WARM_GROUPS)
+            with open_pages(port, pages or 0):
+                trainer.start()
+                try:
+                    yield port, pid
+                finally:
+                    over.set()
+                    trainer.join()
+
+
+def _train(folder: Path, rows: Rows, over: threading.Event) -> None:
+    with (folder / "trainer" / "metrics.jsonl").open("a") as file:
+        while not over.wait(1.0):
+            file.write(rows.line())
+            file.flush()
+
+
+def under_load(kind: str, groups: int, run: tuple[Path, Rows]) -> dict[str, float]:
+    """One run of the load on a fresh service."""
+    with service(KINDS[kind], run) as (port, pid):
+        before = cpu_seconds(pid)
+        result = put_load(port, CLIENTS, groups)
+        used = cpu_seconds(pid) - before
     return result | {"cpu_ms_per_group": used / groups * 1e3}
 
 
-def compare(rounds: int, groups: int) -> dict[str, Any]:
+def interval(shares: Sequence[float]) -> dict[str, float]:
+    """The mean of some shares, and the interval in which it is with 95 %; infinite for one."""
+    mean = statistics.fmean(shares)
+    if len(shares) < 2:
+        return {"mean": mean, "low": -math.inf, "high": math.inf}
+    half = T95[min(len(shares) - 2, len(T95) - 1)] * statistics.stdev(shares) / len(shares) ** 0.5
+    return {"mean": mean, "low": mean - half, "high": mean + half}
+
+
+def compare(rounds: int, groups: int, steps: int) -> dict[str, Any]:
     """All kinds in turn, so that all meet the same machine; each round in another order."""
     runs: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
-    for number in range(rounds):
-        for kind in random.Random(number).sample(list(KINDS), len(KINDS)):
-            runs[kind].append(under_load(kind, groups))
-            print(f"round {number + 1} {kind:17} " + " ".join(f"{k}={v:g}" for k, v in runs[kind][-1].items()), flush=True)
+    with long_run(steps) as run:
+        for number in range(rounds):
+            for kind in random.Random(number).sample(list(KINDS), len(KINDS)):
+                runs[kind].append(under_load(kind, groups, run))
+                print(f"round {number + 1} {kind:17} " + " ".join(f"{k}={v:g}" for k, v in runs[kind][-1].items()), flush=True)
     middle = {kind: {key: statistics.median(run[key] for run in found) for key in found[0]} for kind, found in runs.items()}
-    bare, watched = middle["without the page"], middle["ten pages open"]
-    slower = {key: 1 - watched[key] / bare[key] for key in ("posted", "drained")}
-    slower["p50"] = watched["p50"] / bare["p50"] - 1
-    verdict = {f"ten pages cost at most 5 % of {name}": share <= MOST_SLOWER for name, share in slower.items()}
-    for kind, found in middle.items():
-        print(f"{kind:17} " + " ".join(f"{key}={value:g}" for key, value in found.items()))
-    for text, good in verdict.items():
-        print(f"{'yes' if good else 'NO':>4}  {text}")
-    return {"groups": groups, "runs": runs, "medians": middle, "slower": slower, "verdict": verdict}
+    bare, slower = runs["without the page"], {}
+    for kind in list(KINDS)[1:]:
+        pairs = list(zip(runs[kind], bare, strict=True))
+        slower[kind] = {
+            "processor": interval([one["cpu_ms_per_group"] / other["cpu_ms_per_group"] - 1 for one, other in pairs]),
+            "posted": interval([1 - one["posted"] / other["posted"] for one, other in pairs]),
+            "drained": interval([1 - one["drained"] / other["drained"] for one, other in pairs]),
+            "p50": interval([one["p50"] / other["p50"] - 1 for one, other in pairs]),
+        }
+    verdict = {}
+    for what, share in slower["ten pages open"].items():
+        found = "yes" if share["high"] <= MOST_SLOWER else "no" if share["low"] > MOST_SLOWER else "not decided"
+        verdict[f"ten pages cost at most 5 % of {what}"] = found
+        print(f"{what:10} {share['mean']:+.1%} ({share['low']:+.1%} to {share['high']:+.1%}): {found}")
+    setting = {"rounds": rounds, "groups": groups, "clients": CLIENTS, "steps": steps, "groups_before": WARM_GROUPS}
+    return setting | {"runs": runs, "medians": middle, "slower": slower, "verdict": verdict}
 
 
-def write_long_run(folder: Path, steps: int) -> None:
-    """The files of a run of so many steps, as the trainer and the environments write them."""
-    draw = random.Random(0)
-    names = [*SHOWN, *(f"figure_{number}" for number in range(FIGURES - len(SHOWN)))]
-    figures = {name: draw.random() for name in names}
-    (folder / "trainer").mkdir()
-    with (folder / "trainer" / "metrics.jsonl").open("w") as file:
-        for step in range(1, steps + 1):
-            figures = {name: value + draw.gauss(0, 0.01) for name, value in figures.items()}
-            file.write(json.dumps({"step": step, **figures, "checksum": f"{step:016x}"}) + "\n")
-    with (folder / "trainer" / "evaluations.jsonl").open("w") as file:
-        for number in range(1, steps // 20):
-            row = {
-                "id": number,
-                "time": 1e9 + number,
-                "step": 20 * number,
-                "name": "task",
-                "metrics": {"eval/correct": draw.random()},
-            }
-            file.write(json.dumps(row) + "\n")
+def memory_of_service(loads: int, groups: int, steps: int) -> dict[str, Any]:
+    """The service's memory after each of some loads, while ten pages are open."""
+    found = []
+    with long_run(steps) as run, service(10, run) as (port, pid):
+        for number in range(loads):
+            put_load(port, CLIENTS, groups)
+            found.append(rss_mib(pid))
+            print(f"after load {number + 1}: {found[-1]:.0f} MiB", flush=True)
+    half = len(found) // 2
+    growth = statistics.fmean(found[half:]) - statistics.fmean(found[half // 2 : half]) if half > 1 else 0.0
+    verdict = {f"grows by at most {MOST_GROWTH_MIB:g} MiB": "yes" if growth <= MOST_GROWTH_MIB else "no"}
+    return {"loads": loads, "groups": groups, "pages": 10, "rss_mib": found, "growth_mib": growth, "verdict": verdict}
 
 
-def opening(steps: int, paths: Sequence[str]) -> dict[str, Any]:
-    """How long a page of a long run takes, when nobody has opened it before, and when somebody has."""
+# ---- a long run
+
+
+@contextmanager
+def viewed(folder: Path) -> Iterator[tuple[int, int]]:
+    """The page of a folder by a fresh process, of whose files the system has nothing in memory. Yields port and process id."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            forget_cached(path)
     port = free_port()
-    with tempfile.TemporaryDirectory(prefix="page", dir=ROOT / "runs") as folder:
-        write_long_run(Path(folder), steps)
-        command = [sys.executable, "-m", "atroposlib.cli.view_run", folder, "--port", str(port)]
-        with server(command, port, ROOT) as pid:
-            before = rss_mib(pid)
-            first = asked(port, paths)
-            again = asked(port, paths)
-            memory = rss_mib(pid) - before
-    whole = sum(first.values())
-    print(f"{steps} steps: open after {whole:.2f} s, again after {sum(again.values()):.2f} s, {memory:.0f} MiB")
-    for path, seconds in first.items():
-        print(f"  {seconds:.3f} s  {path[:80]}")
-    verdict = {f"open within {MOST_SECONDS:g} s": whole <= MOST_SECONDS}
-    return {"steps": steps, "seconds": whole, "first": first, "again": again, "memory_mib": memory, "verdict": verdict}
+    with server([sys.executable, "-m", "atroposlib.cli.view_run", folder, "--port", str(port)], port, ROOT) as pid:
+        yield port, pid
 
 
-def asked(port: int, paths: Sequence[str]) -> dict[str, float]:
-    """Seconds for each address, one after the other."""
-    found = {}
+def asked(port: int, path: str) -> tuple[float, Any]:
+    """Seconds for an address, and its JSON."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    for path in paths:
-        begin = time.perf_counter()
-        connection.request("GET", path)
-        answer = connection.getresponse()
-        body = answer.read()
-        if answer.status != 200:
-            sys.exit(f"error: {path}: {answer.status} {body[:300]!r}")
-        found[path] = time.perf_counter() - begin
+    began = time.perf_counter()
+    connection.request("GET", path)
+    answer = connection.getresponse()
+    body = answer.read()
+    seconds = time.perf_counter() - began
+    connection.close()
+    if answer.status != 200:
+        sys.exit(f"error: {path}: {answer.status} {body[:300]!r}")
+    return seconds, json.loads(body) if body.startswith(b"{") else None
+
+
+def peak_mib(pid: int) -> float:
+    """The most memory that a process ever had resident, in MiB."""
+    found = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+    return int(found[1]) / 1024 if found else float("nan")
+
+
+def look(folder: Path, paths: Sequence[str]) -> dict[str, float]:
+    """A fresh process is asked for some addresses: seconds at first and again (the median of three), and its memory at most."""
+    with viewed(folder) as (port, pid):
+        first = sum(asked(port, path)[0] for path in paths)
+        again = statistics.median(sum(asked(port, path)[0] for path in paths) for _ in range(3))
+        return {"first": first, "again": again, "peak_mib": peak_mib(pid)}
+
+
+def lists_of(folder: Path, middle: int) -> dict[str, dict[str, float]]:
+    """Every list of the rollouts of a run, and one group."""
+    found = {}
+    for name, query in LISTS.items():
+        path = f"/ui/api/rollouts?{query.format(middle=middle)}"
+        found[name] = look(folder, ["/ui/rollouts", path])
+    group = middle // GROUP_SIZE
+    pages = [f"/ui/rollouts/{group}", *(f"/ui/api/rollouts/{group}{end}" for end in ("", "/0?count=500", "/1?count=500"))]
+    found["one group with two of its rollouts"] = look(folder, pages)
+    for name, row in found.items():
+        print(f"  {name:35} " + " ".join(f"{key}={value:.3g}" for key, value in row.items()), flush=True)
     return found
+
+
+def whole_search(folder: Path) -> dict[str, float]:
+    """A text that the oldest rollout alone has, searched for until it is found."""
+    with viewed(folder) as (port, _):
+        longest = seconds = searched = requests = 0.0
+        cursor = ""
+        while True:
+            took, told = asked(port, f"/ui/api/rollouts?text={NEEDLE}&limit=1{cursor}")
+            longest, seconds, requests = max(longest, took), seconds + took, requests + 1
+            searched += told["searched"]
+            if told["rollouts"] or told["next"] is None:
+                break
+            cursor = f"&cursor={quote(told['next'])}"
+    return {"seconds": seconds, "longest": longest, "requests": requests, "searched": searched, "found": len(told["rollouts"])}
+
+
+def opening(steps: int, rollouts: int) -> dict[str, Any]:
+    """How long a long run takes to open, part by part, and what is done for a group that is kept."""
+    with tempfile.TemporaryDirectory(prefix="page", dir=ROOT / "runs") as name:
+        folder = Path(name)
+        archive = folder / "observed" / "rollouts.db"
+        write_figures(folder, steps)
+        kept = write_archive(archive, min(4000, rollouts // GROUP_SIZE))
+        few = lists_of(folder, kept["groups"] * GROUP_SIZE // 2)
+        size = multiply(archive, rollouts)
+        print(f"{size['rollouts']} rollouts, {size['file_bytes'] / 2**20:.0f} MiB", flush=True)
+        many = lists_of(folder, size["rollouts"] // 2)
+        overview = look(folder, ["/ui", *OVERVIEW])
+        weights = look(folder, ["/ui/weights", "/ui/api/weights", "/ui/api/stack"])
+        print(f"overview {overview}, weights {weights}", flush=True)
+        search = whole_search(folder)
+        full = Archive(archive, most_rollouts=size["rollouts"])
+        seconds = keep(full, 400)
+        full.close()
+    slowest = max([*many.values(), overview, weights], key=lambda row: row["first"])["first"]
+    verdict = {
+        f"everything opens within {MOST_SECONDS:g} s": "yes" if slowest <= MOST_SECONDS else "no",
+        "memory is that of a small archive": "yes"
+        if all(row["peak_mib"] - few[name]["peak_mib"] <= MOST_GROWTH_MIB for name, row in many.items())
+        else "no",
+        "within the bytes that are kept by default": "yes" if size["counted_bytes"] <= MOST_BYTES else "no",
+    }
+    keeping = {"empty_ms_per_group": kept["processor_ms_per_group"], "full_ms_per_group": seconds * 1e3}
+    return {
+        "steps": steps, **size, "slowest": slowest, "overview": overview, "weights": weights, "rollouts_lists": many,
+        "small_archive": {"rollouts": kept["groups"] * GROUP_SIZE, "lists": few}, "search": search, "keeping": keeping,
+        "peak_mib": max(row["peak_mib"] for row in [*many.values(), overview, weights]), "verdict": verdict,
+    }  # fmt: skip
+
+
+def finite(value: Any) -> Any:
+    """The same with null for what is infinite, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: finite(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def main() -> None:
     """Run what was asked for, and add it to the results file."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", 1)[0])
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each kind (default: 5)")
-    parser.add_argument("--groups", type=int, default=4096, help="groups of each run (default: 4096)")
-    parser.add_argument("--open", action="store_true", help="instead, open a long run")
+    parser = argparse.ArgumentParser(description=" ".join(__doc__.split("\n\n", 1)[0].split()))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
+    parser.add_argument("--rounds", type=int, default=8, help="runs of each kind (default: 8)")
+    parser.add_argument("--groups", type=int, default=2560, help="groups of each run (default: 2560)")
+    parser.add_argument("--loads", type=int, default=10, help="of the part of memory (default: 10)")
     parser.add_argument("--steps", type=int, default=10_000, help="of the long run (default: 10000)")
+    parser.add_argument("--rollouts", type=int, default=1_000_000, help="of the long run (default: 1000000)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--hold-open", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
@@ -188,13 +363,20 @@ def main() -> None:
         asyncio.run(hold_open(arguments.port, arguments.hold_open))
         return
     os.makedirs(ROOT / "runs", exist_ok=True)
-    described = {"machine": machine(), "measured": measured()}
-    if arguments.open:
-        put_into(arguments.out, "open", described | opening(arguments.steps, OPENED))
-    elif not LOAD.exists():
-        print("skipped: ../shared/bench/api_load.py, the load, is not there")
-    else:
-        put_into(arguments.out, "load", described | compare(arguments.rounds, arguments.groups))
+    for part in arguments.parts:
+        if part != "open" and not LOAD.exists():
+            print(f"{part} is skipped: ../shared/bench/api_load.py, the load, is not there")
+            continue
+        described = {"machine": machine(), "measured": measured()}
+        if part == "load":
+            found = compare(arguments.rounds, arguments.groups, arguments.steps)
+        elif part == "memory":
+            found = memory_of_service(arguments.loads, arguments.groups // 3, arguments.steps)
+        else:
+            found = opening(arguments.steps, arguments.rollouts)
+        put_into(arguments.out, part, described | finite(found))
+        for text, good in found["verdict"].items():
+            print(f"{good:>11}  {text}", flush=True)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,21 @@ class _Tokenizer:
     def __init__(self, content: bytes) -> None:
         from tokenizers import Tokenizer
 
-        self.tokenizer = Tokenizer.from_buffer(content)
+        self.tokenizer = Tokenizer.from_buffer(_without_merges(content))
+
+
+def _without_merges(content: bytes) -> bytes:
+    """A tokenizer of byte pairs without its merges, which only making tokens of text needs: it is read in half of the time, and
+    half as large in memory."""
+    try:
+        told = orjson.loads(content)
+        model = told["model"]
+        if model["type"] != "BPE" or not isinstance(model["merges"], list):
+            return content
+        model["merges"] = []
+        return orjson.dumps(told)
+    except (ValueError, KeyError, TypeError):
+        return content
 
 
 _in_use: WeakValueDictionary[bytes, _Tokenizer] = WeakValueDictionary()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from atroposlib.ui.rollouts import recorder as recorder_module
 from atroposlib.ui.rollouts import text as text_module
@@ -168,7 +169,11 @@ def test_a_tokenizer_is_read_once_for_all_who_have_it() -> None:
     content = (STARTER / "tokenizer.json").read_bytes()
     first, second = (TextOfTokens.of_file(content) for _ in range(2))
     assert text_module._read(content) is text_module._read(content)
-    assert first.whole([10, 11]) == second.whole([10, 11])
+    whole = Tokenizer.from_buffer(content)
+    every = list(range(whole.get_vocab_size()))
+    assert first.whole(every) == second.whole(every) == whole.decode(every, skip_special_tokens=False), "merges are not missed"
+    assert len(text_module._without_merges(content)) < len(content)
+    assert text_module._without_merges(b"none") == b"none"
     del first, second
     gc.collect()
     assert not text_module._in_use, "nobody has it any more"
