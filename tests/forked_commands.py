@@ -48,6 +48,8 @@ COMMANDS = {
         "scripts.quickstart": "scripts.quickstart.__main__",
         "tests.e2e.sums_in_turns": "tests.e2e.sums_in_turns",
         "tests.forked_ranks": "tests.forked_ranks",
+        "bench.gpu.memory_worker": "bench.gpu.memory_worker",
+        "bench.gpu.speed_worker": "bench.gpu.speed_worker",
     },
     "vllm": {"example_trainer/vllm_api_server.py": "example_trainer.vllm_api_server"},
 }
@@ -73,8 +75,8 @@ class Command:
     """A Python command.
 
     Attributes:
-        target: a module's name, or the path of a script.
-        is_module: which of both.
+        target: a module's name, or the path of a script; `-c` for a program that is the first of the arguments.
+        is_module: whether it is the first of these.
         arguments: what follows it.
         unbuffered: whether it was called with -u.
     """
@@ -118,6 +120,11 @@ class Command:
             importlib.import_module("torch").set_num_threads(int(threads))  # which reads the variable when it is imported
         if FORK_CHILDREN.items() <= os.environ.items():
             ManagedProcess.start_guard = start_guard  # type: ignore[method-assign]
+        if self.target == "-c":
+            program, *arguments = self.arguments
+            sys.argv, sys.path[0] = ["-c", *arguments], ""
+            exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+            return
         sys.modules.pop(COMMANDS[str(self.kind)][self.name])  # what it imports stays imported
         sys.argv = [self.target, *self.arguments]
         sys.path[0] = os.getcwd() if self.is_module else str(Path(self.target).parent)
@@ -233,15 +240,22 @@ def fork_server(kind: str) -> ForkServer:
     return ForkServer(kind)
 
 
-def what_forks(words: Sequence[str], variables: Mapping[str, str]) -> tuple[ForkServer, Command] | None:
-    """Who forks a command line in an environment; None if it has to be executed."""
+def what_forks(
+    words: Sequence[str], variables: Mapping[str, str], program: str | None = None
+) -> tuple[ForkServer, Command] | None:
+    """Who forks a command line in an environment; None if it has to be executed.
+
+    Args:
+        program: the kind that forks it if it is `python -c` with a program.
+    """
     command = Command.of(words)
+    kind = program if command is not None and command.target == "-c" else command and command.kind
     places = variables.get("PYTHONPATH", "").split(os.pathsep)
-    if command is None or command.kind is None or not {*places} <= {"", str(ROOT)}:
+    if command is None or kind is None or not {*places} <= {"", str(ROOT)}:
         return None
     if any(variables.get(name) != os.environ.get(name) for name in READ_WHEN_IMPORTED):
         return None
-    return fork_server(command.kind), command
+    return fork_server(kind), command
 
 
 execute_guard = ManagedProcess.start_guard
@@ -261,7 +275,9 @@ class ForkedProcess(ManagedProcess):
     start_guard = start_guard
 
 
-def start_unguarded(words: Sequence[str], log: int, variables: Mapping[str, str], directory: Path) -> Any:
+def start_unguarded(
+    words: Sequence[str], log: int, variables: Mapping[str, str], directory: Path, program: str | None = None
+) -> Any:
     """As subprocess.Popen, and forked if that can be: for who signals a command itself, and waits for it.
 
     Args:
@@ -269,8 +285,9 @@ def start_unguarded(words: Sequence[str], log: int, variables: Mapping[str, str]
         log: file descriptor of its output.
         variables: its whole environment.
         directory: its working directory.
+        program: the kind of what the program of `python -c` imports.
     """
-    if (found := what_forks(words, variables)) is None:
+    if (found := what_forks(words, variables, program)) is None:
         return execute(words, log, variables, directory)
     server, command = found
     return server.fork(command, variables, directory, log)

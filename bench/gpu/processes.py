@@ -7,7 +7,6 @@ import os
 import queue
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,11 +15,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import psutil
+
+from example_trainer.child_processes.ports import PortReservations
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
@@ -32,11 +34,14 @@ class BenchError(RuntimeError):
     """A measurement could not be made. The message names what failed and ends with the process's last lines."""
 
 
+@cache
+def _ports() -> PortReservations:
+    return PortReservations()
+
+
 def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that nobody listens on, and that is this program's own until it ends: who listens there starts later."""
+    return _ports().pick()
 
 
 def among_visible(gpus: str) -> str:

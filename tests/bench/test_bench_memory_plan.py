@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
+
+from bench import memory_plan
 from bench.measured import COMMIT_VARIABLE
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-def test_a_tiny_configuration_is_planned_measured_and_written_down(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "bench" / "memory_plan.py"), "--output", str(tmp_path), "--device", "cpu",
-         "--only", "reference_1.7b"],
-        capture_output=True, text=True, timeout=200, check=False, env=os.environ | {COMMIT_VARIABLE: "abc"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.mark.usefixtures("forked_children")
+def test_a_tiny_configuration_is_planned_measured_and_written_down(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(COMMIT_VARIABLE, "abc")
+    status = memory_plan.main(["--output", str(tmp_path), "--device", "cpu", "--only", "reference_1.7b"])
+    printed = capsys.readouterr().out
+    assert status == 0, printed
     written = json.loads((tmp_path / "memory_plan.json").read_text())
     (row,) = written["results"]
     assert row["measured"]["commit"] == "abc"
@@ -27,4 +26,4 @@ def test_a_tiny_configuration_is_planned_measured_and_written_down(tmp_path: Pat
     parts = ("backward of the loss", "backward of the layers", "end of the backward pass", "optimizer", "update of the server")
     assert row["allocated"]["greatest"] == max(row["allocated"][part] for part in parts)
     assert row["allocated"]["after connecting"] > row["allocated"]["after loading"]  # columns for vLLM's two ranks
-    assert "backward of the loss" in done.stdout
+    assert "backward of the loss" in printed

@@ -17,6 +17,7 @@ from example_trainer.models.ops import reference
 CPU = torch.device("cpu")
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_cases_are_measured_and_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["1.7B, 512", "1.7B, 512, plain PyTorch", "14B, 4k, FSDP2 over two GPUs"]
     status = trainer_speed.main(["--output", str(tmp_path), "--device", "cpu", "--shape", "tiny", "--only", *names])
@@ -37,6 +38,7 @@ def test_cases_are_measured_and_written_down(tmp_path: Path, capsys: pytest.Capt
     assert "plain PyTorch" in printed
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_what_saving_costs_the_steps_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["8B, one GPU, offloaded", "1.7B, 512, with a checkpoint"]
     assert trainer_speed.main(["--output", str(tmp_path), "--device", "cpu", "--shape", "tiny", "--only", *names]) == 0

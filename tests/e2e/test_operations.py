@@ -56,7 +56,9 @@ def places_of_keys(operations: Operations, keys: set[str]) -> list[str]:
 def test_the_stack_is_started_watched_killed_and_cleaned_up(operations: Operations) -> None:
     started = operations.type("start", "--cpu", "--bridge", "broadcast", "--steps", "1000", "--batch-size", "16")
     assert started.returncode == 0, started.stderr
-    eventually(lambda: (operations.status()["step"] or 0) >= 2, lambda: operations.type("status").stdout, seconds=180)
+    log = operations.folder / "trainer.log"  # asked first: each question to status.sh is a process that computes for a second
+    eventually(lambda: "Step 2/1000" in log.read_text(), lambda: operations.type("status").stdout, seconds=180)
+    eventually(lambda: (operations.status()["step"] or 0) >= 2, lambda: operations.type("status").stdout, seconds=60)
     status = operations.status()
     assert status["good"]
     assert {row["part"]: row["detail"] for row in status["rows"]} == {
@@ -96,6 +98,7 @@ def test_the_stack_is_started_watched_killed_and_cleaned_up(operations: Operatio
     for pid in commands.keys() - set(spared):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    eventually(lambda: not any(map(command_line, commands.keys() - set(spared))), lambda: "not all ended", seconds=120)
     eventually(lambda: not any(row["pid"] for row in operations.status()["rows"]), lambda: "not all ended", seconds=120)
     down = operations.type("status")
     assert down.returncode == 1

@@ -4,7 +4,6 @@ As `ours` it has /generate with `prompt_token_logprobs`, /sampling and /vocabula
 """
 
 import asyncio
-import socket
 import threading
 import time
 from typing import Any
@@ -12,6 +11,11 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
+
+from example_trainer.child_processes.ports import PortReservations
+
+_PORTS = PortReservations()
+"""Nobody else takes one while its teacher is away."""
 
 
 def expected(tokens: list[int]) -> list[float | None]:
@@ -34,9 +38,7 @@ class StandinTeacher:
         self.answer: Any = None
         self.paths: list[str] = []
         self.at_once = self.most_at_once = 0
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = _PORTS.pick()
         self.url = f"http://127.0.0.1:{self.port}"
 
     def app(self) -> FastAPI:

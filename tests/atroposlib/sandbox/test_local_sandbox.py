@@ -22,6 +22,7 @@ from atroposlib.sandbox import Limits, LocalSandbox, Outcome, Program, Raised, R
 from atroposlib.sandbox.inside import filters, rooms
 from atroposlib.sandbox.local import read_results
 from atroposlib.sandbox.verdict import same_value, verdict
+from example_trainer.child_processes.guard import parents
 from tests.conftest import ROOT
 
 SCRIPT = "import sys, os\nprint(sys.stdin.read()[::-1], os.getcwd(), os.listdir('.'), __name__, dict(os.environ))"
@@ -132,7 +133,7 @@ def test_all_ends_with_the_process_that_made_it(tmp_path: Path) -> None:
     owner.kill()
     owner.wait()
     owner.stdout.close()
-    asyncio.run(until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in [keeper, *family])))
+    asyncio.run(until(lambda: not {keeper, *family} & parents().keys()))
 
 
 async def until(probe: Callable[[], bool], seconds: float = 30) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -41,8 +42,14 @@ def eventually(done: Callable[[], bool], seconds: float = 60) -> bool:
 
 def family(log: Path) -> list[int]:
     """The process ids that FAMILY wrote."""
-    assert eventually(lambda: log.exists() and "family" in log.read_text()), "the family never started"
-    return [int(word) for word in log.read_text().split("family")[1].split()[:3]]
+    told: list[list[str]] = []
+
+    def has_told() -> bool:
+        told[:] = re.findall(r"family (\d+) (\d+) (\d+)\n", log.read_text() if log.exists() else "")
+        return bool(told)
+
+    assert eventually(has_told), "the family never started"
+    return [int(pid) for pid in told[0]]
 
 
 def living(pids: list[int]) -> list[int]:

@@ -1,4 +1,7 @@
-"""What test_stream.py starts: two ranks whose model FSDP2 spreads send it to two servers, which rank 0 has in threads."""
+"""What test_stream.py starts: two ranks whose model FSDP2 spreads send it to two servers, which rank 0 has in threads.
+
+Argument: a file that is made when the servers have given up a transfer to which rank 1 does not come.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +26,7 @@ from tests.example_trainer.weight_bridge.cohort_world import (
     SECONDS,
     Rank,
     join_all,
+    later,
     make_servers,
     manifests_of,
 )
@@ -95,11 +100,23 @@ def late_rank(
     """Rank 1 comes to a transfer when the receivers have given it up: it fails on both ranks, and the receivers say which lane
     it was whose weights did not come."""
     form("d", FEW_SECONDS)
+    given_up = Path(sys.argv[1])
+
+    def tell_of_the_end() -> None:
+        for rank in receivers:
+            rank.until("failed")
+        given_up.touch()
+
     for rank in receivers:
         rank.until("ready")
         rank.updater.receive(9)
-    if not ranks.is_main:
-        time.sleep(FEW_SECONDS + 1)
+    if ranks.is_main:
+        later(tell_of_the_end)
+    else:
+        deadline = time.monotonic() + SECONDS
+        while not given_up.exists():
+            assert time.monotonic() < deadline, "the receivers wait on"
+            time.sleep(0.05)
     cohort.timeout = FEW_SECONDS
     with pytest.raises(BridgeError, match=r"trainer rank \d: lane \d of vLLM rank 0: "):
         stream.send(cohort, nobody_lost)

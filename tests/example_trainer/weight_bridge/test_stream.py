@@ -232,7 +232,7 @@ def test_a_server_that_is_killed_or_stopped_costs_a_deadline_and_the_rest_goes_o
 
     with pytest.raises(BridgeError, match=r"trainer rank 0: lane 0 of vLLM rank 0: "):
         send_twice()
-    assert time.monotonic() - began < 2 * FEW_SECONDS + 2
+    assert time.monotonic() - began < SECONDS / 2, "the deadline of one transfer or two, on a machine that may be busy"
     rank.updater.discard(SECONDS)
     join_all([ranks], trainer.port, "second", 1)
     trainer.form("second", 1)
@@ -243,7 +243,7 @@ def test_a_server_that_is_killed_or_stopped_costs_a_deadline_and_the_rest_goes_o
     trainer.cohort.close()
 
 
-def test_ranks_of_a_sharded_trainer_send_together(processes: Processes) -> None:
+def test_ranks_of_a_sharded_trainer_send_together(processes: Processes, tmp_path: Path) -> None:
     """Two ranks, FSDP2: see stream_worker.py."""
-    command = [sys.executable, "-m", "tests.forked_ranks", Path(__file__).with_name("stream_worker.py")]
+    command = [sys.executable, "-m", "tests.forked_ranks", Path(__file__).with_name("stream_worker.py"), tmp_path / "given-up"]
     processes.finish(processes.start("ranks", command, environment={"PYTHONPATH": str(ROOT)}), seconds=240)

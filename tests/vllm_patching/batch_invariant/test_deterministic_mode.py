@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.forked_commands import start_unguarded
 from vllm_patching.batch_invariant import ops
 from vllm_patching.batch_invariant.mode import DeterminismRefused, check_sampling, refuse_flags
 from vllm_patching.batch_invariant.provenance import OPERATIONS, provenance, provenance_difference, table_hash
@@ -36,9 +36,11 @@ print("REPLACED", len(names))
 """
 
 
-def test_vllm_calls_our_functions_after_patching() -> None:
-    result = subprocess.run([sys.executable, "-c", PATCHES], capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert "REPLACED 6" in result.stdout, result.stderr[-2000:]
+def test_vllm_calls_our_functions_after_patching(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as log:
+        patching = start_unguarded([sys.executable, "-c", PATCHES], log.fileno(), os.environ, ROOT, "vllm")
+    status, said = patching.wait(120), (tmp_path / "log").read_text()
+    assert (status, "REPLACED 6" in said) == (0, True), said[-2000:]
 
 
 def flags(**changed: object) -> argparse.Namespace:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-import subprocess
+import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tests.forked_commands import start_unguarded
 from vllm_patching.protocol.checksum import weights_checksum
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry, flat_layout
 from vllm_patching.protocol.pieces import buckets
@@ -57,7 +59,7 @@ for bucket in BUCKETS[:sent]:
     for piece in bucket.pieces:
         piece.in_buffer(buffer, LAYOUT[piece.item]).copy_(piece.of(weights[piece.item]))
     lane.wait(lane.begin((), buffer), math.inf, nobody_lost)
-sys.stdin.readline()
+time.sleep(600)
 """
 
 
@@ -96,9 +98,9 @@ def wait_for(updater: WeightUpdater, phase: str) -> None:
         time.sleep(0.01)
 
 
-def start_trainer(port: int, epoch: int, behaviour: str) -> subprocess.Popen[bytes]:
+def start_trainer(port: int, epoch: int, behaviour: str) -> Any:
     arguments = [sys.executable, "-c", TRAINER, str(port), str(epoch), behaviour]
-    trainer = subprocess.Popen(arguments, stdin=subprocess.PIPE, cwd=ROOT)
+    trainer = start_unguarded(arguments, 2, os.environ, ROOT, "light")
     reach("localhost", port, "the test", SECONDS)
     return trainer
 

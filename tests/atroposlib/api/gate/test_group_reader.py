@@ -18,6 +18,7 @@ import pytest
 from atroposlib.api.gate.group_reader import IN_A_PROCESS_FROM, GroupReader, ReaderError
 from atroposlib.api.models.groups import read_groups
 from atroposlib.api.models.requests import InvalidRequestError
+from example_trainer.child_processes.guard import descendants, parents
 from tests.atroposlib.api.conftest import Service, group, marks
 
 
@@ -102,12 +103,7 @@ def test_others_are_served_meanwhile_and_no_child_is_left(tmp_path: Path, end: s
     service.begin(batch_size=4)
     assert service.process is not None
     assert service.http.post("/scored_data", content=large()).status_code == 200
-    (child,) = found = [
-        pid
-        for path in Path(f"/proc/{service.process.pid}/task").iterdir()
-        for pid in map(int, (path / "children").read_text().split())
-    ]
-    assert len(found) == 1
+    (child,) = descendants(service.process.pid)
     os.kill(child, signal.SIGSTOP)  # a body that takes as long to read as we like
     answers: list[httpx.Response] = []
 
@@ -127,6 +123,6 @@ def test_others_are_served_meanwhile_and_no_child_is_left(tmp_path: Path, end: s
     assert [marks(service.get("/batch")["batch"]) for _ in range(7)] == [[70000], [0], [1], [2], [3], [4], [70000]]
     service.signal(end)
     deadline = time.monotonic() + 20
-    while Path(f"/proc/{child}").exists() and "State:\tZ" not in Path(f"/proc/{child}/status").read_text():
+    while child in parents():
         assert time.monotonic() < deadline, "the child outlives the service"
         time.sleep(0.02)
