@@ -49,6 +49,8 @@ REMEDY: Mapping[str, str] = {
     "not_text": "have it return text, or something that JSON can hold",
     "cut": "have it return less, or raise --env.max_tool_output",
 }
+ENDED = "ended_rollout"
+"""How calls are counted whose tool gave the rollout up: none of these problems, since there is no answer any more."""
 
 
 class Tool:
@@ -205,6 +207,8 @@ class Toolbox:
             self._refuse(call, "timeout", f"no answer within {self.seconds:g} seconds")
             return None
         value, error = outcome
+        if isinstance(error, RolloutFailure):
+            self._note_end(tool, error)
         if isinstance(error, RolloutFailure | EnvironmentFailure):
             raise error
         if isinstance(error, NotText):
@@ -294,6 +298,17 @@ class Toolbox:
             call.problem,
             exc_info=error if isinstance(error, Exception) else None,
         )
+
+    def _note_end(self, tool: Tool, error: RolloutFailure) -> None:
+        self.problems[ENDED] += 1
+        if (ENDED, tool.name) in self._said:
+            return
+        self._said.add((ENDED, tool.name))
+        logger.warning(
+            "a call of %s ended its rollout, of which nothing is scored: %s: %s; mend what the tool needs (a sandbox: memory, "
+            "processes). Others like it are counted as train/tool_problems_%s, and not logged here",
+            tool.name, type(error).__name__, error, ENDED,
+        )  # fmt: skip
 
     def metrics(self) -> dict[str, float]:
         """`train/tool_problems_<kind>` -> count since the start of the process."""

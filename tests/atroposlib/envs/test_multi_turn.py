@@ -2,16 +2,20 @@
 
 import copy
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.multi_turn import Conversation, Grade, MultiTurnConfig, MultiTurnEnv, Step
 from atroposlib.envs.tool_formats import HermesFormat, TaggedFormat
 from atroposlib.envs.turn_rewards import sampled_runs
-from atroposlib.errors import RolloutFailure
+from atroposlib.errors import EnvironmentFailure, RolloutFailure
+from atroposlib.sandbox import Limits, LocalSandbox, Program, SandboxBroken, local
 from example_trainer.batch.groups import Rules, parse_batch
 from example_trainer.batch.lengths import LengthRules
 
@@ -203,6 +207,68 @@ async def test_a_template_that_knows_tools_tells_the_model_of_them(make: Make, t
     )
     assert len(sampled(group, 0, tokenizer)) == 2
     assert group["scores"] == [1.5]
+
+
+class Programs(Sums):
+    """Its tool runs programs."""
+
+    tool_format = TaggedFormat("run_code", "code", "<", ">")
+
+    async def setup(self) -> None:
+        self.box = LocalSandbox(Limits(seconds=60))
+        await self.box.start()
+        self.tools = [self.run_code]
+
+    async def run_code(self, code: str) -> str:
+        """Run a program.
+
+        Args:
+            code: Python.
+        """
+        return (await self.box.run(Program(code))).output
+
+
+async def test_a_sandbox_that_breaks_under_a_tool_is_counted_and_never_scored(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its keeper is killed between two calls, which nobody notices; under every program; and cannot be started any more."""
+    environment = make("<print(3)>", kind=Programs, group_size=1, max_token_length=100, max_turns=1)
+    assert isinstance(environment, Programs)
+    await environment.setup()
+    box = environment.box
+    run_once = box._run_once
+
+    def kill_the_keeper() -> None:
+        assert box._keeper is not None
+        keeper = psutil.Process(box._keeper.pid)
+        for process in (*keeper.children(recursive=True), keeper):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        box._keeper.wait(60)
+
+    async def dies_under_it(request: bytes, calls: int) -> Any:
+        if b"print(3)" in request:  # and not the trial of a keeper that was started anew
+            kill_the_keeper()
+        return await run_once(request, calls)
+
+    try:
+        for keeper_dies in (False, True):
+            if keeper_dies:
+                kill_the_keeper()
+            group, _ = await environment.collect_trajectories("1+2")
+            assert [message["content"] for message in environment.begun[-1].transcript][2] == "3\n"
+            assert group["scores"] == [0.5]
+        monkeypatch.setattr(box, "_run_once", dies_under_it)
+        for _ in range(2):
+            with pytest.raises(SandboxBroken):
+                await environment.collect_trajectories("1+2")
+        assert environment.toolbox.metrics() == {"train/tool_problems_ended_rollout": 2.0}
+        assert caplog.text.count("a call of run_code ended its rollout, of which nothing is scored: SandboxBroken: ") == 1
+        monkeypatch.setattr(local, "KEEPER", Path("/there/is/no/keeper.py"))
+        with pytest.raises(EnvironmentFailure, match="the sandbox's keeper did not start: "):
+            await environment.collect_trajectories("1+2")
+    finally:
+        await box.close()
 
 
 class Unsteady(Sums):
