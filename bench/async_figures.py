@@ -106,8 +106,10 @@ def parameter_server(book: Book) -> str:
         )
         rows.append([number, f"{push:.0f} ms", f"{pull:.0f} ms", f"{taken:.2f} GB/s", f"{given:.2f} GB/s"])
         places[number] = (FILE, place)
+    in_place = [book.maybe(FILE, f"{place}/read_in_place") == int(number) for number, (_, place) in places.items()]
+    way = "read where they are, in shared memory" if all(in_place) else "sent over Gloo"
     load = _load(book, "parameter_server/load_average_before/0")
-    return f"{markdown(head, rows)}\n\n{sources(book, places)} {load}"
+    return f"{markdown(head, rows)}\n\nThe weights were {way}. {sources(book, places)} {load}"
 
 
 def full_at(book: Book) -> str:

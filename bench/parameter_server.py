@@ -1,8 +1,10 @@
-"""How fast does a parameter server take weights, and hand them on? To light vLLM servers without an engine, over Gloo.
+"""How fast does a parameter server take weights, and hand them on? To light vLLM servers without an engine, on this machine.
 
     python bench/parameter_server.py --output DIR --device cpu                               1, 2 and 4 of them
     python bench/parameter_server.py --output DIR --device cpu --into bench/results/async.json
 
+All of it takes about two minutes on two cores. The weights go the way that a run's on one machine would: through memory that
+receivers read where it is, and Gloo where there is none to share (`read_in_place` in the results says how many read it).
 A trainer pushes one version after the other and waits for the servers in between, so that a push and a pull do not share the
 cores. How long a pull takes is what the parameter server wrote down itself (docs/timelines.md). Writes parameter_server.json.
 """
@@ -16,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)
 
 import os
+import re
 import statistics
 import time
 from functools import partial
@@ -42,7 +45,7 @@ class Benchmark(Sitting):
         """All numbers that were asked for."""
         args = self.args
         if self.on_gpu:
-            raise BenchError("only --device cpu has been written: the light servers receive over Gloo")
+            raise BenchError("only --device cpu has been written: the light servers have no GPU")
         self.describe(shape=args.shape, load_average_before=os.getloadavg())
         self.model = write_model_folder(self.work / "model", args.shape)
         fleet = LightFleet(args.shape, args.output, TRAINER_TIMEOUT)
@@ -80,6 +83,7 @@ class Benchmark(Sitting):
         push, pull = statistics.median(pushes), statistics.median(pulls)
         return {
             "updates": len(pulls),
+            "read_in_place": read_in_place(log, number),
             "model_bytes": size,
             "push_ms": round(1e3 * push, 1),
             "pull_ms": round(1e3 * pull, 1),
@@ -104,6 +108,12 @@ class Benchmark(Sitting):
         port = holder.process.args[holder.process.args.index("--port") + 1]  # type: ignore[union-attr,index]
         version: int = httpx.get(f"http://127.0.0.1:{port}/weights", timeout=30).json()["weight_version"]
         return version
+
+
+def read_in_place(log: Path, servers: int) -> int:
+    """How many of so many vLLM servers read a parameter server's memory where it is, as its log last said."""
+    told = re.findall(rf"The weights are read where they are by (\d+) of {servers} receivers", log.read_text(errors="replace"))
+    return int(told[-1]) if told else 0
 
 
 def report(data: dict[str, Any]) -> str:

@@ -44,8 +44,10 @@ COMMANDS = {
         "environments/reasoning_gym_server.py": "environments.reasoning_gym_server",
         "example_trainer/grpo.py": "example_trainer.grpo",
         "example_trainer/simple_rl.py": "example_trainer.simple_rl",
+        "example_trainer.parameter_server": "example_trainer.parameter_server.__main__",
         "example_trainer.reference_worker": "example_trainer.reference_worker",
         "scripts.quickstart": "scripts.quickstart.__main__",
+        "tests/e2e/async_roles.py": "tests.e2e.async_roles",
         "tests.e2e.sums_in_turns": "tests.e2e.sums_in_turns",
         "tests.forked_ranks": "tests.forked_ranks",
         "bench.gpu.memory_worker": "bench.gpu.memory_worker",
@@ -60,7 +62,7 @@ VLLM = (
 )  # fmt: skip
 LATER = {"light": ("scripts.quickstart.run",), "vllm": VLLM}
 """What these commands import only when they are under way."""
-READ_WHEN_IMPORTED = ("CUDA_VISIBLE_DEVICES",)
+READ_WHEN_IMPORTED = ("CUDA_VISIBLE_DEVICES",) if Path("/dev/nvidiactl").exists() else ()
 """Variables that must be as they were when the modules were imported. PYTHONPATH may name nothing but this repository."""
 FOLDER = "LOCKSTEP_TESTS_FORKS"
 """Variable that names the folder of the sockets."""

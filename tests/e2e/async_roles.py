@@ -1,29 +1,36 @@
-"""An asynchronous run whose service is the real one, and whose other processes weigh nothing.
+"""An asynchronous run whose processes are forked where they can be (tests/forked_commands.py), and noted.
 
-    python tests/e2e/async_roles.py drive --config FILE        the driver, with the roles below
-    python tests/e2e/async_roles.py ROLE FOLDER PORT SERVICE   one of them
+    python tests/e2e/async_roles.py drive --config FILE        the driver, with the real service and the roles below
+    python tests/e2e/async_roles.py drive-real --config FILE   the driver, all of whose roles are real
+    python tests/e2e/async_roles.py ROLE FOLDER PORT SERVICE   a generator, environment or trainer that weighs nothing
 
 Each group that an environment sends has a number of its own, which it writes to `sent` before and to `accepted` after the
-service has taken it; the trainer writes those that it has trained on to `trained`, with the batch's id, before it
-acknowledges. Both go on where an earlier life ended. With a file `enough` in the folder environments send no more, and the
-trainer ends when it has trained on all that was accepted.
+service has taken it; the trainer writes those that it has trained on to `trained`, with the batch's id, and each batch to
+`steps`, before it acknowledges. Both go on where an earlier life ended. With a file `enough` in the folder environments send
+no more, and the trainer ends when it has trained on all that was accepted.
 """
 
 from __future__ import annotations
 
-import random
 import sys
-import time
-from collections.abc import Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import importlib
 import os
+import random
+import time
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import httpx
+
+from example_trainer.async_grpo.actor import RoleProcess
+from example_trainer.async_grpo.launch import PYTHON, Address, Launch
+from example_trainer.child_processes.processes import ManagedProcess
+from tests.forked_commands import start_guard
 
 PAUSE = 0.3
 
@@ -57,8 +64,6 @@ def generator(port: int) -> None:
 
 def environment(folder: Path, name: str, client: httpx.Client) -> None:
     """Sends groups until there are enough."""
-    if (folder / f"{name}.broken").exists():
-        raise ModuleNotFoundError("No module named 'what_it_needs'")
     sent, accepted = folder / f"sent-{name}", folder / f"accepted-{name}"
     while True:
         open_ones = [number for number in numbers(sent) if number not in set(numbers(accepted))]
@@ -87,11 +92,12 @@ def trainer(folder: Path, client: httpx.Client) -> None:
     """Takes batches of one group until all that was accepted is trained on."""
     body = {"wandb_group": "g", "wandb_project": "p", "batch_size": 2, "max_token_len": 64, "checkpoint_dir": str(folder)}
     body |= {"save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 10**6, "ack_batches": True}
-    uuid, trained = None, folder / "trained"
+    uuid, trained, steps = None, folder / "trained", folder / "steps"
     while True:
         try:
             if uuid is None:
-                body["starting_step"] = len(numbers(trained))  # what was sampled after it, another run would have
+                # What was sampled after it, another run would have; so no step is left out that the service may have counted.
+                body["starting_step"] = len(numbers(steps))
                 uuid = client.post("/register", json=body).raise_for_status().json()["uuid"]
             got = client.get("/batch", params={"uuid": uuid}).raise_for_status().json()
             if got["batch"] is None:
@@ -104,6 +110,7 @@ def trainer(folder: Path, client: httpx.Client) -> None:
                 number = group["tokens"][0][2]
                 if number not in set(numbers(trained)):  # else only the acknowledgement was lost
                     note(trained, number, got["batch_id"])
+            note(steps, got["batch_id"])
             client.post("/batch/ack", json={"batch_id": got["batch_id"], "uuid": uuid}).raise_for_status()
         except httpx.HTTPError as error:
             print(f"{error!r}; trying again", flush=True)
@@ -122,14 +129,22 @@ def be(name: str, folder: Path, port: int, service: str) -> None:
             trainer(folder, client)
 
 
-def drive(arguments: list[str]) -> int:
-    """The driver."""
-    from example_trainer.async_grpo.__main__ import main
-    from example_trainer.async_grpo.launch import PYTHON, Address
+class NotedProcess(RoleProcess):
+    """Writes the process ids of a role's guard and of its actor to `pids-ROLE`, a line for each life."""
+
+    def start(self, launch: Launch, grace: float, may_finish: bool) -> int:
+        ManagedProcess.start_guard = start_guard  # type: ignore[method-assign]
+        guard = super().start(launch, grace, may_finish)
+        note(self._folder / f"pids-{self._name}", guard, os.getpid())
+        return guard
+
+
+def light_commands(*kinds: str) -> Any:
+    """The project's own commands, but for those of these kinds of roles, which weigh nothing."""
     from example_trainer.async_grpo.roles import Commands, Role
 
     class LightCommands(Commands):
-        """The project's own commands, but for those of roles that compute."""
+        """See above."""
 
         def _light(self, role: Role, places: Mapping[str, Address]) -> dict[str, Any]:
             port = places[role.name].ports[0] if places[role.name].ports else 0
@@ -137,12 +152,22 @@ def drive(arguments: list[str]) -> int:
             words = [PYTHON, "-u", __file__, role.name, str(self._settings.folder), str(port), service]
             return {"arguments": words}
 
-        _generator = _environment = _trainer = _light
+    for kind in kinds:
+        setattr(LightCommands, f"_{kind}", LightCommands._light)
+    return LightCommands
 
-    return main(arguments, LightCommands)
+
+def drive(light: bool, arguments: list[str]) -> int:
+    """The driver."""
+    from example_trainer.async_grpo import cluster
+    from example_trainer.async_grpo.__main__ import main
+
+    # By the name under which an actor imports it, which this program has not.
+    cluster.RoleProcess = importlib.import_module("tests.e2e.async_roles").NotedProcess  # type: ignore[misc]
+    return main(arguments, light_commands(*(("generator", "environment", "trainer") if light else ())))
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "drive":
-        sys.exit(drive(sys.argv[2:]))
+    if sys.argv[1].startswith("drive"):
+        sys.exit(drive(sys.argv[1] == "drive", sys.argv[2:]))
     be(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
