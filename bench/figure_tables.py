@@ -190,6 +190,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "packs of 16,384 tokens in sequences of the length that is named": "what bench/trainer_speed.py is asked for",
     },
     "docs/rollout-service.md": {
+        "or falls 256 messages or 8 MiB behind": "limits of atroposlib/ui/live/hub.py",
         "after decompression (1 MiB any other)": "a limit of atroposlib/api/gate/gate.py",
         "a head has 64 KiB at most. Bodies from 1 MiB on": "limits of atroposlib/api",
     },

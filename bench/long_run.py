@@ -154,13 +154,13 @@ def write_archive(path: Path, kept: int) -> dict[str, Any]:
 
 
 def multiply(path: Path, rollouts: int) -> dict[str, Any]:
-    """Copy the groups of an archive until it has so many rollouts. Returns how many there are, and how large the file is."""
+    """Copy the groups of an archive until it has so many rollouts, or a few more. Returns their number and the bytes."""
     connection = sqlite3.connect(path, isolation_level=None)
     run = connection.execute
     run("PRAGMA synchronous = OFF")
     run("PRAGMA cache_size = -400000")
     groups_of_one, rollouts_of_one = run("SELECT max(id), sum(size) FROM groups").fetchone()
-    copies = max(0, rollouts // rollouts_of_one - 1)
+    copies = max(0, -(-rollouts // rollouts_of_one) - 1)
     run("BEGIN")
     for copy in range(1, copies + 1):
         at = {"g": groups_of_one * copy, "r": rollouts_of_one * copy, "v": groups_of_one // 64 * copy}

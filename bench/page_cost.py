@@ -267,11 +267,14 @@ def peak_mib(pid: int) -> float:
 
 
 def look(folder: Path, paths: Sequence[str]) -> dict[str, float]:
-    """A fresh process is asked for some addresses: seconds at first and again (the median of three), and its memory at most."""
+    """A fresh process is asked for some addresses: seconds at first, of the processor too, and again (the median of three); and
+    its memory at most."""
     with viewed(folder) as (port, pid):
+        before = cpu_seconds(pid)
         first = sum(asked(port, path)[0] for path in paths)
+        used = cpu_seconds(pid) - before
         again = statistics.median(sum(asked(port, path)[0] for path in paths) for _ in range(3))
-        return {"first": first, "again": again, "peak_mib": peak_mib(pid)}
+        return {"first": first, "first_processor": used, "again": again, "peak_mib": peak_mib(pid)}
 
 
 def lists_of(folder: Path, middle: int) -> dict[str, dict[str, float]]:
@@ -309,7 +312,7 @@ def opening(steps: int, rollouts: int) -> dict[str, Any]:
         folder = Path(name)
         archive = folder / "observed" / "rollouts.db"
         write_figures(folder, steps)
-        kept = write_archive(archive, min(4000, rollouts // GROUP_SIZE))
+        kept = write_archive(archive, min(5000, rollouts // GROUP_SIZE))
         few = lists_of(folder, kept["groups"] * GROUP_SIZE // 2)
         size = multiply(archive, rollouts)
         print(f"{size['rollouts']} rollouts, {size['file_bytes'] / 2**20:.0f} MiB", flush=True)

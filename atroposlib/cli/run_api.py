@@ -28,7 +28,6 @@ from atroposlib.ui.live.observed import observed_folder
 from atroposlib.ui.live.source import LiveSource, Place
 from atroposlib.ui.page import RunPage
 from atroposlib.ui.rollouts.archive import MOST_BYTES
-from atroposlib.ui.rollouts.files import ARCHIVE
 from atroposlib.ui.rollouts.recorder import RolloutRecorder
 from atroposlib.ui.run.catalogue import LIVE
 from atroposlib.ui.web.gatekeeper import Gatekeeper
@@ -298,7 +297,7 @@ def make_page(
     observed = observed_folder(run_folder, store)
     if keep_rollouts:
         service.recorder = RolloutRecorder(
-            observed.path / ARCHIVE,
+            observed.path,
             most_bytes=keep_rollouts,
             tokenizer=tokenizer,
             told=lambda newest, groups: hub.tell_from_thread(LIVE, "rollouts", {"newest": newest, "count": groups}),

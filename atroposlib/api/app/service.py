@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeVar
@@ -48,6 +48,12 @@ class Recorder(Protocol):
 
     def reported(self, seqs: Sequence[int], report: Any) -> None:
         """The trainer says what it computed for tokens of a batch of these groups, in the order in which it got them."""
+
+    def another_run(self) -> None:
+        """What comes from now on is of another run."""
+
+    def stats(self) -> Mapping[str, int]:
+        """Groups that were `recorded`, and `left_out`, since the service began."""
 
     def close(self) -> None:
         """Write what waits, within a deadline."""

@@ -236,6 +236,8 @@ class LiveSource:
             self.observed.write("run.json", run)
         else:
             self.observed.begin(run)
+            if before and self.service.recorder is not None:
+                self.service.recorder.another_run()
 
 
 def _address(text: str) -> str:

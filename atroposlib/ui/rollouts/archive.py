@@ -8,6 +8,7 @@ same time whatever the number of rollouts.
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import zlib
 from collections.abc import Iterable, Sequence
@@ -28,6 +29,9 @@ from atroposlib.ui.rollouts.measured import (
 )
 from atroposlib.ui.rollouts.text import TextOfTokens, preview, searched_text
 
+ARCHIVE = "rollouts.db"
+"""The archive's name in the folder of what the service observed; that of the second run there is `rollouts.2.db`, and so on."""
+_NAMED = re.compile(r"rollouts(?:\.(\d+))?\.db")
 FORMAT = 1
 APPLICATION_ID = 0x4C6F526F
 """Marks the file as ours."""
@@ -85,6 +89,23 @@ class PostedGroup:
     time: float
     environment: str
     body: bytes
+
+
+def newest_archive(folder: Path) -> Path | None:
+    """The archive of the last run whose rollouts are kept in a folder; None if there is none."""
+    found = {int(named[1] or 1): path for path in folder.glob("rollouts*.db") if (named := _NAMED.fullmatch(path.name))}
+    return found[max(found)] if found else None
+
+
+def archive_of_next_run(path: Path) -> Path:
+    """Where the rollouts of the run are kept that comes after the one of an archive. The one before that is removed: a folder
+    has the bytes of two archives at most."""
+    named = _NAMED.fullmatch(path.name)
+    number = int(named[1] or 1) if named else 1
+    for end in ("", "-wal", "-shm"):
+        before = path.with_name(ARCHIVE if number == 2 else f"rollouts.{number - 1}.db")
+        Path(f"{before}{end}").unlink(missing_ok=True)
+    return path.with_name(f"rollouts.{number + 1}.db")
 
 
 def connect(path: Path, read_only: bool = False) -> sqlite3.Connection:

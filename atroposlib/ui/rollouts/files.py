@@ -10,15 +10,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from atroposlib.ui.rollouts.archive import Archive, PostedGroup
+from atroposlib.ui.rollouts.archive import ARCHIVE, Archive, PostedGroup, newest_archive
 from atroposlib.ui.rollouts.source import NoSuchError, RolloutSource
 from atroposlib.ui.rollouts.text import TextOfTokens, tokenizer_content
 from atroposlib.ui.run.folder import RunFiles
 
 logger = logging.getLogger(__name__)
 
-ARCHIVE = "rollouts.db"
-"""The archive's name in the folder of what the service observed."""
 MOST_OPEN = 4
 """Archives."""
 MOST_BYTES_READ = 128 << 20
@@ -56,7 +54,7 @@ class OpenArchives:
         Raises:
             ArchiveError: it cannot be read.
         """
-        path = None if files.observed is None else files.observed / ARCHIVE
+        path = None if files.observed is None else newest_archive(files.observed)
         inode = None if path is None else _inode(path)
         if path is None or inode is None:
             return None

@@ -15,7 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atroposlib.ui.rollouts.archive import MOST_BYTES, MOST_ROLLOUTS, Archive, ArchiveError, PostedGroup
+from atroposlib.ui.rollouts.archive import (
+    ARCHIVE,
+    MOST_BYTES,
+    MOST_ROLLOUTS,
+    Archive,
+    ArchiveError,
+    PostedGroup,
+    archive_of_next_run,
+    newest_archive,
+)
 from atroposlib.ui.rollouts.measured import parity_of, read_report
 from atroposlib.ui.rollouts.text import TextOfTokens, tokenizer_content
 
@@ -34,10 +43,28 @@ CLOSE_SECONDS = 10.0
 _SAY_SECONDS = 60.0
 
 
+class _AnotherRun:
+    """What comes after it is of another run."""
+
+
 @dataclass(frozen=True)
 class _Report:
     seqs: tuple[int, ...]
     told: Any
+
+
+_Waiting = PostedGroup | _Report | _AnotherRun
+
+
+def _by_run(some: Sequence[_Waiting]) -> list[list[PostedGroup | _Report]]:
+    """What came, run by run; the first of them is the one that went on before."""
+    found: list[list[PostedGroup | _Report]] = [[]]
+    for one in some:
+        if isinstance(one, _AnotherRun):
+            found.append([])
+        else:
+            found[-1].append(one)
+    return found
 
 
 class Allowance:
@@ -66,7 +93,7 @@ class RolloutRecorder:
     """Keeps rollouts as the service gets them, and what the trainer tells of them. It neither waits nor raises.
 
     Args:
-        path: of the archive; None keeps nothing.
+        folder: of the archives, one for each run that is kept there; None keeps nothing.
         most_bytes, most_rollouts: see Archive.
         tokenizer: folder or name of the sampled model's tokenizer; None for that of the model that the trainer names.
         told: called with the id of the newest group and the number of groups after each transaction, in the thread.
@@ -78,27 +105,31 @@ class RolloutRecorder:
 
     def __init__(
         self,
-        path: Path | None,
+        folder: Path | None,
         most_bytes: int = MOST_BYTES,
         most_rollouts: int = MOST_ROLLOUTS,
         tokenizer: str | None = None,
         told: Callable[[int, int], None] | None = None,
         bytes_per_second: float = BYTES_PER_SECOND,
     ) -> None:
-        self.path, self._most_bytes, self._most_rollouts = path, most_bytes, most_rollouts
+        self.folder, self._most_bytes, self._most_rollouts = folder, most_bytes, most_rollouts
         self.told = told
         self.recorded = self.left_out = 0
         self._allowance = Allowance(bytes_per_second, BURST_BYTES, time.monotonic())
         self._changed = threading.Condition()
         """Guards what follows."""
-        self._waiting: deque[PostedGroup | _Report] = deque()
+        self._waiting: deque[_Waiting] = deque()
         self._waiting_bytes = self._reports = 0
         self._model = tokenizer
         self._named = tokenizer is not None
-        self._closed = path is None
+        self._closed = folder is None
         self._said_at: float | None = None
+        # Of the thread:
+        self._archive: Archive | None = None
+        self._path: Path | None = None
+        self._loaded: str | None = None
         self._thread: threading.Thread | None = None
-        if path is not None:
+        if folder is not None:
             self._thread = threading.Thread(target=self._run, name="rollout-archive", daemon=True)
             self._thread.start()
 
@@ -135,6 +166,14 @@ class RolloutRecorder:
             self._reports += 1
             self._changed.notify_all()
 
+    def another_run(self) -> None:
+        """What comes from now on is of another run, and goes into an archive of its own: the lists are of one run. From any
+        thread."""
+        with self._changed:
+            if not self._closed:
+                self._waiting.append(_AnotherRun())
+                self._changed.notify_all()
+
     def close(self) -> None:
         """Write what waits, within a deadline."""
         with self._changed:
@@ -143,7 +182,7 @@ class RolloutRecorder:
         if self._thread is not None:
             self._thread.join(CLOSE_SECONDS)
             if self._thread.is_alive():
-                logger.warning("the archive of rollouts %s is not written to its end after %g s", self.path, CLOSE_SECONDS)
+                logger.warning("the archive of rollouts in %s is not written to its end after %g s", self.folder, CLOSE_SECONDS)
 
     def stats(self) -> dict[str, int]:
         """Groups kept, and left out, since the service began."""
@@ -152,34 +191,49 @@ class RolloutRecorder:
     # ---- the thread ----
 
     def _run(self) -> None:
-        assert self.path is not None
-        archive: Archive | None = None
-        loaded: str | None = None
         try:
             while (some := self._next()) is not None:
-                if archive is None:  # a service that gets nothing leaves nothing behind
-                    self.path.parent.mkdir(parents=True, exist_ok=True)
-                    archive = Archive(self.path, self._most_bytes, self._most_rollouts)
-                with self._changed:
-                    model = self._model
-                if model != loaded:
-                    loaded = model
-                    self._take_tokenizer(archive, model)
-                self._write(archive, some)
+                for run, of_one_run in enumerate(_by_run(some)):
+                    if run:
+                        self._begin_another()
+                    if of_one_run:
+                        self._write(self._opened(), of_one_run)
                 with self._changed:
                     self._changed.wait_for(lambda: self._closed, COMMIT_SECONDS)
         except (ArchiveError, OSError) as error:
             logger.warning("rollouts are not kept for the page: %s", error)
         except Exception:
-            logger.exception("rollouts are not kept for the page any more: the archive %s failed", self.path)
+            logger.exception("rollouts are not kept for the page any more: the archive in %s failed", self.folder)
         finally:
             with self._changed:
                 self._closed = True
                 self._waiting.clear()
-            if archive is not None:
-                archive.close()
+            if self._archive is not None:
+                self._archive.close()
 
-    def _next(self) -> list[PostedGroup | _Report] | None:
+    def _opened(self) -> Archive:
+        """The archive of the present run, made when something comes: a service that gets nothing leaves nothing behind."""
+        assert self.folder is not None
+        if self._archive is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path = self._path or newest_archive(self.folder) or self.folder / ARCHIVE
+            self._archive, self._loaded = Archive(path, self._most_bytes, self._most_rollouts), None
+        with self._changed:
+            model = self._model
+        if model != self._loaded:
+            self._loaded = model
+            self._take_tokenizer(self._archive, model)
+        return self._archive
+
+    def _begin_another(self) -> None:
+        assert self.folder is not None
+        if self._archive is not None:
+            self._archive.close()
+            self._archive = None
+        before = newest_archive(self.folder)
+        self._path = None if before is None else archive_of_next_run(before)
+
+    def _next(self) -> list[_Waiting] | None:
         """What waits, as soon as there is something; None at the end. Ends with `close`, as the service does."""
         with self._changed:
             while not self._waiting and not self._closed:
@@ -203,7 +257,7 @@ class RolloutRecorder:
         archive.keep_tokenizer(content)
         archive.commit()
 
-    def _write(self, archive: Archive, some: list[PostedGroup | _Report]) -> None:
+    def _write(self, archive: Archive, some: Sequence[PostedGroup | _Report]) -> None:
         newest, added = 0, 0
         try:
             archive.begin()
@@ -223,7 +277,7 @@ class RolloutRecorder:
             archive.roll_back()
             with self._changed:
                 self.left_out += sum(isinstance(one, PostedGroup) for one in some)
-            self._say(f"{len(some)} groups and reports are not kept for the page: {self.path}: {error}; is the disk full?")
+            self._say(f"{len(some)} groups and reports are not kept for the page: {archive.path}: {error}; is the disk full?")
             return
         with self._changed:
             self.recorded += added

@@ -15,7 +15,7 @@ from atroposlib.ui.rollouts.archive import ArchiveError
 from atroposlib.ui.rollouts.measured import told_of_each
 from atroposlib.ui.rollouts.source import ORDERS, KeptGroup, NoSuchError, Position, QueryError, RolloutSource
 from atroposlib.ui.rollouts.transcript import described, transcript
-from atroposlib.ui.run.catalogue import UnknownRunError
+from atroposlib.ui.run.catalogue import LIVE, UnknownRunError
 from atroposlib.ui.web.gatekeeper import API, PREFIX
 
 MOST_TOKENS = 10_000
@@ -28,11 +28,16 @@ def rollout_routes(page: RunPage) -> list[Route]:
     def route(path: str, answer: Callable[[Request, RolloutSource], dict[str, Any]]) -> Route:
         async def asked(request: Request) -> Response:
             def found() -> dict[str, Any]:
-                return answer(request, page.archives.of(page.runs.files(request.query_params.get("run", ""))))
+                files = page.runs.files(request.query_params.get("run", ""))
+                return answer(request, page.archives.of(files)) | left_out(files.id)
 
             return await page.answer(request, found, of_rollouts=True)
 
         return Route(f"{API}{path}", refusing(page, asked), methods=["GET"])
+
+    def left_out(run: str) -> dict[str, Any]:
+        recorder = page.live.service.recorder if page.live is not None and run == LIVE else None
+        return {"left_out": recorder.stats()["left_out"] if recorder is not None else 0}
 
     async def lists(request: Request) -> Response:
         return page.render(request.scope, "rollouts.html")

@@ -115,7 +115,8 @@ function show(query, told) {
   $("none").hidden = shown > 0 || next !== null;
   $("none").textContent = nothing(query, told.total);
   $("said").className = "";
-  $("said").textContent = `${count(shown, "rollout")} of ${number(told.total)}`;
+  const leftOut = told.left_out ? `; ${count(told.left_out, "group")} came faster than groups are kept for the page` : "";
+  $("said").textContent = `${count(shown, "rollout")} of ${number(told.total)}${leftOut}`;
   $("more").hidden = next === null;
   $("more").textContent = searching ? "Stop" : query.text ? "Search on" : "More";
   $("searched").textContent = query.text ? `${count(searched, "rollout")} searched${searching ? " …" : ""}` : "";

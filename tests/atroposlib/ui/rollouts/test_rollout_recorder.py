@@ -51,7 +51,7 @@ def report(sequence: int = 0, **more: Any) -> dict[str, Any]:
 
 def test_groups_and_what_the_trainer_tells_of_them_are_kept_and_a_model_makes_text(tmp_path: Path) -> None:
     path, told = tmp_path / "observed" / "rollouts.db", Told()
-    recorder = RolloutRecorder(path, told=told)
+    recorder = RolloutRecorder(path.parent, told=told)
     assert not path.exists(), "nothing has come"
     recorder.model(str(STARTER))
     recorder.posted([(4, "sums", body((1.0, 2))), (5, "code", body((0.0, 2)))])
@@ -69,9 +69,31 @@ def test_groups_and_what_the_trainer_tells_of_them_are_kept_and_a_model_makes_te
     assert source.listed(text=source.text().whole([10, 11])).rollouts
 
 
+def test_another_run_has_an_archive_of_its_own_and_two_are_kept(tmp_path: Path) -> None:
+    told = Told()
+    files = RunFiles("live", "live", tmp_path, tmp_path / "m", tmp_path / "e", observed=tmp_path)
+    archives = OpenArchives()
+    recorder = RolloutRecorder(tmp_path, told=told)
+    recorder.another_run()  # nothing was kept of the one before
+    recorder.posted([(0, "", body((1.0, 1)))])
+    told.wait_for(1)
+    assert scores_of(archives.of(files)) == [1.0]
+    for run in (2, 3):
+        recorder.another_run()
+        recorder.posted([(0, "", body((float(run), 1)))])
+        told.wait_for(run)
+        assert scores_of(archives.of(files)) == [float(run)], "the lists are of one run"
+    recorder.close()
+    recorder = RolloutRecorder(tmp_path, told=told)  # the service is started again
+    recorder.posted([(1, "", body((4.0, 1)))])
+    recorder.close()
+    assert scores_of(archives.of(files)) == [4.0, 3.0]
+    assert sorted(path.name for path in tmp_path.glob("*.db")) == ["rollouts.2.db", "rollouts.3.db"]
+
+
 def test_what_comes_too_fast_is_left_out_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder_module, "BURST_BYTES", 100_000)
-    recorder = RolloutRecorder(tmp_path / "rollouts.db", bytes_per_second=1e-9)
+    recorder = RolloutRecorder(tmp_path, bytes_per_second=1e-9)
     for seq in range(50):
         recorder.posted([(seq, "", body((0.0, 2)))])
     recorder.close()
@@ -83,17 +105,18 @@ def test_what_comes_too_fast_is_left_out_and_counted(tmp_path: Path, monkeypatch
 
 def test_groups_that_are_none_and_a_file_of_another_kind_harm_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, told = tmp_path / "rollouts.db", Told()
-    recorder = RolloutRecorder(path, told=told)
+    recorder = RolloutRecorder(path.parent, told=told)
     recorder.posted([(0, "", b"[]"), (1, "", b'{"scores": [1.0], "tokens": 3}'), (2, "", body((1.0, 1)))])
     told.wait_for(1)
     recorder.close()
     assert recorder.stats()["left_out"] >= 1
     assert "group 0 is not kept for the page" in caplog.text
-    other = tmp_path / "other.db"
+    other = tmp_path / "other" / "rollouts.db"
+    other.parent.mkdir()
     with sqlite3.connect(other) as connection:
         connection.execute("CREATE TABLE theirs (id INTEGER)")
     with caplog.at_level(logging.WARNING):
-        recorder = RolloutRecorder(other)
+        recorder = RolloutRecorder(other.parent)
         recorder.posted([(0, "", body((0.0, 1)))])
         recorder.close()
     assert "is no archive of rollouts" in caplog.text
