@@ -1,10 +1,12 @@
 """Pictures of the page for README and docs, of a real run: the quick start, looked at with a headless Chromium.
 
-    python bench/page_screenshots.py                 runs the quick start, four minutes on two cores
+    python bench/page_screenshots.py                 runs the quick start, four minutes on two cores, and looks while it trains
     python bench/page_screenshots.py --run FOLDER …  pictures of a run that is there already, from its files; others beside it
+    python bench/page_screenshots.py --only NAME …   some of them
 
-They go to docs/images/ui_*.png. No picture is taken of what does not work: a run whose reward does not rise is an error,
-and so is a page that writes one into the console.
+From files there are none of a run that goes on (LIVE), and of the quick start none of several runs (SEVERAL). They go to
+docs/images/ui_*.png. No picture is taken of what does not work: a run whose reward does not rise is an error, and so is a page
+that writes one into the console.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import httpx
 from example_trainer.child_processes.ports import PortReservations
 from example_trainer.child_processes.processes import ManagedProcess, Supervisor
 from example_trainer.child_processes.readiness import wait_until
+from tests.headless_browser import LIVE as LIVE_STREAM
 from tests.headless_browser import Visit, find_browser, missing
 
 if TYPE_CHECKING:
@@ -33,22 +36,31 @@ if TYPE_CHECKING:
 
 IMAGES = ROOT / "docs" / "images"
 RUN_SECONDS = 900.0
+WATCHED_STEPS = 24
+"""After which the run that goes on is looked at: by then its reward has risen."""
 DESK = {"viewport": {"width": 1280, "height": 860}}
+TALL = {"viewport": {"width": 1280, "height": 1000}}
 PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
-PICTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "overview_light": ("/ui", DESK | {"color_scheme": "light"}),
-    "overview_dark": ("/ui", DESK | {"color_scheme": "dark"}),
+EARLY_GROUP = 20
+"""Of a model that still answers now in one way and now in another."""
+LIVE: dict[str, tuple[str, dict[str, Any]]] = {
+    "overview_light": ("/ui", TALL | {"color_scheme": "light"}),
+    "overview_dark": ("/ui", TALL | {"color_scheme": "dark"}),
     "overview_phone": ("/ui", PHONE | {"color_scheme": "dark"}),
-    "rollouts_light": ("/ui/rollouts", DESK | {"color_scheme": "light"}),
-    "weights_light": ("/ui/weights", DESK | {"color_scheme": "light"}),
-    "history_dark": ("/ui/history", DESK | {"color_scheme": "dark"}),
 }
-"""Name -> the address, and the window that it is seen in."""
+"""Pictures of a run that goes on: name -> the address, and the window that it is seen in."""
+SEVERAL = {"history_dark": ("/ui/history", DESK | {"color_scheme": "dark"})}
+"""Of several runs."""
+PICTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "rollouts_light": ("/ui/rollouts?sort=drifted", DESK | {"color_scheme": "light"}),
+    "rollout_dark": (f"/ui/rollouts/{EARLY_GROUP}", DESK | {"color_scheme": "dark"}),
+    "rollout_difference": ("/ui/rollouts/{drifted}?shade=difference", DESK | {"color_scheme": "light"}),
+    "weights_light": ("/ui/weights", DESK | {"color_scheme": "light"}),
+}
+"""Of any run."""
 ALL_IN_SIGHT = """[...document.querySelectorAll("[data-response]")]
   .every((one) => one.getBoundingClientRect().top > innerHeight || one.querySelector("[data-token]"))"""
 """Rollouts are asked for as they come into sight."""
-EARLY_GROUP = 20
-"""Of a model that still answers now in one way and now in another."""
 
 
 class PictureError(RuntimeError):
@@ -57,12 +69,19 @@ class PictureError(RuntimeError):
 
 @contextmanager
 def quickstart(folder: Path) -> Iterator[str]:
-    """The address of the page of a quick start whose training is over, and whose service still runs."""
+    """The address of the page of a quick start that has taken WATCHED_STEPS, and goes on."""
     command = [sys.executable, "-m", "scripts.quickstart", "--cpu", "--keep-running", "--output", str(folder)]
+    folder.parent.mkdir(exist_ok=True)
     with Supervisor() as supervisor:
         process = supervisor.start("quick start", command, folder.with_suffix(".log"), {}, ROOT, 30.0)
-        found = wait_for(supervisor, process, r"still running: .*rollout service (http://\S+?);", RUN_SECONDS)
-        yield found
+        origin = wait_for(supervisor, process, r"rollout service +ready after .*(http://\S+)", RUN_SECONDS)
+
+        def missing_steps() -> str | None:
+            taken = len(rewards(origin, "live"))
+            return None if taken >= WATCHED_STEPS else f"{taken} of {WATCHED_STEPS} steps are taken"
+
+        wait_until("the quick start", missing_steps, RUN_SECONDS, supervisor.check)
+        yield origin
 
 
 @contextmanager
@@ -70,6 +89,7 @@ def files(folders: list[Path]) -> Iterator[str]:
     """The address of the page of the files of runs."""
     with Supervisor() as supervisor, PortReservations() as ports:
         flags = ["--port", str(ports.pick()), "--tokenizer", str(ROOT / "assets" / "starter_model")]
+        (ROOT / "runs").mkdir(exist_ok=True)
         command = [sys.executable, "-m", "atroposlib.cli.view_run", *map(str, folders), *flags]
         process = supervisor.start("view-run", command, ROOT / "runs" / "view-run.log", {}, ROOT)
         yield wait_for(supervisor, process, r"(http://127\.0\.0\.1:\d+)", 60)
@@ -88,16 +108,40 @@ def wait_for(supervisor: Supervisor, process: ManagedProcess, pattern: str, seco
     return found[1]
 
 
-def take(browser: Browser, origin: str, run: str) -> None:
-    """All pictures of one run, by its id."""
-    for name, (path, window) in PICTURES.items():
-        with look(browser, origin, f"{path}?run={run}", window) as visit:
-            if name == "overview_light":
-                rises(visit)
+def take(browser: Browser, origin: str, run: str, pictures: dict[str, tuple[str, dict[str, Any]]]) -> None:
+    """Pictures of one run, by its id."""
+    for name, (address, window) in pictures.items():
+        path = address.format(drifted=most_drifted(origin, run)) if "{drifted}" in address else address
+        with look(browser, origin, f"{path}{'&' if '?' in path else '?'}run={run}", window) as visit:
+            if name in LIVE:
+                visit.until(LIVE_STREAM)
+            visit.until(ALL_IN_SIGHT)
             picture(visit, name)
-    with look(browser, origin, f"/ui/rollouts/{EARLY_GROUP}?run={run}", DESK | {"color_scheme": "dark"}) as visit:
-        visit.until(ALL_IN_SIGHT)
-        picture(visit, "rollout_dark")
+
+
+def asked(origin: str, path: str, **query: str | int) -> Any:
+    """What the page answers its scripts."""
+    answer = httpx.get(f"{origin}/ui/api/{path}", params=query, timeout=30, trust_env=False)
+    answer.raise_for_status()
+    return answer.json()
+
+
+def most_drifted(origin: str, run: str) -> int:
+    """The group with the rollout in which sampler and trainer differ most.
+
+    Raises:
+        PictureError: the trainer has reported none.
+    """
+    found = asked(origin, "rollouts", run=run, sort="drifted", limit=1)["rollouts"]
+    if not found:
+        raise PictureError("the trainer has reported no rollout of this run: nothing can be shaded by a difference")
+    return int(found[0]["group"])
+
+
+def rewards(origin: str, run: str) -> list[float]:
+    """The mean reward of each step."""
+    told = asked(origin, "series", run=run, names="reward_mean", points=2000)["series"]["reward_mean"]["mean"]
+    return [value for value in told if value is not None]
 
 
 @contextmanager
@@ -114,15 +158,12 @@ def look(browser: Browser, origin: str, path: str, window: dict[str, Any]) -> It
         raise PictureError(f"{path}: {complaints}")
 
 
-def rises(visit: Visit) -> None:
+def require_rise(values: list[float]) -> None:
     """The reward's curve ends higher than it begins.
 
     Raises:
         PictureError: it does not.
     """
-    run = visit.page.locator("body").get_attribute("data-run")
-    rows = visit.page.request.get(f"{visit.origin}/ui/api/series?run={run}&names=reward_mean&points=2000").json()
-    values = [value for value in rows["series"]["reward_mean"]["mean"] if value is not None]
     third = len(values) // 3
     if third < 3 or sum(values[-third:]) <= sum(values[:third]):
         raise PictureError(f"the reward does not rise over the {len(values)} steps of this run: {values}")
@@ -139,17 +180,25 @@ def main() -> None:
     """Take the pictures."""
     parser = argparse.ArgumentParser(description="Pictures of the page for README and docs.")
     parser.add_argument("--run", type=Path, nargs="+", help="folders of runs that have ended (default: run the quick start)")
+    parser.add_argument("--only", nargs="+", choices=[*LIVE, *SEVERAL, *PICTURES], metavar="NAME", help="these pictures")
     arguments = parser.parse_args()
     if (reason := missing()) is not None:
         raise SystemExit(f"error: {reason}")
     from playwright.sync_api import sync_playwright
 
+    wanted = (SEVERAL if arguments.run else LIVE) | PICTURES
+    if arguments.only:
+        if not_to_be_had := sorted({*arguments.only} - wanted.keys()):
+            parser.error(f"no picture of {', '.join(not_to_be_had)} {'with' if arguments.run else 'without'} --run")
+        wanted = {name: wanted[name] for name in arguments.only}
     source = files(arguments.run) if arguments.run else quickstart(ROOT / "runs" / "page")
     with source as origin, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=find_browser())
-        runs = httpx.get(f"{origin}/ui/api/runs", timeout=30, trust_env=False).json()
+        runs = asked(origin, "runs")
         named = {Path(run["folder"]): run["id"] for run in runs["runs"]}
-        take(browser, origin, named[arguments.run[0].resolve()] if arguments.run else runs["current"])
+        run = named[arguments.run[0].resolve()] if arguments.run else runs["current"]
+        require_rise(rewards(origin, run))
+        take(browser, origin, run, wanted)
         browser.close()
 
 

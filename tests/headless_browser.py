@@ -34,6 +34,8 @@ READY = "document.body?.dataset.ready === 'true'"
 """Said by a page once its first data is drawn."""
 LIVE = "document.body?.dataset.connection === 'live'"
 """Said while its stream of events is open."""
+UNANSWERED = "net::ERR_|Failed to load resource|the service does not answer"
+"""What a page whose service is gone writes to the console; see Visit.expect."""
 TELL_REFUSALS = """document.addEventListener("securitypolicyviolation", (refused) =>
   console.error(`${refused.effectiveDirective} refuses ${refused.blockedURI}: ${refused.sourceFile}:${refused.lineNumber}`));"""
 
@@ -159,4 +161,5 @@ def visit(browser: Browser) -> Iterator[Callable[..., Visit]]:
         return begun[-1]
 
     yield begin
-    assert [line for one in begun for line in one.end()] == []
+    complaints = [line for one in begun for line in one.end()]
+    assert not complaints, complaints

@@ -14,7 +14,7 @@ import pytest
 from example_trainer.child_processes.processes import ManagedProcess
 from tests.conftest import ROOT, Processes
 from tests.e2e.conftest import start_vllm
-from tests.headless_browser import LIVE, Visit, missing
+from tests.headless_browser import LIVE, UNANSWERED, Visit, missing
 from tests.still_running import json_rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540)]
@@ -29,7 +29,7 @@ def watcher(origin: str, request: pytest.FixtureRequest) -> Visit | None:
     if missing():
         return None
     seen: Visit = request.getfixturevalue("visit")(origin)
-    seen.expect("net::ERR_|Failed to load resource")  # the service is killed
+    seen.expect(UNANSWERED)
     seen.open("/ui")
     seen.until(LIVE)
     return seen

@@ -15,7 +15,7 @@ import pytest
 from example_trainer.child_processes.processes import ManagedProcess
 from tests.atroposlib.api.conftest import Service, environment, trainer
 from tests.conftest import Processes
-from tests.headless_browser import LIVE, Visit
+from tests.headless_browser import LIVE, UNANSWERED, Visit
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(120)
 
 SERVER = Path(__file__).with_name("inference_server.py")
-UNANSWERED = "net::ERR_|Failed to load resource"
-"""What a browser writes to its console while the service is gone."""
 LOST = "document.body.dataset.connection === 'lost'"
 
 
