@@ -91,8 +91,9 @@ class LiveSource:
         """The files of the run, as far as they are known."""
         folder = self._figures()
         registration = self.service.queue.registration
-        name = (registration.model or "").rstrip("/").rpartition("/")[2] if registration else ""
+        model = (registration.model or "").rstrip("/").rpartition("/")[2] if registration else ""
         root = self.place.run_folder or folder
+        name = self.place.run_folder.absolute().name if self.place.run_folder is not None else model
         figures = (folder / "metrics.jsonl", folder / "evaluations.jsonl")
         return RunFiles(LIVE, name or "this run", root, *figures, self.observed.path, environment=environment_rows(root))
 

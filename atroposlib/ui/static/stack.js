@@ -87,7 +87,12 @@ function trainerBox(stack, state) {
     ["staleness", trainer.max_staleness === null || trainer.max_staleness === undefined ? "any" : `at most ${number(trainer.max_staleness)}`],
   ];
   const share = trainer.of_steps ? trainer.step / trainer.of_steps : null;
-  return { id: "trainer", name: "trainer", title: "Trainer", state: state("trainer"), said: service.run_ended ? "the run has ended" : (trainer.model ?? ""), facts, fill: share };
+  return { id: "trainer", name: "trainer", title: "Trainer", state: state("trainer"), said: service.run_ended ? "the run has ended" : modelName(trainer.model), facts, fill: share };
+}
+
+/** A model's name: of a folder, where it is does not matter here. */
+function modelName(model) {
+  return model?.startsWith("/") ? model.replace(/\/+$/, "").split("/").at(-1) : (model ?? "");
 }
 
 function serverBox(stack, state) {
@@ -95,9 +100,9 @@ function serverBox(stack, state) {
     const gone = server.health === "silent" || server.standing === "away";
     const bad = server.health === "bad" || server.standing === "quarantined";
     const now = gone ? STATES.gone : bad ? STATES.faulty : server.standing === "joining" ? STATES.starting : state(`server ${server.url}`);
-    const facts = [["serves", server.weight_version === null ? "not known" : `version ${number(server.weight_version)}`]];
+    const facts = [[gone ? "served last" : "serves", server.weight_version === null ? "not known" : `version ${number(server.weight_version)}`]];
     if (server.running !== null && server.running !== undefined) {
-      facts.push(["requests", `${number(server.running)} run, ${number(server.waiting ?? 0)} wait`]);
+      facts.push(["requests", server.waiting === null || server.waiting === undefined ? `${number(server.running)} under way` : `${number(server.running)} run, ${number(server.waiting)} wait`]);
     }
     const since = server.standing && !gone ? server.standing_since : server.since;
     if (since) {

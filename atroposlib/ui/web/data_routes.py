@@ -173,6 +173,7 @@ def describe(page: RunPage) -> dict[str, Any]:
     return {
         "live": page.live is not None,
         "run": page.runs.default() or None,
+        "name": page.live.files().name if page.live is not None else None,
         "now": time.time(),
         "key": page.keeper.sessions is not None,
         "full": page.hub.full or None,
