@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import sqlite3
 import threading
 import time
@@ -26,8 +25,8 @@ MOST_LISTED = 200
 LONGEST_QUERY = 400
 SEARCH_SECONDS = 0.6
 """After which a search answers with what it has found, and from where to go on."""
-SEARCHED_AT_ONCE = 400
-"""Rollouts whose texts are looked at between two looks at the clock."""
+SEARCHED_AT_ONCE, SCANNED_AT_ONCE = 1000, 5000
+"""Rollouts whose texts are looked at between two looks at the clock: one by one in an order, and as they lie in the file."""
 MOST_GROUPS_AT_HAND, MOST_BYTES_AT_HAND = 4, 32 << 20
 T = TypeVar("T")
 
@@ -154,10 +153,15 @@ class RolloutSource:
 
     def _total(self) -> int:
         # Numbers follow each other, and the oldest go first.
+        oldest, newest = self._bounds()
+        return newest - oldest + 1
+
+    def _bounds(self) -> tuple[int, int]:
+        """The oldest and the newest rollout; 1 and 0 where there is none."""
         low, high = self._connection.execute(
             "SELECT (SELECT id FROM rollouts ORDER BY id LIMIT 1), (SELECT id FROM rollouts ORDER BY id DESC LIMIT 1)"
         ).fetchone()
-        return 0 if low is None else int(high - low + 1)
+        return (1, 0) if low is None else (low, high)
 
     def listed(
         self,
@@ -187,6 +191,8 @@ class RolloutSource:
 
     def _listed(self, order: str, environment: str | None, text: str, after: Position | None, limit: int) -> Listed:
         names = dict(self._connection.execute("SELECT id, name FROM environments"))
+        if text and order == "newest" and environment is None:
+            return self._scanned(text, after, limit, names)
         lines = [number for number, name in names.items() if environment is None or name == environment]
         found: list[int] = []
         searched, position, deadline = 0, after, time.monotonic() + self._seconds
@@ -207,14 +213,35 @@ class RolloutSource:
                 break
         return Listed(self._heads(found, names), position, searched, self._total())
 
+    def _scanned(self, text: str, after: Position | None, limit: int, names: dict[int, str]) -> Listed:
+        """The newest rollouts with a text: their texts lie in the file in the order of the list."""
+        oldest, newest = self._bounds()
+        found: list[int] = []
+        end = begin = newest + 1 if after is None else min(newest + 1, after.id)
+        deadline = time.monotonic() + self._seconds
+        while end > oldest and len(found) < limit:
+            low = max(oldest, end - SCANNED_AT_ONCE)
+            rows = self._connection.execute(
+                "SELECT id FROM texts WHERE id >= ? AND id < ? AND text LIKE ? ESCAPE '\\' ORDER BY id DESC LIMIT ?",
+                (low, end, _pattern(text), limit - len(found)),
+            )
+            found += [number for (number,) in rows]
+            end = found[-1] if len(found) == limit else low
+            if time.monotonic() > deadline:
+                break
+        return Listed(
+            self._heads(found, names), Position(float(end), end) if end > oldest else None, begin - end, self._total()
+        )
+
     def _page(self, order: str, lines: Iterable[int], after: Position | None, count: int) -> list[Position]:
         """The next rollouts of some environments in an order: each one's list is read from an index, and they are merged."""
         key, falling = _KEYS[order]
-        lists = [self._page_of(line, key, falling, after, count) for line in lines]
         sign = -1.0 if falling else 1.0
-        return list(heapq.merge(*lists, key=lambda one: (sign * one.key, -one.id)))[:count]
+        some = [(sign * value, -number) for line in lines for value, number in self._page_of(line, key, falling, after, count)]
+        some.sort()  # of a few lists that are in order: they are merged
+        return [Position(float(sign * value), -number) for value, number in some[:count]]
 
-    def _page_of(self, line: int, key: str, falling: bool, after: Position | None, count: int) -> list[Position]:
+    def _page_of(self, line: int, key: str, falling: bool, after: Position | None, count: int) -> list[tuple[float, int]]:
         run = self._connection.execute
         select = f"SELECT {key}, id FROM rollouts WHERE environment = ? AND {key} IS NOT NULL"
         order = f"ORDER BY {key} {'DESC' if falling else 'ASC'}, id DESC LIMIT ?" if key != "id" else "ORDER BY id DESC LIMIT ?"
@@ -229,13 +256,12 @@ class RolloutSource:
             if len(rows) < count:
                 beyond = "<" if falling else ">"
                 rows += run(f"{select} AND {key} {beyond} ? {order}", (line, after.key, count - len(rows))).fetchall()
-        return [Position(float(value), number) for value, number in rows]
+        return rows
 
     def _matching(self, ids: list[int], text: str) -> set[int]:
-        escaped = text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
         places = ", ".join("?" * len(ids))
         rows = self._connection.execute(
-            f"SELECT id FROM texts WHERE id IN ({places}) AND text LIKE ? ESCAPE '\\'", [*ids, f"%{escaped}%"]
+            f"SELECT id FROM texts WHERE id IN ({places}) AND text LIKE ? ESCAPE '\\'", [*ids, _pattern(text)]
         )
         return {number for (number,) in rows}
 
@@ -366,3 +392,9 @@ class RolloutSource:
         if first and isinstance(first.get("token"), int):
             first["text"] = self.text().whole([first["token"]])
         return found
+
+
+def _pattern(text: str) -> str:
+    """For LIKE, with `\\` as the sign that takes others literally: this text anywhere."""
+    escaped = text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
+    return f"%{escaped}%"

@@ -163,10 +163,15 @@ def test_a_text_is_found_in_any_case_and_a_search_goes_on_where_its_time_ended(
         archive.add(PostedGroup(seq, 0.0, "", orjson.dumps({"messages": talk, "scores": [float(seq % 3)]})))
     archive.commit()
     monkeypatch.setattr(source_module, "SEARCHED_AT_ONCE", 7)
+    monkeypatch.setattr(source_module, "SCANNED_AT_ONCE", 7)
     source = RolloutSource(archive.path, seconds=0.0)
     first = source.listed(text="answer 1 ")
     assert (first.rollouts, first.searched, first.next is None) == ([], 7, False)
-    assert [head["group"] for head in all_of(source, 50, text="ANSWER 1 ")] == [2]
+    for order in "newest", "best":
+        assert [head["group"] for head in all_of(source, 50, text="ANSWER 1 ", order=order)] == [2]
+        assert [head["group"] for head in all_of(source, 50, text="answer 1 ", order=order, environment="")] == [2]
+    for limit in 1, 3, 7, 50:
+        assert [head["group"] for head in all_of(source, limit, text="of_all")] == list(range(30, 0, -1))
     assert len(all_of(source, 4, text="% OF_ALL", order="best")) == 30, "signs of a pattern are letters like others"
     assert all_of(source, 50, text="_1_") == []
     assert RolloutSource(archive.path).listed(text="answer 7 ").rollouts[0]["preview"].startswith("Answer 7 %")
