@@ -102,6 +102,7 @@ def test_a_sandbox_of_ones_own_that_fails_gives_no_score(env: CodeEnv, caplog: p
         with pytest.raises(RolloutFailure, match="could not run a program: no room"):
             graded(env, RIGHT)
     assert env.drops.metrics()["train/dropped_sandbox_broken"] == 2
+    assert caplog.text.count("no room; is the machine short of memory or processes? (said once)") == 1
     assert isinstance(env.box, NoSandbox)
     env.box.failure = SandboxUnavailable("it is gone")  # type: ignore[assignment]
     with pytest.raises(EnvironmentFailure, match="it is gone"):

@@ -223,6 +223,17 @@ def graded(env: Gsm8kEnv, text: str, finished: bool = True, gold: str = "18") ->
     return asyncio.run(env.grade(Question("q", gold), Response(text, 5, finished)))
 
 
+def test_rows_that_are_left_out_are_counted_and_told_with_the_first(
+    env: Gsm8kEnv, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [GOOD, *[{"question": "q", "answer": None}] * 2]
+    env.leave_out(read_file(write(tmp_path / "x.jsonl", *rows)), "the training set")
+    assert env.drops.metrics()["train/dropped_bad_rows"] == 2
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "2 of 3 rows of the training set have no question or no answer and are never asked, mend or remove them" in line
+    assert "x.jsonl" in line
+
+
 def test_the_last_box_decides(env: Gsm8kEnv) -> None:
     assert graded(env, r"\boxed{17} no, \boxed{18}") == Grade(1.0, True, "18")
     assert graded(env, r"\boxed{18} no, \boxed{17}") == Grade(-1.0, False, "17")

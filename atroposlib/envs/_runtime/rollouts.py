@@ -10,7 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from atroposlib.envs._runtime.item_window import exact_place
-from atroposlib.errors import EnvironmentFailure, RolloutFailure
+from atroposlib.errors import EnvironmentFailure, NoRoom, RolloutFailure
 from atroposlib.groups import group_from_items
 from atroposlib.inference.generation import VersionRecord, current_versions, weight_fields
 from atroposlib.inference.server_baseline import APIServer
@@ -137,7 +137,9 @@ class Rollouts:
                 kept = await self.env.handle_send_to_api(groups, item, **how)
             finally:
                 await self.env.cleanup()
-        except (EnvironmentFailure, RolloutFailure):
+        except (EnvironmentFailure, RolloutFailure) as failure:
+            if isinstance(failure, NoRoom):
+                self.env.drops.add("no_room")
             raise
         except Exception as error:
             self.env.drops.add("errors")

@@ -183,8 +183,10 @@ async def test_a_limit_in_the_middle_ends_the_conversation_and_the_reward_is_ask
 
 
 async def test_no_room_for_a_first_answer_gives_no_group(make: Make) -> None:
+    environment = make("3", max_conversation_tokens=5)
     with pytest.raises(RolloutFailure, match=r"leave no room for an answer within --env.max_conversation_tokens 5"):
-        await make("3", max_conversation_tokens=5).collect_trajectories("1+2")
+        await environment._rollouts.work_on("1+2", send=False)
+    assert str(environment.drops) == "no_room=1"
 
 
 class Hermes(Sums):

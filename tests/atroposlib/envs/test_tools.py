@@ -163,10 +163,16 @@ def test_what_goes_wrong_is_told_to_the_model_counted_and_logged_once(
     assert tools.REMEDY[problem] in line
 
 
-def test_an_unknown_tool_and_half_a_call_are_answered_too() -> None:
+def test_an_unknown_tool_and_half_a_call_are_answered_counted_and_logged_once_too(caplog: pytest.LogCaptureFixture) -> None:
     toolbox = box(look_up)
-    (half,) = HermesFormat().read('Well: <tool_call>{"name": "look_up", "argum')
-    unknown, half = answered(toolbox, Call("search" * 100, {}), half)
+
+    def half_a_call() -> Call:
+        (call,) = HermesFormat().read('Well: <tool_call>{"name": "look_up", "argum')
+        return call
+
+    unknown, half, *_ = answered(toolbox, Call("search" * 100, {}), half_a_call(), Call("find", {}), half_a_call())
+    assert toolbox.metrics() == {"train/tool_problems_unknown_tool": 2.0, "train/tool_problems_unreadable": 2.0}
+    assert [caplog.text.count(tools.REMEDY[kind]) for kind in ("unknown_tool", "unreadable")] == [1, 1]
     assert (unknown.problem, half.problem) == ("unknown_tool", "unreadable")
     assert unknown.answer == f"error: there is no tool '{('search' * 100)[:50]}', but look_up"
     assert half.answer == "error: a call that does not end with </tool_call>"
