@@ -35,6 +35,7 @@ GSM8K = REPOSITORY.parent / "shared" / "gsm8k" / "test.jsonl"
 needs_gsm8k = pytest.mark.skipif(not GSM8K.exists(), reason=f"{GSM8K} is absent: the GSM8K questions are not shipped")
 numbers = st.integers(10, 999)
 operators: st.SearchStrategy[Operator] = st.sampled_from(("+", "-"))
+pytestmark = pytest.mark.timeout(300)
 
 
 @functools.cache
@@ -237,15 +238,15 @@ def test_replies_to_long_questions_vary_in_form() -> None:
 # The command
 
 
-def test_same_command_gives_the_same_bytes_and_another_seed_does_not(tmp_path: Path) -> None:
+def test_same_command_gives_the_same_bytes(tmp_path: Path) -> None:
     """Also in this process, in which much has happened before."""
 
-    def command(name: str, seed: int) -> list[str]:
-        flags = ["--seed", str(seed), "--steps", "2", "--calculator-steps", "1", "--eval-problems", "1", "--threads", "1"]
+    def command(name: str) -> list[str]:
+        flags = ["--seed", "3", "--steps", "2", "--calculator-steps", "1", "--eval-problems", "1", "--threads", "1"]
         return ["--output", str(tmp_path / name), *flags]
 
     by_itself = subprocess.run(
-        [sys.executable, REPOSITORY / "scripts" / "make_starter_model.py", *command("a", 3)],
+        [sys.executable, REPOSITORY / "scripts" / "make_starter_model.py", *command("a")],
         cwd=tmp_path,  # from anywhere: it must not depend on the folder it is called in
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -255,9 +256,9 @@ def test_same_command_gives_the_same_bytes_and_another_seed_does_not(tmp_path: P
     )
     assert by_itself.returncode == 0, by_itself.stderr
     threads = torch.get_num_threads()
-    for name, seed in (("b", 3), ("c", 4)):
-        make_starter_model.main(command(name, seed))
-    one, again, other = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in "abc")
+    make_starter_model.main(command("b"))
+    torch.set_num_threads(threads)
+    one, again = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in "ab")
     assert one == again
     assert set(one) == {
         "README.md",
@@ -268,11 +269,9 @@ def test_same_command_gives_the_same_bytes_and_another_seed_does_not(tmp_path: P
         "tokenizer_config.json",
         "training_log.jsonl",
     }
-    assert one["model.safetensors"] != other["model.safetensors"]
-    torch.set_num_threads(threads)
 
 
-def test_a_second_stage_on_a_first_that_was_kept_gives_the_same_weights(tmp_path: Path) -> None:
+def test_a_second_stage_on_a_first_that_was_kept_gives_the_same_weights_and_another_seed_does_not(tmp_path: Path) -> None:
     tokenizer = shipped_tokenizer()
     plan = dataclasses.replace(TrainingPlan(), seed=3, steps=1, batch_size=4, calculator_steps=1, calculator_batch_size=4)
     lines: list[dict[str, Any]] = [{"plan": dataclasses.asdict(plan), "threads": 1, "processor": "x", "torch": "y"}]
@@ -286,6 +285,8 @@ def test_a_second_stage_on_a_first_that_was_kept_gives_the_same_weights(tmp_path
     kept, taken = make_starter_model.first_stage(tmp_path, plan, tokenizer, noted.append)
     assert noted == [taken, *lines[1:]]
     assert "--first-stage FIRST --seed 3 --steps 1 --calculator-steps 1 --threads 1\n" in how_made(plan, 1, taken)
+    other = train(dataclasses.replace(plan, seed=4), tokenizer, noted.append).state_dict()
+    assert not any(torch.equal(other[name], weight) for name, weight in kept.state_dict().items() if "proj" in name)
     at_once, later = (train_calculator(each, plan, tokenizer, noted.append).state_dict() for each in (model, kept))
     assert all(torch.equal(at_once[name], later[name]) for name in at_once)
 
