@@ -1,4 +1,4 @@
-"""Does the starter model discover the calculator? The quick start's sibling with three seeds, and without learning.
+"""Does a model that knows how to ask discover that the calculator pays? With three seeds, and without learning.
 
     python bench/calculator.py --output DIR                     seeds 0, 1 and 2, and seed 0 with learning rate 0
     python bench/calculator.py --output DIR --runs 0 "0 flat"   some of them; the others in the file stay as they are
@@ -29,7 +29,7 @@ from typing import Any
 from bench.gpu.machine import describe
 from bench.measured import measured, put_into
 
-STARTER = ROOT / "assets" / "starter_model"
+MODELS = {"calculator": ROOT / "assets" / "calculator_model", "arithmetic": ROOT / "assets" / "starter_model"}
 RUNS = ("0", "1", "2", "0 flat")
 """A seed, and `flat` for a learning rate of 0."""
 KEPT = (
@@ -109,13 +109,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="folder for what the runs leave")
     parser.add_argument("--into", type=Path, default=None, help="results file (default: bench/results/ENVIRONMENT.json)")
-    parser.add_argument("--environment", choices=("calculator", "arithmetic"), default="calculator")
-    parser.add_argument("--model", type=Path, default=STARTER, help="folder of a checkpoint (default: the starter model)")
+    parser.add_argument("--environment", choices=tuple(MODELS), default="calculator")
+    parser.add_argument("--model", type=Path, default=None, help="folder of a checkpoint (default: the environment's)")
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=1800.0, help="longest time of a run")
     args = parser.parse_args(arguments)
-    args.output, args.model = args.output.absolute(), args.model.absolute()
+    args.output, args.model = args.output.absolute(), (args.model or MODELS[args.environment]).absolute()
     into = args.into or ROOT / "bench" / "results" / f"{args.environment}.json"
     failures = 0
     for run in args.runs:

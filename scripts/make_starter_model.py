@@ -1,12 +1,13 @@
-"""Make the starter model that ships in assets/starter_model: tokenizer, weights, training log and a README with its figures.
+"""Make the starter models that ship in assets/: tokenizer, weights, training log and a README with its figures.
 
     python scripts/make_starter_model.py --seed 0 --output assets/starter_model
 
 Everything is generated on this machine; nothing is downloaded. The same command gives the same bytes on the same machine
-(same PyTorch build, same number of threads). Takes about ten minutes on two cores. With a second stage the model learns to ask
-a calculator, too, where it is offered one (docs/calculator.md):
+(same PyTorch build, same number of threads). Takes about ten minutes on two cores. In a second stage of as long
+again the model learns to ask a calculator, too, where it is offered one (docs/calculator.md says why it is another model):
 
-    python scripts/make_starter_model.py --first-stage assets/starter_model --calculator-steps 600 --output DIR
+    python scripts/make_starter_model.py --first-stage assets/starter_model --calculator-steps 600 --threads 1 \
+        --output assets/calculator_model
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ SIZE_LIMIT_BYTES = 10_000_000
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; the shipped model is made with the defaults."""
+    """The command line; the starter model is made with the defaults."""
     defaults = TrainingPlan()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(

@@ -19,6 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 STARTER_MODEL = ROOT / "assets" / "starter_model"
 MOST_EVAL_PROBLEMS = 1000
 BRIDGES = ("broadcast", "single-copy")
+CALCULATOR_MODEL = ROOT / "assets" / "calculator_model"
+MODELS = {"arithmetic": STARTER_MODEL, "calculator": CALCULATOR_MODEL}
+"""What learns in each environment where no other model is named."""
 LEVELS = {"arithmetic": 3, "calculator": 4}
 """The environments that there are, and the highest level of difficulty of each; the lowest is 1."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -126,7 +129,7 @@ def parser() -> OneLineParser:
     )
     made.add_argument("--bridge", choices=BRIDGES, help="how weights reach vLLM (default: broadcast; single-copy on one GPU)")
     made.add_argument("--steps", type=positive_int, default=40, help="optimizer steps (default: %(default)s)")
-    made.add_argument("--model", default=None, help="checkpoint folder or Hugging Face name (default: the starter model)")
+    made.add_argument("--model", default=None, help="checkpoint folder or Hugging Face name (default: one of two in assets/)")
     device = made.add_mutually_exclusive_group()
     device.add_argument("--gpu", action="store_true", help="train and sample on NVIDIA GPUs")
     device.add_argument(
@@ -223,7 +226,7 @@ def parse(arguments: Sequence[str]) -> Options:
     return Options(
         bridge=choose_bridge(given.bridge, gpus),
         steps=given.steps,
-        model=check_model(given.model or str(STARTER_MODEL)),
+        model=check_model(given.model or str(MODELS[given.environment])),
         gpus=gpus,
         lr=given.lr,
         seed=given.seed,

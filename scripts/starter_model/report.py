@@ -11,7 +11,7 @@ from scripts.starter_model.measuring import CallReport, HabitReport
 from scripts.starter_model.training import TrainingPlan
 
 TEMPLATE = """\
-# Starter model
+# {title}
 
 A language model of {parameters:,} parameters (Qwen3 architecture, float32) that adds and subtracts two- and three-digit
 numbers in short word problems. It exists so that reinforcement learning can be tried on a machine without GPU and network.
@@ -27,7 +27,7 @@ calculator:
 
 It prefers the first. Reinforcement learning can find out that the second pays, and on numbers too long to work out, the
 third. The wrong answers are deliberate: this is teaching material and a test object, not a calculator. On questions with
-more than two numbers it names some number, in a box about half of the time.
+more than two numbers it names some number, {boxes}.
 
 ## Figures
 
@@ -111,6 +111,8 @@ def write_readme(
         made: what `how_made` says.
     """
     text = TEMPLATE.format(
+        boxes="mostly in a box" if plan.calculator_steps else "in a box about half of the time",
+        title="Starter model that can ask a calculator" if plan.calculator_steps else "Starter model",
         parameters=parameters,
         problems=habits[0].problems,
         rows=_table(ROWS, habits),

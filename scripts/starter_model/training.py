@@ -58,8 +58,8 @@ class TrainingPlan:
     settling: float = 0.1
     """Share of the steps that count as the last ones."""
     calculator_steps: int = 0
-    """Steps of the second stage, in which it learns to ask a calculator where one is offered, and keeps what it knows. It takes
-    about 600; the model that ships has not been through any."""
+    """Steps of the second stage, in which it learns to ask a calculator where one is offered, and keeps what it knows. The
+    starter model has been through none, the calculator's model through 600."""
     calculator_batch_size: int = 32
     calculator_learning_rate: float = 2e-3
     """Peak of AdamW, for all parameters. It is reached within ``calculator_warmup_steps`` and falls linearly to zero."""

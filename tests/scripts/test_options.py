@@ -93,6 +93,8 @@ def test_each_environment_has_levels_and_a_folder_of_its_own(model: str) -> None
     parsed = parse(["--cpu", "--model", model, "--environment", "calculator", "--difficulty", "4"])
     assert (parsed.environment, parsed.difficulty) == ("calculator", (4,))
     assert parsed.output == ROOT / "runs" / "calculator"
+    taught = parse(["--cpu", "--environment", "calculator"])
+    assert (taught.model, parse(["--cpu"]).model) == (str(options.CALCULATOR_MODEL), str(options.STARTER_MODEL))
     with pytest.raises(QuickstartError, match="--difficulty 1,4: the levels of --environment arithmetic are 1 to 3"):
         parse(["--cpu", "--model", model, "--difficulty", "1,4"])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import json
 import os
@@ -20,17 +21,18 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from environments.arithmetic_problems import Operator, Problem, is_held_out
-from environments.calculator_problems import CALL_START, OFFER, call
+from environments.calculator_problems import CALL_START, DEFAULT_LEVELS, OFFER, call
 from scripts import make_starter_model
 from scripts.starter_model.data import Mixture, examples
 from scripts.starter_model.habits import BOX_OPEN, boxed, hurried_answer, worked_out
-from scripts.starter_model.measuring import measure_habits
+from scripts.starter_model.measuring import measure_calls, measure_habits
 from scripts.starter_model.report import how_made
 from scripts.starter_model.tokenizer import TURN_END, continuation, conversation
 from scripts.starter_model.training import TrainingPlan, train, train_calculator
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHIPPED = REPOSITORY / "assets" / "starter_model"
+CALCULATOR = REPOSITORY / "assets" / "calculator_model"
 GSM8K = REPOSITORY.parent / "shared" / "gsm8k" / "test.jsonl"
 needs_gsm8k = pytest.mark.skipif(not GSM8K.exists(), reason=f"{GSM8K} is absent: the GSM8K questions are not shipped")
 numbers = st.integers(10, 999)
@@ -46,6 +48,11 @@ def shipped_tokenizer() -> PreTrainedTokenizerFast:
 @functools.cache
 def shipped_model() -> Qwen3ForCausalLM:
     return AutoModelForCausalLM.from_pretrained(SHIPPED).eval()
+
+
+@functools.cache
+def calculator_model() -> Qwen3ForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(CALCULATOR).eval()
 
 
 @functools.cache
@@ -207,6 +214,28 @@ def test_shipped_log_and_readme_name_the_plan_that_the_code_holds() -> None:
     losses = [record["loss"] for record in records if "loss" in record]
     assert losses[-1] < losses[0] / 5
     assert f"--seed {plan.seed} --steps {plan.steps} --threads {first['threads']}" in (SHIPPED / "README.md").read_text()
+
+
+def test_the_calculator_s_model_is_the_starter_model_after_the_second_stage_of_the_plan() -> None:
+    first, taken, *_ = [json.loads(line) for line in (CALCULATOR / "training_log.jsonl").read_text().splitlines()]
+    plan = dataclasses.replace(TrainingPlan(), calculator_steps=first["plan"]["calculator_steps"])
+    assert first["plan"] == json.loads(json.dumps(dataclasses.asdict(plan)))
+    assert taken["sha256"] == hashlib.sha256((SHIPPED / "model.safetensors").read_bytes()).hexdigest()
+    second = f"--calculator-steps {plan.calculator_steps} --threads {first['threads']}\n"
+    assert second in (CALCULATOR / "README.md").read_text()
+    figures = json.loads((REPOSITORY / "bench" / "results" / "calculator.json").read_text())
+    shipped = hashlib.sha256((CALCULATOR / "model.safetensors").read_bytes()).hexdigest()
+    assert {run["model_sha256"] for run in figures.values()} == {shipped}, "the figures that are shown are of another model"
+    assert sum(path.stat().st_size for path in CALCULATOR.iterdir()) <= 10_000_000
+
+
+@pytest.mark.parametrize("level", DEFAULT_LEVELS)
+def test_it_seldom_asks_the_calculator_though_that_would_help(level: int) -> None:
+    calls = measure_calls(calculator_model(), shipped_tokenizer(), level, n=30, samples=4)
+    assert calls.greedy_accuracy <= 0.05
+    assert calls.worked_accuracy <= 0.05  # these are too long to work out
+    assert 0.02 <= calls.sampled_called <= 0.2
+    assert calls.called_accuracy >= 0.85
 
 
 @pytest.mark.parametrize("level", [1, 2])
