@@ -73,8 +73,8 @@ class Processes:
     """Starts real processes for a test. Each has a log of its own, and none outlives the fixture, or pytest itself.
 
     Example:
-        service = processes.start("service", [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port)])
-        processes.wait_for_http(f"http://localhost:{port}/", seconds=30)
+        service = processes.start_service(port)
+        processes.start("environment", [sys.executable, ROOT / "environments/arithmetic_server.py", "serve"])
         ...
         processes.kill(service)
     """
@@ -107,6 +107,17 @@ class Processes:
         log = self.folder / f"{self.count:02d}-{name.replace(' ', '-')}.log"
         words = [str(part) for part in command]
         return self.supervisor.add(ForkedProcess(name, words, log, environment, directory, grace, may_finish))
+
+    def start_service(self, port: int, *flags: str | Path) -> ManagedProcess:
+        """Start a rollout service, and wait until it answers.
+
+        It keeps its rollouts among the logs: by default they would be in the checkout, where its owner's runs have theirs, and
+        earlier tests at the same port.
+        """
+        command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port)]
+        service = self.start("service", [*command, "--store", self.folder / f"rollouts-{port}.db", *flags])
+        self.wait_for_http(f"http://127.0.0.1:{port}/", 60)
+        return service
 
     def wait_until(self, what: str, probe: Probe, seconds: float) -> float:
         """Poll until `probe()` answers None (else: what is missing); returns the seconds it took.

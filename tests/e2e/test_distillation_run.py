@@ -51,7 +51,7 @@ def test_a_student_trains_on_what_its_teacher_says_which_dies_on_the_way(
     command = vllm_command(STARTER, ports["student"], "--max-model-len", "256")
     environment = {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "LOGDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     processes.start("student", command, environment)
-    processes.start("service", [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(ports["service"]), "--new-run"])
+    processes.start_service(ports["service"])
     sender = processes.start(
         "environment",
         [

@@ -30,8 +30,7 @@ SHARES = {"code": 0.25, "judge": 0.25, "turns": 0.5}
 def test_all_are_trained_on(processes: Processes, free_port: Callable[[], int], tmp_path: Path) -> None:
     server = start_vllm(processes, free_port, STARTER, tmp_path)
     port = free_port()
-    service = processes.start("service", [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port), "--new-run"])
-    processes.wait_for_http(f"http://localhost:{port}/", 60)
+    service = processes.start_service(port)
 
     def environment(name: str, where: Sequence[str | Path], *flags: str | Path) -> ManagedProcess:
         words = [

@@ -95,9 +95,8 @@ def test_a_fleet_grows_under_a_real_trainer(three: Hosts, processes: Processes, 
     first.start()
     service, on_trainer = "http://127.0.0.1:8000", three.trainer.calling
     start, host = processes.start, three.trainer
-    start(
-        "service", host.command(sys.executable, "-m", "atroposlib.cli.run_api", "--port", "8000", "--new-run", directory=ROOT)
-    )
+    stored = ("--port", "8000", "--store", tmp_path / "rollouts.db")
+    start("service", host.command(sys.executable, "-m", "atroposlib.cli.run_api", *stored, directory=ROOT))
     flags = f"""--weight-bridge-mode shared_vllm --use-shared-memory --vllm-servers server-a:{PORT},server-b:{PORT}
         --server-patience 1 --atropos-url {service} --training-steps 2 --batch-size 1 --gradient-accumulation-steps 4
         --seq-len 64 --num-threads 1""".split()

@@ -55,9 +55,7 @@ def test_evaluate_and_three_training_steps(processes: Processes, free_port: Call
     assert 0 <= evaluation["correct"] <= 200
     assert evaluation["weight_version"] == 0
 
-    command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port), "--new-run"]
-    service = processes.start("service", command)
-    processes.wait_for_http(f"http://localhost:{port}/", 60)
+    service = processes.start_service(port)
     half = ["--env.min_batch_allocation", "0.5"] if PUZZLES else []
     processes.start("gsm8k", [*environment, "serve", *flags, *half], may_finish=True)
     if PUZZLES:

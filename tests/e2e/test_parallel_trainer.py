@@ -39,8 +39,7 @@ def test_three_steps_of_a_trainer_of_several_ranks(
     flag: str, ranks: int, two_ranks: VllmServer, processes: Processes, free_port: Callable[[], int], tmp_path: Path
 ) -> None:
     port = free_port()
-    processes.start("service", [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port), "--new-run"])
-    processes.wait_for_http(f"http://127.0.0.1:{port}", seconds=60)
+    processes.start_service(port)
     for number in range(STEPS):
         httpx.post(f"http://127.0.0.1:{port}/scored_data", json=made_up_group(number), timeout=30).raise_for_status()
     torchrun = ["torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]

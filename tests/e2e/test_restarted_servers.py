@@ -144,8 +144,7 @@ def test_a_trainer_of_two_ranks_that_waits_for_a_batch_brings_a_restarted_server
 ) -> None:
     port = free_port()
     service = f"http://127.0.0.1:{port}"
-    processes.start("service", [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port), "--new-run"])
-    processes.wait_for_http(service, seconds=60)
+    processes.start_service(port)
     trainer = processes.start(
         "trainer",
         [

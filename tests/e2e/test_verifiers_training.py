@@ -30,8 +30,7 @@ def test_three_training_steps(processes: Processes, free_port: Callable[[], int]
         pytest.skip(f"{PYTHON} has no verifiers[rg]: {has.stderr.strip().splitlines()[-1]}")
     server = start_vllm(processes, free_port, STARTER, tmp_path)
     port = free_port()
-    service = processes.start("service", [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port), "--new-run"])
-    processes.wait_for_http(f"http://localhost:{port}/", 60)
+    service = processes.start_service(port)
     result = tmp_path / "evaluation.json"
     environment = processes.start(
         "verifiers",

@@ -41,8 +41,7 @@ def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
     port, vllm_port, metrics_port = free_port(), free_port(), free_port()
     url, vllm = f"http://localhost:{port}", f"http://localhost:{vllm_port}"
     folder, log = tmp_path / "trainer", tmp_path / "trainer" / "vllm.log"
-    processes.start("service", [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port), "--new-run"])
-    processes.wait_for_http(url, 60)
+    processes.start_service(port)
     command = [
         *(sys.executable, "-u", ROOT / "example_trainer/grpo.py", "--model-name", STARTER, "--lr", "1e-4"),
         *("--weight-bridge-mode", "none", "--vllm-restart-interval", "2", "--vllm-port", str(vllm_port)),

@@ -50,9 +50,7 @@ class Run:
     def __init__(self, processes: Processes, port: int, model: Path, folder: Path) -> None:
         self.processes, self.model, self.folder = processes, model, folder
         self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port), "--new-run"]
-        self.service = processes.start("service", command)
-        processes.wait_for_http(self.url, seconds=60)
+        self.service = processes.start_service(port)
 
     def post(self, *numbers: int) -> None:
         for number in numbers:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import httpx
 import pytest
@@ -17,19 +15,12 @@ from tests.conftest import Processes
 from tests.example_trainer.batch.registration import REGISTRATION, group
 
 
-def start(processes: Processes, port: int, *options: str) -> Any:
-    command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port), *(options or ["--new-run"])]
-    service = processes.start("service", command)
-    processes.wait_for_http(f"http://127.0.0.1:{port}/", seconds=60)
-    return service
-
-
 def test_batches_arrive_are_acknowledged_and_survive_a_trainer(
     processes: Processes, free_port: Callable[[], int], client_of: Callable[..., RolloutClient]
 ) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    start(processes, port)
+    processes.start_service(port)
     client = client_of(url)
     client.register(REGISTRATION)
     for number in (5, 6, 7):
@@ -70,7 +61,7 @@ def test_a_service_that_is_restarted_empty_is_registered_with_again(
 ) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    service = start(processes, port)
+    service = processes.start_service(port)
     client = client_of(url, batch_timeout=60, service_timeout=60)
     client.register(REGISTRATION)
     httpx.post(f"{url}/scored_data", json=group(5), timeout=60).raise_for_status()
@@ -79,7 +70,7 @@ def test_a_service_that_is_restarted_empty_is_registered_with_again(
     found: list[FetchedBatch] = []
     waiting = threading.Thread(target=lambda: found.append(client.next_batch()), daemon=True)  # ahead of the training
     waiting.start()
-    start(processes, port)
+    processes.start_service(port, "--new-run")
 
     def registered() -> str | None:
         size = httpx.get(f"{url}/info", timeout=60).json()["batch_size"]
@@ -105,7 +96,7 @@ def test_two_trainers_do_not_share_batches(
     processes: Processes, free_port: Callable[[], int], client_of: Callable[..., RolloutClient]
 ) -> None:
     port = free_port()
-    start(processes, port)
+    processes.start_service(port)
     old, new = client_of(f"http://127.0.0.1:{port}"), client_of(f"http://127.0.0.1:{port}")
     old.register(REGISTRATION)
     new.register(REGISTRATION)
@@ -117,7 +108,7 @@ def test_a_key_that_is_needed_is_asked_for(
     processes: Processes, free_port: Callable[[], int], client_of: Callable[..., RolloutClient]
 ) -> None:
     port = free_port()
-    start(processes, port, "--api-key", "sesame", "--host", "127.0.0.1")
+    processes.start_service(port, "--api-key", "sesame", "--host", "127.0.0.1")
     with pytest.raises(RolloutServiceError, match=r"refuses this trainer \(401\); give --atropos-api-key"):
         client_of(f"http://127.0.0.1:{port}").register(REGISTRATION)
     client_of(f"http://127.0.0.1:{port}", api_key="sesame").register(REGISTRATION)
