@@ -112,3 +112,4 @@ def test_three_steps_leave_everything_that_is_promised(running: Running) -> None
     for path in ("reward.png", "trainer/tensorboard", "logs/vllm.log", "commands.sh"):
         assert (output / path).exists(), path
     assert f"view-run {output}" in said.replace("\n", "")
+    assert re.search(r"see the run, down to the token: http://localhost:\d+/ui\s", said)

@@ -87,6 +87,7 @@ def test_the_whole_stack_starts_shows_its_state_and_stops_in_order(run: Run) -> 
     shown = table(status, run.folder, time.time())
     assert "weight version served 3, trainer's last step 4, queue 5 groups" in shown
     assert "last error of environment: ValueError: a wrong answer" in shown
+    assert f"see the run at http://localhost:{run.ports[0]}/ui " in shown
     assert f"{run.ports[1]}  healthy" in shown
     assert json.dumps(status.to_json())
 

@@ -94,6 +94,11 @@ export function count(value, word, words = `${word}s`) {
   return value === null || value === undefined ? `${UNKNOWN} ${words}` : `${number(value)} ${value === 1 ? word : words}`;
 }
 
+/** A model's name; of one in a folder, the folder's alone: where it is says nothing of it. */
+export function modelName(model) {
+  return model?.startsWith("/") ? model.replace(/\/+$/, "").split("/").at(-1) : (model ?? "");
+}
+
 /** A name of metrics.jsonl for people: `response_length_mean` is `response length mean`. */
 export function words(name) {
   return name.replaceAll("_", " ").replaceAll("/", " · ");

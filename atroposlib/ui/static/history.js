@@ -1,7 +1,7 @@
 // Every run that is known here, the one that goes on and those that ended; each opens the same pages, several are drawn over one another.
 
 import { $, h, keyed, replace } from "./dom.js";
-import { clock, count, number, seconds } from "./format.js";
+import { clock, count, modelName, number, seconds } from "./format.js";
 import { address, getJson, refusalIn } from "./http.js";
 import { saveCsv } from "./export.js";
 import * as live from "./live.js";
@@ -62,7 +62,7 @@ function fillRun(row, run) {
     row,
     box,
     h("span", { class: "title" }, h("a", { class: "name", href: address("/ui", { run: run.id }) }, run.name), " ", run.live || run.state !== "unknown" ? h("span", { class: `badge ${run.live || run.state === "running" ? "good" : ""}` }, run.live ? "live" : run.state) : null, h("span", { class: "folder" }, run.folder)),
-    cell("model", run.model ?? "–"),
+    cell("model", modelName(run.model) || "–"),
     cell("steps", number(run.steps), run.of_steps ? `of ${number(run.of_steps)}` : ""),
     cell("last reward", number(run.reward_last, 3)),
     cell("best reward", run.is_read ? number(run.reward_best, 3) : "…", Number.isInteger(run.best_step) && run.is_read ? `at step ${number(run.best_step)}` : ""),

@@ -1,7 +1,7 @@
 // The stack as a picture: environments, rollout service, trainer and vLLM servers, what flows between them, how each one is.
 
 import { h, keyed, replace, withCode } from "./dom.js";
-import { ago, bytes, clock, count, number, seconds } from "./format.js";
+import { ago, bytes, clock, count, modelName, number, seconds } from "./format.js";
 
 const STATES = { good: "good", faulty: "faulty", gone: "gone", starting: "starting" };
 const BADGES = { good: "good", faulty: "bad", gone: "bad", starting: "warn" };
@@ -88,11 +88,6 @@ function trainerBox(stack, state) {
   ];
   const share = trainer.of_steps ? trainer.step / trainer.of_steps : null;
   return { id: "trainer", name: "trainer", title: "Trainer", state: state("trainer"), said: service.run_ended ? "the run has ended" : modelName(trainer.model), facts, fill: share };
-}
-
-/** A model's name: of a folder, where it is does not matter here. */
-function modelName(model) {
-  return model?.startsWith("/") ? model.replace(/\/+$/, "").split("/").at(-1) : (model ?? "");
 }
 
 function serverBox(stack, state) {

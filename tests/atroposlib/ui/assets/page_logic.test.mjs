@@ -84,6 +84,7 @@ test("numbers, shares, times and sizes as a person reads them", () => {
   assert.equal(format.percent(0.6823), "68.2 %");
   assert.equal(format.ago(100, 101), "just now");
   assert.equal(format.count(1, "group"), "1 group");
+  assert.deepEqual(["/a/b/starter_model/", "Qwen/Qwen3-0.6B", null].map(format.modelName), ["starter_model", "Qwen/Qwen3-0.6B", ""]);
   assert.equal(format.quoted(' a"\u202e<b>\n'), '" a\\"\\u202e<b>\\n"');
 });
 

@@ -53,6 +53,9 @@ def write_run(folder: Path, steps: int) -> None:
             "compared_tokens": 100,
             "mismatched_tokens": int(step == steps),
             "checksum": "ab",
+            "seconds_wait": 1.0,
+            "seconds_train": 2.0,
+            "updates_skipped": int(step == 10 < steps < 100),
         }
         for step in range(1, steps + 1)
     )
@@ -90,6 +93,35 @@ def test_a_chart_is_zoomed_until_every_point_is_a_row(origin: str, visit: Callab
     assert f"{(STEPS - 99) / 1000}" in reward.inner_text()
     seen.page.keyboard.press("a")
     seen.until(f"Number(document.querySelector('figure[aria-label=Reward]').dataset.points) > {STEPS // 4}")
+
+
+def test_an_event_stands_on_the_axis_of_every_chart_until_its_kind_is_switched_off(
+    origin: str, visit: Callable[..., Visit]
+) -> None:
+    seen = visit(origin)
+    seen.open("/ui/history")
+    follow(seen, "short")
+    told = "1 update of step 10 could not be taken"
+    seen.page.get_by_role("row").filter(has_text=told).filter(has_text="log says why").wait_for()
+    for chart in ("Reward", "Where time goes"):
+        assert told in read_out(seen, chart), chart
+    seen.page.get_by_role("checkbox", name="dropped groups").uncheck()
+    assert told not in read_out(seen, "Reward")
+    assert seen.page.get_by_role("row").filter(has_text=told).count() == 0
+
+
+def read_out(seen: Visit, chart: str) -> str:
+    """What a chart says of events while the pointer goes over all of it."""
+    surface = seen.page.get_by_role("figure", name=chart, exact=True).get_by_role("img")
+    surface.scroll_into_view_if_needed()
+    box = surface.bounding_box()
+    assert box is not None
+    tip = seen.page.get_by_role("figure", name=chart, exact=True).locator(".tip")
+    for x in range(int(box["x"]), int(box["x"] + box["width"]), 4):
+        seen.page.mouse.move(x, box["y"] + box["height"] / 2)
+        if tip.is_visible():
+            return tip.inner_text()
+    return ""
 
 
 def test_runs_are_drawn_over_one_another_by_a_link(origin: str, visit: Callable[..., Visit]) -> None:
