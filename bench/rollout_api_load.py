@@ -58,7 +58,7 @@ def server(command: Sequence[str | Path], port: int, directory: Path) -> Iterato
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen([str(part) for part in command], cwd=directory, stdout=log, stderr=log)
         try:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 180
             while True:
                 try:
                     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)

@@ -114,7 +114,8 @@ class TextOfTokens:
             return f"{tokens[0]} "
         text = self.whole(tokens)
         # Some decoders take the space off the first token of a text, which a piece in the middle is not.
-        name = self._name(tokens[0]) if self._name is not None and len(tokens) == 1 and tokens[0] < LARGEST_ID else None
+        alone = tokens[0] if self._name is not None and len(tokens) == 1 else None
+        name = self._name(alone) if self._name is not None and type(alone) is int and 0 <= alone < LARGEST_ID else None
         return f" {text}" if name and name.startswith(WORD_BEGINS) and not text.startswith(" ") else text
 
     def pieces(self, tokens: Sequence[int]) -> list[tuple[str, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from urllib.parse import quote
 
@@ -11,6 +12,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atroposlib.ui.page import RunPage
 from atroposlib.ui.web.gatekeeper import API, SIGN_IN
+
+logger = logging.getLogger(__name__)
 
 OPEN = (SIGN_IN, "/ui/static/")
 """Paths that show nothing of a run."""
@@ -53,9 +56,12 @@ class Guard:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
+        started = False
 
         async def with_headers(message: Message) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
+                started = True
                 given = MutableHeaders(scope=message)
                 for name, value in secured(given, scope).items():
                     given[name] = value
@@ -73,7 +79,14 @@ class Guard:
         elif ends is None and not path.startswith(OPEN):
             await self._ask_to_sign_in(scope)(scope, receive, with_headers)
         else:
-            await self.app(scope, receive, with_headers)
+            try:
+                await self.app(scope, receive, with_headers)
+            except Exception:
+                if started:
+                    raise
+                logger.exception("the page could not answer %s", path[:200])
+                failed = self.page.refuse(scope, 500, "the page has failed here; the log of its service says how")
+                await failed(scope, receive, with_headers)
 
     def _ask_to_sign_in(self, scope: Scope) -> Response:
         path: str = scope["path"]

@@ -181,3 +181,11 @@ def test_sampling_parameters_are_one_line() -> None:
     turns = [{"temperature": 1.0, "tokens": 1}, {"temperature": 0.5, "tokens": 1}]
     assert described(turns) == "temperature 1; then temperature 0.5"
     assert (described(None), described("hot"), described({"stop": "x"})) == ("", "", "stop x")
+
+
+def test_tokens_that_are_none_are_shown_as_they_are() -> None:
+    """Files of groups hold what somebody wrote."""
+    group = {"tokens": [["a", -5, 2**80, None, 65]], "scores": [1.0]}
+    shown = joined(transcript(group, 0, text_of()))
+    assert "a" in shown
+    assert "-5" in shown

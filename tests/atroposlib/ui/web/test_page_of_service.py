@@ -13,6 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
+from atroposlib.ui.application import make_offline_app
+from atroposlib.ui.live.hub import Hub
+from atroposlib.ui.page import RunPage
+from atroposlib.ui.web.gatekeeper import Gatekeeper
 from tests.atroposlib.api.conftest import Service, group, trainer
 
 KEY = "correct-horse-battery-staple"
@@ -271,3 +275,18 @@ def test_a_post_is_seen_on_the_stack(keyless: Service) -> None:
         keyless.post("/scored_data", group())
         while events.next("stack")[1]["queue"]["groups"] != 1:
             pass
+
+
+async def test_a_page_that_fails_says_so_and_keeps_its_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = RunPage([tmp_path], Gatekeeper(), Hub())
+
+    def fail(run: str) -> Any:
+        raise RuntimeError("a mistake of ours")
+
+    monkeypatch.setattr(page.runs, "get", fail)
+    transport = httpx.ASGITransport(make_offline_app(page), client=("127.0.0.1", 5))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as browser:
+        answer = await browser.get("/ui/api/names")
+    assert (answer.status_code, "log" in answer.json()["error"]) == (500, True)
+    assert "mistake" not in answer.text
+    assert answer.headers["content-security-policy"].startswith(POLICY)
