@@ -19,6 +19,7 @@ from example_trainer.child_processes.processes import ManagedProcess
 from tests.conftest import ROOT, Processes
 from tests.e2e.async_roles import numbers
 from tests.forked_commands import FOLDER, shared_fork_servers
+from tests.still_running import json_rows
 
 pytest.importorskip("ray", reason="Ray is not installed: scripts/setup.sh installs it")
 
@@ -160,6 +161,38 @@ def test_what_is_killed_comes_back_and_nothing_accepted_is_lost(
     accepted = [number for file in run.folder.glob("accepted-*") for number in numbers(file)]
     assert sorted(trained()) == sorted(accepted)
     assert {file.stem for file in (run.folder / "logs").glob("*.log")} == everything
+
+
+def real_run(cluster: Any, processes: Processes, folder: Path, config: str, steps: int) -> Run:
+    """A driver of real roles, by a configuration that we ship."""
+    config_file = ROOT / "example_trainer/configs" / config
+    words = [sys.executable, "-u", ROLES, "drive-real", "--config", config_file, "--steps", str(steps)]
+    return Run(processes, folder, words, {"RAY_ADDRESS": cluster.address})
+
+
+def steps_of(run: Run) -> list[int]:
+    return [row["step"] for row in json_rows(run.folder / "trainer" / "metrics.jsonl")]
+
+
+def test_a_vllm_server_that_is_killed_comes_back_with_the_present_weights(
+    cluster: Any, processes: Processes, tmp_path: Path
+) -> None:
+    run = real_run(cluster, processes, tmp_path / "run", "arithmetic_async_cpu.yaml", 8)
+    run.wait("a step", lambda: bool(steps_of(run)))
+    run.kill(["generator-1"])
+    before = steps_of(run)[-1]
+    run.finish()
+    assert steps_of(run) == list(range(1, 9))
+    _, again = (run.folder / "logs/generator-1.log").read_text().split("===== started again")
+    served = [int(version) for version in re.findall(r"Serving weight version (\d+)", again)]
+    assert served
+    assert before - 1 <= served[0] <= served[-1] == 8
+
+
+def test_sampling_and_training_in_turns(cluster: Any, processes: Processes, tmp_path: Path) -> None:
+    run = real_run(cluster, processes, tmp_path / "run", "arithmetic_sync_cpu.yaml", 2)
+    run.finish()
+    assert steps_of(run) == [1, 2]
 
 
 def test_a_run_that_the_cluster_cannot_hold_is_one_line(cluster: Any, processes: Processes, tmp_path: Path) -> None:
