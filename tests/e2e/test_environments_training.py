@@ -1,6 +1,7 @@
-"""The code environment, the judge environment and one of several turns through the real stack, in one run. The starter model
+"""The code, the judge and the calculator environment and one of several turns through the real stack, in one run. The model
 has never seen code, and solves nothing; with credit for form, and a judge that likes every second answer, it still has
-something to learn. Of the conversations each turn has a reward of its own, so their groups bring their own advantages."""
+something to learn. Now and then it asks the calculator, and is right: nothing else can make the answers to one of its problems
+differ. Of the conversations each turn has a reward of its own, so their groups bring their own advantages."""
 
 from __future__ import annotations
 
@@ -20,15 +21,16 @@ from tests.environments.standin_judge import judging
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(480)]
 
-STARTER = ROOT / "assets" / "starter_model"
+MODEL = ROOT / "assets" / "calculator_model"
 STEPS = 2
-GROUP = 4
-SHARES = {"code": 0.25, "judge": 0.25, "turns": 0.5}
-"""Of each batch, which is eight groups."""
+BATCH = 32
+GROUPS = {"code": 4, "judge": 4, "turns": 4, "calculator": 8}
+"""Answers to one problem. One in twelve or so asks the calculator, so that it takes more of them until some differ.
+Each environment has a quarter of a batch."""
 
 
 def test_all_are_trained_on(processes: Processes, free_port: Callable[[], int], tmp_path: Path) -> None:
-    server = start_vllm(processes, free_port, STARTER, tmp_path)
+    server = start_vllm(processes, free_port, MODEL, tmp_path)
     port = free_port()
     service = processes.start_service(port)
 
@@ -36,7 +38,7 @@ def test_all_are_trained_on(processes: Processes, free_port: Callable[[], int], 
         words = [
             *(sys.executable, *where, "serve", "--openai.base_url", f"{server.url}/v1"),
             *("--env.rollout_server_url", f"http://localhost:{port}", "--env.max_token_length", "24"),
-            *("--env.group_size", str(GROUP), "--env.min_batch_allocation", str(SHARES[name]), "--env.steps_per_eval", "1"),
+            *("--env.group_size", str(GROUPS[name]), "--env.min_batch_allocation", "0.25", "--env.steps_per_eval", "1"),
             *("--env.metrics_path", tmp_path / f"{name}.jsonl", *flags),
         ]
         return processes.start(name, words, may_finish=True)
@@ -56,14 +58,15 @@ def test_all_are_trained_on(processes: Processes, free_port: Callable[[], int], 
                 "--env.data_path_to_save_groups",
                 groups,
             ),
+            "calculator": environment("calculator", [ROOT / "environments/calculator_server.py"], *few),
         }
         trainer = processes.start(
             "trainer",
             [
-                *(sys.executable, "-u", ROOT / "example_trainer/grpo.py", "--model-name", STARTER),
+                *(sys.executable, "-u", ROOT / "example_trainer/grpo.py", "--model-name", MODEL),
                 *("--weight-bridge-mode", "shared_vllm", "--single-copy", "--vllm-port", str(server.port)),
                 *("--atropos-url", f"http://localhost:{port}", "--lr", "1e-4", "--training-steps", str(STEPS)),
-                *("--batch-size", str(4 * GROUP), "--gradient-accumulation-steps", "2"),
+                *("--batch-size", str(BATCH // 2), "--gradient-accumulation-steps", "2"),
                 *("--save-path", tmp_path / "checkpoints", "--log-dir", tmp_path / "trainer"),
             ],
         )
@@ -76,12 +79,14 @@ def test_all_are_trained_on(processes: Processes, free_port: Callable[[], int], 
     assert all(row["grad_norm"] > 0 for row in rows)
     for name, process in running.items():
         noted = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
-        assert sum(row.get("train/items_sent_to_api", 0) for row in noted) >= SHARES[name] * 8 * STEPS
+        assert sum(row.get("train/items_sent_to_api", 0) for row in noted) * GROUPS[name] >= BATCH // 4 * STEPS
         log = process.log_path.read_text()
         assert f"evaluation of {'sums_in_turns' if name == 'turns' else name}: " in log
         assert "Traceback" not in log
         if name == "code":
-            assert max(row.get("train/code_crash", 0) for row in noted) > 0.5, "what the starter model writes is no Python"
+            assert max(row.get("train/code_crash", 0) for row in noted) > 0.5, "what this model writes is no Python"
+        if name == "calculator":
+            assert 0 < max(row.get("train/tool_use", 0) for row in noted) < 1
     posted = [json.loads(line) for line in groups.read_text().splitlines()]
     turns = [of_turns(*row) for group in posted for row in zip(group["masks"], group["advantages"], strict=True)]
     assert all(len(set(turn)) == 1 for row in turns for turn in row), "all tokens of a turn answer for the same"
