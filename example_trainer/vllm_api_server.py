@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from vllm_patching.server.access import Door
 
 WORKER_EXTENSION = "vllm_patching.worker.extension.LockstepWorkerExtension"
+LAST_ANSWERS_SECONDS = 2
+"""How long a server that is told to end waits for answers that are on their way out."""
 MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 """Variables by which NCCL, PyTorch and NVSHMEM are told not to use NVLink multicast."""
 
@@ -226,6 +228,8 @@ async def announce(state: Any, args: argparse.Namespace, logger: Any) -> None:
     while server is None or not server.started:
         await asyncio.sleep(0.05)
         server = getattr(state, "server", None)
+    # When it is told to end, vLLM stops its engine first: requests that are under way then get no answer any more.
+    server.config.timeout_graceful_shutdown = LAST_ANSWERS_SECONDS
     host = args.host or "0.0.0.0"
     logger.info(
         "Uvicorn running on http://%s:%d (vLLM with /generate and /bridge)", f"[{host}]" if ":" in host else host, args.port

@@ -3,8 +3,8 @@
     python scripts/make_starter_model.py --seed 0 --output assets/starter_model
 
 Everything is generated on this machine; nothing is downloaded. The same command gives the same bytes on the same machine
-(same PyTorch build, same number of threads). Takes about ten minutes on two cores. In a second stage of as long
-again the model learns to ask a calculator, too, where it is offered one (docs/calculator.md says why it is another model):
+(same PyTorch build, same number of threads). Takes about ten minutes on two cores. In a second stage of as long again
+the model learns to ask a calculator, too, where it is offered one (docs/calculator.md says why that is another model):
 
     python scripts/make_starter_model.py --first-stage assets/starter_model --calculator-steps 600 --threads 1 \
         --output assets/calculator_model

@@ -66,6 +66,8 @@ READ_WHEN_IMPORTED = ("CUDA_VISIBLE_DEVICES",) if Path("/dev/nvidiactl").exists(
 """Variables that must be as they were when the modules were imported. PYTHONPATH may name nothing but this repository."""
 FOLDER = "LOCKSTEP_TESTS_FORKS"
 """Variable that names the folder of the sockets."""
+CHECKOUT = "checkout"
+"""File there that names the one whose modules are imported."""
 FORK_CHILDREN = {"LOCKSTEP_TESTS_FORK_CHILDREN": "1"}
 """In the environment of a command: it forks what it starts, where it would execute it."""
 LONGEST_MESSAGE = 1 << 17
@@ -200,6 +202,7 @@ def shared_fork_servers() -> Iterator[None]:
             listener.listen()
             for part in start_fork_server(kind, listener):
                 stack.enter_context(part)
+        Path(folder, CHECKOUT).write_text(str(ROOT))
         os.environ[FOLDER] = folder
         yield
         del os.environ[FOLDER]
@@ -255,6 +258,8 @@ def what_forks(
     places = variables.get("PYTHONPATH", "").split(os.pathsep)
     if command is None or kind is None or not {*places} <= {"", str(ROOT)}:
         return None
+    if (folder := os.environ.get(FOLDER)) and Path(folder, CHECKOUT).read_text() != str(ROOT):
+        return None  # as in a copy of the checkout that a job was handed in with: the modules there may be others
     if any(variables.get(name) != os.environ.get(name) for name in READ_WHEN_IMPORTED):
         return None
     return fork_server(kind), command

@@ -1,1 +1,1 @@
-"""How the starter models in ``assets/`` are made: its habits, its tokenizer, its data and its training."""
+"""How the starter models in ``assets/`` are made: their habits, their tokenizer, their data and their training."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -115,6 +117,22 @@ def test_a_server_that_does_not_share_says_so(
     with pytest.raises(BridgeError, match="VLLM_ENABLE_SHARED_WEIGHTS"):
         BroadcastBridge(BridgeServer("localhost", server.port, BRIDGE_TIMEOUT)).serving_dtype()
     assert len(server.generate([1, 2, 3], max_tokens=3, ignore_eos=True)["token_ids"][0]) == 3
+    ends_though_it_owes_answers(server, processes)
+
+
+def ends_though_it_owes_answers(server: VllmServer, processes: Processes) -> None:
+    """What was under way is told so, and nobody has to kill the server."""
+    body = {"prompt": {"prompt_token_ids": [1, 2, 3]}, "max_tokens": 500, "ignore_eos": True, "n": 64}
+    with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=server.url, timeout=120) as client:
+        owed = pool.submit(client.post, "/generate", json=body)
+        busy = re.compile(r"^vllm:num_requests_running\S* [1-9]", re.MULTILINE)
+
+        def idle() -> str | None:
+            return None if busy.search(httpx.get(f"{server.url}/metrics", timeout=30).text) else "it does not run"
+
+        processes.wait_until("the request", idle, 60)
+        assert processes.stop(server.process) not in (128 + signal.SIGKILL, -signal.SIGKILL)
+        assert owed.exception(60) is not None or owed.result().status_code >= 500
 
 
 def test_no_server_is_one_line_with_the_remedy(free_port: Callable[[], int]) -> None:

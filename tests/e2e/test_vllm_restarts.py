@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
@@ -94,7 +95,8 @@ def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
     def family() -> list[int]:
         return [*descendants(trainer.command_pid()), *family_of_listener(vllm_port)]
 
-    # The server may be on its way to the next checkpoint: it listens before it has an engine.
+    # The trainer takes what there is and then stands still, and with it the server on its last checkpoint.
+    os.kill(environment.command_pid(), signal.SIGSTOP)
     processes.wait_until("guard, API server and engine", lambda: None if len(family()) >= 3 else str(family()), 120)
     left = family()
     assert processes.stop(trainer) == 128 + signal.SIGTERM
@@ -106,6 +108,7 @@ def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
     assert len(saved) == len(set(saved)) >= 2
     assert not set(left) & parents().keys()
     assert is_free(vllm_port)
+    os.kill(environment.command_pid(), signal.SIGCONT)
     assert environment.poll() is None  # it waits, while vLLM is restarted and when the trainer is gone
     kept = max(int(file.parent.name.removeprefix("step_")) for file in tmp_path.glob("checkpoints/step_*/model.safetensors"))
     # A step whose weights vLLM was being restarted on is kept, and has no row yet.

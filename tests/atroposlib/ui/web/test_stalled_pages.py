@@ -21,6 +21,7 @@ from starlette.routing import Route
 from atroposlib.api.gate.connection import bounded_protocol
 from atroposlib.ui.live.hub import MOST_PAGES, Hub
 from atroposlib.ui.web import stream
+from example_trainer.child_processes.readiness import wait_until
 from tests.atroposlib.api.conftest import Service, trainer
 from tests.atroposlib.ui.web.test_page_of_service import Events
 
@@ -117,10 +118,6 @@ def test_two_hundred_that_read_nothing(tmp_path: Path) -> None:
             for step in range(1, 41):
                 file.write(json.dumps({"step": step, "note": "x" * (MUCH // 4 // 40)}) + "\n")
         assert len(events.next("rows")[1]["new"]) == 40
-        for _ in range(600):
-            if service.get("/ui/api/page")["full"] is None:
-                break
-        else:
-            raise AssertionError("none of them was let go of")
+        wait_until("one to be let go of", lambda: service.get("/ui/api/page")["full"] or None, 60)
     assert service.signal(signal.SIGTERM) == 0
     assert "ERROR" not in service.log.read_text()
