@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from example_trainer.child_processes.guard import descendants, parents
@@ -27,13 +26,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540)]
 STARTER = ROOT / "assets" / "starter_model"
 
 
-def family_of_listener(port: int) -> list[int]:
-    """The guard of the process that listens on a port, and everything below it; nobody where none listens."""
-    found = {one.pid for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN and one.laddr.port == port}
-    # The server may be on its way out, and the process that was listening a moment ago gone: only the living have a guard.
+def family_of_server(log: Path) -> set[int]:
+    """API server and engine, by what a log says of the last start, and the guard above them; those of them that live."""
+    _, _, last = log.read_text(errors="replace").rpartition("==== weight version")
     alive = parents()
-    guards = {alive[pid] for pid in found if pid in alive}
-    return [one for guard in guards for one in (guard, *descendants(guard))]
+    named = {int(pid) for pid in re.findall(r"\((?:APIServer|EngineCore) pid=(\d+)\)", last)} & alive.keys()
+    return named | {alive[pid] for pid in named}
 
 
 def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
@@ -92,8 +90,8 @@ def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
     assert [row["weight_version"] for row in rows()[2:5]] == [2, 4, 4]
 
     # A person's SIGTERM: what was learned is kept, and no process of the server's is left.
-    def family() -> list[int]:
-        return [*descendants(trainer.command_pid()), *family_of_listener(vllm_port)]
+    def family() -> set[int]:
+        return {*descendants(trainer.command_pid()), *family_of_server(log)}
 
     # The trainer takes what there is and then stands still, and with it the server on its last checkpoint.
     os.kill(environment.command_pid(), signal.SIGSTOP)
@@ -106,7 +104,7 @@ def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
     # What the server was started on is a checkpoint like any other, and was written once.
     saved = re.findall(r"Saved checkpoint (\S+)", text)
     assert len(saved) == len(set(saved)) >= 2
-    assert not set(left) & parents().keys()
+    assert not left & parents().keys()
     assert is_free(vllm_port)
     os.kill(environment.command_pid(), signal.SIGCONT)
     assert environment.poll() is None  # it waits, while vLLM is restarted and when the trainer is gone
