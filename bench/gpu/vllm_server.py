@@ -22,8 +22,10 @@ READY_SECONDS = 240.0
 
 
 def beside_the_trainer() -> tuple[tuple[str, str], ...]:
-    """Variables for a server that has a copy of the weights on the trainer's GPU: NCCL must take it for another host's."""
-    return (("NCCL_HOSTID", f"vllm-of-{os.getpid()}"), ("NCCL_MNNVL_ENABLE", "0"))
+    """Variables for a server that has a copy of the weights on the trainer's GPU."""
+    from example_trainer.simple_rl import place_of_vllm  # imports the whole trainer
+
+    return tuple((name, value) for name, value in place_of_vllm(1, "").items() if value is not None)
 
 
 @dataclass(frozen=True)

@@ -23,22 +23,10 @@ from example_trainer.async_grpo.roles import Role
 from example_trainer.async_grpo.settings import read_settings
 from tests.conftest import ROOT
 from tests.e2e.async_roles import light_commands, numbers
+from tests.example_trainer.async_grpo.test_async_driver import Answer
 from tests.forked_commands import ForkedProcess
 
 KEYS = {"ROLLOUT_API_KEY": "r" * 32, "VLLM_API_KEY": "v" * 32}
-
-
-class Answer:
-    """What a method has returned."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def done(self) -> bool:
-        return True
-
-    def get(self) -> Any:
-        return self.value
 
 
 class SeatHere:

@@ -6,7 +6,6 @@ import json
 import signal
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from atroposlib.ui.live.hub import Hub
 from atroposlib.ui.page import RunPage
 from atroposlib.ui.web.gatekeeper import Gatekeeper
 from tests.atroposlib.api.conftest import Service, group, trainer
+from tests.atroposlib.ui.inference_server import BRIDGE, answering
 
 KEY = "correct-horse-battery-staple"
 PAGES = ("/ui", "/ui/weights", "/ui/history")
@@ -31,22 +31,8 @@ class VllmServer:
 
     def __init__(self) -> None:
         self.weights: dict[str, Any] = {"instance": "one", "weight_version": 3, "weight_epoch": 7, "serving": True}
-        self.bridge = {"checksums": ["abc"], "updates": 3, "failures": 0, "last_update": {"to_paused": 0.01, "halted": 0.25}}
-        answers = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                found = {"/weights": answers.weights, "/bridge/state": answers.bridge}.get(self.path)
-                body = json.dumps(found).encode()
-                self.send_response(200 if found is not None else 404)
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: Any) -> None:
-                return
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.bridge = dict(BRIDGE)
+        self.http = answering(0, lambda: {"/weights": self.weights, "/bridge/state": self.bridge})
         self.url = f"http://127.0.0.1:{self.http.server_port}"
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
 
