@@ -7,8 +7,6 @@ import socket
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,7 @@ from pathlib import Path
 from example_trainer.async_grpo.launch import PYTHON, Launch, environment_file
 from example_trainer.child_processes.ports import PortReservations
 from example_trainer.child_processes.processes import ManagedProcess, describe_exit, first_error, tail
-from example_trainer.child_processes.readiness import opener
+from example_trainer.child_processes.readiness import http_probe
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT_SECONDS = 30.0
@@ -203,7 +201,7 @@ class RoleProcess:
         if process is None:
             return Look(False, "not started", None, 0.0, "", b"", 0)
         code = process.poll()
-        missing = "" if code is not None or self._answered or not url else self._ask(url)
+        missing = "" if code is not None or self._answered or not url else http_probe(url, 10.0)() or ""
         self._answered = self._answered or (code is None and not missing)
         lived = time.monotonic() - process.started
         log = b""
@@ -213,15 +211,6 @@ class RoleProcess:
                 log = file.read(LOG_BYTES)
         said = "" if code is None else self._said(code, lived)
         return Look(self._answered, missing, code, lived, said, log, process.guard.pid)
-
-    def _ask(self, url: str) -> str:
-        try:
-            with opener.open(url, timeout=10.0):
-                return ""
-        except urllib.error.HTTPError as error:
-            return f"GET {url} answers {error.code}"
-        except OSError as error:
-            return f"GET {url}: {getattr(error, 'reason', error)}"
 
     def _said(self, code: int, lived: float) -> str:
         size = min(1 << 20, max(0, self.log.stat().st_size - self._begun_at))  # of this life alone

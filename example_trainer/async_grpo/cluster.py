@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from example_trainer.async_grpo.actor import ROOT, NodeNeeds, NodeReport, RoleProcess, project_ray
-from example_trainer.async_grpo.placement import Demand, Node
+from example_trainer.async_grpo.placement import NODE, Demand, Node
 from example_trainer.async_grpo.roles import Role
 from example_trainer.errors import TrainerError
 
@@ -67,7 +68,7 @@ class Cluster(Protocol):
         """The nodes that live, with what they have and is not taken."""
 
     def host(self, node: str) -> str:
-        """By what other roles reach a node; localhost if all nodes are one machine."""
+        """By what other roles reach a node; localhost if all nodes were one machine from the start."""
 
     def home(self) -> str:
         """Resource that only nodes on the driver's machine have."""
@@ -139,6 +140,7 @@ class RayCluster:
     """
 
     def __init__(self, name: str, dashboard: bool = False) -> None:
+        os.environ.setdefault("GRPC_DNS_RESOLVER", "native")  # else a name that is in /etc/hosts alone is not found
         self.version = project_ray()
         if not self.version:
             raise ClusterError(MISSING)
@@ -161,15 +163,19 @@ class RayCluster:
         try:
             ray.init(
                 **({"address": address} if address else started_here),
-                namespace=f"lockstep-{name}",
+                # Of this driver alone: another run's folder may have the same name, and with it the names of its actors.
+                namespace=f"lockstep-{name}-{secrets.token_hex(4)}",
                 runtime_env=environment,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
         except (RuntimeError, ConnectionError, ValueError, OSError) as error:
-            raise ClusterError(f"cannot use Ray at {address or 'this machine'}: {said(error)}") from error
+            same = "; install the same release of Ray and Python on all machines, as scripts/setup.sh does, and start it again"
+            remedy = same if "Version mismatch" in str(error) else ""
+            raise ClusterError(f"cannot use Ray at {address or 'this machine'}: {said(error)}{remedy}") from error
         self._groups: dict[str, Any] = {}
         self._here = str(ray.util.get_node_ip_address())
+        self._one_machine = True
 
         class Keeper(RoleProcess):
             """RoleProcess as an actor."""
@@ -205,11 +211,13 @@ class RayCluster:
     def host(self, node: str) -> str:
         """See Cluster."""
         addresses = {found["NodeID"]: str(found["NodeManagerAddress"]) for found in self._alive()}
-        return "localhost" if set(addresses.values()) <= {self._here} else addresses.get(node, self._here)
+        # Once there were several it is never one machine again: those that are lost come back, and must reach who stayed.
+        self._one_machine = self._one_machine and set(addresses.values()) <= {self._here}
+        return "localhost" if self._one_machine else addresses.get(node, self._here)
 
     def home(self) -> str:
         """See Cluster."""
-        return f"node:{self._here}"
+        return NODE + self._here
 
     def lives(self, node: str) -> bool:
         """See Cluster."""

@@ -12,7 +12,7 @@ from example_trainer.async_grpo.actor import Look, NodeNeeds, NodeReport
 from example_trainer.async_grpo.cluster import Cluster, Pending, Seat, SeatLost, SeatSilent, demands_at_home
 from example_trainer.async_grpo.fleet import Fleet
 from example_trainer.async_grpo.launch import Address
-from example_trainer.async_grpo.placement import amounts, refusal
+from example_trainer.async_grpo.placement import amounts, hardest_first, refusal
 from example_trainer.async_grpo.restarts import Ended, Policy, Row
 from example_trainer.async_grpo.roles import STOP_ORDER, Commands, Role, demands_of, roles_of
 from example_trainer.async_grpo.settings import Settings
@@ -118,9 +118,9 @@ class Driver:
             logger.info("[Async] %s has %s", node.name, amounts(node.free))
         (self._settings.folder / "logs").mkdir(parents=True, exist_ok=True)
         (self._settings.folder / ".run").write_text(self._marker)
-        for demand in demands:
-            self._cluster.reserve(demand)
         try:
+            for demand in hardest_first(demands):
+                self._cluster.reserve(demand)
             while not self.trainer_is_done():
                 self._check()
                 self.tick()
@@ -169,7 +169,8 @@ class Driver:
     def _may_start(self, keeper: Keeper) -> bool:
         role = keeper.role
         needed = role.needs if keeper.lives else (*role.needs, *role.wants)
-        return all(self.keepers[name].state is State.UP for name in needed)
+        known = all(self.keepers[name].place is not None for name in role.knows)
+        return known and all(self.keepers[name].state is State.UP for name in needed)
 
     def _sit_down(self, keeper: Keeper, now: float) -> None:
         role = keeper.role

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import urllib.request
 from typing import Protocol
 
 from example_trainer.async_grpo.launch import Address
-from example_trainer.child_processes.readiness import opener
+from example_trainer.child_processes.readiness import post_json
 
 logger = logging.getLogger(__name__)
-
-SECONDS = 5.0
 
 
 class Fleet(Protocol):
@@ -37,10 +33,8 @@ class ServiceFleet:
         for path, server in (("join", now), ("leave", before)):
             if service is None:
                 return
-            headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
-            body = json.dumps({"url": server.url}).encode()
             try:
-                opener.open(urllib.request.Request(f"{service.url}/fleet/{path}", body, headers), timeout=SECONDS).close()
+                post_json(f"{service.url}/fleet/{path}", {"url": server.url}, key=self._key)
                 logger.info("[Async] the trainer is told that %s shall %s", server.url, path)
             except OSError as error:
                 logger.warning("[Async] POST %s/fleet/%s: %s", service.url, path, error)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 EXACT = 1e-6
 """Ray counts resources in ten-thousandths."""
+NODE = "node:"
+"""How the name of a resource begins that only the node of an address has."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,22 @@ def fits(demand: Mapping[str, float], free: Mapping[str, float]) -> bool:
     return all(free.get(name, 0.0) + EXACT >= amount for name, amount in demand.items())
 
 
+def hardest_first(demands: Sequence[Demand]) -> list[Demand]:
+    """Groups in the order in which they should get their places: those that may lie on one node alone, then the largest.
+
+    Whoever is small and may go anywhere would otherwise take what only they can use. Ray places in the order of the requests.
+    """
+
+    def ease(demand: Demand) -> tuple[bool, float, float]:
+        total = demand.total
+        tied = any(name.startswith(NODE) for name in total)
+        return (not tied, -total.get("GPU", 0.0), -total.get("CPU", 0.0))
+
+    return sorted(demands, key=ease)
+
+
 def assign(demands: Sequence[Demand], nodes: Sequence[Node]) -> tuple[dict[str, str], list[Demand]]:
-    """Find a node for each group, the largest first, each on the fullest node that has room.
+    """Find a node for each group, the hardest first, each on the fullest node that has room.
 
     Args:
         demands: the groups.
@@ -68,7 +84,7 @@ def assign(demands: Sequence[Demand], nodes: Sequence[Node]) -> tuple[dict[str, 
     free = {node.name: dict(node.free) for node in nodes}
     found: dict[str, str] = {}
     left: list[Demand] = []
-    for demand in sorted(demands, key=lambda d: (-d.total.get("GPU", 0.0), -d.total.get("CPU", 0.0))):
+    for demand in hardest_first(demands):
         total = demand.total
         room = [name for name in free if fits(total, free[name])]
         if not room:

@@ -41,6 +41,7 @@ class Role:
         ports: how many it may listen on.
         needs: roles that must be up before it is started.
         wants: roles that must be up before it is started the first time.
+        knows: roles that must have their places before it is started: their addresses are in its command.
         bound: roles with whose new address it is started anew.
         ready: paths that it answers once it works, for its first life and for later ones; empty if it listens nowhere.
         grace: seconds between SIGTERM and SIGKILL.
@@ -55,6 +56,7 @@ class Role:
     ports: int = 0
     needs: tuple[str, ...] = ()
     wants: tuple[str, ...] = ()
+    knows: tuple[str, ...] = ()
     bound: tuple[str, ...] = ()
     ready: tuple[str, str] = ("", "")
     grace: float = 10.0
@@ -74,7 +76,10 @@ def roles_of(settings: Settings) -> list[Role]:
     for name in servers:
         needs = {"CPU": asked.parameter_server_cpus, "GPU": gpu}
         answers, service = ("/weights", "/weights"), ("service",)
-        found.append(Role(name, "parameter-server", name, 0, some(needs), 1, service, bound=service, ready=answers))
+        known = tuple(generators)
+        found.append(
+            Role(name, "parameter-server", name, 0, some(needs), 1, service, knows=known, bound=service, ready=answers)
+        )
     for n in range(asked.reference_workers):
         needs = {"CPU": asked.reference_cpus, "GPU": gpu}
         name = f"reference-{n + 1}"
@@ -86,8 +91,8 @@ def roles_of(settings: Settings) -> list[Role]:
         group, bundle, needs = "trainer", 0, {"CPU": asked.trainer_cpus, "GPU": gpu * asked.trainer_ranks}
     found.append(
         Role(
-            "trainer", "trainer", group, bundle, some(needs), 1, first, tuple(generators), ("service", *servers), grace=120.0,
-            may_finish=True,
+            "trainer", "trainer", group, bundle, some(needs), 1, first, tuple(generators), bound=("service", *servers),
+            grace=120.0, may_finish=True,
         )
     )  # fmt: skip
     for server in generators:

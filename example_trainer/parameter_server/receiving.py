@@ -196,10 +196,16 @@ class ReceivingServer:
             ) from error
 
     def condemn(self, reason: str) -> None:
-        """See HeldController.spoilt."""
+        """See HeldController.spoilt. Raises BridgeError if it cannot be done."""
         assert self.bridge is not None
         assert self._loop is not None
-        asyncio.run_coroutine_threadsafe(self.bridge.spoilt(reason), self._loop).result(ASK_SECONDS)
+        try:
+            asyncio.run_coroutine_threadsafe(self.bridge.spoilt(reason), self._loop).result(ASK_SECONDS)
+        except (RuntimeError, TimeoutError) as error:
+            raise BridgeError(
+                f"what is held is spoilt and could not be withdrawn ({error or type(error).__name__}); start this parameter "
+                "server again"
+            ) from error
 
     def weights_served(self) -> dict[str, Any]:
         """What GET /weights answers."""

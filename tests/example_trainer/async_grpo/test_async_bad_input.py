@@ -100,7 +100,8 @@ class Failing:
             return
         assert service.place is not None
         headers = {"Authorization": f"Bearer {KEYS['ROLLOUT_API_KEY']}"}
-        group = {"tokens": [[1, 2], [1, 3]], "masks": [[-100, 2], [-100, 3]], "scores": [0.0, 1.0]}
+        # One sequence, and the trainer's batches have two: whoever is up first, nobody takes it.
+        group = {"tokens": [[1, 2, 0]], "masks": [[-100, 2, 0]], "scores": [1.0]}
         httpx.post(
             f"{service.place.url}/scored_data", json=group, headers=headers, timeout=30, trust_env=False
         ).raise_for_status()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,8 @@ KEYS = {"ROLLOUT_API_KEY": "r", "VLLM_API_KEY": "v"}
 
 
 class Answer:
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def done(self) -> bool:
-        return True
+    def __init__(self, value: Any, done: Callable[[], bool] = lambda: True) -> None:
+        self.value, self.done = value, done
 
     def get(self) -> Any:
         if isinstance(self.value, Exception):
@@ -47,7 +45,8 @@ class FakeSeat:
             return Answer(SeatLost("the actor died"))
         if method == "check":
             wanted = arguments[0].wanted or self.cluster.ports(self.role.ports)
-            return Answer(NodeReport("host", wanted, (), self.cluster.common, self.cluster.problems.get(self.role.name, ())))
+            report = NodeReport("host", wanted, (), self.cluster.common, self.cluster.problems.get(self.role.name, ()))
+            return Answer(report, lambda: self.role.name not in self.cluster.homeless)
         if method == "start":
             self.launch, self.begun = arguments[0], self.cluster.now
             self.cluster.order.append(self.role.name)
@@ -80,6 +79,7 @@ class FakeCluster:
         self.groups: list[Demand] = []
         self.problems: dict[str, tuple[str, ...]] = {}
         self.slow: set[str] = set()
+        self.homeless: set[str] = set()
         self.node_of: dict[str, str] = {}
         self.common, self.closed = True, False
         self.free = {"CPU": 64.0, "GPU": 8.0, "node:here": 1.0}
@@ -157,6 +157,20 @@ def test_roles_are_started_when_what_they_need_is_up(tmp_path: Path) -> None:
     made.cluster.slow.clear()
     made.turn(10)
     assert made.cluster.order[4:] == ["trainer", "environment-2"]
+
+
+def test_a_parameter_server_is_started_when_all_whom_it_serves_have_addresses(tmp_path: Path) -> None:
+    made = Bench(tmp_path, generators=2, parameter_servers=1)
+    made.cluster.homeless = {"generator-2"}
+    made.turn(10)
+    assert made.cluster.order == ["service", "generator-1", "environment-1"]
+    made.cluster.homeless.clear()
+    made.turn(10)
+    launch = made.cluster.seats["parameter-server-1"].launch
+    places = [made.driver.keepers[name].place for name in ("generator-1", "generator-2")]
+    assert launch is not None
+    assert list(launch.arguments[-2:]) == [place.server for place in places if place is not None]
+    assert made.state("trainer") is State.UP
 
 
 def test_the_end_of_training_ends_everything(tmp_path: Path) -> None:
@@ -309,7 +323,7 @@ def test_an_actor_starts_looks_and_stops(tmp_path: Path) -> None:
     code = "import sys; print(open(sys.argv[1]).read()); raise ModuleNotFoundError('no module that was wanted')"
     launch = Launch((PYTHON, "-c", code, str(tmp_path / "in.txt")), {"X": "1"}, {"in.txt": "hello"}, ("role/*.json",))
     seat.start(launch, 2.0, False)
-    wait_until("the end", lambda: None if seat.look().code is not None else "it runs", 30)
+    wait_until("the end", lambda: None if seat.look().code is not None else "it runs", 180)
     look = seat.look(offset=2)
     assert look.code == 1
     assert look.said.endswith("ModuleNotFoundError: no module that was wanted")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from example_trainer.async_grpo.placement import EXACT, Demand, Node, amounts, assign, refusal
+from example_trainer.async_grpo.placement import EXACT, Demand, Node, amounts, assign, hardest_first, refusal
 from example_trainer.async_grpo.restarts import LONGEST_DELAY, Ended, Policy, Row
 
 amount = st.integers(0, 8).map(lambda n: n / 2)
@@ -53,6 +53,20 @@ def test_two_groups_that_need_one_gpu_each_take_two_nodes() -> None:
     asked = [Demand(name, {name: {"GPU": 1.0}}) for name in ("a", "b")]
     placed, left = assign(asked, [Node("x", {"GPU": 1.0}), Node("y", {"GPU": 1.0})])
     assert (sorted(placed.values()), left) == (["x", "y"], [])
+
+
+def test_who_may_lie_on_one_node_alone_comes_first() -> None:
+    """Two generators would fill the driver's machine, on which the service must be."""
+    asked = [
+        Demand("service", {"service": {"CPU": 0.1, "node:a": 0.001}}),
+        Demand("generator-1", {"generator-1": {"CPU": 1.5}}),
+        Demand("generator-2", {"generator-2": {"CPU": 1.5}}),
+        Demand("trainer", {"trainer": {"CPU": 2.0}}),
+    ]
+    there = [Node("node a", {"CPU": 3.0, "node:a": 1.0}), Node("node b", {"CPU": 3.0, "node:b": 1.0})]
+    assert assign(asked, there)[0]["service"] == "node a"
+    assert refusal(asked, there) is None
+    assert [demand.name for demand in hardest_first(asked)] == ["service", "trainer", "generator-1", "generator-2"]
 
 
 ends = st.builds(

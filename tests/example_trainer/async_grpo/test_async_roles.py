@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
+from atroposlib.api.app.application import make_app
+from atroposlib.api.app.service import RolloutService
+from atroposlib.api.store.store import MemoryStore
 from atroposlib.cli import run_api
 from atroposlib.envs._runtime.settings import parse_flags
 from atroposlib.envs.base import BaseEnv
 from example_trainer import reference_worker
 from example_trainer.async_grpo.cluster import ClusterError, RayCluster
 from example_trainer.async_grpo.launch import PYTHON, Address
+from example_trainer.async_grpo.placement import Node, refusal
 from example_trainer.async_grpo.roles import NEEDED_KEYS, STOP_ORDER, Commands, Role, demands_of, natural, roles_of
 from example_trainer.async_grpo.settings import Settings, make_settings, read_settings
+from example_trainer.batch.client import registration
 from example_trainer.command_line import parse_config, parse_section
 from example_trainer.parameter_server.options import ParameterServerOptions
 from tests.example_trainer.async_grpo.test_async_settings import CONFIGS
@@ -78,6 +86,33 @@ def test_the_trainers_file_is_one_that_the_trainer_takes(tmp_path: Path) -> None
     assert not any("secret" in text for text in (*launch.arguments, *launch.files.values()))
 
 
+def test_how_rollouts_are_used_again_goes_from_the_configuration_to_the_rollout_service(tmp_path: Path) -> None:
+    """By way of the trainer's file and its registration with a service that is real but for its socket."""
+    made = settings({"max_staleness": 6, "replay": "uniform", "max_reuse": 3, "seed": 11})
+    roles = roles_of(made)
+    file = tmp_path / "trainer.yaml"
+    file.write_text(
+        Commands(made, KEYS).launch(next(r for r in roles if r.kind == "trainer"), places_of(roles)).files["trainer.yaml"]
+    )
+    told = asdict(registration(parse_config(["--config", str(file)]), 0))
+
+    async def stats() -> dict[str, Any]:
+        service = RolloutService(MemoryStore())
+        try:
+            transport = httpx.ASGITransport(make_app(service))
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+                (await client.post("/register", json=told)).raise_for_status()
+                answer: dict[str, Any] = (await client.get("/stats")).raise_for_status().json()
+                return answer
+        finally:
+            await service.committer.close()
+
+    found = asyncio.run(stats())
+    replay = {name: found["replay"][name] for name in ("policy", "max_reuse", "seed")}
+    assert replay == {"policy": "uniform", "max_reuse": 3, "seed": 11}
+    assert found["max_staleness"] == 6
+
+
 def test_keys_go_to_who_needs_them_as_variables_alone() -> None:
     made = settings(orchestration={"device": "cpu"}, inference={"environment": "arithmetic", "seed": 1})
     roles = roles_of(made)
@@ -129,6 +164,26 @@ def test_every_program_takes_what_the_configurations_that_we_ship_make_of_it(fil
     if file.name == "qwen3b_async_grpo.yaml":
         assert sum(role.resources.get("GPU", 0) for role in roles) == 8
         assert {"reference-1", "parameter-server-1"} <= {role.name for role in roles}
+
+
+@pytest.mark.parametrize("gpus", [6, 2])
+def test_the_large_configuration_on_fewer_gpus_is_as_its_head_says(gpus: int) -> None:
+    (file,) = [one for one in CONFIGS if one.name == "qwen3b_async_grpo.yaml"]
+    sections = yaml.safe_load(file.read_text())
+    for section, left_out in (
+        ("orchestration", ("reference_workers", "parameter_servers")),
+        ("inference", ("weight_sync_every",)),
+        ("training", ("push_every",)),
+    ):
+        for key in left_out:
+            del sections[section][key]
+    if gpus == 2:
+        sections["orchestration"] |= {"generators": 1, "trainer_ranks": 1}
+        sections["inference"] |= {"tensor_parallel_size": 1}
+    roles = roles_of(make_settings(sections, file))
+    node = Node("node a", {"GPU": float(gpus), "CPU": 32.0})
+    assert sum(role.resources.get("GPU", 0) for role in roles) == gpus
+    assert refusal(demands_of(roles), [node]) is None
 
 
 def test_only_the_first_life_of_a_server_forgets_what_was_published() -> None:

@@ -29,6 +29,8 @@ from vllm_patching.protocol.manifest import ManifestEntry, flat_layout, source_v
 from vllm_patching.protocol.sharding import plan_shards
 from vllm_patching.protocol.timeline import VARIABLE
 
+pytestmark = pytest.mark.timeout(300)  # early among the others (tests/conftest.py): they take long
+
 
 @dataclass
 class HeldServer(LightServer):
