@@ -18,6 +18,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
+from vllm_patching.compat.rank_messages import wait_without_spinning
 from vllm_patching.engine_core import gathered_outputs
 from vllm_patching.protocol.verification import CAN_VERIFY_AND_RESUME, VERIFY_AND_RESUME, BridgeRefusal, compare
 
@@ -30,8 +31,8 @@ _GATHERING_SEAMS = ("step", "step_with_batch_queue", "is_scheduler_paused")
 
 
 def install() -> None:
-    """Give vLLM's engine core what RankCalls asks it for, and have it gather outputs, in the process that has one; does nothing
-    in the others.
+    """Give vLLM's engine core what RankCalls asks it for, and have it gather outputs, in the process that has one; on a CPU,
+    have every process wait for the others without taking a core.
     """
     module = sys.modules.get(_MODULE)
     core = getattr(module, "EngineCore", None)
@@ -42,6 +43,8 @@ def install() -> None:
     if hasattr(process, "pause_scheduler") and all(hasattr(core, seam) for seam in _GATHERING_SEAMS):
         kinds = importlib.import_module("vllm.v1.engine")
         gathered_outputs.install(core, process, kinds.EngineCoreOutput, kinds.EngineCoreOutputs)
+    if "vllm" in sys.modules and importlib.import_module("vllm.platforms").current_platform.is_cpu():
+        wait_without_spinning()
 
 
 def install_before_fork() -> None:

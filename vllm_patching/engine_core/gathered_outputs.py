@@ -12,16 +12,75 @@ of the old weights by a message that left the engine before the pause was answer
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from operator import attrgetter, is_
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-TOKENS_PER_MESSAGE = 16
-"""From here on a message costs little beside what it carries; at 70 steps a second each request is heard of four times."""
+STEPS_PER_MESSAGE = 64
+"""From here on a message costs little beside what it carries; at 70 steps a second each request is heard of once a second."""
 _STEPS_BETWEEN_CLEANINGS = 64
 _ALWAYS_SENT = ("request_id", "new_token_ids", "new_logprobs")
 """Fields of vLLM's EngineCoreOutput that every sampled token has. An output in which another one is set is not kept."""
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What is kept of a request: what its outputs hold, not they themselves. Their many small objects would drive others out of
+    the processor's caches, and Python's collector of garbage would look at them again and again.
+
+    Attributes:
+        client: the front end that it is for.
+        turn: of the steps of a message, the one after which it is sent. They are dealt out evenly: if all requests, which go on
+            together after a pause, were sent together, that step would take longer than the GPU's work behind which it hides.
+        last: the last output.
+        token_ids: of all outputs.
+        ids, logprobs, ranks: bytes of the columns of vLLM's LogprobsLists.
+    """
+
+    client: int
+    turn: int
+    last: Any = None
+    token_ids: list[int] = field(default_factory=list)
+    ids: bytearray = field(default_factory=bytearray)
+    logprobs: bytearray = field(default_factory=bytearray)
+    ranks: bytearray = field(default_factory=bytearray)
+
+    def fits(self, output: Any) -> bool:
+        """Whether an output's rows of logprobs have the form of those that are kept: a step's are as wide as its widest request
+        wants them.
+        """
+        if self.last is None:
+            return True
+        rows, others = output.new_logprobs, self.last.new_logprobs
+        if rows is None or others is None:
+            return rows is others
+        return bool(rows[0].shape[1] == others[0].shape[1])
+
+    def add(self, output: Any) -> None:
+        self.last = output
+        self.token_ids += output.new_token_ids
+        rows = output.new_logprobs
+        if rows is not None:
+            self.ids += rows[0].tobytes()
+            self.logprobs += rows[1].tobytes()
+            self.ranks += rows[2].tobytes()
+
+    def whole(self) -> Any:
+        """All as one output: all tokens and logprobs, and whatever else the last one says. Nothing is kept afterwards."""
+        whole, rows = self.last, self.last.new_logprobs
+        whole.new_token_ids = self.token_ids
+        if rows is not None:
+            columns = zip((self.ids, self.logprobs, self.ranks), rows[:3], strict=True)
+            whole.new_logprobs = type(rows)(*(_column(kept, last) for kept, last in columns), None)
+        self.last, self.token_ids = None, []
+        self.ids, self.logprobs, self.ranks = bytearray(), bytearray(), bytearray()
+        return whole
+
+
+def _column(kept: bytearray, last: np.ndarray) -> np.ndarray:
+    return np.frombuffer(kept, last.dtype).reshape(-1, *last.shape[1:])
 
 
 class GatheredOutputs:
@@ -38,9 +97,8 @@ class GatheredOutputs:
         self._request_of, self._may_wait = request_of, may_wait
         self._others = attrgetter(*others)
         self._unset = self._others(kind("", []))
-        self._kept: dict[str, list[Any]] = {}
-        self._clients: dict[str, int] = {}
-        self._steps = 0
+        self._kept: dict[str, _Kept] = {}
+        self._steps, self._dealt = 0, 0
 
     def step(self, client: int, outputs: list[Any]) -> list[Any]:
         """What of a step's outputs is sent now, joined with what was kept before.
@@ -49,19 +107,24 @@ class GatheredOutputs:
             client: the front end that the outputs are for.
         """
         sent = []
-        for output in outputs:
-            request_id = output.request_id
-            kept = self._kept.get(request_id)
-            if self._is_plain(output) and (kept is not None or self._waits(request_id)):
-                if kept is None:
-                    self._kept[request_id], self._clients[request_id] = [output], client
-                    continue
-                kept.append(output)
-                if len(kept) < TOKENS_PER_MESSAGE:
-                    continue
-                output = None
-            sent.append(self._taken(request_id, output))
         self._steps += 1
+        now = self._steps % STEPS_PER_MESSAGE
+        for output in outputs:
+            kept = self._kept.get(output.request_id)
+            if kept is None:
+                if not self._is_plain(output) or not self._waits(output.request_id):
+                    sent.append(output)
+                    continue
+                kept = self._kept[output.request_id] = _Kept(client, self._dealt)
+                self._dealt = (self._dealt + 1) % STEPS_PER_MESSAGE
+            elif not kept.fits(output):
+                sent.append(kept.whole())
+            kept.add(output)
+            if not self._is_plain(output):
+                del self._kept[output.request_id]
+                sent.append(kept.whole())
+            elif kept.turn == now:
+                sent.append(kept.whole())
         if self._steps % _STEPS_BETWEEN_CLEANINGS == 0:
             self._forget_those_gone()
         return sent
@@ -69,46 +132,25 @@ class GatheredOutputs:
     def release(self) -> dict[int, list[Any]]:
         """All that is kept, by the front end that it is for."""
         released: dict[int, list[Any]] = {}
-        for request_id in list(self._kept):
-            released.setdefault(self._clients[request_id], []).append(self._taken(request_id, None))
+        for kept in self._kept.values():
+            if kept.last is not None:
+                released.setdefault(kept.client, []).append(kept.whole())
         return released
 
     def _is_plain(self, output: Any) -> bool:
-        return all(map(is_, self._others(output), self._unset))
+        try:
+            return bool(self._others(output) == self._unset)
+        except ValueError:  # NumPy has no one answer to whether an array is None
+            return False
 
     def _waits(self, request_id: str) -> bool:
         request = self._request_of(request_id)
         return request is not None and self._may_wait(request)
 
-    def _taken(self, request_id: str, last: Any) -> Any:
-        """What was kept of a request, and `last`, as one output."""
-        kept = self._kept.get(request_id, [])
-        whole = joined(kept if last is None else [*kept, last])  # before anything is forgotten
-        self._kept.pop(request_id, None)
-        self._clients.pop(request_id, None)
-        return whole
-
     def _forget_those_gone(self) -> None:
         """Requests that their callers called off end without an output."""
         for request_id in [request_id for request_id in self._kept if self._request_of(request_id) is None]:
-            del self._kept[request_id], self._clients[request_id]
-
-
-def joined(outputs: list[Any]) -> Any:
-    """Outputs of one request that follow each other, as one: all tokens and logprobs, and whatever else the last one says."""
-    last = outputs[-1]
-    if len(outputs) == 1:
-        return last
-    last.new_token_ids = [token for output in outputs for token in output.new_token_ids]
-    logprobs = [output.new_logprobs for output in outputs if output.new_logprobs is not None]
-    if logprobs:
-        # A step's rows are as wide as its widest request wants them, no narrower than this one does, and what this one asked
-        # for comes first in each.
-        width = min(rows[0].shape[1] for rows in logprobs)
-        ids, values = (np.concatenate([rows[column][:, :width] for rows in logprobs]) for column in (0, 1))
-        ranks = np.concatenate([rows[2] for rows in logprobs])
-        last.new_logprobs = type(logprobs[0])(ids, values, ranks, None)
-    return last
+            del self._kept[request_id]
 
 
 def waits_for_the_end(request: Any) -> bool:

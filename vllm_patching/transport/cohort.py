@@ -30,7 +30,8 @@ class CohortPlace:
         tp_rank: the cohort.
         epoch: counts the trainers that have joined the server; for messages.
         backend: `nccl` for GPU weights, `gloo` for CPU weights.
-        timeout: seconds for forming, and for a whole transfer.
+        meeting_seconds: for forming.
+        timeout: seconds for a whole transfer.
     """
 
     host: str
@@ -42,6 +43,7 @@ class CohortPlace:
     tp_rank: int
     epoch: int
     backend: str
+    meeting_seconds: float
     timeout: float
 
 
@@ -80,7 +82,7 @@ class ReceivingCohort:
             place.host, place.port, place.key, place.tp_rank, range(place.lanes), place.member + 1, place.members, place.backend
         )
         what = f"vLLM rank {place.tp_rank} could not join the cohort {place.key} (epoch {place.epoch})"
-        self._lanes = form_lanes(places, device, place.timeout, place.timeout, lost, what)
+        self._lanes = form_lanes(places, device, place.timeout, place.meeting_seconds, lost, what)
 
     def receive(self, target: Target, lost: Callable[[], str], arrived: Callable[[int], None]) -> WeightSummary:
         """Receive a rank's weights.

@@ -83,14 +83,14 @@ class WeightReceiver:
             members: receivers of each cohort: replicas of every server; 0: only leave.
             index: of the first of this server's replicas among them.
             lanes: senders to each rank, at most.
-            epoch, backend, timeout: see CohortPlace.
+            epoch, backend: see CohortPlace.
+            timeout: seconds for forming, and for a whole transfer.
         """
         if not members:
             self._lockstep_updater.leave(keep_staging=True)
             return
-        place = CohortPlace(
-            host, port, key, members, index + self._lockstep_replica, lanes, self._lockstep_rank, epoch, backend, timeout
-        )
+        member, rank = index + self._lockstep_replica, self._lockstep_rank
+        place = CohortPlace(host, port, key, members, member, lanes, rank, epoch, backend, timeout, timeout)
         self._lockstep_updater.join_cohort(place)
 
     def lockstep_leave(self) -> None:

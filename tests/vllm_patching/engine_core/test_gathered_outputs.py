@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_patching.engine_core import gathered_outputs
-from vllm_patching.engine_core.gathered_outputs import TOKENS_PER_MESSAGE, GatheredOutputs
+from vllm_patching.engine_core.gathered_outputs import STEPS_PER_MESSAGE, GatheredOutputs
 
 
 class Logprobs(NamedTuple):
@@ -35,6 +35,7 @@ class Output(msgspec.Struct):
     finish_reason: str | None = None
     events: list[str] | None = None
     num_nans_in_logits: int = 0
+    routed_experts: np.ndarray | None = None
 
 
 class Outputs(msgspec.Struct):
@@ -129,7 +130,7 @@ def test_every_token_arrives_once_and_in_order(steps: list[Any], waits: dict[str
         for name, output in by_name.items():
             if not waits[name[0]] or output.finish_reason or output.events:
                 assert arrived[name] == sent[name], "kept although somebody looks at it now"
-            assert len(sent[name]) - len(arrived.get(name, [])) < 3 * TOKENS_PER_MESSAGE
+            assert len(sent[name]) - len(arrived.get(name, [])) < 3 * STEPS_PER_MESSAGE
     for name in ended:
         assert arrived[name] == sent[name]
 
@@ -138,8 +139,28 @@ def test_a_request_is_heard_of_after_so_many_steps() -> None:
     requests = Requests()
     requests.running["a"] = True
     gathering = requests.gathering()
-    lengths = [[len(output.new_token_ids) for output in gathering.step(0, [sampled("a", [7])])] for _ in range(32)]
-    assert lengths == ([[]] * (TOKENS_PER_MESSAGE - 1) + [[TOKENS_PER_MESSAGE]]) * 2
+    steps = range(2 * STEPS_PER_MESSAGE)
+    lengths = [[len(output.new_token_ids) for output in gathering.step(0, [sampled("a", [7])])] for _ in steps]
+    assert lengths == ([[]] * (STEPS_PER_MESSAGE - 1) + [[STEPS_PER_MESSAGE]]) * 2
+
+
+def test_requests_that_go_on_together_take_turns() -> None:
+    requests = Requests()
+    requests.running = {f"r{number}": True for number in range(2 * STEPS_PER_MESSAGE)}
+    gathering = requests.gathering()
+    for _ in range(3):
+        sent = [len(gathering.step(0, [sampled(name, [1]) for name in requests.running])) for _ in range(STEPS_PER_MESSAGE)]
+        assert sent == [2] * STEPS_PER_MESSAGE
+        gathering.release()
+
+
+def test_what_holds_an_array_is_sent_at_once() -> None:
+    requests = Requests()
+    requests.running["a"] = True
+    gathering = requests.gathering()
+    gathering.step(0, [sampled("a", [1])])
+    sent = gathering.step(0, [sampled("a", [2], routed_experts=np.zeros((3, 2)))])
+    assert [output.new_token_ids for output in sent] == [[1, 2]]
 
 
 def test_what_was_called_off_is_forgotten() -> None:

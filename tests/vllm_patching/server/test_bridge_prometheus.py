@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, generate_latest
 
+from tests.forked_commands import run_command
 from vllm_patching.server.metrics import BridgeMetrics, FollowBridge
 from vllm_patching.server.state import BridgeState
 
@@ -138,15 +138,14 @@ print(asyncio.run(scrape("/metrics")), asyncio.run(scrape("/metrics/")))
 
 @pytest.mark.parametrize("multiprocess", [False, True], ids=["one process", "PROMETHEUS_MULTIPROC_DIR"])
 def test_vllms_own_metrics_page_shows_them(tmp_path: Path, multiprocess: bool) -> None:
-    """In a process of its own, because prometheus_client reads the variable when it is imported."""
+    """In a process of its own, and with the variable in an executed one: prometheus_client reads it when it is imported."""
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "VLLM_LOGGING_LEVEL": "ERROR"}
     if multiprocess:
         environment["PROMETHEUS_MULTIPROC_DIR"] = str(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", SCRAPE.format(root=str(ROOT))],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = run_command(
+        [sys.executable, "-c", SCRAPE.format(root=str(ROOT))], environment, program=None if multiprocess else "vllm"
+    )
+    assert done.returncode == 0, done.stdout[-2000:]
     lines = done.stdout.splitlines()
     for line in (
         "lockstep_weight_version 7.0",

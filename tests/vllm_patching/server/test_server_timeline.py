@@ -31,10 +31,10 @@ def test_generating_is_interrupted_while_the_engine_stands_still(tmp_path: Path)
 
     async def serve() -> None:
         ignored = [ask("GET", "/health"), ask("POST", "/bridge/begin")]
-        await asyncio.wait_for(arrived.wait(), 10)
+        await asyncio.wait_for(arrived.wait(), 60)
         arrived.clear()
         requests = [ask("POST", "/generate"), ask("POST", "/broken")]
-        await asyncio.wait_for(arrived.wait(), 10)
+        await asyncio.wait_for(arrived.wait(), 60)
         begun = time.monotonic()
         for state in (EngineState.UNKNOWN, EngineState.PAUSED, EngineState.UNKNOWN, EngineState.RUNNING):
             timeline.engine(state)

@@ -88,7 +88,7 @@ def updater(live: list[tuple[str, torch.Tensor]]) -> WeightUpdater:
 def join(updater: WeightUpdater, port: int, epoch: int, direct: bool, timeout: float = SECONDS) -> None:
     """Have it join a trainer, as a server does."""
     updater.aim_at(direct)
-    updater.join_cohort(CohortPlace("localhost", port, f"epoch{epoch}", 1, 0, 1, 0, epoch, "gloo", timeout))
+    updater.join_cohort(CohortPlace("localhost", port, f"epoch{epoch}", 1, 0, 1, 0, epoch, "gloo", timeout, timeout))
 
 
 def wait_for(updater: WeightUpdater, phase: str) -> None:
@@ -111,7 +111,8 @@ def test_a_cohort_that_is_being_met_outlives_the_end_of_a_transfer(
     port = free_port()
     store = host_store("localhost", port, SECONDS)
     updater.aim_at(direct=True)
-    updater.join_cohort(CohortPlace("localhost", port, "never", 2, 0, 1, 0, 1, "gloo", SECONDS))  # its other half never comes
+    # Its other half never comes.
+    updater.join_cohort(CohortPlace("localhost", port, "never", 2, 0, 1, 0, 1, "gloo", SECONDS, SECONDS))
     for _ in range(2):  # the server asks again and again whether something may still be written
         assert updater.discard(5)
         assert (updater.status.phase, updater.status.error) == ("joining", "")
@@ -131,7 +132,7 @@ def test_what_the_trainer_sends_arrives_where_it_should(
         join(updater, port, 1, direct)
         wait_for(updater, "ready")
         updater.receive(3)
-        status = updater.wait(30)
+        status = updater.wait(SECONDS)
         assert (status.phase, status.version, status.not_finite) == ("received", 3, "")
         assert status.checksum == weights_checksum(new_weights())
         for (_, target), here, (_, sent) in zip(live, updater.staged(), new_weights(), strict=True):
@@ -169,7 +170,7 @@ def test_infinity_is_found_on_the_way(updater: WeightUpdater, free_port: Callabl
         join(updater, port, 1, False)
         wait_for(updater, "ready")
         updater.receive(1)
-        assert updater.wait(30).not_finite == LAYOUT[2].name
+        assert updater.wait(SECONDS).not_finite == LAYOUT[2].name
     finally:
         trainer.kill()
         trainer.wait()
@@ -222,7 +223,7 @@ def test_the_end_of_the_storing_process_is_seen_at_once(free_port: Callable[[], 
     time.sleep(0.3)
     assert not watch.gone()
     del store
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + SECONDS
     while not watch.gone():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -245,7 +246,7 @@ def test_a_command_that_fails_late_says_nothing_about_the_next(updater: WeightUp
     try:
         join(updater, port, 2, False)
         seen = set()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + SECONDS
         while updater.status.phase != "ready":
             seen.add(updater.status.phase)
             assert time.monotonic() < deadline, updater.status
