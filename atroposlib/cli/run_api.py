@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import errno
+import ipaddress
 import logging
 import os
 import signal
@@ -32,6 +33,7 @@ from atroposlib.ui.rollouts.recorder import RolloutRecorder
 from atroposlib.ui.run.catalogue import LIVE
 from atroposlib.ui.web.gatekeeper import Gatekeeper
 from atroposlib.ui.web.sessions import SESSION_SECONDS
+from atroposlib.utils.connections import SERVER_KEEPS_SECONDS
 from atroposlib.utils.keys import VLLM_KEY
 
 logger = logging.getLogger("atroposlib.cli.run_api")
@@ -67,6 +69,15 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "may be given several times",
     )
     parser.add_argument(
+        "--trusted-proxy",
+        action="append",
+        default=[],
+        type=_network,
+        metavar="ADDRESS",
+        help="address, or network such as 10.0.0.0/8, of a proxy whose X-Forwarded-For and X-Forwarded-Proto are believed; "
+        "whoever can ask from there can say so too (default: nobody's are; may be given several times)",
+    )
+    parser.add_argument(
         "--store",
         metavar="PATH",
         help="file that keeps everything, to be continued when it exists, or 'memory' (default: runs/rollouts-PORT.db, "
@@ -84,7 +95,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--silent-after",
         type=_seconds,
         default=queue.silent_after,
-        help="seconds without a word from an environment after which no batch waits for the share that it reserved "
+        help="seconds without a word from an environment after which no batch waits for the share that it reserved, and "
+        "after which the page calls it, or a trainer, silent "
         f"(default: {queue.silent_after:g})",
     )
     parser.add_argument("--request-timeout", type=_seconds, default=request.seconds, help="seconds for one request")
@@ -125,6 +137,13 @@ def _port(text: str) -> int:
     if not text.isdigit() or not 0 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is no port; give a number from 0 (any free one) to 65535")
     return int(text)
+
+
+def _network(text: str) -> str:
+    try:
+        return str(ipaddress.ip_network(text)) if "/" in text else str(ipaddress.ip_address(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no address and no network: {error}") from None
 
 
 def _positive(text: str) -> int:
@@ -337,7 +356,10 @@ def main(argv: list[str] | None = None) -> None:
         log_config=None,
         http=bounded_protocol(arguments.request_timeout),
         timeout_graceful_shutdown=10,
-        timeout_keep_alive=75,
+        timeout_keep_alive=SERVER_KEEPS_SECONDS,
+        # uvicorn by itself believes whoever asks from 127.0.0.1, which is every user of this machine.
+        proxy_headers=bool(arguments.trusted_proxy),
+        forwarded_allow_ips=arguments.trusted_proxy,
     )
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every question to a vLLM server

@@ -69,7 +69,8 @@ def serve(paths: list[Path], port: int, tokenizer: str | None = None) -> None:
     page = RunPage([path.absolute() for path in paths], Gatekeeper(), hub, tokenizer=tokenizer)
     sock = listen(HOST, port)
     print(f"see the run at http://{HOST}:{sock.getsockname()[1]}/ui (Ctrl-C ends this)", flush=True)
-    config = uvicorn.Config(make_offline_app(page), log_level="warning", timeout_graceful_shutdown=2)
+    app = make_offline_app(page)
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2, proxy_headers=False)
     uvicorn.Server(config).run(sockets=[sock])
 
 

@@ -20,6 +20,7 @@ from atroposlib.inference.server_baseline import (
     ServerBaseline,
     ServerIsAway,
 )
+from atroposlib.utils.connections import LIMITS
 from atroposlib.utils.keys import LOOPBACK, OPENAI_KEY, VLLM_KEY, bearer, host_of
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class OpenAIRoutes(APIServer):
                 headers=bearer(self.api_key),
                 trust_env=self.honours_proxies,
                 timeout=httpx.Timeout(self.config.timeout, connect=5.0),
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+                limits=LIMITS,
             )
         return self._http
 

@@ -9,6 +9,7 @@ from openai.types.chat import ChatCompletion
 
 from atroposlib.inference.generation import current_versions
 from atroposlib.inference.sequence_tracker import SequenceNode, node_of
+from atroposlib.utils.connections import LIMITS
 from atroposlib.utils.keys import PROXY_KEY, bearer, given_or_variable
 
 PASSED_ON = ("messages", "max_tokens", "temperature", "n", "stop", "tools", "tool_choice")
@@ -38,6 +39,7 @@ class ProxyManagedServer:
             headers=bearer(api_key),
             timeout=httpx.Timeout(1200.0, connect=5.0),
             trust_env=False,
+            limits=LIMITS,
         )
 
     def get_url(self) -> str:

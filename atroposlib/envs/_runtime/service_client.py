@@ -13,6 +13,7 @@ import httpx
 import orjson
 
 from atroposlib.errors import EnvironmentFailure, ServiceUnavailable
+from atroposlib.utils.connections import LIMITS
 from atroposlib.utils.jsonl import encode
 from atroposlib.utils.keys import LOOPBACK, SERVICE_KEY, bearer, host_of
 from atroposlib.utils.waiting import Patience
@@ -45,7 +46,11 @@ class RolloutServiceClient:
         self.timeout = timeout
         # HTTP_PROXY is for the world outside: it must not stand between the processes of one run.
         self._http = httpx.AsyncClient(
-            base_url=self.url, headers=bearer(api_key), timeout=httpx.Timeout(60.0, connect=5.0), trust_env=False
+            base_url=self.url,
+            headers=bearer(api_key),
+            timeout=httpx.Timeout(60.0, connect=5.0),
+            trust_env=False,
+            limits=LIMITS,
         )
         # On one machine compressing costs more than it saves.
         self._compress = host_of(self.url) not in LOOPBACK

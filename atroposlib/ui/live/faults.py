@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-SILENT_SECONDS = 120.0
-"""An environment that said nothing for so long, though the trainer waits for groups, is named; so is a trainer."""
+SILENCES = 2.0
+"""An environment that said nothing for so many times the service's --silent-after, though the trainer waits for groups, is
+named; so is a trainer. One that tells of its servers every five seconds is named after the first."""
 SLOW_SECONDS = 600.0
 """A trainer that holds a batch and has acknowledged none for so long is named."""
 NEARLY_FULL = 0.95
@@ -49,6 +50,13 @@ def _process(part: str) -> str:
     return f"See its log (`scripts/logs.sh {part}`). Its process is gone? `scripts/start.sh --resume {part}`."
 
 
+def _minutes(seconds: float) -> str:
+    minutes = int(seconds // 60)
+    if not minutes:
+        return f"{seconds:.0f} s"
+    return f"{minutes} minutes" if minutes > 1 else "a minute"
+
+
 def _of_trainer(stack: Mapping[str, Any]) -> Iterator[Fault]:
     trainer, leases = stack["trainer"], stack["leases"]
     if stack["service"]["run_ended"]:
@@ -58,13 +66,14 @@ def _of_trainer(stack: Mapping[str, Any]) -> Iterator[Fault]:
             yield Fault("trainer", "warning", "No trainer has registered.", "Start it; its log says what it waits for.")
         return
     silent, slow, holds = trainer["seconds_silent"], trainer["seconds_since_step"], any(lease["sent"] for lease in leases)
-    if silent > SILENT_SECONDS and (trainer["publishes"] or not holds):
+    patience = stack["service"]["silent_after"] * (1.0 if trainer["publishes"] else SILENCES)
+    if silent > patience and (trainer["publishes"] or not holds):
         # One that holds a batch may say nothing for as long as it takes; one that tells of its servers never falls silent.
         severity: Literal["warning", "error"] = "error" if trainer["publishes"] else "warning"
-        text = f"Nothing was heard of the trainer for {silent / 60:.0f} minutes."
+        text = f"Nothing was heard of the trainer for {_minutes(silent)}."
         yield Fault("trainer", severity, text, _process("trainer"))
     elif slow is not None and slow > SLOW_SECONDS and holds:
-        text = f"The trainer holds a batch and has acknowledged none for {slow / 60:.0f} minutes."
+        text = f"The trainer holds a batch and has acknowledged none for {_minutes(slow)}."
         yield Fault("trainer", "error", text, _process("trainer"))
     if trainer["batches_skipped"]:
         text = f"{trainer['batches_skipped']} batches could not be trained on."
@@ -90,8 +99,8 @@ def _of_environments(stack: Mapping[str, Any]) -> Iterator[Fault]:
     if starving and not connected:
         yield Fault("service", "warning", "The trainer waits for groups, and no environment is connected.", "Start one.")
     for one in connected:
-        if starving and one["seconds_silent"] > SILENT_SECONDS:
-            text = f"{one['wandb_name']} has said nothing for {one['seconds_silent'] / 60:.0f} minutes, and the trainer waits."
+        if starving and one["seconds_silent"] > SILENCES * stack["service"]["silent_after"]:
+            text = f"{one['wandb_name']} has said nothing for {_minutes(one['seconds_silent'])}, and the trainer waits."
             yield Fault(f"environment {one['wandb_name']}", "error", text, _process("environment"))
 
 

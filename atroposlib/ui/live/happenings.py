@@ -9,8 +9,6 @@ from atroposlib.ui.run.events import Event, make_event
 
 DROPS_SECONDS = 20.0
 """Drops of one reason are told together, so often at most."""
-SILENT_SECONDS = 60.0
-"""After which an environment that is connected is said to be silent."""
 Stack = Mapping[str, Any]
 
 
@@ -72,7 +70,7 @@ def server_events(before: Mapping[str, Any], after: Mapping[str, Any], now: floa
 def _of_trainer(before: Stack, after: Stack) -> Iterator[tuple[str, str, dict[str, Any]]]:
     old, new = before["trainer"], after["trainer"]
     if new["registration"] != old["registration"] and new["registered"]:
-        start, model = new["starting_step"], new["model"] or "a model that it does not name"
+        start, model = new["starting_step"], _name_of(new["model"] or "a model that it does not name")
         if start:
             yield "resumed", f"the trainer went on from step {start} with {model}", {}
         else:
@@ -85,19 +83,26 @@ def _of_trainer(before: Stack, after: Stack) -> Iterator[tuple[str, str, dict[st
         yield "skipped_batch", text, {"severity": "warning", "remedy": remedy}
 
 
+def _name_of(model: str) -> str:
+    """Of a model in a folder, the folder's name alone: where it is says nothing of it."""
+    return model.rstrip("/").rpartition("/")[2] if model.startswith("/") else model
+
+
 def _of_environments(before: Stack, after: Stack) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    limit = after["service"]["silent_after"]
     known = {one["env_id"]: one for one in before["environments"]}
     for one in after["environments"]:
         name, old = one["wandb_name"], known.get(one["env_id"])
         if old is None:
             yield "environment_joined", f"{name} has registered", {}
         elif old["connected"] and not one["connected"]:
-            yield "environment_left", f"{name} has said goodbye", {"severity": "warning"}
+            severity = "info" if after["service"]["run_ended"] else "warning"
+            yield "environment_left", f"{name} has said goodbye", {"severity": severity}
         elif one["connected"] and not after["service"]["run_ended"]:
-            was, is_ = (seconds > SILENT_SECONDS for seconds in (old["seconds_silent"], one["seconds_silent"]))
+            was, is_ = (seconds > limit for seconds in (old["seconds_silent"], one["seconds_silent"]))
             if is_ and not was:
                 more = {"severity": "warning", "remedy": "see its log; start it again if its process is gone"}
-                yield "environment_silent", f"{name} has said nothing for {SILENT_SECONDS:.0f} s", more
+                yield "environment_silent", f"{name} has said nothing for {limit:g} s", more
             elif was and not is_:
                 yield "environment_back", f"{name} is heard again", {}
 

@@ -19,6 +19,8 @@ MOST_BYTES_WAITING = 8 << 20
 """And so many bytes of them, if there are several."""
 MOST_PAGES = 100
 """That are told at a time; every one is a connection."""
+PACE_SECONDS = 0.5
+"""Between two sendings to a page: what is told within goes out together, as each sending costs more than what is in it."""
 EVERY_RUN = ""
 """The name under which what is told concerns all pages, whichever run they show."""
 
@@ -39,7 +41,7 @@ class Subscription:
         self._news = asyncio.Event()
 
     def put(self, message: bytes) -> None:
-        """Something for the page."""
+        """Something for the page, which is to be woken for it."""
         if self.over:
             return
         if len(self._waiting) >= MOST_WAITING or (self._waiting and self._bytes + len(message) > MOST_BYTES_WAITING):
@@ -47,7 +49,11 @@ class Subscription:
             return
         self._waiting.append(message)
         self._bytes += len(message)
-        self._news.set()
+
+    @property
+    def waits(self) -> bool:
+        """Something does."""
+        return bool(self._waiting)
 
     def end(self, reason: str) -> None:
         """Nothing more comes after what waits; a page that is too slow gets that neither."""
@@ -58,7 +64,7 @@ class Subscription:
             self._news.set()
 
     def wake(self) -> None:
-        """Something else has changed: whoever waits shall look."""
+        """Whoever waits shall look."""
         self._news.set()
 
     async def next(self, seconds: float) -> bytes | None:
@@ -81,6 +87,9 @@ class Hub:
 
     def __init__(self) -> None:
         self._pages: set[Subscription] = set()
+        self._waking: asyncio.TimerHandle | None = None
+        self._woken = float("-inf")
+        """When the pages were, by the loop's clock."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def __len__(self) -> int:
@@ -123,12 +132,21 @@ class Hub:
             message = encode(event, data)
             for page in pages:
                 page.put(message)
+            if self._waking is None:
+                loop = asyncio.get_running_loop()
+                self._waking = loop.call_at(max(loop.time(), self._woken + PACE_SECONDS), self._send)
 
     def tell_from_thread(self, run: str, event: str, data: Any) -> None:
         """The same, from any thread."""
         loop = self._loop
         if loop is not None and self._pages and not loop.is_closed():
             loop.call_soon_threadsafe(self.tell, run, event, data)
+
+    def _send(self) -> None:
+        self._waking, self._woken = None, asyncio.get_running_loop().time()
+        for page in self._pages:
+            if page.waits:
+                page.wake()
 
     def wake(self) -> None:
         """Somebody has signed out: each page shall look whether it may still be told."""

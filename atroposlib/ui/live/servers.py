@@ -7,14 +7,17 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 import orjson
 
 from atroposlib.ui.run.events import number, whole
+from atroposlib.ui.run.json_lines import last_rows
+from atroposlib.utils.connections import LIMITS
 
 ASK_SECONDS = 4.0
 """For one server to answer everything."""
@@ -27,9 +30,12 @@ MOST_HISTORY = 2000
 """Versions of one server that are kept."""
 GAPS = ("stalled", "halted")
 """Phases of an update that say for how long nothing was sampled, the truest first."""
+_READ_BYTES = 4 << 20
+"""At the end of servers.jsonl."""
 MOST_OF_DETAIL = 500
 """Characters of what is wrong with a server."""
-_BRIDGE = ("phase", "mode", "transfer", "last_error", "quarantine")
+_BRIDGE = {"phase": "state", "mode": "mode", "transfer": "transfer", "last_error": "last_error", "quarantine": "quarantine"}
+"""What the page calls texts of a bridge's state -> as the server calls them."""
 
 
 @dataclass(slots=True)
@@ -54,18 +60,21 @@ class Server:
     """phase, mode, transfer, last_error, quarantine, checksums, updates, failures, last_update, last_bytes."""
     longest_gap: float | None = None
     longest_gap_at: float | None = None
+    longest_before: tuple[float | None, float | None] = (None, None)
+    """The longest gap before the last version, and when it was."""
     history: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_HISTORY))
     misses: int = 0
 
     @classmethod
-    def remembered(cls, url: str, row: Mapping[str, Any]) -> Server:
+    def remembered(cls, url: str, row: Mapping[str, Any], versions: Iterable[Mapping[str, Any]] = ()) -> Server:
         """A server as an earlier process of this service saw it last, so that a silence that began then is told as that old.
 
         Args:
             row: of that process, as `row` gave it.
+            versions: that it wrote down, as `read_versions` gives them.
         """
         health = row.get("health")
-        return cls(
+        server = cls(
             url,
             health if health in ("good", "bad", "silent") else "unknown",
             str(row.get("detail") or "")[:MOST_OF_DETAIL],
@@ -76,6 +85,11 @@ class Server:
             weight_epoch=whole(row.get("weight_epoch")),
             bridge={name: row[name] for name in ("failures", "last_error") if row.get(name) is not None},
         )
+        for version in versions:
+            server.history.append(dict(version))
+            server.longest_before = server.longest_gap, server.longest_gap_at
+            server._note_gap(version["gap"], version["time"])
+        return server
 
     def heard(self, now: float, weights: Mapping[str, Any], bridge: Mapping[str, Any] | None) -> None:
         """It has answered.
@@ -90,13 +104,17 @@ class Server:
         self._is("good" if weights.get("serving") is not False and not trouble else "bad", trouble, now)
         self.instance = str(weights.get("instance") or "")[:100]
         self.in_flight = whole(weights.get("in_flight"))
-        version, epoch = whole(weights.get("weight_version")), whole(weights.get("weight_epoch"))
+        # Between the two answers there may have been an update: the checksums are those of the bridge's version.
+        named = bridge if bridge is not None and "weight_version" in bridge else weights
+        version, epoch = whole(named.get("weight_version")), whole(named.get("weight_epoch"))
         moved = (version, epoch) != (self.weight_version, self.weight_epoch)
         self.weight_version, self.weight_epoch = version, epoch
         if bridge is not None:
             self.bridge = _read_bridge(bridge)
         if moved and version is not None:
             self._note_version(now)
+        elif self.history and "stalled" in self.bridge.get("last_update", {}):
+            self._note_stall()
 
     def missed(self, now: float, why: str) -> None:
         """It has not answered."""
@@ -109,11 +127,21 @@ class Server:
             self.since = now
         self.health, self.detail = health, detail
 
+    def _note_stall(self) -> None:
+        """How long an update really took is known half a second after it: what was noted before is replaced."""
+        noted, seconds = self.history[-1], self.bridge["last_update"]
+        if "stalled" not in noted["seconds"] and noted["seconds"].items() <= seconds.items():
+            self.history[-1] = noted | {"seconds": seconds, "gap": seconds["stalled"]}
+            self.longest_gap, self.longest_gap_at = self.longest_before
+            self._note_gap(seconds["stalled"], noted["time"])
+
+    def _note_gap(self, gap: float | None, at: float | None) -> None:
+        if gap is not None and gap > (self.longest_gap or 0.0):
+            self.longest_gap, self.longest_gap_at = gap, at
+
     def _note_version(self, now: float) -> None:
         seconds = self.bridge.get("last_update", {})
         gap = next((seconds[name] for name in GAPS if name in seconds), None)
-        if gap is not None and gap > (self.longest_gap or 0.0):
-            self.longest_gap, self.longest_gap_at = gap, now
         checksums = self.bridge.get("checksums", [])
         self.history.append(
             {
@@ -121,6 +149,8 @@ class Server:
                 "checksum": checksums[0] if checksums else None, "seconds": seconds, "gap": gap,
             }
         )  # fmt: skip
+        self.longest_before = self.longest_gap, self.longest_gap_at
+        self._note_gap(gap, now)
 
     def row(self, published: Mapping[str, Any] | None) -> dict[str, Any]:
         """As GET /ui/api/stack lists it.
@@ -167,12 +197,28 @@ class Server:
         return known | ({"history": list(self.history)} if history else {})
 
 
+def read_versions(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """The versions that servers had, by address, as they were written down: the end of the file, oldest first."""
+    found: dict[str, dict[Any, dict[str, Any]]] = {}
+    for row in last_rows(path, _READ_BYTES):
+        url, at = str(row.get("url", "?"))[:300], number(row.get("time"))
+        checksum, seconds = row.get("checksum"), row.get("seconds")
+        version, epoch = whole(row.get("version")), whole(row.get("epoch"))
+        # The same one again is the same, better known.
+        found.setdefault(url, {})[at, version, epoch] = {
+            "time": at, "url": url, "version": version, "epoch": epoch, "gap": number(row.get("gap")),
+            "checksum": checksum if isinstance(checksum, str) else None,
+            "seconds": seconds if isinstance(seconds, dict) else {},
+        }  # fmt: skip
+    return {url: list(rows.values()) for url, rows in found.items()}
+
+
 def _read_bridge(told: Mapping[str, Any]) -> dict[str, Any]:
     """What the page shows of a bridge's state."""
     seconds = told.get("last_update")
     checksums = told.get("checksums")
     return {
-        **{name: str(told.get(name) or "")[:MOST_OF_DETAIL] for name in _BRIDGE},
+        **{name: str(told.get(theirs) or "")[:MOST_OF_DETAIL] for name, theirs in _BRIDGE.items()},
         "checksums": [str(one)[:64] for one in checksums[:64]] if isinstance(checksums, list) else [],
         "updates": whole(told.get("updates")),
         "failures": whole(told.get("failures")),
@@ -209,10 +255,11 @@ class ServerWatch:
         self.servers: dict[str, Server] = {}
         self.remembered: dict[str, Mapping[str, Any]] = {}
         """Rows of an earlier process of this service, by address, until a server of that address is asked."""
+        self.versions: Mapping[str, Sequence[Mapping[str, Any]]] = {}
+        """And the versions that it saw there."""
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        limits = httpx.Limits(max_connections=MOST_SERVERS, max_keepalive_connections=32)
         # No proxy: these are addresses inside the run.
-        self._http = httpx.AsyncClient(headers=headers, timeout=ASK_SECONDS, trust_env=False, limits=limits)
+        self._http = httpx.AsyncClient(headers=headers, timeout=ASK_SECONDS, trust_env=False, limits=LIMITS)
 
     async def look(self, urls: Iterable[str]) -> None:
         """Ask these servers, and forget all others."""
@@ -222,7 +269,7 @@ class ServerWatch:
 
     def _first(self, url: str) -> Server:
         row = self.remembered.pop(url, None)
-        return Server(url) if row is None else Server.remembered(url, row)
+        return Server(url) if row is None else Server.remembered(url, row, self.versions.get(url, ()))
 
     async def _ask(self, server: Server) -> None:
         try:

@@ -18,7 +18,7 @@ from atroposlib.api.queue.fleet import FORGET_SECONDS
 from atroposlib.ui.live.happenings import Drops, happenings, restarted, server_events
 from atroposlib.ui.live.hub import Hub
 from atroposlib.ui.live.observed import ObservedFolder
-from atroposlib.ui.live.servers import Server, ServerWatch
+from atroposlib.ui.live.servers import Server, ServerWatch, read_versions
 from atroposlib.ui.live.stack import TrainerHeard, stack_of, worth_telling
 from atroposlib.ui.run.catalogue import LIVE
 from atroposlib.ui.run.events import Event
@@ -82,6 +82,7 @@ class LiveSource:
         rows = stack.get("servers")
         found = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
         self.watch.remembered = {row["url"]: row for row in found if isinstance(row.get("url"), str)}
+        self.watch.versions = read_versions(self.observed.path / "servers.jsonl") if found else {}
         self._servers = {url: Server.remembered(url, row).row(None) for url, row in self.watch.remembered.items()}
         return stack
 

@@ -57,6 +57,7 @@ def stack_of(
             "trainer_version": queue.trainer_version(),
             "waiting_because": queue.waiting,
             "run_ended": queue.ended,
+            "silent_after": queue.limits.silent_after,
         },
         "trainer": {
             "registered": trainer is not None,

@@ -37,8 +37,6 @@ APPLICATION_ID = 0x4C6F526F
 """Marks the file as ours."""
 MOST_BYTES = 1 << 30
 MOST_ROLLOUTS = 1_000_000
-KEPT_STEPS = 10_000
-"""Of the comparison bit for bit."""
 MOST_ENVIRONMENTS, OTHERS = 500, "others"
 """Names of environments that are told apart, and what all further ones are called."""
 _ROW_BYTES = 300
@@ -66,7 +64,6 @@ CREATE TABLE texts (id INTEGER PRIMARY KEY, text TEXT NOT NULL);
 CREATE TABLE trained (
     id INTEGER PRIMARY KEY, weight_version INTEGER NOT NULL, trained INTEGER NOT NULL,
     logprobs BLOB NOT NULL, entropies BLOB NOT NULL, advantages BLOB NOT NULL);
-CREATE TABLE parity (weight_version INTEGER PRIMARY KEY, compared INTEGER NOT NULL, mismatched INTEGER NOT NULL);
 """
 
 
@@ -286,8 +283,6 @@ class Archive:
             groups: numbers of the batch's groups, in the trainer's order.
         """
         run = self._connection.execute
-        run("INSERT OR REPLACE INTO parity VALUES (?, ?, ?)", (told["weight_version"], told["compared"], told["mismatched"]))
-        run("DELETE FROM parity WHERE weight_version <= ?", (told["weight_version"] - KEPT_STEPS,))
         first = told["first"]
         if first is not None and first.get("weight_version") == told["weight_version"]:
             number = first.get("group")

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 BYTES_PER_SECOND = 1 << 20
 """That are kept in the long run: a few hundredths of a core."""
+BUSY_CORES, BUSY_SHARE = 1 / 3, 0.25
+"""While the service uses more than so many cores, this share of them: it has other work to do."""
 BURST_BYTES = 8 << 20
 """That are kept when none came before, and that may wait for the disk."""
 GROUP_BYTES = 32 << 10
@@ -115,7 +117,8 @@ class RolloutRecorder:
         self.folder, self._most_bytes, self._most_rollouts = folder, most_bytes, most_rollouts
         self.told = told
         self.recorded = self.left_out = 0
-        self._allowance = Allowance(bytes_per_second, BURST_BYTES, time.monotonic())
+        self._allowance, self._per_second = Allowance(bytes_per_second, BURST_BYTES, time.monotonic()), bytes_per_second
+        self._closing = threading.Event()
         self._changed = threading.Condition()
         """Guards what follows."""
         self._waiting: deque[_Waiting] = deque()
@@ -125,6 +128,7 @@ class RolloutRecorder:
         self._closed = folder is None
         self._said_at: float | None = None
         # Of the thread:
+        self._used, self._since = time.process_time(), time.monotonic()
         self._archive: Archive | None = None
         self._path: Path | None = None
         self._loaded: str | None = None
@@ -147,6 +151,7 @@ class RolloutRecorder:
         with self._changed:
             if self._closed:
                 return
+            before = len(self._waiting)
             for seq, environment, body in groups:
                 size = len(body) + GROUP_BYTES
                 fits = self._waiting_bytes + size <= BURST_BYTES or not self._waiting_bytes
@@ -155,7 +160,8 @@ class RolloutRecorder:
                     continue
                 self._waiting.append(PostedGroup(seq, now, environment, body))
                 self._waiting_bytes += size
-            self._changed.notify_all()
+            if len(self._waiting) > before:  # to wake the thread for nothing costs more than to keep a group
+                self._changed.notify_all()
 
     def reported(self, seqs: Sequence[int], report: Any) -> None:
         """The trainer says what it computed for tokens of a batch of these groups, in the order in which it got them."""
@@ -179,6 +185,7 @@ class RolloutRecorder:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        self._closing.set()
         if self._thread is not None:
             self._thread.join(CLOSE_SECONDS)
             if self._thread.is_alive():
@@ -198,8 +205,9 @@ class RolloutRecorder:
                         self._begin_another()
                     if of_one_run:
                         self._write(self._opened(), of_one_run)
-                with self._changed:
-                    self._changed.wait_for(lambda: self._closed, COMMIT_SECONDS)
+                # By an event of its own: no post wakes it out of this.
+                self._closing.wait(COMMIT_SECONDS)
+                self._take_less_while_busy()
         except (ArchiveError, OSError) as error:
             logger.warning("rollouts are not kept for the page: %s", error)
         except Exception:
@@ -210,6 +218,13 @@ class RolloutRecorder:
                 self._waiting.clear()
             if self._archive is not None:
                 self._archive.close()
+
+    def _take_less_while_busy(self) -> None:
+        used, since = self._used, self._since
+        self._used, self._since = time.process_time(), time.monotonic()
+        busy = self._used - used > BUSY_CORES * (self._since - since)
+        with self._changed:
+            self._allowance.per_second = self._per_second * (BUSY_SHARE if busy else 1.0)
 
     def _opened(self) -> Archive:
         """The archive of the present run, made when something comes: a service that gets nothing leaves nothing behind."""

@@ -371,21 +371,17 @@ class RolloutSource:
     # ---- bit for bit ----
 
     def parity(self) -> dict[str, Any] | None:
-        """What was compared bit for bit: `compared` and `mismatched` tokens of the run, the same `by_step` in columns, and
-        `first`, the first token that differed, with `group`, its group in the archive; None where nothing was compared."""
+        """What was compared bit for bit: `compared` and `mismatched` tokens of the run, and `first`, the first token that
+        differed, with `group`, its group in the archive; None where nothing was compared."""
 
         def work() -> dict[str, Any] | None:
             facts = dict(self._connection.execute("SELECT name, value FROM facts WHERE name IN ('parity', 'first_mismatch')"))
             if "parity" not in facts:
                 return None
-            rows = self._connection.execute(
-                "SELECT weight_version, compared, mismatched FROM parity ORDER BY weight_version"
-            ).fetchall()
-            columns = dict(zip(("step", "compared", "mismatched"), map(list, zip(*rows, strict=True)), strict=True))
             first = orjson.loads(facts["first_mismatch"]) if "first_mismatch" in facts else None
             if first is not None:
                 first["batch_group"], first["group"] = first.get("group"), first.pop("archived", None)
-            return orjson.loads(facts["parity"]) | {"by_step": columns, "first": first}
+            return orjson.loads(facts["parity"]) | {"first": first}
 
         found = self._read(work)
         first = found and found["first"]

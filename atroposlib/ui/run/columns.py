@@ -150,6 +150,15 @@ class Columns:
         known = np.flatnonzero(np.isfinite(column[: self._kept]))
         return float(column[known[-1]]) if len(known) else None
 
+    def totals(self, names: Sequence[str]) -> list[float] | None:
+        """The sums of columns, over the rows that have a figure in each of them; None where no row has, or where rows were let
+        go of."""
+        columns = [column[: self._kept] for name in names if (column := self._columns.get(name)) is not None]
+        if self.thinned or len(columns) < len(names):
+            return None
+        known = np.logical_and.reduce([np.isfinite(column) for column in columns])
+        return [float(column[known].sum()) for column in columns] if known.any() else None
+
     def peak(self, name: str) -> tuple[float, int] | None:
         """The greatest figure of a column, and the first step that has it; None without one."""
         column = self._columns.get(name)

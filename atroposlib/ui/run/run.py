@@ -18,9 +18,11 @@ from atroposlib.ui.run.json_lines import JsonLinesFile, last_rows
 
 logger = logging.getLogger(__name__)
 
+COUNTS = ("compared_tokens", "mismatched_tokens")
+"""Figures that are added up over the whole run."""
 MOST_EVALUATIONS = 20_000
-MOST_ROWS = 500
-"""The newest rows of the trainer that are kept whole, with what is no number: checksums above all."""
+MOST_UPDATES = 500
+"""Steps, the newest, of which is kept how the weights were handed over."""
 MOST_AT_ONCE = 50
 """New rows that are told whole to a page that is open; it asks for more by itself."""
 
@@ -33,7 +35,8 @@ class Change:
     """What is new since the last look.
 
     Attributes:
-        rows: of the trainer.
+        rows: of the trainer, with what the environment said of their steps; a step that was told before may come again, with
+            that alone.
         rewritten: what was read before no longer stands.
         events, evaluations: new ones.
     """
@@ -75,8 +78,12 @@ class Run:
         self._events_file = JsonLinesFile(files.observed / "events.jsonl") if files.observed else None
         self._environment = JsonLinesFile(files.environment) if files.environment else None
         self._columns, self._sampled = Columns(), Columns()
+        # Apart from the others: a table of so few columns keeps every row of millions, and a sum wants them all.
+        self._counts = Columns()
         self._sampled_last: dict[str, Any] = {}
-        self._rows: deque[dict[str, Any]] = deque(maxlen=MOST_ROWS)
+        self._beside: OrderedDict[int, dict[str, Any]] = OrderedDict()
+        self._untold: set[int] = set()
+        self._updates: deque[dict[str, Any]] = deque(maxlen=MOST_UPDATES)
         self._evaluations: OrderedDict[Any, dict[str, Any]] = OrderedDict()
         self._events: dict[str, OrderedDict[str, Event]] = {name: OrderedDict() for name in ("rows", "evaluations", "file")}
         self._left_out = 0
@@ -90,6 +97,7 @@ class Run:
             self._read(self._evaluations_file, change, self._take_evaluations)
             if self._environment is not None:
                 self._read(self._environment, change, self._take_environment)
+                self._tell_beside(change)
             if self._events_file is not None:
                 self._read(self._events_file, change, self._take_events)
             if change.rewritten:
@@ -112,26 +120,30 @@ class Run:
     def _take_rows(self, rows: list[dict[str, Any]], rewritten: bool, change: Change) -> None:
         if rewritten:
             self._columns.clear()
-            self._rows.clear()
+            self._counts.clear()
+            self._updates.clear()
             self._events["rows"].clear()
             change.rows.clear()
         cut = self._columns.extend(rows)
+        self._counts.extend([{name: row.get(name) for name in ("step", *COUNTS)} for row in rows])
         if cut:
             first = min(step for row in rows if (step := whole(row.get("step"))) is not None)
-            kept = [row for row in self._rows if (whole(row.get("step")) or 0) < first]
-            self._rows.clear()
-            self._rows.extend(kept)
+            kept = [update for update in self._updates if (whole(update["step"]) or 0) < first]
+            self._updates.clear()
+            self._updates.extend(kept)
             gone = [event.id for event in self._events["rows"].values() if (event.step or 0) >= first]
             for name in gone:
                 del self._events["rows"][name]
         change.rewritten |= rewritten or cut
-        self._rows.extend(rows)
+        self._updates.extend(map(update_of, rows[-MOST_UPDATES:]))
         change.rows = [*change.rows, *rows][-MOST_AT_ONCE - 1 :]
         self._add("rows", [event for row in rows for event in events_of_row(row)], change)
 
     def _take_environment(self, rows: list[dict[str, Any]], rewritten: bool, change: Change) -> None:
         if rewritten:
             self._sampled.clear()
+            self._beside.clear()
+            self._untold.clear()
         merged: list[dict[str, Any]] = []
         for row in rows:
             figures = {f"environment/{name[6:]}": row[name] for name in row if name.startswith("train/")}
@@ -140,6 +152,22 @@ class Run:
             self._sampled_last = before | {"step": row.get("step")} | figures
             merged.append(self._sampled_last)
         self._sampled.extend(merged)
+        for row in merged:
+            if (step := whole(row["step"])) is not None:
+                self._beside[step] = row
+                self._untold.add(step)
+        while len(self._beside) > MOST_AT_ONCE:
+            self._untold.discard(self._beside.popitem(last=False)[0])
+
+    def _tell_beside(self, change: Change) -> None:
+        """Add what the environment says of steps to the trainer's rows; of steps that were told before, by itself. Which of the
+        two files is ahead, nobody knows."""
+        new = [whole(row.get("step")) for row in change.rows]
+        last = self._columns.last_step
+        late = [step for step in sorted(self._untold.difference(new)) if last is not None and step <= last]
+        rows = [row | self._beside.get(step or 0, {}) for step, row in zip(new, change.rows, strict=True)]
+        change.rows = [*(self._beside[step] for step in late), *rows]
+        self._untold.difference_update(new, late)
 
     def _take_evaluations(self, rows: list[dict[str, Any]], rewritten: bool, change: Change) -> None:
         if rewritten:
@@ -179,7 +207,7 @@ class Run:
     @property
     def cells(self) -> int:
         """Figures in memory. Waits for nobody, and so is not of one moment."""
-        return self._columns.cells + self._sampled.cells
+        return self._columns.cells + self._sampled.cells + self._counts.cells
 
     def names(self) -> list[str]:
         """Names of figures."""
@@ -197,10 +225,20 @@ class Run:
             more = self._columns.beside(self._sampled) if set(names) & set(self._sampled.names) else None
             return self._columns.series(names, points, first, last, more)
 
-    def latest_rows(self) -> list[dict[str, Any]]:
-        """The newest rows, whole, oldest first."""
+    def newest(self, names: Sequence[str]) -> dict[str, float | None]:
+        """The last figure of each name that is known, of all rows: a point of a chart may stand for several."""
         with self._lock:
-            return list(self._rows)
+            return {name: (self._sampled if name in self._sampled.names else self._columns).last(name) for name in names}
+
+    def counts(self) -> list[float] | None:
+        """COUNTS, added up over all rows; None where none has them, or where they are too many to be kept."""
+        with self._lock:
+            return self._counts.totals(COUNTS)
+
+    def updates(self) -> list[dict[str, Any]]:
+        """How the weights of the newest steps were handed over, oldest first; see update_of."""
+        with self._lock:
+            return list(self._updates)
 
     def evaluations(self) -> list[dict[str, Any]]:
         """What environments measured, oldest first."""
@@ -213,6 +251,19 @@ class Run:
             found = [event for events in self._events.values() for event in events.values()]
             found.sort(key=lambda event: (event.step if event.step is not None else -1, event.time or 0.0))
             return found[-MOST_EVENTS:], self._left_out + max(0, len(found) - MOST_EVENTS)
+
+
+def update_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row of the trainer says of handing over its weights: `sync`, the trainer's phases, and `server`, the servers', in
+    seconds."""
+    return {
+        "step": row.get("step"), "checksum": row.get("checksum"), "weights_sha": row.get("weights_sha"),
+        "seconds_sync": row.get("seconds_sync"), "bytes_moved": row.get("bytes_moved"),
+        **{
+            of: {name[len(of) + 1 :]: value for name, value in row.items() if name.startswith(f"{of}/")}
+            for of in ("sync", "server")
+        },
+    }  # fmt: skip
 
 
 def glance(files: RunFiles) -> dict[str, Any]:

@@ -72,6 +72,7 @@ export class Chart {
     this.surface = h("div", { class: "surface", tabindex: "0", role: "img", onkeydown: (event) => this.key(event), onblur: () => this.desk.charts.forEach((chart) => chart.point(null)) });
     this.nothing = h("p", { class: "empty" }, withCode(this.spec.empty ?? "Nothing yet."));
     this.tip = h("div", { class: "tip", hidden: true });
+    this.spoken = h("p", { class: "unseen", "aria-live": "polite" });
     const button = (text, said, act, pressed) => h("button", { type: "button", class: "plain", title: said, "aria-label": `${said}: ${title}`, "aria-pressed": pressed, onclick: act }, text);
     this.logButton = log ? button("log", "By powers of ten", () => this.toggle("log"), "false") : null;
     this.wideButton = button("⤢", "Larger", () => this.toggle("wide"), "false");
@@ -85,7 +86,7 @@ export class Chart {
         h("div", { class: "acts" }, this.logButton, button("CSV", "Save as CSV", () => this.saveCsv()), button("PNG", "Save as PNG", () => this.savePng()), this.wideButton),
       ),
       this.legend,
-      h("div", { class: "frame" }, this.surface, this.tip),
+      h("div", { class: "frame" }, this.surface, this.tip, this.spoken),
       this.nothing,
     );
   }
@@ -271,7 +272,7 @@ export class Chart {
       const values = parts ? parts[one.place] : data[one.place + 1];
       return at === null ? lastKnown(values) : values[at];
     };
-    this.at.textContent = at === null ? "" : `step ${number(data[0][at])}`;
+    this.at.textContent = at === null ? "" : this.stepsOf(data[0], at);
     // Of several runs every line has one entry, with a value in the colour of each run: their names stand above the charts.
     const lines = new Map();
     for (const one of mains) {
@@ -282,6 +283,13 @@ export class Chart {
       this.legend,
       [...lines].map(([label, ones]) => h("li", {}, ones.length === 1 ? [swatch(ones[0]), `${label} `, h("b", {}, this.formed(valueAt(ones[0])))] : [label ? `${label} ` : "", ones.map((one) => h("span", { class: "of-run", title: one.label }, swatch(one), h("b", {}, this.formed(valueAt(one)))))])),
     );
+  }
+
+  /** The step of a point, or those that it stands for. */
+  stepsOf(steps, at) {
+    const severalRows = this.runs.length === 1 && this.runs[0].columns.exact === false && at > 0;
+    const first = severalRows ? steps[at - 1] + 1 : steps[at];
+    return first < steps[at] ? `steps ${number(first)} to ${number(steps[at])}` : `step ${number(steps[at])}`;
   }
 
   formed(value) {
@@ -322,6 +330,7 @@ export class Chart {
       event.preventDefault();
       const place = Math.min(steps.length - 1, Math.max(0, target));
       this.desk.charts.forEach((chart) => chart.point(steps[place]));
+      this.spoken.textContent = `${this.at.textContent}: ${[...this.legend.children].map((line) => line.textContent).join(", ")}`;
     }
   }
 

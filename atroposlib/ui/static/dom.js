@@ -33,6 +33,27 @@ export function replace(element, ...children) {
   return element;
 }
 
+const shown = new WeakMap();
+
+/**
+ * Fill an element with what `make()` gives, if `what` (that which is shown, as data) is other than the last time: a text that somebody has
+ * selected, or that is being read out, is left alone while nothing of it changes.
+ */
+export function renew(element, what, make) {
+  const key = JSON.stringify(what);
+  if (shown.get(element) !== key) {
+    shown.set(element, key);
+    replace(element, make());
+  }
+}
+
+/** The same for a line of text, whoever else may have written there. */
+export function say(element, text) {
+  if (element.textContent !== visible(text)) {
+    element.textContent = visible(text);
+  }
+}
+
 function filled(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) {

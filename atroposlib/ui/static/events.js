@@ -1,6 +1,6 @@
 // What happened in a run, on the axis of its charts and in a table: evaluations, restarts, refused updates, dropped groups.
 
-import { colour, h, keyed, replace } from "./dom.js";
+import { colour, h, keyed, renew } from "./dom.js";
 import { clock, number } from "./format.js";
 
 const COLOURS = { info: "--muted", warning: "--warn", error: "--bad" };
@@ -97,13 +97,13 @@ export function fillEvents(body, note, events, leftOut, now) {
     () => h("tr"),
     (row, event) => {
       const grave = event.severity === "error" ? "bad" : event.severity === "warning" ? "warn" : "";
-      replace(
-        row,
-        h("td", { class: "number" }, clock(event.time, now)),
+      const at = clock(event.time, now);
+      renew(row, [event, at], () => [
+        h("td", { class: "number" }, at),
         h("td", { class: "number" }, typeof event.step === "number" ? number(event.step) : ""),
         h("td", {}, h("span", { class: `badge ${grave}` }, event.kind.replaceAll("_", " "))),
         h("td", {}, event.text, event.remedy ? h("span", { class: "muted" }, ` · ${event.remedy}`) : null),
-      );
+      ]);
     },
   );
   body.closest("table").hidden = rows.length === 0;

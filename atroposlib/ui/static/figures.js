@@ -147,16 +147,11 @@ export function accuracyOf(run, evaluations, columns) {
   };
 }
 
-/** What is known last of each figure: {name: value}. */
-export function newestOf(columns) {
-  const known = Object.entries(columns.columns).map(([name, column]) => [name, lastKnown(column.mean)]);
-  return { step: columns.step.at(-1) ?? null, ...Object.fromEntries(known) };
-}
-
-/** The vital signs of a run's newest step: [[what, value, how], …]. `newest`: as `newestOf` gives it, or a row of metrics.jsonl. */
+/** The vital signs of a run's newest step: [[what, value, how], …]. `newest`: what is known last of each figure, {name: value}. */
 export function vitals(newest, accuracy, stack) {
   const of = stack?.trainer?.of_steps;
-  const measured = accuracy.lines.length ? lastKnown(accuracy.columns.columns[accuracy.lines[0].name].mean) : null;
+  const [first] = accuracy.lines;
+  const measured = first ? (newest[first.name] ?? lastKnown(accuracy.columns.columns[first.name].mean)) : null;
   const oldest = newest.age_max ?? null;
   return [
     ["step", number(newest.step), of ? `of ${number(of)}` : ""],

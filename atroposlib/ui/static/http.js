@@ -2,6 +2,10 @@
 
 const SECONDS = 30;
 
+let leaving = false; // what was asked for is then cut off, and nobody is there to be told so
+globalThis.addEventListener?.("pagehide", () => (leaving = true));
+globalThis.addEventListener?.("pageshow", () => (leaving = false));
+
 export class RefusedError extends Error {
   /** `status`: of HTTP, 0 if no answer came. */
   constructor(message, status) {
@@ -27,7 +31,7 @@ export function address(path, parameters = {}) {
 /**
  * The JSON that an address answers. Where the session has ended the page goes to the sign-in.
  *
- * Throws RefusedError: no answer, or another one than 200.
+ * Throws RefusedError: no answer, one that is no JSON, or another one than 200.
  */
 export async function getJson(path, parameters = {}) {
   const url = address(path, parameters);
@@ -35,15 +39,22 @@ export async function getJson(path, parameters = {}) {
   try {
     answer = await fetch(url, { headers: { Accept: "application/json" }, credentials: "same-origin", signal: AbortSignal.timeout(SECONDS * 1000) });
   } catch (error) {
+    if (leaving) {
+      return new Promise(() => undefined);
+    }
     const why = error.name === "TimeoutError" ? `no answer in ${SECONDS} s` : "the service does not answer";
     throw new RefusedError(`${url}: ${why}`, 0);
   }
-  const told = await answer.json().catch(() => ({}));
-  if (answer.status === 401) {
-    toSignIn(told.sign_in);
+  const told = await answer.json().catch(() => null);
+  if (told === null && leaving) {
+    return new Promise(() => undefined);
   }
-  if (!answer.ok) {
-    throw new RefusedError(told.error ?? `${url}: status ${answer.status}`, answer.status);
+  if (answer.status === 401) {
+    toSignIn();
+  }
+  if (!answer.ok || told === null) {
+    const what = answer.ok ? "the answer was cut off, or is no JSON" : `status ${answer.status}`;
+    throw new RefusedError(told?.error ?? `${url}: ${what}`, answer.status);
   }
   return told;
 }

@@ -2,10 +2,10 @@
 
 import { address, shownRun, toSignIn } from "./http.js";
 
-const KINDS = ["hello", "rows", "stack", "event", "evaluation", "weights", "rollouts", "bye"];
+const KINDS = ["hello", "rows", "stack", "event", "evaluation", "weights", "rollouts", "heartbeat", "bye"];
 const FIRST_WAIT = 1000;
 const LONGEST_WAIT = 15000;
-const SILENCE = 20000;
+const SILENCE = 30000; // the service says something every ten seconds
 const FIRST_LOAD = 1500;
 const RELOAD_EVERY = 5000;
 
@@ -143,14 +143,9 @@ function again() {
   wait = Math.min(LONGEST_WAIT, wait * 1.6);
 }
 
-/** A page whose service has stopped in mid-sentence would look live for ever: after a silence, ask. */
-async function listenForSilence() {
-  if (source === null || state !== "live" || Date.now() - heard < SILENCE) {
-    return;
-  }
-  heard = Date.now();
-  const answer = await fetch("/ui/api/page", { credentials: "same-origin", signal: AbortSignal.timeout(10000) }).catch(() => null);
-  if (answer === null && state === "live") {
+/** A page whose service has stopped in mid-sentence, or whose connection has gone without a word, would look live for ever. */
+function listenForSilence() {
+  if (source !== null && state === "live" && Date.now() - heard >= SILENCE) {
     again();
   }
 }

@@ -1,9 +1,9 @@
 // The overview: how the run is in one sentence, its faults, the stack, and the charts, kept up to date by the stream.
 
 import { Chart, Desk } from "./chart.js";
-import { $, h, keyed, replace } from "./dom.js";
+import { $, h, keyed, renew, replace, say } from "./dom.js";
 import { GROUPS, chosen, fillEvents } from "./events.js";
-import { CHARTS, accuracyOf, chartOf, newestOf, vitals, wantedNames } from "./figures.js";
+import { CHARTS, accuracyOf, chartOf, vitals, wantedNames } from "./figures.js";
 import { clock, count } from "./format.js";
 import { RefusedError, address, getJson, shownRun } from "./http.js";
 import { shortcut } from "./keys.js";
@@ -64,7 +64,7 @@ async function load(id, zoom = null) {
     ranged: zoom !== null,
     whole: zoom === null ? series.exact : before?.whole,
     lastStep: series.last_step ?? null,
-    newest: zoom === null || !before ? newestOf(columns) : before.newest,
+    newest: { step: series.last_step ?? null, ...series.newest },
     evaluations: evaluations.evaluations,
   });
 }
@@ -150,7 +150,7 @@ function linesOf(spec, runs) {
 
 function drawVitals(run, measured) {
   const rows = vitals(run?.newest ?? {}, measured ?? { lines: [], columns: { columns: {} } }, page.stack);
-  keyed($("vitals"), rows, ([what]) => what, ([what]) => h("div", {}, h("dt", {}, what), h("dd", {})), (row, [, value, how]) => replace(row.lastElementChild, value, how ? h("small", {}, ` ${how}`) : null));
+  keyed($("vitals"), rows, ([what]) => what, ([what]) => h("div", {}, h("dt", {}, what), h("dd", {})), (row, [, value, how]) => renew(row.lastElementChild, [value, how], () => [value, how ? h("small", {}, ` ${how}`) : null]));
 }
 
 /** The service has told how the stack is. */
@@ -168,7 +168,7 @@ function drawStatus(now) {
   }
   const own = page.catalogue.find((run) => run.id === page.own);
   const written = own ? `${labelOf(own.id)}: ${count(own.steps, "step")}, last written ${clock(own.updated, now)}` : "No steps yet";
-  $("headline").textContent = STREAM_SAID[page.connection] ?? sentence(stack, written, now);
+  say($("headline"), STREAM_SAID[page.connection] ?? sentence(stack, written, now));
 }
 
 function complain(error) {
@@ -176,7 +176,7 @@ function complain(error) {
     throw error;
   }
   console.warn(error.message);
-  $("headline").textContent = error.message;
+  say($("headline"), error.message);
 }
 
 // ---- what a person changes
@@ -267,7 +267,9 @@ function fillCompare() {
 
 async function compare(id, wanted) {
   page.others = wanted ? [...page.others, id] : page.others.filter((other) => other !== id);
-  if (wanted) {
+  if (!wanted) {
+    page.runs.delete(id);
+  } else {
     await load(id).catch((error) => {
       page.others = page.others.filter((other) => other !== id);
       complain(error);
@@ -310,7 +312,9 @@ live.on("rows", async (message) => {
   const run = page.runs.get(page.run);
   if (run) {
     run.lastStep = message.last_step ?? run.lastStep;
-    Object.assign(run.newest, message.new?.at(-1));
+    for (const row of message.new ?? []) {
+      Object.assign(run.newest, Object.fromEntries(Object.entries(row).filter(([, value]) => typeof value === "number")), { step: run.lastStep });
+    }
   }
   // A figure that no row had before needs a column of its own: all of them in a page that was opened before the first step.
   const known = new Set(run?.names);
@@ -350,12 +354,11 @@ window.setInterval(() => page.stack?.live && drawStatus(Date.now() / 1000), AGE_
 
 let reloading = 0;
 
-/** Ask for all figures again, at most every three seconds. */
+/** Ask for everything again, at most every three seconds: what was taken back may have been events, too. */
 function reload() {
-  reloading ||= window.setTimeout(async () => {
-    await loadAll();
+  reloading ||= window.setTimeout(() => {
     reloading = 0;
-    schedule();
+    start().catch(complain);
   }, 3000);
 }
 

@@ -16,7 +16,9 @@ export function columnsOf(answer) {
 }
 
 /**
- * Append new rows of metrics.jsonl to columns, in place: each is a point of its own, also where those before stand for several rows.
+ * Append new rows of metrics.jsonl to columns, in place: each is a point of its own, also where those before stand for several rows. A row
+ * of a step that is there already adds what was not known of it: it came with the answer that the page asked for meanwhile, or tells what
+ * the environment has said since.
  *
  * Returns whether they could be: not where the file was begun anew, where a step does not follow, or where there would be more than `most`
  * points, and it is time to ask for fewer.
@@ -26,18 +28,26 @@ export function appendRows(columns, message, most = Infinity) {
     return false;
   }
   for (const row of message.new) {
-    if (columns.step.length && row.step <= columns.step.at(-1)) {
-      if (!columns.exact || columns.step.includes(row.step)) {
-        continue; // it came with the answer that the page asked for meanwhile
+    if (!Number.isInteger(row.step)) {
+      continue;
+    }
+    const isNew = !columns.step.length || row.step > columns.step.at(-1);
+    const place = isNew ? columns.step.length : columns.step.lastIndexOf(row.step);
+    if (place < 0) {
+      if (!columns.exact) {
+        continue; // it is part of a point
       }
       return false;
     }
-    columns.step.push(row.step);
+    columns.step[place] = row.step;
     for (const [name, column] of Object.entries(columns.columns)) {
       const value = typeof row[name] === "number" && Number.isFinite(row[name]) ? row[name] : null;
-      column.mean.push(value);
-      column.low?.push(value);
-      column.high?.push(value);
+      if (isNew || column.mean[place] === null) {
+        column.mean[place] = value;
+        for (const bound of [column.low, column.high].filter(Boolean)) {
+          bound[place] = value;
+        }
+      }
     }
   }
   return true;

@@ -1,6 +1,6 @@
 // The stack as a picture: environments, rollout service, trainer and vLLM servers, what flows between them, how each one is.
 
-import { h, keyed, replace, withCode } from "./dom.js";
+import { h, keyed, renew, withCode } from "./dom.js";
 import { ago, bytes, clock, count, modelName, number, seconds } from "./format.js";
 
 const STATES = { good: "good", faulty: "faulty", gone: "gone", starting: "starting" };
@@ -29,7 +29,7 @@ export function pictureOf(stack) {
 
 function environmentBox(stack, state) {
   const parts = stack.environments.map((environment) => {
-    const gone = environment.connected === false;
+    const gone = environment.connected === false && !stack.service.run_ended;
     const name = environment.wandb_name ?? `environment ${environment.env_id}`;
     const now = gone ? STATES.gone : state(`environment ${name}`);
     return {
@@ -37,7 +37,7 @@ function environmentBox(stack, state) {
       name: "environment",
       title: name,
       state: now,
-      said: gone ? "disconnected" : "",
+      said: environment.connected === false ? "disconnected" : "",
       facts: [
         ["accepted", count(environment.groups_accepted, "group")],
         ["queued", count(environment.groups_queued, "group")],
@@ -163,7 +163,7 @@ export function drawStack(list, stack) {
     items,
     (item) => item.id,
     (item) => h("li", { class: item.arrow ? `arrow ${item.arrow}` : `place ${item.id}`, role: item.arrow ? "presentation" : null }),
-    (element, item) => (item.arrow ? replace(element, h("span", {}, item.text)) : fillPlace(element, item)),
+    (element, item) => (item.arrow ? renew(element, item.text, () => h("span", {}, item.text)) : fillPlace(element, item)),
   );
 }
 
@@ -186,13 +186,12 @@ function fillBox(element, box) {
   element.classList.add("box");
   element.dataset.state = box.state;
   element.setAttribute("aria-label", box.name);
-  replace(
-    element,
+  renew(element, box, () => [
     h("h3", {}, box.title, " ", h("span", { class: `badge ${BADGES[box.state]}` }, box.state)),
     box.fill === null || box.fill === undefined ? null : h("div", { class: "meter" }, h("i", { style: { width: `${Math.round(100 * Math.min(1, Math.max(0, box.fill)))}%` } })),
     h("dl", { class: "facts" }, box.facts.map(([what, value]) => [h("dt", {}, what), h("dd", {}, value)])),
     box.said ? h("p", { class: "said" }, box.said) : null,
-  );
+  ]);
 }
 
 /** Each fault in words, with its remedy. */
@@ -205,11 +204,7 @@ export function drawFaults(element, faults, now) {
     (row, fault) => {
       row.dataset.severity = fault.severity === "error" ? "bad" : "warn";
       const since = fault.since ? ` Since ${clock(fault.since, now)}.` : ""; // and not how long ago, or an alert would be read out again and again
-      const text = `${fault.part}|${fault.text}|${fault.remedy}|${since}`;
-      if (row.dataset.text !== text) {
-        row.dataset.text = text; // a screen reader reads an alert again whenever it is written
-        replace(row, h("p", {}, h("strong", {}, nameOf(fault)), fault.text, h("span", { class: "since" }, since)), fault.remedy ? h("p", { class: "remedy" }, withCode(fault.remedy)) : null);
-      }
+      renew(row, [fault, since], () => [h("p", {}, h("strong", {}, nameOf(fault)), fault.text, h("span", { class: "since" }, since)), fault.remedy ? h("p", { class: "remedy" }, withCode(fault.remedy)) : null]);
     },
   );
 }

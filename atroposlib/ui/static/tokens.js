@@ -60,6 +60,7 @@ export class TokenView {
       return;
     }
     this.loading = true;
+    this.body.querySelector(":scope > [role=alert]")?.remove();
     try {
       const wanted = before ? this.chunks[0].begin - begin : this.chunk;
       const told = await getJson(`/ui/api/rollouts/${this.group}/${this.rollout}`, { run: shownRun(), begin, count: wanted });

@@ -2,13 +2,14 @@
 
 import { compared, distance, fieldsOf, hexOf } from "./bits.js";
 import { Chart, Desk } from "./chart.js";
-import { $, h, keyed, replace } from "./dom.js";
+import { $, h, keyed, renew, say } from "./dom.js";
 import { bytes, clock, count, number, quoted, seconds, words } from "./format.js";
 import { address, getJson, refusalIn, shownRun } from "./http.js";
 import * as live from "./live.js";
 
 const SHOWN = 500;
 const PHASES = 8;
+const STILL = ["stalled", "halted", "resume"]; // for how long nothing was sampled: parts of several phases, and no phase
 const PLACES = [
   ["weight_version", "weight version"],
   ["batch_group", "group of the batch"],
@@ -35,7 +36,7 @@ async function start() {
 function draw() {
   const { servers, updates, deterministic } = page.weights;
   const newest = updates.at(-1);
-  $("headline").textContent = sentence(servers, newest);
+  say($("headline"), sentence(servers, newest));
   $("no-servers").hidden = servers.length > 0;
   keyed($("servers"), servers, (server) => server.url, () => h("li", { class: "card" }), (element, server) => fillServer(element, server, newest, servers));
   drawCharts(servers, updates);
@@ -73,6 +74,11 @@ function standingOf(server) {
   return row?.standing === "joining" ? ["starting", row.reason] : ["good", ""];
 }
 
+/** What of a stack tells that a server has more to say. */
+function troubles(stack) {
+  return JSON.stringify(stack.servers.map((server) => [server.url, server.health, server.standing, server.failures, server.last_error]));
+}
+
 /** A server that has the same version of as many ranks, and other weights; undefined if there is none, as it should be. */
 function disagreeing(server, servers) {
   const alike = (other) => other.weight_version === server.weight_version && other.weight_epoch === server.weight_epoch && other.checksums.length === server.checksums.length;
@@ -83,12 +89,12 @@ function fillServer(element, server, newest, servers) {
   const [state, why] = standingOf(server);
   element.dataset.state = state ?? "unknown";
   const now = page.stack?.time ?? Date.now() / 1000;
-  const phases = Object.entries(server.last_update ?? {}).filter(([, value]) => value > 0);
+  const phases = Object.entries(server.last_update ?? {}).filter(([name, value]) => value > 0 && !STILL.includes(name));
+  const { stalled, halted } = server.last_update ?? {};
   const serves = server.weight_version === null ? "not known" : `version ${number(server.weight_version)}`;
   const same = newest && server.checksums.includes(newest.checksum);
   const other = disagreeing(server, servers);
-  replace(
-    element,
+  renew(element, [{ ...server, history: null }, state, why, same, other?.url], () => [
     h("h3", {}, server.url.replace(/^https?:\/\//, ""), state ? h("span", { class: `badge ${state === "good" ? "good" : state === "starting" ? "warn" : "bad"}` }, state) : null),
     h("p", { class: "version" }, serves),
     h(
@@ -96,15 +102,16 @@ function fillServer(element, server, newest, servers) {
       { class: "facts" },
       fact("checksum", server.checksums.length ? h("span", { class: "checksum" }, server.checksums.join(" "), " ", same ? h("span", { class: "badge good" }, "the trainer's") : null, other ? h("span", { class: "badge bad" }, `not that of ${other.url}`) : null) : "–"),
       fact("trainer's life", server.weight_epoch ? clock(server.weight_epoch / 1000, now) : "the checkpoint's"),
-      fact("bridge", [server.phase, server.mode, server.transfer].filter(Boolean).join(", ") || "–"),
+      fact("bridge", [server.phase, server.mode, server.transfer].filter(Boolean).map(words).join(", ") || "–"),
       fact("updates", typeof server.updates === "number" ? `${number(server.updates)}, ${number(server.failures)} failed` : "–"),
       fact("moved last", bytes(server.last_bytes ?? null)),
+      fact("last gap", seconds(stalled ?? halted)),
       fact("longest gap", server.longest_gap === null || server.longest_gap === undefined ? "–" : `${seconds(server.longest_gap)}${server.longest_gap_at ? `, at ${clock(server.longest_gap_at, now)}` : ""}`),
     ),
     phases.length ? phaseBar(phases) : null,
     why ? h("p", { class: "trouble bad" }, why) : null,
     server.last_error ? h("p", { class: "trouble muted" }, "last failure: ", server.last_error) : null,
-  );
+  ]);
 }
 
 function fact(what, value) {
@@ -117,7 +124,7 @@ function phaseBar(phases) {
   const drawn = phases.filter((phase) => shown.includes(phase));
   return [
     h("div", { class: "phases", role: "img", "aria-label": `The last update took ${seconds(total)}` }, drawn.map(([, value], place) => h("i", { style: { width: `${(100 * value) / total}%`, background: `var(--s${(place % 8) + 1})` } }))),
-    h("ul", { class: "phase-names", "aria-label": "The last update by phase" }, h("li", {}, "last update"), drawn.map(([name, value], place) => h("li", {}, h("i", { style: { background: `var(--s${(place % 8) + 1})` } }), `${words(name.replace(/^to_/, ""))} `, h("b", {}, seconds(value))))),
+    h("ul", { class: "phase-names", "aria-label": "The last update by phase" }, h("li", {}, "last update"), drawn.map(([name, value], place) => h("li", {}, h("i", { style: { background: `var(--s${(place % 8) + 1})` } }), `${words(name)} `, h("b", {}, seconds(value))))),
   ];
 }
 
@@ -155,11 +162,11 @@ function drawBits(deterministic) {
     ["that differ", whole(mismatched), mismatched > 0 ? `1 in ${whole(tokens / mismatched)}` : ""],
   ];
   keyed($("bits-figures"), rows, ([what]) => what, ([what]) => h("div", {}, h("dt", {}, what), h("dd", {})), (row, [what, value, how]) => {
-    replace(row.lastElementChild, value, how ? h("small", {}, ` ${how}`) : null);
+    renew(row.lastElementChild, [value, how], () => [value, how ? h("small", {}, ` ${how}`) : null]);
     row.lastElementChild.className = what === "that differ" && mismatched > 0 ? "bad" : "";
   });
   const said = mismatched > 0 ? h("p", { class: "bad" }, "The first one was not kept here; the trainer's log names it.") : on && tokens ? h("p", { class: "good" }, "Not one differs.") : null;
-  replace($("first"), first ? mismatch(first) : said);
+  renew($("first"), [first, mismatched > 0, on && tokens > 0], () => (first ? mismatch(first) : said));
 }
 
 /** Every digit of a count. */
@@ -192,14 +199,13 @@ function bitString(value, other) {
 function drawUpdates(updates) {
   const rows = updates.slice(-SHOWN).reverse();
   keyed($("updates"), rows, (update) => update.step, () => h("tr"), (row, update) =>
-    replace(
-      row,
+    renew(row, update, () => [
       h("td", { class: "number" }, number(update.step)),
       h("td", { class: "checksum" }, update.checksum || "–"),
       h("td", { class: "checksum" }, update.weights_sha || "–"),
       h("td", { class: "number" }, seconds(update.seconds_sync ?? null)),
       h("td", { class: "number" }, bytes(update.bytes_moved ?? null)),
-    ),
+    ]),
   );
   $("list-note").textContent = rows.length ? `the last ${count(rows.length, "step")}` : "none yet";
 }
@@ -208,6 +214,9 @@ const reload = live.loads(start, refusalIn($("headline")));
 live.on("rows", reload);
 live.on("weights", reload);
 live.on("stack", (stack) => {
+  if (page.stack && troubles(stack) !== troubles(page.stack)) {
+    reload(); // what a server says of its trouble is not in the stack
+  }
   page.stack = stack;
   if (page.weights) {
     draw();
@@ -215,7 +224,7 @@ live.on("stack", (stack) => {
 });
 live.on("state", (state) => {
   if (state === "lost") {
-    $("headline").textContent = "The rollout service does not answer; what is below is what it said last.";
+    say($("headline"), "The rollout service does not answer; what is below is what it said last.");
   }
 });
 $("charts").append(...Object.values(charts).map((chart) => chart.figure));

@@ -11,18 +11,17 @@ from collections.abc import Awaitable, Callable
 from functools import wraps
 from typing import Any
 
-import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from atroposlib.ui.live.hub import TooManyPagesError
+from atroposlib.ui.live.servers import read_versions
 from atroposlib.ui.page import RunPage, json_answer
 from atroposlib.ui.rollouts.archive import ArchiveError
 from atroposlib.ui.run.catalogue import LIVE, UnknownRunError
 from atroposlib.ui.run.columns import FEWEST_POINTS, MOST_POINTS, Series
 from atroposlib.ui.run.folder import read_object
-from atroposlib.ui.run.json_lines import last_rows
 from atroposlib.ui.run.run import Run
 from atroposlib.ui.web.gatekeeper import API
 from atroposlib.ui.web.stream import EventStream
@@ -31,13 +30,10 @@ logger = logging.getLogger(__name__)
 
 MOST_NAMES = 200
 """Figures of one request."""
-MOST_UPDATES = 500
 BEST_SECONDS = 0.5
 """For one answer to read the rewards of all runs, of which the page asks for more until all are read."""
 MOST_VERSIONS = 10_000
 """Of all servers of a run, that are told at once."""
-_OF_SERVERS = 4 << 20
-"""Bytes at the end of servers.jsonl that are read for a run of the past."""
 
 
 class BadRequestError(ValueError):
@@ -84,7 +80,7 @@ def data_routes(page: RunPage) -> list[Route]:
         def found(run: Run) -> dict[str, Any]:
             rows, last_step = run.extent()
             told = {"run": run.files.id, "generation": run.generation, "rows": rows, "last_step": last_step}
-            return told | series_json(run.series(wanted, points, first, last))
+            return told | {"newest": run.newest(wanted)} | series_json(run.series(wanted, points, first, last))
 
         return await of_run(request, found)
 
@@ -245,34 +241,16 @@ def weights_json(run: Run, servers: list[dict[str, Any]] | None, parity: dict[st
     """
     if servers is None:
         servers = newest_history(past_servers(run))
-    rows = run.latest_rows()[-MOST_UPDATES:]
-    updates = [
-        {
-            "step": row.get("step"), "checksum": row.get("checksum"), "weights_sha": row.get("weights_sha"),
-            "seconds_sync": row.get("seconds_sync"), "bytes_moved": row.get("bytes_moved"),
-            "sync": {name.removeprefix("sync/"): value for name, value in row.items() if name.startswith("sync/")},
-            "server": {name.removeprefix("server/"): value for name, value in row.items() if name.startswith("server/")},
-        }
-        for row in rows
-    ]  # fmt: skip
-    return {"servers": servers, "updates": updates, "deterministic": deterministic_json(run, parity or {})}
+    return {"servers": servers, "updates": run.updates(), "deterministic": deterministic_json(run, parity or {})}
 
 
 def deterministic_json(run: Run, parity: dict[str, Any]) -> dict[str, Any]:
     """How many tokens were compared and how many differ, from the trainer's rows, or from what it told the service where the
-    rows say nothing, or are too many to be added up."""
-    series = run.series(["compared_tokens", "mismatched_tokens"], MOST_POINTS)
-    compared, mismatched = series.mean["compared_tokens"], series.mean["mismatched_tokens"]
-    known = np.isfinite(compared) & np.isfinite(mismatched)
-    if parity and not (known.any() and series.exact):
-        return {"on": True, **parity}
-    return {
-        "on": bool(known.any()),
-        "compared": float(compared[known].sum()),
-        "mismatched": float(mismatched[known].sum()),
-        "by_step": {"step": series.step[known], "compared": compared[known], "mismatched": mismatched[known]},
-        "first": parity.get("first"),
-    }
+    rows say nothing, or are too many to be added up; and the first that differed."""
+    counts = run.counts()
+    compared, mismatched = counts or (parity.get("compared", 0), parity.get("mismatched", 0))
+    on = counts is not None or bool(parity)
+    return {"on": on, "compared": compared, "mismatched": mismatched, "first": parity.get("first")}
 
 
 def kept_parity(page: RunPage, run: Run) -> dict[str, Any] | None:
@@ -289,18 +267,15 @@ def past_servers(run: Run) -> list[dict[str, Any]]:
     """The servers of a run as they were written down."""
     if run.files.observed is None:
         return []
-    found: dict[str, list[dict[str, Any]]] = {}
-    for row in last_rows(run.files.observed / "servers.jsonl", _OF_SERVERS):
-        found.setdefault(str(row.get("url", "?"))[:300], []).append(row)
     servers = []
-    for url, history in found.items():
+    for url, history in read_versions(run.files.observed / "servers.jsonl").items():
         last = history[-1]
-        gaps = [(row["gap"], row.get("time")) for row in history if isinstance(row.get("gap"), int | float)]
+        gaps = [(row["gap"], row["time"]) for row in history if row["gap"] is not None]
         gap, at = max(gaps, key=lambda one: one[0], default=(None, None))
         servers.append(
             {
-                "url": url, "weight_version": last.get("version"), "weight_epoch": last.get("epoch"),
-                "checksums": [last["checksum"]] if last.get("checksum") else [], "last_update": last.get("seconds") or {},
+                "url": url, "weight_version": last["version"], "weight_epoch": last["epoch"],
+                "checksums": [last["checksum"]] if last["checksum"] else [], "last_update": last["seconds"],
                 "longest_gap": gap, "longest_gap_at": at, "history": history, "phase": "", "mode": "", "transfer": "",
                 "updates": None, "failures": None, "last_error": "", "quarantine": "", "last_bytes": None,
             }

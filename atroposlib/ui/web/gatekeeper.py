@@ -59,7 +59,7 @@ class Gatekeeper:
         """Why this request is not answered at all, signed in or not; empty if it is."""
         host = headers.get("host", "")
         if self.sessions is None:
-            if not is_loopback((scope.get("client") or ("",))[0]):
+            if not all(is_loopback(address) for address in ((scope.get("client") or ("",))[0], *forwarded(headers))):
                 return (
                     "without a key this page answers this machine alone: start the service with a key (ROLLOUT_API_KEY, or "
                     "--api-key-file), or come by ssh -L PORT:localhost:PORT"
@@ -71,6 +71,12 @@ class Gatekeeper:
                     "start the service with --allow-host NAME or with a key"
                 )
         return _foreign(scope, headers, host)
+
+
+def forwarded(headers: Headers) -> list[str]:
+    """Where a request has been before, as a proxy says, or whoever asks: good for doubt, and not for trust."""
+    listed = [part.strip() for value in headers.getlist("x-forwarded-for") for part in value.split(",")]
+    return listed + headers.getlist("forwarded")
 
 
 def is_loopback(name: str) -> bool:

@@ -24,7 +24,8 @@ HEARTBEAT_SECONDS = 10.0
 SEND_SECONDS = 20.0
 STREAM_SECONDS = 600.0
 RETRY = b"retry: 2000\n\n"
-HEARTBEAT = b": heartbeat\n\n"
+HEARTBEAT = b"event: heartbeat\ndata: {}\n\n"
+"""An event and no comment: a page must hear that its connection is there, which no script is told of a comment."""
 
 
 class EventStream(Response):

@@ -79,7 +79,7 @@ class Service:
         self.environ = environ or {}
         self.log = folder / f"service-{self.port}.log"
         self.process: Forked | Any = None
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
 
     def command(self) -> list[str]:
         """The command line that starts it."""
@@ -108,7 +108,7 @@ class Service:
             self.process.send_signal(number)
         status = self.process.wait(seconds)
         self.http.close()
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
         return status
 
     def get(self, path: str, **params: Any) -> Any:

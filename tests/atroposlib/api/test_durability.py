@@ -25,7 +25,7 @@ from atroposlib.api.store.store import StoreError
 
 from .conftest import group, marks, trainer
 
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 class FaultyStore(SqliteStore):

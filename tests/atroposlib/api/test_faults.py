@@ -44,7 +44,7 @@ class Poster(threading.Thread):
         self.retries = 0
 
     def run(self) -> None:
-        with httpx.Client(base_url=self.service.http.base_url, timeout=10) as http:
+        with httpx.Client(base_url=self.service.http.base_url, timeout=60) as http:
             while not self.stop.is_set():
                 body = group(mark=self.mark, length=200, env_id=0, idempotency_key=f"group {self.mark}")
                 while True:
@@ -72,7 +72,7 @@ class Consumer(threading.Thread):
 
     def run(self) -> None:
         last = 0
-        with httpx.Client(base_url=self.service.http.base_url, timeout=10) as http:
+        with httpx.Client(base_url=self.service.http.base_url, timeout=60) as http:
             while not self.stop.is_set():
                 try:
                     answer = http.get("/batch").json()
@@ -126,7 +126,7 @@ def test_twenty_kills_under_load_lose_nothing_and_double_nothing(tmp_path: Path)
 TRAINER = """
 import sys, time
 import httpx
-http = httpx.Client(base_url=sys.argv[1], timeout=10)
+http = httpx.Client(base_url=sys.argv[1], timeout=60)
 http.post("/register", json={"wandb_group": "g", "wandb_project": "p", "batch_size": 8, "max_token_len": 128,
     "checkpoint_dir": "c", "save_checkpoint_interval": 5, "starting_step": 0, "num_steps": 100}).raise_for_status()
 batch = http.get("/batch").json()
@@ -145,7 +145,7 @@ def run_trainer_and_kill_it(service: Service, lines: int, mode: str) -> list[str
     assert process.stdout is not None
     said = [process.stdout.readline().strip() for _ in range(lines)]
     process.kill()
-    process.wait(10)
+    process.wait(60)
     return said
 
 
@@ -188,7 +188,7 @@ def test_an_environment_killed_in_the_middle_of_a_group(service: Service) -> Non
     answered, _, _ = select.select([process.stdout], [], [], 0)
     assert not answered, "the others did not wait until the stuck upload was given up"
     process.kill()
-    process.wait(10)
+    process.wait(60)
     service.post("/scored_data", group(2, mark=2, env_id=0))  # half a group in the other sense: it stays in the buffer
     service.post("/scored_data", group(mark=3))
     assert marks(service.get("/batch")["batch"]) == [1]
@@ -209,8 +209,8 @@ def proxy(port: int, how: str) -> Iterator[tuple[str, Callable[[], None]]]:
 
     def serve(client: socket.socket) -> None:
         with client, socket.create_connection(("127.0.0.1", port)) as server:
-            client.settimeout(20)
-            server.settimeout(20)
+            client.settimeout(60)
+            server.settimeout(60)
             threading.Thread(target=pump, args=(client, server), daemon=True).start()
             passed = 0
             try:
@@ -254,7 +254,7 @@ def proxy(port: int, how: str) -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}", broken.set
     finally:
         over.set()
-        accepting.join(5)
+        accepting.join(60)
         listener.close()
 
 
@@ -355,7 +355,7 @@ def test_two_trainers_at_once_share_nothing_and_the_first_is_told(service: Servi
 
     def register_and_train(delay: float) -> None:
         time.sleep(delay)
-        with httpx.Client(base_url=service.http.base_url, timeout=20) as http:
+        with httpx.Client(base_url=service.http.base_url, timeout=60) as http:
             uuid = http.post("/register", json=trainer(batch_size=4, ack_batches=True)).json()["uuid"]
             train(http, uuid)
 

@@ -26,7 +26,7 @@ def test_no_request_breaks_the_service(shared_service: Service, path: str) -> No
         )
         @given(case=operation.as_strategy())
         def check(case: schemathesis.Case) -> None:
-            response = case.call(timeout=20)
+            response = case.call(timeout=60)
             assert response.status_code < 500, response.text
 
         check()

@@ -51,7 +51,7 @@ def begin(service: Service) -> None:
     service.post("/batch/ack", {"batch_id": batch["batch_id"], "weight_version": 1})
     assert marks(service.get("/batch")["batch"]) == [1]
     # That a batch has been sent is written down after it was sent; a kill before that would have it sent again, as it should.
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not sent_on_disk(service):
         assert time.monotonic() < deadline, service.log.read_text()[-2000:]
         time.sleep(0.01)
@@ -61,7 +61,7 @@ def sent_on_disk(service: Service) -> bool:
     """Whether the store says of the last batch that the trainer has it."""
     found = (path for path in service.cwd.rglob("*.db") if not path.parent.name.endswith("observed"))
     [path] = [path for path in found if ".previous" not in path.name]
-    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=10)) as store:
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=60)) as store:
         return bool(store.execute("SELECT sent FROM leases ORDER BY batch_id DESC LIMIT 1").fetchone()[0])
 
 

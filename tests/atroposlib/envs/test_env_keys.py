@@ -210,7 +210,7 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 async def test_no_client_goes_to_a_server_of_ours_by_a_proxy(address: str) -> None:
-    service = RolloutServiceClient(address, timeout=0.5)
+    service = RolloutServiceClient(address, timeout=60.0)
     assert (await service.get("/info"))["id"] == "c"
     await service.close()
     for server_type in ("vllm", "openai"):
@@ -221,7 +221,7 @@ async def test_no_client_goes_to_a_server_of_ours_by_a_proxy(address: str) -> No
     session = await create_proxy_session(address)
     assert await session.fetch_state() == {"nodes": []}
     await session.cleanup()
-    env = ScriptedEnv([], service_timeout=0.5)
+    env = ScriptedEnv([], service_timeout=60.0)
     env.server = ServerManager([APIServerConfig(server_type="vllm", base_url=f"{address}/v1")])
     assert await asyncio.to_thread(served_model_blocking, env) == "m"
 

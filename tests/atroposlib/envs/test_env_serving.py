@@ -93,7 +93,7 @@ def test_a_trainer_that_resumes_after_the_last_batch_finds_the_environment(stack
     stack.register_trainer(num_steps=3)
     environment = stack.start_environment(ARITHMETIC)
     stack.take_batches(3)
-    stack.processes.wait_for_text(environment, "every batch up to step 3 is handed out: waiting for the trainer", 30)
+    stack.processes.wait_for_text(environment, "every batch up to step 3 is handed out: waiting for the trainer", 180)
     stack.register_trainer(num_steps=3, starting_step=1)
     stack.take_batches(2)
     stack.end_run()

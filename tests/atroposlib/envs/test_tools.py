@@ -39,7 +39,7 @@ def look_up(word: str, talk: Talk, most: int = 3, order: Literal["up", "down"] =
     return [word] * most
 
 
-def box(*functions: Callable[..., Any], seconds: float = 5.0, most: int = 100) -> Toolbox:
+def box(*functions: Callable[..., Any], seconds: float = 60.0, most: int = 100) -> Toolbox:
     return Toolbox(functions, Talk, seconds, most, ["<|im_end|>"])
 
 
@@ -153,7 +153,7 @@ WRONG = [
 def test_what_goes_wrong_is_told_to_the_model_counted_and_logged_once(
     function: Callable[..., Any], arguments: dict[str, Any], problem: str, answer: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    toolbox = box(function, seconds=0.05)
+    toolbox = box(function, seconds=0.05 if problem == "timeout" else 60.0)
     with caplog.at_level(logging.WARNING):
         calls = answered(toolbox, *(Call(function.__name__, dict(arguments)) for _ in range(3)))
     assert {(call.problem, call.answer) for call in calls} == {(problem, answer)}
@@ -199,12 +199,12 @@ def test_a_thread_that_hangs_is_left_behind_and_too_many_end_the_process(monkeyp
         release.set()
         while toolbox._hanging:
             await asyncio.sleep(0.001)
-        toolbox.seconds = 5.0
+        toolbox.seconds = 60.0
         call = Call("hangs", {})
         await toolbox.answer(call, Talk())
         assert call.answer == "late"
 
-    asyncio.run(asyncio.wait_for(play(), 20))
+    asyncio.run(asyncio.wait_for(play(), 60))
 
 
 def test_a_tool_may_end_the_rollout() -> None:

@@ -74,4 +74,4 @@ async def test_a_waiter_cancelled_just_as_it_is_served_passes_the_slot_on() -> N
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first
-    assert await asyncio.wait_for(second, 5)
+    assert await asyncio.wait_for(second, 60)

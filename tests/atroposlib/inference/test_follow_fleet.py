@@ -138,7 +138,7 @@ def test_it_goes_on_while_servers_come_are_restarted_and_leave(stack: Stack, fre
             stack.next_batch()
             return None if text in environment.log_path.read_text(errors="replace") else f"no {text!r}"
 
-        wait_until(text, probe, 60)
+        wait_until(text, probe, 180)
 
     servers = [start(0), start(1)]
     stack.start_service()

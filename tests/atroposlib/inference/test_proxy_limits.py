@@ -113,7 +113,7 @@ async def test_the_key_reaches_both_ends(
     variables = OFFLINE | {"ATROPOS_PROXY_API_KEY": KEY}
     processes.start("proxy", [sys.executable, "-m", MODULE, *flags, "--host", "127.0.0.1"], variables)
     address = f"http://127.0.0.1:{port}"
-    processes.wait_for_http(address, 60)
+    processes.wait_for_http(address, 180)
     manager = ServerManager([APIServerConfig(base_url="http://not-used")], proxy_url=address)
     monkeypatch.delenv("ATROPOS_PROXY_API_KEY", raising=False)
     with pytest.raises(httpx.HTTPStatusError, match="401"):

@@ -105,7 +105,7 @@ def test_whatever_happens_to_the_servers_each_request_has_one_answer(script: lis
                     number = next(numbers)
                     tasks[number] = asyncio.create_task(whom.generate(input_ids=[number]))
             await asyncio.sleep(0.03)
-        _, late = await asyncio.wait(tasks.values(), timeout=20)
+        _, late = await asyncio.wait(tasks.values(), timeout=60)
         assert not late, "none waits for ever"
         for number, task in tasks.items():
             if (error := task.exception()) is not None:
@@ -220,7 +220,7 @@ async def ask(manager: ServerManager, count: int) -> None:
 
 async def seen(manager: ServerManager, condition: Any) -> None:
     """Ask until the looks have shown something."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await ask(manager, 1)
             await asyncio.sleep(0.01)
@@ -269,13 +269,13 @@ async def test_the_freshest_weights_are_asked_for(monkeypatch: pytest.MonkeyPatc
 async def test_requests_at_a_server_that_hangs_are_asked_elsewhere(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("atroposlib.inference.vllm_server.LOOK_TIMEOUT", 0.05)
+    monkeypatch.setattr("atroposlib.inference.vllm_server.LOOK_TIMEOUT", 0.5)
     async with fleet(2) as (manager, lights):
         await ask(manager, 2)
         lights[0].hold.clear()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await ask(manager, 10)
-        assert "are asked elsewhere: it is away (silent for 0.05 s)" in caplog.text
+        assert "are asked elsewhere: it is away (silent for 0.5 s)" in caplog.text
         lights[0].hold.set()
         before = lights[0].generated
         await seen(manager, lambda: lights[0].generated > before)
@@ -289,7 +289,7 @@ async def test_all_away_is_one_line_that_names_them_and_has_an_end(caplog: pytes
         lights[1].says(serving=False, trouble="quarantined: late")
         lights[1].answers["/generate"] = (503, {})
         waiting = asyncio.create_task(ask(manager, 10))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while "waiting for" not in caplog.text:
                 await asyncio.sleep(0.01)
         (line,) = [record.getMessage() for record in caplog.records if "waiting for" in record.getMessage()]
@@ -298,7 +298,7 @@ async def test_all_away_is_one_line_that_names_them_and_has_an_end(caplog: pytes
         assert lights[1].url in line
         assert not waiting.done()
         await lights[0].start()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await waiting
         await lights[0].stop()
         manager.servers[0].gate.outage_timeout = 0.1
@@ -338,7 +338,7 @@ async def test_servers_are_left_in_peace_when_nothing_is_asked() -> None:
         await ask(manager, 2)
         watcher = manager.routers()[0]._watcher
         assert watcher is not None
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await watcher
         await ask(manager, 2)
         assert manager.routers()[0]._watcher is not watcher
@@ -368,7 +368,7 @@ async def test_an_environment_starts_when_one_server_is_well() -> None:
     async with fleet(3) as (manager, lights):
         await lights[0].stop()
         lights[1].says(serving=False, trouble="its first weights have not come")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await manager.wait_until_well()
         assert [server.server_healthy for server in manager.servers] == [False, False, True]
         assert manager.pick() is manager.servers[2]

@@ -101,7 +101,7 @@ def test_a_keeper_that_dies_is_started_again_and_its_programs_run_anew() -> None
         await asyncio.sleep(0.1)
         # Its first process ends with those that it started.
         os.kill(below(first.pid)[0], signal.SIGKILL)
-        first.wait(30)
+        first.wait(60)
         return await running
 
     assert in_sandbox(work).results == [Returned(1)]
@@ -136,7 +136,7 @@ def test_all_ends_with_the_process_that_made_it(tmp_path: Path) -> None:
     asyncio.run(until(lambda: not {keeper, *family} & parents().keys()))
 
 
-async def until(probe: Callable[[], bool], seconds: float = 30) -> float:
+async def until(probe: Callable[[], bool], seconds: float = 60) -> float:
     began = time.monotonic()
     while not probe():
         assert time.monotonic() - began < seconds, "it did not come to that"

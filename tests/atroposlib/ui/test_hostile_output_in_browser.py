@@ -13,7 +13,7 @@ from tests.atroposlib.api.conftest import Service
 from tests.atroposlib.ui.made_up_run import MadeUpRun
 from tests.headless_browser import READY, SECONDS, Visit
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 MARKUP = "<img src=x onerror=alert(1)><b>bold</b>&lt;i&gt;<style>body{display:none}</style>"
 SCRIPT = "</script></span><script>alert(2)</script><svg onload=alert(3)>"

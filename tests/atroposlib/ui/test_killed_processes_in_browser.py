@@ -20,7 +20,7 @@ from tests.headless_browser import LIVE, UNANSWERED, Visit
 if TYPE_CHECKING:
     from playwright.sync_api import Locator
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 SERVER = Path(__file__).with_name("inference_server.py")
 LOST = "document.body.dataset.connection === 'lost'"
@@ -58,6 +58,19 @@ def test_who_watches_sees_what_is_gone_since_when_and_what_to_do(
         seen.until(LIVE)
         headline = seen.page.locator("#headline")
         headline.filter(has_text="Training: 1 environment, 1 of 1 server well.").wait_for()
+
+        # It hangs, and its connections stay: whoever hears nothing for half a minute, tries a new one.
+        sleeper = visit(seen.origin)
+        sleeper.page.clock.install()
+        sleeper.open("/ui")
+        sleeper.until(LIVE)
+        assert service.process is not None
+        service.process.send_signal(signal.SIGSTOP)
+        sleeper.page.clock.fast_forward(40_000)
+        sleeper.until(LOST)
+        service.process.send_signal(signal.SIGCONT)
+        sleeper.until(LIVE)
+        sleeper.page.context.close()
 
         processes.kill(server)
         silent = alert(seen, f"vLLM server: {url} does not answer: connection refused.")

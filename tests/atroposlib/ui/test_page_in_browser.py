@@ -18,7 +18,7 @@ from tests.atroposlib.ui.made_up_run import MadeUpRun
 from tests.conftest import Processes
 from tests.headless_browser import LIVE, READY, Visit
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 KEY = "a-key-that-nobody-guesses-0123456789"
 PAGES = {"Overview": "/ui", "Rollouts": "/ui/rollouts", "Weights": "/ui/weights", "History": "/ui/history"}
@@ -217,6 +217,7 @@ def test_everything_can_be_done_by_keyboard(signed_in: Callable[..., Visit]) -> 
     page.get_by_role("navigation", name="Pages").get_by_role("link", name="History").focus()
     page.keyboard.press("Enter")
     page.get_by_role("heading", name="History", level=1).wait_for()
+    seen.until(READY)  # the heading is there before the scripts are
     page.keyboard.press("?")
     page.get_by_role("dialog").get_by_role("heading", name="Keyboard shortcuts").wait_for()
     page.keyboard.press("Escape")
@@ -229,7 +230,7 @@ def test_a_run_that_ended_is_read_from_its_files(
     port = free_port()
     command = [sys.executable, "-m", "atroposlib.cli.view_run", made_up.folder, "--port", str(port)]
     offline = processes.start("view-run", command)
-    processes.wait_for_text(offline, f"127.0.0.1:{port}", 60)
+    processes.wait_for_text(offline, f"127.0.0.1:{port}", 180)
     reader = visit(f"http://127.0.0.1:{port}")
     for name, path in PAGES.items():
         reader.open(path)

@@ -151,10 +151,10 @@ def test_a_key_file_that_holds_none_is_one_clear_line(tmp_path: Path, content: s
         path.write_text(content)
     done = run("--api-key-file", str(path), "--store", "memory", "--port", "0")
     assert done.returncode == 1
-    last = done.stderr.strip().splitlines()[-1]
+    last = done.stdout.strip().splitlines()[-1]
     assert last.startswith("error: ")
     assert says in last
-    assert not content or content not in done.stderr
+    assert not content or content not in done.stdout
 
 
 def test_help_shows_no_key(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,3 +164,11 @@ def test_help_shows_no_key(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     shown = capsys.readouterr().out
     assert "--api-key-file" in shown
     assert "s3cret" not in shown
+
+
+def test_a_proxy_is_named_by_its_address(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse_arguments(["--trusted-proxy", "10.0.0.0/8", "--trusted-proxy", "::1"]).trusted_proxy == ["10.0.0.0/8", "::1"]
+    for wrong in "*", "10.0.0.1/8", "proxy.example":
+        with pytest.raises(SystemExit):
+            parse_arguments(["--trusted-proxy", wrong])
+        assert f"{wrong!r} is no address and no network" in capsys.readouterr().err

@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import test from "node:test";
 
 import { compared, distance, fieldsOf, hexOf } from "./bits.js";
-import { accuracyOf, wantedNames } from "./figures.js";
+import { accuracyOf, vitals, wantedNames } from "./figures.js";
 import * as format from "./format.js";
 import { address } from "./http.js";
 import { order } from "./runs.js";
@@ -45,8 +45,14 @@ test("rows are appended once, in order, only to columns of the same file, and no
   assert.ok(!series.appendRows(series.columnsOf(answer([10], [1])), { generation: 1, new: [{ step: 4 }] }));
   assert.ok(!series.appendRows(columns, { generation: 1, new: [{ step: 5 }] }, 4));
   const points = series.columnsOf({ run: "a", generation: 1, exact: false, step: [10], series: { reward: { mean: [2], low: [1], high: [3] } } });
-  assert.ok(series.appendRows(points, { generation: 1, new: [{ step: 9, reward: 7 }, { step: 11, reward: 4 }] }), "point 10 holds step 9");
+  assert.ok(series.appendRows(points, { generation: 1, new: [{ step: 9, reward: 7 }, { step: 11, reward: 4 }, {}] }), "point 10 holds step 9");
   assert.deepEqual([points.step, points.columns.reward], [[10, 11], { mean: [2, 4], low: [1, 4], high: [3, 4] }]);
+});
+
+test("what is said later of a step is added to it, and nothing that was known is changed", () => {
+  const columns = series.columnsOf({ run: "a", generation: 1, exact: true, step: [1, 2], series: { reward: { mean: [0.1, 0.2], low: null, high: null }, "environment/a": { mean: [0.5, null], low: null, high: null } } });
+  assert.ok(series.appendRows(columns, { generation: 1, new: [{ step: 1, "environment/a": 9 }, { step: 2, "environment/a": 0.75 }, { step: 3, reward: 0.3 }] }));
+  assert.deepEqual([columns.step, columns.columns.reward.mean, columns.columns["environment/a"].mean], [[1, 2, 3], [0.1, 0.2, 0.3], [0.5, 0.75, null]]);
 });
 
 test("lines of several runs come on one axis: undefined where a run has no such step, null where it knows no value", () => {
@@ -109,6 +115,9 @@ test("evaluations stand at the weights that were measured, with what environment
   assert.deepEqual(lines.map((line) => line.label), ["math eval/percent_correct", "training: percent correct"]);
   assert.deepEqual(found.columns["math eval/percent_correct"].mean, [undefined, 0.25, 0.5]);
   assert.deepEqual(accuracyOf("a", [], null).lines, []);
+  const training = accuracyOf("a", [], columns);
+  const accuracy = (newest) => vitals(newest, training, null).find(([what]) => what === "accuracy")[1];
+  assert.deepEqual([accuracy({}), accuracy({ "environment/percent_correct": 0.75 })], ["40 %", "75 %"], "the last row's, and not the last point's");
   assert.deepEqual(wantedNames([{ lines: [{ name: "kl" }, { name: "gone" }] }], ["kl", "other", "environment/percent_correct"]), ["kl", "environment/percent_correct"]);
 });
 
@@ -151,7 +160,9 @@ test("the picture says of every part how it is", () => {
     assert.equal(state(pictureOf(stack({ servers: [server(more)] })), "server-http://h:1"), said);
   }
   assert.equal(state(pictureOf(stack({ trainer: { registered: false } })), "trainer"), "starting");
-  assert.equal(state(pictureOf(stack({ environments: [{ ...environment, connected: false }] })), "environment-0"), "gone");
+  const left = { environments: [{ ...environment, connected: false }] };
+  assert.equal(state(pictureOf(stack(left)), "environment-0"), "gone");
+  assert.equal(state(pictureOf(stack({ ...left, service: { ...stack().service, run_ended: true } })), "environment-0"), "good", "as it should");
 });
 
 test("what the service said last gets older, and its own silence is a fault that it cannot tell", () => {

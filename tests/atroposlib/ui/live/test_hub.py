@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from atroposlib.ui.live import hub as hub_module
@@ -34,3 +36,19 @@ async def test_a_page_that_does_not_keep_up_is_let_go_of(monkeypatch: pytest.Mon
         assert slow.over == "too_slow"
         assert await slow.next(1) is None, "what waited is gone with it"
     hub.require_room()
+
+
+async def test_what_is_told_within_a_moment_is_sent_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "PACE_SECONDS", 1e6)
+    hub = Hub()
+    with hub.subscribed("a") as page:
+        hub.tell("a", "rows", 1)
+        assert await page.next(5) == encode("rows", 1), "the first goes out at once"
+        waiting = asyncio.create_task(page.next(5))
+        await asyncio.sleep(0.01)  # the first sending is over
+        hub.tell("a", "rows", 2)
+        hub.tell("a", "event", 3)
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        hub.wake()
+        assert await waiting == encode("rows", 2) + encode("event", 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from atroposlib.api.models.records import Draft, Limits, Registration
@@ -72,6 +73,12 @@ def test_a_trainer_that_should_speak_and_does_not_is_named() -> None:
     queue.sent(lease, complete=True)
     assert faults(look(queue, seconds_silent=300.0)) == {}, "it may compute for long"
     assert faults(look(queue, seconds_silent=300.0, publishes=True)) == {"trainer": "error"}, "its keeper speaks meanwhile"
+    (mute,) = look(queue, seconds_silent=65.0, publishes=True)["faults"]
+    assert mute["text"] == "Nothing was heard of the trainer for a minute."
+    assert "scripts/start.sh --resume trainer" in mute["remedy"]
+    queue.limits = replace(queue.limits, silent_after=5.0)
+    (mute,) = look(queue, seconds_silent=6.0, publishes=True)["faults"]
+    assert mute["text"] == "Nothing was heard of the trainer for 6 s."
 
 
 def test_how_long_a_server_is_silent_is_told_by_its_last_answer_whoever_heard_it() -> None:
@@ -117,7 +124,8 @@ def test_what_happens_is_told_once() -> None:
     assert [event.kind for event in happenings(quiet, back)] == ["resumed", "environment_back"]
     queue.disconnect_env(0)
     queue.end(2)
-    assert [event.kind for event in happenings(back, look(queue, now=63.0))] == ["run_ended", "environment_left"]
+    end = happenings(back, look(queue, now=63.0))
+    assert [(event.kind, event.severity) for event in end] == [("run_ended", "info"), ("environment_left", "info")]
 
 
 def test_drops_are_told_together() -> None:
@@ -165,5 +173,13 @@ def test_what_a_server_says_and_does() -> None:
     server.heard(5.0, GOOD | {"instance": "two", "weight_version": 2}, bridge | {"failures": 10, "last_error": "shape"})
     assert kinds(before) == ["refused_update"]
     assert [version["version"] for version in server.history] == [1, 2]
+    for version, seconds in ((3, {"halted": 4.0}), (3, {"halted": 4.0, "stalled": 3.0}), (4, {"halted": 1.0})):
+        server.heard(5.0 + version, GOOD | {"instance": "two", "weight_version": version}, {"last_update": seconds})
+    assert (server.history[2]["gap"], server.longest_gap, server.longest_gap_at) == (3.0, 3.0, 8.0), "the true one comes later"
+    again = Server.remembered(URL, seen(), server.history)
+    moving = Server(URL)
+    moving.heard(1.0, GOOD, {"weight_version": 2, "weight_epoch": 5, "checksums": ["of 2"]})
+    assert [(one["version"], one["checksum"]) for one in moving.history] == [(2, "of 2")], "an update was in between"
+    assert (again.history, again.longest_gap, again.longest_gap_at) == (server.history, 3.0, 8.0)
     server.heard(6.0, {"weight_version": "none", "in_flight": None}, {"checksums": 5, "last_update": [1], "updates": True})
     assert (server.health, server.weight_version, server.bridge["checksums"]) == ("good", None, [])

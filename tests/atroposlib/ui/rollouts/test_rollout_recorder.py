@@ -24,7 +24,7 @@ from atroposlib.ui.run.folder import RunFiles
 from tests.atroposlib.ui.rollouts.test_rollout_archive import body, encoded
 
 STARTER = Path(__file__).resolve().parents[4] / "assets" / "starter_model"
-WAIT = 30.0
+WAIT = 60.0
 
 
 class Told:
@@ -101,6 +101,16 @@ def test_what_comes_too_fast_is_left_out_and_counted(tmp_path: Path, monkeypatch
     assert counts["recorded"] + counts["left_out"] == 50
     assert 1 <= counts["recorded"] <= 3
     assert RolloutSource(tmp_path / "rollouts.db").total() == counts["recorded"]
+
+
+def test_a_service_that_is_busy_keeps_fewer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "COMMIT_SECONDS", 0.001)
+    for cores, share in ((0.0, recorder_module.BUSY_SHARE), (1e9, 1.0)):
+        monkeypatch.setattr(recorder_module, "BUSY_CORES", cores)
+        recorder = RolloutRecorder(tmp_path, bytes_per_second=1000.0)
+        recorder.posted([(0, "", body((0.0, 1)))])
+        recorder.close()
+        assert recorder._allowance.per_second == 1000.0 * share
 
 
 def test_groups_that_are_none_and_a_file_of_another_kind_harm_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,7 @@ from tests.atroposlib.api.conftest import Service, environment, group, trainer
 from tests.atroposlib.ui.rollouts.test_rollout_archive import encoded
 
 STARTER = Path(__file__).resolve().parents[4] / "assets" / "starter_model"
-WAIT = 30.0
+WAIT = 60.0
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from tests.headless_browser import Visit, browser, visit
 
 __all__ = ["browser", "visit"]
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 ASKED, CALLED, ANSWERED, SAID = "What is 6 * 7?", "<call>", "42", "It is 42."
 CALL = {"role": "assistant", "content": CALLED, "tool_calls": [{"function": {"name": "calculator", "arguments": "6 * 7"}}]}
@@ -109,6 +109,9 @@ def test_a_group_is_read_side_by_side_and_a_token_of_it_sent_to_somebody(told: M
     facts = page.locator("#facts").inner_text()
     for part in ("sampler's logprob -0.5", "trainer's logprob at version 4 -0.25", "trainer − sampler 0.25", "version 3"):
         assert part in facts, (part, facts)
+    page.get_by_role("group", name="Tokens of rollout 1").focus()
+    page.keyboard.press("ArrowRight")
+    assert f"at {begin + 2} of rollout 1" in page.locator("#facts").inner_text()
     other = visit(told.origin)
     other.open(page.url.removeprefix(told.origin))
     other.page.locator(f"#r1t{begin + 1}[data-active]").wait_for()

@@ -11,8 +11,10 @@ import pytest
 from atroposlib.ui.run import catalogue as catalogue_module
 from atroposlib.ui.run import run as run_module
 from atroposlib.ui.run.catalogue import RunCatalogue, UnknownRunError
+from atroposlib.ui.run.columns import MOST_POINTS
 from atroposlib.ui.run.folder import RunFiles, find_runs
 from atroposlib.ui.run.run import Change, Run, glance
+from atroposlib.ui.web.data_routes import weights_json
 
 
 def write(path: Path, *rows: Any) -> Path:
@@ -147,7 +149,7 @@ def test_a_resumed_run_takes_back_what_it_does_again(runs: Path) -> None:
     assert change.rewritten
     assert run.generation != before
     assert run.series(["reward_mean"], 10).mean["reward_mean"].tolist() == [0.1, 5.0]
-    assert [one["step"] for one in run.latest_rows()] == [1, 2]
+    assert [one["step"] for one in run.updates()] == [1, 2]
     assert {event.kind for event in run.events()[0]} == {"server_lost"}
     append(run.files.metrics, row(2, reward_mean=6.0))
     assert run.refresh().rewritten
@@ -162,6 +164,47 @@ def test_the_environments_figures_stand_at_the_trainers_steps(runs: Path) -> Non
     assert series.mean["environment/percent_correct"].tolist()[0] == 0.5
     assert series.mean["environment/turns"].tolist()[0] == 2.0
     assert series.mean["environment/turns"].tolist()[1] != series.mean["environment/turns"].tolist()[1], "none of step 2"
+
+
+def test_what_the_environment_says_of_a_step_is_told_whichever_file_is_ahead(runs: Path) -> None:
+    told: list[Any] = []
+
+    def tell(run: Run, change: Change) -> None:
+        told.extend(data["new"] for name, data in change.to_json(run, run.files.id) if name == "rows")
+
+    catalogue = RunCatalogue([runs / "quickstart"], on_change=tell)
+    files = catalogue.get("").files
+    assert files.environment is not None
+    told.clear()
+    for path, more in (
+        (files.metrics, row(3)),
+        (files.environment, {"step": 3, "train/percent_correct": 0.75}),
+        (files.environment, {"step": 4, "train/percent_correct": 0.8}),
+        (files.environment, {"step": 4, "train/turns": 3.0, "env/other": 1.0}),
+        (files.metrics, row(4)),
+    ):
+        append(path, more)
+        catalogue.get("")
+    four = row(4) | {"environment/percent_correct": 0.8, "environment/turns": 3.0}
+    assert told == [[row(3)], [{"step": 3, "environment/percent_correct": 0.75}], [four]]
+
+
+def test_counts_are_added_up_over_every_row_of_a_long_run(tmp_path: Path) -> None:
+    steps = MOST_POINTS + 1
+    lines = (f'{{"step":{step},"compared_tokens":{step},"mismatched_tokens":{step % 2}}}\n' for step in range(1, steps + 1))
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    run = Run(find_runs(tmp_path)[0])
+    run.refresh()
+    assert len(run.series(["compared_tokens"], MOST_POINTS).step) == MOST_POINTS, "fewer than it has rows"
+    whole = {"on": True, "compared": steps * (steps + 1) / 2, "mismatched": (steps + 1) // 2, "first": None}
+    assert weights_json(run, [], None)["deterministic"] == whole
+    append(tmp_path / "metrics.jsonl", {"step": steps, "compared_tokens": 1, "mismatched_tokens": 1}, {"step": steps + 1})
+    run.refresh()  # the last step was done again, and one that compared nothing has come
+    whole["compared"] = steps * (steps - 1) / 2 + 1
+    assert weights_json(run, [], {"compared": 7, "mismatched": 7, "first": {"token": 5}})["deterministic"] == whole | {
+        "first": {"token": 5}
+    }
+    assert run.newest(["compared_tokens", "step", "gone"]) == {"compared_tokens": 1.0, "step": None, "gone": None}
 
 
 def test_files_that_cannot_be_read_are_named_once(

@@ -20,6 +20,8 @@ from tests.atroposlib.api.conftest import Service, group, trainer
 from tests.atroposlib.ui.inference_server import BRIDGE, answering
 
 KEY = "correct-horse-battery-staple"
+PROXY = "127.0.0.8"
+"""An address of this machine, as 127.0.0.9 and all others that begin so: who asks from it is not who asks from 127.0.0.1."""
 PAGES = ("/ui", "/ui/weights", "/ui/history")
 DATA = ("page", "runs", "names", "series?names=reward_mean", "series.csv", "events", "evaluations", "stack", "weights")
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'"
@@ -68,7 +70,8 @@ class Events:
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("keyed")
-    service = Service(folder, "--store", "memory", "--host", "127.0.0.1", environ={"ROLLOUT_API_KEY": KEY}).start()
+    flags = ("--store", "memory", "--host", "127.0.0.1", "--trusted-proxy", PROXY)
+    service = Service(folder, *flags, environ={"ROLLOUT_API_KEY": KEY}).start()
     yield service
     assert service.signal(signal.SIGTERM) == 0, service.log.read_text()[-2000:]
     assert "ERROR" not in service.log.read_text()
@@ -98,8 +101,14 @@ def browser(keyed: Service) -> Iterator[httpx.Client]:
         yield client
 
 
-def sign_in(browser: httpx.Client, key: str = KEY, following: str = "/ui/weights") -> httpx.Response:
-    return browser.post("/ui/sign-in", data={"key": key, "next": following})
+def sign_in(
+    browser: httpx.Client, key: str = KEY, following: str = "/ui/weights", forwarded: dict[str, str] | None = None
+) -> httpx.Response:
+    return browser.post("/ui/sign-in", data={"key": key, "next": following}, headers=forwarded)
+
+
+def asking_from(address: str, service: Service) -> httpx.Client:
+    return httpx.Client(base_url=f"http://127.0.0.1:{service.port}", transport=httpx.HTTPTransport(local_address=address))
 
 
 def test_nobody_sees_anything_without_the_key(keyed: Service, browser: httpx.Client) -> None:
@@ -174,14 +183,24 @@ def test_every_answer_tells_the_browser_what_it_may_do(browser: httpx.Client) ->
     assert "no run 'gone'" in browser.get("/ui/api/names?run=gone").json()["error"]
 
 
-def test_too_many_wrong_keys_have_to_wait(keyed: Service) -> None:
-    url = f"http://127.0.0.1:{keyed.port}"
-    # Another address of this machine, so that the other tests may still sign in.
-    with httpx.Client(base_url=url, transport=httpx.HTTPTransport(local_address="127.0.0.9")) as browser:
-        assert [sign_in(browser, "wrong").status_code for _ in range(11)] == [401] * 10 + [429]
+def test_too_many_wrong_keys_have_to_wait_wherever_they_say_that_they_come_from(keyed: Service) -> None:
+    with asking_from("127.0.0.9", keyed) as browser:
+        made_up = [{"X-Forwarded-For": f"203.0.113.{number}"} for number in range(11)]
+        assert [sign_in(browser, "wrong", forwarded=one).status_code for one in made_up] == [401] * 10 + [429]
         waiting = sign_in(browser)
         assert waiting.status_code == 429, "even with the right one"
         assert 0 < int(waiting.headers["retry-after"]) <= 61
+
+
+def test_a_proxy_that_was_named_says_who_asks_and_how(keyed: Service) -> None:
+    one, other = ({"X-Forwarded-For": f"made-up, 198.51.100.{number}", "X-Forwarded-Proto": "https"} for number in (1, 2))
+    with asking_from(PROXY, keyed) as proxy:
+        assert [sign_in(proxy, "wrong", forwarded=one).status_code for _ in range(11)] == [401] * 10 + [429]
+        signed_in = sign_in(proxy, forwarded=other)
+        assert (signed_in.status_code, "; Secure" in signed_in.headers["set-cookie"]) == (303, True)
+        assert "strict-transport-security" in signed_in.headers
+    with asking_from("127.0.0.7", keyed) as nobody:
+        assert "; Secure" not in sign_in(nobody, forwarded=other).headers["set-cookie"]
 
 
 def test_without_a_key_only_this_machine_by_its_own_name(keyless: Service) -> None:
@@ -189,13 +208,15 @@ def test_without_a_key_only_this_machine_by_its_own_name(keyless: Service) -> No
     assert page.get("/ui").status_code == 200
     assert page.get("/ui", headers=NAVIGATION).status_code == 200, "a link is followed"
     assert page.get("/ui/sign-in").headers["location"] == "/ui"
-    for headers in {"host": "evil.example"}, {"host": "evil.example:80"}, {"host": ""}, {"origin": "http://evil.example"}:
+    far = ({"x-forwarded-for": "127.0.0.1, 198.51.100.1"}, {"forwarded": "for=198.51.100.1"})
+    for headers in *far, {"host": "evil.example"}, {"host": "evil.example:80"}, {"host": ""}, {"origin": "http://evil.example"}:
         answer = page.get("/ui/api/stack", headers=headers)
         assert answer.status_code == 403, headers
         assert "error" in answer.json()
     assert page.get("/ui", headers=NAVIGATION | {"sec-fetch-dest": "iframe"}).status_code == 403
     assert page.get("/ui/api/runs", headers=NAVIGATION).status_code == 403
     assert page.get("/ui", headers={"host": "evil.example"}).status_code == 403
+    assert page.get("/ui", headers={"x-forwarded-for": "::1"}).status_code == 200, "a proxy of this machine's own people"
 
 
 def row(step: int, **more: Any) -> str:
