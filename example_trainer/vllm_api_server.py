@@ -25,6 +25,7 @@ import os
 import socket
 from typing import TYPE_CHECKING, Any
 
+from atroposlib.utils.connections import SERVER_KEEPS_SECONDS
 from vllm_patching.server.flags import (
     fail,
     parse_arguments,
@@ -85,6 +86,7 @@ def prepare_environment(args: argparse.Namespace, shared: bool) -> None:
     if not sys.stdout.isatty():
         os.environ.setdefault("NO_COLOR", "1")
         os.environ.setdefault("VLLM_LOGGING_COLOR", "0")
+    os.environ.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", str(SERVER_KEEPS_SECONDS))
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():

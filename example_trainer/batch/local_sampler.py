@@ -204,13 +204,10 @@ class SampledBatches:
         """
         if self._held_out is not None:
             self._held_out.look(version)
-        begun = time.perf_counter()
         self._sample_ahead(version)
-        groups = self._sampled.popleft()
-        sampled = time.perf_counter()
-        packed = self._reader.read(groups, version)
+        packed = self._reader.read(self._sampled.popleft(), version)
         on_device = [[one.to(self._device) for one in bins] for (bins,) in packed.minibatches]
-        return ReadyBatch(on_device, packed.figures(version), None, 0, sampled - begun, time.perf_counter() - sampled)
+        return ReadyBatch(on_device, packed.figures(version), None, 0)
 
     def _sample_ahead(self, version: int) -> None:
         """Sample under the weights of `version` as many batches as are missing; never none at all."""

@@ -66,7 +66,6 @@ class _Prepared:
     minibatches: Sequence[Sequence[PackedBin]] = ()
     copied: torch.cuda.Event | None = None
     error: BatchError | None = None
-    seconds: float = 0.0
 
 
 class Batches:
@@ -208,7 +207,6 @@ class Batches:
             RolloutServiceError: none came in time, or the service went away for too long.
             StopRequested: a signal came.
         """
-        begun = time.perf_counter()
         while (
             told := self._ranks.on_main("waiting for a batch", lambda: self._wait(version, upkeep), self._longest_batch)
         ) is None:
@@ -217,14 +215,8 @@ class Batches:
         minibatches = self._receive(self._taken, told["sizes"])
         if self._taken is not None:  # of what is trained on now, only the name is needed
             self._taken = replace(self._taken, packed=None, minibatches=())
-        return ReadyBatch(
-            minibatches,
-            BatchFigures(**told["figures"]),
-            self._taken.lease if self._taken else None,
-            told["queue_size"],
-            time.perf_counter() - begun,
-            told["seconds"],
-        )
+        lease = self._taken.lease if self._taken else None
+        return ReadyBatch(minibatches, BatchFigures(**told["figures"]), lease, told["queue_size"])
 
     def _wait(self, version: int, upkeep: Upkeep | None) -> dict[str, Any] | None:
         """On rank 0: wait for the batch and take it. What to tell all ranks of it; None when there is work for them first."""
@@ -241,7 +233,6 @@ class Batches:
             "figures": asdict(prepared.packed.figures(version)),
             "sizes": sizes_of(prepared.packed.minibatches),
             "queue_size": prepared.queue_size,
-            "seconds": prepared.seconds,
         }
 
     def _wait_for_thread(self, version: int, upkeep: Upkeep | None) -> _Prepared | None:
@@ -311,17 +302,15 @@ class Batches:
 
     def _prepare(self, version: int) -> _Prepared:
         fetched = self._main.next_batch(self._waited)
-        begun = time.perf_counter()
         made = _Prepared(fetched.lease, fetched.queue_size)
         try:
             packed = self._reader.read(fetched.groups, version, fetched.environments, fetched.uses)
-            made = self._copy(replace(made, packed=packed))
+            return self._copy(replace(made, packed=packed))
         except BatchError as error:
-            made = replace(made, error=error)
+            return replace(made, error=error)
         except torch.OutOfMemoryError as error:
             told = str(error).splitlines()[0]
-            made = replace(made, error=OutOfMemoryError(f"no room on {self._device} for a batch's tokens: {told}"))
-        return replace(made, seconds=time.perf_counter() - begun)
+            return replace(made, error=OutOfMemoryError(f"no room on {self._device} for a batch's tokens: {told}"))
 
     def _waited(self) -> float:
         """How long the trainer has been waiting, not how long the thread has: that may be as long as a step takes."""

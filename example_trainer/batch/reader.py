@@ -60,16 +60,12 @@ class ReadyBatch:
         figures: of the whole batch.
         lease: what the service calls it; None on other ranks than 0, and for a service that leases none.
         queue_size: groups that the service held for later batches when it handed this one out.
-        seconds_waited: how long the trainer had nothing else to do.
-        seconds_prepared: what reading, packing and copying took, behind the step's back but for the first batch.
     """
 
     minibatches: Sequence[Sequence[PackedBin]]
     figures: BatchFigures
     lease: TrainedBatch | None
     queue_size: int
-    seconds_waited: float
-    seconds_prepared: float
 
 
 class BatchReader:

@@ -65,10 +65,20 @@ def get_json(url: str, seconds: float = 5.0, key: str = "") -> Any:
         OSError: no connection, no answer in time, or a status of 400 and above (urllib.error.HTTPError).
         ValueError: the answer is no JSON.
     """
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(url, headers=_bearer(key))
     with opener.open(request, timeout=seconds) as response:
         body = response.read()
     return json.loads(body) if body.strip() else None
+
+
+def post_json(url: str, body: Any, seconds: float = 5.0, key: str = "") -> None:
+    """POST JSON to a server of this run, whose answer nobody needs. Arguments and errors as of `get_json`."""
+    headers = {"Content-Type": "application/json", **_bearer(key)}
+    opener.open(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=seconds).close()
+
+
+def _bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def http_probe(url: str, seconds: float = 5.0) -> Probe:

@@ -10,6 +10,7 @@ import torch
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
 from example_trainer.models.hf_checkpoint import checkpoint_dtype, find_checkpoint
+from example_trainer.out_of_memory import ran_out_of_memory
 from example_trainer.parallel.ranks import place_of
 
 
@@ -29,7 +30,7 @@ def choose_device(config: DeviceOptions) -> torch.device:
     """The device to train on; also sets the number of torch's CPU threads.
 
     Raises:
-        ConfigError: there is no such device here.
+        ConfigError: there is no such device here, or it cannot be used.
     """
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
@@ -55,8 +56,17 @@ def choose_device(config: DeviceOptions) -> torch.device:
             f"--device {name}: this process sees {count} GPUs; look at CUDA_VISIBLE_DEVICES, or give --device cpu"
         )
     if device.type == "cuda":
-        torch.cuda.set_device(device.index or 0)  # where libraries compute that are not told
+        try:
+            torch.cuda.set_device(device.index or 0)  # where libraries compute that are not told
+        except RuntimeError as error:
+            raise ConfigError(f"--device {name} cannot be used: {_what_ails(error)}") from error
     return device
+
+
+def _what_ails(error: RuntimeError) -> str:
+    if ran_out_of_memory(error):
+        return "other programs have all of its memory; see which (nvidia-smi), and end them or choose another GPU"
+    return f"{str(error).splitlines()[0]}; see whether nvidia-smi finds it well"
 
 
 def choose_dtype(

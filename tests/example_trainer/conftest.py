@@ -41,7 +41,7 @@ def rollout_service(session_processes: Processes, free_port: Callable[[], int]) 
     port = free_port()
     command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port), "--store", "memory"]
     session_processes.start("service", command)
-    session_processes.wait_for_http(f"http://127.0.0.1:{port}", seconds=60)
+    session_processes.wait_for_http(f"http://127.0.0.1:{port}", seconds=180)
     return f"http://127.0.0.1:{port}"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from example_trainer.command_line import parse_config
 from example_trainer.config import SECTIONS, TrainerConfig
 from example_trainer.errors import ConfigError
 from example_trainer.options.section import flag_of
+from tests.forked_commands import run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -272,7 +272,7 @@ def test_the_shipped_configs_are_valid(file: Path) -> None:
 
 def test_the_script_ends_with_status_2_and_one_line() -> None:
     command = [sys.executable, str(ROOT / "example_trainer" / "grpo.py"), "--modle-name", "m"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run_command(command)
     assert done.returncode == 2
     lines = done.stdout.strip().splitlines()
     assert len(lines) == 1
@@ -282,5 +282,6 @@ def test_the_script_ends_with_status_2_and_one_line() -> None:
 
 def test_help_lists_every_option() -> None:
     command = [sys.executable, str(ROOT / "example_trainer" / "grpo.py"), "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = run_command(command)
+    assert done.returncode == 0, done.stdout
     assert [name for name in TrainerConfig.model_fields if flag_of(name) not in done.stdout] == []

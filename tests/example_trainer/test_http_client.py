@@ -6,6 +6,7 @@ import ast
 import json
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,10 @@ PROXY_VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 class Listener(ThreadingHTTPServer):
     """Answers every request with one that any of the clients is content with, and remembers what it was asked."""
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Answers)
+    request_queue_size = 64
+
+    def __init__(self, answers: type[BaseHTTPRequestHandler] | None = None) -> None:
+        super().__init__(("127.0.0.1", 0), answers or Answers)
         self.asked: list[str] = []
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -93,7 +96,7 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listener]:
 
 
 def ask_rollouts(port: int, _: Path) -> object:
-    client = RolloutClient(f"http://127.0.0.1:{port}", StopSignal(), service_timeout=20)
+    client = RolloutClient(f"http://127.0.0.1:{port}", StopSignal(), service_timeout=60)
     client.register(REGISTRATION)
     return client.close()
 
@@ -126,7 +129,7 @@ CLIENTS: dict[str, Callable[[int, Path], object]] = {
 def test_no_client_of_ours_asks_a_proxy(
     ask: Callable[[int, Path], object], server: Listener, proxy: Listener, tmp_path: Path
 ) -> None:
-    assert httpx.get(f"http://127.0.0.1:{server.port}/control").status_code == 200
+    assert httpx.get(f"http://127.0.0.1:{server.port}/control", timeout=60).status_code == 200
     assert (proxy.asked.pop(), server.asked) == (f"http://127.0.0.1:{server.port}/control", [])  # the variables do work
     assert ask(server.port, tmp_path) in (None, True, 7)
     assert server.asked
@@ -175,3 +178,32 @@ def test_the_vllm_server_has_one_client() -> None:
     ]
     asks_the_service = ["batch/evaluations.py", "batch/service.py", "weight_bridge/fleet_keeper.py"]
     assert sorted(map(str, makers)) == sorted([*asks_the_service, "vllm_client.py"])
+
+
+def test_no_connection_is_closed_while_threads_ask() -> None:
+    """A pool that closes what looks idle closes sockets under requests now and then; this one has nothing to close."""
+    opened: list[object] = []
+    threads = 48  # more than the 20 idle connections that httpx keeps by itself
+    together = threading.Barrier(threads)
+
+    class Kept(Answers):
+        protocol_version = "HTTP/1.1"
+
+        def setup(self) -> None:
+            opened.append(self.client_address)
+            super().setup()
+
+        def do_POST(self) -> None:
+            together.wait(60)  # all of a round are under way at the same time
+            self.do_GET()
+
+    with Listener(Kept) as listener:
+        with direct_client(f"http://127.0.0.1:{listener.port}", 30.0) as client, ThreadPoolExecutor(threads) as pool:
+
+            def ask(_: int) -> int:
+                return client.post("/generate", json={}).status_code
+
+            for _ in range(4):
+                assert list(pool.map(ask, range(threads))) == [200] * threads
+        listener.shutdown()
+    assert len(opened) == threads

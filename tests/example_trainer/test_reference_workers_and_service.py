@@ -68,7 +68,7 @@ def test_every_group_gets_the_trainers_own_bits_whoever_dies(
 
     def start_service() -> Any:
         started = processes.start("service", service_command)
-        processes.wait_for_http(f"{url}/", seconds=60)
+        processes.wait_for_http(f"{url}/", seconds=180)
         return started
 
     def worker(name: str, model: Path = MODEL) -> list[str]:
@@ -110,7 +110,7 @@ def test_every_group_gets_the_trainers_own_bits_whoever_dies(
 
     assert processes.stop(one) == 128 + 15
     assert "Stopped by SIGTERM" in one.log_path.read_text()
-    said = processes.finish(other, 60)
+    said = processes.finish(other, 180)
     assert "status 2" in said
     (line,) = [line for line in said.splitlines() if line.startswith("ERROR")]
     assert f"has the model '{tmp_path / 'other'}', but the trainer's reference is '{MODEL}'" in line

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,13 +13,14 @@ from typing import NoReturn
 import pytest
 
 from example_trainer.vllm_api_server import MULTICAST_OFF, avoid_multicast
+from tests.forked_commands import run_command
 from vllm_patching.server import flags as server_flags
 from vllm_patching.server.flags import parse_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Importing vLLM takes seconds, so one process answers all the command lines. The first one it runs as `python FILE` does, in
-# another folder: what it needs of the repository the file must find itself.
+# One process answers all the command lines, forked from one that has imported vLLM, which takes seconds. The first one it runs
+# as `python FILE` does.
 RUN_ALL = """
 import contextlib, io, json, os, runpy, sys
 from pathlib import Path
@@ -101,16 +101,13 @@ def answers(tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], in
             "deadline": [*good, "--bridge-timeout", "0"],
             "front ends": ["VLLM_ENABLE_SHARED_WEIGHTS=0", *good, "--api-server-count", "2"],
         }
-        result = subprocess.run(
-            [sys.executable, "-c", RUN_ALL, json.dumps(lines), str(ROOT / "example_trainer" / "vllm_api_server.py")],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            cwd="/",
-            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-            | {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_SHARED_WEIGHTS": "1"},
+        result = run_command(
+            [sys.executable, "-c", RUN_ALL, json.dumps(lines), ROOT / "example_trainer" / "vllm_api_server.py"],
+            os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_SHARED_WEIGHTS": "1"},
+            Path("/"),
+            "vllm",
         )
-    assert "ANSWERS" in result.stdout, result.stderr
+    assert "ANSWERS" in result.stdout, result.stdout
     parsed: dict[str, tuple[int, str]] = json.loads(result.stdout.split("ANSWERS", 1)[1])
     return parsed
 

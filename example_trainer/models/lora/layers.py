@@ -146,17 +146,6 @@ def adapters_of(model: nn.Module) -> Iterator[NamedAdapter]:
                 start += rows
 
 
-@torch.no_grad()
-def merged_weights(model: Decoder) -> dict[str, Tensor]:
-    """The base model's parameters with the adapters added to them: W + scale · B A, summed in float32, in W's dtype."""
-    result = {name: p.detach().clone() for name, p in model.named_parameters() if ".adapters." not in name}
-    for found in adapters_of(model):
-        rows = result[f"{found.layer}.weight"].narrow(0, found.start, found.adapter.lora_B.shape[0])
-        product = found.adapter.lora_B.float() @ found.adapter.lora_A.float()
-        rows.copy_(rows.float() + found.adapter.scale * product)
-    return result
-
-
 class BaseModel(Decoder):
     """A model without its adapters, in the same memory: what it was before it was trained."""
 

@@ -31,18 +31,6 @@ def peft_name(projection: str, matrix: str) -> str:
     return f"{_PREFIX}{projection}.{matrix}.weight"
 
 
-def split_peft_name(name: str) -> tuple[str, str]:
-    """The inverse of peft_name.
-
-    Raises:
-        ValueError: it is not the name of a LoRA matrix.
-    """
-    projection, _, matrix = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
-    if matrix not in ("lora_A", "lora_B") or peft_name(projection, matrix) != name:
-        raise ValueError(f"{name!r} is not PEFT's name of a LoRA matrix")
-    return projection, matrix
-
-
 def peft_config(settings: LoraSettings, base_model: str) -> dict[str, Any]:
     """The contents of adapter_config.json."""
     return {

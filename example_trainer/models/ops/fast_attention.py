@@ -1,7 +1,6 @@
 """Attention from a library: FlashAttention 4, which vLLM brings with it, where the GPU has it; else PyTorch's FlashAttention 2.
 
-On an H200, forward and backward of sequences of 512, 4,096 and 32,768 tokens take 0.75, 1.9 and 25 ms by the one and 1.2, 3.8
-and 48 ms by the other (16,384 tokens at least, 16 and 8 heads of 128; bench/trainer_speed.py measures whole models).
+The other is the slower one, the more so the longer the sequences (whole models: bench/trainer_speed.py).
 """
 
 from __future__ import annotations
@@ -42,19 +41,19 @@ def attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -
 
 @functools.cache
 def _library(device: torch.device) -> _Attention:
-    if torch.cuda.get_device_capability(device) >= _FLASH_ATTENTION_4:
+    capability = torch.cuda.get_device_capability(device)
+    level, reason = logging.INFO, f"it has no kernels for a GPU of compute capability {capability[0]}.{capability[1]}"
+    if capability >= _FLASH_ATTENTION_4:
         try:
             from vllm.vllm_flash_attn.cute import flash_attn_varlen_func
         except ImportError as error:
-            logger.warning(
-                "FlashAttention 4 cannot be imported from vLLM (%s): attention runs on PyTorch's FlashAttention 2, which takes "
-                "twice as long; install requirements-gpu.txt",
-                error,
-            )
+            level, reason = logging.WARNING, f"it cannot be imported from vLLM ({error}); install requirements-gpu.txt"
         else:
             # Said by its compiler of an argument that is never given, and nothing that a user could mend.
             warnings.filterwarnings("ignore", message="Argument aux_data", category=UserWarning)
             return functools.partial(_flash_attention_4, flash_attn_varlen_func)
+    cost = "Attention runs on PyTorch's FlashAttention 2, which takes about twice as long as FlashAttention 4"
+    logger.log(level, "%s: %s", cost, reason)
     return _flash_attention_2
 
 

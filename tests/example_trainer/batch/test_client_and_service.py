@@ -79,10 +79,10 @@ def test_a_service_that_is_restarted_empty_is_registered_with_again(
     def asked() -> str | None:
         return None if "Registering with the rollout service" in caplog.text else "it has not asked"
 
-    processes.wait_until("the trainer to find out", asked, seconds=60)
+    processes.wait_until("the trainer to find out", asked, seconds=180)
     assert httpx.get(f"{url}/info", timeout=60).json()["batch_size"] == -1, "it would be counted one version too young"
     client.acknowledge(held.lease, 4)
-    processes.wait_until("the trainer to register again", registered, seconds=60)
+    processes.wait_until("the trainer to register again", registered, seconds=180)
     assert httpx.get(f"{url}/stats", timeout=60).json()["trainer_version"] == 4
     httpx.post(f"{url}/scored_data", json=group(9), timeout=60).raise_for_status()
     waiting.join(timeout=120)

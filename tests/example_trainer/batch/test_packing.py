@@ -182,6 +182,12 @@ def test_ranks_have_about_the_same_to_do(batch: Batch, budget: int, ranks: int) 
     assert max(totals) - min(totals) <= max(costs, default=0) - min(costs, default=0)
 
 
+def test_of_passes_that_are_made_at_once_the_costlier_goes_to_the_rank_that_has_less() -> None:
+    batch = Batch([rollout((i, 0), [i] * length, [1]) for i, length in enumerate((90, 80, 70, 60))])
+    packed = pack(batch, 100, ranks=2, share=False)
+    assert [[one.lengths.tolist() for one in share] for share in packed] == [[[90], [60]], [[80], [70]]]
+
+
 def test_a_prompt_is_forwarded_once_for_its_answers() -> None:
     prompt = [1] * 50
     batch = Batch([rollout((0, i), [*prompt, 10 + i, 20 + i, 30 + i], [50, 51, 52]) for i in range(4)])

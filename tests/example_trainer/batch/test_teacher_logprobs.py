@@ -1,5 +1,6 @@
 """A teacher's logprobs from a group into a batch: found by token id, missing where it is not there, refused by index."""
 
+import gc
 import json
 import math
 import sys
@@ -67,11 +68,13 @@ def statements(tokens: int) -> int:
         return count
 
     before = sys.gettrace()
+    gc.disable()  # hypothesis has statements of its own run whenever something is collected
     sys.settrace(count)  # type: ignore[arg-type]
     try:
         found = teacher_logprobs(whole, 0, row, row[1:])
     finally:
         sys.settrace(before)
+        gc.enable()
     assert found is not None
     assert found.tolist() == [-1.0] * (tokens - 1)
     assert found.dtype == np.float32

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from example_trainer.models.decoder import Decoder
 from example_trainer.models.geometry import Geometry
+from example_trainer.models.lora.layers import adapters_of
 
 
 def logits(parameters: Mapping[str, Tensor], geometry: Geometry, tokens: Tensor) -> Tensor:
@@ -47,3 +49,14 @@ def logits(parameters: Mapping[str, Tensor], geometry: Geometry, tokens: Tensor)
         x = x + linear(gate * gate.sigmoid() * up, f"{layer}.mlp.down_proj")
     head_name = "model.embed_tokens.weight" if g.tie_word_embeddings else "lm_head.weight"
     return norm(x, "model.norm") @ p[head_name].T
+
+
+@torch.no_grad()
+def merged_weights(model: Decoder) -> dict[str, Tensor]:
+    """The base model's parameters with the adapters added to them: W + scale · B A, summed in float32, in W's dtype."""
+    result = {name: p.detach().clone() for name, p in model.named_parameters() if ".adapters." not in name}
+    for found in adapters_of(model):
+        rows = result[f"{found.layer}.weight"].narrow(0, found.start, found.adapter.lora_B.shape[0])
+        product = found.adapter.lora_B.float() @ found.adapter.lora_A.float()
+        rows.copy_(rows.float() + found.adapter.scale * product)
+    return result

@@ -29,7 +29,7 @@ def server(free_port: Callable[[], int]) -> Iterator[MetricsServer]:
 
 
 def scrape(server: MetricsServer) -> dict[str, str]:
-    text = httpx.get(f"http://localhost:{server.port}/metrics", timeout=10, trust_env=False).text
+    text = httpx.get(f"http://localhost:{server.port}/metrics", timeout=60, trust_env=False).text
     rows = [line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#")]
     return {name: value for name, _, value in rows}
 
@@ -102,7 +102,7 @@ def test_a_port_that_is_taken_is_one_line() -> None:
 def test_it_listens_where_it_is_told() -> None:
     server = MetricsServer(0, "127.0.0.2")
     try:
-        assert httpx.get(f"http://127.0.0.2:{server.port}/metrics", trust_env=False).status_code == 200
+        assert httpx.get(f"http://127.0.0.2:{server.port}/metrics", timeout=60, trust_env=False).status_code == 200
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"http://127.0.0.1:{server.port}/metrics", trust_env=False)
     finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -26,9 +25,10 @@ from example_trainer.training.runs import SavedStep, steps_in
 from tests.example_trainer.training import killed_saver
 from tests.example_trainer.training.killed_saver import RUN
 from tests.example_trainer.training.tiny_training import give_gradient, load, make_start, train
+from tests.forked_commands import run_command
 
 ROOT = Path(__file__).resolve().parents[3]
-SECONDS = 30
+SECONDS = 60
 """After which a test that waits for an event has failed."""
 
 
@@ -256,8 +256,8 @@ def test_wherever_a_writer_is_killed_the_newest_checkpoint_goes_on_to_the_same_w
 
     def run(*points: int) -> list[tuple[str, int]]:
         command = [sys.executable, "-m", killed_saver.__name__, str(start), str(tmp_path), str(STEPS), *map(str, points)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=ROOT)
-        assert done.returncode == 0, done.stderr[-3000:]
+        done = run_command(command, seconds=240)
+        assert done.returncode == 0, done.stdout[-3000:]
         found: list[tuple[str, int]] = json.loads(done.stdout.splitlines()[-1])
         return found
 

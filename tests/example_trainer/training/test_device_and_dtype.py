@@ -1,4 +1,4 @@
-"""The dtype to train in: the server's, else what was asked for, else the checkpoint's; never float16."""
+"""The device to train on, and the dtype: the server's, else what was asked for, else the checkpoint's; never float16."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
 from example_trainer.models.head import chosen_logprobs_of
-from example_trainer.training.device_and_dtype import choose_dtype
+from example_trainer.training.device_and_dtype import choose_device, choose_dtype
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -19,6 +19,34 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 def options(dtype: str = "auto", model: str = "any") -> TrainerConfig:
     return TrainerConfig.model_validate({"model_name": model, "dtype": dtype})
+
+
+@pytest.mark.parametrize(
+    ("device", "fault", "told"),
+    [
+        ("gpu0", "", "is no device; give auto, cpu, cuda or cuda:N"),
+        ("mps", "", "is not supported"),
+        ("cuda:3", "", "this process sees 1 GPUs; look at CUDA_VISIBLE_DEVICES"),
+        (
+            "cuda",
+            "CUDA error: out of memory\nSearch for it",
+            r"--device cuda .* other programs have all of its memory.*nvidia-smi",
+        ),
+        ("cuda", "CUDA error: unknown error\nmore", r"--device cuda cannot be used: CUDA error: unknown error; see whether"),
+    ],
+)
+def test_a_device_that_cannot_be_used_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, device: str, fault: str, told: str
+) -> None:
+    def refuse(_: int) -> None:
+        raise RuntimeError(fault)
+
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", refuse)
+    with pytest.raises(ConfigError, match=told) as refused:
+        choose_device(TrainerConfig.model_validate({"model_name": "any", "device": device}))
+    assert "\n" not in str(refused.value)
 
 
 def test_the_servers_comes_first() -> None:

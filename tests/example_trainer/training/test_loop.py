@@ -23,7 +23,7 @@ from tests.example_trainer.in_process import STEPS, Trainers
 from tests.example_trainer.test_grpo import made_up_group
 from vllm_patching.protocol.timeline import VARIABLE
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 def test_the_row_of_a_step_is_of_its_batch(

@@ -125,7 +125,7 @@ class Run:
     def start_service(self) -> ManagedProcess:
         command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(self.port)]
         service = self.processes.start("service", [*command, "--store", self.folder / "rollouts.db"])
-        self.processes.wait_for_http(self.url, 60)
+        self.processes.wait_for_http(self.url, 180)
         return service
 
     def kill_service(self) -> None:

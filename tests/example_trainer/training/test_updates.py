@@ -25,7 +25,7 @@ from tests.example_trainer.test_grpo import made_up_group
 from tests.example_trainer.training.test_skipping import not_a_number, nothing_left
 from tests.example_trainer.training.test_step import config, make_groups, make_model, packed
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 def made(**options: Any) -> tuple[Decoder, MasterAdamW]:

@@ -51,8 +51,9 @@ class Rank:
         self.updater = WeightUpdater(manifest.tp_rank, self.layout, num_bytes, live, logging.getLogger("test"), BUCKET_BYTES)
         self.updater.start()
 
-    def join(self, port: int, key: str, members: int, member: int, lanes: int, timeout: float) -> None:
-        place = CohortPlace("localhost", port, key, members, member, lanes, self.manifest.tp_rank, 1, "gloo", timeout)
+    def join(self, port: int, key: str, members: int, member: int, lanes: int, timeout: float = SECONDS) -> None:
+        """Meet a cohort whose transfers may take `timeout` seconds; to meet it, there is always time."""
+        place = CohortPlace("localhost", port, key, members, member, lanes, self.manifest.tp_rank, 1, "gloo", SECONDS, timeout)
         self.updater.join_cohort(place)
 
     def until(self, *phases: str) -> UpdaterStatus:
@@ -86,12 +87,12 @@ def make_servers(count: int, tp_size: int, dtype: torch.dtype, direct: bool) -> 
 
 
 def join_all(
-    servers: Sequence[Sequence[Rank]], port: int, key: str, lanes: int, members: int = 0, seconds: float = SECONDS
+    servers: Sequence[Sequence[Rank]], port: int, key: str, lanes: int, members: int = 0, timeout: float = SECONDS
 ) -> None:
     """Have every rank of every server join; the servers are members 0, 1, …"""
     for member, server in enumerate(servers):
         for rank in server:
-            rank.join(port, key, members or len(servers), member, lanes, seconds)
+            rank.join(port, key, members or len(servers), member, lanes, timeout)
 
 
 def later(work: Callable[[], object]) -> threading.Thread:

@@ -35,7 +35,7 @@ from vllm_patching.transport.rendezvous import host_store
 
 CPU = torch.device("cpu")
 FEW_SECONDS = 5.0
-"""A deadline that is waited for; two processes on a busy machine meet within it."""
+"""The deadline of a transfer, which is waited for; nothing has to succeed within it."""
 
 
 def run_case(ranks: Ranks, port: int, store: torch.distributed.TCPStore, tp_size: int, dtype: torch.dtype) -> None:
@@ -50,9 +50,9 @@ def run_case(ranks: Ranks, port: int, store: torch.distributed.TCPStore, tp_size
     servers = make_servers(2, tp_size, dtype, direct=True) if ranks.is_main else []
     receivers: list[Rank] = [rank for server in servers for rank in server]
 
-    def form(attempt: str, seconds: float = SECONDS) -> None:
+    def form(attempt: str, timeout: float = SECONDS) -> None:
         key = f"{tp_size}{attempt}"
-        join_all(servers, port, key, plan.lanes, seconds=seconds)
+        join_all(servers, port, key, plan.lanes, timeout=timeout)
         cohort.form("localhost", port, key, 2, "gloo", store, SECONDS, nobody_lost)
 
     def update(version: int) -> None:

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from example_trainer.errors import BridgeError
-from tests.fleet_trainer import PATIENCE, Trainer, training
-from tests.light_servers import BACK_SECONDS, SOON, LightServer, Starter, bring_back, sound, until
+from tests.fleet_trainer import PATIENCE, TIMEOUT, Trainer, training
+from tests.light_servers import SOON, LightServer, Starter, bring_back, sound, until
+
+pytestmark = pytest.mark.timeout(300)  # early among the others (tests/conftest.py): they take long
 
 BUCKET = 2048
 """Bytes: the tiny model goes in several."""
@@ -63,7 +65,7 @@ def test_one_of_three_fails_and_training_does_not_miss_a_step(
     else:
         faulty.signal({"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[do])
     seconds = trainer.step()
-    assert seconds < 10 * PATIENCE
+    assert seconds < TIMEOUT, "nobody waited for as long as a server may take"
     assert all(server.serves(trainer.version) for server in others)
     standing = {"slow": "quarantined", "lie": "quarantined", "restart": "(away|quarantined)"}.get(do, "away")
     assert re.search(rf"\[Fleet\] {faulty.url} {standing}: .*; training goes on with 2 of 3 servers", caplog.text)
@@ -74,7 +76,7 @@ def test_one_of_three_fails_and_training_does_not_miss_a_step(
         faulty.start()
     elif do == "stop":
         faulty.signal(signal.SIGCONT)
-    assert bring_back(trainer, faulty) < BACK_SECONDS
+    bring_back(trainer, faulty)
     assert f"[Fleet] {faulty.url} is back: serves version {trainer.version} after " in caplog.text
     trainer.step()
     assert all(server.serves(trainer.version) for server in servers)
@@ -90,7 +92,7 @@ def test_all_are_gone_and_back(trainer: Trainer, servers: list[LightServer], cap
     starter.join()
     assert "[Fleet] waiting for servers: 0 good, --min-servers 1: " in caplog.text
     for server in servers:
-        assert bring_back(trainer, server) < BACK_SECONDS
+        bring_back(trainer, server)
     sound(servers)
 
 
@@ -111,7 +113,7 @@ def test_a_second_trainer_takes_over_and_the_first_one_is_told(
             assert taken.serves(4)
         taken.kill()
         taken.start()
-        assert bring_back(first, taken) < BACK_SECONDS
+        bring_back(first, taken)
         with training(places(servers), "direct", free_port(), bucket=BUCKET, port=0) as second:
             second.step()
             with pytest.raises(BridgeError, match="has taken it over"):

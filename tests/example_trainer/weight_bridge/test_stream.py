@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -30,14 +31,15 @@ from tests.example_trainer.weight_bridge.cohort_world import (
     manifests_of,
 )
 from vllm_patching.transport import shared_lane
-from vllm_patching.transport.lane import GlooLane, nobody_lost
+from vllm_patching.transport.cohort import lane_places
+from vllm_patching.transport.lane import SENDER, GlooLane, nobody_lost
 from vllm_patching.transport.rendezvous import host_store
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[3]
 WORLD = "tests.example_trainer.weight_bridge.cohort_world"
 FEW_SECONDS = 4.0
-"""A deadline that a test waits for."""
+"""The deadline of a transfer that a test waits for; nothing has to succeed within it."""
 
 
 def mappings(pid: int) -> int:
@@ -71,6 +73,13 @@ class Trainer:
 
     def form(self, key: str, members: int, seconds: float = SECONDS, lost: Callable[[], str] = nobody_lost) -> None:
         self.cohort.form("localhost", self.port, key, members, "gloo", self.store, seconds, lost)
+
+    def expect(self, key: str, members: Sequence[int], of: int) -> None:
+        """Offer the memory, as `form` does, and return when these receivers have said that they are here."""
+        (place,) = lane_places("localhost", self.port, key, 0, [0], SENDER, of, "gloo")
+        assert self.stream.memory is not None
+        self.store.set(place.offer, self.stream.memory.offer)
+        self.store.wait([place.here(member) for member in members], timedelta(seconds=SECONDS))
 
 
 @pytest.fixture
@@ -144,6 +153,7 @@ def test_a_receiver_that_does_not_come_is_named_and_the_others_are_free_at_once(
     trainer = Trainer(1, torch.float32, free_port())
     servers = make_servers(2, 1, torch.float32, False)
     join_all(servers, trainer.port, "first", 1, members=3)
+    trainer.expect("first", [1, 2], of=3)
     with pytest.raises(CohortError, match=r"receiver\(s\) 2 of 3 .* did not come within 1 s") as caught:
         trainer.form("first", 3, seconds=1)
     assert caught.value.missing == [3]
@@ -234,6 +244,7 @@ def test_a_server_that_is_killed_or_stopped_costs_a_deadline_and_the_rest_goes_o
         send_twice()
     assert time.monotonic() - began < SECONDS / 2, "the deadline of one transfer or two, on a machine that may be busy"
     rank.updater.discard(SECONDS)
+    trainer.cohort.timeout = SECONDS
     join_all([ranks], trainer.port, "second", 1)
     trainer.form("second", 1)
     rank.until("ready")

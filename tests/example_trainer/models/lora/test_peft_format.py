@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -27,7 +25,7 @@ from transformers import (
 from example_trainer.errors import CheckpointError
 from example_trainer.models import Decoder, load_model
 from example_trainer.models.lora.layers import adapters_of, attach_adapters
-from example_trainer.models.lora.peft_format import AdapterWriter, check_same_adapter, peft_name, split_peft_name
+from example_trainer.models.lora.peft_format import AdapterWriter, check_same_adapter, peft_name
 from example_trainer.models.lora.settings import TARGETS, LoraSettings
 from vllm_patching.protocol.checksum import WeightSummary
 from vllm_patching.protocol.sharding import ModelGeometry
@@ -128,25 +126,6 @@ def test_rank_stabilised_adapters_are_scaled_by_the_root_of_the_rank(base: Path,
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["v_proj"], use_rslora=True)
     get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path)
     assert open_adapter(tmp_path, geometry(base), max_rank=4).scale == 8 / 2
-
-
-PLAIN_NAME = st.from_regex(r"model\.layers\.[0-9]{1,3}\.(self_attn|mlp)\.[a-z]{1,8}_proj", fullmatch=True)
-
-
-@given(PLAIN_NAME, st.sampled_from(["lora_A", "lora_B"]))
-def test_names_go_to_peft_and_back(projection: str, matrix: str) -> None:
-    name = peft_name(projection, matrix)
-    assert name == f"base_model.model.{projection}.{matrix}.weight"
-    assert split_peft_name(name) == (projection, matrix)
-
-
-@given(st.text(max_size=60))
-def test_other_names_are_no_names_of_peft(name: str) -> None:
-    try:
-        projection, matrix = split_peft_name(name)
-    except ValueError:
-        return
-    assert peft_name(projection, matrix) == name
 
 
 def change_config(**values: Any) -> Callable[[Path], None]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from example_trainer.models.ops import Operations, choose_operations, invariant, reference
+from example_trainer.models.ops import Operations, choose_operations, fast_attention, invariant, reference
 from example_trainer.models.packing import Packing
 from tests.example_trainer.deterministic.cases import CASES, LIMITS, Sizes, errors
 
@@ -110,3 +113,18 @@ def test_heads_repeated_for_attention_give_the_same(monkeypatch: pytest.MonkeyPa
     shared = reference.attention(q, kv, kv, packing, 0.3)
     monkeypatch.setattr(reference, "_repeats_heads", lambda q: True)
     torch.testing.assert_close(reference.attention(q, kv, kv, packing, 0.3), shared, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("capability", "level", "reason"),
+    [((9, 0), logging.WARNING, "install requirements-gpu.txt"), ((8, 9), logging.INFO, "compute capability 8.9")],
+)
+def test_attention_without_the_fast_library_says_what_that_costs(
+    capability: tuple[int, int], level: int, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn.cute", None)  # as where it is not installed
+    caplog.set_level(logging.INFO, fast_attention.logger.name)
+    assert fast_attention._library.__wrapped__(torch.device("cuda")) is fast_attention._flash_attention_2
+    ((_, told, message),) = caplog.record_tuples
+    assert (told, "twice as long as FlashAttention 4" in message, reason in message) == (level, True, True)
