@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -40,6 +41,14 @@ def pytest_configure(config: pytest.Config) -> None:
         servers = shared_fork_servers()
         servers.__enter__()
         config.add_cleanup(lambda: servers.__exit__(None, None, None))
+    else:
+        gc.disable()  # what imports make stays; looking through it for garbage took a twelfth of the time of tests that compute
+
+
+def pytest_collection_finish() -> None:
+    """From here on there is garbage, and it is looked for among what the tests make."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -116,7 +125,7 @@ class Processes:
         """
         command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port)]
         service = self.start("service", [*command, "--store", self.folder / f"rollouts-{port}.db", *flags])
-        self.wait_for_http(f"http://127.0.0.1:{port}/", 60)
+        self.wait_for_http(f"http://127.0.0.1:{port}/", 180)
         return service
 
     def wait_until(self, what: str, probe: Probe, seconds: float) -> float:

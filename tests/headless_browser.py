@@ -26,7 +26,7 @@ VARIABLE = "LOCKSTEP_BROWSER"
 """Names the browser to take; none at all if it is empty."""
 PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 INSTALL = "apt-get install --no-install-recommends chromium-headless-shell"
-SECONDS = 30.0
+SECONDS = 60.0
 """The longest wait for what a page shows."""
 WITHIN_PAGE = ("data", "blob", "about")
 """Schemes of addresses that leave for no host."""

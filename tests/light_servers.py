@@ -20,8 +20,7 @@ from tests.fleet_trainer import TIMEOUT, Trainer
 T = TypeVar("T")
 
 SOON = 60.0
-BACK_SECONDS = 10.0
-"""After which a server that is back serves the present weights."""
+"""Seconds within which everything is answered and comes to pass, on a machine that may be busy."""
 
 
 class Starter:
@@ -103,7 +102,7 @@ class LightServer:
 
     def get(self, path: str) -> dict[str, Any] | None:
         try:
-            answer: dict[str, Any] = self.asking(lambda: httpx.get(self.url + path, timeout=1.0, trust_env=False).json())
+            answer: dict[str, Any] = self.asking(lambda: httpx.get(self.url + path, timeout=SOON, trust_env=False).json())
         except httpx.HTTPError:
             return None
         return answer
@@ -125,14 +124,13 @@ def until(true: Callable[[], bool], seconds: float = SOON) -> None:
         time.sleep(0.05)
 
 
-def bring_back(trainer: Trainer, server: LightServer) -> float:
-    """Look after the servers as training does while it waits. Returns the seconds until this one serves and is known to."""
+def bring_back(trainer: Trainer, server: LightServer) -> None:
+    """Look after the servers as training does while it waits, until this one serves the present weights and is known to."""
     begun = time.monotonic()
     while not (server.url in trainer.bridge.server_urls() and server.serves(trainer.version)):
         trainer.look_after()
         assert time.monotonic() - begun < SOON, server.get("/bridge/state")
         time.sleep(0.05)
-    return time.monotonic() - begun
 
 
 def sound(servers: Sequence[LightServer]) -> None:

@@ -40,7 +40,7 @@ def test_it_has_its_own_environment_and_folder_and_ends_as_it_is_told(
     port = free_port()
     service = processes.start("service", [*RUN_API, "--port", str(port)], {"ROLLOUT_API_KEY": "k" * 32}, tmp_path)
     assert isinstance(service.guard, Forked)
-    processes.wait_for_http(f"http://localhost:{port}/", 60)
+    processes.wait_for_http(f"http://localhost:{port}/", 180)
     assert httpx.get(f"http://localhost:{port}/status", timeout=30).status_code == 401
     assert list(tmp_path.glob("runs/*.db")), "its store is in its folder"
     family = [service.guard.pid, *descendants(service.guard.pid)]
@@ -67,4 +67,4 @@ def test_without_a_guard_too_it_ends_with_who_started_it(free_port: Callable[[],
         pid = int(starter.stdout.readline())
         assert pid in parents()
         starter.kill()
-    wait_until("its end", lambda: None if pid not in parents() else f"process {pid} lives on", 60)
+    wait_until("its end", lambda: None if pid not in parents() else f"process {pid} lives on", 180)

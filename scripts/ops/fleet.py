@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from example_trainer.child_processes.readiness import get_json, opener
+from example_trainer.child_processes.readiness import get_json, post_json
 from scripts.quickstart.errors import QuickstartError
 
 PROBE_SECONDS = 5.0
@@ -135,11 +133,8 @@ def join(service_url: str, key: str, url: str, seconds: float = PROBE_SECONDS) -
     Raises:
         QuickstartError: the rollout service does not answer, or refuses.
     """
-    body = json.dumps({"url": url}).encode()
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-    request = urllib.request.Request(f"{service_url}/fleet/join", body, headers)
     try:
-        opener.open(request, timeout=seconds).close()
+        post_json(f"{service_url}/fleet/join", {"url": url}, seconds, key)
     except urllib.error.HTTPError as error:
         said = error.read(500).decode(errors="replace")
         raise QuickstartError(f"the rollout service lets {url} not join: {error.code} {said}") from None

@@ -24,6 +24,8 @@ MODELS = {"arithmetic": STARTER_MODEL, "calculator": CALCULATOR_MODEL}
 """What learns in each environment where no other model is named."""
 LEVELS = {"arithmetic": 3, "calculator": 4}
 """The environments that there are, and the highest level of difficulty of each; the lowest is 1."""
+STEPS = {"arithmetic": 50, "calculator": 40}
+"""Optimizer steps in each environment where no other number is given."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -128,7 +130,8 @@ def parser() -> OneLineParser:
         help="what to learn: short sums, or longer ones and a calculator to ask (default: %(default)s)",
     )
     made.add_argument("--bridge", choices=BRIDGES, help="how weights reach vLLM (default: broadcast; single-copy on one GPU)")
-    made.add_argument("--steps", type=positive_int, default=40, help="optimizer steps (default: %(default)s)")
+    steps = ", ".join(f"{number} for {environment}" for environment, number in STEPS.items())
+    made.add_argument("--steps", type=positive_int, default=None, help=f"optimizer steps (default: {steps})")
     made.add_argument("--model", default=None, help="checkpoint folder or Hugging Face name (default: one of two in assets/)")
     device = made.add_mutually_exclusive_group()
     device.add_argument("--gpu", action="store_true", help="train and sample on NVIDIA GPUs")
@@ -225,7 +228,7 @@ def parse(arguments: Sequence[str]) -> Options:
     output = (given.output or default).expanduser().absolute()
     return Options(
         bridge=choose_bridge(given.bridge, gpus),
-        steps=given.steps,
+        steps=given.steps or STEPS[given.environment],
         model=check_model(given.model or str(MODELS[given.environment])),
         gpus=gpus,
         lr=given.lr,

@@ -15,6 +15,10 @@ GROUPS_PER_STEP = 8
 MICRO_BATCH = 64
 BATCHES_AHEAD = 1
 """Batches that the environment may be ahead of the trainer: vLLM samples the next one while the trainer works on this one."""
+KEEPS_EQUAL_SCORES = frozenset({"arithmetic"})
+"""Environments whose groups of equal scores are trained on too, though they teach nothing: once the task is nearly solved most
+groups are such, and to replace them took more sampling than all the rest. The calculator's model begins with next to nothing
+right, and would have batches with nothing to learn from."""
 MAX_RESPONSE_TOKENS = 96
 MAX_MODEL_LENGTH = 512
 MAX_SEQUENCES = 256
@@ -116,7 +120,9 @@ class Plan:
         variables = {
             "VLLM_ENABLE_SHARED_WEIGHTS": "1",
             "VLLM_NO_USAGE_STATS": "1",
-            **self.shared_variables(self.options.gpus[0] if self.options.gpus else None, cores()),
+            # Half of the cores: a small model's steps cost more processor time on several threads than on one, and the trainer
+            # and the processes between them need some too.
+            **self.shared_variables(self.options.gpus[0] if self.options.gpus else None, max(1, cores() // 2)),
         }
         arguments = [sys.executable, "-u", "example_trainer/vllm_api_server.py", "--model", self.options.model]
         arguments += ["--port", str(self.ports.vllm), "--host", "127.0.0.1"]
@@ -144,6 +150,8 @@ class Plan:
         """The environment that poses problems, samples and scores."""
         arguments = (sys.executable, self.environment_file, "serve", *self.environment_flags())
         arguments += ("--env.steps_per_eval", "0", "--env.max_batches_offpolicy", str(BATCHES_AHEAD))
+        if self.options.environment in KEEPS_EQUAL_SCORES:
+            arguments += ("--env.ensure_scores_are_not_same", "false")
         arguments += ("--env.metrics_path", str(self.environment_metrics))
         arguments += ("--env.data_path_to_save_groups", str(self.rollouts))
         return Command("environment", arguments, {"OMP_NUM_THREADS": "1"}, "environment.log", may_finish=True)

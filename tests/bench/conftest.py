@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from bench import rollout_api_load
 from bench.gpu import processes
 from tests.forked_commands import what_forks
 
@@ -18,11 +20,13 @@ def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
     """Benchmarks fork the commands of this project that they start, where they would execute them."""
 
     def start(words: Sequence[str], **options: Any) -> Any:
-        found = None if options["stdin"] == subprocess.PIPE else what_forks(words, options["env"])
+        variables: Mapping[str, str] = options.get("env", os.environ)
+        found = None if options.get("stdin") == subprocess.PIPE else what_forks(words, variables)
         if found is None:
             return subprocess.Popen(words, **options)
         server, command = found
-        return server.fork(command, options["env"], options["cwd"], options["stderr"].fileno())
+        return server.fork(command, variables, options["cwd"], options["stderr"].fileno())
 
-    others = {name: getattr(subprocess, name) for name in ("PIPE", "DEVNULL", "TimeoutExpired")}
-    monkeypatch.setattr(processes, "subprocess", SimpleNamespace(Popen=start, **others))
+    others = {name: getattr(subprocess, name) for name in ("PIPE", "DEVNULL", "TimeoutExpired", "run")}
+    for module in (processes, rollout_api_load):
+        monkeypatch.setattr(module, "subprocess", SimpleNamespace(Popen=start, **others))

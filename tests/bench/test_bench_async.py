@@ -87,6 +87,7 @@ def test_a_shared_file_keeps_what_others_found(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "a.json").read_text()) == {"modes": {"x": 3}, "scaling": {"y": 2}}
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_sleeping_generators_against_a_real_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One generator for a moment, then as fast as one can, then a queue that is emptied: every figure is there."""
     monkeypatch.setattr(async_scaling, "RAMP_SECONDS", 0.1)

@@ -12,6 +12,7 @@ from bench.gpu.shapes import shard_shapes
 from bench.weight_sync import parse
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_pairs_send_each_receiver_its_shards(tmp_path: Path) -> None:
     found = ceiling.measure("tiny", ["cpu"] * 4, tmp_path, repeats=2, seconds=240, gibibyte=1 << 16, pairs=True)
     assert "not_measured" not in found

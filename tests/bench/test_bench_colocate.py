@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from bench.colocate import MODES, parse, report, summary
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.colocate import MODES, longest, parse, report, summary
 
 
 def step(whole: float, **turn: float) -> dict[str, object]:
@@ -31,3 +34,24 @@ def test_the_table_holds_what_was_measured() -> None:
 def test_tiny_ends_soon() -> None:
     args = parse(["--output", "x", "--tiny", "--device", "cpu"])
     assert (args.length, args.most, args.shape) == (64, 256, "tiny")
+
+
+@given(room=st.integers(0, 5000), shortest=st.integers(1, 64), most=st.integers(64, 4096))
+def test_the_longest_size_is_found_to_an_eighth(room: int, shortest: int, most: int) -> None:
+    tried: list[int] = []
+
+    def refusal(tokens: int) -> str | None:
+        tried.append(tokens)
+        return None if tokens <= room else f"room for {room}"
+
+    found = longest(refusal, shortest, most)
+    fits, refused = found["tokens"], [size for size in tried if size > room]
+    assert fits == max((size for size in tried if size <= room), default=0)
+    assert all(size % shortest == 0 and size <= most for size in tried)
+    if refused:
+        assert found["why"] == f"{min(refused)}: room for {room}"
+        # Halved three times, what is not known is an eighth of the last size that fitted, or one sequence.
+        assert not fits or min(refused) - fits <= max(2 * shortest, fits / 4)
+    else:
+        assert 2 * fits > most
+        assert found["why"] == f"--most {most}"

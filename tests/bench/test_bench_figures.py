@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,31 @@ def test_a_row_without_commit_and_date_is_found(copy: Path, capsys: pytest.Captu
     path.write_text(json.dumps(data))
     assert main(["--check"], copy) == 1
     assert "bridge_faults.json /faults/3: no commit and date" in capsys.readouterr().out
+
+
+def commits_in(node: Any) -> Iterator[str]:
+    """Every commit that a page's rows are of, or were recorded in."""
+    if isinstance(node, dict):
+        if isinstance(measured := node.get("measured"), dict):
+            yield from (measured[key] for key in ("commit", "recorded_in") if key in measured)
+        node = [*node.values()]
+    for inner in node if isinstance(node, list) else ():
+        yield from commits_in(inner)
+
+
+def test_every_commit_that_a_result_names_is_in_the_history() -> None:
+    """One that a rebase has left behind names code that nobody else has."""
+    git = ["git", "-C", str(ROOT)]
+    shallow = subprocess.run([*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True, timeout=60)
+    if shallow.stdout.strip() != "false":
+        pytest.skip("this copy of the repository has no whole history")
+    history = subprocess.run([*git, "rev-list", "HEAD"], capture_output=True, text=True, timeout=60, check=True).stdout
+    results = ROOT / "bench" / "results"
+    pages = {path.name: [json.loads(path.read_text(encoding="utf-8"))] for path in results.glob("*.json")}
+    pages |= {path.name: [json.loads(line) for line in path.open(encoding="utf-8")] for path in results.glob("*.jsonl")}
+    named = {(name, commit.removesuffix("+")) for name, rows in pages.items() for commit in commits_in(rows)}
+    assert {name for name, _ in named} == set(pages)
+    assert not {(name, commit) for name, commit in named if f"\n{commit}" not in f"\n{history}"}, "see bench/results/README.md"
 
 
 def test_a_figure_without_a_source_is_found(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,3 +27,14 @@ def test_a_tiny_configuration_is_planned_measured_and_written_down(
     assert row["allocated"]["greatest"] == max(row["allocated"][part] for part in parts)
     assert row["allocated"]["after connecting"] > row["allocated"]["after loading"]  # columns for vLLM's two ranks
     assert "backward of the loss" in printed
+
+
+def test_the_plan_was_right_on_gpus() -> None:
+    """Of what is committed: at the greatest moment, and wherever a step may be at its greatest."""
+    rows = json.loads((Path(__file__).resolve().parents[2] / "bench" / "results" / "memory_plan.json").read_text())["results"]
+    assert {"full", "offload", "lora", "fsdp2"} <= {row["configuration"]["name"].partition("_")[0] for row in rows}
+    for row in rows:
+        shared = row["planned"].keys() & row["allocated"].keys()
+        assert {key: row["planned"][key] / row["allocated"][key] for key in shared} == pytest.approx(
+            dict.fromkeys(shared, 1.0), abs=0.1
+        ), row["configuration"]["name"]

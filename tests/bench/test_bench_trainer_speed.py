@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +61,48 @@ def test_a_case_that_needs_more_gpus_or_more_time_is_left_out_with_the_reason(tm
     assert trainer_speed.main(arguments) == 0
     written = json.loads((tmp_path / "trainer_speed.json").read_text())
     assert written["cases"] == {"1.7B, 512": {"skipped": "--seconds 1 leave no time for it"}}
+
+
+def test_what_one_gpu_is_measured_for_has_plain_pytorch_beside_it() -> None:
+    names = [name for name, case in trainer_speed.CASES.items() if case.ranks == 1]
+    for length in ("512", "4k", "32k"):
+        ways = ["", ", plain PyTorch, layers compiled", ", plain PyTorch", ", deterministic"]
+        block = [f"1.7B, {length}{way}" for way in ways]
+        at = names.index(block[0])
+        assert names[at : at + 4] == block
+        cases = [trainer_speed.CASES[name] for name in block]
+        assert len({(case.work, case.checkpointing, case.repeats) for case in cases}) == 1
+
+
+class TestLonger:
+    """Longer and longer sequences, by a stand-in for the process that tries one."""
+
+    @pytest.fixture
+    def written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+        stand_in = tmp_path / "stand_in_for_speed.py"
+        answer = "{'case': asked, 'out_of_memory': 'full'} if asked['length'] > 256 else {'case': asked, 'pass': PASS}"
+        keys = ("forwarded_tokens_per_second", "sequence_tokens_per_second", "mfu", "mfu_counted", "peak_bytes")
+        stand_in.write_text(
+            "from bench.gpu.processes import answer_once\n"
+            f"PASS = dict.fromkeys({keys}, 1.0)\nanswer_once(lambda asked: {answer})\n",
+            encoding="utf-8",
+        )
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(trainer_speed.ROOT)]))
+        start = trainer_speed.Task
+        changed = lambda name, module, *rest, **more: start(name, "stand_in_for_speed", *rest, **more)  # noqa: E731
+        monkeypatch.setattr(trainer_speed, "Task", changed)
+        monkeypatch.setattr(trainer_speed, "LONGEST", [1 << 14, 1 << 15, 1 << 16, 1 << 17])
+        arguments = ["--output", str(tmp_path), "--device", "cpu", "--shape", "tiny", "--only", "longest"]
+        assert trainer_speed.main(arguments) == 0
+        found: dict[str, Any] = json.loads((tmp_path / "trainer_speed.json").read_text())
+        return found
+
+    def test_each_has_a_row_and_those_after_one_that_failed_say_so(self, written: dict[str, Any]) -> None:
+        assert written["longest_sequence"] == 256
+        rows = [f"1.7B, one sequence of {length}k" for length in (16, 32, 64, 128)]
+        assert list(written["longest"]) == rows
+        assert written["longest"][rows[2]]["out_of_memory"] == "full"
+        assert written["longest"][rows[3]] == {"skipped": f"{rows[2]} did not train"}
 
 
 def test_plain_pytorch_computes_what_the_trainer_computes() -> None:

@@ -120,7 +120,7 @@ def trainer(folder: Path, client: httpx.Client) -> None:
 def be(name: str, folder: Path, port: int, service: str) -> None:
     """One role."""
     headers = {"Authorization": f"Bearer {os.environ.get('ROLLOUT_API_KEY', '')}"}
-    with httpx.Client(base_url=service, headers=headers, timeout=10, trust_env=False) as client:
+    with httpx.Client(base_url=service, headers=headers, timeout=60, trust_env=False) as client:
         if name.startswith("generator"):
             generator(port)
         elif name.startswith("environment"):

@@ -12,10 +12,11 @@ import httpx
 import torch
 
 from example_trainer.models import Decoder, load_model
-from example_trainer.models.lora.layers import adapters_of, attach_adapters, merged_weights
+from example_trainer.models.lora.layers import adapters_of, attach_adapters
 from example_trainer.models.lora.settings import TARGETS, LoraSettings
 from tests.e2e.bridge_helpers import trainer_logprobs
 from tests.e2e.conftest import VllmServer
+from tests.example_trainer.models.textbook import merged_weights
 
 PROMPTS = ([72, 101, 108, 108, 111], [1], list(range(30, 230)))
 """The last one is longer than a block of the prefix cache, which has 128 tokens on a CPU."""

@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540)]
 
 STORE_BYTES = 80 << 20
 SECONDS = 150.0
+STEPS = 8
 ROLES = ROOT / "tests/e2e/async_roles.py"
 
 
@@ -163,10 +164,12 @@ def test_what_is_killed_comes_back_and_nothing_accepted_is_lost(
     assert {file.stem for file in (run.folder / "logs").glob("*.log")} == everything
 
 
-def real_run(cluster: Any, processes: Processes, folder: Path, config: str, steps: int) -> Run:
-    """A driver of real roles, by a configuration that we ship."""
-    config_file = ROOT / "example_trainer/configs" / config
-    words = [sys.executable, "-u", ROLES, "drive-real", "--config", config_file, "--steps", str(steps)]
+CONFIGS = ROOT / "example_trainer/configs"
+
+
+def real_run(cluster: Any, processes: Processes, folder: Path, config: Path, steps: int) -> Run:
+    """A driver of real roles."""
+    words = [sys.executable, "-u", ROLES, "drive-real", "--config", config, "--steps", str(steps)]
     return Run(processes, folder, words, {"RAY_ADDRESS": cluster.address})
 
 
@@ -174,23 +177,34 @@ def steps_of(run: Run) -> list[int]:
     return [row["step"] for row in json_rows(run.folder / "trainer" / "metrics.jsonl")]
 
 
-def test_a_vllm_server_that_is_killed_comes_back_with_the_present_weights(
+def test_a_vllm_server_and_a_reference_worker_that_are_killed_come_back(
     cluster: Any, processes: Processes, tmp_path: Path
 ) -> None:
-    run = real_run(cluster, processes, tmp_path / "run", "arithmetic_async_cpu.yaml", 8)
+    """Every kind of role: the weights come by way of a parameter server, and the trainer holds no reference of its own."""
+    sections = yaml.safe_load((CONFIGS / "arithmetic_async_cpu.yaml").read_text())
+    sections["orchestration"] |= {"reference_workers": 1, "parameter_servers": 1}
+    sections["orchestration"] |= {"reference_cpus": 0.1, "parameter_server_cpus": 0.1}
+    sections["training"] |= {"kl_coef": 0.01, "batch_size": 16}
+    config = tmp_path / "all-roles.yaml"
+    config.write_text(yaml.safe_dump(sections))
+    run = real_run(cluster, processes, tmp_path / "run", config, STEPS)
     run.wait("a step", lambda: bool(steps_of(run)))
-    run.kill(["generator-1"])
+    run.kill(["generator-1", "reference-1"])
     before = steps_of(run)[-1]
     run.finish()
-    assert steps_of(run) == list(range(1, 9))
-    _, again = (run.folder / "logs/generator-1.log").read_text().split("===== started again")
+    assert steps_of(run) == list(range(1, STEPS + 1))
+    logs = run.folder / "logs"
+    _, again = (logs / "generator-1.log").read_text().split("===== started again")
     served = [int(version) for version in re.findall(r"Serving weight version (\d+)", again)]
     assert served
-    assert before - 1 <= served[0] <= served[-1] == 8
+    assert before - 1 <= served[0] <= STEPS
+    assert served == sorted(served)
+    for life in (logs / "reference-1.log").read_text().split("===== started again"):
+        assert "Working for the trainer of" in life
 
 
 def test_sampling_and_training_in_turns(cluster: Any, processes: Processes, tmp_path: Path) -> None:
-    run = real_run(cluster, processes, tmp_path / "run", "arithmetic_sync_cpu.yaml", 2)
+    run = real_run(cluster, processes, tmp_path / "run", CONFIGS / "arithmetic_sync_cpu.yaml", 2)
     run.finish()
     assert steps_of(run) == [1, 2]
 

@@ -110,7 +110,7 @@ def writer_of(pid: int) -> Writer:
 
 
 def wait_for(what: Callable[[], bool]) -> None:
-    wait_until("what the test waits for", lambda: None if what() else "it is not so yet", 30)
+    wait_until("what the test waits for", lambda: None if what() else "it is not so yet", 180)
 
 
 def running_requests(server: VllmServer) -> float:

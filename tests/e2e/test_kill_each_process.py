@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
 
 from example_trainer.child_processes.processes import ManagedProcess
@@ -20,7 +21,7 @@ from tests.still_running import json_rows
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540)]
 
 STARTER = ROOT / "assets" / "starter_model"
-STEPS = 16
+STEPS = 30
 """Those that are waited for, and those that are taken meanwhile."""
 
 
@@ -33,6 +34,11 @@ def watcher(origin: str, request: pytest.FixtureRequest) -> Visit | None:
     seen.open("/ui")
     seen.until(LIVE)
     return seen
+
+
+def table_at(url: str) -> bool:
+    """Whether the trainer has told this service of its servers."""
+    return bool(httpx.get(f"{url}/fleet", timeout=60, trust_env=False).json()["published"])
 
 
 def test_the_run_survives_the_death_of_each_process(
@@ -50,7 +56,7 @@ def test_the_run_survives_the_death_of_each_process(
 
     def start_service() -> ManagedProcess:
         command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port), "--store", tmp_path / "rollouts.db"]
-        command += ["--run-folder", tmp_path]
+        command += ["--run-folder", tmp_path, "--silent-after", "8"]  # a trainer tells of its servers every five seconds
         return processes.start("service", command)
 
     def start_environment() -> ManagedProcess:
@@ -75,7 +81,7 @@ def test_the_run_survives_the_death_of_each_process(
         processes.wait_until(f"step {step}", lambda: None if step in steps() else f"steps so far: {steps()}", 120)
 
     service = start_service()
-    processes.wait_for_http(url, 60)
+    processes.wait_for_http(url, 180)
     environment = start_environment()
     trainer = start_trainer()
     wait_for_step(1)
@@ -89,9 +95,15 @@ def test_the_run_survives_the_death_of_each_process(
     time.sleep(1)
     service = start_service()
     wait_for_step(max(steps()) + 2)
+    # One that has not told this service of its servers may be one that never does, and such a one may be long at a batch.
+    processes.wait_until("the trainer's table of servers", lambda: None if table_at(url) else "none yet", 120)
 
     processes.kill(trainer)
     at = max(steps())
+    if seen:
+        mute = seen.page.get_by_role("alert").filter(has_text="Nothing was heard of the trainer for ")
+        mute.wait_for()
+        assert "scripts/start.sh --resume trainer" in mute.inner_text()
     trainer = start_trainer("--resume", "auto")
     wait_for_step(at + 1)
     assert re.search(r"Resuming from .*step_\d+ at step \d+", trainer.log_path.read_text())
@@ -108,6 +120,7 @@ def test_the_run_survives_the_death_of_each_process(
     wait_for_step(at + 2)
     if seen:
         silent.wait_for(state="detached")
+        mute.wait_for(state="detached")
         seen.until(LIVE)
     assert trainer.poll() is None
     assert re.search(r"\[Fleet\] \S+ is back: serves version \d+", trainer.log_path.read_text())

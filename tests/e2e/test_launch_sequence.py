@@ -1,7 +1,8 @@
 """The README's launch sequence, typed as it stands there but for the model's name: what it promises must appear.
 
 The problems come from a local copy of GSM8K with the format reward, because a test has no network and its model of two million
-parameters solves none of them; those two flags are the only ones added.
+parameters solves none of them; those two flags are the only ones added. Where one of the documented ports is taken on this
+machine, another takes its place in all commands, and comes as a flag where none is typed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import httpx
@@ -28,7 +29,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540)]
 
 GSM8K = ROOT.parent / "shared" / "gsm8k"
 STARTER = ROOT / "assets" / "starter_model"
-PORTS = (8000, 9001, 29500)
+SERVICE, VLLM, RENDEZVOUS = 8000, 9001, 29500
 README_MODEL = "Qwen/Qwen2.5-14B-Instruct"
 
 
@@ -43,20 +44,23 @@ def launch_commands() -> list[str]:
 
 @pytest.fixture
 def shell(processes: Processes, tmp_path: Path) -> Iterator[Shell]:
-    with PortReservations() as ports:  # no other test picks one of them meanwhile
-        for port in PORTS:
-            if not ports.take(port):
-                pytest.skip(f"port {port}, which the README's commands use, is taken on this machine")
+    with PortReservations() as reserved:  # no other test picks one of them meanwhile
+        ports = {port: port if reserved.take(port) else reserved.pick() for port in (SERVICE, VLLM, RENDEZVOUS)}
         for name in ("atroposlib", "environments", "example_trainer", "vllm_patching"):
             (tmp_path / name).symlink_to(ROOT / name)
-        yield Shell(processes, tmp_path)
+        yield Shell(processes, tmp_path, ports)
 
 
 class Shell:
-    """One bash that stays open, so that `export` and `&` mean what they mean to a person."""
+    """One bash that stays open, so that `export` and `&` mean what they mean to a person.
 
-    def __init__(self, processes: Processes, folder: Path) -> None:
-        self.folder = folder
+    Attributes:
+        folder: its working directory.
+        ports: by the port that is documented, the one that is used.
+    """
+
+    def __init__(self, processes: Processes, folder: Path, ports: Mapping[int, int]) -> None:
+        self.folder, self.ports = folder, ports
         environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
         self._script = folder / "commands"
         os.mkfifo(self._script)
@@ -64,8 +68,19 @@ class Shell:
         self._pipe = self._script.open("w")
 
     def type(self, command: str) -> None:
-        self._pipe.write(command.rstrip("\n") + "\n")
+        self._pipe.write(self._at_its_ports(command).rstrip("\n") + "\n")
         self._pipe.flush()
+
+    def _at_its_ports(self, command: str) -> str:
+        documented = "|".join(map(str, self.ports))
+        command = re.sub(rf"\b({documented})\b", lambda port: str(self.ports[int(port[0])]), command)
+        if (port := self.ports[SERVICE]) != SERVICE:
+            command = command.replace("atroposlib.cli.run_api", f"atroposlib.cli.run_api --port {port}")
+            command = command.replace("gsm8k_server.py", f"gsm8k_server.py --env.rollout_server_url http://localhost:{port}")
+            command = command.replace("grpo.py", f"grpo.py --atropos-url http://localhost:{port}")
+        if (port := self.ports[VLLM]) != VLLM:
+            command = command.replace("gsm8k_server.py", f"gsm8k_server.py --openai.base_url http://localhost:{port}/v1")
+        return command
 
     def read(self, name: str) -> str:
         path = self.folder / name
@@ -82,11 +97,12 @@ def test_every_command_works_and_prints_what_it_promises(shell: Shell) -> None:
     if not GSM8K.is_dir():
         pytest.skip("no local copy of GSM8K in ../shared/gsm8k")
     extra = f"--env.dataset_path {shlex.quote(str(GSM8K))} --env.format_reward --env.max_token_length 64"
+    vllm_port = shell.ports[VLLM]
     for block in launch_commands():
         command = block.replace(README_MODEL, str(STARTER))
         command = command.replace("environments/gsm8k_server.py", f"environments/gsm8k_server.py {extra}")
         if command.startswith("tail -f vllm.log"):
-            shell.wait_for("vllm.log", "Uvicorn running on http://0.0.0.0:9001", 240)
+            shell.wait_for("vllm.log", f"Uvicorn running on http://0.0.0.0:{vllm_port}", 240)
         elif command.startswith("tail -f trainer.log"):
             shell.wait_for("trainer.log", "Step 2/100", 240)
         elif command.startswith(("grep", "curl")):
@@ -100,15 +116,15 @@ def test_every_command_works_and_prints_what_it_promises(shell: Shell) -> None:
             shell.type(command)
 
     vllm, trainer = shell.read("vllm.log"), shell.read("trainer.log")
-    assert "No VLLM_API_KEY: whoever reaches port 9001 may sample" in vllm
+    assert f"No VLLM_API_KEY: whoever reaches port {vllm_port} may sample" in vllm
     far, page = {"X-Forwarded-For": "192.0.2.7"}, {"Origin": "https://page.example"}
     for path, headers, status in (
         ("/bridge/state", {}, 200), ("/bridge/state", far, 403), ("/v1/models", far, 200), ("/v1/models", page, 403),
         ("/v1/models", {"Host": "rebound.example"}, 403),
     ):  # fmt: skip
-        answer = httpx.get(f"http://127.0.0.1:9001{path}", headers=headers, timeout=30, trust_env=False)
+        answer = httpx.get(f"http://127.0.0.1:{vllm_port}{path}", headers=headers, timeout=30, trust_env=False)
         assert answer.status_code == status, (path, headers, answer.text)
-    paused = httpx.post("http://127.0.0.1:9001/bridge/begin", headers=far, json={}, timeout=30, trust_env=False)
+    paused = httpx.post(f"http://127.0.0.1:{vllm_port}/bridge/begin", headers=far, json={}, timeout=30, trust_env=False)
     assert (paused.status_code, "set VLLM_API_KEY" in paused.text) == (403, True)
     assert re.search(r"\[vLLM Patch\] ✓ Exported \d+ params", vllm)
     assert "[vLLM Patch] ✓ Shared memory setup complete!" in vllm

@@ -316,7 +316,7 @@ def test_training_serves_each_step_and_saves_what_peft_loads(
     api = f"http://127.0.0.1:{free_port()}"
     service = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", api.rpartition(":")[2]]
     processes.start("service", service, environment={"PYTHONPATH": str(ROOT)}, directory=tmp_path)
-    processes.wait_for_http(api, seconds=60)
+    processes.wait_for_http(api, seconds=180)
 
     def trainer(steps: int, *options: str) -> str:
         command = [sys.executable, "-u", ROOT / "example_trainer/grpo.py", "--model-name", lora_server.model]

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from example_trainer.child_processes.guard import descendants
 from example_trainer.child_processes.ports import is_free
 from scripts.ops.keys import KEYS_FILE, read_keys
 from scripts.ops.records import identify
@@ -53,6 +54,16 @@ def places_of_keys(operations: Operations, keys: set[str]) -> list[str]:
     return found
 
 
+def shows_the_page(said: str) -> bool:
+    """Whether the run's page is where a command says that it is, for whoever has the key that is where it says."""
+    address, variable, place = re.findall(r"see the run at (\S+/ui)\b.* (ROLLOUT_API_KEY) \w+ (\S+/keys\.env)", said)[0]
+    with httpx.Client(trust_env=False, timeout=60, follow_redirects=True) as browser:
+        assert "Sign in" in browser.get(address).text
+        key = read_keys(Path(place).parent)[variable]
+        page = browser.post(f"{address}/sign-in", data={"key": key}, headers={"Origin": address.removesuffix("/ui")})
+    return (page.status_code, "The stack" in page.text) == (200, True) and str(page.url) == address
+
+
 def test_the_stack_is_started_watched_killed_and_cleaned_up(operations: Operations) -> None:
     started = operations.type("start", "--cpu", "--bridge", "broadcast", "--steps", "1000", "--batch-size", "16")
     assert started.returncode == 0, started.stderr
@@ -65,6 +76,11 @@ def test_the_stack_is_started_watched_killed_and_cleaned_up(operations: Operatio
         "service": "healthy", "vllm": "healthy", "environment": "", "trainer": ""
     }  # fmt: skip
     assert status["served"] >= 2
+    # Until all is killed nothing is sampled any more: training would take what the machine has.
+    for pid in descendants(next(row["pid"] for row in status["rows"] if row["part"] == "environment")):
+        os.kill(pid, signal.SIGSTOP)
+    for said in started.stdout, operations.type("status").stdout:
+        assert shows_the_page(said), said
     # The habits of the launch sequence work in the folder where start.sh was typed.
     assert "Step 2/1000" in (operations.folder / "trainer.log").read_text()
     assert "Shared memory setup complete!" in (operations.folder / "vllm.log").read_text(errors="replace")
@@ -75,14 +91,14 @@ def test_the_stack_is_started_watched_killed_and_cleaned_up(operations: Operatio
     assert stat.S_IMODE((operations.run_folder / KEYS_FILE).stat().st_mode) == 0o600
     for name, path in (("VLLM", "/bridge/state"), ("VLLM", "/tokenize"), ("SERVICE", "/status"), ("SERVICE", "/batch")):
         assert is_bound_to_this_machine(operations.ports[name])
-        answer = httpx.get(f"http://localhost:{operations.ports[name]}{path}", timeout=10, trust_env=False)
+        answer = httpx.get(f"http://localhost:{operations.ports[name]}{path}", timeout=60, trust_env=False)
         assert answer.status_code == 401, (path, answer.text)
     state = f"http://localhost:{operations.ports['VLLM']}/bridge/state"
     bearer = {"Authorization": f"Bearer {keys['VLLM_API_KEY']}"}
-    assert httpx.get(state, headers=bearer, timeout=10, trust_env=False).json()["healthy"] is True
+    assert httpx.get(state, headers=bearer, timeout=60, trust_env=False).json()["healthy"] is True
     assert places_of_keys(operations, set(keys.values())) == []
 
-    shown = httpx.get(f"http://localhost:{operations.ports['METRICS']}/metrics", timeout=10, trust_env=False).text
+    shown = httpx.get(f"http://localhost:{operations.ports['METRICS']}/metrics", timeout=60, trust_env=False).text
     (step,) = re.findall(r"^lockstep_trainer_step (\S+)", shown, re.MULTILINE)
     assert float(step) >= 2
 

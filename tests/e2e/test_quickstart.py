@@ -17,7 +17,7 @@ import pytest
 from example_trainer.child_processes.processes import ManagedProcess
 from tests.conftest import Processes
 from tests.forked_commands import FORK_CHILDREN
-from tests.headless_browser import LIVE, Visit
+from tests.headless_browser import LIVE, UNANSWERED, Visit
 from tests.still_running import json_rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
@@ -25,6 +25,14 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 STEPS = 3
 PROMISED = {"eval_before", "eval_after", "steps", "weight_updates", "params_mapped", "params_total", "bridge"}
 PROMISED |= {"seconds_setup", "seconds_train"}
+CHARTS = {
+    "Reward": "reward_mean", "Response length": "response_length_mean", "KL from the sampler": "kl", "Entropy": "entropy",
+    "Clip fractions": "clip_fraction", "Where time goes": "seconds_wait", "Tokens a second": "tokens_per_second",
+    "Age of the data": "age_mean", "Gradient norm": "grad_norm",
+}  # fmt: skip
+"""Titles of the page -> what their first line draws of metrics.jsonl."""
+SERVED = "(card) => /^version [1-9]/m.test(card) && card.includes('good') && card.includes('the trainer\\'s')"
+"""Of a card of the page of weights: the server is well, and has weights that the trainer has sent."""
 
 
 @dataclass
@@ -69,8 +77,10 @@ def posted(running: Running) -> list[tuple[list[int], float]]:
 
 
 def test_its_page_shows_the_curve_grow_and_the_tokens_that_were_posted(running: Running, visit: Callable[..., Visit]) -> None:
-    origin = running.written(r"rollout service +ready after .*(http://\S+)", 300).replace("localhost", "127.0.0.1")
-    overview = visit(origin)
+    origin = running.written(r"see the run, down to the token: (http://\S+)/ui\s", 300)
+    overview, weights, reader = visit(origin), visit(origin), visit(origin)
+    for one in overview, weights, reader:
+        one.expect(UNANSWERED)  # the run may be over while they look
     overview.open("/ui")
     overview.until(LIVE)
     overview.page.evaluate("""() => {
@@ -78,9 +88,14 @@ def test_its_page_shows_the_curve_grow_and_the_tokens_that_were_posted(running: 
       window.counts = [Number(chart.dataset.points ?? 0)];
       new MutationObserver(() => window.counts.push(Number(chart.dataset.points))).observe(chart, { attributes: true });
     }""")
+    weights.open("/ui/weights")
+    weights.page.evaluate("""() => {
+      const servers = document.getElementById("servers");
+      window.shown = [];
+      new MutationObserver(() => window.shown.push(servers.innerText)).observe(servers, { childList: true, subtree: true });
+    }""")
     overview.until("Math.max(...window.counts) >= 1", seconds=300)
 
-    reader = visit(origin)
     reader.open("/ui/rollouts?sort=best")
     reader.page.get_by_role("table").get_by_role("link").first.click()
     reader.until("document.querySelectorAll('[data-response] [data-token]').length > 0")
@@ -94,8 +109,20 @@ def test_its_page_shows_the_curve_grow_and_the_tokens_that_were_posted(running: 
     counts = overview.page.evaluate("window.counts")
     assert counts == sorted(counts), "it was drawn once for each step, as it came, and nothing was lost"
     rows = json_rows(running.output / "trainer" / "metrics.jsonl")
-    last = overview.page.get_by_role("figure", name="Reward", exact=True).get_attribute("data-value")
-    assert float(last or "nan") == pytest.approx(rows[STEPS - 1]["reward_mean"])
+    for title, name in CHARTS.items():
+        last = overview.page.get_by_role("figure", name=title, exact=True).get_attribute("data-value")
+        assert float(last or "nan") == pytest.approx(rows[STEPS - 1][name]), title
+
+    # Whenever the page named a version, it was with the checksum that the trainer wrote of it.
+    weights.until(f"window.shown.some({SERVED})", seconds=60)
+    told = weights.page.evaluate(f"window.shown.filter({SERVED})")
+    checksums = {str(row["weight_version"]): row["checksum"] for row in rows}
+    for card in told:
+        served = re.search(r"^version (\d+)$", card, re.MULTILINE)
+        assert served is not None, card
+        assert checksums[served[1]] in card, card
+    for part in (" 0 failed", "serving, single copy", "last update", "longest gap"):
+        assert part in told[-1], told[-1]
 
 
 def test_three_steps_leave_everything_that_is_promised(running: Running) -> None:
@@ -112,4 +139,3 @@ def test_three_steps_leave_everything_that_is_promised(running: Running) -> None
     for path in ("reward.png", "trainer/tensorboard", "logs/vllm.log", "commands.sh"):
         assert (output / path).exists(), path
     assert f"view-run {output}" in said.replace("\n", "")
-    assert re.search(r"see the run, down to the token: http://localhost:\d+/ui\s", said)

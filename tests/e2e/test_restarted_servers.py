@@ -160,7 +160,7 @@ def test_a_trainer_of_two_ranks_that_waits_for_a_batch_brings_a_restarted_server
     httpx.post(f"{service}/scored_data", json=made_up_group(0), timeout=30).raise_for_status()
     processes.wait_for_text(trainer, "Step 1/2", seconds=120)
     mortal.kill()
-    processes.wait_for_text(trainer, "does not answer; start it again", seconds=60)
+    processes.wait_for_text(trainer, "does not answer; start it again", seconds=180)
     mortal.start_again()  # it generates, so it has weights that are trained on
     assert mortal.now.state()["weight_version"] == 1
     httpx.post(f"{service}/scored_data", json=made_up_group(1), timeout=30).raise_for_status()

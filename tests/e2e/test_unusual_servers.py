@@ -130,7 +130,7 @@ def ends_though_it_owes_answers(server: VllmServer, processes: Processes) -> Non
         def idle() -> str | None:
             return None if busy.search(httpx.get(f"{server.url}/metrics", timeout=30).text) else "it does not run"
 
-        processes.wait_until("the request", idle, 60)
+        processes.wait_until("the request", idle, 180)
         assert processes.stop(server.process) not in (128 + signal.SIGKILL, -signal.SIGKILL)
         assert owed.exception(60) is not None or owed.result().status_code >= 500
 

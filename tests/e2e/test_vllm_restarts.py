@@ -77,7 +77,7 @@ def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
         shown = httpx.get(f"http://localhost:{metrics_port}/metrics", timeout=60).text
         return None if "lockstep_trainer_served_weight_version 2.0" in shown else shown
 
-    processes.wait_until("the version to be shown", not_shown, 60)
+    processes.wait_until("the version to be shown", not_shown, 180)
 
     # An environment comes, and stays while the server that it samples from is started again.
     flags = ["--env.rollout_server_url", url, "--openai.base_url", vllm, "--env.max_token_length", "24"]

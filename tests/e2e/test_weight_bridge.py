@@ -233,7 +233,7 @@ def start_late_trainer(processes: Processes, server: VllmServer) -> ManagedProce
     """One that has been told that the server stands still, and has stopped (SIGSTOP) before it writes."""
     command = [sys.executable, ROOT / "tests/e2e/late_trainer.py", str(server.port), server.model, str(BRIDGE_TIMEOUT)]
     trainer = processes.start("late trainer", command, may_finish=True)
-    processes.wait_for_text(trainer, "about to write", 60)
+    processes.wait_for_text(trainer, "about to write", 180)
     return trainer
 
 

@@ -129,7 +129,7 @@ def test_service_server_environment_and_trainer_from_the_wheel_train(
     start("service", "atroposlib.cli.run_api", "--port", service_port, "--store", "memory")
     start("vllm", "example_trainer.vllm_api_server", "--model", STARTER_MODEL, "--port", vllm_port, "--host", "127.0.0.1",
           "--max-model-len", 512, "--max-num-seqs", 64)  # fmt: skip
-    processes.wait_for_http(f"{service}/", 60)
+    processes.wait_for_http(f"{service}/", 180)
     processes.wait_for_http(f"{vllm}/health_generate", 240)
     start("environment", "environments.arithmetic_server", "serve", "--env.rollout_server_url", service, "--env.group_size", 8,
           "--env.max_token_length", 32, "--env.steps_per_eval", 0, "--openai.base_url", vllm, "--openai.server_type", "vllm",

@@ -2,13 +2,13 @@
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.atroposlib.envs.env_stack import Stack
+from tests.forked_commands import run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "environments" / "letter_count_server.py"
@@ -41,16 +41,14 @@ def test_its_right_answers_become_data_and_then_it_ends(stack: Stack, shared_inf
     stack.start_service()
     environment = stack.start_environment(EXAMPLE, "--env.group_size", "4")
     file = tmp_path / "data.jsonl"
-    subprocess.run(
+    collecting = run_command(
         [
             *(sys.executable, "-m", "atroposlib.cli.sft", file, "--api-url", stack.service_url, "--group-size", "4"),
             *("--tasks-per-step", "2", "--num-seqs-to-save", "5", "--tokenizer", stack.tokenizer_dir),
-        ],
-        cwd=ROOT,
-        check=True,
-        timeout=120,
+        ]
     )
-    stack.processes.finish(environment, 60)
+    assert collecting.returncode == 0, collecting.stdout
+    stack.processes.finish(environment, 180)
     stack.control(cycle=None)
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [row["score"] for row in rows] == [1.0] * 5
@@ -64,7 +62,7 @@ def test_its_right_answers_become_data_and_then_it_ends(stack: Stack, shared_inf
 def test_it_evaluates(stack: Stack, shared_inference: str, tmp_path: Path) -> None:
     stack.use_inference(shared_inference, text="\\boxed{2}")
     output = tmp_path / "result.json"
-    stack.processes.finish(stack.start_environment(EXAMPLE, "evaluate", "--env.eval_output", str(output)), 60)
+    stack.processes.finish(stack.start_environment(EXAMPLE, "evaluate", "--env.eval_output", str(output)), 180)
     twice = sum(word.count(letter) == 2 for word in ("parallel", "address", "coffee", "success") for letter in set(word))
     result = json.loads(output.read_text())
     assert (result["num_problems"], result["correct"]) == (18, twice)

@@ -33,6 +33,7 @@ from environments.math_data import (
 )
 from environments.math_server import MathConfig, MathEnv, suite_metrics
 from tests.atroposlib.envs.env_stack import Stack
+from tests.forked_commands import run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 GSM8K = ROOT / "environments" / "gsm8k_server.py"
@@ -307,20 +308,15 @@ def test_suites_are_evaluated_with_several_answers_to_each_problem(stack: Stack,
     ],
 )
 def test_the_program_ends_with_one_clear_line(flags: tuple[str, ...], message: str) -> None:
-    ended = subprocess.run(
-        [sys.executable, str(GSM8K), *flags],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-    )
+    ended = run_command([sys.executable, GSM8K, *flags])
     assert ended.returncode == 2
-    assert ended.stderr.startswith(message)
-    assert len(ended.stderr.strip().splitlines()) == 1
+    assert ended.stdout.startswith(message)
+    assert len(ended.stdout.strip().splitlines()) == 1
 
 
 def test_without_the_hub_it_says_which_flag_to_pass() -> None:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": "/nonexistent", "HF_DATASETS_CACHE": "/tmp/none"}
+    # Executed: what loads it reads these variables when it is imported.
     ended = subprocess.run([sys.executable, str(GSM8K)], capture_output=True, text=True, timeout=180, env=environment)
     assert ended.returncode == 1
     last = ended.stderr.strip().splitlines()[-1]

@@ -64,7 +64,7 @@ def alive(pids: list[int]) -> list[int]:
     return [pid for pid in pids if identify(pid)]
 
 
-def eventually(done: Callable[[], bool], what: str, seconds: float = 60) -> None:
+def eventually(done: Callable[[], bool], what: str, seconds: float = 180) -> None:
     deadline = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < deadline, what

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from example_trainer.child_processes.readiness import opener
+from example_trainer.child_processes.readiness import post_json
 from scripts.ops.fleet import FleetRow, join, look, published_fleet
 from scripts.quickstart.errors import QuickstartError
 from tests.conftest import Processes
@@ -26,7 +24,7 @@ def test_the_table_that_is_published_is_the_table_that_is_read(
     service = f"http://localhost:{port}"
     command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port), "--store", tmp_path / "rollouts.db"]
     processes.start("service", command, environment={"ROLLOUT_API_KEY": KEY})
-    processes.wait_for_http(f"{service}/", 60)
+    processes.wait_for_http(f"{service}/", 180)
     assert published_fleet(service, KEY) is None, "no trainer has said anything"
     (silent,) = look(service, KEY, [f"http://localhost:{free_port()}"]).rows
     assert (silent.standing, silent.weights) == ("silent", (-1, -1))
@@ -35,10 +33,8 @@ def test_the_table_that_is_published_is_the_table_that_is_read(
         FleetRow("http://localhost:9001", "good", 7, 1763910412345, 1763910412.5, ""),
         FleetRow("http://10.0.0.2:9001", "quarantined", None, None, None, "rank 0 sent another checksum"),
     )
-    body = json.dumps({"servers": [vars(row) for row in rows]}).encode()
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
     begun = time.time()
-    opener.open(urllib.request.Request(f"{service}/fleet", body, headers), timeout=30).close()
+    post_json(f"{service}/fleet", {"servers": [vars(row) for row in rows]}, seconds=30, key=KEY)
     found = published_fleet(service, KEY)
     assert found is not None
     assert found.rows == rows

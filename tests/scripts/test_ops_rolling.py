@@ -39,7 +39,7 @@ class FleetRun:
         self.until(lambda: self.seen()["fewest"] == 3, "the trainer has not seen three good servers")
 
     def until(self, done: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while not done():
             assert time.monotonic() < deadline, what
             time.sleep(0.05)
@@ -55,7 +55,7 @@ class FleetRun:
         found = {part: self.records.read(part) for part in self.records.parts()}
         return {part: record.keeper.pid for part, record in found.items() if record and record.keeper.is_alive()}
 
-    def roll(self, *parts: str, seconds: float = 60) -> None:
+    def roll(self, *parts: str, seconds: float = 180) -> None:
         Roller(self.stack, self.said.append, seconds).run(parts)
 
 

@@ -82,7 +82,7 @@ def test_training_goes_on_while_each_server_is_restarted(tmp_path: Path, free_po
         return [] if fleet is None else [row.standing for row in fleet.rows]
 
     def both_are_good(at_least: int) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while steps() < at_least or standings() != ["good", "good"]:
             assert time.monotonic() < deadline, (run / "trainer.log").read_text()
             time.sleep(0.1)
@@ -95,7 +95,7 @@ def test_training_goes_on_while_each_server_is_restarted(tmp_path: Path, free_po
         assert steps() > before + 5, "training waited"
         both_are_good(at_least=before + 6)
         for server in range(2):
-            assert httpx.get(f"{stack.vllm_url(server)}/test", timeout=10, trust_env=False).json()["mixtures"] == []
+            assert httpx.get(f"{stack.vllm_url(server)}/test", timeout=60, trust_env=False).json()["mixtures"] == []
         log = (run / "trainer.log").read_text()
         assert "Traceback" not in log
         for url in map(stack.vllm_url, range(2)):

@@ -33,6 +33,7 @@ def test_defaults(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (parsed.bridge, parsed.device, parsed.seconds_setup) == ("broadcast", "cpu", 7.0)
     assert parsed.eval_size >= 200
     assert (parsed.environment, parsed.output) == ("arithmetic", ROOT / "runs" / "quickstart")
+    assert parsed.steps == options.STEPS["arithmetic"]
 
 
 def test_everything_given(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +93,7 @@ def test_the_limits_are_the_environments() -> None:
 def test_each_environment_has_levels_and_a_folder_of_its_own(model: str) -> None:
     parsed = parse(["--cpu", "--model", model, "--environment", "calculator", "--difficulty", "4"])
     assert (parsed.environment, parsed.difficulty) == ("calculator", (4,))
-    assert parsed.output == ROOT / "runs" / "calculator"
+    assert (parsed.output, parsed.steps) == (ROOT / "runs" / "calculator", options.STEPS["calculator"])
     taught = parse(["--cpu", "--environment", "calculator"])
     assert (taught.model, parse(["--cpu"]).model) == (str(options.CALCULATOR_MODEL), str(options.STARTER_MODEL))
     with pytest.raises(QuickstartError, match="--difficulty 1,4: the levels of --environment arithmetic are 1 to 3"):

@@ -17,7 +17,7 @@ from rich.console import Console
 from scripts.quickstart.errors import QuickstartError
 from scripts.quickstart.metrics import MetricsFile, sampled
 from scripts.quickstart.options import Options
-from scripts.quickstart.plan import Plan, Ports
+from scripts.quickstart.plan import Plan, Ports, cores
 from scripts.quickstart.plot import draw, smooth
 from scripts.quickstart.progress import TrainingDisplay, plain_line
 from scripts.quickstart.report import (
@@ -250,3 +250,12 @@ def test_the_plan_hands_ports_bridge_and_gpus_to_every_process(bridge: str, flag
     assert "environments/arithmetic_server.py" in plan.script()
     other = replace(plan, options=replace(plan.options, environment="calculator"))
     assert all("environments/calculator_server.py" in c.arguments for c in (other.environment(), other.evaluation("x", Path())))
+
+
+def test_the_stack_shares_the_cores_and_keeps_groups_of_equal_scores_where_a_task_is_soon_solved() -> None:
+    plan = Plan(replace(OPTIONS, gpus=()), Ports(service=1111, vllm=2222, rendezvous=3333))
+    sampling, training = (int(command.variables["OMP_NUM_THREADS"]) for command in (plan.vllm(), plan.trainer()))
+    assert (sampling, training) == (max(1, cores() // 2), cores())
+    assert "--env.ensure_scores_are_not_same false" in plan.environment().typed()
+    other = replace(plan, options=replace(plan.options, environment="calculator"))
+    assert "ensure_scores_are_not_same" not in other.environment().typed()

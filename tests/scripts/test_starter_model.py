@@ -7,9 +7,7 @@ import functools
 import hashlib
 import itertools
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from scripts.starter_model.measuring import measure_calls, measure_habits
 from scripts.starter_model.report import how_made
 from scripts.starter_model.tokenizer import TURN_END, continuation, conversation
 from scripts.starter_model.training import TrainingPlan, train, train_calculator
+from tests.forked_commands import run_command
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHIPPED = REPOSITORY / "assets" / "starter_model"
@@ -271,19 +270,12 @@ def test_same_command_gives_the_same_bytes(tmp_path: Path) -> None:
     """Also in this process, in which much has happened before."""
 
     def command(name: str) -> list[str]:
-        flags = ["--seed", "3", "--steps", "2", "--calculator-steps", "1", "--eval-problems", "1", "--threads", "1"]
+        flags = ["--seed", "3", "--steps", "1", "--calculator-steps", "1", "--eval-problems", "1", "--threads", "1"]
         return ["--output", str(tmp_path / name), *flags]
 
-    by_itself = subprocess.run(
-        [sys.executable, REPOSITORY / "scripts" / "make_starter_model.py", *command("a")],
-        cwd=tmp_path,  # from anywhere: it must not depend on the folder it is called in
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert by_itself.returncode == 0, by_itself.stderr
+    words = [sys.executable, REPOSITORY / "scripts" / "make_starter_model.py", *command("a")]
+    by_itself = run_command(words, directory=tmp_path)  # from anywhere: it must not depend on the folder it is called in
+    assert by_itself.returncode == 0, by_itself.stdout
     threads = torch.get_num_threads()
     make_starter_model.main(command("b"))
     torch.set_num_threads(threads)
