@@ -1,7 +1,8 @@
 """Generating and training in turns, overlapped, and off-policy by 1, 2 and 4: speed, reward, age, and who works when.
 
     python bench/async_modes.py --output DIR --device cpu          the starter model on this machine's processor
-    python bench/async_modes.py --output DIR --model FOLDER        two GPUs: vLLM on the first, the trainer on the second
+    python bench/async_modes.py --output DIR --model FOLDER        two GPUs: vLLM on the first, the trainer on the second; they
+                                                                   share one where there is no other
 
 One vLLM server for all; each regime has a service, an environment and a trainer of its own, which begins with the checkpoint's
 weights and takes the same number of steps. The first steps are left out: they wait for the first answers.
@@ -38,7 +39,7 @@ from bench.gpu.runs import Sitting, command_line, run_and_report
 from bench.gpu.shapes import STARTER
 from bench.gpu.summary import table
 from bench.gpu.training_stack import Row, RowsAsTheyCome, TrainingStack, wait_for_end
-from bench.gpu.vllm_server import ServerOptions, VllmServer
+from bench.gpu.vllm_server import ServerOptions, VllmServer, beside_the_trainer
 from bench.measured import put_into
 from bench.timeline_spans import Process, read_folder, shares
 from bench.timelines import Panel, draw, save, write_trace
@@ -107,8 +108,10 @@ class Benchmark(Sitting):
     def run(self) -> None:
         """Those that were asked for; then the picture."""
         args = self.args
-        if self.on_gpu and torch.cuda.device_count() < 2:
-            raise BenchError(f"it needs 2 GPUs, and {torch.cuda.device_count()} are here (--device cpu does without)")
+        gpus = torch.cuda.device_count() if self.on_gpu else 0
+        if self.on_gpu and not gpus:
+            raise BenchError("it needs a GPU, and there is none (--device cpu does without)")
+        self.trainer_gpu = "1" if gpus > 1 else "0"
         self.folder = args.output / "timeline"
         for old in self.folder.glob("timeline-*.jsonl"):
             old.unlink()
@@ -119,8 +122,9 @@ class Benchmark(Sitting):
         # A cache that no regime fills: what is in flight at most, with room for prompts.
         cache = {"cache_gib": args.cache_gib} if self.on_gpu else {}
         options = ServerOptions(
-            "0" if self.on_gpu else "", max_model_len=args.seq_len, load_format="auto", eager=args.eager, **cache
-        )
+            "0" if self.on_gpu else "", max_model_len=args.seq_len, load_format="auto", eager=args.eager,
+            environment=beside_the_trainer() if gpus == 1 else (), **cache,
+        )  # fmt: skip
         self.vllm = VllmServer("vllm", args.model, args.output, options, logs=self.work / "vllm")
         self.stack.callback(self.vllm.stop)
         self.ready(self.vllm)
@@ -138,7 +142,7 @@ class Benchmark(Sitting):
             processes.start_service()
             micro = min(16, args.sequences)
             trainer = processes.start_trainer(
-                args.model, "1", "--weight-bridge-mode", "shared_vllm", "--use-shared-memory", "--vllm-port",
+                args.model, self.trainer_gpu, "--weight-bridge-mode", "shared_vllm", "--use-shared-memory", "--vllm-port",
                 str(self.vllm.port), "--training-steps", str(args.steps), "--batch-size", str(micro),
                 "--gradient-accumulation-steps", str(args.sequences // micro), "--lr", str(args.lr), "--seq-len",
                 str(args.seq_len), "--max-staleness", str(regime.staleness), "--bridge-timeout", "60", "--batch-timeout", "200",

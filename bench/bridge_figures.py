@@ -7,7 +7,7 @@ import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
-from bench.results_book import Book, FigureError
+from bench.results_book import Book, FigureError, commit_of
 
 SYNC_17B = "weight_sync_qwen3-1.7b"
 SYNC_14B = "weight_sync_qwen2.5-14b_one_rank"
@@ -41,8 +41,7 @@ def sources(book: Book, places: Mapping[str, tuple[str, str]]) -> str:
     found: dict[tuple[str, str, str], list[str]] = {}
     for side, (file, path) in places.items():
         row = book.measured(file, path)
-        commit = f"commit {row['commit']}" if "commit" in row else f"recorded in {row['recorded_in']}"
-        found.setdefault((commit, row["date"].split()[0], row["run"]), []).append(side)
+        found.setdefault((commit_of(row), row["date"].split()[0], row["run"]), []).append(side)
     if len(found) == 1:
         ((commit, date, _),) = found
         return f"One run of {date}, {commit}."

@@ -3,9 +3,9 @@
     python bench/colocate.py --output DIR                       1 GPU
     python bench/colocate.py --output DIR --tiny --device cpu   everything but the figures, without a GPU
 
-Once with turns and once without: how many tokens one forward and backward pass can hold (doubled until memory runs out), tokens
-trained per second at that size and at the largest that both can do, how long a turn takes beyond the step, and how many bytes
-vLLM gives back. Requests are in flight all the time. Writes colocate.json.
+Once with turns and once without: how many tokens one forward and backward pass can hold (doubled until memory runs out, then
+halved in between three times), tokens trained per second at that size and at the largest that both can do, how long a turn
+takes beyond the step, and how many bytes vLLM gives back. Requests are in flight all the time. Writes colocate.json.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ sys.path[0] = str(ROOT)
 
 import argparse
 import statistics
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -66,14 +67,16 @@ class Benchmark(LoadedSitting):
         return server, trainer
 
     def _longest(self, trainer: Worker) -> dict[str, Any]:
-        """The most tokens of one pass, by doubling; `why` says what ended it."""
-        fits, tried = 0, self.args.length
-        while tried <= self.args.most:
-            found = trainer.ask("steps", timeout=2 * ASK_SECONDS, count=1, tokens=tried, length=self.args.length)
-            if "out_of_memory" in found:
-                return _require_some(fits, f"{tried}: {found['out_of_memory']}")
-            fits, tried = tried, 2 * tried
-        return _require_some(fits, f"--most {self.args.most}")
+        """The most tokens of one pass, to an eighth; `why` says what ended it."""
+
+        def out_of_memory(tokens: int) -> str | None:
+            found = trainer.ask("steps", timeout=2 * ASK_SECONDS, count=1, tokens=tokens, length=self.args.length)
+            return found.get("out_of_memory")
+
+        found = longest(out_of_memory, self.args.length, self.args.most)
+        if not found["tokens"]:
+            raise BenchError(f"not even the shortest pass fits: {found['why']}")
+        return found
 
     def _steps(self, trainer: Worker, tokens: int) -> dict[str, Any]:
         found = trainer.ask("steps", timeout=3 * ASK_SECONDS, count=self.args.updates, tokens=tokens, length=self.args.length)
@@ -91,10 +94,36 @@ class Benchmark(LoadedSitting):
             self.results.measure(MODES[0], "at_the_same", run=partial(self._steps, trainer, same))
 
 
-def _require_some(tokens: int, why: str) -> dict[str, Any]:
-    if not tokens:
-        raise BenchError(f"not even the shortest pass fits: {why}")
-    return {"tokens": tokens, "why": why}
+def longest(refusal: Callable[[int], str | None], shortest: int, most: int) -> dict[str, Any]:
+    """The largest size that is not refused, found by doubling, then by halving the rest three times.
+
+    Args:
+        refusal: why a size does not fit; None: it does.
+        shortest: the first size that is tried; all are multiples of it.
+        most: larger ones are not tried.
+
+    Returns:
+        tokens, 0 if not even the shortest fits; why a larger one was not taken.
+    """
+    fits, tried, why = 0, shortest, f"--most {most}"
+    while tried <= most:
+        refused = refusal(tried)
+        if refused is not None:
+            why = f"{tried}: {refused}"
+            break
+        fits, tried = tried, 2 * tried
+    else:
+        return {"tokens": fits, "why": why}
+    for _ in range(3):
+        middle = (fits + tried) // 2 // shortest * shortest
+        if middle <= fits:
+            break
+        refused = refusal(middle)
+        if refused is None:
+            fits = middle
+        else:
+            tried, why = middle, f"{middle}: {refused}"
+    return {"tokens": fits, "why": why}
 
 
 def summary(found: dict[str, Any], tokens: int) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def page_load(book: Book) -> str:
     """What ten open pages cost the service under load."""
     if not book.has("page_cost"):
         return "Not measured yet."
-    sides = ("without the page", "with it", "ten pages open")
+    sides = ("without the page", "ten pages open")
     rows = [
         [text, *(f"{book.number('page_cost', f'load/medians/{side}/{key}'):.{digits}f}{unit}" for side in sides)]
         for text, key, digits, unit in (
@@ -85,10 +85,13 @@ def page_load(book: Book) -> str:
     shares = book.get("page_cost", "load/slower/ten pages open")
     told = "; ".join(
         f"{what} {shares[key]['mean']:+.1%} ({shares[key]['low']:+.1%} to {shares[key]['high']:+.1%})"
-        for what, key in (("processor time for a group", "processor"), ("fewer groups per second", "posted"))
+        for what, key in (("processor time for a group", "processor"), ("time for a group by the clock", "posted"))
     )
     rounds = f"{book.number('page_cost', 'load/rounds'):.0f} rounds of {book.number('page_cost', 'load/groups'):,.0f} groups"
-    method = f"Medians of {rounds}. Round by round, ten pages against none, mean and 95 % interval: {told}."
+    method = (
+        f"Medians of {rounds} a load, on two cores that the service shares with the load and the pages' readers. Round by "
+        f"round, what ten pages cost, mean and 95 % interval: {told}."
+    )
     return f"{markdown(['', *sides], rows)}\n\n{method} {sources(book, {'all': ('page_cost', 'load')})}"
 
 

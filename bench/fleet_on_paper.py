@@ -24,6 +24,7 @@ from typing import Any
 from bench.gpu.shapes import SHAPES, model_bytes, shard_shapes
 from bench.gpu.summary import table
 from bench.measured import measured as stamp
+from bench.measured import put_into
 from vllm_patching.protocol.pieces import BUCKET_BYTES
 
 RESULTS = ROOT / "bench" / "results"
@@ -166,7 +167,7 @@ def to_json(fleet: Fleet, measured: Measured, found: dict[str, float]) -> dict[s
     """What a results file keeps of it."""
     return {
         "fleet": asdict(fleet),
-        "from": SOURCE,
+        "from": SOURCE.removesuffix(".json"),
         "measured_there": asdict(measured),
         "formula": FORMULA.splitlines(),
         "found": found,
@@ -193,10 +194,7 @@ def main() -> int:
     found = update_seconds(fleet, measured)
     print(report(fleet, measured, found))
     if args.output:
-        data = json.loads(args.output.read_text()) if args.output.exists() else {}
-        args.output.write_text(
-            json.dumps(data | {"on_paper": {**to_json(fleet, measured, found), "measured": stamp()}}, indent=1)
-        )
+        put_into(args.output, "on_paper", {**to_json(fleet, measured, found), "measured": stamp()})
     return 0
 
 

@@ -4,10 +4,11 @@
     python bench/generate_cost.py --output DIR --tiny --device cpu    everything but the figures, without a GPU
 
 Keeps 512 sequences in flight in groups of 8 with prompts of 103 token ids and lengths with a mean of 450 under a cap of 1,024,
-in turn through /generate with text and tables of logprobs, through /generate with numbers alone, and through vLLM's own
-/v1/completions with token ids; then gives the same work to vLLM's engine without a server. For each: tokens a second, and
-microseconds of processor time for each token in the front end and in the engine's process. Prints a table and writes
-generate_cost.json.
+in turn through /generate with numbers alone, through /generate with text and tables of logprobs, and through vLLM's own
+/v1/completions with token ids; then numbers alone from a server whose worker is a process of its own, and the same work by
+vLLM's engine without a server. For each: tokens a second, and µs of processor time a token in the front end and
+in each process of the engine; and what the engine core's thread does in that time, by clocks put into it
+(bench/gpu/engine_clock.py). Prints tables and writes generate_cost.json after each way.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ if __name__ == "__main__" and sys.path[0] != str(ROOT):
 
 import argparse
 import asyncio
+import json
 import math
 import random
 import time
@@ -30,6 +32,7 @@ from typing import Any
 import httpx
 import psutil
 
+from bench.gpu import engine_clock
 from bench.gpu.processes import Answers, BenchError, serve
 from bench.gpu.runs import Sitting, command_line, run_and_report
 from bench.gpu.shapes import SHAPES, write_model_folder
@@ -44,6 +47,9 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "vLLM completions": ("/v1/completions", {"logprobs": 0, "return_token_ids": True}),
 }
 """Route and fields of each way to ask. The first one is what environments of this project send."""
+APART = "numbers, worker apart"
+ALONE = "engine alone"
+WAYS = (*FORMS, APART, ALONE)
 
 
 class Lengths:
@@ -63,8 +69,8 @@ class Lengths:
 class Load:
     """Groups kept in flight against one route; answers are read and dropped, as another machine would take them away."""
 
-    def __init__(self, server: VllmServer, form: str, args: argparse.Namespace, vocab: int) -> None:
-        self._server, self._args, self._vocab = server, args, vocab
+    def __init__(self, server: VllmServer, form: str, args: argparse.Namespace, vocab: int, clock: Path) -> None:
+        self._server, self._args, self._vocab, self._clock = server, args, vocab, clock
         self._path, self._fields = FORMS[form]
         self.answers, self.bytes, self.failures = 0, 0, list[str]()
 
@@ -88,11 +94,14 @@ class Load:
         tokens, seconds = after["tokens"] - before["tokens"], after["at"] - before["at"]
         if tokens <= 0:
             raise BenchError(f"{self._path}: no token came within {seconds:.0f} s; raise --seconds")
-        spent = {name: (after[name] - before[name]) / tokens * 1e6 for name in ("front end", "engine")}
+        spent = {name: (after["processes"][name] - before["processes"][name]) / tokens * 1e6 for name in after["processes"]}
+        front_end = spent.pop("front end")
         return {
             "tokens_per_second": tokens / seconds,
-            "front_end_us_per_token": spent["front end"],
-            "engine_us_per_token": spent["engine"],
+            "front_end_us_per_token": front_end,
+            "engine_us_per_token": sum(spent.values()),
+            "processes_us_per_token": spent,
+            "engine_core": engine_clock.spent(before["clock"], after["clock"], tokens),
             "answer_bytes_per_group": self.bytes / self.answers,
             "seconds": seconds,
             "tokens": tokens,
@@ -117,11 +126,20 @@ class Load:
             self.answers += 1
             self.bytes += len(response.content)
 
-    def _look(self) -> dict[str, float]:
-        """The server's count of tokens, and the seconds of processor time that its processes have used so far."""
-        engine = sum(map(_processor_seconds, self._server.engine_processes()))
-        front_end = _processor_seconds(psutil.Process(self._server.pid))
-        return {"at": time.monotonic(), "tokens": self._server.generated_tokens(), "front end": front_end, "engine": engine}
+    def _look(self) -> dict[str, Any]:
+        """The server's count of tokens, the seconds of processor time that its processes have used so far, and its clocks."""
+        processes = {"front end": _processor_seconds(psutil.Process(self._server.pid))}
+        for process in self._server.engine_processes():
+            name = _name(process)
+            processes[name] = processes.get(name, 0.0) + _processor_seconds(process)
+        # A version of vLLM that the clocks do not fit is measured without them.
+        clock = json.loads(self._clock.read_text(encoding="utf-8")) if self._clock.exists() else {}
+        return {"at": time.monotonic(), "tokens": self._server.generated_tokens(), "processes": processes, "clock": clock}
+
+
+def _name(process: psutil.Process) -> str:
+    title = " ".join(process.cmdline())
+    return "engine core" if "EngineCore" in title else "worker" if "Worker" in title else "others"
 
 
 def _processor_seconds(process: psutil.Process) -> float:
@@ -130,21 +148,36 @@ def _processor_seconds(process: psutil.Process) -> float:
 
 
 class Benchmark(Sitting):
-    """The server, the load and the engine without a server, one after the other."""
+    """The servers, the load and the engine without a server, one after the other."""
 
     def run(self) -> None:
-        """Measure every form on one server, then the engine alone in a process of its own."""
+        """Measure each way that was asked for, those of one server together."""
         args = self.args
-        model = write_model_folder(self.work / "model", args.shape)
+        self.model = write_model_folder(self.work / "model", args.shape)
         asked = ("shape", "in_flight", "mean_tokens", "most_tokens", "prompt_tokens", "seconds", "ramp")
         self.describe(work={**{name: getattr(args, name) for name in asked}, "group": GROUP})
-        server = self.server("vllm", model, max_num_seqs=args.in_flight, cache_gib=args.cache_gib)
+        self._server("vllm", [form for form in FORMS if form in args.ways], ("--distributed-executor-backend", "uni"))
+        self._server("vllm-apart", [APART] if APART in args.ways else [], ("--distributed-executor-backend", "mp"))
+        if ALONE in args.ways:
+            self.results.measure("ways", ALONE, run=lambda: self._engine_alone(self.model))
+
+    def _server(self, name: str, ways: list[str], flags: tuple[str, ...]) -> None:
+        if not ways:
+            return
+        args, clock = self.args, self.work / f"{name}-clock.json"
+        measured = tuple(engine_clock.variables(clock).items())
+        server = self.server(
+            name, self.model, max_num_seqs=args.in_flight, cache_gib=args.cache_gib, flags=flags, environment=measured
+        )
         self.ready(server)
         vocab = SHAPES[args.shape]["vocab_size"]
-        for form in FORMS:
-            self.results.measure("ways", form, run=lambda form=form: asyncio.run(Load(server, form, args, vocab).run()))  # type: ignore[misc]
+        # Whichever way comes first would pay for what is compiled and captured at the first batches of each size.
+        warm_up = argparse.Namespace(**vars(args) | {"seconds": 1.0})
+        asyncio.run(Load(server, ways[0].removesuffix(", worker apart"), warm_up, vocab, clock).run())
+        for way in ways:
+            load = Load(server, way.removesuffix(", worker apart"), args, vocab, clock)
+            self.results.measure("ways", way, run=lambda load=load: asyncio.run(load.run()))  # type: ignore[misc]
         server.stop()
-        self.results.measure("ways", "engine alone", run=lambda: self._engine_alone(model))
 
     def _engine_alone(self, model: Path) -> dict[str, Any]:
         on_cpu = {} if self.on_gpu else {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
@@ -196,14 +229,21 @@ def generate_without_server(model: str, on_gpu: bool, **work: Any) -> dict[str, 
 
 
 def report(data: dict[str, Any]) -> str:
-    """A table of the results' data."""
+    """Tables of the results' data."""
+    ways = data.get("ways", {})
     columns = ("tokens_per_second", "front_end_us_per_token", "engine_us_per_token", "answer_bytes_per_group")
-    rows = [[name, *(way.get(column) for column in columns)] for name, way in data.get("ways", {}).items()]
-    return table(["", "tokens/s", "front end µs/token", "engine µs/token", "bytes/group"], rows)
+    rows = [[name, *(way.get(column) for column in columns)] for name, way in ways.items()]
+    tables = [table(["", "tokens/s", "front end µs/token", "engine µs/token", "bytes/group"], rows)]
+    for name, way in ways.items():
+        clocks = [[what, one["us"], one["processor_us"]] for what, one in way.get("engine_core", {}).items()]
+        if clocks:
+            tables.append(table([f"engine core: {name}", "µs/token", "of the processor"], clocks))
+    return "\n\n".join(tables)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__, "qwen3-1.7b")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--in-flight", type=int, default=512, help="sequences")
     parser.add_argument("--mean-tokens", type=int, default=450)
     parser.add_argument("--most-tokens", type=int, default=1024)

@@ -1,19 +1,21 @@
 #!/usr/bin/env python3
-"""What the page at /ui costs: the rollout service under load without it, with it, and with ten pages open; what becomes of
-its memory; and how long it takes until a run of 10,000 steps and a million rollouts is open.
+"""What the page at /ui costs: the rollout service under load without it and with ten pages open; what becomes of its
+memory; and how long it takes until a run of 10,000 steps and a million rollouts is open.
 
-    python bench/page_cost.py                                  # everything, 10 minutes on two idle cores
+    python bench/page_cost.py                                  # everything, 20 minutes on two idle cores
+    python bench/page_cost.py --parts load --rounds 20         # ten of them, and what decides
     python bench/page_cost.py --parts open --rollouts 50000    # one part, smaller
 
-load     the load of rollout_api_load.py, in rounds of all three kinds, each round in another order. What is compared are the
-         kinds of one round: processor time of the service for a posted group, and groups posted per second. Of the rounds'
-         shares, the mean and its 95 % interval (Student's t). A trainer writes a row each second into a run that has
-         10,000 steps already. Before it is measured, a service gets 256 groups, so that all that is done once is done.
+load     the load of rollout_api_load.py in short turns on two services, in rounds of four: without the page, with ten
+         pages open, with, without; the next round the other way round. So a machine that becomes slower, as another
+         tenant's needs make it, is slower for both. Compared are the sums of one round: processor time of the service for
+         a posted group, and groups posted per second. Of the rounds' shares, the mean and its 95 % interval (Student's t).
+         A trainer writes a row each second into a run of 10,000 steps. 128 groups before use up what may be kept at once.
 memory   the same load again and again on one service with ten pages open, and the service's memory after each.
 open     a run that nobody has opened yet: every list of rollouts by a fresh process, with nothing of the file in the system's
          memory. And what it costs to keep a group, in an empty archive and in one that is full.
 
-Open pages are a process of their own, which shares the machine's cores with service and load: eight overviews, one list of
+Open pages are a process of their own, and share the machine's cores with service and load: eight overviews, one list of
 rollouts, one page of weights, each asking as often as its script does (static/overview.js, rollouts.js, weights.js).
 Writes bench/results/page_cost.json.
 """
@@ -33,7 +35,6 @@ import http.client
 import json
 import math
 import os
-import random
 import re
 import shutil
 import statistics
@@ -47,14 +48,15 @@ from typing import Any
 from urllib.parse import quote
 
 from atroposlib.ui.rollouts.archive import MOST_BYTES, Archive
+from bench.gpu.processes import free_port
 from bench.long_run import GROUP_SIZE, NEEDLE, SHOWN, Rows, forget_cached, keep, multiply, write_archive, write_figures
 from bench.measured import measured, put_into
-from bench.rollout_api_load import LOAD, cpu_seconds, free_port, machine, put_load, rss_mib, server
+from bench.rollout_api_load import LOAD, cpu_seconds, machine, put_load, rss_mib, server
 
 RESULTS = ROOT / "bench" / "results" / "page_cost.json"
 PARTS = ("load", "memory", "open")
-KINDS = {"without the page": None, "with it": 0, "ten pages open": 10}
-"""What is measured -> pages that are open; None for a service without."""
+BARE, PAGED, PAGES = "without the page", "ten pages open", 10
+"""What is compared."""
 OVERVIEW = (
     "/ui/api/page", "/ui/api/names", "/ui/api/stack", "/ui/api/events", "/ui/api/evaluations", "/ui/api/runs",
     f"/ui/api/series?points=2000&names={','.join(SHOWN)}",
@@ -68,14 +70,12 @@ LISTS = {
     "best with a common text": "sort=best&text=the", "with a text that is nowhere": "text=no%20such%20text",
 }  # fmt: skip
 """What a list is of -> how it is asked for."""
-WARM_GROUPS = 256
-CLIENTS = 16
+WARM_GROUPS, CLIENTS = 128, 16
+QUIET_SHARE, QUIET_SECONDS, SETTLE_SECONDS = 0.05, 0.5, 30.0
+"""Of a core, over such a while, and the deadline: when a service has done what was left to be done behind its answers."""
 MOST_SECONDS, MOST_SLOWER, MOST_GROWTH_MIB = 2.0, 0.05, 8.0
 T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 """Student's t of two sides at 95 %, by degrees of freedom from 1 on."""
-
-
-# ---- open pages
 
 
 async def hold_open(port: int, pages: int) -> None:
@@ -135,9 +135,6 @@ def open_pages(port: int, pages: int) -> Iterator[None]:
             process.kill()
 
 
-# ---- the service under load
-
-
 @contextmanager
 def long_run(steps: int) -> Iterator[tuple[Path, Rows]]:
     """The figures of a run of so many steps, and what they go on with."""
@@ -146,7 +143,7 @@ def long_run(steps: int) -> Iterator[tuple[Path, Rows]]:
 
 
 @contextmanager
-def service(pages: int | None, run: tuple[Path, Rows]) -> Iterator[tuple[int, int]]:
+def service(page: bool, run: tuple[Path, Rows]) -> Iterator[tuple[int, int]]:
     """A fresh service of a copy of such a run, which gets another step each second. Yields port and process id."""
     port, over = free_port(), threading.Event()
     with tempfile.TemporaryDirectory(prefix="page", dir=ROOT / "runs") as name:
@@ -154,16 +151,14 @@ def service(pages: int | None, run: tuple[Path, Rows]) -> Iterator[tuple[int, in
         shutil.copytree(run[0], folder, dirs_exist_ok=True)
         trainer = threading.Thread(target=_train, args=(folder, rows, over), daemon=True)
         command: list[str | Path] = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(port)]
-        command += ["--store", folder / "rollouts.db", "--run-folder", folder, *(["--no-ui"] if pages is None else [])]
+        command += ["--store", folder / "rollouts.db", "--run-folder", folder, *([] if page else ["--no-ui"])]
         with server(command, port, ROOT) as pid:
-            put_load(port, CLIENTS, WARM_GROUPS)
-            with open_pages(port, pages or 0):
-                trainer.start()
-                try:
-                    yield port, pid
-                finally:
-                    over.set()
-                    trainer.join()
+            trainer.start()
+            try:
+                yield port, pid
+            finally:
+                over.set()
+                trainer.join()
 
 
 def _train(folder: Path, rows: Rows, over: threading.Event) -> None:
@@ -173,55 +168,81 @@ def _train(folder: Path, rows: Rows, over: threading.Event) -> None:
             file.flush()
 
 
-def under_load(kind: str, groups: int, run: tuple[Path, Rows]) -> dict[str, float]:
-    """One run of the load on a fresh service."""
-    with service(KINDS[kind], run) as (port, pid):
+def under_load(port: int, pid: int, pages: int, groups: int) -> dict[str, float]:
+    """One load on a service with so many pages open: what came of it, and processor time of the service for a group."""
+    with open_pages(port, pages):
+        put_load(port, CLIENTS, WARM_GROUPS)
+        settle(pid)
         before = cpu_seconds(pid)
         result = put_load(port, CLIENTS, groups)
-        used = cpu_seconds(pid) - before
-    return result | {"cpu_ms_per_group": used / groups * 1e3}
+        return result | {"cpu_ms_per_group": (cpu_seconds(pid) - before) / groups * 1e3}
+
+
+def settle(pid: int) -> None:
+    """Return when a process has little to do."""
+    deadline, busy = time.monotonic() + SETTLE_SECONDS, math.inf
+    while busy > QUIET_SHARE * QUIET_SECONDS:
+        if time.monotonic() > deadline:
+            sys.exit(f"error: the service still takes {busy / QUIET_SECONDS:.0%} of a core {SETTLE_SECONDS:g} s after its load")
+        used = cpu_seconds(pid)
+        time.sleep(QUIET_SECONDS)
+        busy = cpu_seconds(pid) - used
 
 
 def interval(shares: Sequence[float]) -> dict[str, float]:
-    """The mean of some shares, and the interval in which it is with 95 %; infinite for one."""
-    mean = statistics.fmean(shares)
-    if len(shares) < 2:
-        return {"mean": mean, "low": -math.inf, "high": math.inf}
-    half = T95[min(len(shares) - 2, len(T95) - 1)] * statistics.stdev(shares) / len(shares) ** 0.5
+    """The mean of some shares, two or more, and the interval in which it is with 95 %."""
+    mean, free = statistics.fmean(shares), len(shares) - 1
+    t = T95[free - 1] if free <= len(T95) else 1.960 + 2.372 / free + 2.823 / free**2  # its expansion: exact to three digits
+    half = t * statistics.stdev(shares) / len(shares) ** 0.5
     return {"mean": mean, "low": mean - half, "high": mean + half}
 
 
+def grown(runs: dict[str, list[dict[str, float]]], key: str, most: bool = False) -> dict[str, float]:
+    """By what share a figure is worse with pages: of each round's two loads of a kind, the sums are compared.
+
+    Args:
+        most: a rate, which is worse if it is less.
+    """
+    bare, paged = ([one[key] + other[key] for one, other in zip(of[::2], of[1::2], strict=True)] for of in runs.values())
+    return interval([(one / other if most else other / one) - 1 for one, other in zip(bare, paged, strict=True)])
+
+
+def said(share: dict[str, float]) -> str:
+    """A share with its interval, in words."""
+    return f"{share['mean']:+.1%} ({share['low']:+.1%} to {share['high']:+.1%})"
+
+
 def compare(rounds: int, groups: int, steps: int) -> dict[str, Any]:
-    """All kinds in turn, so that all meet the same machine; each round in another order."""
-    runs: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
-    with long_run(steps) as run:
+    """Rounds of four loads, both kinds twice, so that both meet the same machine."""
+    runs: dict[str, list[dict[str, float]]] = {BARE: [], PAGED: []}
+    with long_run(steps) as run, service(False, run) as bare, service(True, run) as paged:
+        at = {BARE: (*bare, 0), PAGED: (*paged, PAGES)}
         for number in range(rounds):
-            for kind in random.Random(number).sample(list(KINDS), len(KINDS)):
-                runs[kind].append(under_load(kind, groups, run))
-                print(f"round {number + 1} {kind:17} " + " ".join(f"{k}={v:g}" for k, v in runs[kind][-1].items()), flush=True)
+            for kind in (BARE, PAGED, PAGED, BARE) if number % 2 == 0 else (PAGED, BARE, BARE, PAGED):
+                runs[kind].append(under_load(*at[kind], groups))
+            if number:
+                print(f"round {number + 1}: processor time {said(grown(runs, 'cpu_ms_per_group'))} so far", flush=True)
     middle = {kind: {key: statistics.median(run[key] for run in found) for key in found[0]} for kind, found in runs.items()}
-    bare, slower = runs["without the page"], {}
-    for kind in list(KINDS)[1:]:
-        pairs = list(zip(runs[kind], bare, strict=True))
-        slower[kind] = {
-            "processor": interval([one["cpu_ms_per_group"] / other["cpu_ms_per_group"] - 1 for one, other in pairs]),
-            "posted": interval([1 - one["posted"] / other["posted"] for one, other in pairs]),
-            "drained": interval([1 - one["drained"] / other["drained"] for one, other in pairs]),
-            "p50": interval([one["p50"] / other["p50"] - 1 for one, other in pairs]),
-        }
+    slower = {
+        "processor": grown(runs, "cpu_ms_per_group"), "p50": grown(runs, "p50"),
+        **{what: grown(runs, what, most=True) for what in ("posted", "drained")},
+    }  # fmt: skip
     verdict = {}
-    for what, share in slower["ten pages open"].items():
-        found = "yes" if share["high"] <= MOST_SLOWER else "no" if share["low"] > MOST_SLOWER else "not decided"
-        verdict[f"ten pages cost at most 5 % of {what}"] = found
-        print(f"{what:10} {share['mean']:+.1%} ({share['low']:+.1%} to {share['high']:+.1%}): {found}")
-    setting = {"rounds": rounds, "groups": groups, "clients": CLIENTS, "steps": steps, "groups_before": WARM_GROUPS}
-    return setting | {"runs": runs, "medians": middle, "slower": slower, "verdict": verdict}
+    for what, share in slower.items():
+        verdict[f"ten pages cost at most 5 % of {what}"] = (
+            "yes" if share["high"] <= MOST_SLOWER else "no" if share["low"] > MOST_SLOWER else "not decided"
+        )
+        print(f"{what:10} {said(share)}")
+    return {
+        "rounds": rounds, "groups": groups, "clients": CLIENTS, "steps": steps, "groups_before": WARM_GROUPS, "runs": runs,
+        "medians": middle, "slower": {PAGED: slower}, "verdict": verdict,
+    }  # fmt: skip
 
 
 def memory_of_service(loads: int, groups: int, steps: int) -> dict[str, Any]:
     """The service's memory after each of some loads, while ten pages are open."""
     found = []
-    with long_run(steps) as run, service(10, run) as (port, pid):
+    with long_run(steps) as run, service(True, run) as (port, pid), open_pages(port, PAGES):
         for number in range(loads):
             put_load(port, CLIENTS, groups)
             found.append(rss_mib(pid))
@@ -229,10 +250,7 @@ def memory_of_service(loads: int, groups: int, steps: int) -> dict[str, Any]:
     half = len(found) // 2
     growth = statistics.fmean(found[half:]) - statistics.fmean(found[half // 2 : half]) if half > 1 else 0.0
     verdict = {f"grows by at most {MOST_GROWTH_MIB:g} MiB": "yes" if growth <= MOST_GROWTH_MIB else "no"}
-    return {"loads": loads, "groups": groups, "pages": 10, "rss_mib": found, "growth_mib": growth, "verdict": verdict}
-
-
-# ---- a long run
+    return {"loads": loads, "groups": groups, "pages": PAGES, "rss_mib": found, "growth_mib": growth, "verdict": verdict}
 
 
 @contextmanager
@@ -340,21 +358,12 @@ def opening(steps: int, rollouts: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def finite(value: Any) -> Any:
-    """The same with null for what is infinite, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: finite(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def main() -> None:
     """Run what was asked for, and add it to the results file."""
     parser = argparse.ArgumentParser(description=" ".join(__doc__.split("\n\n", 1)[0].split()))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
-    parser.add_argument("--rounds", type=int, default=8, help="runs of each kind (default: 8)")
-    parser.add_argument("--groups", type=int, default=2560, help="groups of each run (default: 2560)")
+    parser.add_argument("--rounds", type=int, default=20, help="of four loads each (default: 20, ten minutes)")
+    parser.add_argument("--groups", type=int, default=1536, help="of each load (default: 1536)")
     parser.add_argument("--loads", type=int, default=10, help="of the part of memory (default: 10)")
     parser.add_argument("--steps", type=int, default=10_000, help="of the long run (default: 10000)")
     parser.add_argument("--rollouts", type=int, default=1_000_000, help="of the long run (default: 1000000)")
@@ -365,19 +374,20 @@ def main() -> None:
     if arguments.hold_open:
         asyncio.run(hold_open(arguments.port, arguments.hold_open))
         return
+    if arguments.rounds < 2:
+        parser.error(f"--rounds {arguments.rounds}: give at least 2")
     os.makedirs(ROOT / "runs", exist_ok=True)
+    if not LOAD.exists() and set(arguments.parts) != {"open"}:
+        parser.error("../shared/bench/api_load.py, the load, is not there: only --parts open can be measured")
     for part in arguments.parts:
-        if part != "open" and not LOAD.exists():
-            print(f"{part} is skipped: ../shared/bench/api_load.py, the load, is not there")
-            continue
         described = {"machine": machine(), "measured": measured()}
         if part == "load":
             found = compare(arguments.rounds, arguments.groups, arguments.steps)
         elif part == "memory":
-            found = memory_of_service(arguments.loads, arguments.groups // 3, arguments.steps)
+            found = memory_of_service(arguments.loads, 2 * arguments.groups, arguments.steps)
         else:
             found = opening(arguments.steps, arguments.rollouts)
-        put_into(arguments.out, part, described | finite(found))
+        put_into(arguments.out, part, described | found)
         for text, good in found["verdict"].items():
             print(f"{good:>11}  {text}", flush=True)
 

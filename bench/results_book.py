@@ -83,6 +83,11 @@ class Book:
         return nodes
 
 
+def commit_of(measured: dict[str, str]) -> str:
+    """What a table says of where a row's code stands: `commit X`, or `recorded in X`."""
+    return f"commit {measured['commit']}" if "commit" in measured else f"recorded in {measured['recorded_in']}"
+
+
 def _is_dated(measured: Any) -> bool:
     if not isinstance(measured, dict):
         return False

@@ -24,7 +24,6 @@ import json
 import os
 import platform
 import re
-import socket
 import statistics
 import subprocess
 import tempfile
@@ -35,6 +34,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from bench import arrival_order
+from bench.gpu.processes import free_port
 from bench.measured import measured
 from bench.public_server import PUBLIC, public_python
 
@@ -43,13 +43,6 @@ RESULT = re.compile(
     r"posted=(?P<posted>\d+) drained=(?P<drained>\d+) p50=(?P<p50>[\d.]+)ms p99=(?P<p99>[\d.]+)ms "
     r"lost=(?P<lost>\d+) dup=(?P<dup>\d+) order_inversions=(?P<inversions>\d+)"
 )
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @contextmanager

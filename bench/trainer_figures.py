@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from bench.bridge_figures import markdown, sources
+from bench.gpu.shapes import SHAPES
 from bench.results_book import Book
 
 SPEED, SAMPLING, WHOLE = "trainer_speed", "generate_cost", "whole_run"
@@ -62,6 +64,33 @@ def whole_run(book: Book) -> str:
     return f"{markdown(head, rows)}\n\n{sources(book, places)}"
 
 
+def whole_run_bound(book: Book) -> str:
+    """Why the trainer of our part of a whole run waits: what its server gives at best, and how many answers it works on."""
+    place, settings = "parts/ours", book.get(WHOLE, "settings")
+    phases, rate = book.get(WHOLE, f"{place}/seconds_by_phase"), book.number(WHOLE, f"{place}/trained_tokens_per_second")
+    takes = book.number(WHOLE, f"{place}/trained_tokens") / (phases["train"] + phases["sync"])
+    gives = max(book.number(SAMPLING, f"ways/{way}/tokens_per_second") for way in ("numbers", "text and tables"))
+    mean, longest = lengths(settings)
+    return (
+        f"It takes {takes:,.0f} tokens in each second that it does not wait. `/generate` gives {gives:,.0f} at best, so that "
+        f"{1 - gives / takes:.0%} of waiting are the least that this machine allows, and a faster trainer would wait longer. "
+        f"Here the server gave {rate:,.0f}, for it was not full: an answer has {mean:,.0f} tokens on average, the longest of a "
+        f"group of {settings['group']} has {longest:,.0f}, and until that one has ended the others' places stay empty. Of "
+        f"{settings['in_flight']} answers in groups under way {settings['in_flight'] * mean / longest:,.0f} are being sampled"
+    )
+
+
+def lengths(settings: Mapping[str, Any]) -> tuple[float, float]:
+    """Mean tokens of an answer that may end at each of its tokens, and of the longest of a group, under a cap.
+
+    Args:
+        settings: of whole_run.json.
+    """
+    stay = 1 - settings["end_tokens"] / SHAPES[settings["shape"]]["vocab_size"]
+    ends = [1 - stay**tokens for tokens in range(settings["cap"])]  # the share of answers that are no longer
+    return sum(1 - share for share in ends), sum(1 - share ** settings["group"] for share in ends)
+
+
 def checkpoint_cost(book: Book) -> str:
     """What a checkpoint costs the steps beside it."""
     place = f"cases/{SAVED}/checkpoint"
@@ -82,6 +111,7 @@ def sampling_cost(book: Book) -> str:
         "numbers": "`/generate`, numbers alone (what environments ask for)",
         "text and tables": "`/generate`, text and tables of logprobs",
         "vLLM completions": "vLLM's `/v1/completions` with token ids",
+        "numbers, worker apart": "`/generate`, numbers alone, the worker in a process of its own",
         "engine alone": "vLLM's engine without a server",
     }
     rows, places = [], {}
@@ -94,11 +124,24 @@ def sampling_cost(book: Book) -> str:
     return f"{markdown(head, rows)}\n\n{sources(book, places)}"
 
 
+def handing_on(book: Book) -> str:
+    """What of the engine core's own work is to hand tokens on, before messages became fewer and since."""
+    shares = []
+    for way in ("numbers, sent every 16 tokens", "numbers, sent every 64 steps"):
+        place = f"ways/{way}/engine_core"
+        works = ("schedule", "take its answers in", "gather outputs", "encode outputs")
+        spent = [book.number(f"{SAMPLING}_cpu", f"{place}/{work}/processor_us") for work in works]
+        shares.append(sum(spent[2:]) / sum(spent))
+    return f"{shares[0]:.0%} of the engine core's work for a token when it kept 16, {shares[1]:.0%} now"
+
+
 NAMED: dict[str, Callable[[Book], str]] = {
     "trainer_speed": trainer_speed,
     "checkpoint_cost": checkpoint_cost,
     "longest_sequences": longest_sequences,
     "whole_run": whole_run,
+    "whole_run_bound": whole_run_bound,
     "sampling_cost": sampling_cost,
+    "handing_on": handing_on,
 }
 """By the name that stands in the documents."""

@@ -4,11 +4,13 @@
     python bench/whole_run.py --output DIR --questions train.jsonl --parts ours deterministic
     python bench/whole_run.py --output DIR --dry-run                            the starter model on the CPU: that it runs
 
-Questions of GSM8K, groups of 8, 512 answers in flight; random weights of the shape of Qwen3-1.7B, several hundred of whose
-tokens end an answer, so that lengths are geometric under a cap; 256 sequences an optimizer step; staleness at most 2. The first
-steps are left out, which wait for the first answers and compile; figures are over the wall clock between the rows of the steps
-that are counted. A client that streams one answer at a time beside the load sees the longest gap between two tokens. Samples
-thrown away are those that were sampled and not trained on. Prints a table and writes whole_run.json after each part.
+Questions of GSM8K, groups of 8; of TRL's answers 512 are in flight, of ours as many groups as may still be trained on, of
+whose answers about a half has ended while the longest goes on, and at most 512 are sampled at the same time. Random weights of
+the shape of Qwen3-1.7B, several hundred of whose tokens end an answer, so that lengths are geometric under a cap; 256 sequences
+an optimizer step; staleness at most 2. The first steps are left out, which wait for the first answers and compile; figures are
+over the wall clock between the rows of the steps that are counted. A client that streams one answer at a time beside the load
+sees the longest gap between two tokens. Samples thrown away are those that were sampled and not trained on. Prints a table and
+writes whole_run.json after each part.
 """
 
 from __future__ import annotations
@@ -201,7 +203,7 @@ class WholeRun:
             str(args.sequences // micro), "--lr", "1e-6", "--max-staleness", str(args.staleness), "--seq-len",
             str(args.cap + PROMPT_ROOM), *(["--deterministic"] if part == "deterministic" else []), *args.trainer_flags.split(),
         )  # fmt: skip
-        questions, workers = str(args.questions.resolve()), str(args.in_flight // args.group)
+        questions, workers = str(args.questions.resolve()), str((args.staleness + 1) * args.sequences // args.group)
         environment = stack.start_environment(
             "bench/gpu/length_env.py", f"{server.url}/v1", "--env.questions", questions, "--env.group_size", str(args.group),
             "--env.max_token_length", str(args.cap), "--env.max_num_workers", workers,
@@ -304,10 +306,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--leave-out", type=int, default=3, help="first steps that are not counted")
     parser.add_argument("--sequences", type=int, default=256, help="of an optimizer step")
     parser.add_argument("--group", type=int, default=8, help="answers to a question")
-    parser.add_argument("--in-flight", type=int, default=512, help="answers that are sampled at the same time")
+    parser.add_argument("--in-flight", type=int, default=512, help="answers that are sampled at the same time, at most")
     parser.add_argument("--cap", type=int, default=1024, help="most tokens of an answer")
     parser.add_argument("--staleness", type=int, default=2, help="weight versions that an answer may be old")
-    parser.add_argument("--ahead", type=int, default=2, help="batches that our environment may have queued or in work")
+    parser.add_argument("--ahead", type=int, default=3, help="batches that our environment may have queued or in work")
     parser.add_argument("--trainer-flags", default="", help="more flags for grpo.py")
     parser.add_argument("--trl-dtype", default="float32", help="of TRL's weights; float32 is its default")
     parser.add_argument("--ready-seconds", type=float, default=400.0, help="that a server may take to start")

@@ -1,14 +1,14 @@
 """What the trainer's speed is held against: a packed Qwen3 as one would write it in plain PyTorch, nothing of ours in it.
 
 Variable-length attention is PyTorch's own, the output head takes chunks of tokens and computes each again in the backward
-pass, so that logits are never kept. The layers may be compiled, each by itself, and the head's chunk too.
+pass, so that logits are never kept. The layers may be compiled, each by itself.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from example_trainer.models.geometry import Geometry
 
-Compiled = Literal["nothing", "layers", "layers and head"]
 CHUNK = 2048
 
 
@@ -98,14 +97,13 @@ def head_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 class PlainDecoder(nn.Module):
     """The model with tied embeddings, uninitialised."""
 
-    def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device, compiled: Compiled = "nothing") -> None:
+    def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device, compiled: bool = False) -> None:
         super().__init__()
         self.g = g = geometry
         self.embedding = nn.Parameter(torch.empty(g.vocab_size, g.hidden_size, dtype=dtype, device=device))
         self.layers = nn.ModuleList(PlainLayer(g, dtype, device) for _ in range(g.num_layers))
         self.norm_last = nn.Parameter(torch.empty(g.hidden_size, dtype=dtype, device=device))
-        self._head = torch.compile(head_logprobs) if compiled == "layers and head" else head_logprobs
-        if compiled != "nothing":
+        if compiled:
             for layer in self.layers:
                 layer.compile()
         exponents = torch.arange(0, g.head_dim, 2, dtype=torch.float32, device=device) / g.head_dim
@@ -125,4 +123,4 @@ class PlainDecoder(nn.Module):
             x = layer(x, cos, sin, lengths, cu_seqlens)
         hidden = F.rms_norm(x, (self.g.hidden_size,), self.norm_last, self.g.rms_norm_eps)[sources]
         chunks = zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True)
-        return torch.cat([checkpoint(self._head, rows, self.embedding, ids, use_reentrant=False) for rows, ids in chunks])
+        return torch.cat([checkpoint(head_logprobs, rows, self.embedding, ids, use_reentrant=False) for rows, ids in chunks])

@@ -145,6 +145,10 @@ class Child:
                     pipe.close()
 
 
+HELD_SECONDS = 900.0
+"""That a task which is held waits for its turn."""
+
+
 class Task(Child):
     """A module that reads what is asked of it from one JSON file and writes its answer to another, as `answer_once` does."""
 
@@ -157,6 +161,7 @@ class Task(Child):
         seconds: float,
         ranks: int = 1,
         environment: Mapping[str, str] | None = None,
+        held: bool = False,
     ) -> None:
         """
         Args:
@@ -164,13 +169,23 @@ class Task(Child):
             module: run with the two files; by torchrun if there are several ranks, of which the first one answers.
             output: where the log goes.
             seconds: time limit of the whole process.
+            held: it imports what it needs, which takes long, and does nothing more until `begin`.
         """
         self._folder, self._seconds, self._began = tempfile.TemporaryDirectory(), seconds, time.monotonic()
         files = [Path(self._folder.name) / "asked.json", Path(self._folder.name) / "answer.json"]
-        files[0].write_text(json.dumps(asked), encoding="utf-8")
+        self._asked, self._words = files[0], json.dumps(asked)
+        if not held:
+            self.begin(seconds)
         log = output / ("".join(c if c.isalnum() or c in ".-" else "_" for c in name) + ".log")
         super().__init__(name, [*module_command(module, ranks), *map(str, files)], log, environment or {}, pipes=False)
         self._answer = files[1]
+
+    def begin(self, seconds: float) -> None:
+        """Tell a task that was held what is asked of it; it has so many seconds from now on."""
+        self._seconds, self._began = seconds, time.monotonic()
+        part = self._asked.with_suffix(".part")
+        part.write_text(self._words, encoding="utf-8")
+        part.replace(self._asked)
 
     @property
     def ended(self) -> bool:
@@ -198,6 +213,11 @@ class Task(Child):
 def answer_once(work: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """The main program of a module that a `Task` runs; with several ranks, the first one's answer is kept."""
     asked, answer = map(Path, sys.argv[1:3])
+    deadline = time.monotonic() + HELD_SECONDS
+    while not asked.exists():
+        if time.monotonic() > deadline or not asked.parent.exists():
+            raise TimeoutError(f"nobody asked for anything within {HELD_SECONDS:g} s: {asked} is not there")
+        time.sleep(0.02)
     found = work(json.loads(asked.read_text(encoding="utf-8")))
     if int(os.environ.get("RANK", "0")) == 0:
         answer.write_text(json.dumps(found), encoding="utf-8")

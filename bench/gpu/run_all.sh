@@ -15,9 +15,11 @@
 #       exact (one: 200 steps over each bridge, twice, that must end in the same weights) ·
 #       colocate (one: trainer and vLLM take turns on it) ·
 #       memory (one; two for sharded training: the memory plan against real steps, needs no vLLM) ·
-#       trainer-speed (one; two for 14B over both) · whole-run (two: ours beside TRL; QUESTIONS names GSM8K's train.jsonl) ·
+#       trainer-speed (one; two for 14B over both) · sampling-cost (one: what a token costs the server) ·
+#       whole-run (two: ours beside TRL; QUESTIONS names GSM8K's train.jsonl) ·
 #       learning (any number: methods compared, MODEL names what bench/word_problems/make_model.py wrote; the same again goes on) ·
-#       async (two: in turns, overlapped, off-policy by 1, 2 and 4; MODEL names a checkpoint's folder, else the starter model) ·
+#       async (two, or one that they share: in turns, overlapped, off-policy by 1, 2 and 4; MODEL names a checkpoint's folder, else
+#       the starter model; LR its learning rate, 3e-4 if not given, which is far too much for a large one) ·
 #       modes (whole trainings, those that the GPUs suffice for; all with four) · cpu (a tiny model, to try the scripts)
 # Each kind ends within nine minutes; a machine's first server start is part of the first kind that is run on it.
 # LOCKSTEP_COMMIT names the commit that is measured, where there is no .git folder.
@@ -92,10 +94,12 @@ case $kind in
     ;;
   colocate) run 535 colocate colocate.py ;;
   memory) run 530 memory_plan memory_plan.py ;;
-  trainer-speed) run 550 trainer_speed trainer_speed.py --seconds 530 ;;
+  trainer-speed) run 500 trainer_speed trainer_speed.py --seconds 480 ;;
+  sampling-cost) run 420 generate_cost generate_cost.py --ramp 15 --seconds 15 ;;
   whole-run) run 570 whole_run whole_run.py --seconds 550 ${QUESTIONS:+--questions "$QUESTIONS"} ;;
   learning) run 575 learning learning.py --model "${MODEL:?the folder of bench/word_problems/make_model.py}" --seconds 550 ;;
-  async) run 560 async_modes async_modes.py --steps 40 --sequences 256 --group 16 --in-flight 512 --seconds 90 ${MODEL:+--model "$MODEL"} ;;
+  async) run 560 async_modes async_modes.py --steps 40 --sequences 256 --group 16 --in-flight 512 --seconds 90 \
+    ${MODEL:+--model "$MODEL"} ${LR:+--lr "$LR"} ;;
   modes) run 530 training_modes training_modes.py --eager ;;
   cpu)
     for script in weight_sync single_copy lora_swap bridge_faults fleet; do

@@ -23,7 +23,7 @@ from example_trainer.batch.bins import PackedBin
 from example_trainer.config import TrainerConfig
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.geometry import Geometry
-from example_trainer.models.ops import choose_operations, reference
+from example_trainer.models.ops import choose_operations
 from example_trainer.observe.perf import matrix_elements, step_flops
 from example_trainer.training.checkpoints import Checkpoints
 from example_trainer.training.optimizer import MasterAdamW
@@ -32,10 +32,7 @@ from example_trainer.training.runs import PREFIX, new_run
 PEAK_FLOPS = 790e12
 """Dense bf16 rate of an H200, measured by large matrix products; what every share of the peak here is of."""
 
-Arithmetic = Literal[
-    "ours", "ours, reference table", "ours, deterministic", "plain", "plain, layers compiled", "plain, all compiled"
-]
-_COMPILED = {"plain": "nothing", "plain, layers compiled": "layers", "plain, all compiled": "layers and head"}
+Arithmetic = Literal["ours", "ours, deterministic", "plain", "plain, layers compiled"]
 
 
 @dataclass(frozen=True)
@@ -118,7 +115,7 @@ class Timer:
 def ours(case: Case, g: Geometry, dtype: torch.dtype, device: torch.device, config: TrainerConfig) -> tuple[Any, Any]:
     """The trainer's model and optimizer, as a run makes them."""
     deterministic = case.arithmetic == DETERMINISTIC
-    table = reference if case.arithmetic.endswith("reference table") else choose_operations(device, dtype, deterministic)
+    table = choose_operations(device, dtype, deterministic)
     if case.ranks > 1:
         from example_trainer.parallel.fsdp import sharded_decoder  # takes a second to import
 
@@ -145,7 +142,7 @@ def measure(case: Case, device: torch.device, rank: int = 0) -> dict[str, Any]:
     timer, found = Timer(device), dict[str, Any]()
     with Meter(device) as meter:
         if case.arithmetic.startswith("plain"):
-            plain = PlainDecoder(g, dtype, device, _COMPILED[case.arithmetic])
+            plain = PlainDecoder(g, dtype, device, case.arithmetic.endswith("layers compiled"))
             random_weights(plain)
             gradient: Callable[[list[PackedBin]], object] = partial(plain_gradient, plain)
             found["arithmetic"], parameters = case.arithmetic, sum(p.numel() for p in plain.parameters())

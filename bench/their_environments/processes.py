@@ -7,7 +7,6 @@ import os
 import queue
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -83,13 +82,6 @@ def sides(clone: Path, work: Path) -> tuple[Side, Side]:
 def link(place: Path, target: Path) -> None:
     if not place.is_symlink():
         place.symlink_to(target.resolve(), target_is_directory=True)
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @contextmanager

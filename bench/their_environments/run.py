@@ -33,6 +33,7 @@ import httpx
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
+from bench.gpu.processes import free_port
 from bench.measured import measured
 from bench.their_environments import processes
 from bench.their_environments.cases import CASES, Case
@@ -274,7 +275,7 @@ def started(clone: Path, work: Path) -> Iterator[Bench]:
         for side in processes.sides(clone, work):
             launcher = Launcher(side, work / f"home-{side.name}")
             stack.callback(launcher.close)
-            model, service = processes.free_port(), processes.free_port()
+            model, service = free_port(), free_port()
             for port, command, path in (
                 (model, processes.model(model, tokenizer), "/health"),
                 (service, processes.service(service), "/"),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bench.bridge_figures import markdown
-from bench.results_book import Book
+from bench.results_book import Book, commit_of
 from bench.their_environments.cases import CASES, NOT_RUN
 
 RESULTS = "their_environments"
@@ -21,8 +21,8 @@ def their_environments(book: Book) -> str:
     files = {row["file"] for row in found.values() if row["verdict"] != "nothing"}
     same = sum(row["verdict"] == "same" for row in found.values())
     days = sorted(row["measured"]["date"].split()[0] for row in found.values())
-    commits = sorted({row["measured"]["commit"] for row in found.values()})
-    told = f"{len(files)} files in {len(found)} runs, {same} of them the same number for number. Run on {days[-1]}, commit "
+    commits = sorted({commit_of(row["measured"]) for row in found.values()})
+    told = f"{len(files)} files in {len(found)} runs, {same} of them the same number for number. Run on {days[-1]}, "
     return f"{markdown(head, rows)}\n\n{told}{', '.join(commits)}."
 
 
