@@ -19,7 +19,7 @@ from atroposlib.ui.live.happenings import Drops, happenings, restarted, server_e
 from atroposlib.ui.live.hub import Hub
 from atroposlib.ui.live.observed import ObservedFolder
 from atroposlib.ui.live.servers import Server, ServerWatch, read_versions
-from atroposlib.ui.live.stack import TrainerHeard, stack_of, worth_telling
+from atroposlib.ui.live.stack import TrainerHeard, mark_of, stack_of, worth_telling
 from atroposlib.ui.run.catalogue import LIVE
 from atroposlib.ui.run.events import Event
 from atroposlib.ui.run.folder import RunFiles, environment_rows
@@ -78,7 +78,11 @@ class LiveSource:
 
     def _of_earlier_process(self) -> dict[str, Any]:
         """The stack as an earlier process of this service wrote it down last, if the run goes on in this one; else empty."""
-        stack = self.observed.stack if self.service.queue.registration is not None else {}
+        trainer = self.service.queue.registration
+        stack = self.observed.stack if trainer is not None else {}
+        told = stack.get("trainer")
+        if isinstance(told, dict) and told.get("registration") == mark_of(trainer):
+            self.service.heard_trainer(told.get("publishes") is True)  # or one that died meanwhile would never be missed
         rows = stack.get("servers")
         found = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
         self.watch.remembered = {row["url"]: row for row in found if isinstance(row.get("url"), str)}

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from atroposlib.api.models.records import Registration
 from atroposlib.api.queue import figures
 from atroposlib.api.queue.rollout_queue import RolloutQueue
 from atroposlib.ui.live.faults import find_faults
@@ -26,6 +27,11 @@ class TrainerHeard(NamedTuple):
     """Since it said anything at all, or since the service began."""
     publishes: bool = False
     """It tells of its servers every few seconds, whatever else it does."""
+
+
+def mark_of(trainer: Registration | None) -> str | None:
+    """Tells one registration from the next, and is not the uuid itself, with which one may speak for the trainer."""
+    return None if trainer is None else hashlib.sha256(str(trainer.uuid).encode()).hexdigest()[:8]
 
 
 def stack_of(
@@ -73,8 +79,7 @@ def stack_of(
             "publishes": heard.publishes,
             "batches_skipped": queue.batches_skipped,
             "starting_step": trainer.starting_step if trainer else None,
-            # Tells one registration from the next, and is not the uuid itself, with which one may speak for the trainer.
-            "registration": hashlib.sha256(str(trainer.uuid).encode()).hexdigest()[:8] if trainer else None,
+            "registration": mark_of(trainer),
             "log_dir": trainer.log_dir if trainer else None,
         },
         "queue": figures.backlog(queue, MOST_GROUPS_LOOKED_AT),
