@@ -17,11 +17,15 @@
 #       memory (one; two for sharded training: the memory plan against real steps, needs no vLLM) ·
 #       trainer-speed (one; two for 14B over both) · sampling-cost (one: what a token costs the server) ·
 #       whole-run (two: ours beside TRL; QUESTIONS names GSM8K's train.jsonl) ·
-#       learning (any number: methods compared, MODEL names what bench/word_problems/make_model.py wrote; the same again goes on) ·
+#       learning (any number: methods compared, MODEL names what bench/word_problems/make_model.py wrote; the same again goes on,
+#       and trains what bench/results/learning.json lacks where the model is the one that was measured there) ·
 #       async (two, or one that they share: in turns, overlapped, off-policy by 1, 2 and 4; MODEL names a checkpoint's folder, else
 #       the starter model; LR its learning rate, 3e-4 if not given, which is far too much for a large one) ·
-#       modes (whole trainings, those that the GPUs suffice for; all with four) · cpu (a tiny model, to try the scripts)
-# Each kind ends within nine minutes; a machine's first server start is part of the first kind that is run on it.
+#       modes (whole trainings, those that the GPUs suffice for; all with four) · checks (one: tests/gpu/check_*.py) ·
+#       cpu (a tiny model, to try the scripts) ·
+#       one-gpu (one: exact, learning, checks, modes, deterministic, async and colocate in turn; its model is made if MODEL names
+#       no folder; half an hour, so where commands have a time limit: `setsid nohup bench/gpu/run_all.sh one-gpu out > log 2>&1 &`)
+# Each other kind ends within nine minutes; a machine's first server start is part of the first kind that is run on it.
 # LOCKSTEP_COMMIT names the commit that is measured, where there is no .git folder.
 # Ends with status 1 if any script failed. Results and logs are in OUTPUT_FOLDER, one folder for each script.
 set -uo pipefail
@@ -97,10 +101,39 @@ case $kind in
   trainer-speed) run 500 trainer_speed trainer_speed.py --seconds 480 ;;
   sampling-cost) run 420 generate_cost generate_cost.py --ramp 15 --seconds 15 ;;
   whole-run) run 570 whole_run whole_run.py --seconds 550 ${QUESTIONS:+--questions "$QUESTIONS"} ;;
-  learning) run 575 learning learning.py --model "${MODEL:?the folder of bench/word_problems/make_model.py}" --seconds 550 ;;
+  learning)
+    run 575 learning learning.py --model "${MODEL:?the folder of bench/word_problems/make_model.py}" --seconds 550 \
+      --add-to bench/results/learning.json
+    ;;
   async) run 560 async_modes async_modes.py --steps 40 --sequences 256 --group 16 --in-flight 512 --seconds 90 \
     ${MODEL:+--model "$MODEL"} ${LR:+--lr "$LR"} ;;
   modes) run 530 training_modes training_modes.py --eager ;;
+  checks)
+    mkdir -p "$out/checks"
+    for name in fast_table deterministic_trainer single_copy_pieces killed_writer out_of_memory; do
+      echo "== $name (at most 150 s)"
+      timeout -k 25 150 "$python" -u "tests/gpu/check_$name.py" --json "$out/checks/$name.json" || {
+        echo "== $name: status $?"
+        status=1
+      }
+    done
+    ;;
+  one-gpu)
+    # The first of them leaves most of the processor idle, on which the model's texts are made.
+    if [[ -z ${MODEL:-} ]]; then
+      MODEL=$out/model
+      mkdir -p "$MODEL"
+      timeout -k 25 600 "$python" -u -m bench.word_problems.make_model --output "$MODEL" > "$MODEL.log" 2>&1 &
+      parts+=("$!")
+    fi
+    "$0" exact "$out" || status=1
+    for part in "${parts[@]}"; do wait "$part" || status=1; done
+    for each in learning checks modes deterministic async colocate; do
+      # The methods' model is for word problems alone.
+      if [[ $each == learning ]]; then MODEL=$MODEL "$0" "$each" "$out" || status=1; else MODEL='' "$0" "$each" "$out" || status=1; fi
+      echo "== one-gpu: $each is over after $SECONDS s"
+    done
+    ;;
   cpu)
     for script in weight_sync single_copy lora_swap bridge_faults fleet; do
       run 600 "$script" "$script.py" --device cpu --tiny
