@@ -25,7 +25,8 @@
 #       cpu (a tiny model, to try the scripts) ·
 #       one-gpu (one: exact, learning, checks, modes, deterministic, async and colocate in turn; its model is made if MODEL names
 #       no folder; half an hour, so where commands have a time limit: `setsid nohup bench/gpu/run_all.sh one-gpu out > log 2>&1 &`)
-# Each other kind ends within nine minutes; a machine's first server start is part of the first kind that is run on it.
+# Each other kind ends within nine minutes, checks within thirteen; a machine's first server start is part of the first kind that is
+# run on it.
 # LOCKSTEP_COMMIT names the commit that is measured, where there is no .git folder.
 # Ends with status 1 if any script failed. Results and logs are in OUTPUT_FOLDER, one folder for each script.
 set -uo pipefail
@@ -126,12 +127,12 @@ case $kind in
       timeout -k 25 600 "$python" -u -m bench.word_problems.make_model --output "$MODEL" > "$MODEL.log" 2>&1 &
       parts+=("$!")
     fi
-    "$0" exact "$out" || status=1
+    MODEL='' bench/gpu/run_all.sh exact "$out" || status=1
     for part in "${parts[@]}"; do wait "$part" || status=1; done
-    for each in learning checks modes deterministic async colocate; do
-      # The methods' model is for word problems alone.
-      if [[ $each == learning ]]; then MODEL=$MODEL "$0" "$each" "$out" || status=1; else MODEL='' "$0" "$each" "$out" || status=1; fi
-      echo "== one-gpu: $each is over after $SECONDS s"
+    MODEL=$MODEL bench/gpu/run_all.sh learning "$out" || status=1
+    for each in checks modes deterministic async colocate; do
+      echo "== one-gpu: $each begins after $SECONDS s"
+      MODEL='' bench/gpu/run_all.sh "$each" "$out" || status=1 # that model is for word problems alone
     done
     ;;
   cpu)
