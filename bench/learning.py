@@ -57,6 +57,7 @@ from bench.gpu.machine import describe
 from bench.gpu.processes import BenchError, Child, tail
 from bench.gpu.runs import Results, run_and_report
 from bench.gpu.summary import table
+from bench.gpu.training_stack import read_rows
 from bench.learning_plan import TINY, VARIANTS, Training, estimated_seconds, gpus_of, plan, refusal
 from bench.learning_summary import HEADS, curves, divergence, figures, variant_rows
 from bench.measured import measured
@@ -289,12 +290,6 @@ class Learning:
                 one.child.signal(signal.SIGTERM)
         for one in self.running:
             one.child.stop()
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a JSON lines file; none if it is not there."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def made_of(model: Path, root: Path = ROOT) -> dict[str, str]:

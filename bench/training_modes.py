@@ -3,12 +3,14 @@
     python bench/training_modes.py --output DIR                            every mode that the GPUs at hand suffice for
     python bench/training_modes.py --output DIR --only single_copy lora    some of them
     python bench/training_modes.py --output DIR --only deterministic_single_copy --steps 50 --repeat 2
+    python bench/training_modes.py --output DIR --only deterministic_single_copy --steps 50 --repeat 2 --kill-after 25
 
 A trainer and a server that have a GPU each share one where there is no other.
 Each mode trains a few steps on arithmetic. It passes if the trainer ends well, vLLM serves the last step's weights, every
 parameter was mapped, and the policy that was trained is the one that sampled (KL to the rollouts near 0; in deterministic mode
 no token differs). With --repeat, other processes do the same beside it; in deterministic mode the weights must then be the
-same, bit for bit, after each step. Prints a table and writes training_modes.json.
+same, bit for bit, after each step. With --kill-after, all four processes of the last run get SIGKILL after that step, and it is
+resumed: its weights must be those of the runs that nobody killed. Prints a table and writes training_modes.json.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ from typing import Any
 import httpx
 import torch
 
-from bench.gpu.processes import BenchError, free_port, wait_all
+from bench.gpu.processes import BenchError, Child, free_port, wait_all
 from bench.gpu.runs import Sitting, command_line, run_and_report
 from bench.gpu.shapes import STARTER
 from bench.gpu.summary import table
-from bench.gpu.training_stack import TrainingStack, wait_for_end
+from bench.gpu.training_stack import TrainingStack, read_rows, wait_for_end
 from bench.gpu.vllm_server import READY_SECONDS, ServerOptions, VllmServer, beside_the_trainer
 
 CACHE_GIB, MODEL_LENGTH = 4, 512
@@ -108,23 +110,31 @@ MODES = {
 class Run:
     """One mode's processes and what came of them."""
 
-    def __init__(self, name: str, mode: Mode, args: argparse.Namespace, stack: ExitStack, work: Path) -> None:
-        self.name, self.mode, self.args, self.stack = name, mode, args, stack
+    def __init__(
+        self, name: str, mode: Mode, args: argparse.Namespace, stack: ExitStack, work: Path, kill_after: int = 0
+    ) -> None:
+        """
+        Args:
+            kill_after: the step after which every process is killed and the run resumed; 0: it is left alone.
+        """
+        self.name, self.mode, self.args, self.stack, self.kill_after = name, mode, args, stack, kill_after
         self.processes = TrainingStack(name, args.output, work, stack, args.device == "cpu")
+        servers = 1 if mode.own_server else len(mode.vllm_gpus.split(";"))
+        self.ports = [free_port() for _ in range(servers)]
 
     def servers(self) -> list[VllmServer]:
         """Servers that the trainer does not start itself. The first one's folder is the trainer's, for a single copy's handles;
         each other has its own."""
         started = []
         for number, gpus in enumerate(self.mode.vllm_gpus.split(";")):
-            name = f"{self.name}-vllm{number or ''}"
+            name = f"{self.processes.name}-vllm{number or ''}"
             options = ServerOptions(
                 gpus if self.args.device == "cuda" else "", tp=len(gpus.split(",")), shared=self.mode.shared,
                 eager=self.args.eager, cache_gib=CACHE_GIB, max_model_len=MODEL_LENGTH, load_format="auto",
                 flags=self.mode.vllm, environment=beside_the_trainer() if self.mode.neighbours else (),
             )  # fmt: skip
             folder = self.processes.folder / name if number else self.processes.folder
-            started.append(VllmServer(name, STARTER, self.args.output, options, logs=folder))
+            started.append(VllmServer(name, STARTER, self.args.output, options, self.ports[number], logs=folder))
             self.stack.callback(started[-1].stop)
         return started
 
@@ -135,23 +145,18 @@ class Run:
             BenchError: a process failed, or took too long.
         """
         mode, args, begun = self.mode, self.args, time.monotonic()
-        self.processes.start_service()
-        servers = [] if mode.own_server else self.servers()
-        wait_all({server.name: server.ready for server in servers}, READY_SECONDS)
+        self.start()
         ready = time.monotonic()
-        ports = [server.port for server in servers] or [free_port()]
-        trainer = self.processes.start_trainer(STARTER, mode.trainer_gpus, *self.trainer_flags(ports))
-        environment = self.processes.start_environment(
-            "environments/arithmetic_server.py", f"http://localhost:{ports[0]}", "--env.max_token_length", "96",
-            "--env.group_size", "16", "--env.max_batches_offpolicy", str(mode.ahead),
-            "--env.seed_rollouts", str(mode.deterministic).lower(),
-            # Once the task is solved most groups are of equal scores: many would be sampled for each that is trained on.
-            "--env.ensure_scores_are_not_same", "false",
-        )  # fmt: skip
-        wait_for_end(trainer, args.seconds)
-        served = [_state(port) for port in ports] if servers else []
-        environment.stop()
-        rows = [json.loads(line) for line in self.processes.metrics.read_text().splitlines()]
+        if self.kill_after:
+            wait_for_end(self.trainer, args.seconds, lambda: len(self.learned()) >= self.kill_after)
+            for child in (*self.others, self.trainer):
+                child.kill()
+            self.processes.name += "-resumed"
+            self.start("--resume", "auto")
+        wait_for_end(self.trainer, args.seconds)
+        served = [] if mode.own_server else [_state(port) for port in self.ports]
+        self.others[-1].stop()
+        rows = self.learned()
         found = {
             "steps": len(rows),
             "gpus": mode.gpus_needed if args.device == "cuda" else 0,
@@ -170,6 +175,27 @@ class Run:
         self.judge(found, rows)
         return found
 
+    def start(self, *resume: str) -> None:
+        """Everything, in the order in which it is wanted; the trainer is `trainer`, the environment the last of `others`."""
+        mode, exact = self.mode, bool(self.args.kill_after)
+        service = self.processes.start_service(self.processes.folder / "rollouts.db" if exact else None)
+        servers = [] if mode.own_server else self.servers()
+        wait_all({server.name: server.ready for server in servers}, READY_SECONDS)
+        self.trainer = self.processes.start_trainer(STARTER, mode.trainer_gpus, *self.trainer_flags(self.ports), *resume)
+        environment = self.processes.start_environment(
+            "environments/arithmetic_server.py", f"http://localhost:{self.ports[0]}", "--env.max_token_length", "96",
+            "--env.group_size", "16", "--env.max_batches_offpolicy", str(mode.ahead),
+            "--env.seed_rollouts", str(mode.deterministic).lower(), "--env.exact_resume", str(exact).lower(),
+            # Once the task is solved most groups are of equal scores: many would be sampled for each that is trained on.
+            "--env.ensure_scores_are_not_same", "false",
+        )  # fmt: skip
+        self.others: list[Child] = [service, *servers, environment]
+
+    def learned(self) -> list[dict[str, Any]]:
+        """A row for each step of the present weights, in their order; of a step that was done again, the later one."""
+        rows = read_rows(self.processes.metrics)
+        return list({row["weight_version"]: row for row in rows}.values())
+
     def trainer_flags(self, ports: list[int]) -> list[str]:
         """What grpo.py is started with in this mode."""
         mode, args = self.mode, self.args
@@ -177,6 +203,8 @@ class Run:
         flags += ["--vllm-port", str(ports[0]), "--training-steps", str(args.steps), "--lr", "3e-4", "--batch-size", "16"]
         flags += ["--gradient-accumulation-steps", "8", "--seq-len", str(MODEL_LENGTH), "--bridge-timeout", "60"]
         flags += ["--batch-timeout", "200", *mode.trainer]
+        if args.kill_after:
+            flags += ["--checkpoint-interval", "1", "--keep-checkpoints", "1", "--max-staleness", "0"]
         if mode.own_server:
             vllm = ["--max-model-len", str(MODEL_LENGTH), "--max-num-seqs", "256", *mode.vllm]
             if args.device == "cuda":  # an exact size, so that other programs may use the GPU at the same time
@@ -218,8 +246,9 @@ def repeated(name: str, mode: Mode, args: argparse.Namespace) -> dict[str, Any]:
     """
 
     def one(label: str) -> dict[str, Any]:
+        kill_after = args.kill_after if label == labels[-1] else 0
         with tempfile.TemporaryDirectory() as work, ExitStack() as stack:
-            found = Run(label, mode, args, stack, Path(work)).go()
+            found = Run(label, mode, args, stack, Path(work), kill_after).go()
         print(f"{label}: weights {found['checksums'][-1]}", flush=True)
         return found
 
@@ -230,6 +259,8 @@ def repeated(name: str, mode: Mode, args: argparse.Namespace) -> dict[str, Any]:
     if args.repeat > 1:
         step = first_difference(runs)
         found["runs"], found["first_step_that_differs"] = args.repeat, step
+        if args.kill_after:
+            found["killed_after_step"] = args.kill_after
         if mode.deterministic and step is not None:
             raise BenchError(f"{name}: after step {step} the weights of {args.repeat} runs are not the same")
     return found
@@ -279,6 +310,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=MODES)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--repeat", type=int, default=1, help="runs of each mode, compared with each other")
+    parser.add_argument("--kill-after", type=int, default=0, metavar="STEP", help="kill all of the last run, resume it")
     parser.add_argument("--seconds", type=float, default=150.0, help="for the training of one mode")
     parser.add_argument("--eager", action="store_true", help="vLLM without compilation and CUDA graphs (starts faster)")
     args = parser.parse_args(arguments)

@@ -123,6 +123,16 @@ class Child:
         """Send a signal to the process itself."""
         os.kill(self.pid, number)
 
+    def kill(self) -> None:
+        """SIGKILL for it and all that it started."""
+        family = self.descendants()
+        self.process.kill()
+        for process in family:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait()
+        psutil.wait_procs(family, timeout=20)
+
     def stop(self, grace: float = 20.0) -> None:
         """SIGTERM, then SIGKILL for whatever is left of it. Safe to call twice."""
         family = self.descendants()

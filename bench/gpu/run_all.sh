@@ -13,6 +13,7 @@
 #       4 (four: 14B to two ranks) · 4-ranks (four: the same from a trainer of two ranks) ·
 #       4-late (three or more: a rank that is late) · deterministic (one: parity) · deterministic-cost (one: speed, learning) ·
 #       exact (one: 200 steps over each bridge, twice, that must end in the same weights) ·
+#       resumed (one: 40 steps over each bridge, twice, one of them killed in the middle and resumed: the same weights) ·
 #       colocate (one: trainer and vLLM take turns on it) ·
 #       memory (one; two for sharded training: the memory plan against real steps, needs no vLLM) ·
 #       trainer-speed (one; two for 14B over both) · sampling-cost (one: what a token costs the server) ·
@@ -23,8 +24,8 @@
 #       the starter model; LR its learning rate, 3e-4 if not given, which is far too much for a large one) ·
 #       modes (whole trainings, those that the GPUs suffice for; all with four) · checks (one: tests/gpu/check_*.py) ·
 #       cpu (a tiny model, to try the scripts) ·
-#       one-gpu (one: exact, learning, checks, modes, deterministic, async and colocate in turn; its model is made if MODEL names
-#       no folder; half an hour, so where commands have a time limit: `setsid nohup bench/gpu/run_all.sh one-gpu out > log 2>&1 &`)
+#       one-gpu (one: exact, learning, resumed, checks, modes, deterministic, async and colocate in turn; its model is made if
+#       MODEL names no folder; half an hour, so where commands have a time limit: `setsid nohup bench/gpu/run_all.sh one-gpu out > log 2>&1 &`)
 # Each other kind ends within nine minutes, checks within thirteen; a machine's first server start is part of the first kind that is
 # run on it.
 # LOCKSTEP_COMMIT names the commit that is measured, where there is no .git folder.
@@ -97,14 +98,19 @@ case $kind in
     done
     for part in "${parts[@]}"; do wait "$part" || status=1; done
     ;;
+  resumed)
+    run 400 resumed training_modes.py --only deterministic_single_copy deterministic_broadcast --steps 40 --repeat 2 \
+      --kill-after 20 --name resumed
+    ;;
   colocate) run 535 colocate colocate.py ;;
   memory) run 530 memory_plan memory_plan.py ;;
   trainer-speed) run 500 trainer_speed trainer_speed.py --seconds 480 ;;
   sampling-cost) run 420 generate_cost generate_cost.py --ramp 15 --seconds 15 ;;
   whole-run) run 570 whole_run whole_run.py --seconds 550 ${QUESTIONS:+--questions "$QUESTIONS"} ;;
   learning)
+    # As those were trained that are there already, or none of them could be kept.
     run 575 learning learning.py --model "${MODEL:?the folder of bench/word_problems/make_model.py}" --seconds 550 \
-      --add-to bench/results/learning.json
+      --steps 100 --jobs 12 --mps --add-to bench/results/learning.json
     ;;
   async) run 560 async_modes async_modes.py --steps 40 --sequences 256 --group 16 --in-flight 512 --seconds 90 \
     ${MODEL:+--model "$MODEL"} ${LR:+--lr "$LR"} ;;
@@ -130,7 +136,7 @@ case $kind in
     MODEL='' bench/gpu/run_all.sh exact "$out" || status=1
     for part in "${parts[@]}"; do wait "$part" || status=1; done
     MODEL=$MODEL bench/gpu/run_all.sh learning "$out" || status=1
-    for each in checks modes deterministic async colocate; do
+    for each in resumed checks modes deterministic async colocate; do
       echo "== one-gpu: $each begins after $SECONDS s"
       MODEL='' bench/gpu/run_all.sh "$each" "$out" || status=1 # that model is for word problems alone
     done

@@ -21,6 +21,7 @@ class TrainingStack:
     """One run's processes; all end with the stack that it is given.
 
     Attributes:
+        name: begins the names of the logs.
         folder: of the run's own files, the trainer's log folder among them.
         metrics: where the trainer writes its rows.
     """
@@ -47,10 +48,10 @@ class TrainingStack:
         self.stack.callback(child.stop)
         return child
 
-    def start_service(self) -> Child:
-        """The rollout service, once it answers."""
+    def start_service(self, store: Path | None = None) -> Child:
+        """The rollout service, once it answers; without a file for its rollouts it has them in memory."""
         port = self.service_url.rpartition(":")[2]
-        child = self.start("service", ["-m", "atroposlib.cli.run_api", "--port", port, "--store", "memory"])
+        child = self.start("service", ["-m", "atroposlib.cli.run_api", "--port", port, "--store", str(store or "memory")])
         wait_all({"service": lambda: answers(self.service_url)}, 60)
         return child
 
@@ -81,6 +82,12 @@ def answers(url: str) -> bool:
         return httpx.get(url, timeout=40).status_code == 200
     except httpx.TransportError:
         return False
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a JSON lines file; none if it is not there."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def wait_for_end(child: Child, seconds: float, meanwhile: Callable[[], bool | None] = lambda: None) -> None:
