@@ -27,6 +27,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # What the tests themselves ask their servers goes through no proxy.
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "localhost,127.0.0.1"
+# PyTorch asks for the name of whom it connects to, once in each process. A name server that is there and does not answer would
+# cost it 10 seconds (resolv.conf(5)), more than many a test gives a peer to come.
+os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
 # Nothing is asked of a hub or told to anybody: without a network each such question takes a minute of retries, and with one the
 # outcome would depend on it.
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,14 @@ class Hosts:
 
     @contextmanager
     def training(self, transfer: str, **options: Any) -> Iterator[Trainer]:
-        """Of all servers, from the trainer's host."""
+        """Of all servers, from the trainer's host. One that came late, on a machine that is busy, is waited for."""
         with ExitStack() as stack:
             places = [server.place for server in self.servers.values()]
             block = training(places, transfer, self.free_port(), bucket=BUCKET, **options)
-            yield self.trainer.calling(lambda: stack.enter_context(block))
+            trainer = self.trainer.calling(lambda: stack.enter_context(block))
+            for server in self.servers.values():
+                self.trainer.calling(partial(bring_back, trainer, server))
+            yield trainer
 
 
 @pytest.fixture(scope="module")
