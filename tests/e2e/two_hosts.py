@@ -159,8 +159,8 @@ def hosts(folder: Path, *names: str) -> Iterator[Network]:
     with ExitStack() as stack:
         switch = _holder(stack, "--net", "true")
         at_switch = ("nsenter", f"--target={switch}", "--net", "--")
-        # No name server is reached: said at once, each time, and not at most once a second. PyTorch asks one for the name of whom
-        # it connects to, and waits.
+        # No name server is reached: said at once, and each time, not once a second at most. PyTorch asks one for the name of
+        # whom it connects to, and waits.
         _run(*at_switch, "sysctl", "-qw", "net.ipv4.ip_forward=1", "net.ipv4.icmp_ratelimit=0")
         _run(*at_switch, "ip", "rule", "add", "priority", "1", "ipproto", "udp", "dport", "53", "unreachable")
         made = []
