@@ -14,7 +14,7 @@ from atroposlib.api.app.service import RolloutService
 from atroposlib.api.gate.group_reader import GroupReader
 from atroposlib.api.models.groups import ScoredData
 from atroposlib.api.models.records import BatchTooSmallError, Draft, Receipt, UnknownEnvironmentError
-from atroposlib.api.models.requests import EnvIdentifier, PostedEvaluation, RegisterEnv, invalid, read
+from atroposlib.api.models.requests import EnvIdentifier, EnvStatus, PostedEvaluation, RegisterEnv, invalid, read
 
 logger = logging.getLogger(__name__)
 
@@ -72,14 +72,21 @@ def add_environment_routes(app: FastAPI, service: RolloutService, reader: GroupR
             return answer({"status": "failure", "error": str(error)})
         return answer({"status": "success"})
 
-    @app.get("/status-env", **takes(EnvIdentifier, required=False))
+    @app.get("/status-env", **takes(EnvStatus, required=False))
     async def status_env(request: Request) -> Response:
-        """How an environment should pace itself. The id comes in a JSON body, or as ?env_id=."""
+        """How an environment should pace itself. The id comes in a JSON body, or as ?env_id=.
+
+        One that has nothing to do hands back the `moves` that it was told, and how long it may `wait`: it is answered when
+        the trainer has registered, taken or acknowledged a batch, or ended its run since, or when that time is over.
+        """
         env_id = query_int(request, "env_id")
         if env_id is None:
-            env_id = read(EnvIdentifier, await request.body()).env_id
-        now = service.clock()
-        return answer(await service.run(lambda queue: queue.status_env(env_id, now)))
+            asked = read(EnvStatus, await request.body())
+            env_id = asked.env_id
+            if asked.moves is not None:
+                await service.moves.beyond(asked.moves, asked.wait)
+        now, moves = service.clock(), service.moves.number
+        return answer(await service.run(lambda queue: queue.status_env(env_id, now)) | {"moves": moves})
 
     @app.post("/scored_data", **takes(ScoredData))
     async def scored_data(request: Request) -> Response:

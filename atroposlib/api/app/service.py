@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 import orjson
 
 from atroposlib.api.app.metrics import Metrics
+from atroposlib.api.app.moves import Moves
 from atroposlib.api.models.groups import NO_REFERENCE, with_reference
 from atroposlib.api.models.records import MISSING, NOBODY, Draft, Lease, Limits, Receipt
 from atroposlib.api.queue import figures
@@ -64,6 +65,7 @@ class RolloutService:
 
     Attributes:
         recorder: is told of groups and reports; None for nobody.
+        moves: what the trainer has done, for environments that wait for it.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class RolloutService:
         self.metrics = Metrics(lambda: self.queue)
         self.latest: bytes | None = None
         self.fleet_table = Table()
+        self.moves = Moves()
         self.trainer_heard = self.clock()
         """When the trainer said anything last, or when this service began."""
         self.trainer_publishes = False
@@ -191,6 +194,7 @@ class RolloutService:
                     await self._sent(on_its_way.pop(), complete=False)
             if hand_out is not None:
                 self.metrics.handed_out(hand_out.lease)
+                self.moves.count()
             yield hand_out
         finally:
             for lease in on_its_way:

@@ -30,6 +30,7 @@ def add_trainer_routes(app: FastAPI, service: RolloutService) -> None:
         registration = Registration(uuid=secrets.randbits(52), **asked.model_dump())
         service.heard_trainer(publishes=False)
         dropped = await service.run(lambda queue: queue.register(registration))
+        service.moves.count()
         if service.recorder is not None:
             service.recorder.model(asked.model)
         logger.info(
@@ -68,6 +69,7 @@ def add_trainer_routes(app: FastAPI, service: RolloutService) -> None:
         groups = await service.run(
             lambda queue: queue.ack(asked.batch_id, asked.weight_version, asked.uuid, asked.skipped, asked.keep)
         )
+        service.moves.count()
         service.reported(handed_out, asked.report)
         if asked.skipped is not None and not asked.keep:
             which = "what it held" if asked.batch_id is None else f"batch {asked.batch_id}"
@@ -87,6 +89,7 @@ def add_trainer_routes(app: FastAPI, service: RolloutService) -> None:
         """The trainer's run is over: what starts next is another one."""
         uuid = read(EndRun, await request.body()).uuid
         await service.run(lambda queue: queue.end(uuid))
+        service.moves.count()
         logger.info("the trainer says that its run has ended, at version %d", service.queue.sampling_version())
         return answer({"status": "success"})
 

@@ -190,9 +190,18 @@ class RegisterEnv(Request):
 
 
 class EnvIdentifier(Request):
-    """POST /disconnect-env and GET /status-env."""
+    """POST /disconnect-env."""
 
     env_id: SafeInt
+
+
+class EnvStatus(EnvIdentifier):
+    """GET /status-env."""
+
+    moves: SafeInt | None = None
+    """What it said the last time, from whoever wants to be answered when the trainer has done something since."""
+    wait: Annotated[FiniteFloat, Field(ge=0, le=30)] = 0.0
+    """Seconds until it is answered nevertheless."""
 
 
 class AckBatch(Request):

@@ -64,9 +64,15 @@ class RolloutServiceClient:
     async def post(self, path: str, body: Any) -> dict[str, Any]:
         return await self._call("POST", path, body)
 
-    async def status_env(self, env_id: int) -> dict[str, Any]:
-        """`/status-env` takes its argument as the JSON body of a GET."""
-        return await self._call("GET", "/status-env", {"env_id": env_id})
+    async def status_env(self, env_id: int, moves: int | None = None, wait: float = 0.0) -> dict[str, Any]:
+        """`/status-env` takes its arguments as the JSON body of a GET.
+
+        Args:
+            moves: of the last answer, to get this one when the trainer has done something since.
+            wait: seconds after which it comes nevertheless.
+        """
+        waiting = {} if moves is None else {"moves": moves, "wait": wait}
+        return await self._call("GET", "/status-env", {"env_id": env_id, **waiting})
 
     async def disconnect(self, env_id: int) -> None:
         """Tell the service that this environment is gone; one attempt, since a service that is gone too needs no telling."""

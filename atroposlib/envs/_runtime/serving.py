@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
-"""How often the service is asked for the queue's state when nothing else happens; a finished worker asks at once."""
+"""How often the service is asked for the queue's state when nothing else happens; a finished worker asks at once. Where there
+is no worker, the answer comes as soon as the trainer does something."""
 
 LEAST_POLL_SECONDS = 0.05
 
@@ -75,8 +76,10 @@ class Serving:
         return False
 
     async def _rest(self) -> None:
-        """Sleep until a worker finishes, for half a second at most."""
+        """Sleep until a worker finishes, for half a second at most. Where there is none, the service waits in our place."""
         await asyncio.sleep(LEAST_POLL_SECONDS)
+        if self._idle():
+            return
         try:
             # Not asyncio.wait_for: before Python 3.12 it can swallow a cancellation, and SIGTERM with it.
             async with asyncio.timeout(POLL_SECONDS):
@@ -85,6 +88,10 @@ class Serving:
             return
         finally:
             self.workers.wake.clear()
+
+    def _idle(self) -> bool:
+        """Whether nothing happens here before the trainer does something, and the service tells of that."""
+        return not self.env.workers and self.env.eval_runner is None and "moves" in self.env.status_dict
 
     # ---- the service ---------------------------------------------------------------------------------------------------
 
@@ -169,8 +176,9 @@ class Serving:
         patience: Patience | None = None
         while True:
             assert self.env.env_id is not None
+            known = (self.env.status_dict["moves"], POLL_SECONDS) if patience is None and self._idle() else ()
             try:
-                status = await self.env.service.status_env(self.env.env_id)
+                status = await self.env.service.status_env(self.env.env_id, *known)
             except RejectedByService as rejection:
                 status = {"status": str(rejection)}
             if "current_step" in status:

@@ -20,9 +20,11 @@ class StandInService:
     def __init__(self, *statuses: dict[str, Any]):
         self.statuses = list(statuses)
         self.asked = 0
+        self.waited: list[tuple[int | None, float]] = []
 
-    async def status_env(self, env_id: int) -> dict[str, Any]:
+    async def status_env(self, env_id: int, moves: int | None = None, wait: float = 0.0) -> dict[str, Any]:
         self.asked += 1
+        self.waited.append((moves, wait))
         return self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
 
     async def get(self, path: str) -> dict[str, Any]:
@@ -109,6 +111,32 @@ async def test_the_wait_for_the_end_has_a_deadline(caplog: pytest.LogCaptureFixt
         assert time.monotonic() < started + 60, "it waits for ever"
         await asyncio.sleep(0.01)
     assert "did not end the run within 0.05 s" in caplog.text
+
+
+async def test_the_service_waits_for_the_trainer_where_nothing_else_can_happen(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = serving_env({"current_step": 0, "groups_wanted": 0, "moves": 7}, {"current_step": 1, "groups_wanted": 2, "moves": 8})
+    released = asyncio.Event()
+
+    async def sampling(item_id: str) -> None:
+        await released.wait()
+
+    env.handle_env = sampling
+    monkeypatch.setattr("atroposlib.envs._runtime.serving.LEAST_POLL_SECONDS", 0.0)
+    monkeypatch.setattr("atroposlib.envs._runtime.serving.POLL_SECONDS", 0.25)
+    for _ in range(3):  # nothing is wanted; two groups are; they are in work
+        assert not await env._serving.one_round()
+        await env._serving._rest()
+    assert env.service.waited == [(None, 0.0), (7, 0.25), (None, 0.0)]
+    await stop_workers(env)
+
+
+async def test_an_evaluation_that_ends_is_not_kept_waiting() -> None:
+    env = serving_env({"current_step": 0, "groups_wanted": 0, "moves": 7})
+    env.eval_runner = asyncio.create_task(asyncio.Event().wait())
+    for _ in range(2):
+        assert not await env._serving.one_round()
+    assert env.service.waited == [(None, 0.0)] * 2
+    env.eval_runner.cancel()
 
 
 # ---- outages -----------------------------------------------------------------------------------------------------------

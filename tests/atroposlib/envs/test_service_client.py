@@ -117,7 +117,8 @@ async def test_nobody_there_ends_it_after_the_timeout() -> None:
 
 async def test_status_env_sends_its_argument_as_the_body_of_a_get(server: Scripted) -> None:
     await client(server).status_env(5)
-    assert server.bodies == [{"env_id": 5}]
+    await client(server).status_env(5, 17, 0.5)
+    assert server.bodies == [{"env_id": 5}, {"env_id": 5, "moves": 17, "wait": 0.5}]
 
 
 async def test_large_posts_to_other_machines_are_compressed(server: Scripted) -> None:
