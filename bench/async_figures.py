@@ -16,6 +16,11 @@ def modes(book: Book) -> str:
     return _regimes(book, "modes")
 
 
+def modes_gpu(book: Book) -> str:
+    """The same on a GPU that vLLM and trainer share."""
+    return _regimes(book, "modes_gpu")
+
+
 def _regimes(book: Book, part: str) -> str:
     head = ["", "seconds a step", "sampled tokens/s", "trainer trains", "waits", "hands over", "vLLM generates", "stands still"]
     head += ["age, mean and most", "reward at the end"]
@@ -120,6 +125,7 @@ def full_at(book: Book) -> str:
 
 NAMED: dict[str, Callable[[Book], str]] = {
     "async_modes": modes,
+    "async_modes_gpu": modes_gpu,
     "async_scaling": scaling,
     "async_saturation": saturation,
     "async_on_paper": on_paper,

@@ -15,14 +15,22 @@ SAVED = "1.7B, 512, with a checkpoint"
 
 def trainer_speed(book: Book) -> str:
     """Every case of bench/trainer_speed.py that was measured."""
-    cases = book.get(SPEED, "cases")
+    return _cases(book, "cases")
+
+
+def trainer_speed_without_fa4(book: Book) -> str:
+    """The same where FlashAttention 4 could not be imported."""
+    return _cases(book, "without FlashAttention 4/cases")
+
+
+def _cases(book: Book, part: str) -> str:
     head = [
         "", "tokens/s, forward and backward", "of sequences", "share of 790 TFLOP/s", "with the optimizer, tokens/s",
         "GPU memory",
     ]  # fmt: skip
     rows, places = [], {}
-    for name in cases:
-        place = f"cases/{name}"
+    for name in book.get(SPEED, part):
+        place = f"{part}/{name}"
         rate, share = (book.number(SPEED, f"{place}/pass/{key}") for key in ("forwarded_tokens_per_second", "mfu"))
         sequences = book.number(SPEED, f"{place}/pass/sequence_tokens_per_second")
         whole = book.maybe(SPEED, f"{place}/step/forwarded_tokens_per_second")
@@ -137,6 +145,7 @@ def handing_on(book: Book) -> str:
 
 NAMED: dict[str, Callable[[Book], str]] = {
     "trainer_speed": trainer_speed,
+    "trainer_speed_without_fa4": trainer_speed_without_fa4,
     "checkpoint_cost": checkpoint_cost,
     "longest_sequences": longest_sequences,
     "whole_run": whole_run,

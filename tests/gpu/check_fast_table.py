@@ -278,7 +278,9 @@ def main(arguments: list[str]) -> int:
         print(f"{'ok    ' if right else 'FAILED'} {name}: {seen}", flush=True)
     failed = [name for name, result in results.items() if not result["passed"]]
     if options.json:
-        options.json.write_text(json.dumps({"measured": measured(), "checks": results}, indent=2) + "\n", encoding="utf-8")
+        where = {"gpu": torch.cuda.get_device_name() if DEVICE == "cuda" else "", "torch": torch.__version__}
+        found = {"measured": measured(), **where, "checks": results}
+        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     print(f"{len(results) - len(failed)} of {len(results)} checks passed")
     return 1 if failed else 0
 
