@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from vllm_patching.compat.cpu_seeds import take_back_cpu_draws
 from vllm_patching.compat.cpu_weights import keep_cpu_weights_plain
 from vllm_patching.compat.engine import replica_of
 from vllm_patching.compat.loggers import worker_logger
@@ -23,6 +24,7 @@ from vllm_patching.worker.turns import TurnsWorkerExtension, prepare_worker
 logger = worker_logger("lockstep.worker")
 
 keep_cpu_weights_plain()
+take_back_cpu_draws()
 prepare_worker()
 
 
