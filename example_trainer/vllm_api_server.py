@@ -76,6 +76,29 @@ def check_port(host: str | None, port: int) -> None:
             fail(f"cannot listen on port {port} ({error.strerror}): stop what uses it (`ss -ltnp`) or pass another --port")
 
 
+def listen_alone(port: int) -> None:
+    """Let no process that is forked from this one hold the port.
+
+    vLLM opens it before it forks its engine. Where this process is killed, the engine ends a little later, and who starts the
+    server again at once would find the port in use.
+    """
+
+    def let_go() -> None:
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                with socket.socket(fileno=os.dup(int(name))) as copy:
+                    held = copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getsockname()[1] == port
+            except OSError:  # no socket
+                continue
+            if held:
+                os.dup2(nothing, int(name))  # not closed: the number is somebody's, who may close it
+        os.close(nothing)
+
+    if sys.platform == "linux":  # elsewhere there is no such folder
+        os.register_at_fork(after_in_child=let_go)
+
+
 def prepare_environment(args: argparse.Namespace, shared: bool) -> None:
     """Settings that must stand before vLLM's engine starts."""
     # Worker processes import vllm_patching by name, also when they are spawned.
@@ -254,6 +277,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
     check_model(args.model)
     check_port(args.host, args.port)
+    listen_alone(args.port)
     prepare_environment(args, shared)
     door = make_door(args, os.environ)
     if shared:

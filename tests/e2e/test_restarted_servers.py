@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 import torch
 
@@ -89,6 +90,19 @@ def test_a_server_that_was_killed_gets_the_present_weights_before_it_serves(
 def lasting(server: VllmServer) -> dict[str, object]:
     """What a server says of its bridge, without what grows by itself."""
     return {key: value for key, value in server.state().items() if not key.endswith("_seconds")}
+
+
+def test_the_engine_of_a_server_does_not_hold_its_port(server: VllmServer) -> None:
+    """It ends a little after a server that is killed, which may be started again at once."""
+
+    def listening(process: psutil.Process) -> set[int]:
+        return {at.laddr.port for at in process.net_connections("tcp") if at.status == psutil.CONN_LISTEN}
+
+    process = psutil.Process(server.process.command_pid())
+    assert server.port in listening(process)
+    children = process.children(recursive=True)
+    assert children
+    assert all(server.port not in listening(child) for child in children)
 
 
 def test_two_servers_in_one_folder_keep_out_of_each_others_memory(

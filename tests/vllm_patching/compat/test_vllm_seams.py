@@ -68,8 +68,10 @@ SEAMS = (
     "vllm.distributed.parallel_state:get_tensor_model_parallel_rank",
     "vllm.config.parallel:ParallelConfig.worker_extension_cls",
     "vllm.distributed.device_communicators.shm_broadcast:SpinCondition.record_read",  # rank_messages.py
-    # cpu_weights.py, adapters.py, batch_invariant.py
+    # cpu_weights.py, cpu_seeds.py, adapters.py, batch_invariant.py
     f"{LAYERS}.utils:dispatch_cpu_unquantized_gemm",
+    *(f"vllm.v1.worker.gpu_model_runner:GPUModelRunner.{name}" for name in ("_sample", "_bookkeeping_sync")),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.discard_request_mask",
     "vllm.v1.executor.uniproc_executor:UniProcExecutor",
     "vllm.lora.request:LoRARequest",
     "vllm.lora.lora_weights:LoRALayerWeights",
