@@ -23,7 +23,7 @@ from example_trainer.batch.bins import PackedBin
 from example_trainer.config import TrainerConfig
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.geometry import Geometry
-from example_trainer.models.ops import choose_operations
+from example_trainer.models.ops import choose_operations, fast_attention
 from example_trainer.observe.perf import matrix_elements, step_flops
 from example_trainer.training.checkpoints import Checkpoints
 from example_trainer.training.optimizer import MasterAdamW
@@ -150,6 +150,8 @@ def measure(case: Case, device: torch.device, rank: int = 0) -> dict[str, Any]:
             model, optimizer = ours(case, g, dtype, device, config)
             gradient = lambda these: gradient_of(model, optimizer, these, config)  # noqa: E731
             found["arithmetic"] = f"ours, {model.arithmetic.ops.NAME}"
+            if model.arithmetic.ops.NAME == "fast":
+                found["attention"] = fast_attention.library_name(device)
             parameters = sum(p.numel() for p in model.parameters())
         found |= {"parameters": parameters, "sequences": case.work.sequences}
         for _ in range(case.warm_up):

@@ -39,6 +39,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -
     return _library(q.device)(q, k, v, packing, scale)
 
 
+def library_name(device: torch.device) -> str:
+    """Which of the two this GPU has, for whoever measures."""
+    return f"FlashAttention {2 if _library(device) is _flash_attention_2 else 4}"
+
+
 @functools.cache
 def _library(device: torch.device) -> _Attention:
     capability = torch.cuda.get_device_capability(device)
