@@ -66,10 +66,12 @@ def _stand_in_for_vllm() -> None:
         sys.modules[name] = made = types.ModuleType(name)
         vars(made).update(contents)
 
-    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.layers"):
+    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.layers", "vllm.v1", "vllm.v1.worker"):
         module(name, __version__="0.0", __path__=[])
     module("vllm.platforms", current_platform=SimpleNamespace(is_cuda=bool, is_cpu=lambda: True, is_cuda_alike=bool))
     module("vllm.model_executor.layers.utils", dispatch_cpu_unquantized_gemm=None)
+    runner = SimpleNamespace(_sample=None, _bookkeeping_sync=None)
+    module("vllm.v1.worker.gpu_model_runner", GPUModelRunner=runner)
 
 
 class Fault:

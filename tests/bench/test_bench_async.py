@@ -104,7 +104,7 @@ def test_sleeping_generators_against_a_real_service(tmp_path: Path, monkeypatch:
     assert async_on_paper.main([str(into), "--generators", "7"]) == 0
     book = Book(tmp_path)
     assert [*book.get("async", "scaling/on_paper/found/32B")] == ["7"]
-    others = ("async_modes", "async_parameter_server")
+    others = ("async_modes", "async_modes_gpu", "async_parameter_server")
     tables = {name: make(book) for name, make in async_figures.NAMED.items() if name not in others}
     assert "| 32B | 7 | " in tables["async_on_paper"]
     assert "commit abc" in tables["async_scaling"]
@@ -129,7 +129,9 @@ def test_regimes_as_documents_show_them(tmp_path: Path, monkeypatch: pytest.Monk
     shares = {"trainer": {"train": 0.5, "wait": 0.25}, "generator": {"generating": 0.9}}
     settings = {"steps": 10, "leave_out": 4, "sequences": 64}
     regimes = {"off_policy_2": {**found, "share_of_time": shares, "measured": measured()}}
-    put_into(tmp_path / "async.json", "modes", {"settings": settings, "regimes": regimes})
+    for part in ("modes", "modes_gpu"):
+        put_into(tmp_path / "async.json", part, {"settings": settings, "regimes": regimes})
     table = async_figures.modes(Book(tmp_path))
+    assert async_figures.modes_gpu(Book(tmp_path)) == table
     assert "| off-policy by 2 | 2.00 | 50 | 50% | 25% | 0% | 90% | 0% | 1.0, 1 | 0.95 |" in table
     assert "over 6 steps of 64 answers" in table
