@@ -127,11 +127,15 @@ class Child:
         """SIGKILL for it and all that it started."""
         family = self.descendants()
         self.process.kill()
+        self._bury(family, 20.0)
+        self.process.wait(20.0)
+
+    @staticmethod
+    def _bury(family: list[psutil.Process], seconds: float) -> None:
         for process in family:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        self.process.wait()
-        psutil.wait_procs(family, timeout=20)
+        psutil.wait_procs(family, timeout=seconds)
 
     def stop(self, grace: float = 20.0) -> None:
         """SIGTERM, then SIGKILL for whatever is left of it. Safe to call twice."""
@@ -145,10 +149,7 @@ class Child:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait(grace)
-        for process in family:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(family, timeout=grace)
+        self._bury(family, grace)
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 with suppress(BrokenPipeError):

@@ -25,7 +25,7 @@
 #       modes (whole trainings, those that the GPUs suffice for; all with four) · checks (one: tests/gpu/check_*.py) ·
 #       cpu (a tiny model, to try the scripts) ·
 #       one-gpu (one: exact, learning, resumed, checks, modes, deterministic, async and colocate in turn; its model is made if
-#       MODEL names no folder; half an hour, so where commands have a time limit: `setsid nohup bench/gpu/run_all.sh one-gpu out > log 2>&1 &`)
+#       MODEL names no folder; 45 minutes, so where commands have a time limit: `setsid nohup bench/gpu/run_all.sh one-gpu out > log 2>&1 &`)
 # Each other kind ends within nine minutes, checks within thirteen; a machine's first server start is part of the first kind that is
 # run on it.
 # LOCKSTEP_COMMIT names the commit that is measured, where there is no .git folder.
