@@ -192,9 +192,9 @@ class Run:
         self.others: list[Child] = [service, *servers, environment]
 
     def learned(self) -> list[dict[str, Any]]:
-        """A row for each step of the present weights, in their order; of a step that was done again, the later one."""
-        rows = read_rows(self.processes.metrics)
-        return list({row["weight_version"]: row for row in rows}.values())
+        """A row for each step, in their order; of a step that was done again, the later one."""
+        # Not by weight version: where vLLM is restarted every few steps, that of the steps between is the same.
+        return list({row["step"]: row for row in read_rows(self.processes.metrics)}.values())
 
     def trainer_flags(self, ports: list[int]) -> list[str]:
         """What grpo.py is started with in this mode."""
