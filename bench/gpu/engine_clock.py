@@ -11,7 +11,6 @@ import functools
 import importlib
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -77,10 +76,12 @@ class Clock:
 
 
 def install() -> None:
-    """Put the clocks in, in the process that has the engine core; called by vLLM in each of its processes."""
-    if FILE not in os.environ or "vllm.v1.engine.core" not in sys.modules:
+    """Put the clocks in; called by vLLM in each of its processes. They tick where the engine core steps: in the process that
+    has it, which inherits them if it is forked, for then it does not load plugins again.
+    """
+    if FILE not in os.environ:
         return
-    core = sys.modules["vllm.v1.engine.core"].EngineCore
+    core = importlib.import_module("vllm.v1.engine.core").EngineCore
     if hasattr(core, "lockstep_clock"):
         return
     core.lockstep_clock = clock = Clock(Path(os.environ[FILE]))
