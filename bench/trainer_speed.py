@@ -182,9 +182,10 @@ def report(data: dict[str, Any]) -> str:
         rows.append(
             [name, *(round(one[f"{what}_tokens_per_second"]) for what in ("forwarded", "sequence")), f"{one['mfu']:.3f}",
              f"{one['mfu_counted']:.3f}", f"{max(one['peak_bytes'], step.get('peak_bytes', 0)) / 1e9:.1f}",
-             round(step["forwarded_tokens_per_second"]) if step else None, f"{step['mfu']:.3f}" if step else None]
+             round(step["forwarded_tokens_per_second"]) if step else None, f"{step['mfu']:.3f}" if step else None,
+             found.get("attention")]
         )  # fmt: skip
-    heads = ["forward and backward", "tokens/s", "of sequences", "mfu", "counted", "peak GB", "whole steps", "mfu"]
+    heads = ["forward and backward", "tokens/s", "of sequences", "mfu", "counted", "peak GB", "whole steps", "mfu", "attention"]
     longest_line = [f"longest sequence that trained: {data['longest_sequence']}"] if "longest_sequence" in data else []
     return "\n".join([table(heads, rows), *longest_line, *notes])
 
