@@ -137,7 +137,7 @@ def rewards(mode: str) -> Callable[[Book], str]:
 def tokens_off(book: Book) -> str:
     """With the mode off: `1,068,243 of 1,068,401`."""
     runs = [row for row in book.get(ON_OFF, "runs").values() if row["mode"] == "off"]
-    return f"{sum(row['mismatched_tokens'] for row in runs):,} of {sum(row['compared_tokens'] for row in runs):,}"
+    return f"{sum(sum(row['mismatched_tokens']) for row in runs):,} of {sum(sum(row['compared_tokens']) for row in runs):,}"
 
 
 def worst_gradient(kind: str) -> Callable[[Book], str]:

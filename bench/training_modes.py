@@ -311,7 +311,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--repeat", type=int, default=1, help="runs of each mode, compared with each other")
     parser.add_argument("--kill-after", type=int, default=0, metavar="STEP", help="kill all of the last run, resume it")
-    parser.add_argument("--seconds", type=float, default=150.0, help="for the training of one mode")
+    parser.add_argument("--seconds", type=float, default=300.0, help="for a training, which may start vLLM three times")
     parser.add_argument("--eager", action="store_true", help="vLLM without compilation and CUDA graphs (starts faster)")
     args = parser.parse_args(arguments)
     args.output = args.output.resolve()

@@ -154,11 +154,11 @@ def test_a_receiver_that_does_not_come_is_named_and_the_others_are_free_at_once(
     servers = make_servers(2, 1, torch.float32, False)
     join_all(servers, trainer.port, "first", 1, members=3)
     trainer.expect("first", [1, 2], of=3)
-    with pytest.raises(CohortError, match=r"receiver\(s\) 2 of 3 .* did not come within 1 s") as caught:
-        trainer.form("first", 3, seconds=1)
+    with pytest.raises(CohortError, match=r"receiver\(s\) 2 of 3 .* did not come within 5 s") as caught:
+        trainer.form("first", 3, seconds=5)  # the two that are there must have met by then, on a busy machine too
     assert caught.value.missing == [3]
     for (rank,) in servers:
-        assert "did not come within 1 s" in rank.until("failed").error
+        assert "did not come within 5 s" in rank.until("failed").error
     join_all(servers, trainer.port, "second", 1)
     trainer.form("second", 2)
     for (rank,) in servers:
