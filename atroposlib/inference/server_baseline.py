@@ -44,6 +44,8 @@ MAX_ATTEMPTS = 3
 MODEL_NOT_NAMED = ("", "default", "none")
 # Bad gateway, unavailable, gateway timeout: the server is restarting, or paused for an update of its weights.
 SERVER_IS_AWAY = (502, 503, 504)
+# Why a sample ended that its server broke off, as vLLM and SGLang say it with status 200, when they are told to end for one.
+CUT_OFF = ("abort", "error")
 
 
 class ServerBaseline(WarnsOfUnknownKeys):
@@ -231,6 +233,7 @@ class APIServer(ABC):
                     began = time.monotonic()
                     ask = call if server is self else getattr(server, call.__name__)
                     answer = await ask(**{"model": await server.model(), **kwargs})
+                require_whole(answer)
                 (server.eval_request_timings if evaluating else server.request_timings).append(time.monotonic() - began)
                 (server.eval_attempts_list if evaluating else server.attempts_list).append(failures + 1)
                 self.router.answered(server, began)
@@ -282,6 +285,25 @@ class APIServer(ABC):
             if attempts:
                 metrics[f"server/{server_name}_{prefix}average_num_attempts"] = float(np.mean(attempts))
         return metrics
+
+
+class CutOff(Exception):
+    """A server broke off what it sampled."""
+
+
+def require_whole(answer: object) -> None:
+    """
+    Raises:
+        CutOff: a completion in the answer to a request was broken off, so it is no sample of the model.
+    """
+    if isinstance(answer, Generation):
+        reasons = answer.finish_reasons
+    elif isinstance(answer, ChatCompletion | Completion):
+        reasons = [str(choice.finish_reason) for choice in answer.choices]
+    else:
+        return
+    if cut := [reason for reason in reasons if reason in CUT_OFF]:
+        raise CutOff(f"{len(cut)} of {len(reasons)} completions were broken off ({cut[0]})")
 
 
 def is_away(error: Exception) -> bool:

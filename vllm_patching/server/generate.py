@@ -98,6 +98,14 @@ class LogprobNotFinite(RuntimeError):
     """The model gave a logprob that is no number, which JSON does not have and nobody can learn from."""
 
 
+CUT_OFF = ("abort", "error")
+"""vLLM's reasons for a sample that ended before its time; a server that is told to end answers all that it has in this way."""
+
+
+class CutOff(RuntimeError):
+    """vLLM broke a sample off: what there is of it is no sample of the model, and nobody should score it."""
+
+
 class GenerateResponse(msgspec.Struct, kw_only=True):
     """Every list has one item per completion, but for prompt_token_ids.
 
@@ -146,7 +154,7 @@ class Generator:
 
         Raises:
             ValueError: the engine refuses the prompt or the sampling parameters; the message is for the caller.
-            LogprobNotFinite: see there.
+            LogprobNotFinite, CutOff: see there.
         """
         text = request.prompt if isinstance(request.prompt, str) else None
         if isinstance(request.prompt, str):
@@ -167,6 +175,11 @@ class Generator:
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
         completions = [output.outputs[0] for output, _ in outputs]
+        if cut := [completion.finish_reason for completion in completions if completion.finish_reason in CUT_OFF]:
+            raise CutOff(
+                f"{len(cut)} of {len(completions)} samples were broken off ({cut[0]}): this server is ending, or its log says "
+                "why; ask again, or another server"
+            )
         sampled = [_sampled(completion.logprobs) for completion in completions]
         for completion, logprobs in zip(completions, sampled, strict=True):
             _require_finite(completion.token_ids, logprobs, "a completion")

@@ -19,7 +19,7 @@ from vllm_patching.compat.requests import logprobs_mode, tokenizer_of
 from vllm_patching.server.access import AskAtTheDoor, Door
 from vllm_patching.server.bridge_routes import NOT_SHARED, add_bridge_routes
 from vllm_patching.server.controller import BridgeController
-from vllm_patching.server.generate import GenerateRequest, Generator, LogprobNotFinite
+from vllm_patching.server.generate import CutOff, GenerateRequest, Generator, LogprobNotFinite
 from vllm_patching.server.guard import RefuseWhileUnavailable
 from vllm_patching.server.lora import LoraController, add_lora_routes
 from vllm_patching.server.timeline import FollowRequests, ServerTimeline
@@ -118,6 +118,12 @@ def make_router(service: LockstepService) -> APIRouter:
             return _error(400, str(error))
         except LogprobNotFinite as error:
             return _error(500, str(error))
+        except CutOff as error:
+            return _error(503, str(error))
+        except Exception:
+            if reason := service.unavailable():  # the engine has ended under the request
+                return _error(503, reason)
+            raise
         finally:
             work.cancel()
             gone.cancel()

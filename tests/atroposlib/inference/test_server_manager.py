@@ -9,6 +9,7 @@ import pytest
 from atroposlib.errors import RolloutFailure, UsageError
 from atroposlib.inference.generation import Span, VersionRecord, Weights, current_versions
 from atroposlib.inference.openai_server import OpenAIServer
+from atroposlib.inference.server_baseline import CutOff
 from atroposlib.inference.server_manager import APIServerConfig, ServerManager
 from atroposlib.inference.vllm_server import VLLMServer, parse_generation
 from tests.atroposlib.inference.conftest import control, last_request
@@ -60,6 +61,36 @@ async def test_a_failing_request_is_tried_again(manager: ServerManager) -> None:
     control(manager, fail_next=3)
     with pytest.raises(httpx.HTTPStatusError):
         await manager.generate(input_ids=[1, 2], max_tokens=4)
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+@pytest.mark.parametrize("how", ["generate", "chat_completion"])
+async def test_what_a_server_broke_off_is_asked_for_again(
+    manager: ServerManager, monkeypatch: pytest.MonkeyPatch, how: str, reason: str
+) -> None:
+    server = manager.servers[0]
+    whole, broken = getattr(server, f"_{how}_wrapper"), [reason]
+
+    async def cut(**kwargs: Any) -> Any:
+        answer = await whole(**kwargs)
+        if broken and how == "generate":
+            answer.finish_reasons[-1] = broken.pop()
+        elif broken:
+            answer.choices[-1].finish_reason = broken.pop()
+        return answer
+
+    monkeypatch.setattr(server, whole.__name__, cut)
+    if how == "generate":
+        reasons = (await manager.generate(input_ids=[1, 2], n=2, max_tokens=4)).finish_reasons
+    else:
+        reasons = [choice.finish_reason for choice in (await manager.chat_completion(messages=ASK, n=2)).choices]
+    assert len(reasons) == 2
+    assert not broken
+    assert reason not in reasons
+    assert server.attempts_list[-1] == 2
+    broken += [reason] * 3
+    with pytest.raises(CutOff, match=rf"1 of 1 completions were broken off \({reason}\)"):
+        await (manager.generate(input_ids=[1, 2], max_tokens=4) if how == "generate" else manager.chat_completion(messages=ASK))
 
 
 async def test_the_model_is_asked_for_and_the_timings_are_kept(manager: ServerManager, tokenizer_dir: Any) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from vllm_patching.compat.outputs import take_logprobs_together
-from vllm_patching.server.generate import GenerateRequest, Generator, LogprobNotFinite, TokenPrompt
+from vllm_patching.server.generate import CutOff, GenerateRequest, Generator, LogprobNotFinite, TokenPrompt
 from vllm_patching.server.routes import LockstepService, make_router
 from vllm_patching.server.version_spans import Span, VersionSpans, Weights
 
@@ -116,6 +116,16 @@ def test_a_logprob_that_is_no_number_is_no_answer(monkeypatch: pytest.MonkeyPatc
     given = completion([(5, -0.5)], [(6, value)])
     with pytest.raises(LogprobNotFinite, match=r"token 6 at position 1 of a completion is -?(nan|inf).*the trainer"):
         answer_of(monkeypatch, [given], token_logprobs=True)
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_a_sample_that_was_broken_off_is_no_answer(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    cut = completion([(5, -0.5)])
+    cut.finish_reason = reason
+    nothing = Completion([], Flat(), "", reason)
+    for group, message in (([*TWO, cut], "1 of 3 samples"), ([nothing, TWO[0]], "1 of 2"), ([cut, nothing], "2 of 2")):
+        with pytest.raises(CutOff, match=rf"{message}.*\({reason}\).*ask again"):
+            answer_of(monkeypatch, group, token_logprobs=True)
 
 
 @pytest.mark.parametrize(
@@ -245,3 +255,29 @@ def test_a_client_that_goes_away_is_not_sampled_for(goes: bool) -> None:
             await asyncio.wait_for(cancelled.wait(), 30)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (CutOff("3 of 8 samples were broken off (abort)"), b"3 of 8 samples were broken off"),
+        (ConnectionError("no engine"), b"engine process has died; restart the server"),
+    ],
+)
+def test_a_group_that_was_broken_off_may_be_asked_of_another_server(error: Exception, said: bytes) -> None:
+    async def run() -> list[dict[str, Any]]:
+        class Ending:
+            async def generate(self, request: GenerateRequest) -> Any:
+                service.engine = SimpleNamespace(errored=True)
+                raise error
+
+        service = LockstepService()
+        service.generator = Ending()  # type: ignore[assignment]
+        messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        body = b'{"prompt": {"prompt_token_ids": [1]}, "n": 8}'
+        messages.put_nowait({"type": "http.request", "body": body, "more_body": False})
+        return await _call(service, messages)
+
+    start, told = asyncio.run(run())
+    assert start["status"] == 503
+    assert said in told["body"]
