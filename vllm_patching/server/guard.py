@@ -1,7 +1,8 @@
-"""What a server answers while nothing can be sampled rightly: 503, but for what samples nothing."""
+"""What a server answers while nothing can be sampled rightly, and to what it owes an answer when it ends: 503."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -31,6 +32,7 @@ OPEN_PREFIXES = ("/bridge/", "/lora/", "/turns/")
 """Ours, by any method: they mend what is wrong, and refuse by themselves what they cannot do."""
 TRY_AGAIN_LATER = 1013
 """WebSocket's close code for it."""
+ENDING = "this server is ending, and what it was asked for with it: ask again, or another server"
 
 
 class Availability(Protocol):
@@ -48,7 +50,11 @@ def is_open(method: str, path: str) -> bool:
 
 
 class RefuseWhileUnavailable:
-    """ASGI middleware: everything but what `is_open` lists gets a 503 with the reason while nothing can be sampled rightly."""
+    """ASGI middleware: everything but what `is_open` lists gets a 503 with the reason while nothing can be sampled rightly.
+
+    So does a request that is cancelled before its answer has begun. uvicorn cancels what is under way when the server ends, and
+    would answer 500: a fault of the server's, where the request is as good as before and belongs to another one.
+    """
 
     def __init__(self, app: Any, service: Availability) -> None:
         self._app = app
@@ -62,7 +68,19 @@ class RefuseWhileUnavailable:
             reason = self._service.unavailable()
             if reason:
                 return await _refuse(reason, scope, receive, send)
-        return await self._app(scope, receive, send)
+        begun = False
+
+        async def sending(message: Any) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sending)
+        except asyncio.CancelledError:
+            if begun or scope["type"] != "http":
+                raise
+            await _refuse(ENDING, scope, receive, send)
 
 
 async def _refuse(reason: str, scope: Mapping[str, Any], receive: Any, send: Any) -> None:

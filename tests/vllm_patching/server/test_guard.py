@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 from fastapi import FastAPI
+from fastapi.responses import StreamingResponse
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.testclient import TestClient, WebSocketDenialResponse
 from starlette.websockets import WebSocket
 
-from vllm_patching.server.guard import TRY_AGAIN_LATER, RefuseWhileUnavailable, is_open
+from vllm_patching.server.guard import ENDING, TRY_AGAIN_LATER, RefuseWhileUnavailable, is_open
 
 SAMPLING = (
     "/generate",
@@ -93,6 +100,42 @@ async def test_a_websocket_of_a_server_that_cannot_answer_it_is_closed() -> None
 
     await guarded("a mixture")({"type": "websocket", "path": "/v1/realtime"}, receive, send)
     assert sent == [{"type": "websocket.close", "code": TRY_AGAIN_LATER, "reason": "a mixture"}]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_what_is_under_way_when_the_server_ends_may_be_asked_of_another(begun: bool) -> None:
+    app, under_way = FastAPI(), threading.Event()
+
+    @app.post("/generate")
+    async def generate() -> StreamingResponse:
+        async def nothing_more() -> AsyncIterator[bytes]:
+            yield b"some tokens"
+            under_way.set()
+            await asyncio.Event().wait()
+
+        if not begun:
+            under_way.set()
+            await asyncio.Event().wait()
+        return StreamingResponse(nothing_more())
+
+    config = uvicorn.Config(RefuseWhileUnavailable(app, Service("")), timeout_graceful_shutdown=0, lifespan="off")
+    server = uvicorn.Server(config)
+    with socket.socket() as listening, ThreadPoolExecutor(2) as pool:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        ended = pool.submit(server.run, [listening])
+        try:
+            url = "http://{}:{}/generate".format(*listening.getsockname())
+            owed = pool.submit(httpx.post, url, timeout=60, trust_env=False)
+            assert under_way.wait(60)
+        finally:
+            server.should_exit = True
+        if begun:
+            with pytest.raises(httpx.RemoteProtocolError):  # and no end that one could take for the stream's
+                owed.result(60)
+        else:
+            assert (owed.result(60).status_code, owed.result().json()) == (503, {"error": ENDING})
+        ended.result(60)
 
 
 @given(st.sampled_from(["POST", "PUT", "PATCH", "DELETE", ""]), st.text(alphabet="/abcv1metricsdoch.", max_size=20))
