@@ -5,7 +5,7 @@
     python bench/training_modes.py --output DIR --only deterministic_single_copy --steps 50 --repeat 2
     python bench/training_modes.py --output DIR --only deterministic_single_copy --steps 50 --repeat 2 --kill-after 25
 
-A trainer and a server that have a GPU each share one where there is no other.
+Where there are no GPUs for the trainer beside vLLM's, it shares those.
 Each mode trains a few steps on arithmetic. It passes if the trainer ends well, vLLM serves the last step's weights, every
 parameter was mapped, and the policy that was trained is the one that sampled (KL to the rollouts near 0; in deterministic mode
 no token differs). With --repeat, other processes do the same beside it; in deterministic mode the weights must then be the
@@ -39,7 +39,7 @@ from bench.gpu.processes import BenchError, Child, free_port, wait_all
 from bench.gpu.runs import Sitting, command_line, run_and_report
 from bench.gpu.shapes import STARTER
 from bench.gpu.summary import table
-from bench.gpu.training_stack import TrainingStack, read_rows, wait_for_end
+from bench.gpu.training_stack import TrainingStack, answers, read_rows, wait_for_end
 from bench.gpu.vllm_server import READY_SECONDS, ServerOptions, VllmServer, beside_the_trainer
 
 CACHE_GIB, MODEL_LENGTH = 4, 512
@@ -58,7 +58,9 @@ class Mode:
         own_server: the trainer starts vLLM itself.
         shared: vLLM shares its weights.
         ahead: batches that the environment may sample before a step has been taken.
-        neighbours: vLLM has a copy of its own on the GPU that the trainer has too.
+        squeezed: the trainer's GPUs where there are vLLM's alone; empty: the run needs those that `trainer_gpus` says.
+        neighbours: a rank of the trainer sends to one of vLLM's that has a copy of its own on the same GPU.
+        parameter_server: the GPU of the one that hands the weights on; empty: the trainer sends them itself.
     """
 
     vllm_gpus: str
@@ -68,21 +70,37 @@ class Mode:
     own_server: bool = False
     shared: bool = True
     ahead: int = 1
+    squeezed: str = ""
     neighbours: bool = False
+    parameter_server: str = ""
 
     def on(self, gpus: int) -> Mode:
-        """The same where there are so many GPUs: on the only one, if that is one for each side otherwise."""
-        if gpus == 1 and (self.vllm_gpus, self.trainer_gpus) == ("0", "1"):
-            return replace(self, trainer_gpus="0", neighbours=not self.own_server)
-        return self
+        """The same where there are so many GPUs."""
+        if gpus >= self.gpus_needed or not self.squeezed:
+            return self
+        # Rank r of the trainer sends to rank r of each server.
+        pairs = [pair for server in self.servers for pair in zip(server.split(","), self.squeezed.split(","), strict=True)]
+        meet = any(receiver == sender for receiver, sender in pairs)
+        return replace(self, trainer_gpus=self.squeezed, neighbours=meet and not self.own_server)
+
+    @property
+    def servers(self) -> list[str]:
+        """The GPUs of each server."""
+        return self.vllm_gpus.split(";")
 
     @property
     def deterministic(self) -> bool:
         return "--deterministic" in self.trainer
 
     @property
+    def on_policy(self) -> bool:
+        """Whether each step is sampled by the weights that it trains, or those of a step before."""
+        return not self.own_server and not self.parameter_server
+
+    @property
     def gpus_needed(self) -> int:
-        return 1 + max(int(gpu) for gpu in re.split("[,;]", f"{self.vllm_gpus},{self.trainer_gpus}"))
+        places = re.split("[,;]", f"{self.vllm_gpus},{self.trainer_gpus},{self.parameter_server or 0}")
+        return 1 + max(int(gpu) for gpu in places)
 
 
 _SHARED = ("--weight-bridge-mode", "shared_vllm")
@@ -96,14 +114,19 @@ MODES = {
         ("--enable-lora", "--max-lora-rank", "16"),
         shared=False,
     ),
-    "broadcast_direct": Mode("0", "1", (*_SHARED, "--use-shared-memory", "--weight-transfer", "direct")),
-    "broadcast_overlapped": Mode("0", "1", (*_SHARED, "--use-shared-memory", "--weight-transfer", "overlapped")),
-    "restart": Mode("0", "1", ("--weight-bridge-mode", "none", "--vllm-restart-interval", "3"), own_server=True),
+    "broadcast_direct": Mode("0", "1", (*_SHARED, "--use-shared-memory", "--weight-transfer", "direct"), squeezed="0"),
+    "broadcast_overlapped": Mode("0", "1", (*_SHARED, "--use-shared-memory", "--weight-transfer", "overlapped"), squeezed="0"),
+    "restart": Mode("0", "1", ("--weight-bridge-mode", "none", "--vllm-restart-interval", "3"), own_server=True, squeezed="0"),
     "single_copy_tp2": Mode("0,1", "0,1", (*_SHARED, "--single-copy")),
-    "broadcast_tp2_fsdp2": Mode("0,1", "2,3", (*_SHARED, "--use-shared-memory")),
-    "broadcast_two_servers": Mode("0;1", "2", (*_SHARED, "--use-shared-memory")),
+    "broadcast_tp2_fsdp2": Mode("0,1", "2,3", (*_SHARED, "--use-shared-memory"), squeezed="1,0"),
+    "broadcast_two_servers": Mode("0;1", "2", (*_SHARED, "--use-shared-memory"), squeezed="1"),
+    "parameter_server": Mode(
+        "0", "0", ("--weight-bridge-mode", "parameter_server", "--max-staleness", "2"), parameter_server="1"
+    ),
     "deterministic_single_copy": Mode("0", "0", (*_SHARED, "--single-copy", *_DETERMINISTIC), _DETERMINISTIC, ahead=0),
-    "deterministic_broadcast": Mode("0", "1", (*_SHARED, "--use-shared-memory", *_DETERMINISTIC), _DETERMINISTIC, ahead=0),
+    "deterministic_broadcast": Mode(
+        "0", "1", (*_SHARED, "--use-shared-memory", *_DETERMINISTIC), _DETERMINISTIC, ahead=0, squeezed="0"
+    ),
 }
 
 
@@ -119,14 +142,15 @@ class Run:
         """
         self.name, self.mode, self.args, self.stack, self.kill_after = name, mode, args, stack, kill_after
         self.processes = TrainingStack(name, args.output, work, stack, args.device == "cpu")
-        servers = 1 if mode.own_server else len(mode.vllm_gpus.split(";"))
+        servers = 1 if mode.own_server else len(mode.servers)
         self.ports = [free_port() for _ in range(servers)]
+        self.handing_on = free_port() if mode.parameter_server else 0
 
     def servers(self) -> list[VllmServer]:
         """Servers that the trainer does not start itself. The first one's folder is the trainer's, for a single copy's handles;
         each other has its own."""
         started = []
-        for number, gpus in enumerate(self.mode.vllm_gpus.split(";")):
+        for number, gpus in enumerate(self.mode.servers):
             name = f"{self.processes.name}-vllm{number or ''}"
             options = ServerOptions(
                 gpus if self.args.device == "cuda" else "", tp=len(gpus.split(",")), shared=self.mode.shared,
@@ -154,7 +178,7 @@ class Run:
             self.processes.name += "-resumed"
             self.start("--resume", "auto")
         wait_for_end(self.trainer, args.seconds)
-        served = [] if mode.own_server else [_state(port) for port in self.ports]
+        served = [] if mode.own_server else [self.served_by(port) for port in self.ports]
         self.others[-1].stop()
         rows = self.learned()
         found = {
@@ -179,8 +203,10 @@ class Run:
         """Everything, in the order in which it is wanted; the trainer is `trainer`, the environment the last of `others`."""
         mode, exact = self.mode, bool(self.args.kill_after)
         service = self.processes.start_service(self.processes.folder / "rollouts.db" if exact else None)
-        servers = [] if mode.own_server else self.servers()
+        servers: list[Child] = [] if mode.own_server else [*self.servers()]
         wait_all({server.name: server.ready for server in servers}, READY_SECONDS)
+        if mode.parameter_server:
+            servers.append(self.start_parameter_server())
         self.trainer = self.processes.start_trainer(STARTER, mode.trainer_gpus, *self.trainer_flags(self.ports), *resume)
         environment = self.processes.start_environment(
             "environments/arithmetic_server.py", f"http://localhost:{self.ports[0]}", "--env.max_token_length", "96",
@@ -190,6 +216,22 @@ class Run:
             "--env.ensure_scores_are_not_same", "false",
         )  # fmt: skip
         self.others: list[Child] = [service, *servers, environment]
+
+    def start_parameter_server(self) -> Child:
+        """Once it listens; it holds nothing until the trainer has pushed."""
+        command = ["-m", "example_trainer.parameter_server", "--model-name", str(STARTER), "--port", str(self.handing_on)]
+        command += ["--vllm-servers", ",".join(f"localhost:{port}" for port in self.ports), "--bridge-timeout", "60"]
+        command += ["--atropos-url", self.processes.service_url, "--log-dir", str(self.processes.folder / "handing_on")]
+        child = self.processes.start("parameter-server", command, self.mode.parameter_server)
+        wait_all({"parameter server": lambda: answers(f"http://localhost:{self.handing_on}/bridge/state")}, 120)
+        return child
+
+    def served_by(self, port: int) -> int:
+        """The version that a server ends with. A parameter server hands the last one on when the trainer is through with it."""
+        if self.handing_on:
+            last = self.args.steps
+            wait_all({f"version {last} at port {port}": lambda: _served(port) == last}, 60)
+        return _served(port)
 
     def learned(self) -> list[dict[str, Any]]:
         """A row for each step, in their order; of a step that was done again, the later one."""
@@ -203,6 +245,8 @@ class Run:
         flags += ["--vllm-port", str(ports[0]), "--training-steps", str(args.steps), "--lr", "3e-4", "--batch-size", "16"]
         flags += ["--gradient-accumulation-steps", "8", "--seq-len", str(MODEL_LENGTH), "--bridge-timeout", "60"]
         flags += ["--batch-timeout", "200", *mode.trainer]
+        if mode.parameter_server:
+            flags += ["--parameter-servers", f"localhost:{self.handing_on}"]
         if args.kill_after:
             flags += ["--checkpoint-interval", "1", "--keep-checkpoints", "1", "--max-staleness", "0"]
         if mode.own_server:
@@ -221,9 +265,8 @@ class Run:
             raise BenchError(f"{self.name}: {len(rows)} of {steps} steps, vLLM serves {served}")
         if mapped[0] != mapped[1]:
             raise BenchError(f"{self.name}: only {found['params']} parameters were mapped")
-        # Legacy mode samples from older weights on purpose.
         worst = max(abs(value) for value in found["kl"])
-        if not self.mode.own_server and worst > MOST_KL:
+        if self.mode.on_policy and worst > MOST_KL:
             raise BenchError(f"{self.name}: KL to the rollouts' policy reached {worst}")
         if self.mode.deterministic and (not found["compared_tokens"] or found["mismatched_tokens"] or worst):
             tokens = f"{found['mismatched_tokens']} of {found['compared_tokens']} tokens differ"
@@ -266,7 +309,7 @@ def repeated(name: str, mode: Mode, args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _state(port: int) -> int:
+def _served(port: int) -> int:
     """The version that a server says it serves, of the whole weights or of an adapter."""
     answer = httpx.get(f"http://localhost:{port}/bridge/state", timeout=30)
     if answer.status_code != 200:

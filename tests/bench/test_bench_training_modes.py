@@ -1,4 +1,4 @@
-"""training_modes.py: which rows of a run it judges."""
+"""training_modes.py: which rows of a run it judges, and where its processes are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-from bench.training_modes import Run
+import pytest
+
+from bench.training_modes import MODES, Run
 
 
 def test_each_step_counts_once_also_where_its_weights_are_not_served(tmp_path: Path) -> None:
@@ -17,3 +19,25 @@ def test_each_step_counts_once_also_where_its_weights_are_not_served(tmp_path: P
     metrics.write_text("\n".join(written) + "\n", encoding="utf-8")
     run = SimpleNamespace(processes=SimpleNamespace(metrics=metrics))
     assert [row["checksum"] for row in Run.learned(run)] == ["a", "b", "c", "d"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "trainer", "neighbours"),
+    [
+        ("broadcast_direct", 1, "0", True),
+        ("restart", 1, "0", False),  # one after the other in its memory, and nothing is sent
+        ("broadcast_tp2_fsdp2", 2, "1,0", False),  # each rank to the other GPU
+        ("broadcast_two_servers", 2, "1", True),
+        ("broadcast_two_servers", 3, "2", False),
+        ("single_copy_tp2", 2, "0,1", False),
+    ],
+)
+def test_a_trainer_without_gpus_of_its_own_is_put_on_vllm_s(name: str, gpus: int, trainer: str, neighbours: bool) -> None:
+    mode = MODES[name].on(gpus)
+    assert (mode.trainer_gpus, mode.neighbours) == (trainer, neighbours)
+    assert mode.gpus_needed <= gpus
+
+
+def test_what_does_not_fit_is_left_out() -> None:
+    assert MODES["single_copy_tp2"].on(1).gpus_needed == 2
+    assert MODES["broadcast_two_servers"].on(1).gpus_needed == 2
