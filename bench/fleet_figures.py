@@ -31,28 +31,40 @@ def servers(book: Book) -> str:
     return f"{markdown(head, rows)}\n\n{told} {sources(book, places)}"
 
 
-def clients(book: Book) -> str:
-    """What a client of a real server sees, what a client waits for first."""
-    head = [
-        "",
-        "longest gap between two tokens at a client, median",
-        "most",
-        "gaps otherwise",
-        "the trainer waits, median",
-        "most",
-    ]
-    rows, places = [], {}
-    for cache, by_way in book.get(FILE, "clients").items():
-        for way in (name for name in by_way if name != "trainer"):
-            for condition in (name for name in by_way[way] if name.startswith("load_")):
-                place = f"clients/{cache}/{way}/{condition}"
+def clients(file: str) -> Callable[[Book], str]:
+    """What a client of a real server sees, what a client waits for first; and of vLLM's own engine where that was measured."""
+
+    def table(book: Book) -> str:
+        head = [
+            "",
+            "longest gap between two tokens at a client, median",
+            "most",
+            "gaps otherwise",
+            "the trainer waits, median",
+            "most",
+        ]
+        parts = {
+            f"{way}, {cache}": f"clients/{cache}/{way}"
+            for cache, by_way in book.get(file, "clients").items()
+            for way in by_way
+            if way != "trainer"
+        }
+        if "vllm_engine" in book.page(file):
+            parts["vLLM's own engine"] = "vllm_engine"
+        rows, places = [], {}
+        for side, part in parts.items():
+            for condition in (name for name in book.get(file, part) if name.startswith("load_")):
+                place = f"{part}/{condition}"
                 wanted = ("largest_gap_per_update_ms/median", "largest_gap_per_update_ms/max", "usual_gap_ms/median")
                 wanted += ("whole_update_ms/median", "whole_update_ms/max")
-                side = f"{way}, {cache}, {condition.removeprefix('load_')} requests"
-                rows.append([side, *(f"{book.number(FILE, f'{place}/{key}'):.0f} ms" for key in wanted)])
-                places[side] = (FILE, place)
-    size = book.number(FILE, "model_bytes") / 1e6
-    return f"{markdown(head, rows)}\n\nA model of {size:.0f} MB. {sources(book, places)}"
+                name = f"{side}, {condition.removeprefix('load_')} requests"
+                rows.append([name, *(f"{book.number(file, f'{place}/{key}'):.0f} ms" for key in wanted)])
+                places[name] = (file, place)
+        size = book.number(file, "model_bytes")
+        told = f"{size / 1e9:.2f} GB" if size > 1e9 else f"{size / 1e6:.0f} MB"
+        return f"{markdown(head, rows)}\n\nA model of {told}. {sources(book, places)}"
+
+    return table
 
 
 def on_paper(book: Book) -> str:
@@ -78,5 +90,10 @@ def on_paper(book: Book) -> str:
     return f"{markdown(head, rows)}\n\n{told}"
 
 
-NAMED: dict[str, Callable[[Book], str]] = {"fleet_servers": servers, "fleet_clients": clients, "fleet_on_paper": on_paper}
+NAMED: dict[str, Callable[[Book], str]] = {
+    "fleet_servers": servers,
+    "fleet_clients": clients(FILE),
+    "fleet_clients_gpu": clients("fleet_gpu"),
+    "fleet_on_paper": on_paper,
+}
 """By the name that stands in the documents."""

@@ -78,7 +78,8 @@ class PeerWatch:
 @contextmanager
 def quiet_nccl_watchdog() -> Iterator[None]:
     """Make a group whose watchdog reports nothing and ends nothing: by default it aborts the whole process, vLLM's worker,
-    when an operation takes too long. The deadlines are ours.
+    when an operation takes too long, and the first group of a process writes a stack to its log each second once the trainer
+    that holds the store has ended. The deadlines are ours.
     """
     # The environment is the whole process's, and lanes are formed side by side.
     with _environment:
@@ -86,7 +87,7 @@ def quiet_nccl_watchdog() -> Iterator[None]:
 
 
 def _set_for_a_moment() -> Iterator[None]:
-    ours = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+    ours = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
     before = {name: os.environ.get(name) for name in ours}
     os.environ.update(ours)
     try:
