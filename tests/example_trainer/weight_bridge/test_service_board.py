@@ -1,0 +1,117 @@
+"""The fleet's table at a rollout service that refuses it: said once for each reason, with what to do, and when it is over."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from example_trainer.weight_bridge.fleet_keeper import ServiceBoard
+
+TAKEN = (200, {"status": "success", "wanted": ["http://d:9001"], "left": []})
+
+
+class Service:
+    """Answers POST /fleet as it is told, and as it does to whoever shows no key, if it has one."""
+
+    def __init__(self, port: int = 0) -> None:
+        self.answer: tuple[int, object] = TAKEN
+        self.key = ""
+        service = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                status, body = service.answer
+                if service.key and self.headers["Authorization"] != f"Bearer {service.key}":
+                    status, body = 401, {"detail": "the request carries no bearer token"}
+                told = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(told)))
+                self.end_headers()
+                self.wfile.write(told)
+
+            def log_message(self, *_: object) -> None:
+                """Nothing: pytest has the client's log."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    one = Service()
+    yield one
+    one.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "named", "remedy"),
+    [
+        ((401, {"detail": "the request carries no bearer token"}), "401 ", "--atropos-api-key, or ROLLOUT_API_KEY"),
+        ((403, {"detail": "the Host 'x' is none that this service goes by"}), "none that this service goes by", "with a key"),
+        ((404, {"detail": "Not Found"}), "404 ", "python -m atroposlib.cli.run_api"),
+        ((409, {"detail": "another trainer is registered"}), "409 ", "--atropos-url"),
+        ((422, {"detail": "servers: too many"}), "422 ", "the same checkout"),
+        ((503, "starting"), "503 starting", "it is asked again"),
+        ((200, "<html>a page</html>"), "200 <html>", "--atropos-url"),
+        ((200, ["no", "table"]), "200 ", "--atropos-url"),
+    ],
+)
+def test_a_table_that_is_refused_is_said_once_with_what_to_do_and_once_when_it_is_taken_again(
+    service: Service, answer: tuple[int, object], named: str, remedy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "example_trainer")
+    board = ServiceBoard(service.url, None)
+    assert board.publish([]) == (["http://d:9001"], [])
+    assert caplog.messages == [], "nothing is said of what works"
+    for _ in range(2):
+        caplog.clear()
+        service.answer = answer
+        assert [board.publish([]) for _ in range(3)] == [None] * 3
+        (warning,) = caplog.records
+        assert warning.levelname == "WARNING"
+        told = warning.getMessage()
+        assert f"the rollout service at {service.url} does not take the fleet's table: POST /fleet: " in told
+        assert named in told
+        assert remedy in told
+        caplog.clear()
+        service.answer = TAKEN
+        assert [board.publish([]) for _ in range(2)] == [(["http://d:9001"], [])] * 2
+        assert caplog.messages == [f"[Fleet] the rollout service at {service.url} takes the fleet's table again"]
+    board.close()
+
+
+@pytest.mark.parametrize(("by", "silence"), [("", []), ("parameter server a-9101", ["POST /fleet: no answer ("])])
+def test_each_reason_is_said_once_however_they_alternate_and_a_trainer_leaves_silence_to_others(
+    free_port: Callable[[], int], by: str, silence: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "example_trainer")
+    port = free_port()
+    board = ServiceBoard(f"http://127.0.0.1:{port}", None, by)
+    for _ in range(2):
+        assert board.publish([]) is None
+        service = Service(port)
+        service.key = "hush"
+        assert board.publish([]) is None
+        service.close()
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * (len(silence) + 1)
+    for told, named in zip(caplog.messages, [*silence, "POST /fleet: 401 "], strict=True):
+        assert named in told
+    board.close()
+
+
+def test_with_the_key_the_table_is_taken(service: Service, caplog: pytest.LogCaptureFixture) -> None:
+    service.key = "hush"
+    board = ServiceBoard(service.url, "hush")
+    assert board.publish([]) == (["http://d:9001"], [])
+    assert caplog.messages == []
+    board.close()
