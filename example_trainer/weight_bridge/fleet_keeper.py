@@ -144,7 +144,7 @@ class FleetKeeper:
         self._thread.start()
 
     def look(self, forced: bool = False) -> None:
-        """Look at all servers now, at the same time; at most LOOK_SECONDS.
+        """Look at all servers now, at the same time; at most a second longer than LOOK_SECONDS.
 
         Args:
             forced: also while an update is made, which teaches more than a look; asked by whoever makes it.
