@@ -176,7 +176,10 @@ class ReceivingServer:
     def check(self) -> None:
         """Raise BridgeError if the thread has ended."""
         if not self._thread.is_alive():
-            raise BridgeError(f"the parameter server does not listen any more: {self._failure or 'its thread has ended'}")
+            raise BridgeError(
+                f"the parameter server does not listen on port {self._port} any more: "
+                f"{self._failure or 'its thread has ended'}; start it again, it takes the trainer's next push"
+            )
 
     def stop(self) -> None:
         """Stop listening. Safe to call twice."""

@@ -111,7 +111,10 @@ def geometry_of(folder: Path) -> ModelGeometry:
     try:
         return ModelGeometry.from_hf_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{folder / 'config.json'}: {error!s}") from error
+        raise ModelError(
+            f"{folder / 'config.json'} does not say what a parameter server needs ({type(error).__name__}: {error!s}); give "
+            "--model-name the folder of a Hugging Face checkpoint, or the id of one, of a model that is supported"
+        ) from error
 
 
 def hand_out(server: ReceivingServer, handing: Handing) -> None:

@@ -332,7 +332,9 @@ def _required(make: Callable[[str], BridgeServer] | None) -> Callable[[str], Bri
 
 
 def _same_kind(server: BridgeServer, url: str) -> BridgeServer:
-    raise BridgeError(f"{url} cannot join a training that was started for {server.url} alone")
+    raise BridgeError(
+        f"{url} cannot join what was started for {server.url} and the servers named beside it; name it, too, at the next start"
+    )
 
 
 def _translate(step: Callable[[], _T]) -> _T:

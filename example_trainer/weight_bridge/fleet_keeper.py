@@ -189,7 +189,10 @@ class FleetKeeper:
             BridgeError: the thread has failed.
         """
         if self._failure is not None:
-            raise BridgeError(f"the fleet's keeper has failed: {self._failure}") from self._failure
+            raise BridgeError(
+                f"the servers are not looked after any more ({type(self._failure).__name__}: {self._failure}); start "
+                "this process again, a trainer with --resume auto; the traceback is in its log, at [Fleet]"
+            ) from self._failure
         with self.lock:
             return self.fleet.due(time.time())
 

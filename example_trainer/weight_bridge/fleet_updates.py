@@ -100,7 +100,7 @@ class FleetUpdates:
             raise BridgeError(
                 f"{len(present)} vLLM servers on {len(found)} hosts ({', '.join(sorted(found)) or 'none'}) are there after "
                 f"{limit:g} s; --min-servers {self._keeper.fleet.least} and NUM_INFERENCE_NODES={self._hosts} ask for more: "
-                + "; ".join(str(error) for error in answers.failed.values())
+                f"start them, or ask for fewer: {'; '.join(str(error) for error in answers.failed.values())}"
             )
         return present
 

@@ -109,7 +109,10 @@ class LoraServer(VLLMClient):
             return False
         current = status["current"]
         if isinstance(current, dict) and current["name"] != self.serves:
-            raise BridgeError(f"{self.url} serves {current['name']}, which is not of this trainer; two trainers share a server")
+            raise BridgeError(
+                f"{self.url} serves {current['name']}, which is not of this trainer; two trainers share a server: stop the "
+                "other one, or give this one servers of its own"
+            )
         return current is None
 
 

@@ -11,14 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from example_trainer.command_line import parse_config, parse_section
-from example_trainer.errors import ConfigError
+from example_trainer.errors import BridgeError, ConfigError, ModelError
 from example_trainer.parameter_server import serving
 from example_trainer.parameter_server.held import HeldCopy, HeldWeights, held_manifest
 from example_trainer.parameter_server.options import ParameterServerOptions, Share
+from example_trainer.parameter_server.receiving import ReceivingServer
 from example_trainer.process import StopSignal
 from example_trainer.weight_bridge.parameter_server import require_fresh_enough
 from tests.fleet_server import GEOMETRY
 from vllm_patching.protocol.checksum import weights_checksum
+from vllm_patching.server.access import Door
 
 CPU = torch.device("cpu")
 
@@ -80,6 +82,27 @@ def test_what_does_not_fit_is_one_line_with_the_bytes(model: Path, monkeypatch: 
     options = parse_section(ParameterServerOptions, "x", ["--model-name", str(model), "--device", "cpu"])
     with pytest.raises(serving.HeldMemoryShortage, match=r"needs 0\.\d\d GiB on cpu \(2 copies of .* 0\.00 GiB are free"):
         serving.serve(options, StopSignal())
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ("no JSON", "JSONDecodeError: "),
+        ('{"model_type": "gpt2"}', "UnsupportedModel: model_type 'gpt2' is not supported"),
+        ('{"model_type": "qwen3", "num_attention_heads": 4}', "KeyError: 'num_hidden_layers'"),
+    ],
+)
+def test_a_config_that_says_too_little_is_named_with_what_to_give(tmp_path: Path, config: str, told: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ModelError, match=r"config\.json does not say what .*; give --model-name the folder of") as caught:
+        serving.geometry_of(tmp_path)
+    assert told in str(caught.value)
+
+
+def test_one_that_does_not_listen_any_more_says_what_to_do(tmp_path: Path) -> None:
+    server = ReceivingServer(lambda method, args: [], "tiny", "float32", 1.0, tmp_path, "127.0.0.1", 9101, Door(), {})
+    with pytest.raises(BridgeError, match=r"not listen on port 9101 any more: its thread has ended; start it again"):
+        server.check()
 
 
 @pytest.mark.parametrize(

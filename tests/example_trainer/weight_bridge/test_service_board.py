@@ -9,7 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from example_trainer.weight_bridge.fleet_keeper import ServiceBoard
+from example_trainer.errors import BridgeError
+from example_trainer.weight_bridge.fleet import Fleet
+from example_trainer.weight_bridge.fleet_keeper import FleetKeeper, ServiceBoard
 
 TAKEN = (200, {"status": "success", "wanted": ["http://d:9001"], "left": []})
 
@@ -115,3 +117,18 @@ def test_with_the_key_the_table_is_taken(service: Service, caplog: pytest.LogCap
     assert board.publish([]) == (["http://d:9001"], [])
     assert caplog.messages == []
     board.close()
+
+
+def test_a_keeper_that_has_failed_ends_the_training_with_what_to_do() -> None:
+    class Broken(ServiceBoard):
+        def publish(self, rows: object) -> None:
+            raise RuntimeError("out of file descriptors")
+
+    keeper = FleetKeeper(Fleet([], 0, 1.0, 0.0), {}, lambda url: pytest.fail(url), Broken("http://127.0.0.1:1", None))
+    keeper.start()
+    keeper._thread.join(60)
+    with pytest.raises(
+        BridgeError, match=r"RuntimeError: out of file descriptors\); start this process again, .*--resume auto"
+    ):
+        keeper.due()
+    keeper.close()
