@@ -17,13 +17,22 @@ from example_trainer.config import TrainerConfig
 from example_trainer.errors import BridgeError, ConfigError
 from example_trainer.process import StopSignal
 from example_trainer.weight_bridge.base import SyncReport, WeightBridge, Weights, timed
-from example_trainer.weight_bridge.owned_server import OWN_COMMAND, OwnedServer, Served, ServerDied, is_this_machine
+from example_trainer.weight_bridge.owned_server import (
+    OWN_COMMAND,
+    STOP_SECONDS,
+    OwnedServer,
+    Served,
+    ServerDied,
+    is_this_machine,
+)
 
 logger = logging.getLogger(__name__)
 
 REVIVALS = 3
 """How often a server that died by itself is started again before the next restart that was planned."""
 LOG_NAME = "vllm.log"
+CLOSE_SECONDS = STOP_SECONDS + 30.0
+"""For the watch to end: it sleeps half a second at a time, asks a server twice, or stops one."""
 _WATCH_SECONDS = 0.5
 
 
@@ -159,7 +168,13 @@ class RestartBridge(WeightBridge):
         """Stop the server. Safe to call twice."""
         self._closing.set()
         if self._watch is not None:
-            self._watch.join()  # it sleeps half a second at a time, and stops a server within a deadline
+            self._watch.join(CLOSE_SECONDS)
+            if self._watch.is_alive():
+                logger.error(
+                    "[Bridge] the watch over the vLLM server at %s has not ended within %g s: look at its log %s; what still "
+                    "runs of the server ends with this process",
+                    self._server.url, CLOSE_SECONDS, self._config.log_dir / LOG_NAME,
+                )  # fmt: skip
         self._server.close()
 
 

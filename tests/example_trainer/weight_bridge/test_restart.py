@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from example_trainer.child_processes.ports import is_free
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BridgeError, ConfigError
 from example_trainer.process import StopRequested, StopSignal
+from example_trainer.weight_bridge import restart
 from example_trainer.weight_bridge.factory import make_bridge
 from example_trainer.weight_bridge.restart import REVIVALS, RestartBridge
 
@@ -159,6 +161,18 @@ def test_a_command_that_cannot_be_filled_in_is_told_before_anything_is_loaded(st
 def test_a_server_on_another_machine_cannot_be_owned(stack: Stack) -> None:
     with pytest.raises(ConfigError, match=r"--vllm-host 192\.0\.2\.1 is another machine"):
         stack.bridge(vllm_host="192.0.2.1")
+
+
+def test_closing_waits_for_a_watch_that_hangs_up_to_a_deadline_and_says_so(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(restart, "CLOSE_SECONDS", 0.1)
+    bridge, freed = stack.bridge(), threading.Event()
+    bridge._watch = threading.Thread(target=freed.wait, args=(60,), daemon=True)
+    bridge._watch.start()
+    bridge.close()
+    assert f"the watch over the vLLM server at {bridge._server.url} has not ended within 0.1 s: look at its log" in caplog.text
+    freed.set()
 
 
 TRAINER = """
