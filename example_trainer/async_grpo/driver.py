@@ -79,7 +79,7 @@ class Driver:
         settings: of it.
         cluster: where.
         keys: variable → key of the servers.
-        fleet: told when a vLLM server has another address.
+        fleet: told which vLLM servers there are, and when one has another address.
         check: raises if the run shall stop; called at each look.
         commands: what starts each role, if not the project's own.
         clock, sleep: the time to go by.
@@ -142,6 +142,14 @@ class Driver:
                 self._silent(keeper, str(silent))
             except SeatLost as lost:
                 self._lost(keeper, str(lost))
+        self._tell_fleet()
+
+    def _tell_fleet(self) -> None:
+        service = self.keepers["service"]
+        if service.state is State.UP and service.place is not None:
+            places = [keeper.place for keeper in self.keepers.values() if keeper.role.kind == "generator"]
+            known = [place.url for place in places if place is not None]
+            self._fleet.tell(service.place, known if len(known) == len(places) else None)
 
     # ---- one role ----------------------------------------------------------------------------------------------------
 
@@ -204,7 +212,7 @@ class Driver:
         keeper.node, keeper.common = node, report.common
         keeper.place = Address(host, report.ports, report.gpus)
         if role.kind == "generator" and before is not None and before.server != keeper.place.server:
-            self._fleet.moved(self.keepers["service"].place, before, keeper.place)
+            self._fleet.moved(before, keeper.place)
         places = {name: other.place for name, other in self.keepers.items() if other.place is not None}
         launch = self._commands.launch(role, places, first=keeper.lives == 1)
         keeper.bound = self._bound(role)

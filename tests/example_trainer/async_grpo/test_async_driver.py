@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +115,13 @@ class FakeFleet:
     def __init__(self) -> None:
         self.told: list[tuple[str, str]] = []
 
-    def moved(self, service: Address | None, before: Address, now: Address) -> None:
+        self.known: list[list[str] | None] = []
+
+    def moved(self, before: Address, now: Address) -> None:
         self.told.append((before.server, now.server))
+
+    def tell(self, service: Address, servers: Collection[str] | None) -> None:
+        self.known.append(None if servers is None else list(servers))
 
 
 class Bench:
@@ -164,8 +169,11 @@ def test_a_parameter_server_is_started_when_all_whom_it_serves_have_addresses(tm
     made.cluster.homeless = {"generator-2"}
     made.turn(10)
     assert made.cluster.order == ["service", "generator-1", "environment-1"]
+    assert made.fleet.known
+    assert set(map(str, made.fleet.known)) == {"None"}  # which servers are this run's is not known yet
     made.cluster.homeless.clear()
     made.turn(10)
+    assert made.fleet.known[-1] == [made.driver.keepers[f"generator-{n}"].place.url for n in (1, 2)]  # type: ignore[union-attr]
     launch = made.cluster.seats["parameter-server-1"].launch
     places = [made.driver.keepers[name].place for name in ("generator-1", "generator-2")]
     assert launch is not None
@@ -201,12 +209,14 @@ def test_a_process_that_was_killed_is_started_again_at_its_place(bench: Bench) -
 def test_a_generator_on_another_node_is_told_to_the_fleet_and_its_environment_follows(bench: Bench) -> None:
     before = bench.driver.keepers["generator-1"].place
     assert before is not None
-    bench.cluster.node_of = {"generator-1": "n2"}
+    bench.cluster.node_of = {"generator-1": "n2", "trainer": "n1"}
     bench.cluster.seats["generator-1"].lost = bench.cluster.seats["environment-1"].lost = True
     bench.turn(12)
     now = bench.driver.keepers["generator-1"].place
     assert now is not None
-    assert now.host == "localhost" or now.host == "n2"
+    assert now.host == "n2"
+    assert bench.fleet.told == [(before.server, now.server)]
+    assert bench.fleet.known[-1] == [now.url, bench.driver.keepers["generator-2"].place.url]  # type: ignore[union-attr]
     assert bench.state("generator-1") is bench.state("environment-1") is State.UP
     launch = bench.cluster.seats["environment-1"].launch
     assert launch is not None
