@@ -18,9 +18,9 @@ from example_trainer.errors import BridgeError
 from example_trainer.models import Decoder
 from example_trainer.models.lora.peft_format import AdapterWriter, WrittenAdapter
 from example_trainer.models.lora.settings import LoraSettings
-from example_trainer.vllm_client import ServerRefused, ServerSilent, VLLMClient
+from example_trainer.vllm_client import ServerRefused, ServerSilent
 from example_trainer.weight_bridge.base import SyncReport, WeightBridge, Weights
-from example_trainer.weight_bridge.server import manifests_of, served_dtype
+from example_trainer.weight_bridge.server import WeightServer, manifests_of, served_dtype
 from vllm_patching.protocol.checksum import weights_checksum
 from vllm_patching.protocol.manifest import dtype_name, flat_layout, mismatches, source_view
 
@@ -30,7 +30,7 @@ SERVING_FOLDER = "serving"
 _HOST = socket.gethostname()
 
 
-class LoraServer(VLLMClient):
+class LoraServer(WeightServer):
     """The /lora routes of one server.
 
     Attributes:
@@ -38,27 +38,8 @@ class LoraServer(VLLMClient):
         joins: how many times it got an adapter while it had none.
     """
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        timeout: float,
-        api_key: str | None = None,
-        startup_timeout: float | None = None,
-        sleep: Callable[[float], None] = time.sleep,
-        weight_epoch: int = 0,
-    ) -> None:
-        """
-        Args:
-            host, port: where vllm_api_server.py listens.
-            timeout: seconds that a load may take.
-            api_key, startup_timeout, sleep: see VLLMClient.
-            weight_epoch: see BridgeServer.
-        """
-        super().__init__(f"http://{host}:{port}", timeout, api_key, startup_timeout, sleep)
-        self._weight_epoch = weight_epoch
-        self.serves: str | None = None
-        self.joins = 0
+    serves: str | None = None
+    joins: int = 0
 
     def wait_for_info(self) -> dict[str, Any]:
         """GET /lora/info, waiting for a server that is still loading.
@@ -78,7 +59,7 @@ class LoraServer(VLLMClient):
         Raises:
             BridgeError: the server refused, with its reason, or did not answer.
         """
-        body = {"path": str(folder), "version": version, "checksum": checksum, "weight_epoch": self._weight_epoch}
+        body = {"path": str(folder), "version": version, "checksum": checksum, "weight_epoch": self.weight_epoch}
         what = f"the adapter of version {version}"
         try:
             try:

@@ -226,12 +226,8 @@ class Member:
         """What the server says at once; None if it does not answer."""
         return self.server.look("/bridge/state", LOOK_SECONDS)
 
-    def sight(self) -> Sight | None:
-        """What the fleet's policy wants to know of it; None if it does not answer."""
-        return self.seen_in(self.state())
-
     def seen_in(self, state: dict[str, Any] | None) -> Sight | None:
-        """As `sight`, of an answer that is there."""
+        """What the fleet's policy wants to know of a server that answers this; None if it does not answer."""
         if state is None:
             return None
         ours = not self.joined or state["instance"] != self.instance or state["epoch"] == self.epoch

@@ -33,14 +33,16 @@ LEASE_LOST = 410
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]
 """Whole shape and dtype name of each of the trainer's parameters, by name."""
 
-Server = TypeVar("Server", bound=VLLMClient)
+Server = TypeVar("Server", bound="WeightServer")
 
 
-class BridgeServer(VLLMClient):
-    """The /bridge routes of one server: who has joined, what it serves, and the steps of an update."""
+class WeightServer(VLLMClient):
+    """A server that weights or adapters are handed to, by its place.
 
-    role = "trainer"
-    """What this process is to the server, for messages."""
+    Attributes:
+        weight_epoch: what they belong to, this trainer's life: Unix milliseconds of its start, and more than any before it of
+            the same run.
+    """
 
     def __init__(
         self,
@@ -55,14 +57,21 @@ class BridgeServer(VLLMClient):
         """
         Args:
             host, port: where vllm_api_server.py listens.
-            timeout: seconds for each phase of an update.
+            timeout: seconds for each phase of an update, or for loading an adapter.
             api_key, startup_timeout, sleep: see VLLMClient.
-            weight_epoch: this trainer's life: Unix milliseconds of its start, and more than any before it of the same run.
+            weight_epoch: see the class.
         """
         super().__init__(f"http://{host}:{port}", timeout, api_key, startup_timeout, sleep)
         self.weight_epoch = weight_epoch
-        self._lease: str | None = None
-        self._instance: str | None = None
+
+
+class BridgeServer(WeightServer):
+    """The /bridge routes of one server: who has joined, what it serves, and the steps of an update."""
+
+    role = "trainer"
+    """What this process is to the server, for messages."""
+    _lease: str | None = None
+    _instance: str | None = None
 
     def wait_for_info(self) -> dict[str, Any]:
         """GET /bridge/info, waiting for a server that is still loading.

@@ -59,7 +59,7 @@ class WeightStream:
         self._parameters = dict(model.named_parameters())
         dtype = next(iter(self._parameters.values())).dtype
         self._served = manifests[0].entries[0].torch_dtype
-        self._plan, self._ranks, self._device = plan, ranks, device
+        self._ranks, self._device = ranks, device
         self._cuts = cuts = Cuts.of(manifests, bucket_bytes)
         self.num_bytes = cuts.num_bytes
         self._gathers = ranks.world_size > 1
