@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import sys
 import threading
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from example_trainer.async_grpo.launch import PYTHON, Launch, environment_file
+from example_trainer.child_processes.guard import send
 from example_trainer.child_processes.ports import PortReservations
 from example_trainer.child_processes.processes import ManagedProcess, describe_exit, first_error, tail
 from example_trainer.child_processes.readiness import http_probe
@@ -35,6 +38,7 @@ class NodeNeeds:
         ray: the driver's version; empty where there is none.
         ports: how many to keep.
         wanted: ports of an earlier life, taken again if they are free.
+        end_earlier: kill what an earlier life of the role has left on the node.
     """
 
     folder: str
@@ -44,6 +48,7 @@ class NodeNeeds:
     ray: str = ""
     ports: int = 0
     wanted: tuple[int, ...] = ()
+    end_earlier: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ class NodeReport:
         gpus: that Ray gave it.
         common: its run folder is the driver's.
         problems: why the role cannot run here; each a sentence without the node's name.
+        earlier: processes of an earlier life of the role that still run here; no ports are kept then.
     """
 
     hostname: str
@@ -63,6 +69,7 @@ class NodeReport:
     gpus: tuple[str, ...]
     common: bool
     problems: tuple[str, ...]
+    earlier: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,18 @@ def model_problem(model: str) -> str | None:
     return None
 
 
+def writers(log: Path) -> tuple[int, ...]:
+    """Processes of this machine whose output is a log: the guard of a role, until the last that it looks after has ended, and
+    what is left where a guard was killed. Whoever reads the log is none of them."""
+    name, found = str(log.resolve()), []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                if os.readlink(f"/proc/{entry}/fd/1") == name:
+                    found.append(int(entry))
+    return tuple(sorted(found))
+
+
 class RoleProcess:
     """One process and its log. The actor's methods; Ray calls one at a time.
 
@@ -144,8 +163,12 @@ class RoleProcess:
             self._common = marker.is_file() and marker.read_text() == needs.marker
         except OSError as error:
             problems.append(f"the run's folder {self._folder} cannot be written: {error.strerror}")
-        ports = () if problems else self._reserve(needs.ports, needs.wanted)
-        return NodeReport(socket.gethostname(), ports, tuple(gpus), self._common, tuple(problems))
+        earlier = () if problems else writers(self.log)
+        if needs.end_earlier:
+            for pid in earlier:
+                send(pid, signal.SIGKILL)
+        ports = () if problems or earlier else self._reserve(needs.ports, needs.wanted)
+        return NodeReport(socket.gethostname(), ports, tuple(gpus), self._common, tuple(problems), earlier)
 
     def _reserve(self, count: int, wanted: tuple[int, ...]) -> tuple[int, ...]:
         deadline = time.monotonic() + PORT_SECONDS

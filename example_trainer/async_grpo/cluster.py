@@ -56,7 +56,7 @@ class Seat(Protocol):
         """The id of its node; empty as long as it has none."""
 
     def kill(self) -> None:
-        """End the actor, and with it its process. Safe to call twice."""
+        """End the actor; its process is told to end by that, and may take its time. Safe to call twice."""
 
 
 class Cluster(Protocol):
@@ -155,9 +155,10 @@ class RayCluster:
             "object_store_memory": OBJECT_STORE_BYTES,
         }
         # Workers find this project where it lies here; a job that was handed in with --working-dir has it there already.
-        environment = {
-            "env_vars": {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])])}
-        }
+        variables = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])])}
+        # Else a worker that ends kills what it has started at once: the guard, which would give its process time to end, and
+        # no more than the guard, so that what that process has started goes on with nobody to end it.
+        variables["RAY_kill_child_processes_on_worker_exit"] = "0"
         # Ray's workers are nice to the rest of the machine; here they are what the machine is for.
         os.environ.setdefault("RAY_worker_niceness", "0")
         try:
@@ -165,7 +166,7 @@ class RayCluster:
                 **({"address": address} if address else started_here),
                 # Of this driver alone: another run's folder may have the same name, and with it the names of its actors.
                 namespace=f"lockstep-{name}-{secrets.token_hex(4)}",
-                runtime_env=environment,
+                runtime_env={"env_vars": variables},
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from enum import Enum
+from dataclasses import replace
 
 from example_trainer.async_grpo.actor import Look, NodeNeeds, NodeReport
-from example_trainer.async_grpo.cluster import Cluster, Pending, Seat, SeatLost, SeatSilent, demands_at_home
+from example_trainer.async_grpo.cluster import Cluster, SeatLost, SeatSilent, demands_at_home
 from example_trainer.async_grpo.fleet import Fleet
+from example_trainer.async_grpo.keeper import Keeper, State
 from example_trainer.async_grpo.launch import Address
 from example_trainer.async_grpo.placement import amounts, hardest_first, refusal
-from example_trainer.async_grpo.restarts import Ended, Policy, Row
+from example_trainer.async_grpo.restarts import Ended, Policy
 from example_trainer.async_grpo.roles import STOP_ORDER, Commands, Role, demands_of, roles_of
 from example_trainer.async_grpo.settings import Settings
 from example_trainer.errors import TrainerError
@@ -30,46 +32,6 @@ SILENT_SECONDS = 30.0
 
 class RunFailed(TrainerError):
     """The run cannot go on. A single line; everything that was started is stopped."""
-
-
-class State(Enum):
-    """Of one role. The values are for people."""
-
-    WAITING = "waits for its turn"
-    PLACING = "waits for its place"
-    LAUNCHING = "is being started"
-    STARTING = "starts"
-    UP = "runs"
-    DONE = "is done"
-
-
-class Keeper:
-    """One role and what has become of it.
-
-    Args:
-        role: which.
-        policy: of its restarts.
-    """
-
-    def __init__(self, role: Role, policy: Policy) -> None:
-        self.role, self.row = role, Row(policy)
-        self.state, self.since, self.due = State.WAITING, 0.0, 0.0
-        self.seat: Seat | None = None
-        self.pending: Pending | None = None
-        self.place: Address | None = None
-        self.bound: tuple[Address | None, ...] = ()
-        self.node = ""
-        self.common = True
-        self.lives = 0
-        self.was_up = False
-        self.log_offset = 0
-        self.missing = ""
-        self.told = 0.0
-        self.silent_since: float | None = None
-
-    def enter(self, state: State, now: float) -> None:
-        """Go to another state."""
-        self.state, self.since, self.told = state, now, now
 
 
 class Driver:
@@ -161,6 +123,9 @@ class Driver:
             if now >= keeper.due and self._may_start(keeper):
                 self._sit_down(keeper, now)
             return
+        if keeper.state is State.ENDING:
+            self._end(keeper, now)
+            return
         if keeper.pending is None or not keeper.pending.done():
             self._wait(keeper, now)
             return
@@ -194,6 +159,7 @@ class Driver:
             ports=role.ports,
             wanted=keeper.place.ports if keeper.place else (),
         )
+        keeper.needs, keeper.blocked_since = needs, None
         keeper.pending = keeper.seat.ask("check", needs)
         keeper.enter(State.PLACING, now)
 
@@ -203,6 +169,9 @@ class Driver:
         host = self._cluster.host(node)
         if report.problems:
             raise RunFailed(f"node {host} ({report.hostname}) cannot run {role.name}: {report.problems[0]}")
+        if report.earlier:
+            self._wait_for_the_end(keeper, host, report.earlier, now)
+            return
         keeps = role.kind in ("service", "trainer")  # what these have on their disk is the run
         if before is not None and keeps and node != keeper.node and not (keeper.common and report.common):
             raise RunFailed(
@@ -220,6 +189,31 @@ class Driver:
         logger.info("[Async] %s on %s%s", role.name, host, f" port {report.ports[0]}" if report.ports else "")
         keeper.pending = keeper.seat.ask("start", launch, role.grace, role.may_finish)
         keeper.enter(State.LAUNCHING, now)
+
+    def _wait_for_the_end(self, keeper: Keeper, host: str, earlier: tuple[int, ...], now: float) -> None:
+        """Ask again until what an earlier life left on the node has ended: its trainer may be at its last checkpoint, and its
+        model on the GPU. An orphan whose guard was killed ends by nobody else, and is killed when its time is over."""
+        role = keeper.role
+        if keeper.blocked_since is None:
+            keeper.blocked_since, keeper.blocked_told = now, -math.inf
+        waited, limit = now - keeper.blocked_since, role.grace + STOP_MARGIN_SECONDS
+        who = f"process{'es' * (len(earlier) > 1)} {', '.join(map(str, earlier))} of an earlier life"
+        if waited > limit + STOP_MARGIN_SECONDS:
+            raise RunFailed(
+                f"{role.name} cannot be started on {host}: {who} did not end in {waited:.0f} s, by SIGKILL neither; see there "
+                f"what holds it (`ps -o pid,stat,wchan,cmd -p {','.join(map(str, earlier))}`), or start that machine again"
+            )
+        assert keeper.seat is not None
+        assert keeper.needs is not None
+        late = waited > limit
+        if late and not keeper.needs.end_earlier:
+            logger.warning("[Async] %s on %s: %s did not end in %.0f s and is killed", role.name, host, who, waited)
+        elif now - keeper.blocked_told > WAITING_SECONDS:
+            keeper.blocked_told = now
+            logger.info("[Async] %s on %s waits for the end of %s, for %.0f s so far", role.name, host, who, waited)
+        keeper.needs = replace(keeper.needs, end_earlier=late)
+        keeper.pending = keeper.seat.ask("check", keeper.needs)
+        keeper.enter(State.PLACING, now)
 
     def _bound(self, role: Role) -> tuple[Address | None, ...]:
         return tuple(self.keepers[name].place for name in role.bound)
@@ -251,7 +245,9 @@ class Driver:
         if keeper.bound != self._bound(role):
             moved = [name for name, place in zip(role.bound, keeper.bound, strict=True) if self.keepers[name].place != place]
             logger.info("[Async] %s is started anew: %s has another address", role.name, " and ".join(moved))
-            self._give_up(keeper, now, 0.0)
+            assert keeper.seat is not None
+            keeper.pending = keeper.seat.ask("stop")
+            keeper.enter(State.ENDING, now)
             return
         self._wait(keeper, now)
         self._look(keeper)
@@ -307,6 +303,15 @@ class Driver:
             raise RunFailed(f"{name} {why}; it {how}")
         logger.warning("[Async] %s %s; it is started again in %.0f s", name, why, delay)
         self._give_up(keeper, now, delay)
+
+    def _end(self, keeper: Keeper, now: float) -> None:
+        """Wait until a process that was told to end has done so, the trainer with its checkpoint written."""
+        if keeper.pending is not None and not keeper.pending.done():
+            waited = now - keeper.since
+            if waited < keeper.role.grace + STOP_MARGIN_SECONDS:
+                return
+            logger.warning("[Async] %s did not stop in %.0f s and is killed", keeper.role.name, waited)
+        self._give_up(keeper, now, 0.0)  # what an actor that is gone may have left is waited for on the node
 
     def _give_up(self, keeper: Keeper, now: float, delay: float) -> None:
         self._release(keeper)

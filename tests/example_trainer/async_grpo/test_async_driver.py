@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from example_trainer.async_grpo.actor import Look, NodeReport, RoleProcess
+from example_trainer.async_grpo.actor import Look, NodeReport
 from example_trainer.async_grpo.cluster import SeatLost, SeatSilent
-from example_trainer.async_grpo.driver import Driver, RunFailed, State
+from example_trainer.async_grpo.driver import Driver, RunFailed
+from example_trainer.async_grpo.keeper import State
 from example_trainer.async_grpo.launch import Address, Launch
 from example_trainer.async_grpo.placement import Demand, Node
 from example_trainer.async_grpo.roles import Role
@@ -37,6 +38,7 @@ class FakeSeat:
         self.launch: Launch | None = None
         self.code: int | None = None
         self.lost = self.silent = self.killed = self.stopped = False
+        self.busy = False
 
     def ask(self, method: str, *arguments: Any) -> Answer:
         if self.silent:
@@ -45,7 +47,9 @@ class FakeSeat:
             return Answer(SeatLost("the actor died"))
         if method == "check":
             wanted = arguments[0].wanted or self.cluster.ports(self.role.ports)
-            report = NodeReport("host", wanted, (), self.cluster.common, self.cluster.problems.get(self.role.name, ()))
+            problems, earlier = self.cluster.problems.get(self.role.name, ()), self.cluster.earlier.get(self.role.name, ())
+            self.cluster.ended_by_force |= {self.role.name} if arguments[0].end_earlier else set()
+            report = NodeReport("host", wanted, (), self.cluster.common, problems, earlier)
             return Answer(report, lambda: self.role.name not in self.cluster.homeless)
         if method == "start":
             self.launch, self.begun = arguments[0], self.cluster.now
@@ -54,7 +58,7 @@ class FakeSeat:
         if method == "stop":
             self.stopped = True
             self.cluster.stopped.append(self.role.name)
-            return Answer(0)
+            return Answer(0, lambda: not self.busy)
         ready = self.role.name not in self.cluster.slow
         lived = self.cluster.now - self.begun
         return Answer(
@@ -78,6 +82,8 @@ class FakeCluster:
         self.stopped: list[str] = []
         self.groups: list[Demand] = []
         self.problems: dict[str, tuple[str, ...]] = {}
+        self.earlier: dict[str, tuple[int, ...]] = {}
+        self.ended_by_force: set[str] = set()
         self.slow: set[str] = set()
         self.homeless: set[str] = set()
         self.node_of: dict[str, str] = {}
@@ -236,6 +242,59 @@ def test_who_uses_the_service_follows_it_to_another_address(bench: Bench) -> Non
     assert bench.cluster.order.count("generator-1") == 1
 
 
+def test_who_is_started_anew_ends_first(bench: Bench) -> None:
+    """The trainer writes its checkpoint before the next one looks for the newest."""
+    trainer = bench.cluster.seats["trainer"]
+    trainer.busy = True
+    bench.cluster.node_of = {"service": "n2", "trainer": "n1"}
+    bench.cluster.seats["service"].lost = True
+    bench.turn(40)
+    assert (trainer.stopped, trainer.killed, bench.state("trainer")) == (True, False, State.ENDING)
+    assert bench.cluster.order.count("environment-1") == 2
+    assert bench.cluster.order.count("trainer") == 1
+    trainer.busy = False
+    bench.turn(10)
+    assert (trainer.killed, bench.state("trainer")) == (True, State.UP)
+    assert bench.cluster.order.count("trainer") == 2
+
+
+def test_who_does_not_end_in_its_time_is_killed(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = bench.cluster.seats["trainer"]
+    trainer.busy = True
+    bench.cluster.node_of = {"service": "n2", "trainer": "n1"}
+    bench.cluster.seats["service"].lost = True
+    bench.turn(2 * (120 + 30) + 20)
+    assert trainer.killed
+    assert bench.state("trainer") is State.UP
+    assert "[Async] trainer did not stop in 150 s and is killed" in caplog.text
+
+
+def test_the_next_life_begins_when_the_processes_of_the_last_have_ended(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    bench.cluster.earlier["trainer"] = (7, 8)
+    bench.cluster.seats["trainer"].lost = True
+    bench.turn(2 * 100)
+    assert (bench.cluster.order.count("trainer"), bench.state("trainer")) == (1, State.PLACING)
+    assert "trainer on localhost waits for the end of processes 7, 8 of an earlier life, for 92 s so far" in caplog.text
+    assert bench.cluster.ended_by_force == set()
+    del bench.cluster.earlier["trainer"]
+    bench.turn(6)
+    assert (bench.cluster.order.count("trainer"), bench.state("trainer")) == (2, State.UP)
+
+
+def test_what_an_earlier_life_has_left_is_killed_when_its_time_is_over(bench: Bench) -> None:
+    bench.cluster.earlier["trainer"] = (7,)
+    bench.cluster.seats["trainer"].lost = True
+    bench.turn(2 * 140)
+    assert bench.cluster.ended_by_force == set()
+    bench.turn(2 * 20)
+    assert bench.cluster.ended_by_force == {"trainer"}
+    with pytest.raises(
+        RunFailed, match=r"^trainer cannot be started on localhost: process 7 of an earlier life did not end in 180 s"
+    ):
+        bench.turn(2 * 30)
+
+
 def test_a_lost_trainer_is_started_again_without_waiting_for_generators(bench: Bench) -> None:
     bench.cluster.slow = {"generator-2"}
     bench.cluster.seats["generator-2"].lost = bench.cluster.seats["trainer"].lost = True
@@ -312,31 +371,3 @@ def test_a_role_that_never_answers_ends_the_run(tmp_path: Path) -> None:
     made.cluster.slow = {"generator-1"}
     with pytest.raises(RunFailed, match=r"generator-1 starts for more than 30 s: GET: refused; log: "):
         made.driver.run()
-
-
-def test_an_actor_starts_looks_and_stops(tmp_path: Path) -> None:
-    """RoleProcess itself, with a real process."""
-    from example_trainer.async_grpo.actor import NodeNeeds
-    from example_trainer.async_grpo.launch import PYTHON
-    from tests.conftest import wait_until
-
-    seat = RoleProcess("role", str(tmp_path))
-    (tmp_path / ".run").write_text("elsewhere")
-    report = seat.check(NodeNeeds(str(tmp_path), "mark", ports=2))
-    assert (len(report.ports), report.common, report.problems) == (2, False, ())
-    assert seat.check(NodeNeeds(str(tmp_path), "mark", model="/no/such")).problems[0].startswith("model folder /no/such is not")
-    assert "environment file" in seat.check(NodeNeeds(str(tmp_path), "mark", environment="x/y.py")).problems[0]
-    assert "has Ray" in seat.check(NodeNeeds(str(tmp_path), "mark", ray="0.1")).problems[0]
-    stale = tmp_path / "role" / "old.json"
-    stale.parent.mkdir()
-    stale.write_text("{}")
-    code = "import sys; print(open(sys.argv[1]).read()); raise ModuleNotFoundError('no module that was wanted')"
-    launch = Launch((PYTHON, "-c", code, str(tmp_path / "in.txt")), {"X": "1"}, {"in.txt": "hello"}, ("role/*.json",))
-    seat.start(launch, 2.0, False)
-    wait_until("the end", lambda: None if seat.look().code is not None else "it runs", 180)
-    look = seat.look(offset=2)
-    assert look.code == 1
-    assert look.said.endswith("ModuleNotFoundError: no module that was wanted")
-    assert look.log.startswith(b"llo\n")
-    assert not stale.exists()
-    assert seat.stop() == 1
