@@ -28,6 +28,8 @@ WAITING_SECONDS = 30.0
 STOP_MARGIN_SECONDS = 30.0
 SILENT_SECONDS = 30.0
 """How long an actor may not answer, without Ray saying that it is lost, before it is taken for lost."""
+LOOK_SECONDS = 60.0
+"""How long an actor that is there may take to say how its process is; it asks that one for ten seconds at most."""
 
 
 class RunFailed(TrainerError):
@@ -65,6 +67,7 @@ class Driver:
         self.keepers = {role.name: Keeper(role, policy) for role in roles_of(settings)}
         self._commands = commands or Commands(settings, keys)
         self._marker = secrets.token_hex(8)
+        self._ticked = clock()
 
     def run(self) -> None:
         """Everything, from the first look at the cluster to the end of training.
@@ -97,6 +100,11 @@ class Driver:
 
     def tick(self) -> None:
         """Look at every role once and do what is due."""
+        now = self._clock()
+        if now - self._ticked > SILENT_SECONDS:  # this process stood still, and what came meanwhile is not read yet
+            for keeper in self.keepers.values():
+                keeper.asked = now
+        self._ticked = now
         for keeper in self.keepers.values():
             try:
                 self._advance(keeper)
@@ -127,6 +135,10 @@ class Driver:
             self._end(keeper, now)
             return
         if keeper.pending is None or not keeper.pending.done():
+            if keeper.state in (State.STARTING, State.UP) and now - keeper.asked > LOOK_SECONDS:
+                raise SeatLost(
+                    f"is not heard of: its actor, which looks after it, has not answered for {now - keeper.asked:.0f} s"
+                )
             self._wait(keeper, now)
             return
         answer, keeper.pending = keeper.pending.get(), None
@@ -223,7 +235,7 @@ class Driver:
         path = role.ready[0 if keeper.lives == 1 else 1]
         url = keeper.place.url + path if path and keeper.place else ""
         assert keeper.seat is not None
-        keeper.pending = keeper.seat.ask("look", url, keeper.log_offset)
+        keeper.pending, keeper.asked = keeper.seat.ask("look", url, keeper.log_offset), self._clock()
 
     def _looked(self, keeper: Keeper, look: Look, now: float) -> None:
         role = keeper.role

@@ -36,6 +36,7 @@ class Keeper:
         self.state, self.since, self.due = State.WAITING, 0.0, 0.0
         self.seat: Seat | None = None
         self.pending: Pending | None = None
+        self.asked = 0.0
         self.needs: NodeNeeds | None = None
         self.blocked_since: float | None = None
         self.blocked_told = 0.0

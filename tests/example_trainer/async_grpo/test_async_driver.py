@@ -38,7 +38,7 @@ class FakeSeat:
         self.launch: Launch | None = None
         self.code: int | None = None
         self.lost = self.silent = self.killed = self.stopped = False
-        self.busy = False
+        self.busy = self.hung = False
 
     def ask(self, method: str, *arguments: Any) -> Answer:
         if self.silent:
@@ -61,9 +61,8 @@ class FakeSeat:
             return Answer(0, lambda: not self.busy)
         ready = self.role.name not in self.cluster.slow
         lived = self.cluster.now - self.begun
-        return Answer(
-            Look(ready, "" if ready else "GET: refused", self.code, lived, f"exited with code {self.code}: why", b"", 1)
-        )
+        look = Look(ready, "" if ready else "GET: refused", self.code, lived, f"exited with code {self.code}: why", b"", 1)
+        return Answer(look, lambda: not self.hung)
 
     def node(self) -> str:
         return self.cluster.node_of.get(self.role.group, "n1")
@@ -313,6 +312,30 @@ def test_an_actor_that_is_silent_for_a_moment_is_left_alone(bench: Bench) -> Non
     seat.silent = True
     bench.turn(80)
     assert bench.cluster.order.count("trainer") == 2
+
+
+def test_an_actor_that_hangs_is_lost_with_what_it_looks_after(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    """A stopped actor would never say that its process has died."""
+    seat = bench.cluster.seats["trainer"]
+    seat.hung, seat.code = True, 137
+    bench.turn(2 * 60)
+    assert (bench.state("trainer"), seat.killed) == (State.UP, False)
+    bench.turn(10)
+    assert seat.killed
+    assert bench.cluster.order.count("trainer") == 2
+    assert "[Async] trainer is not heard of: its actor, which looks after it, has not answered for 60 s; it is" in caplog.text
+
+
+def test_nobody_is_late_for_a_driver_that_stood_still(bench: Bench) -> None:
+    for seat in bench.cluster.seats.values():
+        seat.hung = True
+    bench.turn()
+    bench.sleep(600)
+    bench.turn()
+    for seat in bench.cluster.seats.values():
+        seat.hung = False
+    bench.turn(10)
+    assert not any(seat.killed for seat in bench.cluster.seats.values())
 
 
 def test_a_trainer_whose_checkpoints_are_on_a_lost_disk_ends_the_run(bench: Bench) -> None:
