@@ -3,6 +3,9 @@
     main thread     next ─────► train on 1 ──────────► next ► train on 2 ──────────► next ► …
     fetching thread ► wait, read, pack, copy 2 ► (holds 2)   ► wait, read, pack, copy 3 ►
 
+The thread is in `preparing.py`. With several ranks rank 0's hands the others their bins, and theirs take and copy them
+(`scatter.py`).
+
 One batch ahead and no more: what is fetched earlier is trained on later, and so older. A batch that is fetched stays leased
 until it is acknowledged, so one that nobody came to train on goes to the trainer that registers next.
 """
@@ -10,7 +13,6 @@ until it is acknowledged, so one that nobody came to train on goes to the traine
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,14 +22,14 @@ import torch
 
 from atroposlib.utils.lives import Life
 from example_trainer.api_keys import revealed
-from example_trainer.batch.bins import PackedBin
 from example_trainer.batch.client import Registration, RolloutClient, TrainedBatch
 from example_trainer.batch.figures import BatchFigures
-from example_trainer.batch.reader import BatchReader, PackedBatch, ReadyBatch
+from example_trainer.batch.preparing import DeviceCopies, Prepared, Preparing
+from example_trainer.batch.reader import BatchReader, ReadyBatch
 from example_trainer.batch.sampling import SamplerLogprobs
-from example_trainer.batch.scatter import scatter_bins, sizes_of
+from example_trainer.batch.scatter import BinChannel
 from example_trainer.config import TrainerConfig
-from example_trainer.errors import BatchError, OutOfMemoryError
+from example_trainer.errors import BatchError, OutOfMemoryError, RankError
 from example_trainer.models import Decoder
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal
@@ -56,20 +58,9 @@ class Upkeep:
     urgent: Callable[[], bool] = lambda: False
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """What the thread made of a batch: bins, or the reason why there are none."""
-
-    lease: TrainedBatch | None
-    queue_size: int
-    packed: PackedBatch | None = None
-    minibatches: Sequence[Sequence[PackedBin]] = ()
-    copied: torch.cuda.Event | None = None
-    error: BatchError | None = None
-
-
 class Batches:
-    """The batches of a run, for one rank. Every method but `close` is collective; rank 0 alone speaks with the service.
+    """The batches of a run, for one rank. Making one is collective, and so is every method but `close`; rank 0 alone speaks
+    with the service.
 
     Args:
         client: on rank 0.
@@ -96,21 +87,13 @@ class Batches:
         last_version: int,
         ahead: bool,
     ) -> None:
-        self._client, self._ranks, self._reader, self._device = client, ranks, reader, device
-        self._last_version, self._ahead = last_version, ahead
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and ranks.world_size == 1 else None
+        self._client, self._ranks, self._reader = client, ranks, reader
+        self._channel, self._copies = BinChannel(ranks), DeviceCopies(device)
+        self._preparing = Preparing(self._prepare, last_version, ahead)
         config = reader.config
         self._longest_call = config.service_timeout + ranks.timeout
         self._longest_batch = config.service_timeout + config.batch_timeout + ranks.timeout
-        self._thread: threading.Thread | None = None
-        self._changed = threading.Condition()
-        """Guards what follows."""
-        self._wanted: int | None = None  # the highest version at which the batch that is asked for may be trained on
-        self._prepared: _Prepared | None = None
-        self._ended: BaseException | None = None  # what ended the thread
-        self._closed = False
-        self._waiting_since: float | None = None
-        self._taken: _Prepared | None = None  # trained on now, until `acknowledge`
+        self._taken: Prepared | None = None  # trained on now, until `acknowledge`
         self._held: list[tuple[TrainedBatch | None, int, str | None, dict[str, Any] | None]] = []  # for the service, in order
 
     # ---- the service, in the name of all ranks ----
@@ -189,11 +172,9 @@ class Batches:
     # ---- the next batch ----
 
     def begin(self, version: int) -> None:
-        """Ask for the batch of `version` before `next` does: environments are let in when the first one is asked for. Not
-        collective."""
-        if self._client is not None:
-            with self._changed:
-                self._want(version)
+        """Ask for the batch of `version` before `next` does: environments are let in when the first one is asked for. Waits for
+        nobody."""
+        self._preparing.want(version)
 
     def next(self, version: int, upkeep: Upkeep | None = None) -> ReadyBatch:
         """The next batch, when it is there. The one before has been acknowledged, or is held.
@@ -207,16 +188,22 @@ class Batches:
             RolloutServiceError: none came in time, or the service went away for too long.
             StopRequested: a signal came.
         """
-        while (
-            told := self._ranks.on_main("waiting for a batch", lambda: self._wait(version, upkeep), self._longest_batch)
-        ) is None:
-            assert upkeep is not None
-            upkeep.work()
-        minibatches = self._receive(self._taken, told["sizes"])
-        if self._taken is not None:  # of what is trained on now, only the name is needed
-            self._taken = replace(self._taken, packed=None, minibatches=())
-        lease = self._taken.lease if self._taken else None
-        return ReadyBatch(minibatches, BatchFigures(**told["figures"]), lease, told["queue_size"])
+        self._preparing.want(version)
+        try:
+            while (
+                told := self._ranks.on_main("waiting for a batch", lambda: self._wait(version, upkeep), self._longest_batch)
+            ) is None:
+                assert upkeep is not None
+                upkeep.work()
+        except (BatchError, OutOfMemoryError):
+            self._follow(version)  # a batch has been taken, and the others' share of it is none
+            raise
+        if self._ranks.world_size > 1:
+            self._ranks.together("receiving a batch", lambda: self._follow(version, raising=True), 2 * self._ranks.timeout)
+        assert self._taken is not None
+        minibatches = self._copies.end(self._taken)
+        self._taken = replace(self._taken, packed=None, minibatches=())  # of what is trained on now, only the name is needed
+        return ReadyBatch(minibatches, BatchFigures(**told["figures"]), self._taken.lease, told["queue_size"])
 
     def _wait(self, version: int, upkeep: Upkeep | None) -> dict[str, Any] | None:
         """On rank 0: wait for the batch and take it. What to tell all ranks of it; None when there is work for them first."""
@@ -229,125 +216,60 @@ class Batches:
         if prepared.error is not None:
             raise prepared.error
         assert prepared.packed is not None
-        return {
-            "figures": asdict(prepared.packed.figures(version)),
-            "sizes": sizes_of(prepared.packed.minibatches),
-            "queue_size": prepared.queue_size,
-        }
+        return {"figures": asdict(prepared.packed.figures(version)), "queue_size": prepared.queue_size}
 
-    def _wait_for_thread(self, version: int, upkeep: Upkeep | None) -> _Prepared | None:
+    def _wait_for_thread(self, version: int, upkeep: Upkeep | None) -> Prepared | None:
         looked = time.monotonic()
-        with self._changed:
-            if self._waiting_since is None:
-                self._waiting_since = looked
-            if self._prepared is None and self._wanted is None:
-                self._want(version)
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._prepared or self._ended, _LOOK_SECONDS)
-                if self._prepared is not None:
-                    prepared, self._prepared, self._waiting_since = self._prepared, None, None
-                    if self._ahead and version + 1 < self._last_version:
-                        self._want(version + 1)
-                    return prepared
-                if self._ended is not None:
-                    raise self._ended
+            if (prepared := self._preparing.take(version, _LOOK_SECONDS)) is not None:
+                return prepared
             self._main.stop.check()
             if upkeep is not None and (upkeep.urgent() or time.monotonic() - looked > CALL_SECONDS):
                 if upkeep.due():
                     return None
                 looked = time.monotonic()
 
-    def _want(self, version: int) -> None:
-        """Ask the thread for a batch. `_changed` is held."""
-        self._wanted = version
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
-            self._thread.start()
-        self._changed.notify_all()
+    def _follow(self, version: int, raising: bool = False) -> None:
+        """On the other ranks: take what rank 0's thread handed out of the batch that rank 0 has taken.
 
-    def _receive(self, taken: _Prepared | None, sizes: list[list[list[list[int]]]]) -> Sequence[Sequence[PackedBin]]:
-        """This rank's bins of each minibatch, on its device; `taken` is rank 0's."""
-        if self._ranks.world_size > 1:
-            packed = taken.packed.minibatches if taken and taken.packed else []
-            return [[one.handed_to(self._device) for one in bins] for bins in scatter_bins(self._ranks, packed, sizes)]
-        assert taken is not None
-        if taken.copied is not None:
-            stream = torch.cuda.current_stream(self._device)
-            stream.wait_event(taken.copied)
-            for tensor in (tensor for bins in taken.minibatches for one in bins for tensor in one.device_tensors()):
-                tensor.record_stream(stream)  # its memory was taken by the copying stream, and is used by this one
-        return taken.minibatches
+        Raises:
+            RankError: it has not come.
+            OutOfMemoryError: there is no room for it on this rank's device, if that is asked for.
+        """
+        if self._ranks.is_main:
+            return
+        taken = self._preparing.take(version, self._ranks.timeout)
+        if taken is None:
+            raise RankError(
+                f"rank {self._ranks.rank} has not got its bins of a batch within {self._ranks.timeout:g} s (--rank-timeout) of "
+                "rank 0's having them; start again with --resume auto"
+            )
+        if raising and taken.error is not None:
+            raise taken.error
+        self._taken = taken
 
-    # ---- the thread ----
-
-    def _run(self) -> None:
-        try:
-            while (version := self._next_wanted()) is not None:
-                prepared = self._prepare(version)
-                with self._changed:
-                    self._prepared, self._wanted = prepared, None
-                    self._changed.notify_all()
-        except BaseException as error:  # noqa: BLE001 - raised by whoever waits in `next`
-            with self._changed:
-                self._ended = error
-                self._changed.notify_all()
-
-    def _next_wanted(self) -> int | None:
-        """Wait until a batch is asked for; None when it is over. Ends with `close`, without which the process does not end."""
-        with self._changed:
-            while not self._closed and self._wanted is None:
-                self._changed.wait(_LOOK_SECONDS)
-            return None if self._closed else self._wanted
-
-    def _prepare(self, version: int) -> _Prepared:
-        fetched = self._main.next_batch(self._waited)
-        made = _Prepared(fetched.lease, fetched.queue_size)
+    def _prepare(self, version: int) -> Prepared:
+        """In the thread."""
+        if self._client is None:
+            received = self._channel.receive(lambda: self._preparing.closed)
+            return Prepared() if received is None else self._copies.begin(Prepared(), received)
+        fetched = self._client.next_batch(self._preparing.waited)
+        made = Prepared(fetched.lease, fetched.queue_size)
         try:
             packed = self._reader.read(fetched.groups, version, fetched.environments, fetched.uses)
-            return self._copy(replace(made, packed=packed))
         except BatchError as error:
+            self._channel.send([])
             return replace(made, error=error)
-        except torch.OutOfMemoryError as error:
-            told = str(error).splitlines()[0]
-            return replace(made, error=OutOfMemoryError(f"no room on {self._device} for a batch's tokens: {told}"))
-
-    def _waited(self) -> float:
-        """How long the trainer has been waiting, not how long the thread has: that may be as long as a step takes."""
-        with self._changed:
-            return 0.0 if self._waiting_since is None else time.monotonic() - self._waiting_since
-
-    def _copy(self, prepared: _Prepared) -> _Prepared:
-        """Begin the copy to the device of a trainer of one process; several get their bins in `next`, together."""
-        assert prepared.packed is not None
-        if self._ranks.world_size > 1:
-            return prepared
-        if self._stream is None:
-            return replace(prepared, minibatches=self._handed_over(prepared.packed))
-        with torch.cuda.stream(self._stream):
-            minibatches = self._handed_over(prepared.packed)
-            for one in (one for bins in minibatches for one in bins):
-                one.device_tensors()  # made here: in the step, each would wait until the device has done all it was given
-            return replace(prepared, minibatches=minibatches, copied=self._stream.record_event())
-
-    def _handed_over(self, packed: PackedBatch) -> list[list[PackedBin]]:
-        return [[one.handed_to(self._device) for one in bins] for (bins,) in packed.minibatches]
+        return self._copies.begin(replace(made, packed=packed), self._channel.send(packed.minibatches))
 
     def close(self) -> None:
         """End the thread and the connection. What it fetched stays leased. Not collective."""
-        if self._client is None:
-            return
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._client.interrupt()
-        if self._thread is not None:
-            self._thread.join(CLOSE_SECONDS)
-            if self._thread.is_alive():
-                logger.warning(
-                    "The rollout service answers so slowly that a request to it is given up after %.0f s", CLOSE_SECONDS
-                )
-        self._client.close()
+        interrupt = self._client.interrupt if self._client is not None else lambda: None
+        if not self._preparing.close(interrupt, CLOSE_SECONDS):
+            slow = "another rank" if self._client is None else "the rollout service, or another rank,"
+            logger.warning("What %s does for the next batch is given up after %.0f s", slow, CLOSE_SECONDS)
+        if self._client is not None:
+            self._client.close()
 
 
 def make_batches(

@@ -1,8 +1,10 @@
-"""Bins on their way from rank 0 to all ranks: as bytes, in one message to each."""
+"""Bins on their way from rank 0 to all ranks: as bytes, in a thread of each, while the ranks train on those before."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import time
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 import torch
@@ -13,47 +15,95 @@ from example_trainer.parallel.ranks import Ranks
 
 Sizes = list[int]
 """Of one bin: its tokens, spans, trained tokens and sequences."""
+Minibatches = Sequence[Sequence[PackedBin]]
+"""One rank's bins of each minibatch."""
 
 _SPANS, _SEQUENCES = ("lengths", "parents"), ("counts", "orders", "unreferenced")
 _FLOATS = ("rollout_logprobs", "advantages", "weights", "temperatures", "teacher_logprobs", "reference_logprobs")
 _INTS = ("tokens", *_SPANS, "sources", "targets", "versions", "positions", *_SEQUENCES, "reference_pass")
+_NAME, _WHAT = "bins", "handing out a batch"
+_LOOK_SECONDS = 0.02
+"""How often a rank looks for a batch. It does not wait in a message of Gloo's, which nothing but the other side can end."""
 
 
-def sizes_of(minibatches: Sequence[Sequence[Sequence[PackedBin]]]) -> list[list[list[Sizes]]]:
-    """What `scatter_bins` must be told about the bins of each rank of each minibatch."""
-    return [
-        [[[len(one.tokens), len(one.lengths), len(one.targets), len(one.counts)] for one in share] for share in shares]
-        for shares in minibatches
-    ]
+class BinChannel:
+    """Over which rank 0 hands out a batch's bins, to as many calls of `receive` on each other rank as it makes of `send`.
 
-
-def scatter_bins(
-    ranks: Ranks, minibatches: Sequence[Sequence[Sequence[PackedBin]]], sizes: Sequence[Sequence[Sequence[Sizes]]]
-) -> list[list[PackedBin]]:
-    """Each rank's bins of each minibatch, on the host, all in one message to each. Collective.
-
-    Args:
-        minibatches: on rank 0, of each the bins of each data-parallel rank; one share is for all ranks. Ignored on the others.
-        sizes: of all these, on every rank.
-
-    Raises:
-        RankError: a rank is gone, or silent for longer than --rank-timeout.
+    Neither is called by two threads of a process at the same time. Making one is collective.
     """
-    mine = [shares[ranks.rank % len(shares)] for shares in sizes]
-    parts = []
-    if ranks.is_main:
-        parts = [encode([one for share in shares for one in share]) for shares in zip(*minibatches, strict=True)]
-        parts = [parts[rank % len(parts)] for rank in range(ranks.world_size)]
-    joined = [size for share in mine for size in share]
-    bins = iter(decode(ranks.scatter(parts, sum(map(_bytes, joined)), "handing out a batch"), joined))
-    return [list(islice(bins, len(share))) for share in mine]
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._received = ranks.posts(_NAME)  # of an earlier channel; nothing is posted here before all ranks have met
+        self._group = ranks.new_group(_NAME)
+
+    def send(self, minibatches: Sequence[Sequence[Sequence[PackedBin]]]) -> Minibatches:
+        """On rank 0: hand them out, and return this rank's own.
+
+        Args:
+            minibatches: of each the bins of each data-parallel rank; one share is for all ranks. None at all: nothing of the
+                batch can be trained on, which the others are told so.
+
+        Raises:
+            RankError: a rank is gone, or silent for longer than --rank-timeout.
+        """
+        self._ranks.post(_NAME)
+        for rank in range(1, self._ranks.world_size):
+            mine = _of_rank(minibatches, rank)
+            data = encode([one for bins in mine for one in bins])
+            text = torch.frombuffer(bytearray(json.dumps([sizes_of(bins) for bins in mine]).encode()), dtype=torch.uint8)
+            self._send(torch.tensor([len(data), len(text)]), rank)
+            self._send(torch.cat([data, text]), rank)
+        return _of_rank(minibatches, 0)
+
+    def receive(self, over: Callable[[], bool]) -> Minibatches | None:
+        """On another rank: its own bins, on the host, when they come; None once nobody waits for them any more.
+
+        A batch takes as long as the environments need, or as the step before it: the deadline is that of the thread which
+        trains, in `Batches.next`.
+
+        Raises:
+            RankError: rank 0 is gone, or silent for longer than --rank-timeout in the middle of a batch.
+        """
+        while self._ranks.posts(_NAME) <= self._received:
+            if over():
+                return None
+            time.sleep(_LOOK_SECONDS)
+        self._received += 1
+        lengths = self._receive(torch.empty(2, dtype=torch.int64))
+        data, text = self._receive(torch.empty(int(lengths.sum()), dtype=torch.uint8)).split(lengths.tolist())
+        sizes: list[list[Sizes]] = json.loads(text.numpy().tobytes())
+        bins = iter(decode(data, [size for minibatch in sizes for size in minibatch]))
+        return [list(islice(bins, len(minibatch))) for minibatch in sizes]
+
+    def _send(self, message: Tensor, rank: int) -> None:
+        try:
+            self._group.send([message], rank, 0).wait()
+        except RuntimeError as error:
+            raise self._ranks.lost(_WHAT, error) from error
+
+    def _receive(self, message: Tensor) -> Tensor:
+        try:
+            self._group.recv([message], 0, 0).wait()
+        except RuntimeError as error:
+            raise self._ranks.lost(_WHAT, error) from error
+        return message
+
+
+def _of_rank(minibatches: Sequence[Sequence[Sequence[PackedBin]]], rank: int) -> Minibatches:
+    return [shares[rank % len(shares)] for shares in minibatches]
+
+
+def sizes_of(bins: Sequence[PackedBin]) -> list[Sizes]:
+    """What `decode` must be told about bins."""
+    return [[len(one.tokens), len(one.lengths), len(one.targets), len(one.counts)] for one in bins]
 
 
 def encode(bins: Sequence[PackedBin]) -> Tensor:
     """All tensors of some bins as bytes; those of 8 bytes a number come first, so that every one is aligned."""
     tensors = [one.tensors() for one in bins]
     rows = [fields[name] for names in (_INTS, _FLOATS) for fields in tensors for name in names]
-    return torch.cat([row.contiguous().flatten().view(torch.uint8) for row in rows])
+    return torch.cat([torch.empty(0, dtype=torch.uint8), *(row.contiguous().flatten().view(torch.uint8) for row in rows)])
 
 
 def decode(data: Tensor, sizes: Sequence[Sizes]) -> list[PackedBin]:
@@ -79,7 +129,3 @@ def _shape(name: str, size: Sizes) -> torch.Size:
     return torch.Size(
         (tokens if name == "tokens" else spans if name in _SPANS else sequences if name in _SEQUENCES else trained,)
     )
-
-
-def _bytes(size: Sizes) -> int:
-    return sum(8 * _shape(name, size).numel() for name in _INTS) + sum(4 * _shape(name, size).numel() for name in _FLOATS)

@@ -12,10 +12,9 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -95,23 +94,6 @@ class Ranks:
         options.timeout = self._seconds(None)
         self._exchange(what, lambda group: group.allgather([rows], [padded], options))
         return [_decode(row[: int(size)]) for row, size in zip(rows, sizes, strict=True)]
-
-    def scatter(self, parts: Sequence[torch.Tensor], size: int, what: str) -> torch.Tensor:
-        """Rank 0's parts[rank] on each rank.
-
-        Args:
-            parts: on rank 0, for each rank bytes on the host; the other ranks' own are ignored.
-            size: of this rank's part.
-        """
-        if self.world_size == 1:
-            return parts[0]
-        if self.is_main:
-            for rank in range(1, self.world_size):
-                self._exchange(what, partial(_send, parts[rank], rank))
-            return parts[0]
-        received = torch.empty(size, dtype=torch.uint8)
-        self._exchange(what, lambda group: group.recv([received], 0, 0))
-        return received
 
     def barrier(self, what: str, timeout: float | None = None) -> None:
         """Return when every rank is here."""
@@ -206,6 +188,22 @@ class Ranks:
             self._store.compare_set(_FAILED, "", json.dumps(told))
         except RuntimeError:
             return  # the store has gone with the rank or the torchrun that held it
+
+    def post(self, name: str) -> None:
+        """Not collective. On rank 0: that something of this name is there for the others, which `posts` counts for them."""
+        self._count(name, 1)
+
+    def posts(self, name: str) -> int:
+        """Not collective. How often rank 0 has posted so. Raises RankError if the store has gone with the rank that held it."""
+        return self._count(name, 0)
+
+    def _count(self, name: str, more: int) -> int:
+        if self._store is None:
+            return 0
+        try:
+            return self._store.add(f"posts of {name}", more)
+        except RuntimeError as error:
+            raise self.lost(f"looking for {name}", error) from error
 
     def new_group(self, name: str) -> Any:
         """Another Gloo group of the same ranks, for a thread of each beside the main one; None if there is one rank."""
@@ -355,10 +353,6 @@ def first_line(error: BaseException) -> str:
 def _is_lost_connection(error: BaseException) -> bool:
     signs = ("Connection closed by peer", "Connection reset", "Timed out waiting", "Broken pipe", "NCCL", "Gloo", "gloo")
     return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)
-
-
-def _send(part: torch.Tensor, rank: int, group: Any) -> Any:
-    return group.send([part], rank, 0)
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:

@@ -1,20 +1,24 @@
-"""The ranks of test_scatter.py: which get batches from rank 0. Argument: each its `own` bins, or the `same`."""
+"""The ranks of test_scatter.py: which get batches from rank 0. Arguments: each its `own` bins, or the `same`; `ahead` of their
+training, or `asked` for."""
 
 from __future__ import annotations
 
 import json
 import sys
 import threading
+import time
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 
 from example_trainer.batch import prefetch
 from example_trainer.batch.client import FetchedBatch, RolloutClient, TrainedBatch
-from example_trainer.batch.prefetch import Batches, Upkeep
+from example_trainer.batch.prefetch import CLOSE_SECONDS, Batches, Upkeep
 from example_trainer.batch.reader import BatchReader
+from example_trainer.batch.scatter import Minibatches
 from example_trainer.config import TrainerConfig
-from example_trainer.errors import BatchError, RolloutServiceError
+from example_trainer.errors import BatchError, OutOfMemoryError, RolloutServiceError
 from example_trainer.parallel.ranks import Ranks, join_ranks
 from example_trainer.process import StopSignal, run
 
@@ -37,13 +41,13 @@ def groups() -> list[dict[str, Any]]:
 
 
 class Client:
-    """A batch, then one that is no good, then the end."""
+    """Two batches, then one that is no good, then the end."""
 
     def __init__(self) -> None:
         self.stop = StopSignal()
         self.later = threading.Event()
         self.acknowledged: list[Any] = []
-        self.answers = iter([groups(), [{"tokens": []}]])
+        self.answers = iter([groups(), groups(), [{"tokens": []}]])
 
     def next_batch(self, waited: Any) -> FetchedBatch:
         if not self.acknowledged:
@@ -69,7 +73,7 @@ def main(stop: StopSignal) -> None:
         config = TrainerConfig.model_validate({"model_name": "m", "forward_zero_advantages": True})
         reader = BatchReader(config, 1000, tokens_per_bin=4096, data_ranks=2 if sys.argv[1] == "own" else 1)
         batches = Batches(
-            cast(RolloutClient, client), ranks, reader, torch.device("cpu"), last_version=100, ahead=False
+            cast(RolloutClient, client), ranks, reader, torch.device("cpu"), last_version=100, ahead=sys.argv[2] == "ahead"
         )  # fmt: skip
         upkept: list[int] = []
 
@@ -93,17 +97,56 @@ def main(stop: StopSignal) -> None:
             "upkept": upkept,
         }
         told(ranks, json.dumps(seen))
+        if sys.argv[2] == "ahead":
+            until(lambda: batches._preparing.ready)  # on each rank, though none has asked
         batches.acknowledge(5)
+        ((again,),) = batches.next(5).minibatches
+        assert again.orders.tolist() == one.orders.tolist()
+        batches.acknowledge(6)
         for kind in (BatchError, RolloutServiceError):
             try:
-                batches.next(5)
+                batches.next(6)
             except kind as error:
                 told(ranks, f"{type(error).__name__}: {error}")
                 if kind is BatchError:
-                    batches.acknowledge(5, skipped="no good")
+                    batches.acknowledge(6, skipped="no good")
         if client is not None:
             told(ranks, client.acknowledged)
         batches.close()
+        no_room(ranks, reader)
+
+
+def no_room(ranks: Ranks, reader: BatchReader) -> None:
+    """One rank has none for a batch: all are told, and go on with the next. Then the run ends while a batch is on its way."""
+    client = Client() if ranks.is_main else None
+    if client is not None:
+        client.later.set()
+    batches = Batches(cast(RolloutClient, client), ranks, reader, torch.device("cpu"), last_version=100, ahead=True)
+    copies = batches._copies
+    hand_over = copies.handed_over
+
+    def refuse(minibatches: Minibatches) -> Minibatches:
+        copies.handed_over = hand_over  # type: ignore[method-assign]
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    if ranks.rank == 1:
+        copies.handed_over = refuse  # type: ignore[method-assign]
+    try:
+        batches.next(0)
+    except OutOfMemoryError as error:
+        told(ranks, f"OutOfMemoryError: {error}")
+        batches.acknowledge(0, skipped="no room")
+    assert batches.next(0).minibatches
+    begun = time.monotonic()
+    batches.close()
+    assert time.monotonic() - begun < CLOSE_SECONDS, "nobody waits for what never comes"
+
+
+def until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def told(ranks: Ranks, outcome: object) -> None:

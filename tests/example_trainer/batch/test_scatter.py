@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from example_trainer.batch.bins import PackedBin
 from example_trainer.batch.groups import Batch
 from example_trainer.batch.packing import empty_bin
-from example_trainer.batch.scatter import decode, encode, scatter_bins, sizes_of
+from example_trainer.batch.scatter import BinChannel, decode, encode, sizes_of
 from example_trainer.parallel.ranks import Ranks
 from tests.conftest import ROOT, Processes
 from tests.example_trainer.batch.test_packing import batches, pack
@@ -33,19 +33,20 @@ def assert_same(one: PackedBin, other: PackedBin) -> None:
 def test_bins_survive_their_way(batch: Batch, budget: int, share: bool) -> None:
     (bins,) = pack(batch, budget, 1, share)
     bins = [*bins, empty_bin()]
-    for one, other in zip(bins, decode(encode(bins), sizes_of([[bins]])[0][0]), strict=True):
+    for one, other in zip(bins, decode(encode(bins), sizes_of(bins)), strict=True):
         assert_same(one, other)
-    minibatches = [bins, [empty_bin()], bins[:1]]
-    packed = [[share] for share in minibatches]
-    for share, received in zip(minibatches, scatter_bins(Ranks(), packed, sizes_of(packed)), strict=True):
-        for one, other in zip(share, received, strict=True):
-            assert_same(one, other)
+    assert BinChannel(Ranks()).send([[bins], [[empty_bin()]]])[0] is bins, "the only rank's need no way"
+
+
+def test_no_bins_are_no_bytes() -> None:
+    assert encode([]).numel() == 0
+    assert decode(encode([]), sizes_of([])) == []
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("bins", ["own", "same"])
-def test_ranks_get_their_bins_from_rank_0(processes: Processes, bins: str) -> None:
-    command = [sys.executable, "-m", "tests.forked_ranks", WORKER, bins]
+@pytest.mark.parametrize(("bins", "when"), [("own", "ahead"), ("same", "asked")])
+def test_ranks_get_their_bins_from_rank_0(processes: Processes, bins: str, when: str) -> None:
+    command = [sys.executable, "-m", "tests.forked_ranks", WORKER, bins, when]
     process = processes.start(bins, command, environment={"PYTHONPATH": str(ROOT)}, may_finish=True)
     status = process.guard.wait(timeout=120)
     lines = process.log_path.read_text().splitlines()
@@ -67,7 +68,9 @@ def test_ranks_get_their_bins_from_rank_0(processes: Processes, bins: str) -> No
         assert ours["forwarded"] == 2 * (40 + 3 * 2)
         assert ours["lease"] == (rank == 0)
         assert ours["upkept"] == [0, 1]
-    assert "rank 0: [(5, None), (5, 'no good')]" in lines
+    assert "rank 0: [(5, None), (6, None), (6, 'no good')]" in lines
     for rank, place in ((0, ""), (1, "waiting for a batch failed on rank 0: ")):
         assert any(line.startswith(f"rank {rank}: BatchError: {place}the batch from http") for line in lines)
         assert f"rank {rank}: RolloutServiceError: {place}the service is gone" in lines
+    for rank, place in ((0, "receiving a batch failed on rank 1: "), (1, "")):
+        assert f"rank {rank}: OutOfMemoryError: {place}no room on cpu for a batch's tokens: tried to allocate" in lines
