@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -16,7 +18,7 @@ from pathlib import Path
 from example_trainer.async_grpo.launch import PYTHON, Launch, environment_file
 from example_trainer.child_processes.guard import send
 from example_trainer.child_processes.ports import PortReservations
-from example_trainer.child_processes.processes import ManagedProcess, describe_exit, first_error, tail
+from example_trainer.child_processes.processes import ManagedProcess, ProcessError, describe_exit, first_error, tail
 from example_trainer.child_processes.readiness import http_probe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,6 +26,39 @@ PORT_SECONDS = 30.0
 """How long the port of an earlier life is waited for: whoever was killed beside its actor is still being ended."""
 LOG_BYTES = 1 << 18
 """Of a log that is carried to the driver's machine at once."""
+
+
+class NodeProblem(Exception):
+    """A node cannot do what a role needs: one sentence without the node's name, with the remedy."""
+
+
+REMEDIES = {
+    errno.ENOSPC: "free space there, or give another logging.folder",
+    errno.EDQUOT: "free space there, or give another logging.folder",
+    errno.EMFILE: "raise `ulimit -n` for Ray on that node",
+    errno.ENFILE: "raise fs.file-max on that node",
+    errno.ENOMEM: "free memory there, or ask fewer roles of that node",
+    errno.EAGAIN: "raise `ulimit -u` for Ray on that node, or ask fewer roles of it",
+}
+"""Error number -> what to do; for others see `problem`."""
+
+
+WRITABLE = "make it writable for who runs Ray there, or give another logging.folder"
+
+
+def problem(what: str, error: OSError | ProcessError, otherwise: str = WRITABLE) -> NodeProblem:
+    """The problem that an error is.
+
+    Args:
+        what: what could not be done, to what.
+        error: says why.
+        otherwise: the remedy for what is not in REMEDIES.
+    """
+    if isinstance(error, ProcessError):
+        return NodeProblem(f"{what}: {' '.join(str(error).split())}")
+    path = f" ({error.filename})" if error.filename and str(error.filename) not in what else ""
+    remedy = REMEDIES.get(error.errno or 0, otherwise)
+    return NodeProblem(f"{what}: {error.strerror or error}{path}; {remedy}")
 
 
 @dataclass(frozen=True)
@@ -139,7 +174,7 @@ class RoleProcess:
 
     def __init__(self, name: str, folder: str, echo: bool = False) -> None:
         self._name, self._folder, self._echo = name, Path(folder), echo
-        self._ports = PortReservations()
+        self._ports: PortReservations | None = None
         self._process: ManagedProcess | None = None
         self._answered = False
         self._common = True
@@ -162,25 +197,42 @@ class RoleProcess:
             marker = self._folder / ".run"
             self._common = marker.is_file() and marker.read_text() == needs.marker
         except OSError as error:
-            problems.append(f"the run's folder {self._folder} cannot be written: {error.strerror}")
+            problems.append(str(problem(f"the run's folder {self._folder} cannot be written", error)))
         earlier = () if problems else writers(self.log)
         if needs.end_earlier:
             for pid in earlier:
                 send(pid, signal.SIGKILL)
-        ports = () if problems or earlier else self._reserve(needs.ports, needs.wanted)
+        ports: tuple[int, ...] = ()
+        try:
+            ports = ports if problems or earlier else self._reserve(needs.ports, needs.wanted)
+        except (OSError, ProcessError) as error:
+            problems.append(str(problem("it gets no port", error, f"make {tempfile.gettempdir()} there writable")))
         return NodeReport(socket.gethostname(), ports, tuple(gpus), self._common, tuple(problems), earlier)
 
     def _reserve(self, count: int, wanted: tuple[int, ...]) -> tuple[int, ...]:
+        if not count:
+            return ()
+        ports = self._ports = self._ports or PortReservations()
         deadline = time.monotonic() + PORT_SECONDS
         kept = []
         for port in wanted[:count]:
-            while not (taken := self._ports.take(port)) and time.monotonic() < deadline:
+            while not (taken := ports.take(port)) and time.monotonic() < deadline:
                 time.sleep(0.2)
-            kept.append(port if taken else self._ports.pick())
-        return tuple(kept + [self._ports.pick() for _ in range(count - len(kept))])
+            kept.append(port if taken else ports.pick())
+        return tuple(kept + [ports.pick() for _ in range(count - len(kept))])
 
     def start(self, launch: Launch, grace: float, may_finish: bool) -> int:
-        """Start the process, of which there is none yet or no more; returns its guard's process id."""
+        """Start the process, of which there is none yet or no more; returns its guard's process id.
+
+        Raises:
+            NodeProblem: its files or its log cannot be written, or no process can be started.
+        """
+        try:
+            return self._start(launch, grace, may_finish)
+        except OSError as error:
+            raise problem(f"it cannot be started, with its files and its log in {self._folder}", error) from error
+
+    def _start(self, launch: Launch, grace: float, may_finish: bool) -> int:
         for pattern in launch.stale:
             for path in self._folder.glob(pattern):
                 path.unlink(missing_ok=True)
@@ -219,7 +271,16 @@ class RoleProcess:
         Args:
             url: what it answers with a status below 400 once it works; empty if it listens nowhere. Asked until it has.
             offset: bytes of its log that the driver has.
+
+        Raises:
+            NodeProblem: its log is not there any more.
         """
+        try:
+            return self._look(url, offset)
+        except OSError as error:
+            raise problem(f"its log {self.log} cannot be read", error) from error
+
+    def _look(self, url: str, offset: int) -> Look:
         process = self._process
         if process is None:
             return Look(False, "not started", None, 0.0, "", b"", 0)

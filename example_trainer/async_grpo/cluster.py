@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from example_trainer.async_grpo.actor import ROOT, NodeNeeds, NodeReport, RoleProcess, project_ray
+from example_trainer.async_grpo.actor import ROOT, NodeNeeds, NodeProblem, NodeReport, RoleProcess, project_ray
 from example_trainer.async_grpo.placement import NODE, Demand, Node
 from example_trainer.async_grpo.roles import Role
 from example_trainer.errors import TrainerError
@@ -43,7 +43,7 @@ class Pending(Protocol):
         """Whether `get` returns or raises at once."""
 
     def get(self) -> Any:
-        """The answer. Raises SeatLost if whoever was asked is gone, SeatSilent if it may be."""
+        """The answer. Raises SeatLost if whoever was asked is gone, SeatSilent if it may be, NodeProblem if it cannot."""
 
 
 class Seat(Protocol):
@@ -100,8 +100,10 @@ class _RayPending:
 
         try:
             return ray.get(self.reference, timeout=60)
-        except ray.exceptions.RayTaskError:
-            raise  # a bug, or a full disk: said whole
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, NodeProblem):
+                raise error.cause from None
+            raise  # a bug: said whole
         except ray.exceptions.ActorUnavailableError as error:
             raise SeatSilent(first_line(error)) from error
         except ray.exceptions.RayError as error:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from example_trainer.async_grpo.actor import Look, NodeNeeds, NodeReport
+from example_trainer.async_grpo.actor import Look, NodeNeeds, NodeProblem, NodeReport, problem
 from example_trainer.async_grpo.cluster import Cluster, SeatLost, SeatSilent, demands_at_home
 from example_trainer.async_grpo.fleet import Fleet
 from example_trainer.async_grpo.keeper import Keeper, State
@@ -81,8 +81,11 @@ class Driver:
             raise RunFailed(why)
         for node in nodes:
             logger.info("[Async] %s has %s", node.name, amounts(node.free))
-        (self._settings.folder / "logs").mkdir(parents=True, exist_ok=True)
-        (self._settings.folder / ".run").write_text(self._marker)
+        try:
+            (self._settings.folder / "logs").mkdir(parents=True, exist_ok=True)
+            (self._settings.folder / ".run").write_text(self._marker)
+        except OSError as error:
+            raise RunFailed(f"the driver: {problem(f'{self._settings.folder} cannot be written', error)}") from error
         try:
             for demand in hardest_first(demands):
                 self._cluster.reserve(demand)
@@ -112,6 +115,8 @@ class Driver:
                 self._silent(keeper, str(silent))
             except SeatLost as lost:
                 self._lost(keeper, str(lost))
+            except NodeProblem as found:
+                raise RunFailed(f"node {self._host(keeper)} cannot run {keeper.role.name}: {found}") from found
         self._tell_fleet()
 
     def _tell_fleet(self) -> None:
@@ -240,8 +245,11 @@ class Driver:
     def _looked(self, keeper: Keeper, look: Look, now: float) -> None:
         role = keeper.role
         if look.log:
-            with (self._settings.folder / "logs" / f"{role.name}.log").open("ab") as file:
-                file.write(look.log)
+            try:
+                with open(self._log(keeper), "ab") as file:
+                    file.write(look.log)
+            except OSError as error:
+                raise RunFailed(f"the driver: {problem(f'{self._log(keeper)} cannot be written', error)}") from error
             keeper.log_offset += len(look.log)
         if look.code is not None:
             self._ended(keeper, look, now)
@@ -278,6 +286,10 @@ class Driver:
         if now - keeper.told > WAITING_SECONDS:
             keeper.told = now
             logger.info("[Async] %s %s: %s", keeper.role.name, keeper.state.value, why)
+
+    def _host(self, keeper: Keeper) -> str:
+        node = keeper.node or (keeper.seat.node() if keeper.seat is not None else "")
+        return self._cluster.host(node)
 
     def _log(self, keeper: Keeper) -> str:
         return str(self._settings.folder / "logs" / f"{keeper.role.name}.log")

@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from example_trainer.async_grpo.actor import NodeNeeds, RoleProcess, writers
+import pytest
+
+from example_trainer.async_grpo.actor import NodeNeeds, NodeProblem, RoleProcess, writers
+from example_trainer.async_grpo.cluster import _RayPending
 from example_trainer.async_grpo.launch import PYTHON, Launch
+from example_trainer.child_processes.ports import PortReservations
 from tests.conftest import wait_until
 
 
@@ -66,3 +70,50 @@ def test_an_actor_finds_what_an_earlier_one_has_left(tmp_path: Path) -> None:
     assert len(second.check(replace(needs, end_earlier=True)).earlier) == 2
     wait_until("its end", lambda: None if not writers(second.log) else "it runs", 180)
     third._process.stop()
+
+
+def test_a_full_disk_is_one_line_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "in.txt.draft").symlink_to("/dev/full")
+    seat = RoleProcess("role", str(tmp_path))
+    with pytest.raises(NodeProblem) as caught:
+        seat.start(Launch((PYTHON, "-c", "pass"), files={"in.txt": "hello"}), 1.0, False)
+    assert str(caught.value) == (
+        f"it cannot be started, with its files and its log in {tmp_path}: No space left on device; "
+        "free space there, or give another logging.folder"
+    )
+
+
+def test_a_log_that_cannot_be_written_is_one_line_with_what_to_do(tmp_path: Path) -> None:
+    seat = RoleProcess("role", str(tmp_path))
+    seat.log.mkdir(parents=True)
+    with pytest.raises(NodeProblem, match=r"its log in .*: Is a directory .*; make it writable for who runs Ray there"):
+        seat.start(Launch((PYTHON, "-c", "pass")), 1.0, False)
+    seat.log.rmdir()
+    seat.log.parent.rmdir()
+    seat.log.parent.touch()
+    (said,) = seat.check(NodeNeeds(str(tmp_path), "mark")).problems
+    assert said.startswith(f"the run's folder {tmp_path} cannot be written: ")
+    assert said.endswith("; make it writable for who runs Ray there, or give another logging.folder")
+
+
+def test_no_free_port_is_one_line_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PortReservations, "take", lambda *_: False)
+    (said,) = RoleProcess("role", str(tmp_path)).check(NodeNeeds(str(tmp_path), "mark", ports=1)).problems
+    assert said.startswith("it gets no port: found no free TCP port between ")
+    assert "(ss -ltn)" in said
+    assert RoleProcess("role", str(tmp_path)).check(NodeNeeds(str(tmp_path), "mark")).problems == ()
+
+
+def test_what_an_actor_cannot_do_comes_through_ray_as_it_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+
+    def fail(*_: object, **__: object) -> None:
+        raise error.as_instanceof_cause()
+
+    monkeypatch.setattr(ray, "get", fail)
+    error = ray.exceptions.RayTaskError("start", "Traceback: ...", NodeProblem("no space"))
+    with pytest.raises(NodeProblem, match=r"^no space$"):
+        _RayPending(None).get()
+    error = ray.exceptions.RayTaskError("start", "Traceback: ...", KeyError("a bug"))
+    with pytest.raises(KeyError, match="Traceback"):
+        _RayPending(None).get()

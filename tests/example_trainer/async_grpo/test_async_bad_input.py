@@ -24,7 +24,7 @@ from example_trainer.async_grpo.roles import Role
 from example_trainer.async_grpo.settings import read_settings
 from tests.conftest import ROOT
 from tests.e2e.async_roles import light_commands, numbers
-from tests.example_trainer.async_grpo.test_async_driver import Answer
+from tests.example_trainer.async_grpo.fake_cluster import Answer
 from tests.forked_commands import ForkedProcess
 
 KEYS = {"ROLLOUT_API_KEY": "r" * 32, "VLLM_API_KEY": "v" * 32}

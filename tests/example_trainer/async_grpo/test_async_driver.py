@@ -2,152 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from example_trainer.async_grpo.actor import Look, NodeReport
-from example_trainer.async_grpo.cluster import SeatLost, SeatSilent
-from example_trainer.async_grpo.driver import Driver, RunFailed
+from example_trainer.async_grpo.driver import RunFailed
 from example_trainer.async_grpo.keeper import State
-from example_trainer.async_grpo.launch import Address, Launch
-from example_trainer.async_grpo.placement import Demand, Node
-from example_trainer.async_grpo.roles import Role
-from example_trainer.async_grpo.settings import make_settings
-
-KEYS = {"ROLLOUT_API_KEY": "r", "VLLM_API_KEY": "v"}
-
-
-class Answer:
-    def __init__(self, value: Any, done: Callable[[], bool] = lambda: True) -> None:
-        self.value, self.done = value, done
-
-    def get(self) -> Any:
-        if isinstance(self.value, Exception):
-            raise self.value
-        return self.value
-
-
-class FakeSeat:
-    """What the test says of its process is what it answers."""
-
-    def __init__(self, cluster: FakeCluster, role: Role) -> None:
-        self.cluster, self.role, self.begun = cluster, role, 0.0
-        self.launch: Launch | None = None
-        self.code: int | None = None
-        self.lost = self.silent = self.killed = self.stopped = False
-        self.busy = self.hung = False
-
-    def ask(self, method: str, *arguments: Any) -> Answer:
-        if self.silent:
-            return Answer(SeatSilent("no answer"))
-        if self.lost:
-            return Answer(SeatLost("the actor died"))
-        if method == "check":
-            wanted = arguments[0].wanted or self.cluster.ports(self.role.ports)
-            problems, earlier = self.cluster.problems.get(self.role.name, ()), self.cluster.earlier.get(self.role.name, ())
-            self.cluster.ended_by_force |= {self.role.name} if arguments[0].end_earlier else set()
-            report = NodeReport("host", wanted, (), self.cluster.common, problems, earlier)
-            return Answer(report, lambda: self.role.name not in self.cluster.homeless)
-        if method == "start":
-            self.launch, self.begun = arguments[0], self.cluster.now
-            self.cluster.order.append(self.role.name)
-            return Answer(1)
-        if method == "stop":
-            self.stopped = True
-            self.cluster.stopped.append(self.role.name)
-            return Answer(0, lambda: not self.busy)
-        ready = self.role.name not in self.cluster.slow
-        lived = self.cluster.now - self.begun
-        look = Look(ready, "" if ready else "GET: refused", self.code, lived, f"exited with code {self.code}: why", b"", 1)
-        return Answer(look, lambda: not self.hung)
-
-    def node(self) -> str:
-        return self.cluster.node_of.get(self.role.group, "n1")
-
-    def kill(self) -> None:
-        self.killed = True
-
-
-class FakeCluster:
-    version = "2"
-
-    def __init__(self) -> None:
-        self.now, self.next_port = 0.0, 7000
-        self.seats: dict[str, FakeSeat] = {}
-        self.order: list[str] = []
-        self.stopped: list[str] = []
-        self.groups: list[Demand] = []
-        self.problems: dict[str, tuple[str, ...]] = {}
-        self.earlier: dict[str, tuple[int, ...]] = {}
-        self.ended_by_force: set[str] = set()
-        self.slow: set[str] = set()
-        self.homeless: set[str] = set()
-        self.node_of: dict[str, str] = {}
-        self.common, self.closed = True, False
-        self.free = {"CPU": 64.0, "GPU": 8.0, "node:here": 1.0}
-
-    def ports(self, count: int) -> tuple[int, ...]:
-        self.next_port += count
-        return tuple(range(self.next_port - count, self.next_port))
-
-    def nodes(self) -> list[Node]:
-        return [Node("node here", dict(self.free))]
-
-    def host(self, node: str) -> str:
-        return "localhost" if len(set(self.node_of.values())) < 2 else node
-
-    def home(self) -> str:
-        return "node:here"
-
-    def lives(self, node: str) -> bool:
-        return True
-
-    def reserve(self, demand: Demand) -> None:
-        self.groups.append(demand)
-
-    def seat(self, role: Role, folder: str, life: int) -> FakeSeat:
-        self.seats[role.name] = made = FakeSeat(self, role)
-        return made
-
-    def close(self) -> None:
-        self.closed = True
-
-
-class FakeFleet:
-    def __init__(self) -> None:
-        self.told: list[tuple[str, str]] = []
-
-        self.known: list[list[str] | None] = []
-
-    def moved(self, before: Address, now: Address) -> None:
-        self.told.append((before.server, now.server))
-
-    def tell(self, service: Address, servers: Collection[str] | None) -> None:
-        self.known.append(None if servers is None else list(servers))
-
-
-class Bench:
-    """A driver, and what turns its hands."""
-
-    def __init__(self, folder: Path, **orchestration: Any) -> None:
-        values = {"training": {"model_name": "m"}, "logging": {"folder": str(folder)}, "orchestration": orchestration}
-        self.cluster, self.fleet = FakeCluster(), FakeFleet()
-        settings = make_settings(values, Path("x.yaml"))
-        self.driver = Driver(settings, self.cluster, KEYS, self.fleet, clock=lambda: self.cluster.now, sleep=self.sleep)
-
-    def sleep(self, seconds: float) -> None:
-        self.cluster.now += seconds
-
-    def turn(self, times: int = 1) -> None:
-        for _ in range(times):
-            self.driver.tick()
-            self.cluster.now += 0.5
-
-    def state(self, name: str) -> State:
-        return self.driver.keepers[name].state
+from tests.example_trainer.async_grpo.fake_cluster import Bench
 
 
 @pytest.fixture
@@ -387,6 +248,23 @@ def test_a_node_that_cannot_run_a_role_is_named(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match=r"node localhost \(host\) cannot run trainer: model folder /m is not there"):
         made.driver.run()
     assert made.cluster.closed
+
+
+@pytest.mark.parametrize("method", ["start", "look"])
+def test_what_a_node_cannot_do_is_one_line(tmp_path: Path, method: str) -> None:
+    made = Bench(tmp_path)
+    made.cluster.broken["trainer"] = method
+    with pytest.raises(
+        RunFailed, match=r"^node localhost cannot run trainer: its log cannot .*: No space left on device; free"
+    ):
+        made.driver.run()
+    assert made.cluster.closed
+
+
+def test_a_folder_that_the_driver_cannot_write_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "logs").touch()
+    with pytest.raises(RunFailed, match=rf"^the driver: {tmp_path} cannot be written: File exists .*; make it writable"):
+        Bench(tmp_path).driver.run()
 
 
 def test_a_role_that_never_answers_ends_the_run(tmp_path: Path) -> None:
