@@ -136,7 +136,9 @@ class BaseEnvConfig(WarnsOfUnknownKeys):
     thinking_mode: bool = Field(default=False, description="Ask the endpoint for reasoning")
     reasoning_effort: str | None = Field(default=None, description="none, minimal, low, medium, high or xhigh")
     max_reasoning_tokens: int | None = Field(default=None, ge=1024, le=32000, description="Most tokens of reasoning")
-    custom_thinking_prompt: str | None = Field(default=None, description="System prompt put before the messages")
+    custom_thinking_prompt: str | None = Field(
+        default=None, description="System prompt of environments that ask for reasoning themselves"
+    )
 
     @model_validator(mode="after")
     def _items_have_one_order(self) -> "BaseEnvConfig":

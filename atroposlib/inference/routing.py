@@ -67,7 +67,6 @@ class Standing:
     """In a row. What fails at the same time counts once."""
     failed_at: float = 0.0
     avoid_until: float = 0.0
-    last_failure: str = ""
 
     def load(self, ours: int) -> int:
         """Requests in flight there now, as far as can be known."""
@@ -133,7 +132,6 @@ class Routing(Generic[Key]):
     def failed(self, key: Key, began: float, now: float, why: str) -> None:
         """A request, sent at `began`, failed by the server's fault."""
         known = self.of(key)
-        known.last_failure = why
         if began < known.failed_at:
             return  # it was under way already when another one failed: that is the same fault
         known.failures += 1

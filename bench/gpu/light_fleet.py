@@ -35,7 +35,7 @@ class LightFleet(Child):
         super().__init__(
             f"light fleet {shape}", command, output / f"light-fleet-{shape}.log", {"OMP_NUM_THREADS": "1"}, pipes=True
         )
-        self._output, self._timeout = output, timeout
+        self._timeout = timeout
 
     def start(self, folder: Path) -> int:
         """Start one more server; returns its port once it answers."""
