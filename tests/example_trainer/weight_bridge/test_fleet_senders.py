@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from example_trainer.child_processes.guard import parents
 from example_trainer.errors import BridgeError
+from tests.conftest import ROOT, Processes
+from tests.example_trainer.weight_bridge.cohort_world import BUCKET_BYTES, GEOMETRY
 from tests.fleet_trainer import training
 from tests.light_servers import SOON, LightServer, Starter, bring_back, sound, until
 
@@ -103,6 +109,44 @@ def test_a_trainer_that_is_stopped_for_too_long_blames_no_server_and_does_the_up
     assert "quarantined" not in said
     assert "away" not in said
     assert "one by one" not in said
+    for server in few:
+        server.kill()
+
+
+def test_a_trainer_rank_that_is_late_blames_no_server_and_the_version_is_sent_again(
+    starter: Starter, free_port: Callable[[], int], processes: Processes, tmp_path: Path
+) -> None:
+    """Two ranks, FSDP2, of which one is stopped until the servers have given its update up: see late_rank.py."""
+    g = GEOMETRY
+    config = {
+        "model_type": "qwen3", "num_hidden_layers": g.num_layers, "hidden_size": g.hidden_size,
+        "intermediate_size": g.intermediate_size, "num_attention_heads": g.num_heads, "num_key_value_heads": g.num_kv_heads,
+        "head_dim": g.head_dim, "vocab_size": g.vocab_size, "tie_word_embeddings": g.tie_word_embeddings,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    few = [LightServer(starter, free_port(), bucket=BUCKET_BYTES, model=tmp_path, timeout=4.0) for _ in range(2)]
+    for server in few:
+        server.start()
+    script, ports = Path(__file__).with_name("late_rank.py"), [str(server.port) for server in few]
+    command = [sys.executable, "-m", "tests.forked_ranks", script, tmp_path, *ports]
+    trainer = processes.start("ranks", command, environment={"PYTHONPATH": str(ROOT)}, may_finish=True)
+    for transfer in ("direct", "overlapped"):
+        stopped = tmp_path / transfer
+        processes.wait_until(f"the {transfer} transfer", lambda stopped=stopped: None if stopped.exists() else "not yet", 120)  # type: ignore[misc]
+        for server in few:
+            until(lambda server=server: server.state()["gave_up_waiting"] == 2)  # type: ignore[misc]
+            assert server.serves(1) == (transfer == "overlapped")
+        os.kill(int(stopped.read_text()), signal.SIGCONT)
+        processes.wait_for_text(trainer, f"version 3 is served after a {transfer} transfer", SOON)
+        assert all(server.serves(3) for server in few)
+        (tmp_path / f"{transfer} was seen").touch()
+    said = processes.finish(trainer, SOON)
+    for server in few:
+        why = rf"{server.port} gave version 2 up: .*nothing from trainer \S+ for 4 s.*: joining it again to send version 2"
+        assert len(re.findall(why, said)) == 2, said
+    for wrong in ("quarantined", "away", "one by one"):
+        assert wrong not in said
+    sound(few)
     for server in few:
         server.kill()
 
