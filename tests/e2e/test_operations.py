@@ -25,10 +25,13 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540)]
 PKILL = re.compile("vllm|grpo|python|run-api")
 """What users type: pkill -9 -u $USER -f "vllm|grpo|python|run-api"."""
 
+TWO_SERVERS = ("--vllm-servers", "2")
+
 
 @pytest.fixture
 def operations(tmp_path: Path, free_port: Callable[[], int]) -> Iterator[Operations]:
-    made = Operations(tmp_path, {name: free_port() for name in ("SERVICE", "VLLM", "MASTER", "METRICS")})
+    ports: dict[str, int | str] = {name: free_port() for name in ("SERVICE", "MASTER", "METRICS")}
+    made = Operations(tmp_path, ports | {"VLLM": f"{free_port()},{free_port()}"})
     yield made
     made.type("stop")
 
@@ -65,7 +68,7 @@ def shows_the_page(said: str) -> bool:
 
 
 def test_the_stack_is_started_watched_killed_and_cleaned_up(operations: Operations) -> None:
-    started = operations.type("start", "--cpu", "--bridge", "broadcast", "--steps", "1000", "--batch-size", "16")
+    started = operations.type("start", "--cpu", *TWO_SERVERS, "--steps", "1000", "--batch-size", "16")
     assert started.returncode == 0, started.stderr
     log = operations.folder / "trainer.log"  # asked first: each question to status.sh is a process that computes for a second
     eventually(lambda: "Step 2/1000" in log.read_text(), lambda: operations.type("status").stdout, seconds=180)
@@ -73,9 +76,10 @@ def test_the_stack_is_started_watched_killed_and_cleaned_up(operations: Operatio
     status = operations.status()
     assert status["good"]
     assert {row["part"]: row["detail"] for row in status["rows"]} == {
-        "service": "healthy", "vllm": "healthy", "environment": "", "trainer": ""
+        "service": "healthy", "vllm": "healthy", "vllm-2": "healthy", "environment": "", "trainer": ""
     }  # fmt: skip
     assert status["served"] >= 2
+    assert [server["standing"] for server in status["fleet"]["rows"]] == ["good", "good"]
     # Until all is killed nothing is sampled any more: training would take what the machine has.
     for pid in descendants(next(row["pid"] for row in status["rows"] if row["part"] == "environment")):
         os.kill(pid, signal.SIGSTOP)
@@ -89,20 +93,23 @@ def test_the_stack_is_started_watched_killed_and_cleaned_up(operations: Operatio
     # Other machines do not reach it, other users of this one have no key, and the key stands nowhere but in its file.
     keys = read_keys(operations.run_folder)
     assert stat.S_IMODE((operations.run_folder / KEYS_FILE).stat().st_mode) == 0o600
-    for name, path in (("VLLM", "/bridge/state"), ("VLLM", "/tokenize"), ("SERVICE", "/status"), ("SERVICE", "/batch")):
-        assert is_bound_to_this_machine(operations.ports[name])
-        answer = httpx.get(f"http://localhost:{operations.ports[name]}{path}", timeout=60, trust_env=False)
+    servers = [int(port) for port in str(operations.ports["VLLM"]).split(",")]
+    guarded = [(port, path) for port in servers for path in ("/bridge/state", "/tokenize")]
+    for port, path in [*guarded, *((int(operations.ports["SERVICE"]), path) for path in ("/status", "/batch"))]:
+        assert is_bound_to_this_machine(port)
+        answer = httpx.get(f"http://localhost:{port}{path}", timeout=60, trust_env=False)
         assert answer.status_code == 401, (path, answer.text)
-    state = f"http://localhost:{operations.ports['VLLM']}/bridge/state"
     bearer = {"Authorization": f"Bearer {keys['VLLM_API_KEY']}"}
-    assert httpx.get(state, headers=bearer, timeout=60, trust_env=False).json()["healthy"] is True
+    for port in servers:
+        state = httpx.get(f"http://localhost:{port}/bridge/state", headers=bearer, timeout=60, trust_env=False).json()
+        assert state["healthy"] is True
     assert places_of_keys(operations, set(keys.values())) == []
 
     shown = httpx.get(f"http://localhost:{operations.ports['METRICS']}/metrics", timeout=60, trust_env=False).text
     (step,) = re.findall(r"^lockstep_trainer_step (\S+)", shown, re.MULTILINE)
     assert float(step) >= 2
 
-    twice = operations.type("start")
+    twice = operations.type("start", *TWO_SERVERS)
     assert twice.returncode == 1
     assert "service runs already" in twice.stderr
 
@@ -118,16 +125,16 @@ def test_the_stack_is_started_watched_killed_and_cleaned_up(operations: Operatio
     eventually(lambda: not any(row["pid"] for row in operations.status()["rows"]), lambda: "not all ended", seconds=120)
     down = operations.type("status")
     assert down.returncode == 1
-    assert down.stdout.count("was killed, or the machine was restarted") == 4
+    assert down.stdout.count("was killed, or the machine was restarted") == 5
 
     # vLLM's engine was spared, under a name of its own; the next start finds and ends it.
-    again = operations.type("start", "service")
+    again = operations.type("start", "service", *TWO_SERVERS)
     assert again.returncode == 0, again.stderr
     for pid in spared:
-        assert f"vllm: killed process {pid}, which had outlived it" in again.stdout
+        assert re.search(rf"vllm(-2)?: killed process {pid}, which had outlived it", again.stdout)
     assert not any(identify(pid) for pid in pids)
     assert not (operations.run_folder / "vllm_bridge_config.json").exists()
 
     ended = operations.type("stop")
     assert (ended.returncode, ended.stdout.split()[:4]) == (0, ["service", "exited", "with", "code"])
-    assert all(is_free(port) for port in operations.ports.values())
+    assert all(is_free(int(port)) for ports in operations.ports.values() for port in str(ports).split(","))
