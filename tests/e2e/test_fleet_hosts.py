@@ -171,12 +171,13 @@ def test_a_server_that_is_cut_off_for_long_is_right_again_soon_after(
         sound(servers)
 
 
+@pytest.mark.parametrize("transfer", ["direct", "overlapped"])
 def test_a_slow_server_is_waited_for_by_name_or_left_out(
-    three: Hosts, servers: list[LightServer], caplog: pytest.LogCaptureFixture
+    three: Hosts, servers: list[LightServer], transfer: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     slow, far = servers[1], three.network.hosts["server-b"]
-    with three.training("overlapped") as trainer:
+    with three.training(transfer) as trainer:
         with three.network.slowed(far, 3.0):  # a bucket takes half a second, the model four
             three.trainer.calling(trainer.step)
             assert all(server.serves(2) for server in servers)

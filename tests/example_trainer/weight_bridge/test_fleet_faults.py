@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -43,9 +44,11 @@ def trainer(request: pytest.FixtureRequest, servers: list[LightServer], free_por
 @pytest.mark.parametrize(
     ("at", "do"),
     [
-        ("", "kill"), ("", "stop"), ("cohort", "kill"), ("cohort", "stop"), ("begin", "kill"), ("begin", "stop"),
+        ("", "kill"), ("", "stop"), ("", "restart"),
+        ("cohort", "kill"), ("cohort", "stop"), ("cohort", "restart"),
+        ("begin", "kill"), ("begin", "stop"), ("begin", "restart"),
         ("receive", "kill"), ("receive", "stop"), ("receive", "slow"), ("receive", "restart"),
-        ("commit", "kill"), ("commit", "stop"), ("commit", "lie"),
+        ("commit", "kill"), ("commit", "stop"), ("commit", "restart"), ("commit", "lie"),
     ],
 )  # fmt: skip
 def test_one_of_three_fails_and_training_does_not_miss_a_step(
@@ -57,7 +60,10 @@ def test_one_of_three_fails_and_training_does_not_miss_a_step(
         trainer.bridge._updates._keeper.members[faulty.url].joined = False  # so that the cohort is formed anew
         next(iter(trainer.bridge._lines.values())).leave()
     again = threading.Thread(target=lambda: (until(lambda: faulty.get("/weights") is None), faulty.start()))
-    if do == "restart":
+    if (at, do) == ("", "restart"):
+        faulty.kill()
+        faulty.start()
+    elif do == "restart":
         faulty.fault(at, "kill")
         again.start()
     elif at:
@@ -67,10 +73,10 @@ def test_one_of_three_fails_and_training_does_not_miss_a_step(
     seconds = trainer.step()
     assert seconds < TIMEOUT, "nobody waited for as long as a server may take"
     assert all(server.serves(trainer.version) for server in others)
-    standing = {"slow": "quarantined", "lie": "quarantined", "restart": "(away|quarantined)"}.get(do, "away")
+    standing = {"slow": "quarantined", "lie": "quarantined", "restart": "(away|quarantined|joining)"}.get(do, "away")
     assert re.search(rf"\[Fleet\] {faulty.url} {standing}: .*; training goes on with 2 of 3 servers", caplog.text)
     if do == "restart":
-        again.join(SOON)
+        again.join(SOON) if at else None
     elif do == "kill":
         faulty.kill()
         faulty.start()
@@ -96,13 +102,38 @@ def test_all_are_gone_and_back(trainer: Trainer, servers: list[LightServer], cap
     sound(servers)
 
 
+def test_one_that_serves_another_version_is_left_out_until_a_full_update(
+    trainer: Trainer, servers: list[LightServer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it says is played, at a look of the trainer's; what follows is not."""
+    caplog.set_level("INFO")
+    faulty = servers[1]
+    client = trainer.bridge._keeper.members[faulty.url].server
+    look, said = client.look, threading.Event()
+
+    def another_version(path: str, seconds: float) -> dict[str, Any] | None:
+        state = look(path, seconds)
+        if state is None or said.is_set():
+            return state
+        said.set()
+        return {**state, "weight_version": 7000}
+
+    monkeypatch.setattr(client, "look", another_version)
+    told = rf"\[Fleet\] {faulty.url} quarantined: serves version 7000 \(weight epoch 5\) instead of {trainer.version};"
+    until(lambda: re.search(told, caplog.text) is not None)
+    bring_back(trainer, faulty)
+    assert f"[Fleet] {faulty.url} is back: serves version {trainer.version} after " in caplog.text
+    sound(servers)
+
+
+@pytest.mark.parametrize("transfer", ["direct", "overlapped"])
 def test_a_second_trainer_takes_over_and_the_first_one_is_told(
-    servers: list[LightServer], free_port: Callable[[], int], caplog: pytest.LogCaptureFixture
+    servers: list[LightServer], free_port: Callable[[], int], transfer: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One of three: the first goes on without it, and leaves it alone until it is restarted. All of them: the first ends."""
     taken, others = servers[1], [servers[0], servers[2]]
-    with training(places(servers), "direct", free_port(), bucket=BUCKET, port=0) as first:
-        with training(places([taken]), "direct", free_port(), bucket=BUCKET, port=0) as second:
+    with training(places(servers), transfer, free_port(), bucket=BUCKET, port=0) as first:
+        with training(places([taken]), transfer, free_port(), bucket=BUCKET, port=0) as second:
             for _ in range(3):
                 second.step()
             first.step()
@@ -114,7 +145,7 @@ def test_a_second_trainer_takes_over_and_the_first_one_is_told(
         taken.kill()
         taken.start()
         bring_back(first, taken)
-        with training(places(servers), "direct", free_port(), bucket=BUCKET, port=0) as second:
+        with training(places(servers), transfer, free_port(), bucket=BUCKET, port=0) as second:
             second.step()
             with pytest.raises(BridgeError, match="has taken it over"):
                 first.step()

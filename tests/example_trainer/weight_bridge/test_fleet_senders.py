@@ -45,6 +45,7 @@ def servers(starter: Starter, free_port: Callable[[], int]) -> list[LightServer]
 @pytest.mark.parametrize(
     ("transfer", "where", "keeps_serving"),
     [
+        ("overlapped", {"buckets": 0}, True),
         ("overlapped", {"buckets": 1}, True),
         ("overlapped", {"at": "commit"}, True),
         ("direct", {"buckets": 0}, True),  # not one byte has been written
