@@ -170,7 +170,8 @@ class Commands:
         if computes and gpus:
             found["OMP_NUM_THREADS"] = None  # Ray sets it by the CPUs that were asked for
         else:
-            found["OMP_NUM_THREADS"] = str(math.ceil(role.resources.get("CPU", 1.0)) or 1) if computes else "1"
+            ranks = self._settings.orchestration.trainer_ranks if role.kind == "trainer" else 1
+            found["OMP_NUM_THREADS"] = str(math.ceil(role.resources.get("CPU", 1.0) / ranks) or 1) if computes else "1"
             found["OMP_WAIT_POLICY"] = "passive"  # a thread that waits must not keep others from the cores
         if self._settings.logging.timeline:
             found["LOCKSTEP_TIMELINE"] = str(self._settings.folder / "logs")

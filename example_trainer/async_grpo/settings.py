@@ -45,7 +45,9 @@ class Orchestration(Section):
     environments_per_generator: int = Field(1, ge=1, description="environment processes that use one server")
     reference_workers: int = Field(0, ge=0, description="processes that add ref_logprobs; 0: the trainer computes its own")
     parameter_servers: int = Field(0, ge=0, description="processes between trainer and generators; 0: the trainer broadcasts")
-    trainer_ranks: int = Field(1, ge=1, description="processes of the trainer, one a GPU, on one node")
+    trainer_ranks: int = Field(
+        1, ge=1, description="processes of the trainer, one a GPU, on one node; on CPUs they share trainer_cpus"
+    )
     steps: int | None = Field(None, ge=1, description="optimizer steps; not given: training.training_steps")
     buffer_groups: int | None = Field(
         None, ge=1, description="groups that the rollout service holds at most; not given: its own bound"
@@ -128,8 +130,6 @@ class Settings(Section):
             raise ValueError(
                 f"inference.tensor_parallel_size {self.inference.tensor_parallel_size} needs orchestration.device gpu"
             )
-        if asked.trainer_ranks > 1 and asked.device == "cpu":
-            raise ValueError(f"orchestration.trainer_ranks {asked.trainer_ranks} needs orchestration.device gpu")
         if self.inference.weight_sync_every and not asked.parameter_servers:
             raise ValueError("inference.weight_sync_every needs orchestration.parameter_servers: without, every update is sent")
         if self.shares_gpus and (asked.generators > 1 or asked.parameter_servers):

@@ -86,6 +86,17 @@ def test_the_trainers_file_is_one_that_the_trainer_takes(tmp_path: Path) -> None
     assert not any("secret" in text for text in (*launch.arguments, *launch.files.values()))
 
 
+def test_a_trainer_of_several_ranks_starts_under_torchrun_on_cpus_too() -> None:
+    made = settings(orchestration={"device": "cpu", "trainer_ranks": 2, "trainer_cpus": 6})
+    roles = roles_of(made)
+    role = next(r for r in roles if r.kind == "trainer")
+    assert role.resources == {"CPU": 6}
+    launch = Commands(made, KEYS).launch(role, places_of(roles))
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "example_trainer/grpo.py")
+    assert launch.arguments[2:8] == torchrun
+    assert launch.variables["OMP_NUM_THREADS"] == "3"
+
+
 def test_how_rollouts_are_used_again_goes_from_the_configuration_to_the_rollout_service(tmp_path: Path) -> None:
     """By way of the trainer's file and its registration with a service that is real but for its socket."""
     made = settings({"max_staleness": 6, "replay": "uniform", "max_reuse": 3, "seed": 11})

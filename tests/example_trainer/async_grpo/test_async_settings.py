@@ -49,8 +49,8 @@ def test_the_configurations_that_we_ship_are_good(file: Path) -> None:
         ("training: {model_name: m}\ninference: {weight_sync_every: 2}", "needs orchestration.parameter_servers"),
         ("training: {model_name: m}\ninference: {server_args: --api-key x}", "everybody can read a key in `ps`"),
         (
-            "training: {model_name: m}\norchestration: {device: cpu, trainer_ranks: 2}",
-            "trainer_ranks 2 needs orchestration.device gpu",
+            "training: {model_name: m}\norchestration: {device: cpu}\ninference: {tensor_parallel_size: 2}",
+            "tensor_parallel_size 2 needs orchestration.device gpu",
         ),
     ],
 )
