@@ -2,12 +2,13 @@
 
     python tests/e2e/async_roles.py drive --config FILE        the driver, with the real service and the roles below
     python tests/e2e/async_roles.py drive-real --config FILE   the driver, all of whose roles are real
-    python tests/e2e/async_roles.py ROLE FOLDER PORT SERVICE   a generator, environment or trainer that weighs nothing
+    python tests/e2e/async_roles.py ROLE FOLDER PORT SERVICE   a role that weighs nothing
 
 Each group that an environment sends has a number of its own, which it writes to `sent` before and to `accepted` after the
 service has taken it; the trainer writes those that it has trained on to `trained`, with the batch's id, and each batch to
-`steps`, before it acknowledges. Both go on where an earlier life ended. With a file `enough` in the folder environments send
-no more, and the trainer ends when it has trained on all that was accepted.
+`steps`, before it acknowledges. Both go on where an earlier life ended. A trainer that is told to end saves for a while, and
+writes its process id to `saved`; one that finds an earlier one alive writes that one's to `overlaps`. With a file `enough` in
+the folder environments send no more, and the trainer ends when it has trained on all that was accepted.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import importlib
 import os
 import random
+import signal
 import time
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -33,6 +35,8 @@ from example_trainer.child_processes.processes import ManagedProcess
 from tests.forked_commands import start_guard
 
 PAUSE = 0.3
+SAVE_SECONDS = 3.0
+"""Longer than the next actor takes to come, on a machine that is not busy."""
 
 
 def numbers(file: Path) -> list[int]:
@@ -88,8 +92,24 @@ def environment(folder: Path, name: str, client: httpx.Client) -> None:
             time.sleep(2 * PAUSE)
 
 
+def have_a_life(folder: Path) -> None:
+    """See the module on `saved` and `overlaps`."""
+
+    def save(*_: object) -> None:
+        time.sleep(SAVE_SECONDS)
+        note(folder / "saved", os.getpid())
+        os._exit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, save)
+    for earlier in numbers(folder / "lives"):
+        if Path(f"/proc/{earlier}/exe").exists():  # no zombie has one
+            note(folder / "overlaps", earlier)
+    note(folder / "lives", os.getpid())
+
+
 def trainer(folder: Path, client: httpx.Client) -> None:
     """Takes batches of one group until all that was accepted is trained on."""
+    have_a_life(folder)
     body = {"wandb_group": "g", "wandb_project": "p", "batch_size": 2, "max_token_len": 64, "checkpoint_dir": str(folder)}
     body |= {"save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 10**6, "ack_batches": True}
     uuid, trained, steps = None, folder / "trained", folder / "steps"
@@ -125,6 +145,8 @@ def be(name: str, folder: Path, port: int, service: str) -> None:
             generator(port)
         elif name.startswith("environment"):
             environment(folder, name, client)
+        elif name.startswith("reference"):
+            signal.pause()
         else:
             trainer(folder, client)
 
@@ -164,7 +186,7 @@ def drive(light: bool, arguments: list[str]) -> int:
 
     # By the name under which an actor imports it, which this program has not.
     cluster.RoleProcess = importlib.import_module("tests.e2e.async_roles").NotedProcess  # type: ignore[misc]
-    return main(arguments, light_commands(*(("generator", "environment", "trainer") if light else ())))
+    return main(arguments, light_commands(*(("generator", "environment", "reference", "trainer") if light else ())))
 
 
 if __name__ == "__main__":

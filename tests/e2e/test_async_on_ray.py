@@ -57,11 +57,16 @@ def cluster(dashboard: str) -> Iterator[Any]:
 
 def left(folder: Path) -> list[int]:
     """Processes that write to the logs of a run."""
+    return holders("1", lambda path: path.is_relative_to(folder / "logs"))
+
+
+def holders(descriptor: str, wanted: Callable[[Path], bool]) -> list[int]:
+    """Processes that have such a file open, with a descriptor of this pattern."""
     found = []
-    for output in Path("/proc").glob("[0-9]*/fd/1"):
+    for opened in Path("/proc").glob(f"[0-9]*/fd/{descriptor}"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if output.readlink().is_relative_to(folder / "logs"):
-                found.append(int(output.parts[2]))
+            if wanted(opened.readlink()):
+                found.append(int(opened.parts[2]))
     return found
 
 
@@ -113,6 +118,16 @@ class Run:
         again = [rf"\[Async\] {role} runs again" for role in (*roles, *actors)]
         self.wait("all to be back", lambda: all(re.search(line, self.log[before:]) for line in again))
 
+    def kill_driver(self) -> None:
+        """`kill -9` the driver itself, which may be another process than what was started; wait until all has ended."""
+        (driver,) = holders("*", lambda path: path == self.folder / ".driver-lock")
+        os.kill(driver, signal.SIGKILL)
+        assert self.driver.guard.wait(SECONDS) != 0
+        self._processes.supervisor.processes.remove(self.driver)
+        self._processes.wait_until(
+            "the end of all roles", lambda: f"{found} run" if (found := left(self.folder)) else None, SECONDS
+        )
+
     def finish(self) -> str:
         """Wait for its good end; returns what the driver said."""
         said = self._processes.finish(self.driver, SECONDS)
@@ -124,19 +139,21 @@ class Run:
 def test_what_is_killed_comes_back_and_nothing_accepted_is_lost(
     cluster: Any, dashboard: str, processes: Processes, tmp_path: Path
 ) -> None:
-    """Light roles beside the real service, handed in as a job as docs/async.md has it: from a copy of this repository."""
-    cpus = {"service_cpus": 0.1, "generator_cpus": 1, "environment_cpus": 0.5, "trainer_cpus": 1}
+    """Light roles beside the real service. The first driver is killed; the next is handed in as a job, as docs/async.md has it:
+    from a copy of this repository."""
+    cpus = {"service_cpus": 0.1, "generator_cpus": 1, "environment_cpus": 0.5, "reference_cpus": 0.1, "trainer_cpus": 1}
+    several = {"generators": 2, "reference_workers": 1}
     sections = {
-        "orchestration": {"device": "cpu", "generators": 2, "restart_delay": 0.2, "steady_seconds": 5, **cpus},
+        "orchestration": {"device": "cpu", "restart_delay": 0.2, "steady_seconds": 5, **several, **cpus},
         "inference": {"environment": "arithmetic"},
-        "training": {"model_name": str(ROOT / "assets/starter_model")},
+        "training": {"model_name": str(ROOT / "assets/starter_model"), "kl_coef": 0.01},
         "logging": {"timeline": False},
     }
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(sections))
     second = cluster.add_node(num_cpus=3, object_store_memory=STORE_BYTES)
-    words = [Path(sys.executable).with_name("ray"), "job", "submit", "--address", dashboard, "--working-dir", ROOT, "--"]
-    run = Run(processes, tmp_path / "run", [*words, sys.executable, "-u", ROLES.relative_to(ROOT), "drive", "--config", config])
+    drive = [sys.executable, "-u", ROLES.relative_to(ROOT), "drive", "--config", config]
+    run = Run(processes, tmp_path / "run", drive, {"RAY_ADDRESS": cluster.address})
 
     def trained() -> list[int]:
         return numbers(run.folder / "trained")
@@ -146,14 +163,23 @@ def test_what_is_killed_comes_back_and_nothing_accepted_is_lost(
         run.wait("progress", lambda: len(trained()) >= before + 3)
 
     progress()
+    run.kill_driver()
+    assert len(numbers(run.folder / "saved")) == 1  # the trainer had time to end
+
+    submit = [Path(sys.executable).with_name("ray"), "job", "submit", "--address", dashboard, "--working-dir", ROOT, "--"]
+    run = Run(processes, tmp_path / "run", [*submit, *drive])
+    progress()
     run.kill(["environment-1", "trainer"], actors=["generator-2", "service"])
+    progress()
+    run.kill([], actors=["environment-2", "reference-1", "trainer"])
+    assert len(numbers(run.folder / "saved")) == 2
     progress()
 
     # Not everything had room on the head, so that some of it goes with this node.
     cluster.add_node(num_cpus=3, object_store_memory=STORE_BYTES)
     cluster.remove_node(second, allow_graceful=False)
     run.wait("the loss to be seen", lambda: "its node is lost" in run.log)
-    everything = {"service", "generator-1", "generator-2", "environment-1", "environment-2", "trainer"}
+    everything = {"service", "generator-1", "generator-2", "environment-1", "environment-2", "reference-1", "trainer"}
     run.wait("all to be up again", lambda: all(run.up(role) for role in everything))
     progress()
 
@@ -161,6 +187,7 @@ def test_what_is_killed_comes_back_and_nothing_accepted_is_lost(
     assert "succeeded" in run.finish()
     accepted = [number for file in run.folder.glob("accepted-*") for number in numbers(file)]
     assert sorted(trained()) == sorted(accepted)
+    assert numbers(run.folder / "overlaps") == []
     assert {file.stem for file in (run.folder / "logs").glob("*.log")} == everything
 
 
@@ -177,19 +204,20 @@ def steps_of(run: Run) -> list[int]:
     return [row["step"] for row in json_rows(run.folder / "trainer" / "metrics.jsonl")]
 
 
-def test_a_vllm_server_and_a_reference_worker_that_are_killed_come_back(
+def test_a_vllm_server_a_reference_worker_and_a_parameter_server_that_are_killed_come_back(
     cluster: Any, processes: Processes, tmp_path: Path
 ) -> None:
-    """Every kind of role: the weights come by way of a parameter server, and the trainer holds no reference of its own."""
+    """Every kind of role: the weights come by way of a parameter server, and the trainer, of two ranks under torchrun, holds no
+    reference of its own."""
     sections = yaml.safe_load((CONFIGS / "arithmetic_async_cpu.yaml").read_text())
-    sections["orchestration"] |= {"reference_workers": 1, "parameter_servers": 1}
+    sections["orchestration"] |= {"reference_workers": 1, "parameter_servers": 1, "trainer_ranks": 2}
     sections["orchestration"] |= {"reference_cpus": 0.1, "parameter_server_cpus": 0.1}
     sections["training"] |= {"kl_coef": 0.01, "batch_size": 16}
     config = tmp_path / "all-roles.yaml"
     config.write_text(yaml.safe_dump(sections))
     run = real_run(cluster, processes, tmp_path / "run", config, STEPS)
     run.wait("a step", lambda: bool(steps_of(run)))
-    run.kill(["generator-1", "reference-1"])
+    run.kill(["generator-1", "reference-1", "parameter-server-1"])
     before = steps_of(run)[-1]
     run.finish()
     assert steps_of(run) == list(range(1, STEPS + 1))
