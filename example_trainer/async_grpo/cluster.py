@@ -272,8 +272,11 @@ def check_reachable(address: str) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says."""
-    return str(error).strip().split("\n")[0]
+    """The first line of what an error says, and the last, with its cause, where an actor could not be made."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if "creation task" in lines[0]:
+        return f"its actor could not be made: {lines[-1]}"
+    return lines[0]
 
 
 def said(error: BaseException) -> str:

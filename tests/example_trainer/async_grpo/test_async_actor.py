@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from example_trainer.async_grpo.actor import NodeNeeds, NodeProblem, RoleProcess, writers
-from example_trainer.async_grpo.cluster import _RayPending
+from example_trainer.async_grpo.cluster import _RayPending, first_line
 from example_trainer.async_grpo.launch import PYTHON, Launch
 from example_trainer.child_processes.ports import PortReservations
 from tests.conftest import wait_until
@@ -117,3 +117,10 @@ def test_what_an_actor_cannot_do_comes_through_ray_as_it_was_said(monkeypatch: p
     error = ray.exceptions.RayTaskError("start", "Traceback: ...", KeyError("a bug"))
     with pytest.raises(KeyError, match="Traceback"):
         _RayPending(None).get()
+
+
+def test_of_what_ray_says_is_kept_what_tells_the_cause() -> None:
+    assert first_line(ValueError("The actor died.\n\tclass_name: Keeper")) == "The actor died."
+    failed = "The actor died because of an error raised in its creation task, ray::trainer\n  File a\nModuleNotFoundError: x\n"
+    assert first_line(ValueError(failed)) == "its actor could not be made: ModuleNotFoundError: x"
+    assert first_line(ValueError()) == "ValueError"
