@@ -240,7 +240,7 @@ def train(options: argparse.Namespace, stop: StopSignal) -> None:
         torch.manual_seed(options.seed)
         start_vllm(stack.enter_context(Supervisor()), options, device, (port, rendezvous))
         ranks = Ranks()
-        bridge = make_bridge(config, stop, ranks)
+        bridge = make_bridge(config, stop, ranks, has_service=False)
         stack.callback(bridge.close)
         dtype = choose_dtype(config, bridge.serving_dtype(), device, bridge.converts)
         make = decoder_maker(config, ranks)

@@ -29,7 +29,11 @@ logger = logging.getLogger(__name__)
 
 
 def make_bridge(
-    config: TrainerConfig, stop: StopSignal | None = None, ranks: Ranks | None = None, weight_epoch: int = 0
+    config: TrainerConfig,
+    stop: StopSignal | None = None,
+    ranks: Ranks | None = None,
+    weight_epoch: int = 0,
+    has_service: bool = True,
 ) -> WeightBridge:
     """The bridge for --weight-bridge-mode, --use-shared-memory and --single-copy; connects to nothing but to choose.
 
@@ -38,6 +42,8 @@ def make_bridge(
         stop: told by a bridge that runs something in the background when training cannot go on, and heeded while it waits.
         ranks: the trainer's processes, if it has several. Collective.
         weight_epoch: of the weights that this trainer will hand over; see ages.
+        has_service: it trains for a rollout service, which is shown its servers and says who joins. Another run's may listen at
+            the address that it would have.
 
     Raises:
         BridgeError: the mode cannot work here.
@@ -81,7 +87,7 @@ def make_bridge(
         patience=config.server_patience,
         hosts=int(os.environ.get("NUM_INFERENCE_NODES") or 0),
         make_server=lambda url: server_at(url, config, stop, weight_epoch),
-        board=ServiceBoard(config.atropos_url, revealed(config.atropos_api_key)),
+        board=ServiceBoard(config.atropos_url, revealed(config.atropos_api_key)) if has_service else None,
     )
 
 

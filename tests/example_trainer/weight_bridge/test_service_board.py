@@ -9,7 +9,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from example_trainer.config import TrainerConfig
 from example_trainer.errors import BridgeError
+from example_trainer.weight_bridge.broadcast import BroadcastBridge
+from example_trainer.weight_bridge.factory import make_bridge
 from example_trainer.weight_bridge.fleet import Fleet
 from example_trainer.weight_bridge.fleet_keeper import FleetKeeper, ServiceBoard
 
@@ -22,10 +25,12 @@ class Service:
     def __init__(self, port: int = 0) -> None:
         self.answer: tuple[int, object] = TAKEN
         self.key = ""
+        self.posts = 0
         service = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
+                service.posts += 1
                 self.rfile.read(int(self.headers["Content-Length"]))
                 status, body = service.answer
                 if service.key and self.headers["Authorization"] != f"Bearer {service.key}":
@@ -109,6 +114,16 @@ def test_each_reason_is_said_once_however_they_alternate_and_a_trainer_leaves_si
     for told, named in zip(caplog.messages, [*silence, "POST /fleet: 401 "], strict=True):
         assert named in told
     board.close()
+
+
+@pytest.mark.parametrize("has_service", [True, False])
+def test_a_run_without_a_service_shows_its_servers_to_none_that_happens_to_listen(service: Service, has_service: bool) -> None:
+    options = {"model_name": "m", "weight_bridge_mode": "shared_vllm", "use_shared_memory": True, "atropos_url": service.url}
+    bridge = make_bridge(TrainerConfig.model_validate(options), has_service=has_service)
+    assert isinstance(bridge, BroadcastBridge)
+    bridge._keeper._publish()
+    bridge.close()
+    assert service.posts == has_service
 
 
 def test_with_the_key_the_table_is_taken(service: Service, caplog: pytest.LogCaptureFixture) -> None:
