@@ -198,9 +198,12 @@ class ManagedProcess:
             logger.error("%s: guard %d did not finish in time, killing it; log: %s", self.name, self.guard.pid, self.log_path)
             for pid in [self.guard.pid, *descendants(self.guard.pid)]:
                 send(pid, signal.SIGKILL)
-            self.guard.wait()
+            with suppress(subprocess.TimeoutExpired):
+                self.guard.wait(GUARD_MARGIN_SECONDS)
         code = self.poll()
-        assert code is not None
+        if code is None:  # stuck in the kernel; whoever stops several goes on with the others
+            logger.error("%s: guard %d does not end though it was killed: see ps -o stat,wchan,args", self.name, self.guard.pid)
+            return -signal.SIGKILL
         return code
 
     def wait(self, seconds: float, idle: Callable[[], None] = lambda: None) -> None:
