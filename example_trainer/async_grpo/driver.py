@@ -12,10 +12,9 @@ from dataclasses import replace
 from example_trainer.async_grpo.actor import Look, NodeNeeds, NodeProblem, NodeReport, problem
 from example_trainer.async_grpo.cluster import Cluster, SeatLost, SeatSilent, demands_at_home
 from example_trainer.async_grpo.fleet import Fleet
-from example_trainer.async_grpo.keeper import Keeper, State
 from example_trainer.async_grpo.launch import Address
 from example_trainer.async_grpo.placement import amounts, hardest_first, refusal
-from example_trainer.async_grpo.restarts import Ended, Policy
+from example_trainer.async_grpo.restarts import Ended, Keeper, Policy, State
 from example_trainer.async_grpo.roles import STOP_ORDER, Commands, Role, demands_of, roles_of
 from example_trainer.async_grpo.settings import Settings
 from example_trainer.errors import TrainerError

@@ -9,9 +9,9 @@ from typing import Any
 from example_trainer.async_grpo.actor import Look, NodeProblem, NodeReport
 from example_trainer.async_grpo.cluster import SeatLost, SeatSilent
 from example_trainer.async_grpo.driver import Driver
-from example_trainer.async_grpo.keeper import State
 from example_trainer.async_grpo.launch import Address, Launch
 from example_trainer.async_grpo.placement import Demand, Node
+from example_trainer.async_grpo.restarts import State
 from example_trainer.async_grpo.roles import Role
 from example_trainer.async_grpo.settings import make_settings
 

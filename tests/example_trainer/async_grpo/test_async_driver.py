@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from example_trainer.async_grpo.driver import RunFailed
-from example_trainer.async_grpo.keeper import State
+from example_trainer.async_grpo.restarts import State
 from tests.example_trainer.async_grpo.fake_cluster import Bench
 
 
