@@ -1,4 +1,4 @@
-"""What has become of a role, and what to do when its process has ended. Pure."""
+"""What has become of a role, and what to do when its process has ended. Asks nobody, and knows no clock."""
 
 from __future__ import annotations
 
