@@ -22,12 +22,17 @@ import example_trainer.parallel.fsdp  # noqa: F401 - imported once, before the r
 RANKS = 2
 
 
-def be_rank(rank: int, port: int, command: list[str]) -> None:
-    """Run the script as if torchrun had started it by its path."""
-    os.environ |= {
+def torchrun_variables(rank: int, port: int) -> dict[str, str]:
+    """What torchrun tells one of its ranks; its store listens on the port."""
+    return {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
+
+
+def be_rank(rank: int, port: int, command: list[str]) -> None:
+    """Run the script as if torchrun had started it by its path."""
+    os.environ |= torchrun_variables(rank, port)
     sys.argv, sys.path[0] = command, str(Path(command[0]).parent)
     runpy.run_path(command[0], run_name="__main__")
 

@@ -132,9 +132,9 @@ class Router:
             logger.info("%s at %s is away (%s): requests go to the others", self.role, server.root_url, why)
         self.routing.refused(server, began, time.monotonic(), why)
 
-    def failed(self, server: APIServer, began: float, why: str) -> None:
+    def failed(self, server: APIServer, began: float) -> None:
         """A request failed by its fault."""
-        self.routing.failed(server, began, time.monotonic(), why)
+        self.routing.failed(server, began, time.monotonic())
 
     def answered(self, server: APIServer, began: float) -> None:
         """A request was answered."""

@@ -127,9 +127,9 @@ class Routing(Generic[Key]):
         known = self.of(key)
         known.refused_at = now
         self._away(known, now, why)
-        self.failed(key, began, now, why)
+        self.failed(key, began, now)
 
-    def failed(self, key: Key, began: float, now: float, why: str) -> None:
+    def failed(self, key: Key, began: float, now: float) -> None:
         """A request, sent at `began`, failed by the server's fault."""
         known = self.of(key)
         if began < known.failed_at:

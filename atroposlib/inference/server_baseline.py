@@ -256,7 +256,7 @@ class APIServer(ABC):
                     continue
                 if not worth_retrying(error):
                     raise
-                self.router.failed(server, began, describe(error))
+                self.router.failed(server, began)
                 failures += 1
                 if failures >= MAX_ATTEMPTS:
                     raise

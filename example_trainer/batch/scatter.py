@@ -47,14 +47,14 @@ class BinChannel:
         Raises:
             RankError: a rank is gone, or silent for longer than --rank-timeout.
         """
-        self._ranks.post(_NAME)
-        for rank in range(1, self._ranks.world_size):
-            mine = _of_rank(minibatches, rank)
-            data = encode([one for bins in mine for one in bins])
-            text = torch.frombuffer(bytearray(json.dumps([sizes_of(bins) for bins in mine]).encode()), dtype=torch.uint8)
-            self._send(torch.tensor([len(data), len(text)]), rank)
-            self._send(torch.cat([data, text]), rank)
-        return _of_rank(minibatches, 0)
+        shares: Sequence[Minibatches] = list(zip(*minibatches, strict=True)) or [[]]
+        if self._ranks.world_size > 1:
+            self._ranks.post(_NAME)
+            messages = [_message(share) for share in shares]
+            for rank in range(1, self._ranks.world_size):
+                for part in messages[rank % len(shares)]:
+                    self._send(part, rank)
+        return shares[0]
 
     def receive(self, over: Callable[[], bool]) -> Minibatches | None:
         """On another rank: its own bins, on the host, when they come; None once nobody waits for them any more.
@@ -90,8 +90,11 @@ class BinChannel:
         return message
 
 
-def _of_rank(minibatches: Sequence[Sequence[Sequence[PackedBin]]], rank: int) -> Minibatches:
-    return [shares[rank % len(shares)] for shares in minibatches]
+def _message(share: Minibatches) -> tuple[Tensor, Tensor]:
+    """How long its parts are, and these: the bins, and their sizes as JSON."""
+    data = encode([one for bins in share for one in bins])
+    text = torch.frombuffer(bytearray(json.dumps([sizes_of(bins) for bins in share]).encode()), dtype=torch.uint8)
+    return torch.tensor([len(data), len(text)]), torch.cat([data, text])
 
 
 def sizes_of(bins: Sequence[PackedBin]) -> list[Sizes]:

@@ -49,7 +49,7 @@ def fleets(draw: st.DrawFn) -> tuple[Routing[int], list[tuple[int, Load]], float
             case "refused":
                 made.refused(server, now, now, "503")
             case "failed":
-                made.failed(server, now, now, "500")
+                made.failed(server, now, now)
             case _:
                 made.answered(server, now)
     loads = [(server, Load(draw(st.integers(0, 10)), 8)) for server in range(count)]
@@ -147,7 +147,7 @@ def test_a_server_that_fails_at_once_gets_trials_and_no_more() -> None:
         sent[server] += 1
         made.sent(server, now)
         if server == 0:
-            made.failed(0, now, now, "500")
+            made.failed(0, now, now)
         else:
             made.answered(server, now)
         now += 0.05
@@ -159,7 +159,7 @@ def test_a_server_that_fails_at_once_gets_trials_and_no_more() -> None:
 def test_what_fails_together_counts_once_and_a_trial_is_one_request() -> None:
     made = routing(WELL, WELL)
     for _ in range(500):
-        made.failed(0, 1.0, 2.0, "connection lost")
+        made.failed(0, 1.0, 2.0)
     assert made.of(0).failures == 1
     after = 2.0 + made.of(0).pause
     assert chosen(made, after, Load(0, 8), Load(4, 8)) == 0

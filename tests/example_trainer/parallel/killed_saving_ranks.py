@@ -28,8 +28,7 @@ from example_trainer.training.checkpoints import Checkpoints
 from example_trainer.training.optimizer import MasterAdamW
 from tests.example_trainer.training.killed_saver import RUN
 from tests.example_trainer.training.tiny_training import train
-
-RANKS = 2
+from tests.forked_ranks import RANKS, torchrun_variables
 
 
 def save_each_step(start: Path, folder: Path, steps: int, deadly: int) -> int:
@@ -59,13 +58,6 @@ def save_each_step(start: Path, folder: Path, steps: int, deadly: int) -> int:
 def run_pair(start: Path, folder: Path, steps: int, rank: int, deadly: int) -> tuple[str, list[int]]:
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
-    os.environ |= {
-        "WORLD_SIZE": str(RANKS),
-        "LOCAL_WORLD_SIZE": str(RANKS),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     reader, writer = os.pipe()
     children = []
     for number in range(RANKS):
@@ -74,7 +66,7 @@ def run_pair(start: Path, folder: Path, steps: int, rank: int, deadly: int) -> t
             listening.close()
             status = 1
             try:
-                os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number)}
+                os.environ |= torchrun_variables(number, port)
                 done = save_each_step(start, folder, steps, deadly if number == rank else 0)
                 if number == 0:
                     os.write(writer, str(done).encode())
