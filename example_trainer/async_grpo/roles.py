@@ -170,8 +170,10 @@ class Commands:
         if computes and gpus:
             found["OMP_NUM_THREADS"] = None  # Ray sets it by the CPUs that were asked for
         else:
-            ranks = self._settings.orchestration.trainer_ranks if role.kind == "trainer" else 1
-            found["OMP_NUM_THREADS"] = str(math.ceil(role.resources.get("CPU", 1.0) / ranks) or 1) if computes else "1"
+            asked = self._settings.orchestration
+            ranks = asked.trainer_ranks if role.kind == "trainer" else 1
+            several = computes and not asked.exact_resume
+            found["OMP_NUM_THREADS"] = str(math.ceil(role.resources.get("CPU", 1.0) / ranks) or 1) if several else "1"
             found["OMP_WAIT_POLICY"] = "passive"  # a thread that waits must not keep others from the cores
         if self._settings.logging.timeline:
             found["LOCKSTEP_TIMELINE"] = str(self._settings.folder / "logs")
@@ -194,7 +196,10 @@ class Commands:
         words += ["--enforce-eager"] if on_cpu else []
         words += ["--tensor-parallel-size", str(asked.tensor_parallel_size)] if asked.tensor_parallel_size > 1 else []
         words += ["--max-model-len", str(asked.max_model_length)] if asked.max_model_length else []
-        words += ["--max-num-seqs", str(asked.max_sequences)] if asked.max_sequences else []
+        one_by_one = on_cpu and self._settings.orchestration.exact_resume  # as there is no deterministic mode on CPUs
+        sequences = 1 if one_by_one else asked.max_sequences
+        words += ["--max-num-seqs", str(sequences)] if sequences else []
+        words += ["--no-enable-prefix-caching"] if one_by_one else []
         words += ["--seed", str(asked.seed + number_of(role))] if asked.seed is not None else []
         words += ["--colocate"] if training.get("colocate") else []
         words += ["--deterministic"] if training.get("deterministic") else []
@@ -213,6 +218,7 @@ class Commands:
         words += ["--env.max_batches_offpolicy", str(asked.max_batches_ahead)] if asked.max_batches_ahead is not None else []
         words += ["--env.dataset_path", asked.dataset_path] if asked.dataset_path else []
         words += ["--env.seed", str(asked.seed + 1000 * role.bundle + number_of(role))] if asked.seed is not None else []
+        words += ["--env.exact_resume", "true"] if self._settings.orchestration.exact_resume else []
         return {"arguments": [*words, *asked.environment_args]}
 
     def _reference(self, role: Role, places: Mapping[str, Address]) -> dict[str, Any]:

@@ -68,6 +68,9 @@ class Orchestration(Section):
     restarts: int = Field(6, ge=0, description="restarts of one role in a row; one more failure ends the run")
     restart_delay: float = Field(1.0, gt=0, description="seconds before the first restart; doubles up to a minute")
     steady_seconds: float = Field(300.0, gt=0, description="a role that has run for so long begins a new row of restarts")
+    exact_resume: bool = Field(
+        False, description="a run that is killed and started again learns to the bit what it would have learned otherwise"
+    )
 
 
 class Inference(Section):
@@ -141,6 +144,12 @@ class Settings(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _resumed_exactly(self) -> Settings:
+        if self.orchestration.exact_resume and (why := inexact(self)):
+            raise ValueError(f"orchestration.exact_resume {why}")
+        return self
+
     @property
     def shares_gpus(self) -> bool:
         """Whether trainer and generator hold one copy of the weights, on the same GPUs."""
@@ -172,9 +181,36 @@ class Settings(Section):
                 values |= {"weight_bridge_mode": "shared_vllm", "use_shared_memory": True}
         if asked.reference_workers:
             values["ref_logprobs_from_workers"] = True
+        if asked.exact_resume:
+            values["max_staleness"] = 0
+            if asked.device == "cpu":
+                values["num_threads"] = 1
         values.setdefault("save_path", str(self.folder / "checkpoints"))
         values["log_dir"] = str(self.folder / "trainer")
         return values
+
+
+def inexact(settings: Settings) -> str | None:
+    """What keeps a run from being resumed to the bit, with the remedy; None if nothing that the configuration tells."""
+    asked, training, sequences = settings.orchestration, settings.training, settings.inference.max_sequences
+    several = ("generators", "environments_per_generator", "trainer_ranks")
+    others = ("reference_workers", "parameter_servers")
+    for name, most in {**dict.fromkeys(several, 1), **dict.fromkeys(others, 0)}.items():
+        if getattr(asked, name) > most:
+            return (
+                "is for one generator with one environment, and one trainer process that sends it the weights itself: with "
+                f"orchestration.{name} {getattr(asked, name)} time decides what is computed with what; give {most}"
+            )
+    for name, value in (("max_staleness", 0), ("replay", "fifo"), ("max_reuse", 1)):
+        if training.get(name, value) not in (value, None):
+            return f"needs training.{name} {value}, which is {training[name]}: leave it out"
+    if asked.device == "gpu":
+        needs = "needs training.deterministic on GPUs: without it the same seed gives other tokens"
+        return None if training.get("deterministic") else needs
+    for name, given in (("inference.max_sequences", sequences), ("training.num_threads", training.get("num_threads"))):
+        if given not in (1, None):
+            return f"needs {name} 1 on CPUs, where a sum depends on what is computed beside it, and it is {given}: leave it out"
+    return None
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -7,15 +7,18 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
 from example_trainer.child_processes.guard import descendants
 from example_trainer.child_processes.processes import ManagedProcess
+from example_trainer.child_processes.run_keys import read_keys
 from tests.conftest import ROOT, Processes
 from tests.e2e.async_roles import numbers
 from tests.forked_commands import FOLDER, shared_fork_servers
@@ -37,15 +40,32 @@ def dashboard(free_port: Callable[[], int]) -> str:
     return f"http://127.0.0.1:{free_port()}"
 
 
+def patient(ask: Callable[..., Any]) -> Callable[..., Any]:
+    """The same question until it is answered: Ray gives a node half a minute to be known, which a busy machine needs alone."""
+
+    def asking(*arguments: Any) -> Any:
+        deadline = time.monotonic() + SECONDS
+        while True:
+            try:
+                return ask(*arguments)
+            except RuntimeError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
+
+    return asking
+
+
 @pytest.fixture(scope="module")
 def cluster(dashboard: str) -> Iterator[Any]:
     """A head with three CPUs, to which tests add nodes."""
-    from ray._private import ray_constants
+    from ray._private import ray_constants, services
     from ray.cluster_utils import Cluster
 
     with contextlib.nullcontext() if FOLDER in os.environ else shared_fork_servers(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_worker_niceness", "0")  # in nodes, when they start
         patch.setattr(ray_constants, "RAY_DASHBOARD_STARTUP_TIMEOUT_S", SECONDS)
+        patch.setattr(services, "get_node", patient(services.get_node))
         # Else each node starts a worker for each of its CPUs, in an environment that is no actor's of ours.
         patch.setenv("RAY_prestart_worker_first_driver", "0")
         arguments = {"num_cpus": 3, "object_store_memory": STORE_BYTES, "include_dashboard": True}
@@ -118,15 +138,39 @@ class Run:
         again = [rf"\[Async\] {role} runs again" for role in (*roles, *actors)]
         self.wait("all to be back", lambda: all(re.search(line, self.log[before:]) for line in again))
 
-    def kill_driver(self) -> None:
-        """`kill -9` the driver itself, which may be another process than what was started; wait until all has ended."""
+    def ask_service(self, path: str) -> dict[str, Any] | None:
+        """What the rollout service answers; None while it does not."""
+        found = re.findall(r"\[Async\] service on (\S+) port (\d+)", self.log)
+        if not found or not self.up("service"):
+            return None
+        key = read_keys(self.folder)["ROLLOUT_API_KEY"]
+        url, headers = "http://{}:{}".format(*found[-1]), {"Authorization": f"Bearer {key}"}
+        try:
+            answer: dict[str, Any] = httpx.get(url + path, headers=headers, timeout=30, trust_env=False).json()
+        except httpx.HTTPError:
+            return None
+        return answer
+
+    def kill_driver(self, everything: bool = False) -> None:
+        """`kill -9` the driver itself, which may be another process than what was started; wait until all has ended.
+
+        Args:
+            everything: every process of every role too, so that nobody is told to end.
+        """
+
+        def missing() -> str | None:
+            found = left(self.folder)
+            for pid in found if everything else ():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return f"{found} run" if found else None
+
         (driver,) = holders("*", lambda path: path == self.folder / ".driver-lock")
         os.kill(driver, signal.SIGKILL)
+        missing()
         assert self.driver.guard.wait(SECONDS) != 0
         self._processes.supervisor.processes.remove(self.driver)
-        self._processes.wait_until(
-            "the end of all roles", lambda: f"{found} run" if (found := left(self.folder)) else None, SECONDS
-        )
+        self._processes.wait_until("the end of all roles", missing, SECONDS)
 
     def finish(self) -> str:
         """Wait for its good end; returns what the driver said."""
@@ -231,10 +275,38 @@ def test_a_vllm_server_a_reference_worker_and_a_parameter_server_that_are_killed
         assert "Working for the trainer of" in life
 
 
-def test_sampling_and_training_in_turns(cluster: Any, processes: Processes, tmp_path: Path) -> None:
-    run = real_run(cluster, processes, tmp_path / "run", CONFIGS / "arithmetic_sync_cpu.yaml", 2)
-    run.finish()
-    assert steps_of(run) == [1, 2]
+def test_a_run_in_turns_that_is_killed_whole_goes_on_as_if_it_were_not(
+    cluster: Any, processes: Processes, tmp_path: Path
+) -> None:
+    """As docs/async.md has it. What makes up a batch, and every bit of the weights: one run is left alone, of the other every
+    process is killed when it has a part of its second batch."""
+    sections = yaml.safe_load((CONFIGS / "arithmetic_sync_cpu.yaml").read_text())
+    sections["orchestration"]["exact_resume"] = True
+    del sections["inference"]["max_sequences"]
+    sections["inference"] |= {"group_size": 4, "max_response_tokens": 24, "max_model_length": 256}
+    sections["training"] |= {"batch_size": 16, "seq_len": 256, "checkpoint_interval": 1, "lr": 1e-3}
+    config = tmp_path / "exact.yaml"
+    config.write_text(yaml.safe_dump(sections))
+
+    def learned(run: Run) -> tuple[dict[int, tuple[str, float, int]], bytes]:
+        """Of each step the weights' checksum, the mean reward and the tokens, and the last weights."""
+        run.finish()
+        rows = json_rows(run.folder / "trainer" / "metrics.jsonl")
+        assert [row["step"] for row in rows] == [1, 2]
+        weights = (run.folder / "checkpoints" / "step_2" / "model.safetensors").read_bytes()
+        return {row["weight_version"]: (row["checksum"], row["reward_mean"], row["tokens"]) for row in rows}, weights
+
+    expected = learned(real_run(cluster, processes, tmp_path / "whole", config, 2))
+    assert len({checksum for checksum, *_ in expected[0].values()}) == 2
+    run = real_run(cluster, processes, tmp_path / "killed", config, 2)
+
+    def half_a_batch() -> bool:
+        stats = run.ask_service("/stats")
+        return bool(stats and stats["trainer_version"] == 1 and 0 < stats["queue"]["groups"] < 4 and not stats["leases"])
+
+    run.wait("half a batch", half_a_batch)
+    run.kill_driver(everything=True)
+    assert learned(real_run(cluster, processes, tmp_path / "killed", config, 2)) == expected
 
 
 def test_a_run_that_the_cluster_cannot_hold_is_one_line(cluster: Any, processes: Processes, tmp_path: Path) -> None:

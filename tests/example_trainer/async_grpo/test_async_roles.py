@@ -147,6 +147,28 @@ def test_an_environment_uses_its_own_generator_and_is_bound_to_it() -> None:
     assert other[other.index("--env.seed") + 1] != words[words.index("--env.seed") + 1]
 
 
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_a_run_that_is_resumed_exactly_takes_nothing_that_time_decides(device: str, tmp_path: Path) -> None:
+    """On CPUs one sequence and one thread at a time; on GPUs deterministic mode sees to that, at its full width."""
+    training = {"deterministic": True} if device == "gpu" else {}
+    made = settings(training, orchestration={"device": device, "exact_resume": True, "trainer_cpus": 4, "generator_cpus": 4})
+    roles = roles_of(made)
+    places = places_of(roles)
+    launches = {role.kind: Commands(made, KEYS).launch(role, places) for role in roles}
+    generator, environment = launches["generator"].arguments, launches["environment"].arguments
+    (tmp_path / "trainer.yaml").write_text(launches["trainer"].files["trainer.yaml"])
+    config = parse_config(["--config", str(tmp_path / "trainer.yaml")])
+    assert environment[environment.index("--env.exact_resume") + 1] == "true"
+    assert (config.oldest_rollouts, config.resume) == (0, "auto")
+    one_by_one = "--max-num-seqs" in generator and generator[generator.index("--max-num-seqs") + 1] == "1"
+    assert one_by_one == ("--no-enable-prefix-caching" in generator) == (config.num_threads == 1) == (device == "cpu")
+    if device == "cpu":
+        assert {launch.variables["OMP_NUM_THREADS"] for launch in launches.values()} == {"1"}
+    else:
+        assert "--deterministic" in generator
+        assert config.deterministic
+
+
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda path: path.name)
 def test_every_program_takes_what_the_configurations_that_we_ship_make_of_it(file: Path, tmp_path: Path) -> None:
     """But for vLLM's server, whose flags only vLLM knows."""

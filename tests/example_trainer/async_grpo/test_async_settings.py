@@ -62,6 +62,32 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, text: str, says: str) -> None
     assert "\n" not in str(caught.value)
 
 
+EXACT = {"device": "cpu", "exact_resume": True}
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"orchestration": EXACT | {"generators": 2}}, "with orchestration.generators 2 time decides .*; give 1"),
+        ({"orchestration": EXACT | {"environments_per_generator": 3}}, "environments_per_generator 3 .*; give 1"),
+        ({"orchestration": EXACT | {"trainer_ranks": 2}}, "trainer_ranks 2 .*; give 1"),
+        ({"orchestration": EXACT | {"reference_workers": 1}}, "reference_workers 1 .*; give 0"),
+        ({"orchestration": EXACT | {"parameter_servers": 1}}, "parameter_servers 1 .*; give 0"),
+        ({"training": {"max_staleness": 2}}, "needs training.max_staleness 0, which is 2: leave it out"),
+        ({"training": {"replay": "recent"}}, "needs training.replay fifo, which is recent: leave it out"),
+        ({"training": {"max_reuse": 2}}, "needs training.max_reuse 1, which is 2: leave it out"),
+        ({"training": {"num_threads": 2}}, "needs training.num_threads 1 on CPUs, .* it is 2: leave it out"),
+        ({"inference": {"max_sequences": 8}}, "needs inference.max_sequences 1 on CPUs, .* it is 8: leave it out"),
+        ({"orchestration": {"exact_resume": True}}, "needs training.deterministic on GPUs"),
+    ],
+)
+def test_what_cannot_be_resumed_exactly_is_refused(sections: dict[str, dict[str, Any]], says: str) -> None:
+    values = {"orchestration": EXACT} | sections
+    values["training"] = {"model_name": "m"} | sections.get("training", {})
+    with pytest.raises(ConfigError, match=f"^orchestration.exact_resume .*{says}"):
+        make_settings(values, Path("x.yaml"))
+
+
 def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read --config .*none.yaml: No such file"):
         read_settings(tmp_path / "none.yaml")
