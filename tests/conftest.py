@@ -27,6 +27,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # What the tests themselves ask their servers goes through no proxy.
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "localhost,127.0.0.1"
+# A client of httpx reads all authorities of its machine when it is made, which takes longer than most of what it then does.
+# From a folder they are read when they are needed: by nobody here.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = os.environ.get("SSL_CERT_DIR") or "/etc/ssl/certs"
 # PyTorch asks for the name of whom it connects to, once in each process. A name server that is there and does not answer would
 # cost it 10 seconds (resolv.conf(5)), more than many a test gives a peer to come.
 os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
