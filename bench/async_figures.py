@@ -117,6 +117,25 @@ def parameter_server(book: Book) -> str:
     return f"{markdown(head, rows)}\n\nThe weights were {way}. {sources(book, places)} {load}"
 
 
+def parameter_server_gpu(book: Book) -> str:
+    """The same by each route between GPUs and the host's memory."""
+    if "parameter_server_gpu" not in book.page(FILE):
+        return "Not measured yet."
+    head = ["parameter server, vLLM servers", "a push", "a pull by all of them", "taken", "handed on, all together"]
+    rows, places = [], {}
+    for name in book.get(FILE, "parameter_server_gpu/servers"):
+        place = f"parameter_server_gpu/servers/{name}"
+        push, pull, taken, given = (
+            book.number(FILE, f"{place}/{key}")
+            for key in ("push_ms", "pull_ms", "push_gb_per_second", "delivered_gb_per_second")
+        )
+        rows.append([name, f"{push:,.0f} ms", f"{pull:,.0f} ms", f"{taken:.1f} GB/s", f"{given:.1f} GB/s"])
+        places[name] = (FILE, place)
+    gpu = book.get(FILE, "parameter_server_gpu/machine/gpus/0")
+    size = book.number(FILE, f"{next(iter(places.values()))[1]}/model_bytes") / 1e9
+    return f"{markdown(head, rows)}\n\n{gpu}, {size:.2f} GB of bfloat16. {sources(book, places)}"
+
+
 def full_at(book: Book) -> str:
     """`70 generators of 1.7B, 1,300 of 32B`."""
     sizes = book.get(FILE, "scaling/on_paper/full_at")
@@ -131,5 +150,6 @@ NAMED: dict[str, Callable[[Book], str]] = {
     "async_on_paper": on_paper,
     "async_full_at": full_at,
     "async_parameter_server": parameter_server,
+    "parameter_server_gpu": parameter_server_gpu,
 }
 """By the name that stands in the documents."""

@@ -1,12 +1,15 @@
 """How fast does a parameter server take weights, and hand them on? To light vLLM servers without an engine, on this machine.
 
     python bench/parameter_server.py --output DIR --device cpu                               1, 2 and 4 of them
+    python bench/parameter_server.py --output DIR --shape qwen3-1.7b                         on one or two GPUs, by every route
     python bench/parameter_server.py --output DIR --device cpu --into bench/results/async.json
 
-All of it takes about two minutes on two cores. The weights go the way that a run's on one machine would: through memory that
-receivers read where it is, and Gloo where there is none to share (`read_in_place` in the results says how many read it).
-A trainer pushes one version after the other and waits for the servers in between, so that a push and a pull do not share the
-cores. How long a pull takes is what the parameter server wrote down itself (docs/timelines.md). Writes parameter_server.json.
+It takes about two minutes. On CPUs the weights go the way that a run's on one machine would: through memory that receivers
+read where it is, and Gloo where there is none to share (`read_in_place` in the results says how many read it). On GPUs each
+route is tried: all on one GPU (CUDA IPC), the parameter server in the host's memory, and on a GPU of its own (NCCL) where there
+are two. A trainer pushes one version after the other and waits for the servers in between, so that a push and a pull do not
+share the cores; at the end the servers must hold what it does, by their checksums. How long a pull takes is what the parameter
+server wrote down itself (docs/timelines.md). Writes parameter_server.json.
 """
 
 from __future__ import annotations
@@ -21,10 +24,12 @@ import os
 import re
 import statistics
 import time
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import httpx
+import torch
 
 from bench.gpu.light_fleet import LightFleet
 from bench.gpu.processes import BenchError, Child, free_port, tail, wait_all
@@ -38,36 +43,82 @@ from bench.timeline_spans import read_folder
 from vllm_patching.protocol.timeline import VARIABLE
 
 
+@dataclass(frozen=True)
+class Way:
+    """Where the weights are, and so how they travel. The trainer's are on the first GPU, if there is one.
+
+    Attributes:
+        holder, servers: the devices of the parameter server's and of each vLLM server's weights.
+    """
+
+    holder: str
+    servers: tuple[str, ...]
+
+    @property
+    def needs(self) -> int:
+        """GPUs."""
+        return 1 + max((int(device[5:]) for device in (self.holder, *self.servers) if device != "cpu"), default=-1)
+
+
+def ways(on_gpu: bool, numbers: list[int]) -> dict[str, Way]:
+    """What is measured, by name. NCCL connects no two processes on one GPU, so one server is all it can have there."""
+    if not on_gpu:
+        return {str(number): Way("cpu", ("cpu",) * number) for number in numbers}
+    found = {"GPU to GPU": Way("cuda:1", ("cuda:0",)), "one GPU and another": Way("cuda:0", ("cuda:0", "cuda:1"))}
+    for number in numbers:
+        found[f"one GPU, {number}"] = Way("cuda:0", ("cuda:0",) * number)
+        found[f"host memory, {number}"] = Way("cpu", ("cuda:0",) * number)
+    return found
+
+
 class Benchmark(Sitting):
-    """A parameter server of its own for each number of vLLM servers."""
+    """A parameter server of its own for each way."""
 
     def run(self) -> None:
-        """All numbers that were asked for."""
+        """All ways that were asked for, and that this machine has the GPUs for."""
         args = self.args
-        if self.on_gpu:
-            raise BenchError("only --device cpu has been written: the light servers have no GPU")
         self.describe(shape=args.shape, load_average_before=os.getloadavg())
         self.model = write_model_folder(self.work / "model", args.shape)
-        fleet = LightFleet(args.shape, args.output, TRAINER_TIMEOUT)
-        self.stack.callback(fleet.stop)
-        self.ports = [fleet.start(self.work / f"light-{number}") for number in range(max(args.servers))]
-        for number in args.servers:
-            self.results.measure("servers", str(number), run=partial(self._measure, number))
+        self.fleet = LightFleet(args.shape, args.output, TRAINER_TIMEOUT)
+        self.stack.callback(self.fleet.stop)
+        self.ports: list[tuple[str, int]] = []
+        gpus = torch.cuda.device_count() if self.on_gpu else 0
+        for name, way in ways(self.on_gpu, args.servers).items():
+            if way.needs <= gpus:
+                self.results.measure("servers", name, run=partial(self._measure, name, way))
+            else:
+                print(f"skipped {name}: needs {way.needs} GPUs, there are {gpus}")
         if args.into and not self.results.failures:
-            put_into(args.into, "parameter_server", self.results.data)
+            put_into(args.into, "parameter_server_gpu" if self.on_gpu else "parameter_server", self.results.data)
 
-    def _measure(self, number: int) -> dict[str, Any]:
-        port, ports = free_port(), self.ports[:number]
-        folder = self.work / f"timeline-{number}"
+    def _servers(self, devices: tuple[str, ...]) -> list[int]:
+        """The ports of vLLM servers with weights there; they are kept for the next way."""
+        free, found = list(self.ports), []
+        for device in devices:
+            place = next((place for place in free if place[0] == device), None)
+            if place is None:
+                place = (device, self.fleet.start(self.work / f"light-{len(self.ports)}", device))
+                self.ports.append(place)
+            else:
+                free.remove(place)
+            found.append(place[1])
+        return found
+
+    def _measure(self, name: str, way: Way) -> dict[str, Any]:
+        port, ports = free_port(), self._servers(way.servers)
+        mark = re.sub(r"\W+", "-", name)
+        folder = self.work / f"timeline-{mark}"
         command = [sys.executable, "-u", "-m", "example_trainer.parameter_server", "--model-name", str(self.model)]
-        command += ["--port", str(port), "--device", "cpu", "--bridge-timeout", f"{TRAINER_TIMEOUT:g}"]
+        command += ["--port", str(port), "--device", way.holder, "--bridge-timeout", f"{TRAINER_TIMEOUT:g}"]
+        command += ["--dtype", "bfloat16" if self.on_gpu else "float32"]
         command += ["--log-dir", str(self.work), "--vllm-servers", ",".join(f"127.0.0.1:{each}" for each in ports)]
-        log = self.args.output / f"parameter-server-{number}.log"
-        holder = Child("parameter server", command, log, {VARIABLE: str(folder), "OMP_NUM_THREADS": "1"}, pipes=False)
+        log = self.args.output / f"parameter-server-{mark}.log"
+        threads = {} if self.on_gpu else {"OMP_NUM_THREADS": "1"}
+        holder = Child("parameter server", command, log, {VARIABLE: str(folder), **threads}, pipes=False)
         self.stack.callback(holder.stop)
         wait_all({"parameter server": lambda: answers(f"http://127.0.0.1:{port}/weights")}, 90)
-        arguments = trainer_arguments(self.args.shape, port, "cpu", TRAINER_TIMEOUT)
-        trainer = self.worker(f"trainer of {number}", "bench.gpu.trainer", arguments)
+        arguments = trainer_arguments(self.args.shape, port, self.args.device, TRAINER_TIMEOUT)
+        trainer = self.worker(f"trainer of {mark}", "bench.gpu.trainer", arguments)
         size = trainer.ask("load", timeout=180, spare=True)["model_bytes"]
         trainer.ask("connect", timeout=ASK_SECONDS, kind="broadcast", transfer="overlapped", ports=[port])
         self._until_all_serve(ports, holder)
@@ -76,6 +127,8 @@ class Benchmark(Sitting):
             (row,) = trainer.ask("sync", timeout=ASK_SECONDS, count=1)
             pushes.append(row["end"] - row["start"])
             self._until_all_serve(ports, holder)
+        if different := [each for each in ports if not trainer.ask("is_served_by", timeout=ASK_SECONDS, port=each)]:
+            raise BenchError(f"the vLLM servers at {different} do not hold the trainer's weights:\n{tail(log)}")
         trainer.stop()
         holder.stop()
         processes, _ = read_folder(folder)
@@ -83,13 +136,13 @@ class Benchmark(Sitting):
         push, pull = statistics.median(pushes), statistics.median(pulls)
         return {
             "updates": len(pulls),
-            "read_in_place": read_in_place(log, number),
+            "read_in_place": read_in_place(log, len(ports)),
             "model_bytes": size,
             "push_ms": round(1e3 * push, 1),
             "pull_ms": round(1e3 * pull, 1),
             "push_gb_per_second": round(size / push / 1e9, 3),
             "pull_gb_per_second": round(size / pull / 1e9, 3),
-            "delivered_gb_per_second": round(number * size / pull / 1e9, 3),
+            "delivered_gb_per_second": round(len(ports) * size / pull / 1e9, 3),
         }
 
     def _until_all_serve(self, ports: list[int], holder: Child) -> None:
@@ -128,11 +181,12 @@ def report(data: dict[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = command_line(__doc__, shape="100mb", name="parameter_server")
-    parser.add_argument("--servers", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--servers", type=int, nargs="+", help="vLLM servers; 1, 2 and 4 on a CPU, 1 and 2 on GPUs")
     parser.add_argument("--updates", type=int, default=10)
     parser.add_argument("--into", type=Path, help="results file that gets the figures, if nothing failed")
     args = parser.parse_args(arguments)
     args.output, args.shape = args.output.resolve(), "tiny" if args.tiny else args.shape
+    args.servers = args.servers or ([1, 2] if args.device == "cuda" else [1, 2, 4])
     return run_and_report(args.output, lambda work, stack: Benchmark(args, work, stack, args.name), report)
 
 

@@ -11,7 +11,7 @@ python -m tests.fleet_server            reads lines of JSON from stdin, and answ
     {"do": "wait", "pid": 123}                                         → {"status": -9}   when it has ended
 
 `start` may also say to which `address` the server listens, how many bytes a `bucket` has, and of which `model` (a folder with a
-config.json) it is.
+config.json) it is, on which `device` and in which `dtype`.
 
 A started server answers, beside the bridge's routes, GET /test (what its engine has seen) and POST /test/fault
 {"at": cohort | begin | receive | commit, "do": kill | stop | lie | slow}: what happens to it when it comes there next.
@@ -54,9 +54,10 @@ def take_shapes_of(folder: Path) -> None:
     GEOMETRY = ModelGeometry.from_hf_config(json.loads((folder / "config.json").read_text()))
 
 
-def tiny_model(full: bool) -> torch.nn.Module:
+def tiny_model(full: bool, device: str = "cpu", dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """Parameters as vLLM has them at tensor-parallel degree 1, or (`full`) as the trainer has them."""
-    return module_of({spec.name: torch.zeros(spec.full_shape if full else spec.shape) for spec in plan_shards(GEOMETRY, 0, 1)})
+    shapes = {spec.name: spec.full_shape if full else spec.shape for spec in plan_shards(GEOMETRY, 0, 1)}
+    return module_of({name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes.items()})
 
 
 def _stand_in_for_vllm() -> None:
@@ -92,7 +93,7 @@ class Fault:
         return done
 
 
-def _worker(fault: Fault) -> Any:
+def _worker(fault: Fault, device: str, dtype: torch.dtype) -> Any:
     """A worker of one rank, with the project's extension."""
     from vllm_patching.worker import extension, updater
 
@@ -101,7 +102,7 @@ def _worker(fault: Fault) -> Any:
 
     class Worker(extension.LockstepWorkerExtension):
         def __init__(self) -> None:
-            self.model = tiny_model(full=False)
+            self.model = tiny_model(False, device, dtype)
             config = SimpleNamespace(hf_config=SimpleNamespace(to_dict=dict))
             parallel = SimpleNamespace(data_parallel_index=0, data_parallel_size=1)
             self.vllm_config = SimpleNamespace(model_config=config, parallel_config=parallel)
@@ -195,7 +196,9 @@ class Engine(StillEngine):
             self.steps[key] = self.steps.get(key, 0) + 1
 
 
-async def _serve(port: int, folder: Path, timeout: float, address: str = "127.0.0.1") -> None:
+async def _serve(
+    port: int, folder: Path, timeout: float, address: str = "127.0.0.1", device: str = "cpu", dtype: str = "float32"
+) -> None:
     import uvicorn
     from fastapi import FastAPI
 
@@ -204,11 +207,11 @@ async def _serve(port: int, folder: Path, timeout: float, address: str = "127.0.
     from vllm_patching.server.version_spans import VersionSpans
 
     fault = Fault()
-    worker = _worker(fault)
+    worker = _worker(fault, device, getattr(torch, dtype))
     engine = Engine(worker)
     service = LockstepService()
     spans = VersionSpans()
-    bridge = BridgeController(engine, "tiny", "float32", timeout, folder, spans, port=port)
+    bridge = BridgeController(engine, "tiny", dtype, timeout, folder, spans, port=port)
     await bridge.start()
     service.engine, service.bridge = engine, bridge
     service.weights = lambda: (bridge.state.weight_version, bridge.state.weight_epoch)
@@ -250,7 +253,8 @@ def _be_server(told: dict[str, Any]) -> None:
         from vllm_patching.worker import receiving, updater
 
         receiving.WeightUpdater = partial(updater.WeightUpdater, bucket_bytes=bucket)  # type: ignore[assignment,misc]
-    asyncio.run(_serve(told["port"], path, told["timeout"], told.get("address", "127.0.0.1")))
+    chosen = {key: told[key] for key in ("address", "device", "dtype") if key in told}
+    asyncio.run(_serve(told["port"], path, told["timeout"], **chosen))
 
 
 def _be_trainer(told: dict[str, Any]) -> None:

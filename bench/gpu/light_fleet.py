@@ -27,7 +27,7 @@ class LightFleet(Child):
     def __init__(self, shape: str, output: Path, timeout: float) -> None:
         """
         Args:
-            shape: a key of SHAPES, in float32.
+            shape: a key of SHAPES.
             output: where the logs go.
             timeout: seconds for each phase of an update.
         """
@@ -37,10 +37,11 @@ class LightFleet(Child):
         )
         self._timeout = timeout
 
-    def start(self, folder: Path) -> int:
-        """Start one more server; returns its port once it answers."""
-        port = free_port()
-        self._tell({"do": "start", "port": port, "folder": str(folder), "timeout": self._timeout})
+    def start(self, folder: Path, device: str = "cpu") -> int:
+        """Start one more server; returns its port once it answers. Its weights are float32 on a CPU, else bfloat16."""
+        port, dtype = free_port(), "float32" if device == "cpu" else "bfloat16"
+        told = {"do": "start", "port": port, "folder": str(folder), "timeout": self._timeout}
+        self._tell({**told, "device": device, "dtype": dtype})
         deadline = time.monotonic() + READY_SECONDS
         while True:
             try:

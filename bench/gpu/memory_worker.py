@@ -30,6 +30,7 @@ from example_trainer.weight_bridge.cohorts import Cohort
 from example_trainer.weight_bridge.send_plan import SendPlan
 from example_trainer.weight_bridge.stream import WeightStream
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry, dtype_name
+from vllm_patching.protocol.messages import Route
 from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
 from vllm_patching.transport.cohort import lane_places
 from vllm_patching.transport.lane import SENDER, Lane, LanePlace, nobody_lost
@@ -148,7 +149,7 @@ class Outgoing:
 
     def __init__(self, model: Decoder, layout: Sequence[Manifest], ranks: Ranks, device: torch.device) -> None:
         plan = SendPlan(ranks.world_size, len(layout))
-        self._stream = WeightStream(model, layout, plan, ranks, device)
+        self._stream = WeightStream(model, layout, plan, ranks, device, Route.NCCL if device.type == "cuda" else Route.GLOO)
         self._cohort = Cohort(ranks, plan, device, timeout=SECONDS)
         own = plan.own_lanes(ranks.rank)
         places = (lane_places("localhost", 1, "", r, [lane], SENDER, 1, "none")[0] for r, lane in own)
@@ -173,7 +174,7 @@ def measure(asked: Configuration, device: torch.device) -> dict[str, Any]:
         geometry=geometry, dtype=dtype, tokens_per_microbatch=asked.batch * asked.length, seq_len=asked.length,
         table=choose_table(device, dtype), offload=asked.offload,
         gradient_checkpointing=asked.checkpointing, logprob_chunk=config.logprob_chunk or default_chunk(device),
-        layouts=(tuple(layouts),) if layouts else (), on_gpu=device.type == "cuda",
+        layouts=(tuple(layouts),) if layouts else (), packs=device.type == "cpu",
         reference=asked.reference, lora=(asked.lora_rank, ALL_PROJECTIONS) if asked.lora_rank else None,
         world_size=asked.ranks,
     )  # fmt: skip

@@ -101,7 +101,7 @@ class SpreadTrainer(BenchTrainer):
     def _asked(self, ask: Callable[[], Any]) -> Any:
         return self.ranks.on_main("asking the server", ask)
 
-    def _checksums_equal(self, served: list[str]) -> bool:
+    def _checksums_equal(self, served: list[str], url: str = "") -> bool:
         """Of the first rank, as the update reported it."""
         return served[0] == self.last_checksum
 

@@ -206,6 +206,11 @@ class BenchTrainer:
             "checksums_equal": self._checksums_equal(state["checksums"]),
         }
 
+    def is_served_by(self, port: int) -> bool:
+        """Whether a vLLM server on this machine holds this model's weights, by the checksums of its ranks."""
+        url = f"http://localhost:{port}"
+        return self._checksums_equal(self._get("/bridge/state", url)["checksums"], url)
+
     def flatten_head(self, undo: bool = False) -> dict[str, Any]:
         """Write zeros into the last norm, without telling the server (or put back what was there): a single copy shows it."""
         assert self.model is not None
@@ -230,8 +235,8 @@ class BenchTrainer:
 
     def commands(self) -> dict[str, Callable[..., Any]]:
         """The public methods by name."""
-        public = (self.load, self.connect, self.sync, self.sync_with_optimizer, self.check, self.flatten_head, self.memory)
-        return {method.__name__: method for method in (*public, self.close)}
+        public = (self.load, self.connect, self.sync, self.sync_with_optimizer, self.check, self.is_served_by)
+        return {method.__name__: method for method in (*public, self.flatten_head, self.memory, self.close)}
 
     def _next_update(self, index: int, loaded: bool) -> dict[str, Any]:
         return self._update(lambda: self.write(1 - self.served_set), self.sets[1 - self.served_set], loaded)
@@ -287,8 +292,8 @@ class BenchTrainer:
         body = {"prompt": {"prompt_token_ids": prompt}, "n": SAMPLES, "max_tokens": SAMPLE_TOKENS, "seed": seed, **NUMBERS}
         return httpx.post(f"{self.url}/generate", json=body, timeout=120).raise_for_status().json()
 
-    def _get(self, path: str) -> Any:
-        return httpx.get(f"{self.url}{path}", timeout=30).raise_for_status().json()
+    def _get(self, path: str, url: str = "") -> Any:
+        return httpx.get(f"{url or self.url}{path}", timeout=30).raise_for_status().json()
 
     def _asked(self, ask: Callable[[], Any]) -> Any:
         """What a question to the server gives."""
@@ -309,14 +314,14 @@ class BenchTrainer:
             "new_not_old": to_new < 0.6 and to_old > 4 * to_new,
         }
 
-    def _checksums_equal(self, served: list[str]) -> bool:
+    def _checksums_equal(self, served: list[str], url: str = "") -> bool:
         """Whether each of the server's ranks holds what it should, as computed from this side's tensors."""
         from vllm_patching.protocol.checksum import weights_checksum
         from vllm_patching.protocol.manifest import Manifest, flat_layout, source_view
 
         assert self.model is not None
         parameters = dict(self.model.named_parameters())
-        layouts = [flat_layout(Manifest.from_json(rank))[0] for rank in self._get("/bridge/info")["ranks"]]
+        layouts = [flat_layout(Manifest.from_json(rank))[0] for rank in self._get("/bridge/info", url)["ranks"]]
         return served == [
             weights_checksum((i.name, source_view(i, parameters[i.name]).detach()) for i in layout) for layout in layouts
         ]

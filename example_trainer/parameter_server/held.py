@@ -7,7 +7,6 @@ ranks; what is sent on is a model that is spread over ranks.
 from __future__ import annotations
 
 import logging
-import os
 import queue
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -129,10 +128,8 @@ class HeldWeights(WeightReceiver):
 
     def lockstep_setup(self, share_storage: bool) -> dict[str, Any]:
         """See the worker extension; nothing is shared, and nothing is there yet."""
-        handles = None
-        if self._lockstep_device.type == "cuda":
-            handles = {"kind": "held", "gpu_uuid": gpu_uuid(self._lockstep_device)}  # NCCL cannot send from a GPU to itself
-        return {"manifest": self.manifest.to_json(), "handles": handles, "checksum": "", "pid": os.getpid()}
+        uuid = gpu_uuid(self._lockstep_device) if self._lockstep_device.type == "cuda" else ""
+        return {"manifest": self.manifest.to_json(), "handles": None, "gpu_uuid": uuid, "checksum": ""}
 
     def lockstep_room(self) -> dict[str, Any]:
         """The second copy is there already."""

@@ -39,12 +39,11 @@ class ParameterServerOptions(Section):
     )
     pull_every: int = Field(1, ge=1, description="bring a vLLM server up to date when it is so many versions behind")
     shards: int = Field(1, ge=1, description="processes on this machine that the parameters are spread over (by torchrun)")
-    device: str = Field(
-        "auto", description="auto, cpu, cuda or cuda:N; the trainer's and the vLLM servers' must be of the same type"
-    )
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N: where the weights are held")
     num_threads: int | None = Field(None, ge=1, description="torch's CPU threads; not given: torch decides")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="that of the vLLM servers; auto: the checkpoint's on a GPU, float32 on a CPU, as they choose"
+        "auto",
+        description="that of the vLLM servers; auto: the checkpoint's on a machine with GPUs, else float32, as they choose",
     )
     weight_transfer: Literal["auto", "direct", "overlapped"] = Field(
         "auto", description="to the vLLM servers: into live weights, or beside them; auto: if there is room"

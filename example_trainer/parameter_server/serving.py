@@ -54,7 +54,7 @@ def serve(options: ParameterServerOptions, stop: StopSignal) -> None:
     geometry = geometry_of(folder)
     wanted = options.dtype
     if wanted == "auto":
-        dtype = checkpoint_dtype(folder) if device.type == "cuda" else torch.float32
+        dtype = checkpoint_dtype(folder) if torch.cuda.is_available() else torch.float32
     else:
         dtype = getattr(torch, wanted)
     with contextlib.ExitStack() as stack:
@@ -154,7 +154,7 @@ def require_room(model: str, manifests: tuple[Manifest, ...], ranks: Ranks, dtyp
     """
     here = [manifests[ranks.rank]] if device.type == "cuda" else list(manifests)  # shards on CPUs share this machine's memory
     copies = COPIES * sum(flat_layout(manifest)[1] for manifest in here)
-    sending = buffer_bytes(manifests, ranks.world_size, dtype, device.type == "cpu").total
+    sending = buffer_bytes(manifests, ranks.world_size, dtype, packs=True).total  # however they travel
     needed = copies + len(here) * (2 * sending + (PROCESS_BYTES if device.type == "cpu" else 0))
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_memory()[0]
     if needed > free:

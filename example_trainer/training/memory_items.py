@@ -63,7 +63,7 @@ class MemoryRequest:
         logprob_chunk: tokens whose logits exist at the same time.
         single_copy: the parameters are the server's memory; several ranks are then tensor-parallel.
         layouts: for each kind of server that the parameters are sent to, what its ranks hold.
-        on_gpu: whether they are sent from a GPU.
+        packs: whether a bucket of them is packed whole before it is sent (see buffer_bytes).
         reference: a second model is held for the divergence from it.
         lora: rank and projections of the adapters; None trains every parameter.
         world_size: ranks over which parameters, masters, moments and gradients are divided.
@@ -81,7 +81,7 @@ class MemoryRequest:
     logprob_chunk: int = 1024
     single_copy: bool = False
     layouts: tuple[tuple[Manifest, ...], ...] = ()
-    on_gpu: bool = True
+    packs: bool = False
     reference: bool = False
     lora: tuple[int, tuple[str, ...]] | None = None
     world_size: int = 1
@@ -253,9 +253,7 @@ def send_buffer_bytes(request: MemoryRequest) -> int:
     """Bytes of the buffers that a rank sends from: for each kind of server two for a bucket each, which a process of whole
     parameters needs for what does not lie in place; sharded ones also one for the rows that they hand to each other.
     """
-    return sum(
-        buffer_bytes(layout, request.world_size, request.dtype, gloo=not request.on_gpu).total for layout in request.layouts
-    )
+    return sum(buffer_bytes(layout, request.world_size, request.dtype, request.packs).total for layout in request.layouts)
 
 
 def lasting_items(request: MemoryRequest) -> dict[str, int]:

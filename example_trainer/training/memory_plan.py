@@ -258,7 +258,7 @@ def memory_request(config: TrainerConfig, bridge: WeightBridge, dtype: torch.dty
         logprob_chunk=config.logprob_chunk or default_chunk(device),
         single_copy=isinstance(bridge, SingleCopyBridge),
         layouts=bridge.layouts(),
-        on_gpu=device.type == "cuda",
+        packs=bridge.packs(device),
         reference=config.loads_reference,
         lora=(config.lora_r, tuple(config.lora_target_modules)) if lora else None,
         world_size=_ranks("WORLD_SIZE"),

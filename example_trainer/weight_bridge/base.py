@@ -100,6 +100,10 @@ class WeightBridge(ABC):
         """
         return ()
 
+    def packs(self, device: torch.device) -> bool:
+        """Whether a model on this device has whole buckets packed, to some of them at least. Asked when `layouts` is."""
+        return False
+
     @abstractmethod
     def connect(self, model: torch.nn.Module) -> None:
         """Join the server and check that both sides hold exactly the same parameters.

@@ -25,11 +25,12 @@ from example_trainer.weight_bridge.fleet import Fleet
 from example_trainer.weight_bridge.fleet_keeper import Board, FleetKeeper
 from example_trainer.weight_bridge.fleet_report import table
 from example_trainer.weight_bridge.fleet_updates import FleetUpdates, Group
-from example_trainer.weight_bridge.members import Member, Unfit, Watch
-from example_trainer.weight_bridge.send_plan import SendPlan, distinct_layouts
+from example_trainer.weight_bridge.members import Member, Watch
+from example_trainer.weight_bridge.send_plan import ROUTE_KEYS, SendPlan, distinct_layouts, route_to
 from example_trainer.weight_bridge.server import BridgeServer, Shapes, require_finite, served_dtype, shapes_of
 from example_trainer.weight_bridge.stream import WeightStream
 from vllm_patching.protocol.manifest import Manifest, dtype_name
+from vllm_patching.protocol.messages import Route
 from vllm_patching.transport.addresses import RendezvousError, rendezvous_address
 from vllm_patching.transport.rendezvous import host_store
 from vllm_patching.transport.shared_memory import gpu_uuid
@@ -49,8 +50,8 @@ class Line:
         key: its name.
     """
 
-    def __init__(self, stream: WeightStream, cohort: Cohort, backend: str) -> None:
-        self.stream, self.cohort, self.backend = stream, cohort, backend
+    def __init__(self, stream: WeightStream, cohort: Cohort, route: Route) -> None:
+        self.stream, self.cohort, self.route = stream, cohort, route
         self.formed: list[Any] = []
         self.key = ""
 
@@ -105,6 +106,7 @@ class BroadcastBridge(WeightBridge):
         self._timeout = first.timeout
         self._meeting_seconds = min(first.timeout, 2 * patience)
         self._manifests: dict[str, tuple[Manifest, ...]] = {}
+        self._places: list[dict[str, Any]] = []
         self._dtype: torch.dtype | None = None
         self._model: torch.nn.Module | None = None
         self._shapes: Shapes = {}
@@ -118,9 +120,10 @@ class BroadcastBridge(WeightBridge):
         def gather() -> list[Any]:
             present = self._updates.gather()
             dtype = dtype_name(served_dtype(present[0].info))
-            return [dtype, [[manifest.to_json() for manifest in member.manifests] for member in present]]
+            places = [{key: member.info[key] for key in ROUTE_KEYS} for member in present]
+            return [dtype, [[manifest.to_json() for manifest in member.manifests] for member in present], places]
 
-        dtype, found = self._ranks.on_main("asking the vLLM servers", gather, self._longest)
+        dtype, found, self._places = self._ranks.on_main("asking the vLLM servers", gather, self._longest)
         for ranks in found:
             manifests = tuple(Manifest.from_json(rank) for rank in ranks)
             self._manifests[",".join(manifest.digest() for manifest in manifests)] = manifests
@@ -128,6 +131,11 @@ class BroadcastBridge(WeightBridge):
 
     def layouts(self) -> tuple[tuple[Manifest, ...], ...]:
         return distinct_layouts(self._manifests.values())
+
+    def packs(self, device: torch.device) -> bool:
+        own = [_uuid(device)] * self._ranks.world_size
+        host = os.environ.get("NCCL_HOSTID", "")
+        return any(route_to(place, own, host) is not Route.NCCL for place in self._places)
 
     def connect(self, model: torch.nn.Module) -> None:
         self._model, self._shapes = model, shapes_of(model)
@@ -137,10 +145,10 @@ class BroadcastBridge(WeightBridge):
         host, port = self._ranks.on_main("opening the rendezvous", self._open_store)
         if not self._ranks.is_main:
             self._store = _translate(lambda: host_store(host, port, self._timeout, is_host=False))
-        own = self._ranks.gather(gpu_uuid(self._device) if self._device.type == "cuda" else "", "naming the GPUs")
+        own = self._ranks.gather(_uuid(self._device), "naming the GPUs")
 
         def prepare() -> list[int]:
-            self._updates.prepare(self._as_sent, self._device, lambda member: check_gpus(member, own))
+            self._updates.prepare(self._as_sent, own)
             return [self._updates.joins, self._updates.mapped]
 
         self.joins, self.params_mapped = self._ranks.on_main("joining the vLLM servers", prepare, self._longest)
@@ -256,7 +264,7 @@ class BroadcastBridge(WeightBridge):
 
         host, port = self._ranks.on_main("calling vLLM's ranks together", call_together, self._longest)
         assert self._store is not None
-        line.cohort.form(host, port, key, members, line.backend, self._store, self._meeting_seconds, _lost(watch))
+        line.cohort.form(host, port, key, members, line.route, self._store, self._meeting_seconds, _lost(watch))
         line.formed, line.key = list(group["members"]), key
 
     def _open_store(self) -> list[Any]:
@@ -278,9 +286,10 @@ class BroadcastBridge(WeightBridge):
         if group["layout"] not in self._lines:
             manifests = [Manifest.from_json(rank) for rank in group["manifests"]]
             plan = SendPlan(self._ranks.world_size, len(manifests))
-            stream = WeightStream(self._model, manifests, plan, self._ranks, self._device)
+            route = Route(group["route"])
+            stream = WeightStream(self._model, manifests, plan, self._ranks, self._device, route)
             cohort = Cohort(self._ranks, plan, self._device, self._timeout, stream.memory)
-            self._lines[group["layout"]] = Line(stream, cohort, group["backend"])
+            self._lines[group["layout"]] = Line(stream, cohort, route)
         return self._lines[group["layout"]]
 
     def _as_sent(self, info: dict[str, Any]) -> Shapes:
@@ -291,29 +300,8 @@ class BroadcastBridge(WeightBridge):
         return {name: (shape, served) for name, (shape, _) in self._shapes.items()}
 
 
-def check_gpus(member: Member, own: Sequence[str]) -> None:
-    """Refuse what NCCL would refuse in the first transfer, with a message that few understand.
-
-    NCCL takes processes with different NCCL_HOSTID for those of two hosts, which may have a GPU of one name.
-
-    Args:
-        own: UUID of the GPU that each of the trainer's ranks sends from; empty on a CPU.
-
-    Raises:
-        Unfit: one of vLLM's ranks is on the GPU of a trainer rank that sends to it.
-    """
-    if member.info["nccl_host"] != os.environ.get("NCCL_HOSTID", ""):
-        return
-    uuids = member.info["gpu_uuids"]
-    plan = SendPlan(len(own), len(uuids))
-    for rank, uuid in enumerate(uuids):
-        if uuid and uuid in {own[sender] for sender in plan.senders(rank)}:
-            raise Unfit(
-                f"vLLM rank {rank} of {member.url} and the trainer that sends to it are on the same GPU ({uuid}), "
-                "between which NCCL cannot send; share one copy (--single-copy instead of --use-shared-memory), put the "
-                "trainer on another GPU (--device cuda:N or CUDA_VISIBLE_DEVICES), or start the server with an NCCL_HOSTID of "
-                "its own: updates then go through the machine's network, slowly"
-            )
+def _uuid(device: torch.device) -> str:
+    return gpu_uuid(device) if device.type == "cuda" else ""
 
 
 def _lost(watch: Watch | None) -> Callable[[], str]:

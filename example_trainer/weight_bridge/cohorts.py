@@ -15,6 +15,7 @@ import torch.distributed as dist
 from example_trainer.errors import BridgeError
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.weight_bridge.send_plan import SendPlan
+from vllm_patching.protocol.messages import Route
 from vllm_patching.transport.addresses import RendezvousError
 from vllm_patching.transport.cohort import lane_places
 from vllm_patching.transport.forming import form_lanes
@@ -98,7 +99,7 @@ class Cohort:
         """
         Args:
             timeout: seconds that a transfer may take.
-            memory: that this process sends from, where receivers on its machine may read it.
+            memory: that this process sends from, where receivers may read it.
         """
         self.ranks, self.plan, self.timeout = ranks, plan, timeout
         self.key = ""
@@ -118,7 +119,7 @@ class Cohort:
         port: int,
         key: str,
         members: int,
-        backend: str,
+        route: Route,
         store: dist.Store,
         seconds: float,
         lost: Callable[[], str],
@@ -129,7 +130,7 @@ class Cohort:
             host, port: of the store, as the receivers reach it.
             key: that no forming before has had.
             members: receivers of each cohort.
-            backend: nccl or gloo.
+            route: how the weights travel.
             store: the same, of which rank 0 is the host.
             seconds: for the receivers to come, and again for the lanes to be formed.
             lost: asked on rank 0 by a thread: why nothing can come of it, or an empty string.
@@ -139,7 +140,7 @@ class Cohort:
         """
         self.close()
         own = self.plan.own_lanes(self.ranks.rank)
-        places = [lane_places(host, port, key, r, [lane], SENDER, members, backend)[0] for r, lane in own]
+        places = [lane_places(host, port, key, r, [lane], SENDER, members, route)[0] for r, lane in own]
         for place in places:
             store.set(place.offer, self._memory.offer if self._memory is not None else "")
         with LossWatch(self.ranks, store, f"lockstep/{key}/forming", lost) as watch:

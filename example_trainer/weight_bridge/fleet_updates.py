@@ -8,11 +8,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
-
-import torch
 
 from example_trainer.errors import BridgeError
 from example_trainer.weight_bridge.base import LeaseLost
@@ -32,7 +30,7 @@ _CALL_OFF_SECONDS = 15.0
 
 Group = Mapping[str, Any]
 """Servers that are sent to at the same time: `layout`, which they share; `members` in the order of their places, each [address,
-epoch, replicas, instance]; `key`, their cohort's name; `backend`; `manifests` of their ranks, where the layout is new."""
+epoch, replicas, instance]; `key`, their cohort's name; `route`; `manifests` of their ranks, where the layout is new."""
 
 
 class FleetUpdates:
@@ -59,7 +57,7 @@ class FleetUpdates:
         self._keeper, self._transfer = keeper, transfer
         self._timeout, self._longest_wait, self._sleep, self._hosts = timeout, longest_wait, sleep, hosts
         self._shapes: Callable[[dict[str, Any]], Shapes] = lambda info: {}
-        self._device = torch.device("cpu")
+        self._gpus: Sequence[str] = [""]
         self._checks: list[MemberCheck] = []
         self._keys, self._told = 0, set[str]()
         self.joins = self.mapped = 0
@@ -108,14 +106,16 @@ class FleetUpdates:
         hosts = {str(self._keeper.members[url].info["hostname"]) for url in there}
         return len(there) >= self._keeper.fleet.least and len(hosts) >= self._hosts
 
-    def prepare(self, shapes: Callable[[dict[str, Any]], Shapes], device: torch.device, check: MemberCheck) -> None:
-        """Say what this trainer sends (by a server's info), from where, and who is not let in; join the servers that are there.
+    def prepare(self, shapes: Callable[[dict[str, Any]], Shapes], gpus: Sequence[str]) -> None:
+        """Say what this trainer sends (by a server's info), and from where; join the servers that are there.
+
+        Args:
+            gpus: UUID of each trainer rank's GPU; empty on a CPU.
 
         Raises:
             BridgeError: one of them holds something else, or too few can be joined.
         """
-        self._shapes, self._device = shapes, device
-        self._checks.append(check)
+        self._shapes, self._gpus = shapes, gpus
         if self._keeper.fleet.least and not any(member.info for member in self._keeper.members.values()):
             self.gather()
         present = [url for url, member in self._keeper.members.items() if member.info]
@@ -175,8 +175,7 @@ class FleetUpdates:
         """Join servers, all at the same time."""
         members = {url: self._keeper.members[url] for url in urls}
         calls = {
-            url: partial(member.join, self._shapes, self._transfer, self._device, self._check)
-            for url, member in members.items()
+            url: partial(member.join, self._shapes, self._transfer, self._gpus, self._check) for url, member in members.items()
         }
         answers = at_once(calls, self._timeout + _CALL_OFF_SECONDS, self.patience)
         with self._keeper.lock:
@@ -210,7 +209,7 @@ class FleetUpdates:
                     "layout": hashlib.sha256(layout.encode()).hexdigest(),
                     "members": [[m.url, m.epoch, m.replicas, m.instance] for m in members],
                     "manifests": [manifest.to_json() for manifest in members[0].manifests] if layout not in self._told else [],
-                    "backend": members[0].backend,
+                    "route": str(members[0].route),
                     "key": f"cohort{self._keys}",
                 }
             )
@@ -233,7 +232,7 @@ class FleetUpdates:
         key, index, calls = group["key"], 0, {}
         receivers = sum(replicas for _, _, replicas, _ in group["members"])
         for url, member in self._of(group).items():
-            calls[url] = partial(member.server.cohort, member.epoch, host, port, key, receivers, index, lanes)
+            calls[url] = partial(member.server.cohort, member.epoch, host, port, key, receivers, index, lanes, group["route"])
             index += member.replicas
         watch.forming(key)
         self._phase = "meeting"

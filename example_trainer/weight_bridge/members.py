@@ -7,20 +7,21 @@ answer that comes later is dropped; the thread ends with its request, whose own 
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
-
-import torch
 
 from example_trainer.errors import BridgeError, TrainerError
 from example_trainer.vllm_client import ServerSilent
 from example_trainer.weight_bridge.fleet import Laggards, Progress, Sight
+from example_trainer.weight_bridge.send_plan import route_to
 from example_trainer.weight_bridge.server import BridgeServer, Shapes, check_layout, manifests_of
 from vllm_patching.protocol.manifest import Manifest, flat_layout
+from vllm_patching.protocol.messages import Route
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +143,8 @@ class Member:
         manifests: of its ranks.
         epoch: of this trainer at that server; 0 before it has joined.
         joined: whether it takes steps of this trainer.
-        transfer, backend: how weights arrive, as the server chose.
+        transfer: how weights arrive, as the server chose.
+        route: how they travel, as this process chose.
         replicas: engine cores behind it, each of which receives.
     """
 
@@ -152,7 +154,8 @@ class Member:
         self.manifests: list[Manifest] = []
         self.epoch, self.replicas = 0, 1
         self.joined = False
-        self.transfer = self.backend = ""
+        self.transfer = ""
+        self.route = Route.GLOO
 
     @property
     def url(self) -> str:
@@ -167,7 +170,7 @@ class Member:
     @property
     def layout(self) -> str:
         """Servers with the same one can receive the same bytes at the same time."""
-        return ",".join([self.backend, *(manifest.digest() for manifest in self.manifests)])
+        return ",".join([self.route, *(manifest.digest() for manifest in self.manifests)])
 
     @property
     def num_bytes(self) -> int:
@@ -179,13 +182,13 @@ class Member:
         self.info = self.server.wait_for_info()
         self.manifests = manifests_of(self.info)
 
-    def join(self, shapes: Callable[[dict[str, Any]], Shapes], transfer: str, device: torch.device, check: MemberCheck) -> int:
+    def join(self, shapes: Callable[[dict[str, Any]], Shapes], transfer: str, gpus: Sequence[str], check: MemberCheck) -> int:
         """Begin an epoch with the server that answers now. Returns the number of parameters mapped, which is all of them.
 
         Args:
             shapes: what this trainer sends, by the server's info.
             transfer: auto, direct or overlapped.
-            device: the trainer's.
+            gpus: UUID of each trainer rank's GPU; empty on a CPU.
             check: raises if it must not be let in.
 
         Raises:
@@ -205,11 +208,6 @@ class Member:
             mapped = check_layout(self.info, told)
         except BridgeError as error:
             raise Unfit(str(error)) from error
-        if device.type != self.info["device"]:
-            raise Unfit(
-                f"{self.url}: its weights are on {self.info['device']}, the {self.server.role}'s on {device.type}, "
-                f"and none are copied from one to the other; start the {self.server.role} with --device {self.info['device']}"
-            )
         try:
             check(self)
         except BridgeError:
@@ -217,7 +215,8 @@ class Member:
         except TrainerError as error:
             raise Unfit(str(error)) from error
         answer = self.server.init("broadcast", told, transfer)
-        self.epoch, self.transfer, self.backend = answer["epoch"], answer["transfer"], answer["data_backend"]
+        self.epoch, self.transfer = answer["epoch"], answer["transfer"]
+        self.route = route_to(self.info, gpus, os.environ.get("NCCL_HOSTID", ""))
         self.replicas = int(answer.get("replicas", 1))
         self.joined = True
         return mapped

@@ -1,4 +1,4 @@
-"""Which trainer rank sends what to whom, when a sender gathers it, and the memory that takes. Pure arithmetic.
+"""Which trainer rank sends what to whom, by which route, when a sender gathers it, and the memory that takes. Pure arithmetic.
 
 A *cohort* is vLLM's rank r of every server, and the trainer ranks that send to it; a *lane* is one communicator of a cohort,
 from one sender to all of its receivers. Bucket b of a cohort goes over its lane b modulo their number, so every trainer rank
@@ -8,14 +8,16 @@ if FSDP2 spreads them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
+from typing import Any
 
 import torch
 
 from vllm_patching.protocol.manifest import FlatSlice, Manifest, flat_layout
+from vllm_patching.protocol.messages import Route
 from vllm_patching.protocol.pieces import BUCKET_BYTES, Bucket, Piece, buckets
 
 HANDED_BYTES = 256 << 20
@@ -168,6 +170,27 @@ def packed_bytes(cuts: Cuts, transfer: Transfer, dtype: torch.dtype) -> int:
     return -(-size // 16) * 16
 
 
+ROUTE_KEYS = ("gpu_uuids", "tp_degree", "nccl_host")
+"""What /bridge/info says that a route depends on."""
+
+
+def route_to(info: Mapping[str, Any], gpus: Sequence[str], nccl_host: str) -> Route:
+    """How weights travel to a server.
+
+    Args:
+        info: its /bridge/info, or the ROUTE_KEYS of it; `gpu_uuids` are of its ranks, replica by replica, empty on a CPU.
+        gpus: UUID of the GPU that each of this process's ranks sends from; empty on a CPU.
+        nccl_host: NCCL_HOSTID of this process, empty if it has none. NCCL takes processes with different ones for those of two
+            hosts: even on one GPU it connects them, by the network.
+    """
+    uuids, ranks = info["gpu_uuids"], int(info["tp_degree"])
+    if not all(uuids) or not all(gpus):
+        return Route.GLOO
+    plan = SendPlan(len(gpus), ranks)
+    on_one = any(uuid in {gpus[sender] for sender in plan.senders(n % ranks)} for n, uuid in enumerate(uuids))
+    return Route.CUDA_IPC if on_one and info["nccl_host"] == nccl_host else Route.NCCL
+
+
 def distinct_layouts(servers: Iterable[Sequence[Manifest]]) -> tuple[tuple[Manifest, ...], ...]:
     """The manifests of the ranks of each kind of server among these; servers of one kind get the same bytes."""
     return tuple({tuple(m.digest() for m in ranks): tuple(ranks) for ranks in servers if ranks}.values())
@@ -187,7 +210,7 @@ class BufferBytes:
 
 @lru_cache(maxsize=64)
 def buffer_bytes(
-    manifests: tuple[Manifest, ...], world_size: int, dtype: torch.dtype, gloo: bool, limit: int = BUCKET_BYTES
+    manifests: tuple[Manifest, ...], world_size: int, dtype: torch.dtype, packs: bool, limit: int = BUCKET_BYTES
 ) -> BufferBytes:
     """The greatest buffers that a trainer rank needs to send to servers of one layout; every rank makes these.
 
@@ -195,11 +218,11 @@ def buffer_bytes(
         manifests: by vLLM rank.
         world_size: trainer ranks; several are FSDP2's.
         dtype: of the trainer's parameters.
-        gloo: a bucket is one message, and so packed whole. NCCL sends each piece from where it is.
+        packs: a bucket is packed whole, since it goes in one piece. NCCL sends each of its pieces from where it is.
         limit: bytes of a bucket.
     """
     cuts, plan = Cuts.of(manifests, limit), SendPlan(world_size, len(manifests))
-    packs_all = gloo or world_size > 1
+    packs_all = packs or world_size > 1
     every = ((r, b) for r, found in enumerate(cuts.buckets) for b in range(len(found)))
     largest = max((bucket_bytes(cuts, r, b, dtype, packs_all) for r, b in every), default=0)
     handed = 0

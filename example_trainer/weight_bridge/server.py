@@ -20,6 +20,7 @@ from example_trainer.process import StopSignal
 from example_trainer.vllm_client import ServerRefused, ServerSilent, VLLMClient
 from example_trainer.weight_bridge.base import LeaseLost
 from vllm_patching.protocol.manifest import Manifest, dtype_name, mismatches
+from vllm_patching.protocol.messages import Route
 from vllm_patching.protocol.writers import Writer, this_process
 
 logger = logging.getLogger(__name__)
@@ -98,7 +99,7 @@ class BridgeServer(WeightServer):
         """Join the server as a new epoch.
 
         Returns:
-            instance, epoch, data_backend, transfer, weight_version, replicas and follows_writes.
+            instance, epoch, transfer, weight_version, replicas and follows_writes.
 
         Raises:
             BridgeError: the server refuses, or is not the one whose layout was asked for.
@@ -125,7 +126,15 @@ class BridgeServer(WeightServer):
             )
 
     def cohort(
-        self, epoch: int, host: str = "", port: int = 0, key: str = "", members: int = 0, index: int = 0, lanes: int = 1
+        self,
+        epoch: int,
+        host: str = "",
+        port: int = 0,
+        key: str = "",
+        members: int = 0,
+        index: int = 0,
+        lanes: int = 1,
+        route: Route = Route.GLOO,
     ) -> dict[str, Any]:
         """Have the server's ranks leave the lanes that they are in and, if there are members, meet a cohort. Answers at once.
 
@@ -135,8 +144,9 @@ class BridgeServer(WeightServer):
             members: receivers in each lane, of all servers; 0: only leave.
             index: of this server's first replica among them.
             lanes: communicators for each of vLLM's ranks.
+            route: how the weights travel in them.
         """
-        place = {"host": host, "port": port, "key": key, "members": members, "index": index, "lanes": lanes}
+        place = {"host": host, "port": port, "key": key, "members": members, "index": index, "lanes": lanes, "route": route}
         return self.post("cohort", {"epoch": epoch, **place})
 
     def begin(self, epoch: int, version: int, cohort: str = "") -> dict[str, Any] | None:

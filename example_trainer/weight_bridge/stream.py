@@ -1,8 +1,8 @@
 """An update's weights on their way: bucket by bucket gathered, packed, sent and summed up, through two buffers of bounded size.
 
 While one bucket is on its way to the servers, the rows of the next come together from the trainer's ranks (FSDP2), in the other
-buffer. One process that holds whole parameters sends what lies contiguous in them from where it is, over NCCL; Gloo wants a
-bucket in one piece. A tensor-parallel trainer never gets here: its weights are vLLM's.
+buffer. One process that holds whole parameters sends what lies contiguous in them from where it is, over NCCL; every other
+route wants a bucket in one piece. A tensor-parallel trainer never gets here: its weights are vLLM's.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from example_trainer.weight_bridge.cohorts import Cohort
 from example_trainer.weight_bridge.send_plan import Cuts, SendPlan, Transfer, buffer_bytes, packed_bytes, steps_of
 from vllm_patching.protocol.checksum import Part, Row, WeightSums, summary_of
 from vllm_patching.protocol.manifest import Manifest, source_view
+from vllm_patching.protocol.messages import Route
 from vllm_patching.protocol.pieces import BUCKET_BYTES, Piece
 from vllm_patching.transport.lane import Lane, LaneBroken
 from vllm_patching.transport.shared_lane import SendMemory
@@ -35,7 +36,7 @@ class WeightStream:
     Attributes:
         buffer_bytes: what this process keeps to send from, as `send_plan.buffer_bytes` told the memory plan.
         num_bytes: weights that are sent to each server, over all its ranks.
-        memory: of the buffers, where it can be offered to receivers on this machine; None on a GPU.
+        memory: that buckets are sent from, where receivers may read it; None over NCCL.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class WeightStream:
         plan: SendPlan,
         ranks: Ranks,
         device: torch.device,
+        route: Route,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """
@@ -53,6 +55,7 @@ class WeightStream:
             manifests: of vLLM's ranks, by rank.
             plan: who sends.
             device: this process's.
+            route: how the weights travel.
             bucket_bytes: see pieces.buckets; the receivers'.
         """
         self._shards: Shards = getattr(model, "shards", None) or Shards()
@@ -64,12 +67,17 @@ class WeightStream:
         self.num_bytes = cuts.num_bytes
         self._gathers = ranks.world_size > 1
         self._rounds = plan.rounds([len(found) for found in cuts.buckets])
-        sizes = buffer_bytes(tuple(manifests), ranks.world_size, dtype, device.type == "cpu", bucket_bytes)
-        # Receivers on this machine read a bucket where it was packed.
-        self.memory = SendMemory([sizes.bucket] * 2) if device.type == "cpu" else None
+        self._enqueues = route is Route.NCCL
+        sizes = buffer_bytes(tuple(manifests), ranks.world_size, dtype, not self._enqueues, bucket_bytes)
+        self.memory: SendMemory | None = None
+        if not self._enqueues:
+            place = device if route is Route.CUDA_IPC else torch.device("cpu")
+            self.memory = SendMemory([sizes.bucket] * 2, place, fast_for_gpus=device.type == "cuda")
+        # Receivers read a bucket where it was packed; what is packed on a GPU for the host's memory is copied there whole.
+        self._copies_out = route is Route.GLOO and device.type == "cuda"
         self._buffers = (
             [torch.empty(sizes.bucket, dtype=torch.uint8, device=device) for _ in range(2)]
-            if self.memory is None
+            if self.memory is None or self._copies_out
             else self.memory.buffers
         )
         self._handed = torch.empty(sizes.handed, dtype=torch.uint8, device=device)
@@ -81,8 +89,7 @@ class WeightStream:
                 [[t for t in step if mine in (t.owner, t.sender)] for step in steps] for steps in steps_of(plan, cuts, dtype)
             ]
         self._dtype = dtype
-        self._gpu = device.type == "cuda"
-        self._gather_stream = torch.cuda.Stream(device) if self._gpu else None
+        self._gather_stream = torch.cuda.Stream(device) if self._enqueues else None
         self._prepare()
 
     def rebind(self) -> None:
@@ -172,7 +179,7 @@ class WeightStream:
         if self._gathers:
             return piece.in_buffer(self._buffers[number % 2], item), None
         source = piece.of(source_view(item, self._parameters[item.name].data))
-        if self._gpu and self._cuts.in_place(cohort, item, source.dtype):
+        if self._enqueues and self._cuts.in_place(cohort, item, source.dtype):
             return source, None
         return piece.in_buffer(self._buffers[number % 2], item), source
 
@@ -204,11 +211,11 @@ class WeightStream:
             if number < len(self._rounds):
                 with self._gathering(sent[number % 2]):
                     rest = self._gather(number)
-                    if self._gpu:
+                    if self._enqueues:
                         rest()
                         packed[number % 2] = torch.cuda.Event()
                         packed[number % 2].record()
-            if self._gpu:
+            if self._enqueues:
                 continue
             if number:
                 self._sums.add(self._first_part[before], self._first_part[number])
@@ -222,12 +229,18 @@ class WeightStream:
         return error
 
     def _begin(self, cohort: Cohort, number: int, packed: Any) -> tuple[Lane, Any]:
-        """Send a round's bucket; on a GPU, behind the event of its packing, and have it summed up as well."""
+        """Send a round's bucket; over NCCL, behind the event of its packing, and have it summed up as well."""
         which, bucket = self._rounds[number][self._ranks.rank]
         lane = cohort.lane(which, bucket)
         size = self._cuts.buckets[which][bucket].num_bytes
-        if lane.stream is None:
-            return lane, lane.begin((), self._buffers[number % 2][:size])
+        if self.memory is not None:
+            buffer = self.memory.buffers[number % 2][:size]
+            if self._copies_out:
+                buffer.copy_(self._buffers[number % 2][:size])
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()  # others read it now
+            return lane, lane.begin((), buffer)
+        assert lane.stream is not None
         lane.stream.wait_event(packed)
         lane.begin(self._pieces[number], self._buffers[number % 2])
         with lane.on_stream():
@@ -249,7 +262,7 @@ class WeightStream:
 
     @contextmanager
     def _gathering(self, free: Any) -> Iterator[None]:
-        """On a GPU: on the stream for that, behind the event after which a buffer is free."""
+        """Over NCCL: on the stream for that, behind the event after which a buffer is free."""
         if self._gather_stream is None:
             yield
             return
@@ -261,7 +274,7 @@ class WeightStream:
     # -- what the ranks hand one another
 
     def _gather(self, number: int) -> Callable[[], None]:
-        """Begin to put a round's buckets together. Returns what is called for the rest; on a GPU it only enqueues."""
+        """Begin to put a round's buckets together. Returns what is called for the rest; over NCCL it only enqueues."""
         with torch.no_grad():
             for target, source in self._packed[number]:
                 target.copy_(source)

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 from pydantic import BaseModel, ConfigDict, Field
+
+
+class Route(StrEnum):
+    """How the weights of a broadcast travel. Whoever sends chooses, since it knows where both ends keep theirs."""
+
+    NCCL = "nccl"
+    """From GPU to GPU. Not between two processes on one GPU: NCCL does not connect them."""
+    CUDA_IPC = "cuda_ipc"
+    """From GPU to GPU, some pair of them on one: the receivers that see the sender's GPU read its memory there."""
+    GLOO = "gloo"
+    """Through the host's memory, since one end keeps its weights there."""
 
 
 class Message(BaseModel):
@@ -39,6 +52,7 @@ class CohortBody(Message):
     members: int = Field(ge=0, le=65536, description="receivers in each lane, of all servers; 0: only leave")
     index: int = Field(default=0, ge=0, description="of this server's first replica among them")
     lanes: int = Field(default=1, ge=1, le=1024, description="communicators for each rank")
+    route: Route = Field(default=Route.GLOO, description="how the weights travel")
 
 
 class BeginBody(Message):

@@ -79,6 +79,7 @@ class Bridge:
         """Another one after each start of the server."""
         self._manifests: list[Manifest] = []
         self._handles: list[dict[str, Any] | None] = []
+        self._gpu_uuids: list[str] = []
         self._rank_bytes = 0
         self._replicas = 1
         self._cohort = ""
@@ -103,6 +104,7 @@ class Bridge:
         self._manifests = [Manifest.from_json(s["manifest"]) for s in setups]
         self._ranks.count(len(setups), self._replicas)
         self._handles = [s["handles"] for s in setups]
+        self._gpu_uuids = [s["gpu_uuid"] for s in sorted(of_all, key=lambda setup: setup["replica"])]
         self._rank_bytes = self._replicas * sum(flat_layout(manifest)[1] for manifest in self._manifests)
         self.state.checksums = [s["checksum"] for s in setups]
         count = partial(output_token_counts, self._engine)
@@ -139,7 +141,7 @@ class Bridge:
             "bridge_timeout": self.timeout,
             "device": self._manifests[0].entries[0].device.split(":")[0],
             "cache_bytes": self.turns.bytes,
-            "gpu_uuids": [h.get("gpu_uuid", "") if h else "" for h in self._handles],
+            "gpu_uuids": self._gpu_uuids,
             "nccl_host": os.environ.get("NCCL_HOSTID", ""),
             "ranks": [m.to_json() for m in self._manifests],
         }
@@ -176,11 +178,6 @@ class Bridge:
         if not changing and self._switch.state is not EngineState.RUNNING:
             return f"the engine is {self._switch.state} outside an update; a full update from a trainer or a restart heals it"
         return self.turns.trouble
-
-    @property
-    def _backend(self) -> str:
-        """Of the groups over which weights come."""
-        return "nccl" if self._manifests[0].entries[0].device.startswith("cuda") else "gloo"
 
     def _write_config(self) -> None:
         facts = {key: value for key, value in self.info().items() if key != "ranks"}

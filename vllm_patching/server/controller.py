@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm_patching.compat.outputs import has_requests
 from vllm_patching.protocol.lease import LeaseLost
+from vllm_patching.protocol.messages import Route
 from vllm_patching.protocol.verification import BridgeRefusal, compare
 from vllm_patching.protocol.writers import Writer
 from vllm_patching.server import config_file as bridge_config
@@ -48,7 +49,7 @@ class BridgeController(Bridge):
             weight_epoch: of the weights that the trainer sends (see version_spans.Weights).
 
         Returns:
-            instance, epoch, data_backend, transfer, weight_version, replicas, and follows_writes: checks wait for the events.
+            instance, epoch, transfer, weight_version, replicas, and follows_writes: checks wait for the events.
         """
         async with self._lock:
             require_fitting(self._manifests, parameters, self._model)
@@ -81,7 +82,6 @@ class BridgeController(Bridge):
             return {
                 "instance": self.instance,
                 "epoch": epoch,
-                "data_backend": self._backend,
                 "transfer": chosen,
                 "weight_version": self.state.weight_version,
                 "replicas": self._replicas,
@@ -89,7 +89,15 @@ class BridgeController(Bridge):
             }
 
     async def cohort(
-        self, epoch: int, members: int, host: str = "", port: int = 0, key: str = "", index: int = 0, lanes: int = 1
+        self,
+        epoch: int,
+        members: int,
+        host: str = "",
+        port: int = 0,
+        key: str = "",
+        index: int = 0,
+        lanes: int = 1,
+        route: Route = Route.GLOO,
     ) -> dict[str, Any]:
         """Have the workers' updater threads leave the lanes that they are in, and meet others at the trainer's store. Returns
         at once: `begin` waits for them, and their phases stand in the status.
@@ -100,6 +108,7 @@ class BridgeController(Bridge):
             key: the cohort's prefix in it.
             index: of this server's first replica among the members.
             lanes: communicators for each rank.
+            route: how the weights travel in them.
         """
         with self._calling_off.by("the trainer forms another cohort" if epoch == self.state.epoch else ""):
             async with self._lock:
@@ -113,11 +122,11 @@ class BridgeController(Bridge):
                     )
                 self._cohort = ""
                 if members:
-                    place = (host, port, key, members, index, lanes)
-                    await self._ranks.call("lockstep_cohort", *place, epoch, self._backend, self.timeout)
+                    place = (host, port, key, members, index, lanes, str(route))
+                    await self._ranks.call("lockstep_cohort", *place, epoch, self.timeout)
                     self._cohort = key
                 else:
-                    await self._ranks.call("lockstep_cohort", "", 0, "", 0, 0, 1, epoch, self._backend, self.timeout)
+                    await self._ranks.call("lockstep_cohort", "", 0, "", 0, 0, 1, str(route), epoch, self.timeout)
                 await self._ranks.statuses()
                 return {"epoch": epoch, "cohort": self._cohort, "ranks": self._ranks.last_seen}
 

@@ -12,6 +12,7 @@ import torch
 
 from vllm_patching.protocol.checksum import Part, Row, WeightSummary, WeightSums
 from vllm_patching.protocol.manifest import FlatSlice
+from vllm_patching.protocol.messages import Route
 from vllm_patching.protocol.pieces import Bucket
 from vllm_patching.transport.forming import form_lanes
 from vllm_patching.transport.lane import Lane, LaneBroken, LanePlace, nobody_lost
@@ -29,7 +30,7 @@ class CohortPlace:
         lanes: how many senders there may be.
         tp_rank: the cohort.
         epoch: counts the trainers that have joined the server; for messages.
-        backend: `nccl` for GPU weights, `gloo` for CPU weights.
+        route: how the weights travel, as the trainer chose.
         meeting_seconds: for forming.
         timeout: seconds for a whole transfer.
     """
@@ -42,13 +43,13 @@ class CohortPlace:
     lanes: int
     tp_rank: int
     epoch: int
-    backend: str
+    route: Route
     meeting_seconds: float
     timeout: float
 
 
 def lane_places(
-    host: str, port: int, key: str, tp_rank: int, lanes: Sequence[int], member: int, members: int, backend: str
+    host: str, port: int, key: str, tp_rank: int, lanes: Sequence[int], member: int, members: int, route: Route
 ) -> list[LanePlace]:
     """The places of one process in lanes of a cohort, as both sides name them.
 
@@ -57,7 +58,7 @@ def lane_places(
     """
     return [
         LanePlace(
-            host, port, f"lockstep/{key}/rank{tp_rank}/lane{lane}", member, members + 1, backend,
+            host, port, f"lockstep/{key}/rank{tp_rank}/lane{lane}", member, members + 1, route,
             f"lane {lane} of vLLM rank {tp_rank}" + (f" (receiver {member - 1} of {members})" if member else ""),
         )
         for lane in lanes
@@ -79,7 +80,7 @@ class ReceivingCohort:
         self.place = place
         self._device = device
         places = lane_places(
-            place.host, place.port, place.key, place.tp_rank, range(place.lanes), place.member + 1, place.members, place.backend
+            place.host, place.port, place.key, place.tp_rank, range(place.lanes), place.member + 1, place.members, place.route
         )
         what = f"vLLM rank {place.tp_rank} could not join the cohort {place.key} (epoch {place.epoch})"
         self._lanes = form_lanes(places, device, place.timeout, place.meeting_seconds, lost, what)
@@ -99,7 +100,7 @@ class ReceivingCohort:
         """
         target.sums.reset()
         deadline = time.monotonic() + self.place.timeout
-        run = self._enqueued if self._device.type == "cuda" else self._message_by_message
+        run = self._enqueued if self.place.route is Route.NCCL else self._message_by_message
         try:
             run(target, deadline, lost, arrived)
         finally:
@@ -115,7 +116,9 @@ class ReceivingCohort:
     def _message_by_message(
         self, target: Target, deadline: float, lost: Callable[[], str], arrived: Callable[[int], None]
     ) -> None:
-        """Between CPUs. What Gloo brings goes to memory of its own first: what is broken off may still be written to."""
+        """Through memory that is not the target's: what Gloo brings comes there first, since what is broken off may still be
+        written to, and what the sender offers lies there.
+        """
         largest = max((bucket.num_bytes for bucket in target.buckets), default=0)
         free: list[torch.Tensor] = []
         pending: deque[tuple[int, torch.Tensor, Lane, Any]] = deque()
@@ -127,6 +130,8 @@ class ReceivingCohort:
             if reason := lost():
                 raise LaneBroken(f"{lane.place.name}: {reason}")
             target.take(number, lane.arrived(step, buffer, target.buckets[number].num_bytes))
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()  # the copy has only been enqueued
             lane.taken()
             target.add(number)
             if lane.needs_memory:

@@ -1,6 +1,6 @@
 """How the members of a lane meet: each says at the sender's store that it is there, hears that all are, and connects.
 
-A receiver on the sender's machine reads the sender's memory (shared_lane.py); the others get what is sent over the network.
+A receiver that can reads the sender's memory (shared_lane.py); the others get what is sent over the network.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vllm_patching.protocol.messages import Route
 from vllm_patching.transport.addresses import RendezvousError, gloo_group
 from vllm_patching.transport.lane import FAR, GO, NEAR, SENDER, GlooLane, Lane, LanePlace, NcclLane, nobody_lost
 from vllm_patching.transport.rendezvous import connect_store, first_line, quiet_nccl_watchdog
@@ -43,7 +44,7 @@ def form_lane(place: LanePlace, device: torch.device, timeout: float, seconds: f
     """
     who = f"the sender of {place.name}" if place.member == SENDER else place.name
     store = connect_store(place.host, place.port, who, seconds)
-    offered = _come(place, store, seconds) if place.member != SENDER else None
+    offered = _come(place, store, device, seconds) if place.member != SENDER else None
     near = [int(member) for member in store.get(place.word).decode().split()[1:]]
     far = [member for member in range(1, place.size) if member not in near]
     under = dist.PrefixStore(place.key, store)
@@ -81,13 +82,13 @@ def form_lane(place: LanePlace, device: torch.device, timeout: float, seconds: f
     return lane
 
 
-def _come(place: LanePlace, store: dist.Store, seconds: float) -> OfferedMemory | None:
+def _come(place: LanePlace, store: dist.Store, device: torch.device, seconds: float) -> OfferedMemory | None:
     """Say that a receiver is here, and wait for the sender's word. Returns the sender's memory, if it is to be had here."""
     offered = None
     try:
         store.wait([place.offer], timedelta(seconds=seconds))
         with suppress(OSError):
-            offered = OfferedMemory(store.get(place.offer).decode())
+            offered = OfferedMemory(store.get(place.offer).decode(), device)
         store.set(place.here(place.member), FAR if offered is None else NEAR)
         store.wait([place.word], timedelta(seconds=seconds))
     except (RuntimeError, dist.DistError) as error:
@@ -115,7 +116,7 @@ def _sent_lane(
 ) -> tuple[Any, Lane]:
     """A lane over the network, and the group by which its members met."""
     control = _gloo(place, "control", receivers, under, seconds)
-    if place.backend != "nccl":
+    if place.route is not Route.NCCL:
         logger.info("[Bridge] ✓ The weights go over it too (with GPUs: [Bridge] ✓ NCCL group created)")
         return control, GlooLane(place, control, timeout)
     lane = _nccl_lane(place, dist.PrefixStore("data", under), device, timeout, seconds)
@@ -153,7 +154,7 @@ def form_lanes(
     on a GPU may each wait for what the other holds there.
     """
     works = [partial(form_lane, place, device, timeout, seconds, memory) for place in places]
-    return in_time(works, seconds + 1, lost, what, one_by_one=any(place.backend == "nccl" for place in places))
+    return in_time(works, seconds + 1, lost, what, one_by_one=any(place.route is Route.NCCL for place in places))
 
 
 def in_time(

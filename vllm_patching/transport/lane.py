@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vllm_patching.protocol.messages import Route
 from vllm_patching.transport.rendezvous import first_line
 
 SENDER = 0
@@ -53,7 +54,7 @@ class LanePlace:
         key: prefix of the lane's keys in it.
         member: 0 sends, the others receive.
         size: members, the sender among them.
-        backend: `nccl` or `gloo`.
+        route: how the weights travel.
         name: for messages, such as `lane 1 of vLLM rank 0`.
     """
 
@@ -62,7 +63,7 @@ class LanePlace:
     key: str
     member: int
     size: int
-    backend: str
+    route: Route
     name: str
 
     def here(self, member: int) -> str:
@@ -99,7 +100,7 @@ class Lane(ABC):
 
         Args:
             pieces: NCCL: the bucket's, contiguous, wherever they lie.
-            buffer: Gloo: the whole bucket, uint8; nobody else may use it before `wait` has returned, or ever if that raises.
+            buffer: others: the whole bucket, uint8; nobody else may use it before `wait` has returned, or ever if that raises.
 
         Raises:
             LaneBroken: it cannot.
@@ -149,14 +150,15 @@ class Lane(ABC):
 
 
 class GlooLane(Lane):
-    """Between CPUs: one message for each bucket."""
+    """One message for each bucket, through the memory of both hosts."""
 
     def __init__(self, place: LanePlace, group: Any, timeout: float) -> None:
         super().__init__(place, group, timeout)
         self._works: list[Any] = []
 
     def begin(self, pieces: Sequence[torch.Tensor], buffer: torch.Tensor) -> Any:
-        return self._start("broadcast", dist.BroadcastOptions(), buffer)
+        # Through the host's memory, so it is copied there here, where the sender's GPU is known to have packed it.
+        return self._start("broadcast", dist.BroadcastOptions(), buffer.cpu() if buffer.is_cuda else buffer)
 
     def collect(self, word: torch.Tensor) -> Any:
         """Begin to add a word of every receiver's to the sender's; `wait` for it, on a receiver until its own is on its way.

@@ -1,8 +1,9 @@
 """A lane inside one machine: the receivers read the sender's memory, and nothing of the weights goes through a socket.
 
-The memory has no name (memfd): another process opens it through /proc, and it ends with the last process that has it mapped,
-however that ends. A receiver maps it for the time of a transfer alone. What goes over Gloo are a few bytes for each bucket:
-where it lies, and that it was taken.
+In the host's memory it has no name (memfd): another process opens it through /proc, and it ends with the last process that has
+it mapped, however that ends. A receiver whose weights are there too maps it for the time of a transfer alone. On a GPU it is
+opened through CUDA IPC, by processes that see that GPU. What goes over Gloo are a few bytes for each bucket: where it lies, and
+that it was taken.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import torch
 
 from vllm_patching.protocol.manifest import ALIGNMENT
 from vllm_patching.transport.lane import GlooLane, Lane, LanePlace
+from vllm_patching.transport.rendezvous import first_line
+from vllm_patching.transport.shared_memory import SharedMemoryError, export_cuda_ipc, open_handles
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +29,9 @@ _NAME = "lockstep-weights"
 _NONCE_BYTES = 32
 _HEADER_BYTES = 4096
 """Before the first buffer, which is aligned as pages are."""
+
+
+_CPU = torch.device("cpu")
 
 
 class SendMemory:
@@ -36,17 +42,24 @@ class SendMemory:
         offer: what a receiver is told, so that it can open them; empty: it cannot.
     """
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        """Takes the memory now, all of it. Where the system has none to share, the buffers are this process's own."""
+    def __init__(self, sizes: Sequence[int], device: torch.device = _CPU, fast_for_gpus: bool = False) -> None:
+        """Takes the memory now, all of it. Where the system has none to share, the buffers are this process's own.
+
+        Args:
+            device: where the memory is.
+            fast_for_gpus: lock what is in the host's memory, so that this process's GPU copies to it at full speed.
+        """
         starts = [_HEADER_BYTES]
         for size in sizes:
             starts.append(starts[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
         self.num_bytes, self.offer = starts[-1], ""
         try:
-            self._memory = self._shared()
-        except OSError as error:
+            self._memory = self._shared() if device.type == "cpu" else self._on_gpu(device)
+        except (OSError, SharedMemoryError) as error:
             logger.info("[Bridge] receivers on this machine are sent to, since no memory can be shared with them: %s", error)
-            self._memory = torch.empty(self.num_bytes, dtype=torch.uint8)
+            self._memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+        if fast_for_gpus and device.type == "cpu":
+            lock_pages(self, self._memory)
         self.buffers = [self._memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
     def offset_of(self, buffer: torch.Tensor) -> int:
@@ -65,24 +78,51 @@ class SendMemory:
         self.offer = json.dumps({**place, "nonce": nonce.hex(), "network": _network()})
         return memory
 
+    def _on_gpu(self, device: torch.device) -> torch.Tensor:
+        memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+        try:
+            self.offer = json.dumps(export_cuda_ipc({_NAME: memory}))
+        except RuntimeError as error:
+            raise SharedMemoryError(first_line(error)) from error
+        return memory
+
 
 class OfferedMemory:
     """A sender's memory, as a receiver opens it."""
 
-    def __init__(self, offer: str) -> None:
+    def __init__(self, offer: str, device: torch.device = _CPU) -> None:
         """
+        Args:
+            device: where the receiver copies it to.
+
         Raises:
-            OSError: it is not to be had here: the sender is on another machine or another user's, or has ended.
+            OSError: it is not to be had here: the sender is on another machine or another user's, or has ended, or it is a
+                GPU's and this process does not see that.
         """
         told = json.loads(offer or "{}")
+        # What a GPU copies from stays open for as long as the lane is there: to open it takes longer than to copy.
+        self._kept: torch.Tensor | None = None
+        if told.get("kind") == "cuda_ipc":
+            if device.type != "cuda":
+                raise OSError("it is on a GPU")
+            try:
+                self._kept = open_handles(told)[_NAME]
+            except (SharedMemoryError, RuntimeError) as error:
+                raise OSError(first_line(error)) from error
+            return
         # The number of a process says nothing in another container, whose network is another one as a rule.
         if not told or told["network"] != _network():
             raise OSError("it is on another machine")
         self._path, self._num_bytes, self._nonce = str(told["path"]), int(told["num_bytes"]), str(told["nonce"])
-        self.map()
+        memory = self.map()
+        if device.type == "cuda":
+            self._kept = memory
+            lock_pages(self, memory)
 
     def map(self) -> torch.Tensor:
         """All of it. Raises OSError as above."""
+        if self._kept is not None:
+            return self._kept
         # Whatever else this number belongs to must not even be opened.
         if not os.readlink(self._path).startswith(f"/memfd:{_NAME}"):
             raise OSError(f"{self._path} is another process's")
@@ -167,6 +207,16 @@ class NearReceiver(Lane):
     def close(self) -> None:
         self._near.close()
         self._mapped = None
+
+
+def lock_pages(owner: object, memory: torch.Tensor) -> None:
+    """Have a GPU copy from and to a part of the host's memory at full speed, until its owner is gone."""
+    runtime = torch.cuda.cudart()
+    code = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    if code:
+        logger.info("[Bridge] copies take longer: memory cannot be locked for the GPU (CUDA error %d)", code)
+        return
+    weakref.finalize(owner, runtime.cudaHostUnregister, memory.data_ptr())
 
 
 def _mapped(path: str, num_bytes: int) -> torch.Tensor:

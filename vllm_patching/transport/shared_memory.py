@@ -84,8 +84,8 @@ def remove_leftovers(directory: Path) -> None:
                 path.unlink()
 
 
-def export_cuda_ipc(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, Any]:
-    """CUDA IPC handles of parameters that stay where they are.
+def export_cuda_ipc(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """CUDA IPC handles of tensors that stay where they are.
 
     Returns:
         {"kind": "cuda_ipc", "gpu_uuid", "params": {name: the arguments that rebuild the tensor, bytes in base64}}
@@ -94,9 +94,9 @@ def export_cuda_ipc(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, A
 
     params = {}
     uuid = ""
-    for name, parameter in parameters.items():
-        uuid = uuid or gpu_uuid(parameter.device)
-        _, arguments = reduce_tensor(parameter.data)
+    for name, tensor in tensors.items():
+        uuid = uuid or gpu_uuid(tensor.device)
+        _, arguments = reduce_tensor(tensor.data)
         (
             _,
             size,

@@ -6,7 +6,6 @@ is prefixed: the names share one space with vLLM's own.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from vllm_patching.compat.engine import replica_of
 from vllm_patching.compat.loggers import worker_logger
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry, dtype_name
 from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
-from vllm_patching.transport.shared_memory import export_cuda_ipc, export_to_shared_memory
+from vllm_patching.transport.shared_memory import export_cuda_ipc, export_to_shared_memory, gpu_uuid
 from vllm_patching.worker.receiving import WeightReceiver
 from vllm_patching.worker.turns import TurnsWorkerExtension, prepare_worker
 
@@ -42,7 +41,7 @@ class LockstepWorkerExtension(WeightReceiver, TurnsWorkerExtension):
             share_storage: also export the storage, for a single-copy trainer (moves CPU weights into shared memory).
 
         Returns:
-            {"manifest", "handles" or None, "checksum", "host_pid"}
+            {"manifest", "handles" or None, "gpu_uuid" or empty, "checksum"}
         """
         model = self.get_model()  # type: ignore[attr-defined]  # unwrapped, whatever vLLM has put around it
         parameters = dict(model.named_parameters())
@@ -65,8 +64,8 @@ class LockstepWorkerExtension(WeightReceiver, TurnsWorkerExtension):
         return {
             "manifest": manifest.to_json(),
             "handles": handles,
+            "gpu_uuid": gpu_uuid(device) if device.type == "cuda" else "",
             "checksum": self.lockstep_check()["checksum"],
-            "pid": os.getpid(),
         }
 
 

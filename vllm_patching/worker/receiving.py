@@ -14,6 +14,7 @@ import torch
 
 from vllm_patching.protocol.checksum import WeightSums
 from vllm_patching.protocol.manifest import Manifest, flat_layout, local_view
+from vllm_patching.protocol.messages import Route
 from vllm_patching.transport.cohort import CohortPlace
 from vllm_patching.transport.shared_memory import SharedMemoryError, open_event, reached_in_time
 from vllm_patching.worker.first_step import FirstStep
@@ -73,7 +74,7 @@ class WeightReceiver:
         self._lockstep_updater.aim_at(direct)
 
     def lockstep_cohort(
-        self, host: str, port: int, key: str, members: int, index: int, lanes: int, epoch: int, backend: str, timeout: float
+        self, host: str, port: int, key: str, members: int, index: int, lanes: int, route: str, epoch: int, timeout: float
     ) -> None:
         """Have the updater thread leave its cohort and join another. Returns at once.
 
@@ -83,14 +84,15 @@ class WeightReceiver:
             members: receivers of each cohort: replicas of every server; 0: only leave.
             index: of the first of this server's replicas among them.
             lanes: senders to each rank, at most.
-            epoch, backend: see CohortPlace.
+            route: how the weights travel (see Route).
+            epoch: see CohortPlace.
             timeout: seconds for forming, and for a whole transfer.
         """
         if not members:
             self._lockstep_updater.leave(keep_staging=True)
             return
         member, rank = index + self._lockstep_replica, self._lockstep_rank
-        place = CohortPlace(host, port, key, members, member, lanes, rank, epoch, backend, timeout, timeout)
+        place = CohortPlace(host, port, key, members, member, lanes, rank, epoch, Route(route), timeout, timeout)
         self._lockstep_updater.join_cohort(place)
 
     def lockstep_leave(self) -> None:

@@ -32,6 +32,7 @@ from example_trainer.weight_bridge.send_plan import Cuts, SendPlan
 from example_trainer.weight_bridge.stream import WeightStream
 from tests.example_trainer.training.memory_cases import geometry, qwen_14b, request
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry
+from vllm_patching.protocol.messages import Route
 from vllm_patching.protocol.pieces import BUCKET_BYTES
 from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
 
@@ -208,9 +209,9 @@ def test_planned_buffers_are_those_that_are_made(vllm_ranks: int, served_dtype: 
     with Meter(CPU) as meter:
         model = Decoder(Geometry.from_config(config), torch.float32)
         before = meter.now
-        stream = WeightStream(model, manifests, SendPlan(1, vllm_ranks), Ranks(), CPU)
+        stream = WeightStream(model, manifests, SendPlan(1, vllm_ranks), Ranks(), CPU, Route.GLOO)
         made = meter.now - before
-    asked = request(geometry=Geometry.from_config(config), dtype=torch.float32, layouts=(manifests,), on_gpu=False)
+    asked = request(geometry=Geometry.from_config(config), dtype=torch.float32, layouts=(manifests,), packs=True)
     planned = plan_memory(asked).lasting["buffers to send from"]
     assert stream.buffer_bytes == planned == pytest.approx(made, rel=0.01)
     assert plan_memory(replace(asked, layouts=(manifests, manifests))).lasting["buffers to send from"] == 2 * planned

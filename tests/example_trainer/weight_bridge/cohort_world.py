@@ -15,6 +15,7 @@ from example_trainer.models import Geometry
 from example_trainer.parallel.tensor import model_geometry
 from vllm_patching.protocol.checksum import weights_checksum
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry, dtype_name, flat_layout, local_view, source_view
+from vllm_patching.protocol.messages import Route
 from vllm_patching.protocol.sharding import plan_shards
 from vllm_patching.transport.cohort import CohortPlace
 from vllm_patching.worker.updater import UpdaterStatus, WeightUpdater
@@ -53,7 +54,9 @@ class Rank:
 
     def join(self, port: int, key: str, members: int, member: int, lanes: int, timeout: float = SECONDS) -> None:
         """Meet a cohort whose transfers may take `timeout` seconds; to meet it, there is always time."""
-        place = CohortPlace("localhost", port, key, members, member, lanes, self.manifest.tp_rank, 1, "gloo", SECONDS, timeout)
+        place = CohortPlace(
+            "localhost", port, key, members, member, lanes, self.manifest.tp_rank, 1, Route.GLOO, SECONDS, timeout
+        )
         self.updater.join_cohort(place)
 
     def until(self, *phases: str) -> UpdaterStatus:

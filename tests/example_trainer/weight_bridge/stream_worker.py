@@ -30,6 +30,7 @@ from tests.example_trainer.weight_bridge.cohort_world import (
     make_servers,
     manifests_of,
 )
+from vllm_patching.protocol.messages import Route
 from vllm_patching.transport.lane import nobody_lost
 from vllm_patching.transport.rendezvous import host_store
 
@@ -43,7 +44,7 @@ def run_case(ranks: Ranks, port: int, store: torch.distributed.TCPStore, tp_size
     model = sharded_decoder(GEOMETRY, torch.float32, CPU, ranks.world_size)
     generator = torch.Generator().manual_seed(7)
     plan = SendPlan(ranks.world_size, tp_size)
-    stream = WeightStream(model, manifests_of(tp_size, dtype), plan, ranks, CPU, BUCKET_BYTES)
+    stream = WeightStream(model, manifests_of(tp_size, dtype), plan, ranks, CPU, Route.GLOO, BUCKET_BYTES)
     # Of the two senders to servers of one rank, one is on their machine.
     memory = stream.memory if tp_size == 2 or ranks.is_main else None
     cohort = Cohort(ranks, plan, CPU, SECONDS, memory)
@@ -53,7 +54,7 @@ def run_case(ranks: Ranks, port: int, store: torch.distributed.TCPStore, tp_size
     def form(attempt: str, timeout: float = SECONDS) -> None:
         key = f"{tp_size}{attempt}"
         join_all(servers, port, key, plan.lanes, timeout=timeout)
-        cohort.form("localhost", port, key, 2, "gloo", store, SECONDS, nobody_lost)
+        cohort.form("localhost", port, key, 2, Route.GLOO, store, SECONDS, nobody_lost)
 
     def update(version: int) -> None:
         weights = {}
@@ -85,7 +86,7 @@ def run_case(ranks: Ranks, port: int, store: torch.distributed.TCPStore, tp_size
         form("e")
         update(4)
     with pytest.raises(CohortError) as caught:
-        cohort.form("localhost", port, f"{tp_size}c", 3, "gloo", store, 1.0, nobody_lost)
+        cohort.form("localhost", port, f"{tp_size}c", 3, Route.GLOO, store, 1.0, nobody_lost)
     assert caught.value.missing == [1, 2, 3]
     last = list(model.parameters())[-1]
     if ranks.rank == 1:

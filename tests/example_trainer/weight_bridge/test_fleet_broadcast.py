@@ -100,13 +100,13 @@ class PlayedClient(BridgeServer):
             time.sleep(0.02)
         return {
             "instance": self.played.state()["instance"], "hostname": "here", "device": "cpu", "model": "small",
-            "gpu_uuids": [""], "nccl_host": "", "ranks": [manifest_of(self.played.name).to_json()],
+            "gpu_uuids": [""], "tp_degree": 1, "nccl_host": "", "ranks": [manifest_of(self.played.name).to_json()],
         }  # fmt: skip
 
     def init(self, mode: str, shapes: Any, transfer: str = "auto", *_: Any, **__: Any) -> dict[str, Any]:
         played = self._step("init")
         played.epoch, played.trainer, played.target = played.epoch + 1, "this trainer", None
-        return {"epoch": played.epoch, "transfer": "direct", "data_backend": "gloo", "replicas": 1}
+        return {"epoch": played.epoch, "transfer": "direct", "replicas": 1}
 
     def cohort(self, epoch: int, host: str = "", port: int = 0, key: str = "", *_: Any, **__: Any) -> dict[str, Any]:
         self._step("cohort", epoch).cohort = key

@@ -13,10 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from example_trainer.weight_bridge import members
-from example_trainer.weight_bridge.broadcast import check_gpus
 from example_trainer.weight_bridge.fleet import LONGEST_PAUSE_SECONDS, Fleet, Laggards, Progress, Sight, Standing, Verdict
-from example_trainer.weight_bridge.members import Member, Unfit
-from example_trainer.weight_bridge.server import BridgeServer
 
 URLS = [f"http://server{number}:9001" for number in range(4)]
 PATIENCE, LIMIT = 10.0, 300.0
@@ -254,17 +251,3 @@ def test_if_all_are_equally_slow_nobody_is_late(size: int) -> None:
     laggards = Laggards(PATIENCE)
     for now in range(0, 100, 5):
         assert laggards.named({url: Progress(7) for url in URLS[:size]}, float(now)) == {}
-
-
-def test_one_gpu_for_both_needs_a_host_name_of_the_servers_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NCCL_HOSTID", raising=False)
-    member = Member(BridgeServer("localhost", 1, timeout=1.0))
-    member.info = {"gpu_uuids": ["this", "that"], "nccl_host": ""}
-    check_gpus(member, ["other", "one"])
-    with pytest.raises(Unfit, match=r"rank 1 of http://localhost:1 .* same GPU \(that\).*NCCL_HOSTID"):
-        check_gpus(member, ["other", "that"])
-    member.info["nccl_host"] = "another"
-    check_gpus(member, ["other", "that"])
-    monkeypatch.setenv("NCCL_HOSTID", "another")
-    with pytest.raises(Unfit):
-        check_gpus(member, ["other", "that"])

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from example_trainer.weight_bridge.send_plan import Cuts, SendPlan, buffer_bytes, packed_bytes, steps_of
+from example_trainer.weight_bridge.send_plan import Cuts, SendPlan, buffer_bytes, packed_bytes, route_to, steps_of
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry
+from vllm_patching.protocol.messages import Route
 from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
 
 TINY = ModelGeometry("qwen3", 2, 16, 32, 8, 4, 2, 70, False, False, False, False, True)
@@ -92,7 +93,26 @@ def test_every_row_comes_from_the_rank_that_holds_it(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_no_model_takes_more_than_a_gibibyte(world_size: int, tp_size: int, dtype: torch.dtype) -> None:
     """A model of 30 GB, in the server's dtype and rounded to it."""
-    found = buffer_bytes(manifests(QWEN_14B, tp_size), world_size, dtype, gloo=False)
+    found = buffer_bytes(manifests(QWEN_14B, tp_size), world_size, dtype, packs=False)
     assert found.total <= 1 << 30
     assert (found.total == 0) == (world_size == 1 and tp_size == 1 and dtype is torch.bfloat16), "all of it lies in place"
     assert (found.handed == 0) == (world_size == 1 or (tp_size == 1 and dtype is torch.bfloat16))
+
+
+@given(
+    gpus=st.lists(st.sampled_from("abcd"), min_size=1, max_size=4),
+    ranks=st.integers(1, 4),
+    replicas=st.integers(1, 2),
+    data=st.data(),
+)
+def test_nccl_is_never_asked_to_connect_two_processes_on_one_gpu(
+    gpus: list[str], ranks: int, replicas: int, data: st.DataObject
+) -> None:
+    uuids = data.draw(st.lists(st.sampled_from("abcd"), min_size=ranks * replicas, max_size=ranks * replicas))
+    info = {"gpu_uuids": uuids, "tp_degree": ranks, "nccl_host": ""}
+    plan = SendPlan(len(gpus), ranks)
+    pairs = [(gpus[s], uuids[k * ranks + r]) for k in range(replicas) for r in range(ranks) for s in plan.senders(r)]
+    assert route_to(info, gpus, "") is (Route.CUDA_IPC if any(a == b for a, b in pairs) else Route.NCCL)
+    assert route_to(info, gpus, "another host's") is Route.NCCL
+    assert route_to(info, ["", *gpus[1:]], "") is Route.GLOO
+    assert route_to({**info, "gpu_uuids": ["", *uuids[1:]]}, gpus, "") is Route.GLOO

@@ -67,7 +67,7 @@ class FakeRank:
     def lockstep_setup(self, share: bool) -> dict[str, Any]:
         entry = ManifestEntry(ShardSpec("w", SHAPE, SHAPE, (Slice(0, 0, 0, SHAPE[0]),)), "float32", "cpu")
         manifest = Manifest(self.number, self._ranks, (entry,)).to_json()
-        return {"manifest": manifest, "handles": None, "checksum": checksum(self.live)}
+        return {"manifest": manifest, "handles": None, "gpu_uuid": "", "checksum": checksum(self.live)}
 
     def lockstep_room(self) -> dict[str, Any]:
         return {"needed": 0, "free": None}
@@ -113,7 +113,7 @@ class FakeRank:
         self._direct = direct
 
     def lockstep_cohort(
-        self, host: str, port: int, key: str, members: int, index: int, lanes: int, epoch: int, backend: str, timeout: float
+        self, host: str, port: int, key: str, members: int, index: int, lanes: int, route: str, epoch: int, timeout: float
     ) -> None:
         self._called_off = True
         sender = self._world.trainers[key.split("/")[0]]

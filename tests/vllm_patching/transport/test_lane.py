@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_patching.protocol.messages import Route
 from vllm_patching.transport.addresses import RendezvousError
 from vllm_patching.transport.forming import in_time
 from vllm_patching.transport.lane import GlooLane, Lane, LaneBroken, LanePlace, nobody_lost
@@ -91,7 +92,7 @@ class Step:
 
 
 def test_what_arrives_as_a_look_ends_has_arrived() -> None:
-    lane = GlooLane(LanePlace("localhost", 1, "key", 1, 2, "gloo", "lane 0 of vLLM rank 0"), None, 30.0)
+    lane = GlooLane(LanePlace("localhost", 1, "key", 1, 2, Route.GLOO, "lane 0 of vLLM rank 0"), None, 30.0)
     step = Step()
     lane.wait(step, time.monotonic() + 30, nobody_lost)
     assert step.looks == 1

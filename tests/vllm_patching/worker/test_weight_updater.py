@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tests.forked_commands import start_unguarded
 from vllm_patching.protocol.checksum import weights_checksum
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry, flat_layout
+from vllm_patching.protocol.messages import Route
 from vllm_patching.protocol.pieces import buckets
 from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
 from vllm_patching.transport.addresses import RendezvousError, reach
@@ -40,13 +41,14 @@ BUCKETS = buckets(LAYOUT, BUCKET_BYTES)
 TRAINER = """
 import math, sys, time, torch
 from tests.vllm_patching.worker.test_weight_updater import BUCKETS, LAYOUT, new_weights
+from vllm_patching.protocol.messages import Route
 from vllm_patching.transport.cohort import lane_places
 from vllm_patching.transport.forming import form_lane
 from vllm_patching.transport.lane import GO, SENDER, nobody_lost
 from vllm_patching.transport.rendezvous import host_store
 port, epoch, behaviour = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 store = host_store("localhost", port, 60)
-place = lane_places("localhost", port, f"epoch{epoch}", 0, [0], SENDER, 1, "gloo")[0]
+place = lane_places("localhost", port, f"epoch{epoch}", 0, [0], SENDER, 1, Route.GLOO)[0]
 store.set(place.offer, "")
 while not store.check([place.here(1)]):
     time.sleep(0.01)
@@ -88,7 +90,7 @@ def updater(live: list[tuple[str, torch.Tensor]]) -> WeightUpdater:
 def join(updater: WeightUpdater, port: int, epoch: int, direct: bool, timeout: float = SECONDS) -> None:
     """Have it join a trainer, as a server does."""
     updater.aim_at(direct)
-    updater.join_cohort(CohortPlace("localhost", port, f"epoch{epoch}", 1, 0, 1, 0, epoch, "gloo", timeout, timeout))
+    updater.join_cohort(CohortPlace("localhost", port, f"epoch{epoch}", 1, 0, 1, 0, epoch, Route.GLOO, timeout, timeout))
 
 
 def wait_for(updater: WeightUpdater, phase: str) -> None:
@@ -112,7 +114,7 @@ def test_a_cohort_that_is_being_met_outlives_the_end_of_a_transfer(
     store = host_store("localhost", port, SECONDS)
     updater.aim_at(direct=True)
     # Its other half never comes.
-    updater.join_cohort(CohortPlace("localhost", port, "never", 2, 0, 1, 0, 1, "gloo", SECONDS, SECONDS))
+    updater.join_cohort(CohortPlace("localhost", port, "never", 2, 0, 1, 0, 1, Route.GLOO, SECONDS, SECONDS))
     for _ in range(2):  # the server asks again and again whether something may still be written
         assert updater.discard(5)
         assert (updater.status.phase, updater.status.error) == ("joining", "")
