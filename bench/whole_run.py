@@ -45,8 +45,6 @@ from bench.gpu.vllm_server import ServerOptions, VllmServer
 PARTS = ("ours", "trl", "deterministic")
 STARTER = ROOT / "assets" / "starter_model"
 SHIM = ROOT / "bench" / "gpu" / "trl_shim"
-CACHE_GIB = 34
-"""The servers of all parts are on one GPU; one computes while the others wait. 600 tokens for each of 512 answers."""
 TRL_PASSES = 8
 """Passes of its token budget in a step of TRL's, which counts no sequences: about as many as ours has in one."""
 PROMPT_ROOM = 1024
@@ -102,7 +100,19 @@ class WholeRun:
         self.servers: dict[str, Child] = {}
 
     def _settings(self) -> dict[str, Any]:
-        shown = ("shape", "steps", "leave_out", "sequences", "group", "in_flight", "cap", "staleness", "ahead", "dry_run")
+        shown = (
+            "shape",
+            "steps",
+            "leave_out",
+            "sequences",
+            "group",
+            "in_flight",
+            "cap",
+            "staleness",
+            "ahead",
+            "cache_gib",
+            "dry_run",
+        )
         settings = {name: getattr(self.args, name) for name in shown}
         return settings | {"end_tokens": len(end_tokens(SHAPES[self.args.shape]["vocab_size"], self.args.cap))}
 
@@ -157,11 +167,14 @@ class WholeRun:
     def _start_server(self, part: str) -> None:
         most = self.args.cap + PROMPT_ROOM
         if part == "trl":
-            self.servers[part] = server = TrlServer(self.model, self.args.output, most, self.args.in_flight)
+            self.servers[part] = server = TrlServer(
+                self.model, self.args.output, most, self.args.in_flight, self.args.cache_gib
+            )
         else:
             options = ServerOptions(
-                "" if self.args.dry_run else "0", cache_gib=CACHE_GIB, max_model_len=most, max_num_seqs=self.args.in_flight,
-                load_format="auto", flags=("--deterministic",) if part == "deterministic" else (),
+                "" if self.args.dry_run else "0", cache_gib=self.args.cache_gib, max_model_len=most,
+                max_num_seqs=self.args.in_flight, load_format="auto",
+                flags=("--deterministic",) if part == "deterministic" else (),
             )  # fmt: skip
             self.servers[part] = server = VllmServer(
                 f"vllm {part}", self.model, self.args.output, options, logs=self.work / f"vllm-{part}"
@@ -254,11 +267,11 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_US
 class TrlServer(Child):
     """vLLM's own server, as TRL wants it."""
 
-    def __init__(self, model: Path, output: Path, max_model_len: int, max_num_seqs: int) -> None:
+    def __init__(self, model: Path, output: Path, max_model_len: int, max_num_seqs: int, cache_gib: int) -> None:
         self.port = free_port()
         self.url = f"http://localhost:{self.port}"
         command = [sys.executable, "-u", "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--port", str(self.port)]
-        command += ["--dtype", "bfloat16", "--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(CACHE_GIB << 30)]
+        command += ["--dtype", "bfloat16", "--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(cache_gib << 30)]
         command += ["--max-model-len", str(max_model_len), "--max-num-seqs", str(max_num_seqs)]
         command += ["--logprobs-mode", "processed_logprobs", "--weight-transfer-config", '{"backend":"nccl"}']
         variables = {"CUDA_VISIBLE_DEVICES": "0", "VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": "", **OFFLINE}
@@ -310,6 +323,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cap", type=int, default=1024, help="most tokens of an answer")
     parser.add_argument("--staleness", type=int, default=2, help="weight versions that an answer may be old")
     parser.add_argument("--ahead", type=int, default=3, help="batches that our environment may have queued or in work")
+    kept = "keys and values of each server; all are on one GPU, and one computes while the others wait"
+    parser.add_argument("--cache-gib", type=int, default=34, help=kept)
     parser.add_argument("--trainer-flags", default="", help="more flags for grpo.py")
     parser.add_argument("--trl-dtype", default="float32", help="of TRL's weights; float32 is its default")
     parser.add_argument("--ready-seconds", type=float, default=400.0, help="that a server may take to start")
