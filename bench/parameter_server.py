@@ -65,10 +65,8 @@ def ways(on_gpu: bool, numbers: list[int]) -> dict[str, Way]:
     if not on_gpu:
         return {str(number): Way("cpu", ("cpu",) * number) for number in numbers}
     found = {"GPU to GPU": Way("cuda:1", ("cuda:0",)), "one GPU and another": Way("cuda:0", ("cuda:0", "cuda:1"))}
-    for number in numbers:
-        found[f"one GPU, {number}"] = Way("cuda:0", ("cuda:0",) * number)
-        found[f"host memory, {number}"] = Way("cpu", ("cuda:0",) * number)
-    return found
+    found |= {f"one GPU, {number}": Way("cuda:0", ("cuda:0",) * number) for number in numbers}
+    return {**found, f"host memory, {numbers[0]}": Way("cpu", ("cuda:0",) * numbers[0])}
 
 
 class Benchmark(Sitting):
