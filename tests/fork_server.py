@@ -5,8 +5,6 @@ python -m tests.fork_server KIND LIFELINE LISTENER   forks commands of a kind, a
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import gc
 import importlib
 import json
@@ -19,10 +17,10 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from example_trainer.child_processes.guard import PR_SET_CHILD_SUBREAPER, Guard, prctl
-from tests.forked_commands import COMMANDS, LATER, LONGEST_MESSAGE, Command
+from tests.forked_commands import COMMANDS, LATER, LONGEST_MESSAGE, Command, end
 
 
 class Become(BaseException):
@@ -139,32 +137,6 @@ def fork_engines() -> None:
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
-def end(command: Command) -> NoReturn:
-    """Run a command and end as the interpreter does, up to the moment when it takes its modules apart.
-
-    That would write to each page of what was imported, and so copy them all: more work than most commands are.
-    """
-    status, interrupted = 0, False
-    try:
-        command.run()
-    except SystemExit as asked:
-        status = asked.code if isinstance(asked.code, int) else int(asked.code is not None)
-        if asked.code is not None and not isinstance(asked.code, int):
-            print(asked.code, file=sys.stderr)
-    except BaseException as error:  # noqa: BLE001 - shown as the interpreter shows it
-        status, interrupted = 1, isinstance(error, KeyboardInterrupt)
-        sys.excepthook(type(error), error, error.__traceback__)
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for those that are no daemons
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    if interrupted:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    os._exit(status)
-
-
 def main() -> None:
     kind, *descriptors = sys.argv[1:]
     gc.disable()  # what is imported stays
@@ -188,4 +160,4 @@ if __name__ == "__main__":
     except Become as told:
         command = told.command
     if command is not None:
-        end(command)
+        end(command.run)

@@ -11,6 +11,7 @@ names.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import importlib
@@ -24,10 +25,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from example_trainer.child_processes.processes import ManagedProcess
 
@@ -162,6 +164,32 @@ class Command:
             runpy.run_module(self.target, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(self.target, run_name="__main__")
+
+
+def end(work: Callable[[], object]) -> NoReturn:
+    """Do the work of a forked process and end as the interpreter does, up to the moment when it takes its modules apart.
+
+    That would write to each page of what was imported, and so copy them all: more work than most commands are.
+    """
+    status, interrupted = 0, False
+    try:
+        work()
+    except SystemExit as asked:
+        status = asked.code if isinstance(asked.code, int) else int(asked.code is not None)
+        if asked.code is not None and not isinstance(asked.code, int):
+            print(asked.code, file=sys.stderr)
+    except BaseException as error:  # noqa: BLE001 - shown as the interpreter shows it
+        status, interrupted = 1, isinstance(error, KeyboardInterrupt)
+        sys.excepthook(type(error), error, error.__traceback__)
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for those that are no daemons
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    if interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(status)
 
 
 class Forked:

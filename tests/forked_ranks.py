@@ -12,12 +12,14 @@ import runpy
 import signal
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
 import example_trainer.grpo
 import example_trainer.parallel.fsdp  # noqa: F401 - imported once, before the ranks part
+from tests.forked_commands import end
 
 RANKS = 2
 
@@ -49,8 +51,7 @@ def main(command: list[str]) -> int:
                 living.add(child)
             else:
                 listening.close()
-                be_rank(rank, port, command)
-                return 0
+                end(partial(be_rank, rank, port, command))
         # The store is the launcher's, so that it outlives the ranks.
         store = dist.TCPStore("127.0.0.1", port, RANKS, True, wait_for_workers=False, master_listen_fd=listening.detach())
     failed = False
