@@ -17,6 +17,9 @@ from tests.headless_browser import browser, visit
 
 __all__ = ["browser", "visit"]
 
+FORKED_ENGINES = {"PYTHONPATH": str(Path(__file__).with_name("forked_engines"))}
+"""In the environment of a server that is executed: it forks its engine, where vLLM would execute a second process that imports
+all of it again. test_launch_sequence.py and test_wheel.py leave that to vLLM."""
 SERVER_SECONDS = 240.0
 BRIDGE_TIMEOUT = 20.0
 """Seconds; short, because a test waits for it to pass, and longer than a busy machine holds up a step of an update."""

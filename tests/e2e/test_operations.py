@@ -17,6 +17,7 @@ from example_trainer.child_processes.guard import descendants
 from example_trainer.child_processes.ports import is_free
 from scripts.ops.keys import KEYS_FILE, read_keys
 from scripts.ops.records import identify
+from tests.e2e.conftest import FORKED_ENGINES
 from tests.e2e.typed_commands import Operations, eventually
 from tests.still_running import command_line
 
@@ -32,6 +33,7 @@ TWO_SERVERS = ("--vllm-servers", "2")
 def operations(tmp_path: Path, free_port: Callable[[], int]) -> Iterator[Operations]:
     ports: dict[str, int | str] = {name: free_port() for name in ("SERVICE", "MASTER", "METRICS")}
     made = Operations(tmp_path, ports | {"VLLM": f"{free_port()},{free_port()}"})
+    made.environment |= FORKED_ENGINES
     yield made
     made.type("stop")
 

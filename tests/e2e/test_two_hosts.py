@@ -25,7 +25,7 @@ from example_trainer.weight_bridge.broadcast import BroadcastBridge
 from example_trainer.weight_bridge.server import BridgeServer
 from tests.conftest import ROOT, Processes
 from tests.e2e.bridge_helpers import made_up_group, new_weights
-from tests.e2e.conftest import SERVER_SECONDS
+from tests.e2e.conftest import FORKED_ENGINES, SERVER_SECONDS
 from tests.e2e.two_hosts import NOWHERE, Host, Network, NoNamespaces, hosts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -81,6 +81,7 @@ class TwoHosts:
             (folder / name).symlink_to(ROOT / name)
         # What nothing shows to the other host: its own memory file system, and this folder of its own.
         environment = {"LOGDIR": str(host.folder), "OMP_NUM_THREADS": "1", "MASTER_ADDR": None, "MASTER_PORT": None}
+        environment |= FORKED_ENGINES
         self.processes.start(host.name, host.command("bash", "-c", f"{lines}\nwait", directory=folder), environment)
         return folder
 
