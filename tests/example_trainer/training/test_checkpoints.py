@@ -17,6 +17,7 @@ from example_trainer.models import load_model
 from example_trainer.training.checkpoints import Checkpoints, load_state
 from example_trainer.training.runs import Run, SavedStep, TrainedBatch, mark_run, steps_in
 from tests.example_trainer.training.tiny_training import load, make_start, train
+from tests.forked_commands import run_command
 
 RUN = Run("a", "model", (Life(1000, 0),))
 
@@ -153,7 +154,8 @@ try:
 except Exception as error:
     print(type(error).__name__, error)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = run_command([sys.executable, "-c", script], program="light")
+    assert done.returncode == 0, done.stdout
     assert done.stdout.startswith(f"CheckpointError could not write checkpoint {tmp_path / 'out' / 'step_2'}: ")
     assert "File too large" in done.stdout
     assert "step_1 is untouched; make room or change --save-path" in done.stdout
