@@ -284,7 +284,8 @@ class Driver:
             raise RunFailed(f"{keeper.role.name} {keeper.state.value} for more than {limit:.0f} s: {why}{there}")
         if now - keeper.told > WAITING_SECONDS:
             keeper.told = now
-            logger.info("[Async] %s %s: %s", keeper.role.name, keeper.state.value, why)
+            waited, who = now - keeper.since, f"{keeper.role.name} {keeper.state.value}"
+            logger.info("[Async] %s: %s; for %.0f s so far, %.0f s at most", who, why, waited, limit)
 
     def _host(self, keeper: Keeper) -> str:
         node = keeper.node or (keeper.seat.node() if keeper.seat is not None else "")

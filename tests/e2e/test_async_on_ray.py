@@ -220,7 +220,7 @@ def test_what_is_killed_comes_back_and_nothing_accepted_is_lost(
     progress()
 
     # Not everything had room on the head, so that some of it goes with this node.
-    cluster.add_node(num_cpus=3, object_store_memory=STORE_BYTES)
+    third = cluster.add_node(num_cpus=3, object_store_memory=STORE_BYTES)
     cluster.remove_node(second, allow_graceful=False)
     run.wait("the loss to be seen", lambda: "its node is lost" in run.log)
     everything = {"service", "generator-1", "generator-2", "environment-1", "environment-2", "reference-1", "trainer"}
@@ -229,6 +229,7 @@ def test_what_is_killed_comes_back_and_nothing_accepted_is_lost(
 
     (run.folder / "enough").touch()
     assert "succeeded" in run.finish()
+    cluster.remove_node(third)
     accepted = [number for file in run.folder.glob("accepted-*") for number in numbers(file)]
     assert sorted(trained()) == sorted(accepted)
     assert numbers(run.folder / "overlaps") == []
@@ -248,24 +249,33 @@ def steps_of(run: Run) -> list[int]:
     return [row["step"] for row in json_rows(run.folder / "trainer" / "metrics.jsonl")]
 
 
-def test_a_vllm_server_a_reference_worker_and_a_parameter_server_that_are_killed_come_back(
-    cluster: Any, processes: Processes, tmp_path: Path
-) -> None:
+def test_what_a_lost_node_had_comes_back_on_another(cluster: Any, processes: Processes, tmp_path: Path) -> None:
     """Every kind of role: the weights come by way of a parameter server, and the trainer, of two ranks under torchrun, holds no
-    reference of its own."""
+    reference of its own. The node goes with vLLM's server and its environment on it; reference worker and parameter server are
+    killed in the same moment, wherever they are."""
     sections = yaml.safe_load((CONFIGS / "arithmetic_async_cpu.yaml").read_text())
     sections["orchestration"] |= {"reference_workers": 1, "parameter_servers": 1, "trainer_ranks": 2}
     sections["orchestration"] |= {"reference_cpus": 0.1, "parameter_server_cpus": 0.1}
+    # The head, of three CPUs, has no room for a generator with its environment beside the service.
+    sections["orchestration"] |= {"service_cpus": 1.5, "generator_cpus": 0.9, "environment_cpus": 0.8}
     sections["training"] |= {"kl_coef": 0.01, "batch_size": 16}
     config = tmp_path / "all-roles.yaml"
     config.write_text(yaml.safe_dump(sections))
+    lost = cluster.add_node(num_cpus=2, object_store_memory=STORE_BYTES)
     run = real_run(cluster, processes, tmp_path / "run", config, STEPS)
     run.wait("a step", lambda: bool(steps_of(run)))
-    run.kill(["generator-1", "reference-1", "parameter-server-1"])
+    logs, roles = run.folder / "logs", ("generator-1", "environment-1", "reference-1", "parameter-server-1")
+    cluster.remove_node(lost, allow_graceful=False)
+    for victim in holders("1", lambda path: path in [logs / f"{role}.log" for role in roles]):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+    run.wait("the loss to be seen", lambda: "[Async] generator-1 its node is lost" in run.log)
     before = steps_of(run)[-1]
+    other = cluster.add_node(num_cpus=2, object_store_memory=STORE_BYTES)
+    run.wait("all to be back", lambda: all(f"[Async] {role} runs again" in run.log for role in roles))
     run.finish()
+    cluster.remove_node(other)
     assert steps_of(run) == list(range(1, STEPS + 1))
-    logs = run.folder / "logs"
     _, again = (logs / "generator-1.log").read_text().split("===== started again")
     served = [int(version) for version in re.findall(r"Serving weight version (\d+)", again)]
     assert served

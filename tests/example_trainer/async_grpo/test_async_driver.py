@@ -89,6 +89,19 @@ def test_a_generator_on_another_node_is_told_to_the_fleet_and_its_environment_fo
     assert now.url in launch.arguments
 
 
+def test_who_finds_no_place_says_what_it_asks_and_until_when_it_waits(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    """Meanwhile the rest goes on."""
+    caplog.set_level("INFO")
+    bench.cluster.homeless = {"generator-1"}
+    bench.cluster.seats["generator-1"].lost = True
+    bench.turn(2 * 40)
+    assert "[Async] generator-1 waits for its place: asks 1 GPU and 4 CPU; for 30 s so far, 900 s at most" in caplog.text
+    assert {bench.state(name) for name in ("trainer", "generator-2", "environment-2")} == {State.UP}
+    bench.cluster.homeless.clear()
+    bench.turn(12)
+    assert bench.state("generator-1") is State.UP
+
+
 def test_who_uses_the_service_follows_it_to_another_address(bench: Bench) -> None:
     bench.cluster.node_of = {"service": "n2", "trainer": "n1"}
     bench.cluster.seats["service"].lost = True
