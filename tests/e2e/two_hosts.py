@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from example_trainer.child_processes.guard import descendants
+
 T = TypeVar("T")
 
 NOWHERE = "10.79.99.1"
@@ -30,6 +32,8 @@ _CLONE_NEWNET = 0x40000000
 _SECONDS = 30.0
 _TOOLS = ("unshare", "nsenter", "ip", "tc", "mount", "sysctl")
 _NAMESPACES = ("--net", "--mount", "--uts")
+_FORKED = "--kill-child"
+"""Has unshare start the script as a child, as a new namespace of processes needs it."""
 _CUT, _FIREWALL = 10, 20
 """Priorities of the switch's rules: the smaller come first."""
 
@@ -47,16 +51,18 @@ class Host:
         address: by which the others reach it.
         folder: a path that is there on every host, with contents of each one's own.
         pid: of the process that keeps its namespaces.
+        namespaces: which it has of its own.
     """
 
     name: str
     address: str
     folder: Path
     pid: int
+    namespaces: Sequence[str]
 
     def command(self, *command: str | Path, directory: Path = Path("/")) -> list[str]:
         """What to start in order to run a command on this host, in a directory there."""
-        enter = ["nsenter", f"--target={self.pid}", *_NAMESPACES, "--", "env", f"--chdir={directory}"]
+        enter = ["nsenter", f"--target={self.pid}", *self.namespaces, "--", "env", f"--chdir={directory}"]
         return [*enter, *(str(part) for part in command)]
 
     def run(self, *command: str | Path) -> str:
@@ -141,11 +147,12 @@ class Network:
 
 
 @contextmanager
-def hosts(folder: Path, *names: str) -> Iterator[Network]:
+def hosts(folder: Path, *names: str, own_processes: str | None = None) -> Iterator[Network]:
     """Hosts of these names, for the time of the block; processes that were started there are the caller's to end before.
 
     Args:
         folder: for their files; each host has a private `folder/private` of its own.
+        own_processes: a host sees its own processes alone, which end with the block, and has a folder of its own at this path.
 
     Raises:
         NoNamespaces: this machine does not let us.
@@ -172,9 +179,14 @@ def hosts(folder: Path, *names: str) -> Iterator[Network]:
                 f"hostname {name} && mount -t tmpfs lockstep /dev/shm && mount -t tmpfs lockstep '{private}' && "
                 f"mount --bind '{own}' /etc/hosts && ip link set lo up"
             )
-            pid = _holder(stack, *_NAMESPACES, script)
+            namespaces, options = _NAMESPACES, ()
+            if own_processes:
+                Path(own_processes).mkdir(exist_ok=True)
+                script += f" && mount -t tmpfs lockstep '{own_processes}'"
+                namespaces, options = (*_NAMESPACES, "--pid"), (_FORKED, "--mount-proc")
+            pid = _holder(stack, *namespaces, *options, script)
             _join(switch, pid, number)
-            made.append(Host(name, addresses[name], private, pid))
+            made.append(Host(name, addresses[name], private, pid, namespaces))
         yield Network(switch, made)
 
 
@@ -200,8 +212,9 @@ def _holder(stack: ExitStack, *arguments: str) -> int:
         arguments: which namespaces, and last the script.
     """
     *namespaces, script = arguments
-    # It ends when its standard input does, so that it outlives neither this block nor this process.
-    command = ["unshare", *namespaces, "--", "sh", "-c", f"{script} && echo ready && exec cat"]
+    # It ends when its standard input does, so that it outlives neither this block nor this process. Its shell stays, which is
+    # the parent of orphans where it is the first process of its own.
+    command = ["unshare", *namespaces, "--", "sh", "-c", f"{script} && echo ready && cat; exit"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     stack.callback(_end, process)
     assert process.stdout is not None
@@ -209,7 +222,7 @@ def _holder(stack: ExitStack, *arguments: str) -> int:
     if process.stdout.readline().strip() != "ready":
         process.kill()
         raise NoNamespaces(f"{' '.join(command[:-1])}: {process.stderr.read().strip() or 'ended without a word'}")
-    return process.pid
+    return descendants(process.pid)[0] if _FORKED in namespaces else process.pid
 
 
 def _end(process: subprocess.Popen[str]) -> None:
