@@ -54,6 +54,7 @@ COMMANDS = {
         "example_trainer.reference_worker": "example_trainer.reference_worker",
         "scripts.quickstart": "scripts.quickstart.__main__",
         "scripts/make_starter_model.py": "scripts.make_starter_model",
+        "tests/atroposlib/envs/faulty_env.py": "tests.atroposlib.envs.faulty_env",
         "tests/atroposlib/envs/public_style_env.py": "tests.atroposlib.envs.public_style_env",
         "tests/atroposlib/envs/standin_server.py": "tests.atroposlib.envs.standin_server",
         "tests/e2e/async_roles.py": "tests.e2e.async_roles",

@@ -14,24 +14,7 @@ pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).resolve().parents[3]
 ARITHMETIC = ROOT / "environments" / "arithmetic_server.py"
-
-FAULTY = """
-import sys
-sys.path.insert(0, {root!r})
-from environments.arithmetic_server import ArithmeticEnv
-
-class Faulty(ArithmeticEnv):
-    calls = 0
-
-    async def grade(self, problem, response):
-        Faulty.calls += 1
-        if {condition}:
-            raise RuntimeError("the grader broke")
-        return await super().grade(problem, response)
-
-if __name__ == "__main__":
-    Faulty.cli()
-"""
+FAULTY = Path(__file__).with_name("faulty_env.py")
 
 
 def log_of(process: Any) -> str:
@@ -191,14 +174,13 @@ def test_sigterm_stops_it_cleanly(stack: Stack, shared_inference: str) -> None:
 
 
 def test_a_grader_that_fails_now_and_then_costs_retries_and_no_score(
-    stack: Stack, shared_inference: str, tokenizer: Any, tmp_path: Path
+    stack: Stack, shared_inference: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = tmp_path / "faulty.py"
-    script.write_text(FAULTY.format(root=str(ROOT), condition="Faulty.calls % 40 == 7"))
+    monkeypatch.setenv("BROKEN_EVERY", "40")
     stack.use_inference(shared_inference)
     stack.start_service()
     stack.register_trainer(num_steps=3)
-    environment = stack.start_environment(script)
+    environment = stack.start_environment(FAULTY)
     for batch in stack.take_batches(3):
         for group in batch:
             check_group(group, tokenizer, 16)
@@ -210,14 +192,15 @@ def test_a_grader_that_fails_now_and_then_costs_retries_and_no_score(
     assert "errors_retried=" in log
 
 
-def test_a_grader_that_always_fails_ends_it_and_sends_nothing(stack: Stack, shared_inference: str, tmp_path: Path) -> None:
-    script = tmp_path / "broken.py"
-    script.write_text(FAULTY.format(root=str(ROOT), condition="True"))
+def test_a_grader_that_always_fails_ends_it_and_sends_nothing(
+    stack: Stack, shared_inference: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BROKEN_EVERY", "1")
     stack.use_inference(shared_inference)
     stack.start_service()
     stack.register_trainer(num_steps=3)
     assert stack.next_batch() is None
-    environment = stack.start_environment(script, "--env.max_consecutive_failures", "6")
+    environment = stack.start_environment(FAULTY, "--env.max_consecutive_failures", "6")
     assert finished(environment) == 1
     assert "error: the last" in log_of(environment)
     assert stack.next_batch() is None
