@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -137,6 +138,14 @@ def fork_engines() -> None:
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
+def register_kernels() -> None:
+    """Have vLLM's kernels replaced by those for CPUs now, where each engine would look through all modules for them."""
+    platform = type(importlib.import_module("vllm.platforms").current_platform)
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of what it looks at
+        platform.register_triton_kernel_overrides()
+    platform.register_triton_kernel_overrides = classmethod(lambda _: None)
+
+
 def main() -> None:
     kind, *descriptors = sys.argv[1:]
     gc.disable()  # what is imported stays
@@ -146,6 +155,7 @@ def main() -> None:
         importlib.import_module(module)
     if kind == "vllm":
         fork_engines()
+        register_kernels()
     assert threading.active_count() == 1, "a fork takes no threads along"
     gc.freeze()
     gc.enable()

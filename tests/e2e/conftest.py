@@ -20,6 +20,8 @@ __all__ = ["browser", "visit"]
 FORKED_ENGINES = {"PYTHONPATH": str(Path(__file__).with_name("forked_engines"))}
 """In the environment of a server that is executed: it forks its engine, where vLLM would execute a second process that imports
 all of it again. test_launch_sequence.py and test_wheel.py leave that to vLLM."""
+CACHE = ("--num-gpu-blocks-override", "256")
+"""For keys and values of 32,768 tokens. A worker writes zeros into its whole cache, which took half of its start."""
 SERVER_SECONDS = 240.0
 BRIDGE_TIMEOUT = 20.0
 """Seconds; short, because a test waits for it to pass, and longer than a busy machine holds up a step of an update."""
@@ -92,7 +94,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def vllm_command(model: Path, port: int, *flags: str) -> list[str | Path]:
-    return [sys.executable, "-u", ROOT / "example_trainer/vllm_api_server.py", "--model", model, "--port", str(port), *flags]
+    server = [sys.executable, "-u", ROOT / "example_trainer/vllm_api_server.py", "--model", model, "--port", str(port)]
+    return [*server, *CACHE, *flags]
 
 
 def start_vllm(
