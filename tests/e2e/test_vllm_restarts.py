@@ -18,6 +18,7 @@ from example_trainer.child_processes.ports import is_free
 from example_trainer.training.runs import marked_run
 from tests.conftest import ROOT, Processes
 from tests.e2e.bridge_helpers import made_up_group
+from tests.e2e.conftest import CACHE
 from tests.forked_commands import FORK_CHILDREN
 from tests.still_running import json_rows
 
@@ -44,7 +45,7 @@ def test_vllm_follows_the_checkpoints_and_ends_with_the_trainer(
     command = [
         *(sys.executable, "-u", ROOT / "example_trainer/grpo.py", "--model-name", STARTER, "--lr", "1e-4"),
         *("--weight-bridge-mode", "none", "--vllm-restart-interval", "2", "--vllm-port", str(vllm_port)),
-        *("--vllm-args", "--max-model-len 256 --max-num-seqs 32", "--metrics-port", str(metrics_port)),
+        *("--vllm-args", " ".join(["--max-model-len 256 --max-num-seqs 32", *CACHE]), "--metrics-port", str(metrics_port)),
         *("--atropos-url", url, "--batch-size", "16", "--gradient-accumulation-steps", "1", "--training-steps", "50"),
         *("--checkpoint-interval", "2", "--num-threads", "1", "--seq-len", "256"),
         *("--save-path", tmp_path / "checkpoints", "--log-dir", folder),
