@@ -269,7 +269,7 @@ def test_what_a_lost_node_had_comes_back_on_another(cluster: Any, processes: Pro
     for victim in holders("1", lambda path: path in [logs / f"{role}.log" for role in roles]):
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
-    run.wait("the loss to be seen", lambda: "[Async] generator-1 its node is lost" in run.log)
+    run.wait("the loss to be seen", lambda: bool(re.search(r"\[Async\] generator-1 .*; it is started again", run.log)))
     before = steps_of(run)[-1]
     other = cluster.add_node(num_cpus=2, object_store_memory=STORE_BYTES)
     run.wait("all to be back", lambda: all(f"[Async] {role} runs again" in run.log for role in roles))
