@@ -10,34 +10,41 @@ from bench.gpu.shapes import SHAPES
 from bench.results_book import Book
 
 SPEED, SAMPLING, WHOLE = "trainer_speed", "generate_cost", "whole_run"
+SMALLER = "_80gb"
+"""The same on GPUs of 80 GB, in a file of their own."""
 SAVED = "1.7B, 512, with a checkpoint"
 
 
 def trainer_speed(book: Book) -> str:
     """Every case of bench/trainer_speed.py that was measured."""
-    return _cases(book, "cases")
+    return _cases(book, SPEED, "cases")
 
 
 def trainer_speed_without_fa4(book: Book) -> str:
     """The same where FlashAttention 4 could not be imported."""
-    return _cases(book, "without FlashAttention 4/cases")
+    return _cases(book, SPEED, "without FlashAttention 4/cases")
 
 
-def _cases(book: Book, part: str) -> str:
+def trainer_speed_80gb(book: Book) -> str:
+    """What was measured on GPUs of 80 GB, 14B over two among it."""
+    return _cases(book, SPEED + SMALLER, "cases")
+
+
+def _cases(book: Book, file: str, part: str) -> str:
     head = [
         "", "tokens/s, forward and backward", "of sequences", "share of 790 TFLOP/s", "with the optimizer, tokens/s",
         "GPU memory",
     ]  # fmt: skip
     rows, places = [], {}
-    for name in book.get(SPEED, part):
+    for name in book.get(file, part):
         place = f"{part}/{name}"
-        rate, share = (book.number(SPEED, f"{place}/pass/{key}") for key in ("forwarded_tokens_per_second", "mfu"))
-        sequences = book.number(SPEED, f"{place}/pass/sequence_tokens_per_second")
-        whole = book.maybe(SPEED, f"{place}/step/forwarded_tokens_per_second")
-        peak = book.number(SPEED, f"{place}/pass/peak_bytes")
+        rate, share = (book.number(file, f"{place}/pass/{key}") for key in ("forwarded_tokens_per_second", "mfu"))
+        sequences = book.number(file, f"{place}/pass/sequence_tokens_per_second")
+        whole = book.maybe(file, f"{place}/step/forwarded_tokens_per_second")
+        peak = book.number(file, f"{place}/pass/peak_bytes")
         step = "" if whole is None else f"{whole:,.0f}"
         rows.append([name, f"{rate:,.0f}", f"{sequences:,.0f}", f"{share:.2f}", step, f"{peak / 1e9:.0f} GB"])
-        places[name] = (SPEED, place)
+        places[name] = (file, place)
     return f"{markdown(head, rows)}\n\n{sources(book, places)}"
 
 
@@ -86,6 +93,28 @@ def whole_run_bound(book: Book) -> str:
         f"group of {settings['group']} has {longest:,.0f}, and until that one has ended the others' places stay empty. Of "
         f"{settings['in_flight']} answers in groups under way {settings['in_flight'] * mean / longest:,.0f} are being sampled"
     )
+
+
+def more_ahead(book: Book) -> str:
+    """What a batch more on its way brought, on GPUs of 80 GB."""
+    file, place = WHOLE + SMALLER, "parts/ours"
+    settings, found = book.get(file, "settings"), book.get(file, place)
+    rate, waits = (book.number(file, f"{place}/{key}") for key in ("trained_tokens_per_second", "waiting_share"))
+    groups = settings["ahead"] * settings["sequences"] // settings["group"]
+    return (
+        f"With {groups} groups on their way, on two {book.get(file, 'machine/gpus/0')}, {rate:,.0f} tokens were trained in a "
+        f"second, the trainer waited {waits:.0%}, and {found['samples_thrown_away']:,} answers were thrown away beside "
+        f"{found['sequences']:,} that were trained; a client's longest gap was {found['longest_gap_seconds']:.2f} s "
+        f"({found['measured']['date'].split()[0]}, commit {found['measured']['commit']})"
+    )
+
+
+def most_at_once(book: Book) -> str:
+    """How many answers may be sampled at once before the longest of a group spans more versions than it may."""
+    settings = book.get(WHOLE, "settings")
+    mean, longest = lengths(settings)
+    of_batch = settings["sequences"] * mean / longest
+    return f"{of_batch * settings['staleness']:,.0f} answers, and {of_batch:,.0f} more for each version more"
 
 
 def lengths(settings: Mapping[str, Any]) -> tuple[float, float]:
@@ -150,6 +179,9 @@ NAMED: dict[str, Callable[[Book], str]] = {
     "longest_sequences": longest_sequences,
     "whole_run": whole_run,
     "whole_run_bound": whole_run_bound,
+    "whole_run_more_ahead": more_ahead,
+    "whole_run_most_at_once": most_at_once,
+    "trainer_speed_80gb": trainer_speed_80gb,
     "sampling_cost": sampling_cost,
     "handing_on": handing_on,
 }
