@@ -74,7 +74,7 @@ def roles_of(settings: Settings) -> list[Role]:
         found.append(Role(name, "generator", name, 0, some(needs), 1, ready=("/health_generate", "/weights"), grace=30.0))
     servers = [f"parameter-server-{n + 1}" for n in range(asked.parameter_servers)]
     for name in servers:
-        needs = {"CPU": asked.parameter_server_cpus, "GPU": gpu}
+        needs = {"CPU": asked.parameter_server_cpus, "GPU": gpu * asked.parameter_server_gpus}
         answers, service = ("/weights", "/weights"), ("service",)
         known = tuple(generators)
         found.append(

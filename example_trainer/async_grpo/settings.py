@@ -58,6 +58,9 @@ class Orchestration(Section):
     environment_cpus: float = Field(1.0, ge=0, description="CPUs of an environment process")
     reference_cpus: float = Field(2.0, ge=0, description="CPUs of a reference worker")
     parameter_server_cpus: float = Field(2.0, ge=0, description="CPUs of a parameter server")
+    parameter_server_gpus: int = Field(
+        1, ge=0, le=1, description="GPUs of a parameter server, with device gpu; 0: the weights are in the host's memory"
+    )
     trainer_cpus: float = Field(4.0, ge=0, description="CPUs of the trainer, all ranks together")
     start_seconds: float = Field(900.0, gt=0, description="seconds that a role may take to be placed, to load and to answer")
     proven_seconds: float = Field(

@@ -254,6 +254,17 @@ def test_a_parameter_server_takes_its_command() -> None:
     assert "vllm_servers" not in values
 
 
+def test_a_parameter_server_may_hold_the_weights_of_gpus_in_the_hosts_memory() -> None:
+    made = settings(orchestration={"parameter_servers": 1, "parameter_server_gpus": 0})
+    roles = roles_of(made)
+    role = next(r for r in roles if r.kind == "parameter-server")
+    assert "GPU" not in role.resources
+    launch = Commands(made, KEYS).launch(role, places_of(roles))
+    program = launch.arguments.index("example_trainer.parameter_server")
+    options = parse_section(ParameterServerOptions, "parameter_server", launch.arguments[program + 1 :])
+    assert (options.device, options.dtype) == ("cpu", "bfloat16")
+
+
 def test_without_ray_one_line_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ClusterError, match=r"need Ray, which is not installed: `pip install 'lockstep-rl\[ray\]'`"):
