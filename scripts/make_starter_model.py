@@ -68,12 +68,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--threads", type=int, default=2, help="CPU threads; another number may give other bits (default: 2)")
     parser.add_argument(
-        "--eval-problems", type=int, default=200, help="held-out problems of each level for the figures (default: 200)"
+        "--eval-problems",
+        type=int,
+        default=200,
+        help="held-out problems of each level for the figures; 0: none are measured (default: 200)",
     )
     options = parser.parse_args(arguments)
-    for name in ("steps", "threads", "eval_problems"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: give at least 1")
+    for name, least in {"steps": 1, "threads": 1, "eval_problems": 0}.items():
+        if getattr(options, name) < least:
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: give at least {least}")
     if options.eval_problems > MAX_HELD_OUT:
         parser.error(f"--eval-problems {options.eval_problems}: give at most {MAX_HELD_OUT}")
     if options.first_stage is not None and not (options.first_stage / "training_log.jsonl").is_file():
@@ -114,8 +117,10 @@ def main(arguments: list[str] | None = None) -> None:
             model = train_calculator(model, plan, tokenizer, record)
         model.save_pretrained(output)
         save_tokenizer(tokenizer, output)
-        habits = [measure_habits(model, tokenizer, level, n=options.eval_problems) for level in sorted(OPERAND_DIGITS)]
-        calls = [measure_calls(model, tokenizer, level, n=options.eval_problems) for level in LEVELS]
+        habits, calls = [], []
+        if options.eval_problems:
+            habits = [measure_habits(model, tokenizer, level, n=options.eval_problems) for level in sorted(OPERAND_DIGITS)]
+            calls = [measure_calls(model, tokenizer, level, n=options.eval_problems) for level in LEVELS]
         reports: list[HabitReport | CallReport] = [*habits, *calls]
         for report in reports:
             record({"habits": report.to_dict()})

@@ -270,7 +270,7 @@ def test_same_command_gives_the_same_bytes(tmp_path: Path) -> None:
     """Also in this process, in which much has happened before."""
 
     def command(name: str) -> list[str]:
-        flags = ["--seed", "3", "--steps", "1", "--calculator-steps", "1", "--eval-problems", "1", "--threads", "1"]
+        flags = ["--seed", "3", "--steps", "1", "--calculator-steps", "1", "--eval-problems", "0", "--threads", "1"]
         return ["--output", str(tmp_path / name), *flags]
 
     words = [sys.executable, REPOSITORY / "scripts" / "make_starter_model.py", *command("a")]
@@ -290,6 +290,25 @@ def test_same_command_gives_the_same_bytes(tmp_path: Path) -> None:
         "tokenizer_config.json",
         "training_log.jsonl",
     }
+    assert "## Figures\n\nNone were measured" in one["README.md"].decode()
+
+
+def test_the_figures_are_those_of_the_model_whoever_measures_it(tmp_path: Path) -> None:
+    """Of the model that ships, which ends its replies: an untrained one writes each of them to the longest."""
+    first = json.loads((SHIPPED / "training_log.jsonl").read_text().splitlines()[0])["plan"]
+    flags = ["--first-stage", SHIPPED, "--calculator-steps", "0", "--eval-problems", "1", "--threads", "1"]
+    words = [sys.executable, REPOSITORY / "scripts" / "make_starter_model.py", "--output", tmp_path / "out", *flags]
+    done = run_command([*words, "--seed", str(first["seed"]), "--steps", str(first["steps"])])
+    assert done.returncode == 0, done.stdout
+    log = [json.loads(line) for line in (tmp_path / "out" / "training_log.jsonl").read_text().splitlines()]
+    habits = [measure_habits(shipped_model(), shipped_tokenizer(), level, n=1) for level in (1, 2, 3)]
+    calls = [measure_calls(shipped_model(), shipped_tokenizer(), level, n=1) for level in (1, 2, 3, 4)]
+    assert [line["habits"] for line in log if "habits" in line] == [report.to_dict() for report in (*habits, *calls)]
+    page = (tmp_path / "out" / "README.md").read_text()
+    assert "\nOn 1 held-out problems of each level" in page
+    for figures in (habits, calls):
+        row = " | ".join(f"{report.worked_accuracy:.1%}" for report in figures)
+        assert f"\n| correct when made to work it out | {row} |\n" in page
 
 
 def test_a_second_stage_on_a_first_that_was_kept_gives_the_same_weights_and_another_seed_does_not(tmp_path: Path) -> None:
