@@ -9,7 +9,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -87,8 +86,11 @@ def _come(place: LanePlace, store: dist.Store, device: torch.device, seconds: fl
     offered = None
     try:
         store.wait([place.offer], timedelta(seconds=seconds))
-        with suppress(OSError):
-            offered = OfferedMemory(store.get(place.offer).decode(), device)
+        offer = store.get(place.offer).decode()
+        try:
+            offered = OfferedMemory(offer, device) if offer else None
+        except OSError as error:
+            logger.info("[Bridge] %s gets what is sent: the sender's memory cannot be read here (%s)", place.name, error)
         store.set(place.here(place.member), FAR if offered is None else NEAR)
         store.wait([place.word], timedelta(seconds=seconds))
     except (RuntimeError, dist.DistError) as error:
