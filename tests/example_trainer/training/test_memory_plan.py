@@ -199,6 +199,7 @@ def test_the_trainer_asks_before_it_loads(
 
 STEP = """
 import json, resource, sys
+from dataclasses import replace
 sys.path[0] = {root!r}
 import torch
 torch.set_num_threads(2)
@@ -215,27 +216,29 @@ def peak():
     lines = open("/proc/self/status").read().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
-geometry = Geometry("Qwen3ForCausalLM", 4096, 512, 1536, 3, 8, 4, 64, 1024, 1e-6, 1e4, qk_norm=True, tie_word_embeddings=True)
-warm = torch.nn.Linear(64, 64)
-torch.optim.AdamW(warm.parameters(), fused=True)
-warm(torch.randn(4, 64)).sum().backward()
-before = resident()
 checkpointing = sys.argv[1] == "True"
-model = Decoder(geometry, torch.float32)
-for parameter in model.parameters():
-    torch.nn.init.normal_(parameter, std=0.02)
-model.gradient_checkpointing = checkpointing
-optimizer = MasterAdamW(model, lr=1e-4)
-model.arithmetic.sums = optimizer.sums
-packing = Packing([192] * 4)
-for _ in range(2):
-    hidden = model(torch.randint(0, 4096, (768,)), packing)
-    logprobs, _ = model.chosen_logprobs(hidden, torch.randint(0, 4096, (768,)), packing, 512)
-    (-logprobs.mean()).backward()
-    optimizer.step()
-    optimizer.write_weights()
+
+def step(geometry, lengths):
+    model = Decoder(geometry, torch.float32)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    model.gradient_checkpointing = checkpointing
+    optimizer = MasterAdamW(model, lr=1e-4)
+    model.arithmetic.sums = optimizer.sums
+    packing, tokens = Packing(lengths), sum(lengths)
+    for _ in range(2):
+        hidden = model(torch.randint(0, geometry.vocab_size, (tokens,)), packing)
+        logprobs, _ = model.chosen_logprobs(hidden, torch.randint(0, geometry.vocab_size, (tokens,)), packing, 512)
+        (-logprobs.mean()).backward()
+        optimizer.step()
+        optimizer.write_weights()
+
+geometry = Geometry("Qwen3ForCausalLM", 4096, 512, 1536, 3, 8, 4, 64, 1024, 1e-6, 1e4, qk_norm=True, tie_word_embeddings=True)
+step(replace(geometry, vocab_size=64, hidden_size=64, intermediate_size=64), [4, 4])  # what is loaded at a first step
+before = resident()
+step(geometry, [192] * 2)
 request = MemoryRequest(
-    geometry, torch.float32, 768, 192, gradient_checkpointing=checkpointing, logprob_chunk=512
+    geometry, torch.float32, 384, 192, gradient_checkpointing=checkpointing, logprob_chunk=512
 )
 print(json.dumps([peak() - before, plan_memory(request).total]))
 """
