@@ -193,7 +193,7 @@ def start_vllm(supervisor: Supervisor, options: argparse.Namespace, device: torc
             command += ["--kv-cache-memory-bytes", str(int(options.cache_gib * 2**30))]
     else:
         command += ["--dtype", "float32", "--enforce-eager"]
-        variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_WAIT_POLICY": "passive"}
+        variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_WAIT_POLICY": "passive"}
     if options.batch_invariant:
         command.append("--deterministic")
     command += shlex.split(options.vllm_args)

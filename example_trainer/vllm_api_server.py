@@ -139,7 +139,8 @@ def avoid_multicast(args: argparse.Namespace) -> None:
 
 
 def _cpu_defaults(args: argparse.Namespace) -> None:
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    if args.kv_cache_memory_bytes is None:  # which vLLM would give way to the variable
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     # The sampler would otherwise be compiled at the first request: 15 s, and a C++ compiler that a machine may not have.
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import pytest
 
-from example_trainer.vllm_api_server import MULTICAST_OFF, avoid_multicast
+from example_trainer.vllm_api_server import MULTICAST_OFF, _cpu_defaults, avoid_multicast
 from tests.forked_commands import run_command
 from vllm_patching.server import flags as server_flags
 from vllm_patching.server.flags import parse_arguments
@@ -172,6 +172,25 @@ def test_without_multicast_it_is_as_with_the_flags_by_hand(monkeypatch: pytest.M
     args = parse_arguments(ranks)
     avoid_multicast(args)
     assert vars(args) == vars(by_hand)
+
+
+@pytest.mark.parametrize(
+    ("flags", "before", "after"),
+    [
+        ([], None, "1"),
+        ([], "3", "3"),
+        (["--kv-cache-memory-bytes", "2G"], None, None),
+        (["--kv-cache-memory-bytes", "2G"], "3", "3"),
+    ],
+    ids=["neither", "the variable", "the flag", "both"],
+)
+def test_the_default_size_of_the_cache_overrides_nothing_that_was_asked(
+    flags: list[str], before: str | None, after: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine without GPUs, where vLLM takes the variable's word against the flag's."""
+    monkeypatch.setattr(os, "environ", {"VLLM_CPU_KVCACHE_SPACE": before} if before else {})
+    _cpu_defaults(parse_arguments(["--model", "x", *flags]))
+    assert os.environ.get("VLLM_CPU_KVCACHE_SPACE") == after
 
 
 @pytest.mark.parametrize(
