@@ -92,7 +92,8 @@ class VllmServer(Child):
             if options.eager:
                 command.append("--enforce-eager")
         else:
-            environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+            command += ["--num-gpu-blocks-override", "256"]  # 32,768 tokens: a worker writes zeros into all of its cache
+            environment["OMP_NUM_THREADS"] = "1"
         if options.tp > 1:
             command += ["--tensor-parallel-size", str(options.tp)]
             if options.gpus:
