@@ -12,6 +12,7 @@ copied out of it, the next unit's are under way meanwhile, and the unit before i
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -127,16 +128,19 @@ class MemoryRequest:
         return not self.sharded and self.lora is None
 
 
+@functools.lru_cache
 def parameter_count(geometry: Geometry) -> int:
     """Elements of every parameter, a tied output matrix once."""
     return _count(part for _, part in _named_parts(geometry))
 
 
+@functools.lru_cache
 def layer_parameter_count(geometry: Geometry) -> int:
     """Elements of one layer's parameters: one unit of FSDP2."""
     return _count(part for name, part in _named_parts(geometry) if name.startswith("model.layers.0."))
 
 
+@functools.lru_cache
 def root_parameter_count(geometry: Geometry) -> int:
     """Elements of what is outside of the layers: embedding, last norm, and the output matrix unless it is tied."""
     return _count(part for name, part in _named_parts(geometry) if not name.startswith("model.layers."))
