@@ -21,6 +21,7 @@ from example_trainer.child_processes.processes import ManagedProcess
 from example_trainer.child_processes.run_keys import read_keys
 from tests.conftest import ROOT, Processes
 from tests.e2e.async_roles import numbers
+from tests.e2e.conftest import CACHE
 from tests.forked_commands import FOLDER, shared_fork_servers
 from tests.still_running import json_rows
 
@@ -258,6 +259,7 @@ def test_what_a_lost_node_had_comes_back_on_another(cluster: Any, processes: Pro
     sections["orchestration"] |= {"reference_cpus": 0.1, "parameter_server_cpus": 0.1}
     # The head, of three CPUs, has no room for a generator with its environment beside the service.
     sections["orchestration"] |= {"service_cpus": 1.5, "generator_cpus": 0.9, "environment_cpus": 0.8}
+    sections["inference"]["server_args"] = list(CACHE)
     sections["training"] |= {"kl_coef": 0.01, "batch_size": 16}
     config = tmp_path / "all-roles.yaml"
     config.write_text(yaml.safe_dump(sections))
@@ -293,7 +295,7 @@ def test_a_run_in_turns_that_is_killed_whole_goes_on_as_if_it_were_not(
     sections = yaml.safe_load((CONFIGS / "arithmetic_sync_cpu.yaml").read_text())
     sections["orchestration"]["exact_resume"] = True
     del sections["inference"]["max_sequences"]
-    sections["inference"] |= {"group_size": 4, "max_response_tokens": 24, "max_model_length": 256}
+    sections["inference"] |= {"group_size": 4, "max_response_tokens": 24, "max_model_length": 256, "server_args": list(CACHE)}
     sections["training"] |= {"batch_size": 16, "seq_len": 256, "checkpoint_interval": 1, "lr": 1e-3}
     config = tmp_path / "exact.yaml"
     config.write_text(yaml.safe_dump(sections))

@@ -17,6 +17,7 @@ import yaml
 
 from example_trainer.child_processes.processes import ManagedProcess
 from tests.conftest import ROOT, Processes
+from tests.e2e.conftest import CACHE
 from tests.e2e.two_hosts import Host, NoNamespaces, hosts
 from tests.still_running import json_rows
 
@@ -98,7 +99,7 @@ def test_the_documented_commands_start_a_cluster_of_two_hosts_and_train_on_it(pr
     sections = yaml.safe_load((ROOT / "example_trainer/configs/arithmetic_async_cpu.yaml").read_text())
     sections["orchestration"] |= {"steps": 2, "service_cpus": 1, "trainer_cpus": 1, "generator_cpus": 1}
     sections["orchestration"] |= {"environment_cpus": cores - 1.5}
-    sections["inference"] |= {"group_size": 4, "max_response_tokens": 16, "max_model_length": 128}
+    sections["inference"] |= {"group_size": 4, "max_response_tokens": 16, "max_model_length": 128, "server_args": list(CACHE)}
     sections["training"] |= {"model_name": str(ROOT / "assets/starter_model"), "batch_size": 8, "seq_len": 128}
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(sections))
