@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,8 @@ from tests.e2e.conftest import CACHE
 from tests.forked_commands import FOLDER, shared_fork_servers
 from tests.still_running import json_rows
 
-pytest.importorskip("ray", reason="Ray is not installed: scripts/setup.sh installs it")
-
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540)]
+NO_RAY = "Ray is not installed: scripts/setup.sh installs it"
+pytestmark = [pytest.mark.skipif(find_spec("ray") is None, reason=NO_RAY), pytest.mark.e2e, pytest.mark.timeout(540)]
 
 STORE_BYTES = 80 << 20
 SECONDS = 150.0

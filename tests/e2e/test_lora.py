@@ -17,7 +17,6 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from example_trainer.config import TrainerConfig
@@ -345,6 +344,8 @@ def test_training_serves_each_step_and_saves_what_peft_loads(
     assert status(lora_server)["current"]["version"] == 4
     assert not served.exists()  # the first trainer has ended and nobody is served its adapter
     base = AutoModelForCausalLM.from_pretrained(lora_server.model)
+    from peft import PeftModel
+
     peft = PeftModel.from_pretrained(base, saved / "adapter_step_4").eval()
     for answer in sample(lora_server, 4):
         prompt = answer["prompt_token_ids"]

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,8 @@ from tests.e2e.conftest import CACHE
 from tests.e2e.two_hosts import Host, NoNamespaces, hosts
 from tests.still_running import json_rows
 
-pytest.importorskip("ray", reason="Ray is not installed: scripts/setup.sh installs it")
-
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+NO_RAY = "Ray is not installed: scripts/setup.sh installs it"
+pytestmark = [pytest.mark.skipif(find_spec("ray") is None, reason=NO_RAY), pytest.mark.e2e, pytest.mark.timeout(900)]
 
 SECONDS = 400.0
 SHIPPED = "example_trainer/configs/qwen3b_async_grpo.yaml"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 
 from .conftest import Service, group
@@ -11,6 +10,8 @@ from .conftest import Service, group
 
 @pytest.mark.parametrize("path", ["/scored_data", "/scored_data_list", "/register", "/register-env", "/batch", "the rest"])
 def test_no_request_breaks_the_service(shared_service: Service, path: str) -> None:
+    import schemathesis  # takes as long as the tests of many a file
+
     schema = schemathesis.openapi.from_url(f"http://127.0.0.1:{shared_service.port}/openapi.json")
     operations = [result.ok() for result in schema.get_all_operations()]
     named = {"/scored_data", "/scored_data_list", "/register", "/register-env", "/batch"}

@@ -49,9 +49,8 @@ class SeatHere:
 class ThisMachine:
     """A cluster of one node that has room for everything."""
 
-    version = project_ray()
-
     def __init__(self) -> None:
+        self.version = project_ray()
         self.seats: list[SeatHere] = []
 
     def nodes(self) -> list[Node]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -72,6 +71,8 @@ def adapted(base: Path, settings: LoraSettings = SETTINGS, dtype: torch.dtype = 
 
 @pytest.mark.parametrize("targets", [TARGETS, ("v_proj", "down_proj")])
 def test_peft_loads_it_and_computes_the_same(base: Path, tmp_path: Path, targets: tuple[str, ...]) -> None:
+    from peft import PeftModel
+
     settings = LoraSettings(4, 6.0, 0.1, targets)
     model = adapted(base, settings)
     AdapterWriter(model, settings, str(base)).write(tmp_path / "adapter")
@@ -86,6 +87,8 @@ def test_peft_loads_it_and_computes_the_same(base: Path, tmp_path: Path, targets
 
 
 def test_the_server_reads_what_peft_saves(base: Path, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
     peft = get_peft_model(
         AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
     )
@@ -123,6 +126,8 @@ def test_the_file_holds_the_masters_rounded_and_its_checksum_is_what_the_server_
 
 @pytest.mark.parametrize("base", ["llama"], indirect=True)
 def test_rank_stabilised_adapters_are_scaled_by_the_root_of_the_rank(base: Path, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["v_proj"], use_rslora=True)
     get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path)
     assert open_adapter(tmp_path, geometry(base), max_rank=4).scale == 8 / 2
