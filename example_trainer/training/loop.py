@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -137,6 +138,7 @@ class Parts:
         timeline: gets each step's spans: wait, train, and sync, or what the bridge calls it.
         tokens: collects what is reported of tokens.
         joins: the bridge's when that was done last.
+        unsent: writes the row of a step whose weights are on their way, should the run end there.
     """
 
     config: TrainerConfig
@@ -160,6 +162,7 @@ class Parts:
     timeline: Timeline = field(default_factory=lambda: Timeline(None, "trainer", ""))
     tokens: TokenReport = field(default_factory=lambda: TokenReport(0))
     joins: int = field(init=False)
+    unsent: Callable[[], None] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.joins = self.bridge.joins
@@ -179,6 +182,12 @@ class Parts:
         """As begin_saving, and return when it is complete."""
         self.begin_saving()
         self.checkpoints.wait()
+
+    def save_unsent(self) -> None:
+        """As save, and write the row of a step that has none yet: whoever goes on from the checkpoint begins behind it."""
+        self.save()
+        if self.unsent is not None:
+            self.unsent()
 
 
 def train(parts: Parts) -> None:
@@ -211,6 +220,8 @@ def train(parts: Parts) -> None:
                 with bridge.turn(optimizer.write_weights):
                     learned = learn(parts, batch, skipped)
                     computed = time.perf_counter()
+                    seconds = (waited - begun, computed - waited, 0.0)
+                    parts.unsent = partial(write_row, parts, batch, learned, SyncReport(optimizer.steps, "", 0), seconds, 0)
                     if config.restarts_vllm_at(optimizer.steps):
                         parts.save()  # what the bridge starts vLLM on
                     report = bridge.sync(optimizer.steps, optimizer.write_weights, optimizer.masters)
@@ -220,7 +231,9 @@ def train(parts: Parts) -> None:
             handed = time.perf_counter()
             seconds = (waited - begun, computed - waited, handed - computed)
             tell_timeline(parts, (begun, waited, computed, handed))
-            record(parts, batch, learned, report, seconds, skipped.stepped())
+            write_row(parts, batch, learned, report, seconds, skipped.stepped())
+            parts.unsent = None
+            record_evaluations(parts)
             if config.saves_at(optimizer.steps):
                 parts.checkpoints.wait()
                 batches.release()
@@ -239,7 +252,7 @@ def train(parts: Parts) -> None:
         raise
     except StopRequested:
         if optimizer.sound and optimizer.steps:
-            parts.save()
+            parts.save_unsent()
         raise
 
 
@@ -289,11 +302,8 @@ def make_upkeep(parts: Parts) -> Upkeep:
 
 
 def ask_restarted_servers(parts: Parts) -> None:
-    """Ask the servers anew if one of them was joined since, as after a restart: it may have come back with other options.
-
-    Raises:
-        ConfigError: what one says now does not go with the trainer's options.
-    """
+    """Ask the servers anew if one was joined since, as after a restart: it may have come back with other options. Raises
+    ConfigError for those that do not go with the trainer's."""
     if parts.ask_servers is not None and parts.joins != parts.bridge.joins:
         parts.ask_servers()
         parts.joins = parts.bridge.joins
@@ -322,7 +332,7 @@ def skip(parts: Parts, skipped: SkippedBatches, error: BatchError, version: int)
         ) from error
 
 
-def record(
+def write_row(
     parts: Parts,
     batch: ReadyBatch,
     learned: dict[str, float | None],
@@ -358,7 +368,6 @@ def record(
     }
     parts.metrics.write(optimizer.steps, row)
     logger.info("%s", step_line(optimizer.steps, parts.config.training_steps, row))
-    record_evaluations(parts)
 
 
 def record_evaluations(parts: Parts, seconds: float = 0.0) -> None:
@@ -385,7 +394,7 @@ def keep_what_was_learned(parts: Parts, error: Exception) -> None:
     if not optimizer.sound or not optimizer.steps or not agreed or isinstance(error, CheckpointError | RankError):
         return
     try:
-        parts.save()
+        parts.save_unsent()
     except Exception as failure:  # noqa: BLE001 - logged, and the error that led here is raised
         told = " ".join(str(failure).split())
         logger.error("What was learned since the last checkpoint could not be saved: %s", told)

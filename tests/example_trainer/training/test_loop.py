@@ -17,6 +17,7 @@ from example_trainer.batch.prefetch import Batches
 from example_trainer.batch.sampling import SamplerLogprobs
 from example_trainer.errors import ConfigError
 from example_trainer.observe.metrics import step_line
+from example_trainer.process import StopRequested
 from example_trainer.training.loop import NoCheckpoints, make_upkeep
 from example_trainer.weight_bridge.base import NoBridge, SyncReport
 from tests.example_trainer.in_process import STEPS, Trainers
@@ -120,6 +121,27 @@ def test_a_server_that_was_restarted_is_asked_again_for_its_logprobs(
     trainers.post(*range(STEPS))
     assert trainers.train()
     assert heeded == [(0, ()), (2, ("http://one:9001",))]
+
+
+def test_a_step_whose_weights_reach_nobody_before_the_end_has_its_row(
+    trainers: Trainers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint holds it, so that the run goes on behind it."""
+    real = NoBridge.sync
+
+    def sync(bridge: NoBridge, version: int, *rest: Any) -> SyncReport:
+        if version == 2:
+            raise StopRequested(15)
+        return real(bridge, version, *rest)
+
+    trainers.post(*range(STEPS))
+    monkeypatch.setattr(NoBridge, "sync", sync)
+    with pytest.raises(StopRequested):
+        trainers.train()
+    monkeypatch.setattr(NoBridge, "sync", real)
+    assert [(row["step"], row["weight_version"], row["checksum"]) for row in trainers.rows()] == [(1, 1, ""), (2, 2, "")]
+    assert trainers.train("--resume", "auto")
+    assert [row["step"] for row in trainers.rows()] == list(range(1, STEPS + 1))
 
 
 def test_restarted_servers_are_asked_while_a_batch_is_waited_for() -> None:
