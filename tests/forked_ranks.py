@@ -12,6 +12,7 @@ import runpy
 import signal
 import socket
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +23,8 @@ import example_trainer.parallel.fsdp  # noqa: F401 - imported once, before the r
 from tests.forked_commands import end
 
 RANKS = 2
+OWN_END_SECONDS = 5.0
+"""In which ranks may end by themselves when another has failed, and say why, before they are asked to."""
 
 
 def torchrun_variables(rank: int, port: int) -> dict[str, str]:
@@ -55,13 +58,18 @@ def main(command: list[str]) -> int:
         # The store is the launcher's, so that it outlives the ranks.
         store = dist.TCPStore("127.0.0.1", port, RANKS, True, wait_for_workers=False, master_listen_fd=listening.detach())
     failed = False
+    asked = float("inf")
     while living:
-        child, status = os.wait()
+        child, status = os.waitpid(-1, os.WNOHANG if failed else 0)
         living.discard(child)
         if status and not failed:
-            failed = True
-            for other in living:
-                os.kill(other, signal.SIGTERM)
+            failed, asked = True, time.monotonic() + OWN_END_SECONDS
+        if failed and not child:
+            if time.monotonic() > asked:
+                asked = float("inf")
+                for other in living:
+                    os.kill(other, signal.SIGTERM)
+            time.sleep(0.02)
     del store
     return int(failed)
 
