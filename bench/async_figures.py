@@ -101,39 +101,34 @@ def parameter_server(book: Book) -> str:
     """What a parameter server takes and hands on."""
     if "parameter_server" not in book.page(FILE):
         return "Not measured yet."
-    head = ["vLLM servers", "a push", "a pull by all of them", "taken", "handed on, all together"]
-    rows, places = [], {}
-    for number in book.get(FILE, "parameter_server/servers"):
-        place = f"parameter_server/servers/{number}"
-        push, pull, taken, given = (
-            book.number(FILE, f"{place}/{key}")
-            for key in ("push_ms", "pull_ms", "push_gb_per_second", "delivered_gb_per_second")
-        )
-        rows.append([number, f"{push:.0f} ms", f"{pull:.0f} ms", f"{taken:.2f} GB/s", f"{given:.2f} GB/s"])
-        places[number] = (FILE, place)
+    found, places = _handed(book, "parameter_server", "vLLM servers")
     in_place = [book.maybe(FILE, f"{place}/read_in_place") == int(number) for number, (_, place) in places.items()]
     way = "read where they are, in shared memory" if all(in_place) else "sent over Gloo"
     load = _load(book, "parameter_server/load_average_before/0")
-    return f"{markdown(head, rows)}\n\nThe weights were {way}. {sources(book, places)} {load}"
+    return f"{found}\n\nThe weights were {way}. {sources(book, places)} {load}"
 
 
 def parameter_server_gpu(book: Book) -> str:
     """The same by each route between GPUs and the host's memory."""
     if "parameter_server_gpu" not in book.page(FILE):
         return "Not measured yet."
-    head = ["parameter server, vLLM servers", "a push", "a pull by all of them", "taken", "handed on, all together"]
-    rows, places = [], {}
-    for name in book.get(FILE, "parameter_server_gpu/servers"):
-        place = f"parameter_server_gpu/servers/{name}"
-        push, pull, taken, given = (
-            book.number(FILE, f"{place}/{key}")
-            for key in ("push_ms", "pull_ms", "push_gb_per_second", "delivered_gb_per_second")
-        )
-        rows.append([name, f"{push:,.0f} ms", f"{pull:,.0f} ms", f"{taken:.1f} GB/s", f"{given:.1f} GB/s"])
-        places[name] = (FILE, place)
+    found, places = _handed(book, "parameter_server_gpu", "parameter server, vLLM servers")
     gpu = book.get(FILE, "parameter_server_gpu/machine/gpus/0")
     size = book.number(FILE, f"{next(iter(places.values()))[1]}/model_bytes") / 1e9
-    return f"{markdown(head, rows)}\n\n{gpu}, {size:.2f} GB of bfloat16. {sources(book, places)}"
+    return f"{found}\n\n{gpu}, {size:.2f} GB of bfloat16. {sources(book, places)}"
+
+
+def _handed(book: Book, part: str, first: str) -> tuple[str, dict[str, tuple[str, str]]]:
+    """The table of bench/parameter_server.py, and where its rows are from."""
+    head = [first, "a push", "a pull by all of them", "taken", "handed on, all together"]
+    keys = ("push_ms", "pull_ms", "push_gb_per_second", "delivered_gb_per_second")
+    rows, places = [], {}
+    for name in book.get(FILE, f"{part}/servers"):
+        place = f"{part}/servers/{name}"
+        push, pull, taken, given = (book.number(FILE, f"{place}/{key}") for key in keys)
+        rows.append([name, f"{push:,.0f} ms", f"{pull:,.0f} ms", f"{taken:.2f} GB/s", f"{given:.2f} GB/s"])
+        places[name] = (FILE, place)
+    return markdown(head, rows), places
 
 
 def full_at(book: Book) -> str:

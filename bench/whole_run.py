@@ -100,19 +100,8 @@ class WholeRun:
         self.servers: dict[str, Child] = {}
 
     def _settings(self) -> dict[str, Any]:
-        shown = (
-            "shape",
-            "steps",
-            "leave_out",
-            "sequences",
-            "group",
-            "in_flight",
-            "cap",
-            "staleness",
-            "ahead",
-            "cache_gib",
-            "dry_run",
-        )
+        shown = ["shape", "steps", "leave_out", "sequences", "group", "in_flight", "cap", "staleness", "ahead"]
+        shown += ["cache_gib", "dry_run"]
         settings = {name: getattr(self.args, name) for name in shown}
         return settings | {"end_tokens": len(end_tokens(SHAPES[self.args.shape]["vocab_size"], self.args.cap))}
 

@@ -149,10 +149,11 @@ class Outgoing:
 
     def __init__(self, model: Decoder, layout: Sequence[Manifest], ranks: Ranks, device: torch.device) -> None:
         plan = SendPlan(ranks.world_size, len(layout))
-        self._stream = WeightStream(model, layout, plan, ranks, device, Route.NCCL if device.type == "cuda" else Route.GLOO)
+        route = Route.NCCL if device.type == "cuda" else Route.GLOO
+        self._stream = WeightStream(model, layout, plan, ranks, device, route)
         self._cohort = Cohort(ranks, plan, device, timeout=SECONDS)
         own = plan.own_lanes(ranks.rank)
-        places = (lane_places("localhost", 1, "", r, [lane], SENDER, 1, "none")[0] for r, lane in own)
+        places = (lane_places("localhost", 1, "", r, [lane], SENDER, 1, route)[0] for r, lane in own)
         self._cohort._lanes = {where: _Nowhere(place, device) for where, place in zip(own, places, strict=True)}
         self._cohort._store = dist.HashStore()
 

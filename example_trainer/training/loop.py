@@ -220,8 +220,8 @@ def train(parts: Parts) -> None:
                 with bridge.turn(optimizer.write_weights):
                     learned = learn(parts, batch, skipped)
                     computed = time.perf_counter()
-                    seconds = (waited - begun, computed - waited, 0.0)
-                    parts.unsent = partial(write_row, parts, batch, learned, SyncReport(optimizer.steps, "", 0), seconds, 0)
+                    write = partial(write_row, parts, batch, learned, skipped.stepped())
+                    parts.unsent = partial(write, SyncReport(optimizer.steps, "", 0), (waited - begun, computed - waited, 0.0))
                     if config.restarts_vllm_at(optimizer.steps):
                         parts.save()  # what the bridge starts vLLM on
                     report = bridge.sync(optimizer.steps, optimizer.write_weights, optimizer.masters)
@@ -231,7 +231,7 @@ def train(parts: Parts) -> None:
             handed = time.perf_counter()
             seconds = (waited - begun, computed - waited, handed - computed)
             tell_timeline(parts, (begun, waited, computed, handed))
-            write_row(parts, batch, learned, report, seconds, skipped.stepped())
+            write(report, seconds)
             parts.unsent = None
             record_evaluations(parts)
             if config.saves_at(optimizer.steps):
@@ -336,9 +336,9 @@ def write_row(
     parts: Parts,
     batch: ReadyBatch,
     learned: dict[str, float | None],
+    batches_skipped: int,
     report: SyncReport,
     seconds: tuple[float, float, float],
-    batches_skipped: int,
 ) -> None:
     """Write the figures of a step: its row, and its line in the log."""
     bridge, optimizer, figures = parts.bridge, parts.optimizer, batch.figures

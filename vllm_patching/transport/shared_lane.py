@@ -29,8 +29,6 @@ _NAME = "lockstep-weights"
 _NONCE_BYTES = 32
 _HEADER_BYTES = 4096
 """Before the first buffer, which is aligned as pages are."""
-
-
 _CPU = torch.device("cpu")
 
 
@@ -59,7 +57,7 @@ class SendMemory:
             logger.info("[Bridge] receivers on this machine are sent to, since no memory can be shared with them: %s", error)
             self._memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
         if fast_for_gpus and device.type == "cpu":
-            lock_pages(self, self._memory)
+            _lock_pages(self, self._memory)
         self.buffers = [self._memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
     def offset_of(self, buffer: torch.Tensor) -> int:
@@ -117,7 +115,7 @@ class OfferedMemory:
         memory = self.map()
         if device.type == "cuda":
             self._kept = memory
-            lock_pages(self, memory)
+            _lock_pages(self, memory)
 
     def map(self) -> torch.Tensor:
         """All of it. Raises OSError as above."""
@@ -209,7 +207,7 @@ class NearReceiver(Lane):
         self._mapped = None
 
 
-def lock_pages(owner: object, memory: torch.Tensor) -> None:
+def _lock_pages(owner: object, memory: torch.Tensor) -> None:
     """Have a GPU copy from and to a part of the host's memory at full speed, until its owner is gone."""
     runtime = torch.cuda.cudart()
     code = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
