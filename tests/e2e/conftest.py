@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -22,6 +23,7 @@ FORKED_ENGINES = {"PYTHONPATH": str(Path(__file__).with_name("forked_engines"))}
 all of it again. test_launch_sequence.py and test_wheel.py leave that to vLLM."""
 CACHE = ("--num-gpu-blocks-override", "256")
 """For keys and values of 32,768 tokens. A worker writes zeros into its whole cache, which took half of its start."""
+NEEDS_RAY = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: scripts/setup.sh installs it")
 SERVER_SECONDS = 240.0
 BRIDGE_TIMEOUT = 20.0
 """Seconds; short, because a test waits for it to pass, and longer than a busy machine holds up a step of an update."""

@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,11 @@ from example_trainer.child_processes.processes import ManagedProcess
 from example_trainer.child_processes.run_keys import read_keys
 from tests.conftest import ROOT, Processes
 from tests.e2e.async_roles import numbers
-from tests.e2e.conftest import CACHE
+from tests.e2e.conftest import CACHE, NEEDS_RAY
 from tests.forked_commands import FOLDER, shared_fork_servers
 from tests.still_running import json_rows
 
-NO_RAY = "Ray is not installed: scripts/setup.sh installs it"
-pytestmark = [pytest.mark.skipif(find_spec("ray") is None, reason=NO_RAY), pytest.mark.e2e, pytest.mark.timeout(540)]
+pytestmark = [NEEDS_RAY, pytest.mark.e2e, pytest.mark.timeout(540)]
 
 STORE_BYTES = 80 << 20
 SECONDS = 150.0

@@ -10,7 +10,6 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,11 @@ import yaml
 
 from example_trainer.child_processes.processes import ManagedProcess
 from tests.conftest import ROOT, Processes
-from tests.e2e.conftest import CACHE
+from tests.e2e.conftest import CACHE, NEEDS_RAY
 from tests.e2e.two_hosts import Host, NoNamespaces, hosts
 from tests.still_running import json_rows
 
-NO_RAY = "Ray is not installed: scripts/setup.sh installs it"
-pytestmark = [pytest.mark.skipif(find_spec("ray") is None, reason=NO_RAY), pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [NEEDS_RAY, pytest.mark.e2e, pytest.mark.timeout(900)]
 
 SECONDS = 400.0
 SHIPPED = "example_trainer/configs/qwen3b_async_grpo.yaml"
