@@ -39,7 +39,7 @@ from bench.gpu.runs import Sitting, command_line, run_and_report
 from bench.gpu.shapes import STARTER
 from bench.gpu.summary import table
 from bench.gpu.training_stack import Row, RowsAsTheyCome, TrainingStack, wait_for_end
-from bench.gpu.vllm_server import ServerOptions, VllmServer, beside_the_trainer
+from bench.gpu.vllm_server import ServerOptions, VllmServer
 from bench.measured import put_into
 from bench.timeline_spans import Process, read_folder, shares
 from bench.timelines import Panel, draw, save, write_trace
@@ -122,9 +122,8 @@ class Benchmark(Sitting):
         # A cache that no regime fills: what is in flight at most, with room for prompts.
         cache = {"cache_gib": args.cache_gib} if self.on_gpu else {}
         options = ServerOptions(
-            "0" if self.on_gpu else "", max_model_len=args.seq_len, load_format="auto", eager=args.eager,
-            environment=beside_the_trainer() if gpus == 1 else (), **cache,
-        )  # fmt: skip
+            "0" if self.on_gpu else "", max_model_len=args.seq_len, load_format="auto", eager=args.eager, **cache
+        )
         self.vllm = VllmServer("vllm", args.model, args.output, options, logs=self.work / "vllm")
         self.stack.callback(self.vllm.stop)
         self.ready(self.vllm)

@@ -1,6 +1,7 @@
 """What becomes of an update when something goes wrong in it? Every fault is really done, to real processes.
 
     python bench/bridge_faults.py --output DIR                          2 GPUs: vLLM on 0, trainers on 1 (single copy: on 0)
+    python bench/bridge_faults.py --output DIR --beside                 1 GPU: all on it, the weights go by CUDA IPC
     python bench/bridge_faults.py --output DIR --tp 2 --only late       3 GPUs or more: one tensor-parallel rank that is late
     python bench/bridge_faults.py --output DIR --tp 2 --only late --crossed      2 GPUs: the same, a rank of the trainer on each
     python bench/bridge_faults.py --output DIR --tiny --device cpu      without a GPU
@@ -345,13 +346,15 @@ class Benchmark(Sitting):
     def __init__(self, args: argparse.Namespace, work: Path, stack: ExitStack) -> None:
         super().__init__(args, work, stack, args.name)
         model = write_model_folder(work / "model", args.shape)
-        self.stage = Stage(args.shape, model, args.output, args.device, args.tp, args.bridge_timeout, crossed=args.crossed)
+        places = {"crossed": args.crossed, "beside": args.beside}
+        self.stage = Stage(args.shape, model, args.output, args.device, args.tp, args.bridge_timeout, **places)
         stack.callback(self.stage.close)
 
     def run(self) -> None:
         """Every row that was asked for."""
         args, stage, told = self.args, self.stage, list[dict[str, Any]]()
-        self.describe(shape=args.shape, tensor_parallel_size=args.tp, bridge_timeout_s=args.bridge_timeout)
+        facts = {"shape": args.shape, "tensor_parallel_size": args.tp, "bridge_timeout_s": args.bridge_timeout}
+        self.describe(**facts, on_one_gpu=args.beside)
         stage.wait()
         for _, name, run in rows(args, Faults(stage)):
             started = time.monotonic()
@@ -385,6 +388,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = command_line(__doc__, "qwen3-1.7b", "bridge_faults")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--crossed", action="store_true", help="a rank of the trainer for each of vLLM's, on another's GPU")
+    parser.add_argument("--beside", action="store_true", help="the trainer's copy of the weights is on vLLM's GPU")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument(
         "--only", nargs="+", metavar="WHAT", help="kinds of fault, or parts of rows' names, which --only ? lists"

@@ -5,7 +5,8 @@
     python bench/fleet.py --output DIR --device cpu --tiny                       everything but the figures
 
 Parts: servers: whole updates of light servers (the bridge's own routes, updater and checks, without vLLM's engine) and of two
-real ones. clients: one server under load, with keys and values anew (`recompute`) and kept (`keep`). engine: vLLM's own NCCL
+real ones. clients: one server under load, with keys and values anew (`recompute`) and kept (`keep`), and what its
+engine computes anew after an update. engine: vLLM's own NCCL
 weight-transfer engine, measured alike. Prints tables and writes fleet.json.
 """
 
@@ -23,6 +24,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+from bench.gpu import engine_clock
 from bench.gpu.light_fleet import LightFleet
 from bench.gpu.processes import Worker
 from bench.gpu.runs import (
@@ -69,7 +71,7 @@ class Benchmark(LoadedSitting):
 
     def _clients(self) -> None:
         """Both settings of --inflight-cache; the second server mirrored, so that no GPU holds a server and its own trainer."""
-        servers = {name: self._start(name, ("--inflight-cache", name), mirrored=name == "keep") for name in INFLIGHT}
+        servers = {name: self._start(name, ("--inflight-cache", name), name == "keep", steps=True) for name in INFLIGHT}
         trainers = {name: self._trainer(name, "bench.gpu.trainer", server) for name, server in servers.items()}
         self.results.put("seconds_to_ready", value=self.ready(*servers.values()))
         for name, server in servers.items():
@@ -97,7 +99,10 @@ class Benchmark(LoadedSitting):
             return
         measure("idle", run=lambda: figures(trainer.ask("sync", timeout=ASK_SECONDS, count=self.args.updates)))
         for concurrency in self.args.concurrency:
-            measure(f"load_{concurrency}", run=partial(self.under_load, server, trainer, concurrency, first_steps=True))
+            under_load = partial(
+                self.under_load, server, trainer, concurrency, first_steps=True, steps=self._steps(server.name)
+            )
+            measure(f"load_{concurrency}", run=under_load)
         if "ports" not in how:
             measure("check", run=lambda: self.check(trainer))
 
@@ -117,8 +122,16 @@ class Benchmark(LoadedSitting):
         trainer.stop()
         server.stop()
 
-    def _start(self, name: str, flags: tuple[str, ...], mirrored: bool = False, **options: Any) -> VllmServer:
+    def _steps(self, name: str) -> Path:
+        """Where a server's engine notes its steps."""
+        return self.work / f"steps-{name}.txt"
+
+    def _start(
+        self, name: str, flags: tuple[str, ...], mirrored: bool = False, steps: bool = False, **options: Any
+    ) -> VllmServer:
         seats = max(256, *self.args.concurrency)
+        if steps:
+            options["environment"] = tuple(engine_clock.variables(self._steps(name), engine_clock.STEPS_FILE).items())
         return self.server(name, self.model, "1" if mirrored else "0", flags=flags, max_num_seqs=seats, **options)
 
     def _trainer(self, name: str, module: str, server: VllmServer) -> Worker:
@@ -178,9 +191,12 @@ def report(data: dict[str, Any]) -> str:
             found = part[condition]
             if "updates" in found:
                 waits = ("largest_gap_per_update_ms median p90 max", "usual_gap_ms", "whole_update_ms median max")
-                rows.append([f"{side}, {condition}", *spreads(found, *waits, "halted_ms", "stalled_ms"), found["updates"]])
+                anew = found.get("computed_anew", {})
+                cells = [*spreads(found, *waits, "halted_ms", "stalled_ms"), anew.get("tokens"), *spreads(anew, "ms")]
+                rows.append([f"{side}, {condition}", *cells, found["updates"]])
     head = ["", "longest gap between two tokens at a client, per update: median ms", "p90", "max", "usual gap ms"]
-    head += ["the trainer waits: median ms", "max", "halted ms", "to the first step ms", "updates"]
+    head += ["the trainer waits: median ms", "max", "halted ms", "to the first step ms", "tokens computed anew", "ms for them"]
+    head += ["updates"]
     lines = [table(head, rows)] if rows else []
     rows = []
     for shape, by_transfer in data.get("servers", {}).items():

@@ -27,7 +27,7 @@ from bench.gpu.processes import Worker
 from bench.gpu.runs import Sitting, command_line, run_and_report, shrink_if_tiny
 from bench.gpu.shapes import write_model_folder
 from bench.gpu.summary import table
-from bench.gpu.vllm_server import VllmServer, beside_the_trainer
+from bench.gpu.vllm_server import VllmServer
 
 CELL_SECONDS = 300.0
 EDGES = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257)
@@ -90,7 +90,7 @@ class Matrix(Sitting):
         self.describe()
         kinds = [name for name in SERVERS if self.on_gpu or "--deterministic" not in SERVERS[name][0]]
         chosen = [name for name in kinds if self.args.only in name]
-        servers = {name: self._start(name, broadcast=name == kinds[0]) for name in chosen}
+        servers = {name: self._start(name) for name in chosen}
         for name, server in servers.items():
             if self.results.measure(name, "ready", run=partial(self.ready, server)) is None:
                 continue
@@ -99,13 +99,11 @@ class Matrix(Sitting):
                 self._measure(name, server, "broadcast", {})
             server.stop()
 
-    def _start(self, name: str, broadcast: bool) -> VllmServer:
+    def _start(self, name: str) -> VllmServer:
         flags, gibibytes, _ = SERVERS[name] if self.on_gpu else ((), 1, {})
-        neighbours = self.on_gpu and self.args.gpus == 1 and broadcast
         return self.server(
             name.replace(",", "").replace(":", ""), self.model, max_model_len=4096 if self.on_gpu else 512,
             max_num_seqs=512 if self.on_gpu else 8, flags=flags, cache_gib=gibibytes,
-            environment=beside_the_trainer() if neighbours else (),
         )  # fmt: skip
 
     def _measure(self, name: str, server: VllmServer, bridge: str, cells: dict[str, Cell]) -> None:

@@ -40,7 +40,7 @@ from bench.gpu.runs import Sitting, command_line, run_and_report
 from bench.gpu.shapes import STARTER
 from bench.gpu.summary import table
 from bench.gpu.training_stack import TrainingStack, answers, read_rows, wait_for_end
-from bench.gpu.vllm_server import READY_SECONDS, ServerOptions, VllmServer, beside_the_trainer
+from bench.gpu.vllm_server import READY_SECONDS, ServerOptions, VllmServer
 
 CACHE_GIB, MODEL_LENGTH = 4, 512
 MOST_KL = 0.02
@@ -59,8 +59,8 @@ class Mode:
         shared: vLLM shares its weights.
         ahead: batches that the environment may sample before a step has been taken.
         squeezed: the trainer's GPUs where there are vLLM's alone; empty: the run needs those that `trainer_gpus` says.
-        neighbours: a rank of the trainer sends to one of vLLM's that has a copy of its own on the same GPU.
-        parameter_server: the GPU of the one that hands the weights on; empty: the trainer sends them itself.
+        parameter_server: the GPU of the one that hands the weights on, empty if it keeps them in the host's memory; None: the
+            trainer sends them itself.
     """
 
     vllm_gpus: str
@@ -71,17 +71,13 @@ class Mode:
     shared: bool = True
     ahead: int = 1
     squeezed: str = ""
-    neighbours: bool = False
-    parameter_server: str = ""
+    parameter_server: str | None = None
 
     def on(self, gpus: int) -> Mode:
         """The same where there are so many GPUs."""
         if gpus >= self.gpus_needed or not self.squeezed:
             return self
-        # Rank r of the trainer sends to rank r of each server.
-        pairs = [pair for server in self.servers for pair in zip(server.split(","), self.squeezed.split(","), strict=True)]
-        meet = any(receiver == sender for receiver, sender in pairs)
-        return replace(self, trainer_gpus=self.squeezed, neighbours=meet and not self.own_server)
+        return replace(self, trainer_gpus=self.squeezed)
 
     @property
     def servers(self) -> list[str]:
@@ -95,7 +91,7 @@ class Mode:
     @property
     def on_policy(self) -> bool:
         """Whether each step is sampled by the weights that it trains, or those of a step before."""
-        return not self.own_server and not self.parameter_server
+        return not self.own_server and self.parameter_server is None
 
     @property
     def gpus_needed(self) -> int:
@@ -104,6 +100,7 @@ class Mode:
 
 
 _SHARED = ("--weight-bridge-mode", "shared_vllm")
+_HANDED_ON = ("--weight-bridge-mode", "parameter_server", "--max-staleness", "2")
 _DETERMINISTIC = ("--deterministic",)
 MODES = {
     "single_copy": Mode("0", "0", (*_SHARED, "--single-copy")),
@@ -120,9 +117,10 @@ MODES = {
     "single_copy_tp2": Mode("0,1", "0,1", (*_SHARED, "--single-copy")),
     "broadcast_tp2_fsdp2": Mode("0,1", "2,3", (*_SHARED, "--use-shared-memory"), squeezed="1,0"),
     "broadcast_two_servers": Mode("0;1", "2", (*_SHARED, "--use-shared-memory"), squeezed="1"),
-    "parameter_server": Mode(
-        "0", "0", ("--weight-bridge-mode", "parameter_server", "--max-staleness", "2"), parameter_server="1"
-    ),
+    "broadcast_two_on_one_gpu": Mode("0;0", "1", (*_SHARED, "--use-shared-memory"), squeezed="0"),
+    "parameter_server": Mode("0", "0", _HANDED_ON, parameter_server="1"),
+    "parameter_server_one_gpu": Mode("0", "0", _HANDED_ON, parameter_server="0"),
+    "parameter_server_host_memory": Mode("0", "0", _HANDED_ON, parameter_server=""),
     "deterministic_single_copy": Mode("0", "0", (*_SHARED, "--single-copy", *_DETERMINISTIC), _DETERMINISTIC, ahead=0),
     "deterministic_broadcast": Mode(
         "0", "1", (*_SHARED, "--use-shared-memory", *_DETERMINISTIC), _DETERMINISTIC, ahead=0, squeezed="0"
@@ -144,7 +142,7 @@ class Run:
         self.processes = TrainingStack(name, args.output, work, stack, args.device == "cpu")
         servers = 1 if mode.own_server else len(mode.servers)
         self.ports = [free_port() for _ in range(servers)]
-        self.handing_on = free_port() if mode.parameter_server else 0
+        self.handing_on = free_port() if mode.parameter_server is not None else 0
 
     def servers(self) -> list[VllmServer]:
         """Servers that the trainer does not start itself. The first one's folder is the trainer's, for a single copy's handles;
@@ -155,7 +153,7 @@ class Run:
             options = ServerOptions(
                 gpus if self.args.device == "cuda" else "", tp=len(gpus.split(",")), shared=self.mode.shared,
                 eager=self.args.eager, cache_gib=CACHE_GIB, max_model_len=MODEL_LENGTH, load_format="auto",
-                flags=self.mode.vllm, environment=beside_the_trainer() if self.mode.neighbours else (),
+                flags=self.mode.vllm,
             )  # fmt: skip
             folder = self.processes.folder / name if number else self.processes.folder
             started.append(VllmServer(name, STARTER, self.args.output, options, self.ports[number], logs=folder))
@@ -205,7 +203,7 @@ class Run:
         service = self.processes.start_service(self.processes.folder / "rollouts.db" if exact else None)
         servers: list[Child] = [] if mode.own_server else [*self.servers()]
         wait_all({server.name: server.ready for server in servers}, READY_SECONDS)
-        if mode.parameter_server:
+        if self.handing_on:
             servers.append(self.start_parameter_server())
         self.trainer = self.processes.start_trainer(STARTER, mode.trainer_gpus, *self.trainer_flags(self.ports), *resume)
         environment = self.processes.start_environment(
@@ -222,7 +220,7 @@ class Run:
         command = ["-m", "example_trainer.parameter_server", "--model-name", str(STARTER), "--port", str(self.handing_on)]
         command += ["--vllm-servers", ",".join(f"localhost:{port}" for port in self.ports), "--bridge-timeout", "60"]
         command += ["--atropos-url", self.processes.service_url, "--log-dir", str(self.processes.folder / "handing_on")]
-        child = self.processes.start("parameter-server", command, self.mode.parameter_server)
+        child = self.processes.start("parameter-server", command, self.mode.parameter_server or "")
         wait_all({"parameter server": lambda: answers(f"http://localhost:{self.handing_on}/bridge/state")}, 120)
         return child
 
@@ -245,7 +243,7 @@ class Run:
         flags += ["--vllm-port", str(ports[0]), "--training-steps", str(args.steps), "--lr", "3e-4", "--batch-size", "16"]
         flags += ["--gradient-accumulation-steps", "8", "--seq-len", str(MODEL_LENGTH), "--bridge-timeout", "60"]
         flags += ["--batch-timeout", "200", *mode.trainer]
-        if mode.parameter_server:
+        if self.handing_on:
             flags += ["--parameter-servers", f"localhost:{self.handing_on}"]
         if args.kill_after:
             flags += ["--checkpoint-interval", "1", "--keep-checkpoints", "1", "--max-staleness", "0"]

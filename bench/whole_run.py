@@ -45,8 +45,8 @@ from bench.gpu.vllm_server import ServerOptions, VllmServer
 PARTS = ("ours", "trl", "deterministic")
 STARTER = ROOT / "assets" / "starter_model"
 SHIM = ROOT / "bench" / "gpu" / "trl_shim"
-TRL_PASSES = 8
-"""Passes of its token budget in a step of TRL's, which counts no sequences: about as many as ours has in one."""
+TRL_TOKENS = 131072
+"""Of a step of TRL's, which counts no sequences, in passes of its token budget: about as many as ours has in one."""
 PROMPT_ROOM = 1024
 
 
@@ -224,7 +224,8 @@ class WholeRun:
         settings, file = self.work / "trl.json", self.work / "trl_rows.jsonl"
         config = {
             "max_steps": args.steps, "num_generations": args.group, "max_completion_length": args.cap,
-            "max_staleness": args.staleness, "token_budget": 16384, "gradient_accumulation_steps": TRL_PASSES,
+            "max_staleness": args.staleness, "token_budget": args.trl_token_budget,
+            "gradient_accumulation_steps": TRL_TOKENS // args.trl_token_budget,
             "max_inflight_tasks": args.in_flight, "queue_maxsize": 1024, "learning_rate": 1e-6, "dtype": args.trl_dtype,
             "vllm_server_base_url": server.url,
         }  # fmt: skip
@@ -316,6 +317,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cache-gib", type=int, default=34, help=kept)
     parser.add_argument("--trainer-flags", default="", help="more flags for grpo.py")
     parser.add_argument("--trl-dtype", default="float32", help="of TRL's weights; float32 is its default")
+    few = "tokens of a pass of TRL's; a smaller one takes less of the GPU's memory, in more passes (default: %(default)s)"
+    parser.add_argument("--trl-token-budget", type=int, default=16384, help=few)
     parser.add_argument("--ready-seconds", type=float, default=400.0, help="that a server may take to start")
     parser.add_argument("--training-seconds", type=float, default=240.0, help="time limit of each training")
     parser.add_argument("--seconds", type=float, default=inf, help="time limit of everything")

@@ -153,19 +153,14 @@ def trainer_config(options: argparse.Namespace, port: int) -> TrainerConfig:
     )
 
 
-def place_of_vllm(count: int, visible: str) -> dict[str, str | None]:
-    """Variables that put vLLM with its own copy of the weights on the last GPU, beside a trainer on the first.
-
-    NCCL refuses two ranks of one host on one GPU. Where there is but one, vLLM's is said to be of another host: the bytes then
-    go through the machine's network, which is slow, and the same in all else.
+def last_gpu(count: int, visible: str) -> str:
+    """What CUDA_VISIBLE_DEVICES is for a vLLM with its own copy of the weights; a trainer takes the first GPU.
 
     Args:
         count: GPUs that this process sees.
         visible: its CUDA_VISIBLE_DEVICES.
     """
-    if count == 1:
-        return {"NCCL_HOSTID": f"vllm-of-{os.getpid()}", "NCCL_MNNVL_ENABLE": "0"}
-    return {"CUDA_VISIBLE_DEVICES": (visible.split(",") if visible else [str(number) for number in range(count)])[-1]}
+    return (visible.split(",") if visible else [str(number) for number in range(count)])[-1]
 
 
 def start_vllm(supervisor: Supervisor, options: argparse.Namespace, device: torch.device, ports: tuple[int, int]) -> None:
@@ -183,11 +178,8 @@ def start_vllm(supervisor: Supervisor, options: argparse.Namespace, device: torc
     command += ["--seed", str(options.seed)]
     if device.type == "cuda":
         if options.two_copies:
-            count = torch.cuda.device_count()
-            variables |= place_of_vllm(count, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-            if count == 1:
-                os.environ["NCCL_MNNVL_ENABLE"] = "0"  # which asks the GPU, and not the name, what host this is
-                logger.info("One GPU holds both copies of the weights: updates go through this machine's network")
+            gpu = last_gpu(torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+            variables["CUDA_VISIBLE_DEVICES"] = gpu
         command += ["--dtype", "bfloat16", "--gpu-memory-utilization", str(options.gpu_memory)]
         if options.cache_gib:
             command += ["--kv-cache-memory-bytes", str(int(options.cache_gib * 2**30))]

@@ -2,7 +2,8 @@
 
 A plugin of vLLM's, which the folder `plugin` beside this file names. It puts a clock around a few functions that are called
 once or twice a step, and leaves the sums in a file twice a second. Work and waiting look the same from outside: to wait for a
-GPU, PyTorch asks it again and again, so that the process is busy all the time.
+GPU, PyTorch asks it again and again, so that the process is busy all the time. On request it also notes each step: when it was
+scheduled, and how many tokens of how many requests it computes.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 FILE = "LOCKSTEP_ENGINE_CLOCK"
-"""The variable that names the file; without it nothing is measured."""
+"""The variable that names the file; without it no clock ticks."""
+STEPS_FILE = "LOCKSTEP_ENGINE_STEPS"
+"""The variable that names the file of the steps; without it none is noted."""
 PLUGIN_FOLDER = Path(__file__).resolve().parent / "plugin"
 SECONDS_BETWEEN_FILES = 0.5
+MANY = 4
+"""Tokens for each request of a step that is not of answers alone: a new one's prompt, now and then, makes fewer."""
 CLOCKS: dict[str, list[tuple[str, str, str]]] = {
     "steps": [("vllm.v1.engine.core", "EngineCore", "step"), ("vllm.v1.engine.core", "EngineCore", "step_with_batch_queue")],
     "schedule": [("vllm.v1.core.sched.scheduler", "Scheduler", "schedule")],
@@ -75,28 +80,83 @@ class Clock:
         part.replace(self._file)
 
 
+def noting(schedule: Callable[..., Any], file: Path) -> Callable[..., Any]:
+    """The same function, vLLM's Scheduler.schedule, each of whose steps becomes a line: `time tokens requests`."""
+
+    @functools.wraps(schedule)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        step = schedule(*args, **kwargs)
+        if step.total_num_scheduled_tokens:
+            with file.open("a", encoding="utf-8") as opened:
+                opened.write(f"{time.monotonic():.6f} {step.total_num_scheduled_tokens} {len(step.num_scheduled_tokens)}\n")
+        return step
+
+    return noted
+
+
 def install() -> None:
     """Put the clocks in; called by vLLM in each of its processes. They tick where the engine core steps: in the process that
     has it, which inherits them if it is forked, for then it does not load plugins again.
     """
-    if FILE not in os.environ:
+    if not {FILE, STEPS_FILE} & os.environ.keys():
         return
     core = importlib.import_module("vllm.v1.engine.core").EngineCore
     if hasattr(core, "lockstep_clock"):
         return
-    core.lockstep_clock = clock = Clock(Path(os.environ[FILE]))
-    for name, functions in CLOCKS.items():
+    core.lockstep_clock = clock = Clock(Path(os.environ.get(FILE, os.devnull)))
+    if STEPS_FILE in os.environ:
+        scheduler = importlib.import_module("vllm.v1.core.sched.scheduler").Scheduler
+        scheduler.schedule = noting(scheduler.schedule, Path(os.environ[STEPS_FILE]))
+    for name, functions in CLOCKS.items() if FILE in os.environ else ():
         for module, kind, function in functions:
             owner = getattr(importlib.import_module(module), kind, None)
             if owner is not None and function in vars(owner):
                 setattr(owner, function, clock.around(name, getattr(owner, function)))
 
 
-def variables(file: Path) -> dict[str, str]:
-    """For the environment of a server whose engine core is to be measured."""
+def variables(file: Path, what: str = FILE) -> dict[str, str]:
+    """For the environment of a server whose engine core is to be measured; `what` is FILE or STEPS_FILE."""
     root = PLUGIN_FOLDER.parents[2]
     paths = [str(root), str(PLUGIN_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {FILE: str(file), "PYTHONPATH": os.pathsep.join(paths)}
+    return {what: str(file), "PYTHONPATH": os.pathsep.join(paths)}
+
+
+Step = tuple[float, int, int]
+"""When it was scheduled (monotonic clock), tokens, requests."""
+
+
+def read_steps(file: Path) -> list[Step]:
+    """The whole lines of a file of steps."""
+    text = file.read_text(encoding="utf-8")
+    rows = [line.split() for line in text[: text.rfind("\n") + 1].splitlines()]
+    return [(float(at), int(tokens), int(requests)) for at, tokens, requests in rows]
+
+
+def computed_anew(steps: Sequence[Step], updates: Sequence[tuple[float, float]], after: float = 0.5) -> list[dict[str, float]]:
+    """What an engine computed again after each update, before it went on as usual.
+
+    A step of answers that go on has a token of each; one with many times as many computes prompts and what was thrown away.
+
+    Args:
+        updates: when each began and ended (monotonic clock).
+        after: seconds after an update's end that still belong to it; half the way to the next update at most.
+
+    Returns:
+        for each update `tokens`, in how many `steps`, and `seconds` from the first of these to the step behind the last.
+    """
+    found = []
+    for place, (begin, end) in enumerate(updates):
+        limit = end + after
+        if place + 1 < len(updates):
+            limit = min(limit, max(end, (end + updates[place + 1][0]) / 2))
+        mine = [n for n, (at, tokens, requests) in enumerate(steps) if begin <= at <= limit and tokens > MANY * requests]
+        if not mine or mine[-1] + 1 == len(steps):
+            found.append({"tokens": 0.0, "steps": 0.0, "seconds": 0.0})
+            continue
+        first, last = mine[0], mine[-1]
+        tokens = sum(steps[n][1] - steps[n][2] for n in mine)
+        found.append({"tokens": float(tokens), "steps": float(len(mine)), "seconds": steps[last + 1][0] - steps[first][0]})
+    return found
 
 
 def spent(before: dict[str, list[float]], after: dict[str, list[float]], tokens: float) -> dict[str, dict[str, float]]:

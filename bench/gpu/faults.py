@@ -81,6 +81,7 @@ class Stage:
         eager: bool = True,
         name: str = "vllm",
         crossed: bool = False,
+        beside: bool = False,
     ) -> None:
         """
         Args:
@@ -92,9 +93,10 @@ class Stage:
             eager: without compilation and CUDA graphs.
             name: the server's, for its log.
             crossed: the trainer has as many ranks as vLLM, each on the GPU of the next of vLLM's.
+            beside: the trainer's copy of the weights is on vLLM's GPU.
         """
         self.shape, self.output, self.device, self.timeout, self.tp = shape, output, device, timeout, tp
-        self._ranks = tp if crossed else 1
+        self._ranks, self._beside = tp if crossed else 1, beside
         gpus = ",".join(map(str, range(tp))) if device == "cuda" else ""
         options = ServerOptions(gpus, tp, eager=eager, bridge_timeout=timeout, cache_gib=4, max_num_seqs=32)
         self._model, self._options, self._name, self._starts = model, options, name, 0
@@ -187,7 +189,7 @@ class Stage:
         environment = {"OMP_NUM_THREADS": "1"}
         if self.device == "cuda":
             apart = crossed_gpus(self.tp) if self._ranks > 1 else [str(self.tp)]
-            environment["CUDA_VISIBLE_DEVICES"] = "0" if kind == "single_copy" else ",".join(apart)
+            environment["CUDA_VISIBLE_DEVICES"] = "0" if self._beside or kind == "single_copy" else ",".join(apart)
         arguments = trainer_arguments(self.shape, self.server.port, self.device, self.timeout)
         log = self.output / f"trainer-{self._count:02d}.log"
         worker = Worker(f"trainer {self._count}", "bench.gpu.fault_trainer", arguments, log, environment, self._ranks)

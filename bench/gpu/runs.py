@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import httpx
 
+from bench.gpu import engine_clock
 from bench.gpu.machine import describe
 from bench.gpu.processes import BenchError, Worker, ended_by_sigterm, wait_all
 from bench.gpu.shapes import SHAPES
@@ -229,11 +230,13 @@ class LoadedSitting(Sitting):
     def under_load(
         self, server: VllmServer, trainer: Worker, concurrency: int, command: str = "sync",
         summarise: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None, first_steps: bool = False,
+        steps: Path | None = None,
     ) -> dict[str, Any]:  # fmt: skip
         """Figures of updates while requests are in flight, and how they show in the stream of tokens.
 
         Args:
             first_steps: also ask the server after each update when its engine went on.
+            steps: where the server's engine notes its steps (engine_clock.STEPS_FILE), to see what it computes anew.
         """
         args = self.args
         interval = args.interval * (2 if concurrency > 64 else 1)
@@ -242,8 +245,12 @@ class LoadedSitting(Sitting):
         with self.loaded(server, concurrency, args.ramp) as seen:
             rows = trainer.ask(command, timeout=ASK_SECONDS, **options)
             time.sleep(min(1.0, args.ramp))
-        halts = find_halts(seen["streams"], [(row["start"], row["end"]) for row in rows])
-        found = {"concurrency": concurrency, **(summarise or figures)(rows), **halts.to_json()}
+        updates = [(row["start"], row["end"]) for row in rows]
+        found = {"concurrency": concurrency, **(summarise or figures)(rows), **find_halts(seen["streams"], updates).to_json()}
+        if steps:
+            anew = engine_clock.computed_anew(engine_clock.read_steps(steps), updates)
+            middle = {key: statistics.median(row[key] for row in anew) for key in ("tokens", "steps")}
+            found["computed_anew"] = {**middle, "ms": spread_ms([row["seconds"] for row in anew])}
         return {**found, "request_failures": seen["failures"]}
 
     def check(self, trainer: Worker) -> dict[str, Any]:

@@ -21,13 +21,6 @@ READY_SECONDS = 240.0
 """The first start on a fresh machine takes 100 to 130 s."""
 
 
-def beside_the_trainer() -> tuple[tuple[str, str], ...]:
-    """Variables for a server that has a copy of the weights on the trainer's GPU."""
-    from example_trainer.simple_rl import place_of_vllm  # imports the whole trainer
-
-    return tuple((name, value) for name, value in place_of_vllm(1, "").items() if value is not None)
-
-
 @dataclass(frozen=True)
 class ServerOptions:
     """How to start it.

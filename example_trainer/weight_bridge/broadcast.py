@@ -8,7 +8,6 @@ the same version is sent again to the rest; whoever is back gets one full update
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -134,8 +133,7 @@ class BroadcastBridge(WeightBridge):
 
     def packs(self, device: torch.device) -> bool:
         own = [_uuid(device)] * self._ranks.world_size
-        host = os.environ.get("NCCL_HOSTID", "")
-        return any(route_to(place, own, host) is not Route.NCCL for place in self._places)
+        return any(route_to(place, own) is not Route.NCCL for place in self._places)
 
     def connect(self, model: torch.nn.Module) -> None:
         self._model, self._shapes = model, shapes_of(model)

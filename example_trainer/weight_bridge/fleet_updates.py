@@ -19,6 +19,7 @@ from example_trainer.weight_bridge.fleet import Verdict
 from example_trainer.weight_bridge.fleet_keeper import FleetKeeper
 from example_trainer.weight_bridge.fleet_report import figures, given_up, waiting_line
 from example_trainer.weight_bridge.members import Answers, Member, MemberCheck, Unfit, Watch, at_once, is_away
+from example_trainer.weight_bridge.send_plan import sent_together
 from example_trainer.weight_bridge.server import Shapes
 
 logger = logging.getLogger(__name__)
@@ -29,8 +30,8 @@ _CALL_OFF_SECONDS = 15.0
 """For a server to hear that an update is over, and to end its part of it."""
 
 Group = Mapping[str, Any]
-"""Servers that are sent to at the same time: `layout`, which they share; `members` in the order of their places, each [address,
-epoch, replicas, instance]; `key`, their cohort's name; `route`; `manifests` of their ranks, where the layout is new."""
+"""Servers that are sent to at the same time: `layout`, theirs, and which group of it this is; `members` in the order of their
+places, each [address, epoch, replicas, instance]; `key`, their cohort's name; `route`; `manifests`, where the layout is new."""
 
 
 class FleetUpdates:
@@ -196,13 +197,13 @@ class FleetUpdates:
             check(member)
 
     def _groups(self, urls: list[str]) -> list[dict[str, Any]]:
-        """Those of one layout together, but for those that are to be seen alone."""
-        found: dict[tuple[str, str], list[str]] = {}
-        for url in urls:
-            found.setdefault((self._keeper.members[url].layout, url if url in self._alone else ""), []).append(url)
+        """Those of one layout together, but for those that are to be seen alone or that share a GPU."""
+        own = [self._keeper.members[url] for url in urls]
+        kinds = [((m.layout, m.url if m.url in self._alone else ""), m.route, m.info["gpu_uuids"]) for m in own]
         groups = []
-        for (layout, _), names in found.items():
-            members = [self._keeper.members[url] for url in names]
+        for number, places in sent_together(kinds):
+            members = [own[place] for place in places]
+            layout = f"{members[0].layout} {number}"
             self._keys += 1
             groups.append(
                 {

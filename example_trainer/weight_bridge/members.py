@@ -7,7 +7,6 @@ answer that comes later is dropped; the thread ends with its request, whose own 
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 import time
@@ -216,7 +215,7 @@ class Member:
             raise Unfit(str(error)) from error
         answer = self.server.init("broadcast", told, transfer)
         self.epoch, self.transfer = answer["epoch"], answer["transfer"]
-        self.route = route_to(self.info, gpus, os.environ.get("NCCL_HOSTID", ""))
+        self.route = route_to(self.info, gpus)
         self.replicas = int(answer.get("replicas", 1))
         self.joined = True
         return mapped

@@ -8,7 +8,8 @@ if FSDP2 spreads them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
@@ -170,25 +171,50 @@ def packed_bytes(cuts: Cuts, transfer: Transfer, dtype: torch.dtype) -> int:
     return -(-size // 16) * 16
 
 
-ROUTE_KEYS = ("gpu_uuids", "tp_degree", "nccl_host")
+ROUTE_KEYS = ("gpu_uuids", "tp_degree")
 """What /bridge/info says that a route depends on."""
 
 
-def route_to(info: Mapping[str, Any], gpus: Sequence[str], nccl_host: str) -> Route:
+def route_to(info: Mapping[str, Any], gpus: Sequence[str]) -> Route:
     """How weights travel to a server.
 
     Args:
         info: its /bridge/info, or the ROUTE_KEYS of it; `gpu_uuids` are of its ranks, replica by replica, empty on a CPU.
         gpus: UUID of the GPU that each of this process's ranks sends from; empty on a CPU.
-        nccl_host: NCCL_HOSTID of this process, empty if it has none. NCCL takes processes with different ones for those of two
-            hosts: even on one GPU it connects them, by the network.
     """
     uuids, ranks = info["gpu_uuids"], int(info["tp_degree"])
     if not all(uuids) or not all(gpus):
         return Route.GLOO
     plan = SendPlan(len(gpus), ranks)
     on_one = any(uuid in {gpus[sender] for sender in plan.senders(n % ranks)} for n, uuid in enumerate(uuids))
-    return Route.CUDA_IPC if on_one and info["nccl_host"] == nccl_host else Route.NCCL
+    return Route.CUDA_IPC if on_one else Route.NCCL
+
+
+def sent_together(servers: Sequence[tuple[Hashable, Route, Sequence[str]]]) -> list[tuple[int, list[int]]]:
+    """Which servers are sent to at the same time: for each group how many of its kind come before it, and places in `servers`.
+
+    NCCL connects no two receivers on one GPU, so servers that share one come into different groups; by the other routes they
+    may come into one.
+
+    Args:
+        servers: of each its kind, which all members of a group share, its route, and the UUIDs of its ranks' GPUs.
+    """
+    groups: list[tuple[Hashable, set[str], list[int]]] = []
+    for place, (kind, route, uuids) in enumerate(servers):
+        own = set(uuids) if route is Route.NCCL else set()
+        for of, taken, places in groups:
+            if of == kind and not taken & own:
+                taken |= own
+                places.append(place)
+                break
+        else:
+            groups.append((kind, own, [place]))
+    before = Counter[Hashable]()
+    found = []
+    for kind, _, places in groups:
+        found.append((before[kind], places))
+        before[kind] += 1
+    return found
 
 
 def distinct_layouts(servers: Iterable[Sequence[Manifest]]) -> tuple[tuple[Manifest, ...], ...]:

@@ -55,6 +55,37 @@ def test_clocks_are_put_in_once_and_what_a_version_lacks_is_left_out(tmp_path: P
     assert json.loads((tmp_path / "clock.json").read_text(encoding="utf-8"))["steps"][0] == 1
 
 
+def test_each_step_is_noted_with_what_it_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class EngineCore: ...
+
+    class Scheduler:
+        def schedule(self, tokens: dict[str, int]) -> SimpleNamespace:
+            return SimpleNamespace(total_num_scheduled_tokens=sum(tokens.values()), num_scheduled_tokens=tokens)
+
+    core, scheduling = ModuleType("vllm.v1.engine.core"), ModuleType("vllm.v1.core.sched.scheduler")
+    core.__dict__["EngineCore"], scheduling.__dict__["Scheduler"] = EngineCore, Scheduler
+    for module in (core, scheduling):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setenv(engine_clock.STEPS_FILE, str(tmp_path / "steps.txt"))
+    engine_clock.install()
+    engine_clock.install()
+    for tokens in ({"a": 1, "b": 30}, {}, {"b": 1}):  # a step of nothing is none
+        assert Scheduler().schedule(tokens).num_scheduled_tokens == tokens
+    found = engine_clock.read_steps(tmp_path / "steps.txt")
+    assert [step[1:] for step in found] == [(31, 2), (1, 1)]
+    assert found[0][0] <= found[1][0]
+
+
+def test_what_is_computed_anew_is_what_follows_an_update() -> None:
+    usual = [(0.1 * n, 8, 8) for n in range(100)]  # one token for each of eight answers
+    anew = {20: (2.0, 900, 5), 21: (2.1, 308, 8), 50: (5.0, 400, 8), 99: (9.9, 400, 8)}
+    steps = [anew.get(n, step) for n, step in enumerate(usual)]
+    found = engine_clock.computed_anew(steps, [(1.95, 2.0), (4.0, 4.2), (9.0, 9.6)])
+    assert found[0] == {"tokens": 900 - 5 + 308 - 8, "steps": 2, "seconds": pytest.approx(0.2)}
+    assert found[1] == {"tokens": 0, "steps": 0, "seconds": 0}, "half a second later it is somebody's prompt"
+    assert found[2]["tokens"] == 0, "what had not ended is not known"
+
+
 def test_the_variables_name_the_plugin(tmp_path: Path) -> None:
     found = SimpleNamespace(**engine_clock.variables(tmp_path / "clock.json"))
     assert str(engine_clock.PLUGIN_FOLDER) in found.PYTHONPATH.split(":")

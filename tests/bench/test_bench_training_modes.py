@@ -22,19 +22,18 @@ def test_each_step_counts_once_also_where_its_weights_are_not_served(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("name", "gpus", "trainer", "neighbours"),
+    ("name", "gpus", "trainer"),
     [
-        ("broadcast_direct", 1, "0", True),
-        ("restart", 1, "0", False),  # one after the other in its memory, and nothing is sent
-        ("broadcast_tp2_fsdp2", 2, "1,0", False),  # each rank to the other GPU
-        ("broadcast_two_servers", 2, "1", True),
-        ("broadcast_two_servers", 3, "2", False),
-        ("single_copy_tp2", 2, "0,1", False),
+        ("broadcast_direct", 1, "0"),
+        ("broadcast_tp2_fsdp2", 2, "1,0"),  # each rank to the other GPU
+        ("broadcast_two_servers", 2, "1"),
+        ("broadcast_two_servers", 3, "2"),
+        ("single_copy_tp2", 2, "0,1"),
     ],
 )
-def test_a_trainer_without_gpus_of_its_own_is_put_on_vllm_s(name: str, gpus: int, trainer: str, neighbours: bool) -> None:
+def test_a_trainer_without_gpus_of_its_own_is_put_on_vllm_s(name: str, gpus: int, trainer: str) -> None:
     mode = MODES[name].on(gpus)
-    assert (mode.trainer_gpus, mode.neighbours) == (trainer, neighbours)
+    assert mode.trainer_gpus == trainer
     assert mode.gpus_needed <= gpus
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from example_trainer.errors import ConfigError
-from example_trainer.simple_rl import parse_arguments, place_of_vllm, trainer_config
+from example_trainer.simple_rl import last_gpu, parse_arguments, trainer_config
 
 
 @pytest.mark.parametrize("words", ["--minibatches 2", "--ppo-epochs 3"])
@@ -33,6 +33,6 @@ def test_what_is_no_number_is_refused_by_the_trainers_options() -> None:
 
 
 def test_vllms_copy_is_on_the_last_gpu_or_beside_the_trainer() -> None:
-    assert place_of_vllm(2, "") == {"CUDA_VISIBLE_DEVICES": "1"}
-    assert place_of_vllm(3, "5,2,7") == {"CUDA_VISIBLE_DEVICES": "7"}
-    assert set(place_of_vllm(1, "3")) == {"NCCL_HOSTID", "NCCL_MNNVL_ENABLE"}, "what vLLM sees stays as it is"
+    assert last_gpu(2, "") == "1"
+    assert last_gpu(3, "5,2,7") == "7"
+    assert last_gpu(1, "3") == "3"

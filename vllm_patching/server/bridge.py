@@ -142,7 +142,6 @@ class Bridge:
             "device": self._manifests[0].entries[0].device.split(":")[0],
             "cache_bytes": self.turns.bytes,
             "gpu_uuids": self._gpu_uuids,
-            "nccl_host": os.environ.get("NCCL_HOSTID", ""),
             "ranks": [m.to_json() for m in self._manifests],
         }
 

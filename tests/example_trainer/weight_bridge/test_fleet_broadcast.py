@@ -100,7 +100,7 @@ class PlayedClient(BridgeServer):
             time.sleep(0.02)
         return {
             "instance": self.played.state()["instance"], "hostname": "here", "device": "cpu", "model": "small",
-            "gpu_uuids": [""], "tp_degree": 1, "nccl_host": "", "ranks": [manifest_of(self.played.name).to_json()],
+            "gpu_uuids": [""], "tp_degree": 1, "ranks": [manifest_of(self.played.name).to_json()],
         }  # fmt: skip
 
     def init(self, mode: str, shapes: Any, transfer: str = "auto", *_: Any, **__: Any) -> dict[str, Any]:

@@ -9,7 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from example_trainer.weight_bridge.send_plan import Cuts, SendPlan, buffer_bytes, packed_bytes, route_to, steps_of
+from example_trainer.weight_bridge.send_plan import (
+    Cuts,
+    SendPlan,
+    buffer_bytes,
+    packed_bytes,
+    route_to,
+    sent_together,
+    steps_of,
+)
 from vllm_patching.protocol.manifest import Manifest, ManifestEntry
 from vllm_patching.protocol.messages import Route
 from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
@@ -109,10 +117,36 @@ def test_nccl_is_never_asked_to_connect_two_processes_on_one_gpu(
     gpus: list[str], ranks: int, replicas: int, data: st.DataObject
 ) -> None:
     uuids = data.draw(st.lists(st.sampled_from("abcd"), min_size=ranks * replicas, max_size=ranks * replicas))
-    info = {"gpu_uuids": uuids, "tp_degree": ranks, "nccl_host": ""}
+    info = {"gpu_uuids": uuids, "tp_degree": ranks}
     plan = SendPlan(len(gpus), ranks)
     pairs = [(gpus[s], uuids[k * ranks + r]) for k in range(replicas) for r in range(ranks) for s in plan.senders(r)]
-    assert route_to(info, gpus, "") is (Route.CUDA_IPC if any(a == b for a, b in pairs) else Route.NCCL)
-    assert route_to(info, gpus, "another host's") is Route.NCCL
-    assert route_to(info, ["", *gpus[1:]], "") is Route.GLOO
-    assert route_to({**info, "gpu_uuids": ["", *uuids[1:]]}, gpus, "") is Route.GLOO
+    assert route_to(info, gpus) is (Route.CUDA_IPC if any(a == b for a, b in pairs) else Route.NCCL)
+    assert route_to(info, ["", *gpus[1:]]) is Route.GLOO
+    assert route_to({**info, "gpu_uuids": ["", *uuids[1:]]}, gpus) is Route.GLOO
+
+
+SERVERS = st.tuples(st.sampled_from("xy"), st.sampled_from(Route), st.lists(st.sampled_from("abc"), min_size=1, max_size=2))
+
+
+@given(st.lists(SERVERS, max_size=7))
+def test_each_server_is_sent_to_once_with_its_like_and_by_nccl_once_on_a_gpu(
+    servers: list[tuple[str, Route, list[str]]],
+) -> None:
+    servers = [((kind, route), route, uuids) for kind, route, uuids in servers]
+    groups = sent_together(servers)
+    assert sorted(place for _, places in groups for place in places) == list(range(len(servers)))
+    assert len({(servers[places[0]][0], number) for number, places in groups}) == len(groups)
+    for _, places in groups:
+        assert len({servers[place][0] for place in places}) == 1
+        if servers[places[0]][1] is Route.NCCL:
+            used = [gpu for place in places for gpu in set(servers[place][2])]
+            assert len(used) == len(set(used))
+    for (kind, route), _, _ in servers:
+        if route is not Route.NCCL:
+            assert sum(servers[places[0]][0] == (kind, route) for _, places in groups) == 1
+
+
+def test_servers_that_share_no_gpu_are_one_group() -> None:
+    apart: list[tuple[str, Route, list[str]]] = [("x", Route.NCCL, [gpu]) for gpu in "abc"]
+    assert sent_together(apart) == [(0, [0, 1, 2])]
+    assert sent_together([*apart, ("x", Route.NCCL, ["a"])]) == [(0, [0, 1, 2]), (1, [3])]
