@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)
 
 import argparse
+import math
 import os
 from contextlib import ExitStack
 from functools import partial
@@ -132,7 +133,9 @@ class Benchmark(LoadedSitting):
         seats = max(256, *self.args.concurrency)
         if steps:
             options["environment"] = tuple(engine_clock.variables(self._steps(name), engine_clock.STEPS_FILE).items())
-        return self.server(name, self.model, "1" if mirrored else "0", flags=flags, max_num_seqs=seats, **options)
+        # Nobody is preempted for want of room, whose keys and values would be computed anew without an update.
+        room = {"max_num_seqs": seats, "cache_gib": 16 * math.ceil(seats / 256)}
+        return self.server(name, self.model, "1" if mirrored else "0", flags=flags, **room, **options)
 
     def _trainer(self, name: str, module: str, server: VllmServer) -> Worker:
         gpu = "1" if server.options.gpus == "0" else "0"
