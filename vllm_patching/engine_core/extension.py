@@ -18,7 +18,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
-from vllm_patching.compat.rank_messages import wait_without_spinning
+from vllm_patching.compat.rank_messages import keep_payloads_whole, wait_without_spinning
 from vllm_patching.engine_core import gathered_outputs
 from vllm_patching.protocol.verification import CAN_VERIFY_AND_RESUME, VERIFY_AND_RESUME, BridgeRefusal, compare
 
@@ -43,6 +43,7 @@ def install() -> None:
     if hasattr(process, "pause_scheduler") and all(hasattr(core, seam) for seam in _GATHERING_SEAMS):
         kinds = importlib.import_module("vllm.v1.engine")
         gathered_outputs.install(core, process, kinds.EngineCoreOutput, kinds.EngineCoreOutputs)
+        keep_payloads_whole(importlib.import_module("vllm.v1.serial_utils").MsgpackEncoder, process)
     if "vllm" in sys.modules and importlib.import_module("vllm.platforms").current_platform.is_cpu():
         wait_without_spinning()
 

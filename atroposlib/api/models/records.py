@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import Any, Literal
 
 import orjson
@@ -118,6 +118,7 @@ class Registration:
     save_checkpoint_interval: int
     starting_step: int
     num_steps: int
+    _: KW_ONLY
     max_staleness: int | None = None
     ack_batches: bool = False
     model: str | None = None

@@ -1,4 +1,4 @@
-"""vLLM's ranks on a CPU, which take no core while they wait for one another."""
+"""vLLM's ranks on a CPU, which take no core while they wait for one another; an engine core's messages, which stay whole."""
 
 from __future__ import annotations
 
@@ -32,3 +32,44 @@ def test_a_rank_that_has_just_got_a_message_sleeps_until_the_next() -> None:
     done = run_command([sys.executable, "-c", PROGRAM], program="vllm")
     assert done.returncode == 0, done.stdout
     assert "looked 0 times" in done.stdout
+
+
+MESSAGES = """
+import numpy, zmq
+from vllm.v1.serial_utils import MsgpackEncoder
+from vllm_patching.compat.rank_messages import keep_payloads_whole
+
+class Sender:
+    "vLLM 0.26's EngineCoreProc: it asks of the last frame when the buffer is free."
+
+rows = numpy.zeros(200)
+assert rows.nbytes < 1 << 16
+
+def received(tokens):
+    "Two messages in one buffer, of which the second is encoded before the first is read; whether each arrives as it was sent."
+    with zmq.Context() as context, context.socket(zmq.PUSH) as out, context.socket(zmq.PULL) as front_end:
+        out.bind("inproc://outputs")
+        front_end.connect("inproc://outputs")
+        encoder, buffer, sent = MsgpackEncoder(), bytearray(), []
+        for first in (0, 7):
+            frames = encoder.encode_into({"tokens": list(range(first, first + tokens)), "rows": rows}, buffer)
+            assert len(frames) == 2
+            sent.append(bytes(frames[0]))
+            assert out.send_multipart(frames, copy=False, track=True).done, "so that the buffer counts as free"
+        return [front_end.recv_multipart()[0] == payload for payload in sent]
+
+assert received(100) == [True, True]
+assert received(50_000) == [False, True]
+keep_payloads_whole(MsgpackEncoder, type("Cured", (), {"_send_msg_tracking_payload": None}))
+assert received(50_000) == [False, True], "nothing is done where vLLM cares for it"
+keep_payloads_whole(MsgpackEncoder, Sender)
+keep_payloads_whole(MsgpackEncoder, Sender)
+assert received(100) == received(50_000) == [True, True]
+print("whole")
+"""
+
+
+def test_a_message_is_not_overwritten_by_the_next_while_it_is_sent() -> None:
+    done = run_command([sys.executable, "-c", MESSAGES], program="vllm")
+    assert done.returncode == 0, done.stdout
+    assert "whole" in done.stdout

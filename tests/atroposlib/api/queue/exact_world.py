@@ -104,7 +104,8 @@ class World:
         self.uuid += 1
         self.received: int | None = None
         size, steps = GROUP * GROUPS, (self.version, self.steps)
-        trainer = Registration(self.uuid, "g", "p", size, 9, "c", 1, *steps, 0, True, "m", self.epoch, positions=self.positions)
+        exact = {"max_staleness": 0, "ack_batches": True, "model": "m", "weight_epoch": self.epoch, "positions": self.positions}
+        trainer = Registration(self.uuid, "g", "p", size, 9, "c", 1, *steps, **exact)
         self.queue.register(trainer)
         self.commit()
 

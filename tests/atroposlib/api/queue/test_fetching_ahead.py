@@ -18,7 +18,8 @@ BATCH, GROUP = 8, 4
 
 def register(queue: RolloutQueue, step: int, staleness: int | None, uuid: int = 1) -> int:
     """A trainer that names its life registers, and an environment after it. Returns the environment's id."""
-    queue.register(Registration(uuid, "g", "p", BATCH, 9, "c", 0, step, 99, staleness, True, "m", 10 * uuid))
+    fields = {"max_staleness": staleness, "ack_batches": True, "model": "m", "weight_epoch": 10 * uuid}
+    queue.register(Registration(uuid, "g", "p", BATCH, 9, "c", 0, step, 99, **fields))
     queue.started = True
     environment = queue.register_env("task", 1.0, GROUP, 9, None, 0.0)
     assert environment is not None

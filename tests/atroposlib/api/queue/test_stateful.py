@@ -127,22 +127,22 @@ class ServiceMachine(RuleBasedStateMachine):
         model = "a" if model is None and references != "none" else model
         self.queue.register(
             Registration(
-                self.uuid,
-                "g",
-                "p",
-                batch_size,
-                9,
-                "c",
-                1,
-                step,
-                9,
-                staleness,
-                acks,
-                model,
-                epoch,
-                references != "none",
-                REFERENCES[references],
-                wanted,
+                uuid=self.uuid,
+                wandb_group="g",
+                wandb_project="p",
+                batch_size=batch_size,
+                max_token_len=9,
+                checkpoint_dir="c",
+                save_checkpoint_interval=1,
+                starting_step=step,
+                num_steps=9,
+                max_staleness=staleness,
+                ack_batches=acks,
+                model=model,
+                weight_epoch=epoch,
+                ref_logprobs_from_workers=references != "none",
+                reference=REFERENCES[references],
+                replay=wanted,
             )
         )
         self.acks = acks
