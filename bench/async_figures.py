@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from bench.bridge_figures import markdown, sources
-from bench.results_book import Book
+from bench.results_book import Book, FigureError
 
 FILE = "async"
 NAMES = {"turns": "in turns", "overlapped": "overlapped", **{f"off_policy_{n}": f"off-policy by {n}" for n in (1, 2, 4)}}
@@ -48,6 +48,21 @@ def _load(book: Book, place: str) -> str:
     """What else the machine had to do."""
     load = book.maybe(FILE, place)
     return "The machine's load before it was not noted." if load is None else f"The machine's load before it: {load:.1f}."
+
+
+def exact(book: Book) -> str:
+    """What a run on Ray that was killed whole had in common with the one that nobody killed. Raises FigureError unless all."""
+    told = set()
+    for kind, found in book.get(FILE, "exact").items():
+        whole, killed = found["runs"]["whole"], found["runs"]["killed"]
+        if any(whole[key] != killed[key] for key in ("steps", "weights")):
+            raise FigureError(f"{FILE}.json, exact, {kind}: the run that was killed is another one")
+        compared, differ = (sum(step[place] for step in whole["steps"]) for place in (3, 4))
+        if differ:
+            raise FigureError(f"{FILE}.json, exact, {kind}: {differ} tokens differ")
+        told.add((killed["killed_after_step"], len(whole["steps"]), compared))
+    ((after, steps, tokens),) = told
+    return f"killed after step {after} of {steps}, with one copy and with a broadcast; of {tokens:,} tokens each none differs"
 
 
 def scaling(book: Book) -> str:
@@ -144,6 +159,7 @@ NAMED: dict[str, Callable[[Book], str]] = {
     "async_saturation": saturation,
     "async_on_paper": on_paper,
     "async_full_at": full_at,
+    "async_exact": exact,
     "async_parameter_server": parameter_server,
     "parameter_server_gpu": parameter_server_gpu,
 }

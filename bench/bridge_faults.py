@@ -278,10 +278,9 @@ class Faults:
         stage.server.kill()
         stage.restart_server()
         message = trainer.message(240, "the update after the server's restart")
-        if "error" in message:
-            stage.wait()
-            return f"the trainer did not find the new server: {message['error']}"
         stage.wait()
+        if "error" in message:
+            return f"the trainer did not find the new server: {message['error']}"
         try:
             found = trainer.ask("check", timeout=60)
         except BenchError as error:
@@ -353,8 +352,7 @@ class Benchmark(Sitting):
     def run(self) -> None:
         """Every row that was asked for."""
         args, stage, told = self.args, self.stage, list[dict[str, Any]]()
-        facts = {"shape": args.shape, "tensor_parallel_size": args.tp, "bridge_timeout_s": args.bridge_timeout}
-        self.describe(**facts, on_one_gpu=args.beside)
+        self.describe(shape=args.shape, tensor_parallel_size=args.tp, bridge_timeout_s=args.bridge_timeout, beside=args.beside)
         stage.wait()
         for _, name, run in rows(args, Faults(stage)):
             started = time.monotonic()
@@ -390,9 +388,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--crossed", action="store_true", help="a rank of the trainer for each of vLLM's, on another's GPU")
     parser.add_argument("--beside", action="store_true", help="the trainer's copy of the weights is on vLLM's GPU")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument(
-        "--only", nargs="+", metavar="WHAT", help="kinds of fault, or parts of rows' names, which --only ? lists"
-    )
+    parser.add_argument("--only", nargs="+", metavar="WHAT", help="kinds of fault, or parts of rows' names; ? lists them")
     parser.add_argument("--bridge-timeout", type=float, default=8.0, help="seconds; short, because it is waited for")
     args = shrink_if_tiny(parser.parse_args(arguments))
     if args.crossed and (args.tp < 2 or args.only != ["late"]):

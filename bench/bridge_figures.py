@@ -283,13 +283,17 @@ def summing(which: int) -> Callable[[Book], str]:
     return cell
 
 
-def faults_in_all(book: Book) -> str:
+def faults_in_all(file: str) -> Callable[[Book], str]:
     """How many faults were done. Raises FigureError unless all of them ended as they should."""
-    rows = book.get("bridge_faults", "faults")
-    bad = [row["fault"] for row in rows if not row["good"]]
-    if bad:
-        raise FigureError(f"bridge_faults.json: not good, so no document may call all of them so: {', '.join(bad)}")
-    return str(len(rows))
+
+    def count(book: Book) -> str:
+        rows = book.get(file, "faults")
+        bad = [row["fault"] for row in rows if not row["good"]]
+        if bad:
+            raise FigureError(f"{file}.json: not good, so no document may call all of them so: {', '.join(bad)}")
+        return str(len(rows))
+
+    return count
 
 
 def kills(file: str) -> Callable[[Book], str]:
@@ -336,7 +340,8 @@ NAMED: dict[str, Callable[[Book], str]] = {
     "answer_after_step": answer_after_step,
     "summing_bf16": summing(0),
     "summing_float32": summing(1),
-    "faults_in_all": faults_in_all,
+    "faults_in_all": faults_in_all("bridge_faults"),
+    "faults_on_one_gpu": faults_in_all("bridge_faults_one_gpu"),
     "kills": kills("bridge_faults"),
     "kills_cpu": kills("bridge_faults_cpu"),
     "largest_kl": largest_kl,

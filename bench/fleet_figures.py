@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from bench.bridge_figures import markdown, sources
+from bench.gpu.shapes import PEAK_FLOPS
 from bench.results_book import Book, commit_of
 
 FILE = "fleet"
@@ -67,6 +68,14 @@ def clients(file: str) -> Callable[[Book], str]:
     return table
 
 
+def anew_share(book: Book) -> str:
+    """How fast an engine computes keys and values again, against what its GPU could."""
+    file, place = "fleet_gpu", "clients/recompute/direct/load_256/computed_anew"
+    tokens, ms = book.number(file, f"{place}/tokens"), book.number(file, f"{place}/ms/median")
+    flops = book.number(file, "model_bytes") * tokens / (ms / 1e3)  # two operations and two bytes for each parameter
+    return f"That is {flops / PEAK_FLOPS:.0%} of the rate at which the card multiplies large matrices"
+
+
 def on_paper(book: Book) -> str:
     """An update of a fleet that nobody had, by bench/fleet_on_paper.py."""
     if "on_paper" not in book.page(FILE):
@@ -94,6 +103,7 @@ NAMED: dict[str, Callable[[Book], str]] = {
     "fleet_servers": servers,
     "fleet_clients": clients(FILE),
     "fleet_clients_gpu": clients("fleet_gpu"),
+    "fleet_anew_share": anew_share,
     "fleet_on_paper": on_paper,
 }
 """By the name that stands in the documents."""

@@ -11,6 +11,8 @@ from bench.results_book import Book
 
 SPEED, SAMPLING, WHOLE = "trainer_speed", "generate_cost", "whole_run"
 SMALLER = "_80gb"
+FEWER = "ours, fewer ahead"
+"""Our part of a whole run with fewer groups on their way."""
 """The same on GPUs of 80 GB, in a file of their own."""
 SAVED = "1.7B, 512, with a checkpoint"
 
@@ -65,23 +67,26 @@ def whole_run(book: Book) -> str:
     """Every part of bench/whole_run.py that was measured."""
     head = ["", "longest gap of a client", "trained tokens/s", "trainer waits", "samples thrown away", "of so many trained"]
     head += ["seconds a step"]
-    names = {"ours": "ours", "deterministic": "ours, deterministic", "trl": "TRL, asynchronous GRPO"}
+    names = {"ours": "ours", FEWER: "ours", "deterministic": "ours, deterministic", "trl": "TRL, asynchronous GRPO"}
+    settings = book.get(WHOLE, "settings")
     rows, places = [], {}
     for part, found in book.get(WHOLE, "parts").items():
-        place, gap = f"parts/{part}", found["longest_gap_seconds"]
+        place, gap, name = f"parts/{part}", found["longest_gap_seconds"], names[part]
+        if "ahead" in found:
+            name += f", {found['ahead'] * settings['sequences'] // settings['group']} groups on their way"
         rate, waits = (book.number(WHOLE, f"{place}/{key}") for key in ("trained_tokens_per_second", "waiting_share"))
         phases = ", ".join(f"{phase} {seconds / found['steps']:.1f}" for phase, seconds in found["seconds_by_phase"].items())
         rows.append(
-            [names[part], "not known" if gap is None else f"{gap:.2f} s", f"{rate:,.0f}", f"{waits:.0%}",
+            [name, f"{gap:.2f} s", f"{rate:,.0f}", f"{waits:.0%}",
              f"{found['samples_thrown_away']:,}", f"{found['sequences']:,}", phases]
         )  # fmt: skip
-        places[names[part]] = (WHOLE, place)
+        places[name] = (WHOLE, place)
     return f"{markdown(head, rows)}\n\n{sources(book, places)}"
 
 
 def whole_run_bound(book: Book) -> str:
     """Why the trainer of our part of a whole run waits: what its server gives at best, and how many answers it works on."""
-    place, settings = "parts/ours", book.get(WHOLE, "settings")
+    place, settings = f"parts/{FEWER}", book.get(WHOLE, "settings")
     phases, rate = book.get(WHOLE, f"{place}/seconds_by_phase"), book.number(WHOLE, f"{place}/trained_tokens_per_second")
     takes = book.number(WHOLE, f"{place}/trained_tokens") / (phases["train"] + phases["sync"])
     gives = max(book.number(SAMPLING, f"ways/{way}/tokens_per_second") for way in ("numbers", "text and tables"))
@@ -92,20 +97,6 @@ def whole_run_bound(book: Book) -> str:
         f"Here the server gave {rate:,.0f}, for it was not full: an answer has {mean:,.0f} tokens on average, the longest of a "
         f"group of {settings['group']} has {longest:,.0f}, and until that one has ended the others' places stay empty. Of "
         f"{settings['in_flight']} answers in groups under way {settings['in_flight'] * mean / longest:,.0f} are being sampled"
-    )
-
-
-def more_ahead(book: Book) -> str:
-    """What a batch more on its way brought, on GPUs of 80 GB."""
-    file, place = WHOLE + SMALLER, "parts/ours"
-    settings, found = book.get(file, "settings"), book.get(file, place)
-    rate, waits = (book.number(file, f"{place}/{key}") for key in ("trained_tokens_per_second", "waiting_share"))
-    groups = settings["ahead"] * settings["sequences"] // settings["group"]
-    return (
-        f"With {groups} groups on their way, on two {book.get(file, 'machine/gpus/0')}, {rate:,.0f} tokens were trained in a "
-        f"second, the trainer waited {waits:.0%}, and {found['samples_thrown_away']:,} answers were thrown away beside "
-        f"{found['sequences']:,} that were trained; a client's longest gap was {found['longest_gap_seconds']:.2f} s "
-        f"({found['measured']['date'].split()[0]}, commit {found['measured']['commit']})"
     )
 
 
@@ -179,7 +170,6 @@ NAMED: dict[str, Callable[[Book], str]] = {
     "longest_sequences": longest_sequences,
     "whole_run": whole_run,
     "whole_run_bound": whole_run_bound,
-    "whole_run_more_ahead": more_ahead,
     "whole_run_most_at_once": most_at_once,
     "trainer_speed_80gb": trainer_speed_80gb,
     "sampling_cost": sampling_cost,

@@ -217,7 +217,8 @@ class WholeRun:
         environment.stop()
         invalid = sum(row["groups_invalid"] for row in rows)
         thrown = args.group * (invalid + sum(dropped.values()))
-        return rows.rows, {"samples_thrown_away": thrown, "groups_dropped_by_service": dropped, "groups_invalid": invalid}
+        found = {"samples_thrown_away": thrown, "groups_dropped_by_service": dropped, "groups_invalid": invalid}
+        return rows.rows, found | {"ahead": args.ahead}
 
     def _train_trl(self, server: TrlServer, seconds: float) -> tuple[list[tuple[float, Row]], dict[str, Any]]:
         args = self.args

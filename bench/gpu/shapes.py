@@ -12,6 +12,8 @@ from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTER = ROOT / "assets" / "starter_model"
+PEAK_FLOPS = 790e12
+"""Dense bf16 rate of an H200, measured by large matrix products; what every share of the peak in bench/ is of."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 _COMMON: dict[str, Any] = {

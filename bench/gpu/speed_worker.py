@@ -18,6 +18,7 @@ import torch.distributed as dist
 from bench.gpu.live_bytes import Meter
 from bench.gpu.plain_decoder import PlainDecoder
 from bench.gpu.processes import answer_once
+from bench.gpu.shapes import PEAK_FLOPS
 from bench.gpu.synthetic import Work, geometry_of, gradient_of, joined_group, random_bin, random_weights
 from example_trainer.batch.bins import PackedBin
 from example_trainer.config import TrainerConfig
@@ -28,9 +29,6 @@ from example_trainer.observe.perf import matrix_elements, step_flops
 from example_trainer.training.checkpoints import Checkpoints
 from example_trainer.training.optimizer import MasterAdamW
 from example_trainer.training.runs import PREFIX, new_run
-
-PEAK_FLOPS = 790e12
-"""Dense bf16 rate of an H200, measured by large matrix products; what every share of the peak here is of."""
 
 Arithmetic = Literal["ours", "ours, deterministic", "plain", "plain, layers compiled"]
 

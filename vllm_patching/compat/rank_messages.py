@@ -35,7 +35,7 @@ def keep_payloads_whole(encoder: Any, process: Any) -> None:
     last frame: where arrays go along in frames of their own, small ones, the answer is yes at once, while zmq still reads a
     large payload from the buffer (https://github.com/vllm-project/vllm/pull/50053). The front end then takes tokens for other
     requests', or ends because it cannot read the message. Hundreds of requests whose outputs are sent together, as before a
-    pause, make such messages. Here the payload is copied out of the buffer. Does nothing where vLLM asks of the payload's frame.
+    pause, make such messages. Here the payload is copied out of the buffer. Does nothing where vLLM asks of its frame.
 
     Args:
         encoder: the class that encodes, MsgpackEncoder.
