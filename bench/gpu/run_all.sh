@@ -14,6 +14,7 @@
 #       4-late (three or more: a rank that is late) · deterministic (one: parity) · deterministic-cost (one: speed, learning) ·
 #       exact (one: 200 steps over each bridge, twice, that must end in the same weights) ·
 #       resumed (one: 40 steps over each bridge, twice, one of them killed in the middle and resumed: the same weights) ·
+#       exact-on-ray (one; two for a broadcast too: a run on Ray killed whole and started again: the same weights) ·
 #       colocate (one: trainer and vLLM take turns on it) ·
 #       memory (one; two for sharded training: the memory plan against real steps, needs no vLLM) ·
 #       trainer-speed (one; two for 14B over both) · sampling-cost (one: what a token costs the server) ·
@@ -101,6 +102,10 @@ case $kind in
   resumed)
     run 400 resumed training_modes.py --only deterministic_single_copy deterministic_broadcast --steps 40 --repeat 2 \
       --kill-after 20 --name resumed
+    ;;
+  exact-on-ray)
+    run 290 async_exact async_exact.py
+    [[ $(nvidia-smi --list-gpus | wc -l) == 1 ]] || run 290 async_exact_broadcast async_exact.py --copies 2 --name async_exact_broadcast
     ;;
   colocate) run 535 colocate colocate.py ;;
   memory) run 530 memory_plan memory_plan.py ;;
