@@ -14,7 +14,7 @@ from example_trainer.async_grpo.placement import Demand
 from example_trainer.async_grpo.settings import Settings
 
 NEEDED_KEYS = {
-    "service": ("ROLLOUT_API_KEY",),
+    "service": ("ROLLOUT_API_KEY", "VLLM_API_KEY"),  # its page asks the servers how their weights are
     "generator": ("VLLM_API_KEY",),
     "environment": ("ROLLOUT_API_KEY", "VLLM_API_KEY"),
     "reference": ("ROLLOUT_API_KEY",),
