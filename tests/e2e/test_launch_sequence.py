@@ -1,8 +1,9 @@
 """The README's launch sequence, typed as it stands there but for the model's name: what it promises must appear.
 
 The problems come from a local copy of GSM8K with the format reward, because a test has no network and its model of two million
-parameters solves none of them; those two flags are the only ones added. Where one of the documented ports is taken on this
-machine, another takes its place in all commands, and comes as a flag where none is typed.
+parameters solves none of them; those two flags are the only ones added, beside two for short answers in large groups, which are
+sampled in few steps. Where one of the documented ports is taken on this machine, another takes its place in all commands, and
+comes as a flag where none is typed. The shell's environment has vLLM fork its engine and its ranks.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from example_trainer.child_processes.guard import descendants
 from example_trainer.child_processes.ports import PortReservations
 from example_trainer.child_processes.processes import ManagedProcess
 from tests.conftest import ROOT, Processes
+from tests.e2e.conftest import FORKED_ENGINES
 from tests.still_running import command_line
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540)]
@@ -62,6 +64,7 @@ class Shell:
     def __init__(self, processes: Processes, folder: Path, ports: Mapping[int, int]) -> None:
         self.folder, self.ports = folder, ports
         environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+        environment |= FORKED_ENGINES
         self._script = folder / "commands"
         os.mkfifo(self._script)
         self.process: ManagedProcess = processes.start("shell", ["bash", self._script], environment, folder)
@@ -96,7 +99,7 @@ class Shell:
 def test_every_command_works_and_prints_what_it_promises(shell: Shell) -> None:
     if not GSM8K.is_dir():
         pytest.skip("no local copy of GSM8K in ../shared/gsm8k")
-    extra = f"--env.dataset_path {shlex.quote(str(GSM8K))} --env.format_reward --env.max_token_length 64"
+    extra = f"--env.dataset_path {shlex.quote(str(GSM8K))} --env.format_reward --env.max_token_length 16 --env.group_size 16"
     vllm_port = shell.ports[VLLM]
     for block in launch_commands():
         command = block.replace(README_MODEL, str(STARTER))
