@@ -17,7 +17,7 @@ import yaml
 
 from example_trainer.child_processes.processes import ManagedProcess
 from tests.conftest import ROOT, Processes
-from tests.e2e.conftest import CACHE, NEEDS_RAY
+from tests.e2e.conftest import CACHE, FORKED_ENGINES, NEEDS_RAY
 from tests.e2e.two_hosts import Host, NoNamespaces, hosts
 from tests.still_running import json_rows
 
@@ -30,6 +30,15 @@ OVER_SSH = {
     "scp": '[ "$1" = -p ] && exec cp -p "$2" "$HOMES/${3%%:*}/${3#*:}"',
 }
 """What stands for ssh and scp, on hosts whose home folders both can see: no host has an sshd."""
+VLLM_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm"
+VARIABLES = FORKED_ENGINES | {
+    # What vLLM knows of its models is there already, and not in a host's home folder.
+    "VLLM_CACHE_ROOT": os.environ.get("VLLM_CACHE_ROOT") or str(VLLM_CACHE),
+    # Else each node starts a worker for each of its CPUs, in an environment that is no actor's of ours.
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+"""Of all that is typed; Ray's nodes hand them on to the roles."""
 
 
 def blocks() -> dict[str, str]:
@@ -63,7 +72,7 @@ class Cluster:
             assert old in text
             text = text.replace(old, new)
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
-        variables = {"HOME": str(self.folder / "homes" / name), "HOMES": str(self.folder / "homes"), "PATH": path}
+        variables = {"HOME": str(self.folder / "homes" / name), "HOMES": str(self.folder / "homes"), "PATH": path} | VARIABLES
         command = self.hosts[name].command("bash", "-ec", text, directory=self.folder)
         return self.processes.start(name, command, variables, grace=60, may_finish=True)
 
