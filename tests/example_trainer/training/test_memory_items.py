@@ -115,13 +115,13 @@ def test_the_plan_is_what_is_alive_at_the_worst_moment(
 ) -> None:
     """Every tensor that is alive after each operation of a step is counted. Small, since a processor without bfloat16 takes
     seconds for its products; there are as many tokens for a weight as in the other tests."""
-    sizes = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 384, "num_heads": 2, "num_kv_heads": 1}
-    shape = geometry(num_layers=3, max_positions=128, tie_word_embeddings=tied, **sizes)
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 192, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
+    shape = geometry(num_layers=3, max_positions=64, tie_word_embeddings=tied, **sizes)
     asked = request(
-        geometry=shape, dtype=dtype, tokens_per_microbatch=256, seq_len=128, gradient_checkpointing=checkpointing,
-        logprob_chunk=128, lora=(8, ALL_PROJECTIONS) if adapters else None,
+        geometry=shape, dtype=dtype, tokens_per_microbatch=128, seq_len=64, gradient_checkpointing=checkpointing,
+        logprob_chunk=64, lora=(8, ALL_PROJECTIONS) if adapters else None,
     )  # fmt: skip
-    ids, packing = torch.randint(0, shape.vocab_size, (256,)), Packing([128, 128])
+    ids, packing = torch.randint(0, shape.vocab_size, (128,)), Packing([64, 64])
     with Meter(CPU) as meter:
         model = Decoder(shape, dtype)
         for parameter in model.parameters():
@@ -132,8 +132,8 @@ def test_the_plan_is_what_is_alive_at_the_worst_moment(
         optimizer = MasterAdamW(model, lr=1e-4)
         model.arithmetic.sums = optimizer.sums
         for microbatch in range(3):  # a step of one and one of two, in whose second the moments and the gradients are there
-            hidden = model.arithmetic.ops.rows(model(ids, packing), torch.arange(256))
-            logprobs, _ = model.chosen_logprobs(hidden, ids, packing, 128)
+            hidden = model.arithmetic.ops.rows(model(ids, packing), torch.arange(128))
+            logprobs, _ = model.chosen_logprobs(hidden, ids, packing, 64)
             loss = -logprobs.mean()
             del hidden, logprobs
             loss.backward()
