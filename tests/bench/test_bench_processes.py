@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.gpu.faults import Outcome, note_absence
-from bench.gpu.processes import BenchError, Worker, all_stopped, ended_by_sigterm
+from bench.gpu.processes import BenchError, Task, Worker, all_stopped, ended_by_sigterm
 from bench.gpu.runs import Results
 
 
@@ -27,13 +27,29 @@ def test_a_worker_answers_fails_and_is_stopped(tmp_path: Path) -> None:
     assert worker.process.poll() is not None
 
 
-def test_a_worker_that_ends_is_named_with_its_last_lines(tmp_path: Path) -> None:
-    worker = Worker("ceiling", "bench.gpu.ceiling", ["--rank", "x"], tmp_path / "ceiling.log", {})
+def test_a_worker_that_ends_is_named_with_its_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = (
+        "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('rank', type=int)\nparser.parse_args()\n"
+    )
+    (tmp_path / "worker_of_a_rank.py").write_text(program, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    worker = Worker("ceiling", "worker_of_a_rank", ["x"], tmp_path / "ceiling.log", {})
     with (
         all_stopped(worker),
         pytest.raises(BenchError, match=r"ceiling (ended with status 2|has ended)(.|\n)*invalid int value"),
     ):
         worker.answer(180, "start")
+
+
+def test_of_several_ranks_the_first_ones_answer_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torchrun, and ranks that do not import what costs most of the time."""
+    answer = "{name: os.environ[name] for name in ('RANK', 'WORLD_SIZE')} | asked"
+    program = f"import os\nfrom bench.gpu.processes import answer_once\nanswer_once(lambda asked: {answer})\n"
+    (tmp_path / "light_ranks.py").write_text(program, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    task = Task("two ranks", "light_ranks", {"asked": 7}, tmp_path, seconds=240, ranks=2)
+    with all_stopped(task):
+        assert task.answer() == {"RANK": "0", "WORLD_SIZE": "2", "asked": 7}
 
 
 @pytest.mark.parametrize(

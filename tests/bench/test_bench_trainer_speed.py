@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,27 @@ import pytest
 import torch
 
 from bench import trainer_speed
+from bench.gpu import processes
 from bench.gpu.plain_decoder import PlainDecoder
 from bench.gpu.synthetic import Work, geometry_of, random_bin, random_weights
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.ops import reference
+from tests.forked_ranks import RANKS
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.usefixtures("forked_children")
-def test_cases_are_measured_and_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cases_are_measured_and_written_down(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks are forked: that torchrun starts them is told by test_bench_processes.py."""
+
+    def command(module: str, ranks: int = 1) -> list[str]:
+        script = str(processes.ROOT / f"{module.replace('.', '/')}.py")
+        return [sys.executable, "-u", "-m", *(["tests.forked_ranks", script] if ranks == RANKS else [module])]
+
+    monkeypatch.setattr(processes, "module_command", command)
     names = ["1.7B, 512", "1.7B, 512, plain PyTorch", "14B, 4k, FSDP2 over two GPUs"]
     status = trainer_speed.main(["--output", str(tmp_path), "--device", "cpu", "--shape", "tiny", "--only", *names])
     printed = capsys.readouterr().out
