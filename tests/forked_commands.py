@@ -63,6 +63,7 @@ COMMANDS = {
         "tests.example_trainer.training.killed_saver": "tests.example_trainer.training.killed_saver",
         "tests.forked_ranks": "tests.forked_ranks",
         "tests/scripts/small_stack.py": "tests.scripts.small_stack",
+        "bench/gpu/length_env.py": "bench.gpu.length_env",
         "bench.gpu.ceiling": "bench.gpu.ceiling",
         "bench.gpu.memory_worker": "bench.gpu.memory_worker",
         "bench.gpu.random_checkpoint": "bench.gpu.random_checkpoint",
