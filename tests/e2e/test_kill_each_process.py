@@ -38,7 +38,7 @@ def watcher(origin: str, request: pytest.FixtureRequest) -> Visit | None:
 
 def table_at(url: str) -> bool:
     """Whether the trainer has told this service of its servers."""
-    return bool(httpx.get(f"{url}/fleet", timeout=60, trust_env=False).json()["published"])
+    return bool(httpx.get(f"{url}/fleet", timeout=60).json()["published"])
 
 
 def test_the_run_survives_the_death_of_each_process(

@@ -27,6 +27,7 @@ from tests.conftest import ROOT, Processes
 from tests.e2e.bridge_helpers import made_up_group, new_weights
 from tests.e2e.conftest import FORKED_ENGINES, SERVER_SECONDS
 from tests.e2e.two_hosts import NOWHERE, Host, Network, NoNamespaces, hosts
+from tests.light_servers import get_json
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -89,11 +90,8 @@ class TwoHosts:
         """/bridge/state, asked from a host: the trainer's, unless said otherwise."""
         headers = {"Authorization": f"Bearer {KEY}"}
 
-        def ask() -> dict[str, Any]:
-            answer: dict[str, Any] = httpx.get(f"{self.url}/bridge/state", headers=headers, timeout=30, trust_env=False).json()
-            return answer
-
-        return (asking or self.trainer).calling(ask)
+        answer: dict[str, Any] = (asking or self.trainer).calling(lambda: get_json(f"{self.url}/bridge/state", headers))
+        return answer
 
     def wait_until(self, what: str, true: Callable[[], bool], seconds: float = 60.0) -> None:
         self.processes.wait_until(what, lambda: None if true() else "not yet", seconds)

@@ -95,7 +95,7 @@ def test_training_goes_on_while_each_server_is_restarted(tmp_path: Path, free_po
         assert steps() > before + 5, "training waited"
         both_are_good(at_least=before + 6)
         for server in range(2):
-            assert httpx.get(f"{stack.vllm_url(server)}/test", timeout=60, trust_env=False).json()["mixtures"] == []
+            assert httpx.get(f"{stack.vllm_url(server)}/test", timeout=60).json()["mixtures"] == []
         log = (run / "trainer.log").read_text()
         assert "Traceback" not in log
         for url in map(stack.vllm_url, range(2)):
