@@ -29,6 +29,7 @@ pytestmark = [NEEDS_RAY, pytest.mark.e2e, pytest.mark.timeout(540)]
 
 STORE_BYTES = 80 << 20
 SECONDS = 150.0
+AGENTS = ("metrics_agent", "metrics_export", "dashboard_agent_listen", "runtime_env_agent")
 STEPS = 8
 ROLES = ROOT / "tests/e2e/async_roles.py"
 
@@ -56,10 +57,17 @@ def patient(ask: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="module")
-def cluster(dashboard: str) -> Iterator[Any]:
+def cluster(dashboard: str, free_port: Callable[[], int]) -> Iterator[Any]:
     """A head with three CPUs, to which tests add nodes."""
     from ray._private import ray_constants, services
     from ray.cluster_utils import Cluster
+
+    class OnGivenPorts(Cluster):
+        """A node's agents are told their ports. One that chose them itself would have fifteen seconds to start and to tell, or
+        its node ends, and a busy machine needs longer."""
+
+        def add_node(self, **arguments: Any) -> Any:
+            return super().add_node(**{f"{agent}_port": free_port() for agent in AGENTS}, **arguments)
 
     with contextlib.nullcontext() if FOLDER in os.environ else shared_fork_servers(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_worker_niceness", "0")  # in nodes, when they start
@@ -69,7 +77,7 @@ def cluster(dashboard: str) -> Iterator[Any]:
         patch.setenv("RAY_prestart_worker_first_driver", "0")
         arguments = {"num_cpus": 3, "object_store_memory": STORE_BYTES, "include_dashboard": True}
         arguments |= {"dashboard_port": int(dashboard.rpartition(":")[2])}
-        made = Cluster(initialize_head=True, head_node_args=arguments)
+        made = OnGivenPorts(initialize_head=True, head_node_args=arguments)
         yield made
         made.shutdown()
 
@@ -145,7 +153,7 @@ class Run:
         key = read_keys(self.folder)["ROLLOUT_API_KEY"]
         url, headers = "http://{}:{}".format(*found[-1]), {"Authorization": f"Bearer {key}"}
         try:
-            answer: dict[str, Any] = httpx.get(url + path, headers=headers, timeout=30, trust_env=False).json()
+            answer: dict[str, Any] = httpx.get(url + path, headers=headers, timeout=30).json()
         except httpx.HTTPError:
             return None
         return answer
