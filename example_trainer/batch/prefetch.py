@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -268,6 +269,9 @@ class Batches:
         if not self._preparing.close(interrupt, CLOSE_SECONDS):
             slow = "another rank" if self._client is None else "the rollout service, or another rank,"
             logger.warning("What %s does for the next batch is given up after %.0f s", slow, CLOSE_SECONDS)
+        elif self._client is None:
+            with suppress(RankError):  # then nobody waits there
+                self._channel.leave()
         if self._client is not None:
             self._client.close()
 

@@ -29,13 +29,18 @@ _LOOK_SECONDS = 0.02
 class BinChannel:
     """Over which rank 0 hands out a batch's bins, to as many calls of `receive` on each other rank as it makes of `send`.
 
-    Neither is called by two threads of a process at the same time. Making one is collective.
+    A rank for which the run is over leaves when it likes, also when rank 0 is about to send: one of the two is the first to say
+    so, by a claim to the rank's share. If that is rank 0, the rank takes its bins before it leaves; if not, it is sent none.
+
+    No two of its methods are called at the same time by threads of a process. Making one is collective.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._received = ranks.posts(_NAME)  # of an earlier channel; nothing is posted here before all ranks have met
         self._group = ranks.new_group(_NAME)
+        self._name = f"{_NAME} of channel {ranks.groups}"
+        self._batches = 0  # sent, or received
+        self._waiting = list(range(1, ranks.world_size))  # who has not left
 
     def send(self, minibatches: Sequence[Sequence[Sequence[PackedBin]]]) -> Minibatches:
         """On rank 0: hand them out, and return this rank's own.
@@ -49,9 +54,10 @@ class BinChannel:
         """
         shares: Sequence[Minibatches] = list(zip(*minibatches, strict=True)) or [[]]
         if self._ranks.world_size > 1:
-            self._ranks.post(_NAME)
+            self._waiting = [rank for rank in self._waiting if self._ranks.claim(self._share(rank))]
+            self._batches += 1
             messages = [_message(share) for share in shares]
-            for rank in range(1, self._ranks.world_size):
+            for rank in self._waiting:
                 for part in messages[rank % len(shares)]:
                     self._send(part, rank)
         return shares[0]
@@ -65,16 +71,30 @@ class BinChannel:
         Raises:
             RankError: rank 0 is gone, or silent for longer than --rank-timeout in the middle of a batch.
         """
-        while self._ranks.posts(_NAME) <= self._received:
+        share = self._share(self._ranks.rank)
+        while not self._ranks.is_claimed(share):
             if over():
                 return None
             time.sleep(_LOOK_SECONDS)
-        self._received += 1
+        self._batches += 1
         lengths = self._receive(torch.empty(2, dtype=torch.int64))
         data, text = self._receive(torch.empty(int(lengths.sum()), dtype=torch.uint8)).split(lengths.tolist())
         sizes: list[list[Sizes]] = json.loads(text.numpy().tobytes())
         bins = iter(decode(data, [size for minibatch in sizes for size in minibatch]))
         return [list(islice(bins, len(minibatch))) for minibatch in sizes]
+
+    def leave(self) -> None:
+        """On another rank, when it receives no more: rank 0 does not wait for it. What is on its way to it is dropped.
+
+        Raises:
+            RankError: rank 0 is gone, or silent for longer than --rank-timeout in the middle of a batch.
+        """
+        if not self._ranks.claim(self._share(self._ranks.rank)):
+            self.receive(lambda: True)
+
+    def _share(self, rank: int) -> str:
+        """The name of a rank's bins of the next batch."""
+        return f"{self._name}, batch {self._batches}, rank {rank}"
 
     def _send(self, message: Tensor, rank: int) -> None:
         try:

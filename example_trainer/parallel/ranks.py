@@ -189,21 +189,30 @@ class Ranks:
         except RuntimeError:
             return  # the store has gone with the rank or the torchrun that held it
 
-    def post(self, name: str) -> None:
-        """Not collective. On rank 0: that something of this name is there for the others, which `posts` counts for them."""
-        self._count(name, 1)
+    def claim(self, name: str) -> bool:
+        """Not collective. Take a name that one rank alone can have. Whether it is this one's: no other had taken it.
 
-    def posts(self, name: str) -> int:
-        """Not collective. How often rank 0 has posted so. Raises RankError if the store has gone with the rank that held it."""
-        return self._count(name, 0)
+        Raises:
+            RankError: the store has gone with the rank that held it.
+        """
+        return self._count(name, 1) == 1
+
+    def is_claimed(self, name: str) -> bool:
+        """Not collective. Whether a rank has taken this name. Raises RankError as `claim` does."""
+        return self._count(name, 0) > 0
 
     def _count(self, name: str, more: int) -> int:
         if self._store is None:
-            return 0
+            return more
         try:
-            return self._store.add(f"posts of {name}", more)
+            return self._store.add(f"claims of {name}", more)
         except RuntimeError as error:
             raise self.lost(f"looking for {name}", error) from error
+
+    @property
+    def groups(self) -> int:
+        """How many `new_group` has made, which is the same on every rank."""
+        return self._groups
 
     def new_group(self, name: str) -> Any:
         """Another Gloo group of the same ranks, for a thread of each beside the main one; None if there is one rank."""

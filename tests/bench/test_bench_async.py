@@ -17,7 +17,7 @@ from bench.async_modes import REGIMES, found_in, work_of
 from bench.async_on_paper import Measured, full_at, need
 from bench.gpu.processes import BenchError
 from bench.measured import COMMIT_VARIABLE, measured, put_into
-from bench.results_book import Book
+from bench.results_book import Book, FigureError
 from bench.sleeping_roles import Work, body_of
 from bench.sleeping_roles import work_of as work_at
 from bench.timeline_spans import Process, Span
@@ -104,7 +104,7 @@ def test_sleeping_generators_against_a_real_service(tmp_path: Path, monkeypatch:
     assert async_on_paper.main([str(into), "--generators", "7"]) == 0
     book = Book(tmp_path)
     assert [*book.get("async", "scaling/on_paper/found/32B")] == ["7"]
-    others = ("async_modes", "async_modes_gpu", "async_parameter_server")
+    others = ("async_modes", "async_modes_gpu", "async_parameter_server", "async_exact")
     tables = {name: make(book) for name, make in async_figures.NAMED.items() if name not in others}
     assert "| 32B | 7 | " in tables["async_on_paper"]
     assert "commit abc" in tables["async_scaling"]
@@ -121,6 +121,18 @@ def test_a_parameter_servers_figures_as_documents_show_them(tmp_path: Path) -> N
     assert "| 2 | 50 ms | 80 ms | 2.00 GB/s | 2.50 GB/s |" in table
     assert "load before it: 0.5" in table
     assert "2.5" in parameter_server.report(data)
+
+
+def test_no_document_calls_another_run_the_same(tmp_path: Path) -> None:
+    def told(*killed: list[object]) -> str:
+        whole = {"steps": [["a", 0.0, 5, 5, 0], ["b", 0.5, 6, 6, 0]], "weights": "w"}
+        runs = {"whole": whole, "killed": {"steps": list(killed) or whole["steps"], "weights": "w", "killed_after_step": 1}}
+        put_into(tmp_path / "async.json", "exact", {"one copy": {"runs": runs}})
+        return async_figures.exact(Book(tmp_path))
+
+    assert told() == "killed after step 1 of 2, with one copy and with a broadcast; of 11 tokens each none differs"
+    with pytest.raises(FigureError, match="one copy: the run that was killed is another one"):
+        told(["a", 0.0, 5, 5, 0], ["c", 0.5, 6, 6, 0])
 
 
 def test_regimes_as_documents_show_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
