@@ -11,9 +11,9 @@ from bench.results_book import Book
 
 SPEED, SAMPLING, WHOLE = "trainer_speed", "generate_cost", "whole_run"
 SMALLER = "_80gb"
+"""The same on GPUs of 80 GB, in a file of their own."""
 FEWER = "ours, fewer ahead"
 """Our part of a whole run with fewer groups on their way."""
-"""The same on GPUs of 80 GB, in a file of their own."""
 SAVED = "1.7B, 512, with a checkpoint"
 
 

@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.gpu.summary import windows_of
+
 FILE = "LOCKSTEP_ENGINE_CLOCK"
 """The variable that names the file; without it no clock ticks."""
 STEPS_FILE = "LOCKSTEP_ENGINE_STEPS"
@@ -103,11 +105,14 @@ def install() -> None:
     core = importlib.import_module("vllm.v1.engine.core").EngineCore
     if hasattr(core, "lockstep_clock"):
         return
-    core.lockstep_clock = clock = Clock(Path(os.environ.get(FILE, os.devnull)))
+    core.lockstep_clock = True
     if STEPS_FILE in os.environ:
         scheduler = importlib.import_module("vllm.v1.core.sched.scheduler").Scheduler
         scheduler.schedule = noting(scheduler.schedule, Path(os.environ[STEPS_FILE]))
-    for name, functions in CLOCKS.items() if FILE in os.environ else ():
+    if FILE not in os.environ:
+        return
+    clock = Clock(Path(os.environ[FILE]))
+    for name, functions in CLOCKS.items():
         for module, kind, function in functions:
             owner = getattr(importlib.import_module(module), kind, None)
             if owner is not None and function in vars(owner):
@@ -145,10 +150,7 @@ def computed_anew(steps: Sequence[Step], updates: Sequence[tuple[float, float]],
         for each update `tokens`, in how many `steps`, and `seconds` from the first of these to the step behind the last.
     """
     found = []
-    for place, (begin, end) in enumerate(updates):
-        limit = end + after
-        if place + 1 < len(updates):
-            limit = min(limit, max(end, (end + updates[place + 1][0]) / 2))
+    for begin, limit in windows_of(updates, after):
         mine = [n for n, (at, tokens, requests) in enumerate(steps) if begin <= at <= limit and tokens > MANY * requests]
         if not mine or mine[-1] + 1 == len(steps):
             found.append({"tokens": 0.0, "steps": 0.0, "seconds": 0.0})

@@ -75,6 +75,15 @@ class Halts:
         return {"usual_gap_ms": self.usual, "largest_gap_per_update_ms": self.around_updates, "updates_unseen": self.unseen}
 
 
+def windows_of(updates: Sequence[Interval], after: float) -> list[Interval]:
+    """In which an update is seen: from its start to `after` seconds behind its end, half the way to the next one at most."""
+    bounds = sorted(updates)
+    ends = [end + after for _, end in bounds]
+    for index, ((_, end), (following, _)) in enumerate(pairwise(bounds)):
+        ends[index] = min(ends[index], max(end, (end + following) / 2))
+    return [(start, limit) for (start, _), limit in zip(bounds, ends, strict=True)]
+
+
 def find_halts(streams: Sequence[Sequence[float]], updates: Sequence[Interval], after: float = 0.5) -> Halts:
     """Compare the gaps between tokens around updates with all others.
 
@@ -84,13 +93,7 @@ def find_halts(streams: Sequence[Sequence[float]], updates: Sequence[Interval], 
         after: a gap that begins within so many seconds of an update's end still belongs to it, since what was cached must be
             computed again; half the way to the next update at most.
     """
-    bounds = sorted(updates)
-    windows = []
-    for index, (start, end) in enumerate(bounds):
-        limit = end + after
-        if index + 1 < len(bounds):
-            limit = min(limit, max(end, (end + bounds[index + 1][0]) / 2))
-        windows.append((start, limit))
+    windows = windows_of(updates, after)
     largest = [0.0] * len(windows)
     usual = []
     first = 0
