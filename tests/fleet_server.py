@@ -206,6 +206,8 @@ async def _serve(
     from vllm_patching.server.routes import LockstepService, make_router
     from vllm_patching.server.version_spans import VersionSpans
 
+    if (place := torch.device(device)).type == "cuda":
+        torch.cuda.set_device(place)  # as vLLM's worker does
     fault = Fault()
     worker = _worker(fault, device, getattr(torch, dtype))
     engine = Engine(worker)

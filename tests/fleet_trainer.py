@@ -7,6 +7,7 @@ Used in a test's own process, and by tests/fleet_server.py, which forks one that
                                                                been sent; or
      "fault": {"version": 2, "at": "commit", "signal": 19}}    when all of them have, before it asks anybody to commit
     and "timeout": 20                                          as its servers' "timeout"
+        "device": "cuda:0"                                     where its weights are; a CPU if nothing is said
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ class Trainer:
         limit: float = LIMIT,
         timeout: float = TIMEOUT,
         patience: float = PATIENCE,
+        device: str = "cpu",
         **options: Any,
     ) -> None:
-        self.model = tiny_model(full=True)
+        self.model = tiny_model(full=True, device=device)
 
         def client(host: str, port: int) -> BridgeServer:
             return BridgeServer(host, port, timeout, None, limit, time.sleep, 5)
@@ -108,8 +110,8 @@ def run(told: dict[str, Any]) -> None:
     """Be the process that suffers; one that is stopped makes its update when it goes on, and ends."""
     fault = told["fault"]
     place = [("localhost", port) for port in told["ports"]]
-    timeout = told.get("timeout", TIMEOUT)
-    with training(place, told["transfer"], told["rendezvous"], bucket=told["bucket"], timeout=timeout) as trainer:
+    options = {"bucket": told["bucket"], "timeout": told.get("timeout", TIMEOUT), "device": told.get("device", "cpu")}
+    with training(place, told["transfer"], told["rendezvous"], **options) as trainer:
         begin, commit, sent = NearSender.begin, FleetUpdates.commit, list[Any]()
         todo = [fault["signal"]]
 

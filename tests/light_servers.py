@@ -15,9 +15,23 @@ from typing import Any, TypeVar
 import httpx
 
 from tests.conftest import ROOT
-from tests.fleet_trainer import TIMEOUT, Trainer
+from tests.fleet_trainer import PATIENCE, TIMEOUT, Trainer
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Where a trainer's weights are, and those of each of its servers: by which routes they go.
+
+    Attributes:
+        patience: seconds for which the trainer waits for one of them that is late.
+    """
+
+    trainer: str = "cpu"
+    servers: tuple[str, ...] = ("cpu", "cpu", "cpu")
+    patience: float = PATIENCE
+
 
 SOON = 60.0
 """Seconds within which everything is answered and comes to pass, on a machine that may be busy."""
@@ -72,6 +86,7 @@ class LightServer:
         asking: carries a request out in another network.
         model: folder of the model whose shapes it has; None: a tiny one's.
         timeout: seconds that the steps of an update may take.
+        device: where its weights are.
     """
 
     starter: Starter
@@ -81,6 +96,7 @@ class LightServer:
     asking: Callable[[Callable[[], Any]], Any] = here
     model: Path | None = None
     timeout: float = TIMEOUT
+    device: str = "cpu"
     pid: int = 0
 
     @property
@@ -92,7 +108,8 @@ class LightServer:
         return self.address, self.port
 
     def start(self) -> None:
-        told = {"port": self.port, "address": self.address, "folder": str(self.starter.folder), "bucket": self.bucket}
+        told: dict[str, Any] = {"port": self.port, "address": self.address, "device": self.device}
+        told |= {"folder": str(self.starter.folder), "bucket": self.bucket}
         shapes = {} if self.model is None else {"model": str(self.model)}
         self.pid = self.starter.tell(do="start", timeout=self.timeout, **told, **shapes)["pid"]
         until(lambda: self.get("/weights") is not None)

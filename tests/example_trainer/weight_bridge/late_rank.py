@@ -1,8 +1,8 @@
 """What test_fleet_senders.py starts: a trainer of two ranks, of which one is stopped while weights are sent.
 
 Arguments: a folder for rank 1's process id, which is there when it is about to stop, and for a file that says that the last
-version was seen; the ports of the servers. Weights of version v are v everywhere. For each way of transfer there are three
-versions; rank 1 is late in the second one's third bucket.
+version was seen; `cpu`, or `cuda` for a GPU of each rank's own; the ports of the servers. Version v is v in all weights. There
+are three versions for each way of transfer; rank 1 is late in the second one's third bucket.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from example_trainer.weight_bridge.stream import WeightStream
 from tests.example_trainer.weight_bridge.cohort_world import BUCKET_BYTES, GEOMETRY, SECONDS
 from vllm_patching.transport.lane import Lane
 
-CPU = torch.device("cpu")
 PATIENCE, TIMEOUT = 3.0, 5.0
 """Seconds; the servers' timeout is between the two."""
 VERSIONS = 3
@@ -54,7 +53,7 @@ class LateStream(WeightStream):
 
 def train(ranks: Ranks, model: Decoder, transfer: str, weight_epoch: int) -> None:
     """Send the versions."""
-    servers = [BridgeServer("127.0.0.1", int(port), TIMEOUT, None, SECONDS, time.sleep, weight_epoch) for port in sys.argv[2:]]
+    servers = [BridgeServer("127.0.0.1", int(port), TIMEOUT, None, SECONDS, time.sleep, weight_epoch) for port in sys.argv[3:]]
     bridge = BroadcastBridge(servers, transfer, ranks, patience=PATIENCE, port=0)
     try:
         bridge.serving_dtype()
@@ -83,8 +82,12 @@ def wait_for(path: Path) -> None:
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     broadcast.WeightStream = LateStream  # type: ignore[misc]
-    with join_ranks(SECONDS, CPU) as ranks:
-        model = sharded_decoder(GEOMETRY, torch.float32, CPU, ranks.world_size)
+    device = torch.device("cpu")
+    if sys.argv[2] == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    with join_ranks(SECONDS, device) as ranks:
+        model = sharded_decoder(GEOMETRY, torch.float32, device, ranks.world_size)
         for number, transfer in enumerate(("direct", "overlapped")):
             train(ranks, model, transfer, 5 + number)
             wait_for(Path(sys.argv[1]) / f"{transfer} was seen")

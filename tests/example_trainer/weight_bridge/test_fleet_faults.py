@@ -13,7 +13,7 @@ import pytest
 
 from example_trainer.errors import BridgeError
 from tests.fleet_trainer import PATIENCE, TIMEOUT, Trainer, training
-from tests.light_servers import SOON, LightServer, Starter, bring_back, sound, until
+from tests.light_servers import SOON, Devices, LightServer, Starter, bring_back, sound, until
 
 pytestmark = pytest.mark.timeout(300)  # early among the others (tests/conftest.py): they take long
 
@@ -22,9 +22,17 @@ BUCKET = 2048
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], int]) -> Iterator[list[LightServer]]:
+def devices() -> Devices:
+    """tests/gpu/test_fleet_faults.py has others."""
+    return Devices()
+
+
+@pytest.fixture(scope="module")
+def servers(
+    devices: Devices, tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], int]
+) -> Iterator[list[LightServer]]:
     starter = Starter(tmp_path_factory.mktemp("fleet"))
-    found = [LightServer(starter, free_port(), bucket=BUCKET) for _ in range(3)]
+    found = [LightServer(starter, free_port(), bucket=BUCKET, device=device) for device in devices.servers]
     for server in found:
         server.start()
     yield found
@@ -36,8 +44,11 @@ def places(servers: list[LightServer]) -> list[tuple[str, int]]:
 
 
 @pytest.fixture(scope="module", params=["direct", "overlapped"])
-def trainer(request: pytest.FixtureRequest, servers: list[LightServer], free_port: Callable[[], int]) -> Iterator[Trainer]:
-    with training(places(servers), request.param, free_port(), bucket=BUCKET) as one:
+def trainer(
+    request: pytest.FixtureRequest, devices: Devices, servers: list[LightServer], free_port: Callable[[], int]
+) -> Iterator[Trainer]:
+    options: dict[str, Any] = {"bucket": BUCKET, "device": devices.trainer, "patience": devices.patience}
+    with training(places(servers), request.param, free_port(), **options) as one:
         yield one
 
 
@@ -52,13 +63,20 @@ def trainer(request: pytest.FixtureRequest, servers: list[LightServer], free_por
     ],
 )  # fmt: skip
 def test_one_of_three_fails_and_training_does_not_miss_a_step(
-    trainer: Trainer, servers: list[LightServer], at: str, do: str, caplog: pytest.LogCaptureFixture
+    trainer: Trainer,
+    servers: list[LightServer],
+    at: str,
+    do: str,
+    caplog: pytest.LogCaptureFixture,
+    record_property: Callable[[str, object], None],
 ) -> None:
+    """What the update took, and until the faulty one served what it should again, is noted for check_fleet_faults.py."""
     caplog.set_level("INFO")
     faulty, others = servers[1], [servers[0], servers[2]]
     if at == "cohort":
         trainer.bridge._updates._keeper.members[faulty.url].joined = False  # so that the cohort is formed anew
-        next(iter(trainer.bridge._lines.values())).leave()
+        for line in trainer.bridge._lines.values():
+            line.leave()
     again = threading.Thread(target=lambda: (until(lambda: faulty.get("/weights") is None), faulty.start()))
     if (at, do) == ("", "restart"):
         faulty.kill()
@@ -82,7 +100,10 @@ def test_one_of_three_fails_and_training_does_not_miss_a_step(
         faulty.start()
     elif do == "stop":
         faulty.signal(signal.SIGCONT)
+    answers = time.monotonic()
     bring_back(trainer, faulty)
+    record_property("update_s", round(seconds, 3))
+    record_property("back_s", round(time.monotonic() - answers, 3))
     assert f"[Fleet] {faulty.url} is back: serves version {trainer.version} after " in caplog.text
     trainer.step()
     assert all(server.serves(trainer.version) for server in servers)
@@ -128,12 +149,17 @@ def test_one_that_serves_another_version_is_left_out_until_a_full_update(
 
 @pytest.mark.parametrize("transfer", ["direct", "overlapped"])
 def test_a_second_trainer_takes_over_and_the_first_one_is_told(
-    servers: list[LightServer], free_port: Callable[[], int], transfer: str, caplog: pytest.LogCaptureFixture
+    devices: Devices,
+    servers: list[LightServer],
+    free_port: Callable[[], int],
+    transfer: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """One of three: the first goes on without it, and leaves it alone until it is restarted. All of them: the first ends."""
     taken, others = servers[1], [servers[0], servers[2]]
-    with training(places(servers), transfer, free_port(), bucket=BUCKET, port=0) as first:
-        with training(places([taken]), transfer, free_port(), bucket=BUCKET, port=0) as second:
+    options: dict[str, Any] = {"bucket": BUCKET, "port": 0, "device": devices.trainer, "patience": devices.patience}
+    with training(places(servers), transfer, free_port(), **options) as first:
+        with training(places([taken]), transfer, free_port(), **options) as second:
             for _ in range(3):
                 second.step()
             first.step()
@@ -145,7 +171,7 @@ def test_a_second_trainer_takes_over_and_the_first_one_is_told(
         taken.kill()
         taken.start()
         bring_back(first, taken)
-        with training(places(servers), transfer, free_port(), bucket=BUCKET, port=0) as second:
+        with training(places(servers), transfer, free_port(), **options) as second:
             second.step()
             with pytest.raises(BridgeError, match="has taken it over"):
                 first.step()

@@ -13,18 +13,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from example_trainer.child_processes.guard import parents
 from example_trainer.errors import BridgeError
 from tests.conftest import ROOT, Processes
 from tests.example_trainer.weight_bridge.cohort_world import BUCKET_BYTES, GEOMETRY
 from tests.fleet_trainer import training
-from tests.light_servers import SOON, LightServer, Starter, bring_back, sound, until
+from tests.light_servers import SOON, Devices, LightServer, Starter, bring_back, sound, until
 
 pytestmark = pytest.mark.timeout(300)  # early among the others (tests/conftest.py): they take long
 
 BUCKET = 2048
 """Bytes: the tiny model goes in several."""
+
+
+@pytest.fixture(scope="module")
+def devices() -> Devices:
+    """tests/gpu/test_fleet_senders.py has others."""
+    return Devices()
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +42,8 @@ def starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
 
 
 @pytest.fixture(scope="module")
-def servers(starter: Starter, free_port: Callable[[], int]) -> list[LightServer]:
-    found = [LightServer(starter, free_port(), bucket=BUCKET) for _ in range(2)]
+def servers(devices: Devices, starter: Starter, free_port: Callable[[], int]) -> list[LightServer]:
+    found = [LightServer(starter, free_port(), bucket=BUCKET, device=device) for device in devices.servers[:2]]
     for server in found:
         server.start()
     return found
@@ -54,6 +61,7 @@ def servers(starter: Starter, free_port: Callable[[], int]) -> list[LightServer]
     ],
 )
 def test_a_trainer_that_is_killed_in_an_update_leaves_nothing_mixed_behind(
+    devices: Devices,
     servers: list[LightServer],
     starter: Starter,
     free_port: Callable[[], int],
@@ -63,8 +71,9 @@ def test_a_trainer_that_is_killed_in_an_update_leaves_nothing_mixed_behind(
 ) -> None:
     """Its servers serve what they served before, or nothing until there is another trainer, which finds them usable."""
     fault = {"version": 3, "signal": signal.SIGKILL, **where}
+    options: dict[str, Any] = {"bucket": BUCKET, "device": devices.trainer}
     told = {"ports": [server.port for server in servers], "rendezvous": free_port(), "folder": str(starter.folder)}
-    trainer = starter.tell(do="train", transfer=transfer, bucket=BUCKET, fault=fault, **told)["pid"]
+    trainer = starter.tell(do="train", transfer=transfer, fault=fault, **options, **told)["pid"]
     assert starter.tell(do="wait", pid=trainer)["status"] == -signal.SIGKILL
     for server in servers:
         until(lambda server=server: server.state()["target_version"] is None)  # type: ignore[misc]
@@ -75,7 +84,7 @@ def test_a_trainer_that_is_killed_in_an_update_leaves_nothing_mixed_behind(
         # That it has ended; or that its connections have broken, where its process takes its time on a busy machine.
         assert re.search("has ended|has gone", state["last_error"]), state
     sound(servers)
-    with training([server.place for server in servers], transfer, free_port(), bucket=BUCKET, patience=SOON) as other:
+    with training([server.place for server in servers], transfer, free_port(), patience=SOON, **options) as other:
         assert all(server.serves(1) for server in servers), "the next trainer begins with its own first version"
         other.step()
         assert all(server.serves(2) for server in servers)
@@ -86,15 +95,16 @@ def test_a_trainer_that_is_killed_in_an_update_leaves_nothing_mixed_behind(
     ("transfer", "where"), [("direct", {"buckets": 1}), ("overlapped", {"buckets": 1}), ("direct", {"at": "commit"})]
 )
 def test_a_trainer_that_is_stopped_for_too_long_blames_no_server_and_does_the_update_anew(
-    starter: Starter, free_port: Callable[[], int], transfer: str, where: dict[str, Any]
+    devices: Devices, starter: Starter, free_port: Callable[[], int], transfer: str, where: dict[str, Any]
 ) -> None:
     """Its servers have given the update up meanwhile; it says that they heard nothing from it, and joins them again."""
-    few = [LightServer(starter, free_port(), bucket=BUCKET, timeout=4.0) for _ in range(2)]
+    few = [LightServer(starter, free_port(), bucket=BUCKET, timeout=4.0, device=device) for device in devices.servers[:2]]
     for server in few:
         server.start()
     fault = {"version": 3, "signal": signal.SIGSTOP, **where}
-    told = {"ports": [server.port for server in few], "rendezvous": free_port(), "folder": str(starter.folder), "timeout": 5.0}
-    trainer = starter.tell(do="train", transfer=transfer, bucket=BUCKET, fault=fault, **told)["pid"]
+    told = {"ports": [server.port for server in few], "rendezvous": free_port(), "folder": str(starter.folder)}
+    options: dict[str, Any] = {"bucket": BUCKET, "device": devices.trainer, "timeout": 5.0}
+    trainer = starter.tell(do="train", transfer=transfer, fault=fault, **options, **told)["pid"]
     for server in few:
         until(lambda server=server: server.state()["gave_up_waiting"] == 3)  # type: ignore[misc]
         assert server.serves(2) == (transfer == "overlapped")
@@ -115,7 +125,7 @@ def test_a_trainer_that_is_stopped_for_too_long_blames_no_server_and_does_the_up
 
 
 def test_a_trainer_rank_that_is_late_blames_no_server_and_the_version_is_sent_again(
-    starter: Starter, free_port: Callable[[], int], processes: Processes, tmp_path: Path
+    devices: Devices, starter: Starter, free_port: Callable[[], int], processes: Processes, tmp_path: Path
 ) -> None:
     """Two ranks, FSDP2, of which one is stopped until the servers have given its update up: see late_rank.py."""
     g = GEOMETRY
@@ -125,11 +135,12 @@ def test_a_trainer_rank_that_is_late_blames_no_server_and_the_version_is_sent_ag
         "head_dim": g.head_dim, "vocab_size": g.vocab_size, "tie_word_embeddings": g.tie_word_embeddings,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    few = [LightServer(starter, free_port(), bucket=BUCKET_BYTES, model=tmp_path, timeout=4.0) for _ in range(2)]
+    options: dict[str, Any] = {"bucket": BUCKET_BYTES, "model": tmp_path, "timeout": 4.0}
+    few = [LightServer(starter, free_port(), device=device, **options) for device in devices.servers[:2]]
     for server in few:
         server.start()
     script, ports = Path(__file__).with_name("late_rank.py"), [str(server.port) for server in few]
-    command = [sys.executable, "-m", "tests.forked_ranks", script, tmp_path, *ports]
+    command = [sys.executable, "-m", "tests.forked_ranks", script, tmp_path, torch.device(devices.trainer).type, *ports]
     trainer = processes.start("ranks", command, environment={"PYTHONPATH": str(ROOT)}, may_finish=True)
     for transfer in ("direct", "overlapped"):
         stopped = tmp_path / transfer
@@ -167,24 +178,27 @@ class Wishes:
 
 @pytest.mark.parametrize("transfer", ["direct", "overlapped"])
 def test_a_server_that_comes_in_the_middle_of_an_update_waits_for_its_end_and_joins(
+    devices: Devices,
     servers: list[LightServer],
     starter: Starter,
     free_port: Callable[[], int],
     transfer: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level("INFO")
     """And another trainer is refused there."""
-    wishes, late = Wishes(), LightServer(starter, free_port(), bucket=BUCKET)
+    caplog.set_level("INFO")
+    wishes, late = Wishes(), LightServer(starter, free_port(), bucket=BUCKET, device=devices.servers[2])
     held, waiting = servers
-    with training([held.place, waiting.place], transfer, free_port(), bucket=BUCKET, board=wishes, patience=SOON) as trainer:
+    options: dict[str, Any] = {"bucket": BUCKET, "device": devices.trainer}
+    both = [held.place, waiting.place]
+    with training(both, transfer, free_port(), board=wishes, patience=SOON, **options) as trainer:
         held.fault("receive", "stop")
         update = threading.Thread(target=trainer.step)
         update.start()
         until(lambda: waiting.state()["target_version"] == 2)
         with (
             pytest.raises(BridgeError, match=r"cannot join now: trainer .* is in an update to version 2"),
-            training([waiting.place], transfer, free_port(), bucket=BUCKET),
+            training([waiting.place], transfer, free_port(), **options),
         ):
             pass
         caplog.clear()
