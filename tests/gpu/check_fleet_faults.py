@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from bench.gpu.machine import describe
-from bench.gpu.summary import table
+from bench.gpu.summary import spread_ms, table
 from bench.measured import ROOT, measured
 
 SECONDS = 540.0
@@ -75,6 +75,12 @@ def run_all(logs: Path) -> tuple[list[dict[str, Any]], bool]:
     return rows, good and bool(rows)
 
 
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """How many tests there were, and for one of three that fails what the updates took and until it was right again."""
+    times = {name: spread_ms([row[name] for row in rows if name in row]) for name in ("update_s", "back_s")}
+    return {"tests": len(rows), "good": sum(row["good"] for row in rows), "update": times["update_s"], "back": times["back_s"]}
+
+
 def shown(rows: list[dict[str, Any]]) -> str:
     """The faults as a table."""
     lines = []
@@ -97,8 +103,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         rows, good = run_all(options.logs or Path(folder))
     print(shown(rows))
+    print(json.dumps(summary(rows)))
     if options.json:
-        found = {**describe(), "measured": measured(), "rows": [{"measured": measured(), **row} for row in rows]}
+        found = {
+            **describe(),
+            "measured": measured(),
+            "summary": summary(rows),
+            "rows": [{"measured": measured(), **row} for row in rows],
+        }
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0 if good else 1
 
