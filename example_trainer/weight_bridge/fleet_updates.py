@@ -260,12 +260,7 @@ class FleetUpdates:
         members, version = self._of(group), self._version
         watch.sent()
         self._phase = "commit"
-        answers = at_once(
-            {url: partial(m.server.commit, m.epoch, version, checksums) for url, m in members.items()},
-            self._timeout + _CALL_OFF_SECONDS,
-            self.patience,
-            lost=lambda: watch.guilty,
-        )
+        answers = self._ask({url: partial(m.server.commit, m.epoch, version, checksums) for url, m in members.items()}, watch)
         verified = time.perf_counter() - begun
         self._checksum = self._checksum or checksums[0]
         with self._keeper.lock:
@@ -279,11 +274,17 @@ class FleetUpdates:
         self._condemn(members, answers.failed)
 
     def _all(self, calls: Mapping[str, Callable[[], Any]], watch: Watch, what: str) -> None:
-        limit = self._timeout + _CALL_OFF_SECONDS
-        answers = at_once(calls, limit, self.patience, lost=lambda: watch.guilty)
+        answers = self._ask(calls, watch)
         if answers.failed:
             self._failures = answers.failed
             raise BridgeError(f"{', '.join(answers.failed)} {what}: {next(iter(answers.failed.values()))}")
+
+    def _ask(self, calls: Mapping[str, Callable[[], Any]], watch: Watch) -> Answers[Any]:
+        """Each member of a group. In an update of all, those of other groups wait for it too."""
+        with self._keeper.lock:
+            others = self._everyone and not set(self._keeper.fleet.good) <= calls.keys()
+        limit = self._timeout + _CALL_OFF_SECONDS
+        return at_once(calls, limit, self.patience, lambda ok: others or bool(ok), lambda: watch.guilty)
 
     # ---- what went wrong ----
 
@@ -291,8 +292,7 @@ class FleetUpdates:
         """The members of a group are to forget the update. Whoever is to blame is quarantined, the others are sent to again; if
         that is not known, each is sent to alone.
         """
-        members = self._of(group)
-        guilty: dict[str, BridgeError] = dict(self._failures)
+        members, guilty = self._of(group), dict[str, BridgeError](self._failures)
         if not guilty:
             guilty = {url: BridgeError(f"{url} {reason}") for url, reason in watch.guilty.items()}
         states = at_once({url: m.state for url, m in members.items()}, 3.0).ok
@@ -351,7 +351,7 @@ class FleetUpdates:
                 if ours and not taken:
                     calls[url] = partial(member.server.quarantine, member.epoch, str(error))
             self._keeper.tell()
-        for url, error in at_once(calls, _CALL_OFF_SECONDS, self.patience).failed.items():
+        for url, error in at_once(calls, _CALL_OFF_SECONDS, self.patience, lambda _: True).failed.items():
             logger.info("[Fleet] %s has not heard that it is quarantined: %s", url, error)
 
     def _blame(self, url: str, error: BridgeError, hopeless: bool = False, away: bool | None = None) -> None:

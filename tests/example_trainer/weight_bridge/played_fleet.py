@@ -1,0 +1,216 @@
+"""Servers whose faults are played, and a trainer that sends them its number of steps: what test_fleet_broadcast.py is about."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from example_trainer.errors import BridgeError
+from example_trainer.vllm_client import ServerRefused, ServerSilent
+from example_trainer.weight_bridge import broadcast
+from example_trainer.weight_bridge.broadcast import BroadcastBridge
+from example_trainer.weight_bridge.server import BridgeServer
+from vllm_patching.protocol.manifest import Manifest, ManifestEntry
+from vllm_patching.protocol.sharding import ShardSpec, Slice
+
+PATIENCE, SOON = 1.5, 60.0
+"""Seconds: a trainer's patience, and after which a test fails rather than waits."""
+
+
+def manifest_of(name: str, dtype: str) -> Manifest:
+    return Manifest(0, 1, (ManifestEntry(ShardSpec(name, (4,), (4,), (Slice(0, 0, 0, 4),)), dtype, "cpu"),))
+
+
+@dataclass
+class PlayedServer:
+    """What a server does, and what was done to it; shared by whatever speaks to it.
+
+    Attributes:
+        faults: by step (init, cohort, begin, transfer, commit), what happens there, once: an error, or "hangs".
+        heard: the steps in order.
+    """
+
+    url: str
+    name: str = "weight"
+    dtype: str = "float32"
+    life: int = 1
+    alive: bool = True
+    holds: int = 0
+    serves: int = 0
+    epoch: int = 0
+    trainer: str = ""
+    quarantine: str = ""
+    cohort: str = ""
+    target: int | None = None
+    engine_dead: bool = False
+    faults: dict[str, Any] = field(default_factory=dict)
+    heard: list[str] = field(default_factory=list)
+    freed: threading.Event = field(default_factory=threading.Event)
+
+    def restart(self) -> None:
+        self.life, self.alive, self.epoch, self.serves, self.target = self.life + 1, True, 0, 0, None
+        self.quarantine = self.trainer = self.cohort = ""
+        self.faults.clear()
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "instance": f"{self.url} {self.life}", "healthy": not self.quarantine and self.target is None,
+            "trainer": self.trainer, "engine_dead": self.engine_dead, "epoch": self.epoch, "target_version": self.target,
+            "weight_version": self.serves, "weight_epoch": 5, "last_error": "", "quarantine": self.quarantine,
+            "silent_seconds": 0.0, "ranks": [{"received_bytes": self.holds, "error": ""}],
+        }  # fmt: skip
+
+
+class PlayedClient(BridgeServer):
+    """Speaks to a PlayedServer instead of a network."""
+
+    def __init__(self, played: PlayedServer, limit: float = SOON) -> None:
+        host, _, port = played.url.removeprefix("http://").rpartition(":")
+        super().__init__(host, int(port), 5.0, None, limit, time.sleep, 5)
+        self.played = played
+
+    def _step(self, step: str, epoch: int | None = None) -> PlayedServer:
+        played = self.played
+        if not played.alive:
+            raise ServerSilent(f"{self.url} did not answer /bridge/{step} (connection refused)")
+        played.heard.append(step)
+        fault = played.faults.pop(step, None)
+        if fault == "hangs":
+            assert played.freed.wait(SOON)
+            raise ServerSilent(f"{self.url} did not answer /bridge/{step} (timed out)")
+        if fault is not None:
+            raise fault
+        if epoch is not None and epoch != played.epoch:
+            raise ServerRefused(f"{self.url} refused /bridge/{step}: epoch {epoch} is over", 409)
+        return played
+
+    def look(self, path: str, seconds: float = 1.0) -> dict[str, Any] | None:
+        return self.played.state() if self.played.alive else None
+
+    def wait_for_info(self) -> dict[str, Any]:
+        deadline = time.monotonic() + SOON
+        while not self.played.alive and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return {
+            "instance": self.played.state()["instance"], "hostname": "here", "device": "cpu", "model": "small",
+            "gpu_uuids": [""], "tp_degree": 1, "ranks": [manifest_of(self.played.name, self.played.dtype).to_json()],
+        }  # fmt: skip
+
+    def init(self, mode: str, shapes: Any, transfer: str = "auto", *_: Any, **__: Any) -> dict[str, Any]:
+        played = self._step("init")
+        played.epoch, played.trainer, played.target = played.epoch + 1, "this trainer", None
+        return {"epoch": played.epoch, "transfer": "direct", "replicas": 1}
+
+    def cohort(self, epoch: int, host: str = "", port: int = 0, key: str = "", *_: Any, **__: Any) -> dict[str, Any]:
+        self._step("cohort", epoch).cohort = key
+        return {}
+
+    def begin(self, epoch: int, version: int, cohort: str = "") -> None:
+        played = self._step("begin", epoch)
+        assert cohort == played.cohort
+        played.target, played.holds = version, -1
+
+    def commit(self, epoch: int, version: int, checksums: Any) -> dict[str, Any]:
+        played = self._step("commit", epoch)
+        assert played.holds == int(checksums[0]), "it commits what it did not receive"
+        played.serves, played.target, played.quarantine = version, None, ""
+        return {"seconds": {"resume": 0.0}}
+
+    def abort(self, epoch: int, reason: str) -> bool:
+        self._step("abort", epoch).target = None
+        return True
+
+    def quarantine(self, epoch: int, reason: str) -> None:
+        played = self._step("quarantine", epoch)
+        played.quarantine, played.target = reason, None
+
+
+class PlayedCohort:
+    """Meets those who come."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.key = world, ""
+        self.plan = broadcast.SendPlan(1, 1)
+
+    def form(self, host: str, port: int, key: str, members: int, backend: str, store: Any, seconds: float, lost: Any) -> None:
+        self.key = key
+        assert len(self.members) == members
+
+    @property
+    def members(self) -> list[PlayedServer]:
+        return [played for played in self.world.servers if played.cohort == self.key]
+
+    def close(self) -> None:
+        self.key = ""
+
+
+class PlayedStream:
+    """Brings the world's weights to all members of a cohort at the same time, or to none."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.memory = world, None
+
+    def not_finite(self) -> str:
+        return ""
+
+    def send(self, cohort: PlayedCohort, lost: Callable[[], str]) -> list[str]:
+        members = cohort.members
+        self.world.streams.append([played.url for played in members])
+        for played in members:
+            if callable(fault := played.faults.pop("transfer", None)):
+                fault(played)
+            elif fault == "hangs":
+                played.faults["stuck"] = True
+        for played in members:
+            if played.alive and "stuck" not in played.faults:
+                played.holds = self.world.weights
+        if any(not played.alive for played in members):
+            raise BridgeError("sending failed: Connection closed by peer")
+        deadline = time.monotonic() + SOON
+        while any("stuck" in played.faults for played in members):
+            if reason := lost():
+                raise BridgeError(f"the transfer was broken off: {reason}")
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return [str(self.world.weights)]
+
+
+class World:
+    """Three servers and a trainer that sends its number of steps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.servers = [PlayedServer(f"http://127.0.0.1:{9001 + number}") for number in range(3)]
+        self.streams: list[list[str]] = []
+        self.weights = 100
+        monkeypatch.setattr(broadcast, "Cohort", lambda *_: PlayedCohort(self))
+        monkeypatch.setattr(broadcast, "WeightStream", lambda *_: PlayedStream(self))
+        monkeypatch.setattr(broadcast, "host_store", lambda *_, **__: object())
+        self.model = torch.nn.Module()
+        self.model.weight = torch.nn.Parameter(torch.zeros(4))
+        self.bridges: list[BroadcastBridge] = []
+
+    def trainer(self, least: int = 1, limit: float = SOON) -> BroadcastBridge:
+        clients = [PlayedClient(played, limit) for played in self.servers]
+        made = {client.url: client for client in clients}
+        bridge = BroadcastBridge(clients, least=least, patience=PATIENCE, make_server=lambda url: made[url])
+        self.bridges.append(bridge)
+        bridge.serving_dtype()
+        bridge.connect(self.model)
+        self.step(bridge, 1)
+        return bridge
+
+    def step(self, bridge: BroadcastBridge, version: int) -> broadcast.SyncReport:
+        def write() -> None:
+            self.weights = 100 + version
+
+        return bridge.sync(version, write)
+
+    def right(self, version: int) -> list[str]:
+        """The servers that serve this version, and nothing else."""
+        return [played.url for played in self.servers if (played.serves, played.holds) == (version, 100 + version)]
