@@ -10,6 +10,7 @@
 #       or the two processes of each GPU take turns) ·
 #       fleet-2 (two: 1.7B under 256 and 512 requests, keys and values anew and kept, beside vLLM's own engine; and 14B from FSDP2 over
 #       both to two ranks, crossed) ·
+#       fleet-faults (two; one for those by CUDA IPC alone: a fleet of three light servers, needs no vLLM) ·
 #       4 (four: 14B to two ranks) · 4-ranks (four: the same from a trainer of two ranks) ·
 #       4-late (three or more: a rank that is late) · deterministic (one: parity) · deterministic-cost (one: speed, learning) ·
 #       exact (one: 200 steps over each bridge, twice, that must end in the same weights) ·
@@ -120,6 +121,11 @@ case $kind in
   async) run 560 async_modes async_modes.py --steps 40 --sequences 256 --group 16 --in-flight 512 --seconds 90 \
     ${MODEL:+--model "$MODEL"} ${LR:+--lr "$LR"} ;;
   modes) run 530 training_modes training_modes.py --eager ;;
+  fleet-faults)
+    mkdir -p "$out/fleet_faults"
+    timeout -k 25 580 "$python" -u tests/gpu/check_fleet_faults.py --json "$out/fleet_faults/fleet_faults_gpu.json" \
+      --logs "$out/fleet_faults/logs" || status=1
+    ;;
   checks)
     mkdir -p "$out/checks"
     for name in fast_table deterministic_trainer single_copy_pieces killed_writer out_of_memory; do

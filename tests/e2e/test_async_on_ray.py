@@ -60,6 +60,8 @@ def patient(ask: Callable[..., Any]) -> Callable[..., Any]:
 def cluster(dashboard: str, free_port: Callable[[], int]) -> Iterator[Any]:
     """A head with three CPUs, to which tests add nodes."""
     from ray._private import ray_constants, services
+    from ray._private.node import Node
+    from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, persist_port
     from ray.cluster_utils import Cluster
 
     class OnGivenPorts(Cluster):
@@ -69,10 +71,19 @@ def cluster(dashboard: str, free_port: Callable[[], int]) -> Iterator[Any]:
         def add_node(self, **arguments: Any) -> Any:
             return super().add_node(**{f"{agent}_port": free_port() for agent in AGENTS}, **arguments)
 
+    start_raylet = Node.start_raylet
+
+    def start_told(self: Any, *arguments: Any) -> None:
+        """Ray hands all of these ports to the raylet but this one, which it reads from a file that the agent writes."""
+        port = self.dashboard_agent_listen_port
+        persist_port(self.get_session_dir_path(), self.node_id, DASHBOARD_AGENT_LISTEN_PORT_NAME, port)
+        start_raylet(self, *arguments)
+
     with contextlib.nullcontext() if FOLDER in os.environ else shared_fork_servers(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_worker_niceness", "0")  # in nodes, when they start
         patch.setattr(ray_constants, "RAY_DASHBOARD_STARTUP_TIMEOUT_S", SECONDS)
         patch.setattr(services, "get_node", patient(services.get_node))
+        patch.setattr(Node, "start_raylet", start_told)
         # Else each node starts a worker for each of its CPUs, in an environment that is no actor's of ours.
         patch.setenv("RAY_prestart_worker_first_driver", "0")
         arguments = {"num_cpus": 3, "object_store_memory": STORE_BYTES, "include_dashboard": True}

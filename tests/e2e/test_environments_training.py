@@ -82,7 +82,8 @@ def test_all_are_trained_on(processes: Processes, free_port: Callable[[], int], 
         assert sum(row.get("train/items_sent_to_api", 0) for row in noted) * GROUPS[name] >= BATCH // 4 * STEPS
         log = process.log_path.read_text()
         assert f"evaluation of {'sums_in_turns' if name == 'turns' else name}: " in log
-        assert "Traceback" not in log
+        # What the model writes as a tool's argument may be none: that is said once, with where it was raised.
+        assert log.count("Traceback") == log.count("a tool call went wrong (raised")
         if name == "code":
             assert max(row.get("train/code_crash", 0) for row in noted) > 0.5, "what this model writes is no Python"
         if name == "calculator":

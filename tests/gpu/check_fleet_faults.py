@@ -4,7 +4,7 @@
 
 Runs test_fleet_faults.py on one GPU (by CUDA IPC) and on two (by NCCL, two servers on one GPU) and test_fleet_senders.py, side
 by side, and notes for each fault how long the update took that met it, and how long after it answered again the faulty server
-served the present weights. Takes about five minutes; needs PyTorch, pytest and hypothesis, one GPU or two, no vLLM.
+served the present weights. Takes about six minutes; needs one GPU or two, pytest and hypothesis, no vLLM.
 """
 
 from __future__ import annotations

@@ -117,7 +117,9 @@ def test_a_signal_in_the_middle_leaves_nothing(tmp_path: Path, number: signal.Si
         for line in told:
             if line.startswith("step 1/3"):
                 break
-        below = descendants(running.pid)
+        deadline = time.monotonic() + 60  # a guard may be there before its command
+        while len(below := descendants(running.pid)) < 8 and time.monotonic() < deadline:
+            time.sleep(0.05)
         assert len(below) == 8, "four processes, each with its guard"
         assert len(left_over(output)) == 8
         running.send_signal(number)
