@@ -21,6 +21,7 @@ Weights of version v are v everywhere, so a step that sees two numbers has seen 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import logging
 import os
@@ -44,7 +45,7 @@ from example_trainer.parameter_server.held import module_of
 from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
 
 GEOMETRY = ModelGeometry("qwen3", 1, 12, 8, 4, 2, 3, 70, True, False, False, False, True)
-STEP_SECONDS = 0.02
+STEP_SECONDS = 0.05
 FAULT_PLACES = ("cohort", "begin", "receive", "commit")
 
 
@@ -306,12 +307,11 @@ def main() -> None:
     me = os.getpid()
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # while it waits for a child it does not hear that stdin has ended
     _stand_in_for_vllm()
-    import fastapi  # noqa: F401 - imported once, before the servers part
-    import uvicorn  # noqa: F401
-
-    import vllm_patching.server.routes
-    import vllm_patching.worker.extension  # noqa: F401
-
+    # Imported once, before the servers part; what they would import as they serve, too.
+    for module in ("server.controller", "server.routes", "worker.extension", "worker.updater"):
+        importlib.import_module(f"vllm_patching.{module}")
+    for module in ("pydantic.v1", "uvicorn.lifespan.on", "uvicorn.protocols.http.auto", "uvicorn.protocols.websockets.auto"):
+        importlib.import_module(module)
     roles = {"start": _be_server, "train": _be_trainer, "parameter server": _be_parameter_server}
     children: set[int] = set()
     for line in sys.stdin:

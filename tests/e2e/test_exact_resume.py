@@ -24,7 +24,7 @@ from tests.still_running import json_rows
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 STARTER = ROOT / "assets" / "starter_model"
-STEPS = 3
+STEPS = 2
 FLAGS = ("--max-num-seqs", "1", "--no-enable-prefix-caching", "--max-model-len", "256", "--enforce-eager")
 SEEDED = ("--env.seed_rollouts", "true", "--env.max_batches_offpolicy", "0")
 EXACT = ("--env.exact_resume", "true")
