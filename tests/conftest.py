@@ -38,7 +38,9 @@ os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
 # outcome would depend on it.
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 # How long an example of a property takes tells how busy the machine is, and nothing of the property.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("any machine", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+# pytest --hypothesis-profile thorough
+settings.register_profile("thorough", settings.get_profile("any machine"), max_examples=1000)
 settings.load_profile("any machine")
 
 

@@ -63,6 +63,7 @@ COMMANDS = {
         "tests.example_trainer.batch.waiting_trainer": "tests.example_trainer.batch.waiting_trainer",
         "tests.example_trainer.training.killed_saver": "tests.example_trainer.training.killed_saver",
         "tests.forked_ranks": "tests.forked_ranks",
+        "tests.forked_torchrun": "tests.forked_torchrun",
         "tests/scripts/small_stack.py": "tests.scripts.small_stack",
         "bench/gpu/length_env.py": "bench.gpu.length_env",
         "bench.gpu.ceiling": "bench.gpu.ceiling",

@@ -2,7 +2,7 @@
 
 python -m tests.forked_ranks SCRIPT ARGUMENTS…
 
-For what ranks say to one another. What torchrun itself does (it is killed, it gets a signal) is tested with torchrun.
+For what ranks say to one another. What torchrun itself does (it is killed, it gets a signal) is tested with forked_torchrun.py.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from tests.still_running import json_rows
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540)]
 
 STARTER = ROOT / "assets" / "starter_model"
-STEPS = 30
+STEPS = 18
 """Those that are waited for, and those that are taken meanwhile."""
 
 

@@ -42,7 +42,7 @@ def test_three_steps_of_a_trainer_of_several_ranks(
     processes.start_service(port)
     for number in range(STEPS):
         httpx.post(f"http://127.0.0.1:{port}/scored_data", json=made_up_group(number), timeout=30).raise_for_status()
-    torchrun = ["torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
+    torchrun = ["tests.forked_torchrun", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
     launcher = ["tests.forked_ranks"] if ranks == 2 else torchrun  # which one case is enough for
     trainer = processes.start(
         "trainer",

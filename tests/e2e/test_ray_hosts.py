@@ -124,5 +124,3 @@ def test_the_documented_commands_start_a_cluster_of_two_hosts_and_train_on_it(pr
             assert f"[Async] {role} on {host}" in said
         assert "training is complete; all roles are stopped" in said
         assert [row["step"] for row in json_rows(tmp_path / "run" / "trainer" / "metrics.jsonl")] == [1, 2]
-        for name in ("host-b", "host-a"):
-            cluster.type(name, "ray stop")

@@ -1,6 +1,7 @@
 """The trainer as processes of two ranks, with the real rollout service and no inference server.
 
-Where torchrun has a part in what happens it starts the ranks; where they settle it between them, `tests.forked_ranks` does.
+Where torchrun has a part in what happens it starts the ranks, which `tests.forked_torchrun` forks; where they settle it between
+them, `tests.forked_ranks` does.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -24,7 +24,7 @@ from tests.example_trainer.test_grpo import Run
 
 pytestmark = pytest.mark.e2e
 
-TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TORCHRUN = ("tests.forked_torchrun", "--standalone", "--nproc-per-node", "2")
 STEPS = 4
 OPTIONS = ["--training-steps", str(STEPS), "--batch-size", "1", "--gradient-accumulation-steps", "4", "--rank-timeout", "60"]
 
@@ -61,12 +61,10 @@ class ParallelRun(Run):
 
 
 def worker(trainer: ManagedProcess, rank: int) -> psutil.Process:
-    """The process of a rank."""
-    for child in psutil.Process(trainer.command_pid()).children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # a helper of torchrun's that has ended meanwhile
-            if child.environ().get("RANK") == str(rank):
-                return child
-    raise AssertionError(f"no process of rank {rank}; the trainer last wrote: {trainer.tail(3)}")
+    """The process of a rank: torchrun starts them in their order."""
+    children = sorted(psutil.Process(trainer.command_pid()).children(), key=lambda child: (child.create_time(), child.pid))
+    assert len(children) == 2, f"{children}; the trainer last wrote: {trainer.tail(3)}"
+    return children[rank]
 
 
 @pytest.fixture
