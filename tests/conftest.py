@@ -76,10 +76,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Where several workers share the tests: a file's stay together, for the servers that they share, and so do all that need
-    the GPU to themselves."""
+    the GPU to themselves. The last worker begins at the other end: beside tests whose processes compute it has some that wait,
+    and the former are not slowed down by a further one of theirs."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Together(LoadScopeScheduling):
+        def _assign_work_unit(self, node: Any) -> None:
+            if node is self.nodes[-1]:
+                self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+            super()._assign_work_unit(node)
+
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
             return "gpu" if file.startswith("tests/gpu/") else file
