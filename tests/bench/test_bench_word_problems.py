@@ -19,8 +19,6 @@ from bench.word_problems import make_model
 from bench.word_problems.make_model import IGNORED, PLANS, PROMPT_WEIGHT, batch_of, make_tokenizer
 from bench.word_problems.problems import DISTRACTORS, LARGEST, OPERAND, REWARDED_STEPS, held_out, tell, training
 
-pytestmark = pytest.mark.timeout(300)  # early among the others (tests/conftest.py): they take long
-
 SUM = re.compile(r"(\d+) ([-+*]) (\d+) = (\d+)\.")
 seeds, lengths = st.integers(0, 10**9), st.integers(1, 12)
 

@@ -25,8 +25,6 @@ from scripts.ops.status import collect, table
 from scripts.quickstart.errors import QuickstartError
 from tests.scripts.ops_stack import FAILS, FINISHES, STUBBORN, SmallStack, small_options
 
-pytestmark = pytest.mark.timeout(300)  # early among the others (tests/conftest.py): they take long
-
 
 class Run:
     """One run folder, and what was said about it."""

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
-import pytest
 
 from scripts.ops.control import Starter, stop_parts
 from scripts.ops.fleet import published_fleet
@@ -18,8 +17,6 @@ from scripts.ops.rolling import Roller
 from scripts.ops.stack import Stack
 from scripts.quickstart.plan import Command
 from tests.scripts.ops_stack import SmallStack, small_options
-
-pytestmark = pytest.mark.timeout(300)  # early among the others (tests/conftest.py): they take long
 
 SERVES = """
 import asyncio, os, pathlib, sys

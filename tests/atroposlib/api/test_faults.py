@@ -22,8 +22,6 @@ import pytest
 
 from .conftest import ROOT, Service, environment, group, marks, trainer
 
-pytestmark = pytest.mark.timeout(300)  # early among the others (tests/conftest.py): they take long
-
 DEADLINE = 120.0
 
 

@@ -7,8 +7,6 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from .conftest import Service, group
 
-pytestmark = pytest.mark.timeout(300)  # early among the others (tests/conftest.py): they take long
-
 
 @pytest.mark.parametrize("path", ["/scored_data", "/scored_data_list", "/register", "/register-env", "/batch", "the rest"])
 def test_no_request_breaks_the_service(shared_service: Service, path: str) -> None:

@@ -36,8 +36,6 @@ from vllm_patching.protocol.messages import Route
 from vllm_patching.protocol.pieces import BUCKET_BYTES
 from vllm_patching.protocol.sharding import ModelGeometry, plan_shards
 
-pytestmark = pytest.mark.timeout(300)  # early among the others (tests/conftest.py): they take long
-
 ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
 

@@ -36,8 +36,6 @@ from vllm_patching.transport.cohort import lane_places
 from vllm_patching.transport.lane import SENDER, GlooLane, nobody_lost
 from vllm_patching.transport.rendezvous import host_store
 
-pytestmark = pytest.mark.timeout(300)  # early among the others (tests/conftest.py): they take long
-
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[3]
 WORLD = "tests.example_trainer.weight_bridge.cohort_world"
