@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
 import types
@@ -190,11 +191,12 @@ def test_wandb_that_falls_too_far_behind_loses_rows_with_a_warning(
     log = MetricsLog(tmp_path, {}, wandb=("project", "group"))
     for step in range(1, 9):
         log.write(step, {"loss": 0.5})
-    assert "TensorBoard or W&B is 2 rows behind: step 8 is in metrics.jsonl alone" in caplog.text
     assert len(rows(tmp_path)) == 8
     wandb.let.set()
     log.close()
-    assert 2 <= len(wandb.rows) <= 3
+    left = re.findall(r"TensorBoard or W&B is 2 rows behind: step (\d) is in metrics.jsonl alone", caplog.text)
+    assert 2 <= len(wandb.rows) <= 3, "two wait, and one may have been taken before they were too many"
+    assert len(left) + len(wandb.rows) == 8, "whichever those are"
 
 
 def test_without_tensorboard_the_rows_are_written_all_the_same(
