@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 import tempfile
@@ -87,7 +86,7 @@ def shown(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         words = row["test"] if "update_s" not in row else "one of three fails"
         took = [f"{row[name]:.2f}" if name in row else "" for name in ("update_s", "back_s")]
-        lines.append(["✓" if row["good"] else "✗", row["part"], re.sub("_", " ", words), row["case"], *took])
+        lines.append(["✓" if row["good"] else "✗", row["part"], words.replace("_", " "), row["case"], *took])
     return table(["", "part", "fault", "case", "update s", "right again s"], lines)
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.example_trainer.weight_bridge import test_fleet_senders as without_gpus
 from tests.example_trainer.weight_bridge.test_fleet_senders import (
     servers,
     starter,
     test_a_server_that_comes_in_the_middle_of_an_update_waits_for_its_end_and_joins,
+    test_a_trainer_rank_that_is_late_blames_no_server_and_the_version_is_sent_again,
     test_a_trainer_that_is_killed_in_an_update_leaves_nothing_mixed_behind,
     test_a_trainer_that_is_stopped_for_too_long_blames_no_server_and_does_the_update_anew,
 )
@@ -23,6 +23,7 @@ __all__ = [
     "servers",
     "starter",
     "test_a_server_that_comes_in_the_middle_of_an_update_waits_for_its_end_and_joins",
+    "test_a_trainer_rank_that_is_late_blames_no_server_and_the_version_is_sent_again",
     "test_a_trainer_that_is_killed_in_an_update_leaves_nothing_mixed_behind",
     "test_a_trainer_that_is_stopped_for_too_long_blames_no_server_and_does_the_update_anew",
 ]
@@ -32,11 +33,16 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-test_a_trainer_rank_that_is_late_blames_no_server_and_the_version_is_sent_again = pytest.mark.skipif(
-    torch.cuda.device_count() < 2, reason="needs 2 NVIDIA GPUs, one for each rank"
-)(without_gpus.test_a_trainer_rank_that_is_late_blames_no_server_and_the_version_is_sent_again)
 
 
 @pytest.fixture(scope="module")
 def devices() -> Devices:
     return Devices("cuda:0", ("cuda:0",) * 3)
+
+
+@pytest.fixture(autouse=True)
+def a_gpu_for_each_rank(request: pytest.FixtureRequest) -> None:
+    """Not by a mark: it would be the function's, and so skip the test that has no GPUs too."""
+    late = test_a_trainer_rank_that_is_late_blames_no_server_and_the_version_is_sent_again
+    if request.function is late and torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 NVIDIA GPUs, one for each rank")
