@@ -121,11 +121,12 @@ class BridgeModel(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.5, 0.9 * TIMEOUT, 1.2 * TIMEOUT, 2.5 * TIMEOUT]))
     def the_engine_is_stuck(self, seconds: float) -> None:
-        self.world.core.stalled_until = self.world.now + seconds
+        """One that is stuck already is so until the later of both times."""
+        self.world.core.stalled_until = max(self.world.core.stalled_until, self.world.now + seconds)
 
     @rule(seconds=st.sampled_from([0.9 * TIMEOUT, 1.2 * TIMEOUT, 2.5 * TIMEOUT]))
     def the_engine_is_not_heard(self, seconds: float) -> None:
-        self.world.core.mute_until = self.world.now + seconds
+        self.world.core.mute_until = max(self.world.core.mute_until, self.world.now + seconds)
 
     @rule(seconds=st.sampled_from([0.6, TIMEOUT]))
     def the_watchdog_errs(self, seconds: float) -> None:
