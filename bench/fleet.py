@@ -1,13 +1,14 @@
 """What does an update of several servers take, against one; and how long does a client wait for its next token?
 
     python bench/fleet.py --output DIR --device cpu --parts servers clients      1, 2, 4, 8 servers as processes, without GPUs
-    python bench/fleet.py --output DIR                                           2 GPUs: clients and vLLM's own engine
+    python bench/fleet.py --output DIR --parts clients engine                    2 GPUs: clients and vLLM's own engine
+    python bench/fleet.py --output DIR --parts servers --concurrency 64          3 GPUs or more: 1, 2, … servers, one on each
     python bench/fleet.py --output DIR --device cpu --tiny                       everything but the figures
 
-Parts: servers: whole updates of light servers (the bridge's own routes, updater and checks, without vLLM's engine) and of two
-real ones. clients: one server under load, with keys and values anew (`recompute`) and kept (`keep`), and what its
-engine computes anew after an update. engine: vLLM's own NCCL
-weight-transfer engine, measured alike. Prints tables and writes fleet.json.
+Parts: servers: whole updates of 1, 2, … servers. Without GPUs, of light ones (the bridge's own routes, updater and checks, no
+engine of vLLM's) and of two real ones; with GPUs, of real ones, each on a GPU of its own, all under load, and by vLLM's own
+NCCL weight-transfer engine, measured alike. clients: one server under load, with keys and values anew (`recompute`) and kept
+(`keep`), and what its engine computes anew after an update. engine: vLLM's own there. Prints tables and writes fleet.json.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ sys.path[0] = str(ROOT)
 import argparse
 import math
 import os
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
+
 from bench.gpu import engine_clock
 from bench.gpu.light_fleet import LightFleet
-from bench.gpu.processes import Worker
+from bench.gpu.processes import BenchError, Worker
 from bench.gpu.runs import (
     ASK_SECONDS,
     TRAINER_TIMEOUT,
@@ -47,6 +51,12 @@ from bench.gpu.vllm_server import VllmServer
 PARTS = ("servers", "clients", "engine")
 INFLIGHT = ("recompute", "keep")
 LIGHT_SHAPES = ("tiny", "100mb")
+OWN_ENGINE: dict[str, Any] = {
+    "flags": ("--weight-transfer-config", '{"backend": "nccl"}'),
+    "shared": False,
+    "environment": (("VLLM_SERVER_DEV_MODE", "1"),),
+}
+"""How a server is started for vLLM's own engine."""
 
 
 class Benchmark(LoadedSitting):
@@ -54,6 +64,7 @@ class Benchmark(LoadedSitting):
 
     def __init__(self, args: argparse.Namespace, work: Path, stack: ExitStack) -> None:
         super().__init__(args, work, stack, args.name)
+        self.more_loads: list[Worker] = []
         self.model = write_model_folder(work / "model", args.shape)
 
     def run(self) -> None:
@@ -63,7 +74,9 @@ class Benchmark(LoadedSitting):
             self._clients()
         if "engine" in self.args.parts and self.on_gpu:
             self._engine()
-        if "servers" in self.args.parts and not self.on_gpu:
+        if "servers" in self.args.parts and self.on_gpu:
+            self._own_gpus()
+        elif "servers" in self.args.parts:
             for shape in LIGHT_SHAPES:
                 self._light(shape)
         self.results.put("load_after", value=os.getloadavg())
@@ -73,7 +86,7 @@ class Benchmark(LoadedSitting):
     def _clients(self) -> None:
         """Both settings of --inflight-cache; the second server mirrored, so that no GPU holds a server and its own trainer."""
         servers = {name: self._start(name, ("--inflight-cache", name), name == "keep", steps=True) for name in INFLIGHT}
-        trainers = {name: self._trainer(name, "bench.gpu.trainer", server) for name, server in servers.items()}
+        trainers = {name: self._trainer(f"trainer {name}", "bench.gpu.trainer", server) for name, server in servers.items()}
         self.results.put("seconds_to_ready", value=self.ready(*servers.values()))
         for name, server in servers.items():
             trainer = trainers[name]
@@ -109,8 +122,7 @@ class Benchmark(LoadedSitting):
 
     def _engine(self) -> None:
         """vLLM's own NCCL weight-transfer engine, with the same model, weights and load."""
-        flags = ("--weight-transfer-config", '{"backend": "nccl"}')
-        server = self._start("vllm own engine", flags, shared=False, environment=(("VLLM_SERVER_DEV_MODE", "1"),))
+        server = self._start("vllm own engine", **OWN_ENGINE)
         trainer = self._trainer("trainer of vllm own engine", "bench.gpu.vllm_engine_trainer", server)
         measure = partial(self.results.measure, "vllm_engine")
         self.ready(server)
@@ -128,20 +140,87 @@ class Benchmark(LoadedSitting):
         return self.work / f"steps-{name}.txt"
 
     def _start(
-        self, name: str, flags: tuple[str, ...], mirrored: bool = False, steps: bool = False, **options: Any
+        self, name: str, flags: tuple[str, ...] = (), mirrored: bool = False, steps: bool = False, gpu: str = "", **options: Any
     ) -> VllmServer:
         seats = max(256, *self.args.concurrency)
         if steps:
             options["environment"] = tuple(engine_clock.variables(self._steps(name), engine_clock.STEPS_FILE).items())
         # Nobody is preempted for want of room, whose keys and values would be computed anew without an update.
         room = {"max_num_seqs": seats, "cache_gib": 16 * math.ceil(seats / 256)}
-        return self.server(name, self.model, "1" if mirrored else "0", flags=flags, **room, **options)
+        return self.server(name, self.model, gpu or ("1" if mirrored else "0"), flags=flags, **room, **options)
 
     def _trainer(self, name: str, module: str, server: VllmServer) -> Worker:
         gpu = "1" if server.options.gpus == "0" else "0"
-        return self.trainer(f"trainer {name}", module, server.port, gpu)
+        return self.trainer(name, module, server.port, gpu)
 
     # -- several servers
+
+    def _own_gpus(self) -> None:
+        """Whole updates of 1, 2, … vLLM servers, each on a GPU of its own, by a trainer on the first; then by vLLM's engine."""
+        most, gpus = max(self.args.servers), torch.cuda.device_count()
+        if most >= gpus:
+            raise BenchError(
+                f"--servers {most} needs {most + 1} GPUs, one for the trainer and one for each server: {gpus} are here"
+            )
+        servers = [self._start(f"vllm {number}", gpu=str(number)) for number in range(1, most + 1)]
+        ports = [server.port for server in servers]
+        trainer = self._trainer("trainer of several", "bench.gpu.trainer", servers[0])
+        self.results.put("seconds_to_ready", value=self.ready(*servers))
+        self._warm_up_all(servers)
+        measure = partial(self.results.measure, "servers", self.args.shape)
+        if measure("trainer", run=lambda: trainer.ask("load", timeout=180, spare=True)) is not None:
+            for transfer in self.args.transfers:
+                for count in self.args.servers:
+                    how = {"kind": "broadcast", "transfer": transfer, "ports": ports[:count]}
+                    self._several(servers[:count], trainer, (transfer, str(count)), partial(trainer.ask, "connect", **how))
+        for started in (trainer, *servers):
+            started.stop()
+
+        servers = [self._start(f"vllm own engine {number}", gpu=str(number), **OWN_ENGINE) for number in range(1, most + 1)]
+        self.ready(*servers)
+        self._warm_up_all(servers)
+        for count in reversed(self.args.servers):  # each number with a trainer of its own: a group is met once
+            own, *more = servers[:count]
+            trainer = self._trainer(f"trainer of vllm own engine {count}", "bench.gpu.vllm_engine_trainer", own)
+            if measure("vLLM's own engine", str(count), "trainer", run=partial(trainer.ask, "load", timeout=180, spare=True)):
+                join = partial(trainer.ask, "join", others=[server.port for server in more])
+                self._several(servers[:count], trainer, ("vLLM's own engine", str(count)), join)
+            trainer.stop()
+
+    def _several(self, servers: list[VllmServer], trainer: Worker, place: tuple[str, str], connect: Callable[..., Any]) -> None:
+        """Updates of these servers, idle and with so many requests in flight at each, and whether all hold what was sent."""
+        measure = partial(self.results.measure, "servers", self.args.shape, *place)
+        if measure("connect", run=partial(connect, timeout=ASK_SECONDS)) is None:
+            return
+        measure("idle", run=lambda: figures(trainer.ask("sync", timeout=ASK_SECONDS, count=self.args.updates)))
+        for concurrency in self.args.concurrency:
+            with self._loaded_too(servers[1:], concurrency):
+                measure(f"load_{concurrency}", run=partial(self.under_load, servers[0], trainer, concurrency))
+        measure("check", run=lambda: self._checked(servers, trainer))
+
+    def _checked(self, servers: list[VllmServer], trainer: Worker) -> dict[str, Any]:
+        """Raise BenchError unless every server samples what the trainer's weights say."""
+        found = [trainer.ask("check", timeout=ASK_SECONDS, seed=1, port=server.port) for server in servers]
+        if not all(row["new_not_old"] and row.get("checksums_equal", True) for row in found):
+            raise BenchError(f"not all servers hold the weights that were sent: {found}")
+        return {
+            "servers": len(found),
+            "largest_difference": max(row["mean_logprob_difference_to_new_weights"] for row in found),
+        }
+
+    def _warm_up_all(self, servers: list[VllmServer]) -> None:
+        with self._loaded_too(servers[1:], max(self.args.concurrency)):
+            self.warm_up(servers[0], max(self.args.concurrency))
+
+    @contextmanager
+    def _loaded_too(self, servers: list[VllmServer], concurrency: int) -> Iterator[None]:
+        """Keep so many requests in flight at each of these, too."""
+        with ExitStack() as loads:
+            for number, server in enumerate(servers):
+                if number == len(self.more_loads):
+                    self.more_loads.append(self.worker(f"load {number + 2}", "bench.gpu.load", gpus=""))
+                loads.enter_context(self.loaded(server, concurrency, 0.0, self.more_loads[number]))
+            yield
 
     def _light(self, shape: str) -> None:
         """Whole updates of 1, 2, 4, … light servers by one trainer."""
@@ -166,16 +245,17 @@ class Benchmark(LoadedSitting):
         fleet.stop()
 
 
-def times_one(found: dict[str, Any]) -> dict[str, float]:
+def times_one(found: dict[str, Any], condition: str = "idle") -> dict[str, float]:
     """How many times as long an update of N servers takes as that of one: {N: ratio of the medians}.
 
     Args:
         found: rows of one shape and transfer, by the number of servers.
+        condition: idle, or under which load.
     """
     medians = {
-        number: row["idle"]["whole_update_ms"]["median"]
+        number: row[condition]["whole_update_ms"]["median"]
         for number, row in found.items()
-        if "whole_update_ms" in row.get("idle", {})
+        if "whole_update_ms" in row.get(condition, {})
     }
     if "1" not in medians:
         return {}
@@ -204,21 +284,15 @@ def report(data: dict[str, Any]) -> str:
     rows = []
     for shape, by_transfer in data.get("servers", {}).items():
         for transfer in [key for key in by_transfer if key != "trainer"]:
-            ratios = times_one(by_transfer[transfer])
             for number, row in by_transfer[transfer].items():
-                found = row.get("idle", {})
-                if "updates" in found:
-                    waits = ("whole_update_ms median p90 max", "halted_ms")
-                    rows.append(
-                        [
-                            f"{shape}, {transfer}, {number} servers",
-                            *spreads(found, *waits),
-                            ratios.get(number),
-                            found["updates"],
-                        ]
-                    )
-    head = ["light servers", "the trainer waits: median ms", "p90", "max", "halted ms", "times one server", "updates"]
-    lines += [table(head, rows)] if rows else []
+                for condition in [key for key in row if key == "idle" or key.startswith("load_")]:
+                    found, ratio = row[condition], times_one(by_transfer[transfer], condition).get(number)
+                    if "updates" in found:
+                        waits = ("whole_update_ms median p90 max", "halted_ms", "largest_gap_per_update_ms")
+                        side = f"{shape}, {transfer}, {number} servers, {condition}"
+                        rows.append([side, *spreads(found, *waits), ratio, found["updates"]])
+    head = ["servers", "the trainer waits: median ms", "p90", "max", "halted ms", "gap at a client ms", "times one server"]
+    lines += [table([*head, "updates"], rows)] if rows else []
     lines += [f"load of the machine before and after: {data.get('load_before')}, {data.get('load_after')}"]
     return "\n".join(lines)
 
@@ -226,7 +300,7 @@ def report(data: dict[str, Any]) -> str:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__, "qwen3-1.7b", "fleet")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--servers", type=int, nargs="+", default=[1, 2, 4, 8], help="how many light servers")
+    parser.add_argument("--servers", type=int, nargs="+", help="how many; by default 1, 2, 4, 8, or one for each GPU but one")
     parser.add_argument("--transfers", nargs="+", default=["direct", "overlapped"])
     add_load(parser, [256, 512], 0.5)
     parser.set_defaults(shape=None, concurrency=None)
@@ -235,6 +309,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     # Two servers and their trainers must fit into a small machine's memory, and its cores into the load.
     args.shape = args.shape or ("qwen3-1.7b" if on_gpu else "100mb")
     args.concurrency = args.concurrency or ([256, 512] if on_gpu else [8])
+    args.servers = args.servers or (list(range(1, max(2, torch.cuda.device_count()))) if on_gpu else [1, 2, 4, 8])
     if args.tiny:
         args.servers = [count for count in args.servers if count <= 2]
     return shrink_if_tiny(args)

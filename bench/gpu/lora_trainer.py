@@ -93,7 +93,7 @@ class LoraTrainer(BenchTrainer):
     def check_adapter(self) -> dict[str, Any]:
         """Do the served logprobs belong to the adapter sent last, and not to the one before?"""
         prompt = self._prompt(0)
-        answer = self._sample(prompt, seed=3)
+        answer = self._sample(prompt, 3, self.url)
         found = {key.replace("weights", "adapter"): value for key, value in self._compared(prompt, answer).items()}
         return {**found, "weight_versions": sorted(set(answer["weight_versions"])), "sent": self.version}
 

@@ -10,8 +10,10 @@
 #       or the two processes of each GPU take turns) ·
 #       fleet-2 (two: 1.7B under 256 and 512 requests, keys and values anew and kept, beside vLLM's own engine; and 14B from FSDP2 over
 #       both to two ranks, crossed) ·
-#       fleet-faults (two; one for those by CUDA IPC alone: a fleet of three light servers, needs no vLLM) ·
+#       fleet-4 (four: 1.7B to 1, 2 and 3 servers under 64 requests each, every one on a GPU of its own, beside vLLM's own engine) ·
+#       fleet-faults (four; two, or one, for those that need no more: a fleet of three light servers, needs no vLLM) ·
 #       4 (four: 14B to two ranks) · 4-ranks (four: the same from a trainer of two ranks) ·
+#       4-crossed (four: 14B to four ranks from a trainer of four, one of each on a GPU; MPS as for 2-crossed) ·
 #       4-late (three or more: a rank that is late) · deterministic (one: parity) · deterministic-cost (one: speed, learning) ·
 #       exact (one: 200 steps over each bridge, twice, that must end in the same weights) ·
 #       resumed (one: 40 steps over each bridge, twice, one of them killed in the middle and resumed: the same weights) ·
@@ -82,10 +84,15 @@ case $kind in
     run 200 fleet_14b_crossed weight_sync.py --shape qwen2.5-14b --tp 2 --trainer-ranks 2 --crossed --parts ceiling bridge \
       --concurrency 64 --interval 0.3 --name fleet_14b_crossed
     ;;
+  fleet-4) run 540 fleet_servers fleet.py --parts servers --updates 12 --interval 0.3 --concurrency 64 --name fleet_servers_gpu ;;
   4) run 520 weight_sync_14b weight_sync.py --shape qwen2.5-14b --tp 2 --parts ceiling bridge engine --concurrency 64 ;;
   4-ranks)
     run 400 weight_sync_14b_ranks weight_sync.py --shape qwen2.5-14b --tp 2 --trainer-ranks 2 --parts bridge \
       --concurrency 64 --name weight_sync_qwen2.5-14b_trainer_ranks
+    ;;
+  4-crossed)
+    run 330 weight_sync_14b_tp4 weight_sync.py --shape qwen2.5-14b --tp 4 --trainer-ranks 4 --crossed --parts ceiling bridge \
+      --concurrency 64 --name weight_sync_qwen2.5-14b_tp4
     ;;
   4-late) run 300 bridge_faults_tp2 bridge_faults.py --tp 2 --only late --name bridge_faults_tp2 ;;
   deterministic) run 520 parity_matrix parity_matrix.py ;;

@@ -208,17 +208,23 @@ class LoadedSitting(Sitting):
         self.load = self.worker("load", "bench.gpu.load", gpus="")
 
     @contextmanager
-    def loaded(self, server: VllmServer, concurrency: int, ramp: float) -> Iterator[dict[str, Any]]:
-        """Keep so many requests in flight; yields a dictionary that holds what was seen once the block has ended."""
+    def loaded(self, server: VllmServer, concurrency: int, ramp: float, load: Worker | None = None) -> Iterator[dict[str, Any]]:
+        """Keep so many requests in flight; yields a dictionary that holds what was seen once the block has ended.
+
+        Args:
+            ramp: seconds from their start until the block begins.
+            load: who asks, where this sitting's own asks another server.
+        """
+        load = load or self.load
         seen: dict[str, Any] = {}
         vocab = SHAPES[self.args.shape]["vocab_size"]
         asked = {"port": server.port, "model": str(server.model), "concurrency": concurrency, "vocab": vocab, **self.lengths}
-        self.load.ask("start", timeout=30, observers=min(16, concurrency), **asked)
+        load.ask("start", timeout=30, observers=min(16, concurrency), **asked)
         try:
             time.sleep(ramp)
             yield seen
         finally:
-            seen.update(self.load.ask("stop", timeout=60))
+            seen.update(load.ask("stop", timeout=60))
         if not seen["finished"] and not any(seen["streams"]):
             raise BenchError(f"the load got no answer: {seen['failures'][:3]}")
 

@@ -195,15 +195,19 @@ class BenchTrainer:
             del loss, logprobs, report, index
         return rows
 
-    def check(self, seed: int = 0) -> dict[str, Any]:
-        """Do the server's logprobs of freshly sampled tokens belong to the weights sent last, and not to the ones before?"""
-        prompt = self._prompt(seed)
-        answer, state = self._asked(lambda: (self._sample(prompt, seed), self._get("/bridge/state")))
+    def check(self, seed: int = 0, port: int = 0) -> dict[str, Any]:
+        """Do the logprobs of freshly sampled tokens belong to the weights sent last, and not to the ones before?
+
+        Args:
+            port: of the server that is asked, by default the one that was told at the start.
+        """
+        prompt, url = self._prompt(seed), f"http://localhost:{port or self.port}"
+        answer, state = self._asked(lambda: (self._sample(prompt, seed, url), self._get("/bridge/state", url)))
         return {
             "version": self.version,
             "served": state["weight_version"],
             **self._compared(prompt, answer),
-            "checksums_equal": self._checksums_equal(state["checksums"]),
+            "checksums_equal": self._checksums_equal(state["checksums"], url),
         }
 
     def is_served_by(self, port: int) -> bool:
@@ -287,10 +291,10 @@ class BenchTrainer:
         assert self.model is not None
         return [(1000 + 7 * seed + i) % self.model.geometry.vocab_size for i in range(PROMPT_TOKENS)]
 
-    def _sample(self, prompt: list[int], seed: int) -> Any:
-        """The server's answer on a prompt, its logprobs as numbers."""
+    def _sample(self, prompt: list[int], seed: int, url: str) -> Any:
+        """A server's answer on a prompt, its logprobs as numbers."""
         body = {"prompt": {"prompt_token_ids": prompt}, "n": SAMPLES, "max_tokens": SAMPLE_TOKENS, "seed": seed, **NUMBERS}
-        return httpx.post(f"{self.url}/generate", json=body, timeout=120).raise_for_status().json()
+        return httpx.post(f"{url}/generate", json=body, timeout=120).raise_for_status().json()
 
     def _get(self, path: str, url: str = "") -> Any:
         return httpx.get(f"{url or self.url}{path}", timeout=30).raise_for_status().json()

@@ -2,14 +2,15 @@
 
 The server is started with VLLM_SERVER_DEV_MODE=1 and `--weight-transfer-config '{"backend": "nccl"}'`. One update is:
 the write of the new weights, /pause?mode=keep, /start_weight_update, the packed broadcast beside /update_weights,
-/finish_weight_update, /resume; all requests over one kept connection, and timed from the write to the last answer, as ours is.
+/finish_weight_update, /resume; all requests over one kept connection to each server, to several at the same time, and timed
+from the write to the last answer, as ours is.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -29,19 +30,27 @@ class EngineTrainer(BenchTrainer):
     def __init__(self, shape: str, port: int, device: str, timeout: float) -> None:
         super().__init__(shape, port, device, timeout)
         self._group: Any = None
-        self._client = httpx.Client(base_url=self.url, timeout=timeout)
+        self._clients = [httpx.Client(base_url=self.url, timeout=timeout)]
 
-    def join(self) -> dict[str, Any]:
-        """Meet the server's workers in an NCCL group, this process as rank 0."""
+    def join(self, others: Sequence[int] = ()) -> dict[str, Any]:
+        """Meet the server's workers in an NCCL group, this process as rank 0.
+
+        Args:
+            others: ports of more servers on this machine, whose workers come into the same group.
+        """
         engine = import_module(NCCL_ENGINE)
-        world = 1 + int(self._client.get("/get_world_size").raise_for_status().json()["world_size"])
-        port = free_port()
-        info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": world}
-        call = self._in_background("/init_weight_transfer_engine", {"init_info": info})
-        self._group = engine.NCCLWeightTransferEngine.trainer_init(
-            {"master_address": "127.0.0.1", "master_port": port, "world_size": world}
-        )
-        call()
+        self._clients += [httpx.Client(base_url=f"http://localhost:{port}", timeout=self.timeout) for port in others]
+        sizes = [int(client.get("/get_world_size").raise_for_status().json()["world_size"]) for client in self._clients]
+        world = 1 + sum(sizes)
+        meeting = {"master_address": "127.0.0.1", "master_port": free_port(), "world_size": world}
+        offsets = [1 + sum(sizes[:number]) for number in range(len(sizes))]
+        calls = [
+            self._in_background(client, "/init_weight_transfer_engine", json={"init_info": {**meeting, "rank_offset": offset}})
+            for client, offset in zip(self._clients, offsets, strict=True)
+        ]
+        self._group = engine.NCCLWeightTransferEngine.trainer_init(meeting)
+        for call in calls:
+            call()
         self.served_set = 0
         return {"world_size": world, "first_update": self._engine_update(0)}
 
@@ -51,10 +60,10 @@ class EngineTrainer(BenchTrainer):
     def commands(self) -> dict[str, Callable[..., Any]]:
         return {**super().commands(), "join": self.join, "check": self.check_logprobs}
 
-    def check_logprobs(self, seed: int = 0) -> dict[str, Any]:
+    def check_logprobs(self, seed: int = 0, port: int = 0) -> dict[str, Any]:
         """BenchTrainer.check without the checksums, which vLLM does not have."""
         prompt = self._prompt(seed)
-        return self._compared(prompt, self._sample(prompt, seed))
+        return self._compared(prompt, self._sample(prompt, seed, f"http://localhost:{port or self.port}"))
 
     def checkpoint_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Every tensor of a Hugging Face checkpoint, as views on the model's parameters."""
@@ -87,20 +96,20 @@ class EngineTrainer(BenchTrainer):
             "packed": True,
         }
         lap("names")
-        self._client.post("/pause", params={"mode": "keep", "clear_cache": "true"}).raise_for_status()
+        self._ask_all("/pause", params={"mode": "keep", "clear_cache": "true"})()
         lap("pause")
         paused = last
-        self._client.post("/start_weight_update").raise_for_status()
+        self._ask_all("/start_weight_update")()
         lap("start")
-        call = self._in_background("/update_weights", {"update_info": info})
+        call = self._ask_all("/update_weights", json={"update_info": info})
         arguments = engine.NCCLTrainerSendWeightsArgs(group=self._group, packed=True)
         engine.NCCLWeightTransferEngine.trainer_send_weights(iter(tensors), arguments)
         torch.cuda.synchronize()
         call()
         lap("transfer")
-        self._client.post("/finish_weight_update").raise_for_status()
+        self._ask_all("/finish_weight_update")()
         lap("finish")
-        self._client.post("/resume").raise_for_status()
+        self._ask_all("/resume")()
         lap("resume")
         return {
             "start": start,
@@ -111,13 +120,23 @@ class EngineTrainer(BenchTrainer):
             "server": {"halted": last - paused},
         }
 
-    def _in_background(self, path: str, body: dict[str, Any]) -> Callable[[], None]:
+    def _ask_all(self, path: str, **request: Any) -> Callable[[], None]:
+        """POST to all servers at the same time; the function returned waits for all and raises what one raised."""
+        calls = [self._in_background(client, path, **request) for client in self._clients]
+
+        def wait() -> None:
+            for call in calls:
+                call()
+
+        return wait
+
+    def _in_background(self, client: httpx.Client, path: str, **request: Any) -> Callable[[], None]:
         """POST in a thread; the function returned waits for it and raises what it raised."""
         outcome: list[BaseException | None] = []
 
         def call() -> None:
             try:
-                self._client.post(path, json=body).raise_for_status()
+                client.post(path, **request).raise_for_status()
                 outcome.append(None)
             except Exception as error:  # noqa: BLE001 - raised again where it is waited for
                 outcome.append(error)

@@ -51,17 +51,17 @@ def server() -> Iterator[Server]:
         thread.join(10)
 
 
-def test_all_calls_share_one_connection(server: Server) -> None:
+def test_all_calls_to_a_server_share_one_connection(server: Server) -> None:
     trainer = EngineTrainer("tiny", server.server_address[1], "cpu", timeout=20)
     for _ in range(3):
-        trainer._client.post("/pause").raise_for_status()
-        trainer._in_background("/update_weights", {"update_info": {}})()
-        trainer._client.post("/resume").raise_for_status()
-    assert server.posted == ["/pause", "/update_weights", "/resume"] * 3
+        trainer._ask_all("/pause", params={"mode": "keep"})()
+        trainer._ask_all("/update_weights", json={"update_info": {}})()
+        trainer._ask_all("/resume")()
+    assert server.posted == ["/pause?mode=keep", "/update_weights", "/resume"] * 3
     assert len(server.connections) == 1
 
 
 def test_a_call_in_the_background_raises_where_it_is_waited_for(server: Server) -> None:
-    wait = EngineTrainer("tiny", server.server_address[1], "cpu", timeout=20)._in_background("/broken", {})
+    wait = EngineTrainer("tiny", server.server_address[1], "cpu", timeout=20)._ask_all("/broken")
     with pytest.raises(Exception, match="500"):
         wait()

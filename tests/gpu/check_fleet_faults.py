@@ -1,10 +1,11 @@
 """What becomes of a fleet on GPUs when one of three servers, or the trainer, fails in each phase of an update?
 
-    python tests/gpu/check_fleet_faults.py [--json FILE] [--logs FOLDER]
+    python tests/gpu/check_fleet_faults.py [--json FILE] [--logs FOLDER] [--only PART …]
 
-Runs test_fleet_faults.py on one GPU (by CUDA IPC) and on two (by NCCL, two servers on one GPU) and test_fleet_senders.py, side
-by side, and notes for each fault how long the update took that met it, and how long after it answered again the faulty server
-served the present weights. Takes about six minutes; needs one GPU or two, pytest and hypothesis, no vLLM.
+Runs test_fleet_faults.py on one GPU (by CUDA IPC), on two (by NCCL, two servers on one GPU) and on four (by NCCL, a GPU for
+each), and test_fleet_senders.py, side by side, and notes for each fault how long the update took that met it, and how long
+after it answered again the faulty server served the present weights. Takes about six minutes; needs one GPU, two or four,
+pytest and hypothesis, no vLLM.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ SECONDS = 540.0
 PARTS = {
     "one GPU": ("tests/gpu/test_fleet_faults.py", "-k", "one_gpu"),
     "two GPUs": ("tests/gpu/test_fleet_faults.py", "-k", "two_gpus"),
+    "four GPUs": ("tests/gpu/test_fleet_faults.py", "-k", "four_gpus"),
     "senders": ("tests/gpu/test_fleet_senders.py",),
 }
 """What runs at the same time, and pytest's arguments for it."""
@@ -49,11 +52,11 @@ def rows_of(part: str, report: Path) -> list[dict[str, Any]]:
     return found
 
 
-def run_all(logs: Path) -> tuple[list[dict[str, Any]], bool]:
+def run_all(parts: Sequence[str], logs: Path) -> tuple[list[dict[str, Any]], bool]:
     """Every test's row, and whether all parts ended as they should."""
     logs.mkdir(parents=True, exist_ok=True)
     started = {}
-    for part, arguments in PARTS.items():
+    for part, arguments in ((part, PARTS[part]) for part in parts):
         stem = logs / part.replace(" ", "_")
         command = [sys.executable, "-m", "pytest", *arguments, f"--junit-xml={stem}.xml", "-o", "junit_family=xunit1"]
         with open(f"{stem}.log", "w", encoding="utf-8") as log:
@@ -95,12 +98,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the results there")
     parser.add_argument("--logs", type=Path, help="keep the logs there")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("this check needs an NVIDIA GPU")
         return 2
     with tempfile.TemporaryDirectory() as folder:
-        rows, good = run_all(options.logs or Path(folder))
+        rows, good = run_all(options.only, options.logs or Path(folder))
     print(shown(rows))
     print(json.dumps(summary(rows)))
     if options.json:

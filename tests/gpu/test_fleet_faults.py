@@ -1,4 +1,4 @@
-"""The faults of a fleet of three with the weights on GPUs: the same tests as without one, over the routes that two GPUs have.
+"""The faults of a fleet of three with the weights on GPUs: the same tests as without one, over the routes that GPUs have.
 
 `check_fleet_faults.py` runs them and notes how long each took.
 """
@@ -34,6 +34,8 @@ PATIENCE, SLOW_SECONDS = 5.0, 10.0
 ONE_GPU = Devices("cuda:0", ("cuda:0",) * 3, PATIENCE)
 TWO_GPUS = Devices("cuda:0", ("cuda:1", "cuda:1", "cuda:0"), PATIENCE)
 """The second is the faulty one. It and the first, on the same GPU, get their weights by NCCL; the third reads the trainer's."""
+FOUR_GPUS = Devices("cuda:0", ("cuda:1", "cuda:2", "cuda:3"), PATIENCE)
+"""All three get their weights in one stream by NCCL."""
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -44,7 +46,11 @@ def needs(gpus: int) -> pytest.MarkDecorator:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(ONE_GPU, id="one_gpu", marks=needs(1)), pytest.param(TWO_GPUS, id="two_gpus", marks=needs(2))],
+    params=[
+        pytest.param(ONE_GPU, id="one_gpu", marks=needs(1)),
+        pytest.param(TWO_GPUS, id="two_gpus", marks=needs(2)),
+        pytest.param(FOUR_GPUS, id="four_gpus", marks=needs(4)),
+    ],
 )
 def devices(request: pytest.FixtureRequest) -> Devices:
     found: Devices = request.param
