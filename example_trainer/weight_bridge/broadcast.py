@@ -23,7 +23,8 @@ from example_trainer.weight_bridge.cohorts import Cohort
 from example_trainer.weight_bridge.fleet import Fleet
 from example_trainer.weight_bridge.fleet_keeper import Board, FleetKeeper
 from example_trainer.weight_bridge.fleet_report import table
-from example_trainer.weight_bridge.fleet_updates import FleetUpdates, Group
+from example_trainer.weight_bridge.fleet_updates import FleetUpdates
+from example_trainer.weight_bridge.groups import Group
 from example_trainer.weight_bridge.members import Member, Watch
 from example_trainer.weight_bridge.send_plan import ROUTE_KEYS, SendPlan, distinct_layouts, route_to
 from example_trainer.weight_bridge.server import BridgeServer, Shapes, require_finite, served_dtype, shapes_of

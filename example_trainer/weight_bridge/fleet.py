@@ -271,24 +271,30 @@ class Progress:
         amount: bytes received by its slowest rank, or 1 for an answer; larger is further.
         trouble: why it will not get further; empty if it may.
         silent: seconds that it, or its workers, have not answered.
+        idle: one of its ranks is to receive, and does not ask for what comes next.
     """
 
     amount: int = 0
     trouble: str = ""
     silent: float = 0.0
+    idle: bool = False
 
 
 class Laggards:
     """Who keeps the others waiting.
 
-    One that says what is wrong with it is named first, then those who are silent, and those who are merely behind last: they
-    may be waiting for one of the former.
+    One that says what is wrong with it is named first, then those who are silent, then those who take none of their bytes, and
+    those who are merely behind last: they may be waiting for one of the former.
     """
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
         self._reached: dict[int, float] = {}
         """When an amount was first reached by anybody."""
+        self._same: dict[str, tuple[int, bool, float]] = {}
+        """What each was last seen at, and since when."""
+        self.merely_behind = False
+        """Whether nothing but that is known of those who were named last."""
 
     def named(self, all_of: Mapping[str, Progress], now: float) -> dict[str, str]:
         """The servers to go on without, with the reason.
@@ -297,6 +303,10 @@ class Laggards:
             all_of: of each server its progress.
             now: seconds of any clock that does not go back.
         """
+        self.merely_behind = False
+        for url, one in all_of.items():
+            if self._same.get(url, ())[:2] != (one.amount, one.idle):
+                self._same[url] = (one.amount, one.idle, now)
         told = {url: one.trouble for url, one in all_of.items() if one.trouble}
         if told:
             return told
@@ -305,11 +315,16 @@ class Laggards:
         }
         if silent:
             return silent
+        since = {url: now - self._same[url][2] for url, one in all_of.items() if one.idle}
+        idle = {url: f"takes none of its bytes for {sec:.0f} s" for url, sec in since.items() if sec >= self._patience}
+        if idle and since.keys() != all_of.keys():
+            return idle
         for one in all_of.values():
             self._reached.setdefault(one.amount, now)
         late = {}
         for url, one in all_of.items():
-            ahead = [since for amount, since in self._reached.items() if amount > one.amount]
+            ahead = [first for amount, first in self._reached.items() if amount > one.amount]
             if ahead and now - min(ahead) >= self._patience:
                 late[url] = f"is {now - min(ahead):.0f} s behind the others"
+        self.merely_behind = bool(late)
         return late

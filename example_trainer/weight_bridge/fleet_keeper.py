@@ -13,9 +13,10 @@ import httpx
 
 from example_trainer.errors import BridgeError
 from example_trainer.http_client import direct_client
+from example_trainer.weight_bridge.asking import at_once
 from example_trainer.weight_bridge.fleet import Fleet, Standing
 from example_trainer.weight_bridge.fleet_report import is_bad_news, line_of, table
-from example_trainer.weight_bridge.members import LOOK_SECONDS, Member, at_once
+from example_trainer.weight_bridge.members import LOOK_SECONDS, Member
 from example_trainer.weight_bridge.server import BridgeServer
 
 logger = logging.getLogger(__name__)

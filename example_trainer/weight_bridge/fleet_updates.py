@@ -5,22 +5,23 @@ What it decides is told to the other ranks as JSON values, so that all of them a
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from example_trainer.errors import BridgeError
+from example_trainer.weight_bridge.asking import Answers, Behind, at_once
 from example_trainer.weight_bridge.base import LeaseLost
 from example_trainer.weight_bridge.cohorts import CohortError
 from example_trainer.weight_bridge.fleet import Verdict
 from example_trainer.weight_bridge.fleet_keeper import FleetKeeper
 from example_trainer.weight_bridge.fleet_report import figures, given_up, waiting_line
-from example_trainer.weight_bridge.members import Answers, Member, MemberCheck, Unfit, Watch, at_once, is_away
-from example_trainer.weight_bridge.send_plan import sent_together
+from example_trainer.weight_bridge.groups import Group, Groups, at_places
+from example_trainer.weight_bridge.members import Member, MemberCheck, Unfit, Watch, failures_of_ranks, holds_up, is_away
 from example_trainer.weight_bridge.server import Shapes
+from vllm_patching.protocol.messages import Route
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +29,6 @@ _LOG_EVERY_SECONDS = 10.0
 _LOOK_EVERY_SECONDS = 0.5
 _CALL_OFF_SECONDS = 15.0
 """For a server to hear that an update is over, and to end its part of it."""
-
-Group = Mapping[str, Any]
-"""Servers that are sent to at the same time: `layout`, theirs, and which group of it this is; `members` in the order of their
-places, each [address, epoch, replicas, instance]; `key`, their cohort's name; `route`; `manifests`, where the layout is new."""
 
 
 class FleetUpdates:
@@ -60,7 +57,7 @@ class FleetUpdates:
         self._shapes: Callable[[dict[str, Any]], Shapes] = lambda info: {}
         self._gpus: Sequence[str] = [""]
         self._checks: list[MemberCheck] = []
-        self._keys, self._told = 0, set[str]()
+        self._groups = Groups()
         self.joins = self.mapped = 0
         self._start(0, False)
 
@@ -76,6 +73,7 @@ class FleetUpdates:
         self._alone: set[str] = set()
         self._late: set[str] = set()
         self._failures: dict[str, BridgeError] = {}
+        self._took: float | None = None
         self._waiting_since: float | None = None
         self._checksum, self._verified, self._bytes = "", 0.0, 0
 
@@ -156,7 +154,7 @@ class FleetUpdates:
                 urls = [url for url in urls if url not in ready.failed]
                 if urls or not self._everyone or not ready.failed:
                     self._again.clear()
-                    return self._groups(urls)
+                    return self._groups.of([self._keeper.members[url] for url in urls], self._alone)
                 continue
             if verdict is Verdict.GIVE_UP:
                 raise BridgeError(ending)
@@ -178,7 +176,8 @@ class FleetUpdates:
         calls = {
             url: partial(member.join, self._shapes, self._transfer, self._gpus, self._check) for url, member in members.items()
         }
-        answers = at_once(calls, self._timeout + _CALL_OFF_SECONDS, self.patience)
+        others = self._others_wait(calls)
+        answers = at_once(calls, self._timeout + _CALL_OFF_SECONDS, self.patience, lambda ok: others or bool(ok))
         with self._keeper.lock:
             for url, mapped in answers.ok.items():
                 self.joins, self.mapped = self.joins + 1, mapped
@@ -196,33 +195,14 @@ class FleetUpdates:
         for check in self._checks:
             check(member)
 
-    def _groups(self, urls: list[str]) -> list[dict[str, Any]]:
-        """Those of one layout together, but for those that are to be seen alone or that share a GPU."""
-        own = [self._keeper.members[url] for url in urls]
-        kinds = [((m.layout, m.url if m.url in self._alone else ""), m.route, m.info["gpu_uuids"]) for m in own]
-        groups = []
-        for number, places in sent_together(kinds):
-            members = [own[place] for place in places]
-            layout = f"{members[0].layout} {number}"
-            self._keys += 1
-            groups.append(
-                {
-                    "layout": hashlib.sha256(layout.encode()).hexdigest(),
-                    "members": [[m.url, m.epoch, m.replicas, m.instance] for m in members],
-                    "manifests": [manifest.to_json() for manifest in members[0].manifests] if layout not in self._told else [],
-                    "route": str(members[0].route),
-                    "key": f"cohort{self._keys}",
-                }
-            )
-            self._told.add(layout)
-        return groups
-
     # ---- the steps, for one group ----
 
     def watch(self, group: Group) -> Watch:
         """Over the members of a group, for as long as they are sent to."""
         self._failures = {}
-        return Watch(self._of(group), self._version, self.patience, self._timeout)
+        members = self._of(group)
+        doubted = len(members) == 1 and not self._alone.isdisjoint(members)
+        return Watch(members, self._version, self.patience, self._timeout, self._took if doubted else None)
 
     def call_together(self, group: Group, host: str, port: int, lanes: int, watch: Watch) -> None:
         """Have the members meet at the trainer's store.
@@ -262,6 +242,8 @@ class FleetUpdates:
         self._phase = "commit"
         answers = self._ask({url: partial(m.server.commit, m.epoch, version, checksums) for url, m in members.items()}, watch)
         verified = time.perf_counter() - begun
+        if answers.ok:
+            self._took = max(self._took or 0.0, verified)
         self._checksum = self._checksum or checksums[0]
         with self._keeper.lock:
             for url, answer in answers.ok.items():
@@ -271,7 +253,10 @@ class FleetUpdates:
             self._keeper.tell()
         resumed = min((float(answer["seconds"].get("resume", 0.0)) for answer in answers.ok.values()), default=0.0)
         self._verified = max(self._verified, verified - resumed)
-        self._condemn(members, answers.failed)
+        waited = self._held_up(group, answers.failed)
+        if waited:
+            self._once_more(waited, f"the update to version {version} is made once more")
+        self._condemn(members, {url: error for url, error in answers.failed.items() if url not in waited})
 
     def _all(self, calls: Mapping[str, Callable[[], Any]], watch: Watch, what: str) -> None:
         answers = self._ask(calls, watch)
@@ -280,11 +265,15 @@ class FleetUpdates:
             raise BridgeError(f"{', '.join(answers.failed)} {what}: {next(iter(answers.failed.values()))}")
 
     def _ask(self, calls: Mapping[str, Callable[[], Any]], watch: Watch) -> Answers[Any]:
-        """Each member of a group. In an update of all, those of other groups wait for it too."""
-        with self._keeper.lock:
-            others = self._everyone and not set(self._keeper.fleet.good) <= calls.keys()
+        """Each member of a group."""
+        others = self._others_wait(calls)
         limit = self._timeout + _CALL_OFF_SECONDS
         return at_once(calls, limit, self.patience, lambda ok: others or bool(ok), lambda: watch.guilty)
+
+    def _others_wait(self, urls: Collection[str]) -> bool:
+        """Whether good servers wait for these: in an update of all, those of other groups do."""
+        with self._keeper.lock:
+            return self._everyone and not set(self._keeper.fleet.good) <= set(urls)
 
     # ---- what went wrong ----
 
@@ -293,17 +282,19 @@ class FleetUpdates:
         that is not known, each is sent to alone.
         """
         members, guilty = self._of(group), dict[str, BridgeError](self._failures)
+        doubted: Collection[str] = members
         if not guilty:
             guilty = {url: BridgeError(f"{url} {reason}") for url, reason in watch.guilty.items()}
+            if watch.in_doubt and Route(group["route"]).handed_on:
+                doubted, guilty = set(guilty), {}
         states = at_once({url: m.state for url, m in members.items()}, 3.0).ok
         if not guilty:
             waited = {url: member.waited_for_us(states.get(url), self._version) for url, member in members.items()}
             guilty = {url: LeaseLost(f"{url} {told}") for url, told in waited.items() if told}
         if not guilty and isinstance(error, CohortError):
-            missing = self._places(group, error.missing)
-            guilty = {
-                url: BridgeError(f"{url} did not come to the cohort: {_told(states.get(url)) or error}") for url in missing
-            }
+            for url in at_places(group, error.missing):
+                why = failures_of_ranks(states.get(url)) or error
+                guilty[url] = BridgeError(f"{url} did not come to the cohort: {why}")
         if not guilty:
             for url, member in members.items():
                 reason = "does not answer" if states.get(url) is None else member.broken(states[url])
@@ -313,15 +304,33 @@ class FleetUpdates:
             guilty = dict.fromkeys(members, error)
         innocent = {url: member for url, member in members.items() if url not in guilty}
         if not guilty:
-            logger.warning("[Fleet] %s; nobody says why: the %d servers are updated one by one", error, len(members))
-            self._alone |= set(innocent)
-        reason = str(error)
-        calls = {url: partial(m.server.abort, m.epoch, reason) for url, m in innocent.items()}
+            self._doubt(doubted, str(error))
+        self._once_more(innocent, str(error))
+        self._condemn(members, guilty, states)
+
+    def _doubt(self, urls: Collection[str], what: str) -> None:
+        """One of them is to blame, and nobody knows which."""
+        logger.warning("[Fleet] %s; nobody says why: the %d servers are updated one by one", what, len(urls))
+        self._alone |= set(urls)
+
+    def _held_up(self, group: Group, failed: Mapping[str, BridgeError]) -> dict[str, Member]:
+        """Those who were behind as all were to commit, and may have waited for another one of whom they have their bytes."""
+        behind = {url: member for url, member in self._of(group).items() if isinstance(failed.get(url), Behind)}
+        if len(failed) < 2 or not behind or not Route(group["route"]).handed_on:
+            return {}
+        states = at_once({url: member.state for url, member in behind.items()}, 3.0).ok
+        waited = {url: member for url, member in behind.items() if states.get(url) and not holds_up(states[url])}
+        if len(waited) == len(failed):
+            self._doubt(waited, "; ".join(map(str, failed.values())))
+        return waited
+
+    def _once_more(self, members: Mapping[str, Member], reason: str) -> None:
+        """They are to forget the update, and are sent to again."""
+        calls = {url: partial(m.server.abort, m.epoch, reason) for url, m in members.items()}
         heard = at_once(calls, self._timeout + _CALL_OFF_SECONDS, self.patience)
-        for url, member in innocent.items():
+        for url, member in members.items():
             self._again.add(url)
             member.joined = heard.ok.get(url, False)  # else it is told as it joins anew
-        self._condemn(members, guilty, states)
 
     def _condemn(
         self, members: Mapping[str, Member], guilty: Mapping[str, BridgeError], states: Mapping[str, Any] | None = None
@@ -360,11 +369,6 @@ class FleetUpdates:
         reason = " ".join(str(error).removeprefix(url).split())
         self._keeper.fleet.failed(url, reason, time.time(), gone, hopeless)
 
-    def _places(self, group: Group, missing: Iterable[int]) -> list[str]:
-        """The servers at these places in a cohort, counted from 1."""
-        of_place = [url for url, _, replicas, _ in group["members"] for _ in range(replicas)]
-        return list(dict.fromkeys(of_place[number - 1] for number in missing if 0 < number <= len(of_place)))
-
     def _of(self, group: Group) -> dict[str, Member]:
         return {url: self._keeper.members[url] for url, *_ in group["members"]}
 
@@ -393,8 +397,3 @@ class FleetUpdates:
             "joins": self.joins,
             "mapped": self.mapped,
         }
-
-
-def _told(state: Any) -> str:
-    """What a server's ranks say of their own failure, such as a rendezvous that they cannot reach; empty if nothing."""
-    return "; ".join(dict.fromkeys(rank["error"] for rank in (state or {}).get("ranks", []) if rank["error"]))

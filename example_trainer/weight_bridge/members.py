@@ -1,21 +1,16 @@
-"""The servers of a fleet as rank 0 of the trainer meets them: each has its own state, and all are asked at the same time.
-
-No server keeps another one waiting: `at_once` asks each in a thread of its own, and goes on without those that are late. An
-answer that comes later is dropped; the thread ends with its request, whose own deadline is that of the server's client.
-"""
+"""The servers of a fleet as rank 0 of the trainer meets them: each has its own state, and all are watched at the same time."""
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from example_trainer.errors import BridgeError, TrainerError
 from example_trainer.vllm_client import ServerSilent
+from example_trainer.weight_bridge.asking import Late, RunningClock, at_once
 from example_trainer.weight_bridge.fleet import Laggards, Progress, Sight
 from example_trainer.weight_bridge.send_plan import route_to
 from example_trainer.weight_bridge.server import BridgeServer, Shapes, check_layout, manifests_of
@@ -24,113 +19,16 @@ from vllm_patching.protocol.messages import Route
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 LOOK_SECONDS = 2.0
 """For the answer to a look at a server's state."""
 _FIRST_LOOK_SECONDS = 1.0
 """An update that takes no longer than this is not watched."""
 _NEXT_LOOK_SECONDS = 0.5
 _SAY_EVERY_SECONDS = 10.0
-_POLL_SECONDS = 0.1
-_TICK_SECONDS = 1.5
 
 
 class Unfit(BridgeError):
     """A server that cannot be a member however often it is asked: only another server at its address can."""
-
-
-class Late(BridgeError):
-    """A server that the others did not wait for any longer."""
-
-
-class RunningClock:
-    """Seconds for which this process has run. What passes while it is stopped, or its machine sleeps, is held against nobody.
-
-    Whoever asks it does so again and again, and is never longer between two looks than `_TICK_SECONDS`. Thread-safe.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._looked = time.monotonic()
-        self._now = 0.0
-
-    def now(self) -> float:
-        """Never goes back."""
-        with self._lock:
-            looked, self._looked = self._looked, time.monotonic()
-            self._now += min(self._looked - looked, _TICK_SECONDS)
-            return self._now
-
-
-@dataclass
-class Answers(Generic[T]):
-    """What came back from servers that were asked at the same time, by their addresses."""
-
-    ok: dict[str, T] = field(default_factory=dict)
-    failed: dict[str, BridgeError] = field(default_factory=dict)
-
-
-def at_once(
-    calls: Mapping[str, Callable[[], T]],
-    limit: float,
-    patience: float | None = None,
-    enough: Callable[[Mapping[str, T]], bool] = bool,
-    lost: Callable[[], Mapping[str, str]] = dict,
-    clock: RunningClock | None = None,
-) -> Answers[T]:
-    """Do all calls at the same time, each in a thread.
-
-    Args:
-        calls: by a server's address.
-        limit: seconds after which nobody is waited for.
-        patience: seconds for which the rest is waited for, after the last answer that came; None: until `limit`.
-        enough: whether the answers so far suffice to go on without the rest, once they are late.
-        lost: those that are known not to answer any more, with the reason.
-        clock: the caller's, if it has one.
-
-    Raises:
-        Exception: what a call raised that is no BridgeError.
-    """
-    results: queue.SimpleQueue[tuple[str, T | None, BaseException | None]] = queue.SimpleQueue()
-
-    def work(url: str, call: Callable[[], T]) -> None:
-        try:
-            results.put((url, call(), None))
-        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
-            results.put((url, None, error))
-
-    for url, call in calls.items():
-        threading.Thread(target=work, args=(url, call), name=f"asks {url}", daemon=True).start()
-    answers: Answers[T] = Answers()
-    waiting = set(calls)
-    clock = clock or RunningClock()
-    now = last = clock.now()
-    end = now + limit
-    while waiting:
-        try:
-            url, value, error = results.get(timeout=_POLL_SECONDS)
-        except queue.Empty:
-            now = clock.now()
-            told = {url: reason for url, reason in lost().items() if url in waiting}
-            if now >= end:
-                told |= {url: f"did not answer within {limit:g} s" for url in waiting - told.keys()}
-            elif patience is not None and now - last >= patience and enough(answers.ok):
-                told |= {url: f"is {now - last:.0f} s behind the others" for url in waiting - told.keys()}
-            answers.failed |= {url: Late(f"{url} {reason}") for url, reason in told.items()}
-            waiting -= told.keys()
-            continue
-        if url not in waiting:
-            continue
-        waiting.discard(url)
-        last = clock.now()
-        if error is None:
-            answers.ok[url] = value  # type: ignore[assignment]
-        elif isinstance(error, BridgeError):
-            answers.failed[url] = error
-        else:
-            raise error
-    return answers
 
 
 class Member:
@@ -263,6 +161,17 @@ class Member:
 MemberCheck = Callable[[Member], None]
 
 
+def failures_of_ranks(state: Mapping[str, Any] | None) -> str:
+    """What a server's ranks say of their own, such as a rendezvous that they cannot reach; empty if nothing."""
+    return "; ".join(dict.fromkeys(rank["error"] for rank in (state or {}).get("ranks", []) if rank["error"]))
+
+
+def holds_up(state: Mapping[str, Any] | None) -> bool:
+    """Whether a server has a rank that is to receive, and does not ask for its bytes."""
+    ranks = state["ranks"] if state else []
+    return any(rank.get("phase") == "receiving" and not rank.get("waits", True) for rank in ranks)
+
+
 def taken_over(state: Mapping[str, Any]) -> str:
     """The trainer that a server belongs to now, for messages."""
     return f"{state['trainer']} (epoch {state['epoch']})"
@@ -279,14 +188,18 @@ class Watch:
     Used as a context; `lost` and `guilty` may be asked by any thread.
     """
 
-    def __init__(self, members: Mapping[str, Member], version: int, patience: float, limit: float) -> None:
+    def __init__(
+        self, members: Mapping[str, Member], version: int, patience: float, limit: float, as_others: float | None = None
+    ) -> None:
         """
         Args:
             members: by address.
             version: that they are sent.
             patience: seconds for which one of them may keep the others waiting.
             limit: that all of it may take from the first byte on.
+            as_others: seconds that it took others, where these were late beside them: who takes longer by `patience` is late.
         """
+        self._as_others = as_others
         self._members, self._version, self._patience, self._limit = members, version, patience, limit
         self._laggards = Laggards(patience)
         self._clock = RunningClock()
@@ -313,6 +226,11 @@ class Watch:
         if self._failure is not None:
             raise self._failure
         return dict(self._guilty)
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether several are named of whom nothing is known but that they are behind: one may be waiting for the other."""
+        return len(self._guilty) > 1 and self._laggards.merely_behind
 
     def lost(self) -> str:
         """As `guilty`, in one sentence; empty while all may still come."""
@@ -350,11 +268,17 @@ class Watch:
             trouble = member.broken(state)
             if forming and not trouble:
                 trouble = next((str(rank["error"]) for rank in ranks if rank.get("error")), "")
-            progress[url] = Progress(self._amount(ranks, forming), trouble, silent)
+            progress[url] = Progress(self._amount(ranks, forming), trouble, silent, not forming and holds_up(state))
         if not self._ended.is_set():
-            self._guilty = self._guilty or self._laggards.named(progress, now)
+            self._guilty = self._guilty or self._laggards.named(progress, now) or self._later_than_others(now)
             if not self._guilty:
                 self._say_slowest({url: one.amount for url, one in progress.items()}, now)
+
+    def _later_than_others(self, now: float) -> dict[str, str]:
+        since, before = self._sent_since, self._as_others
+        if since is None or before is None or now - since < before + self._patience:
+            return {}
+        return {url: f"is {now - since - before:.0f} s behind the others" for url in self._members}
 
     def _say_slowest(self, amounts: Mapping[str, int], now: float) -> None:
         """Whom all wait for who are sent to. Who is slow, and not late, is waited for to the end.

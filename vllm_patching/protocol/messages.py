@@ -17,6 +17,11 @@ class Route(StrEnum):
     GLOO = "gloo"
     """Through the host's memory, since one end keeps its weights there."""
 
+    @property
+    def handed_on(self) -> bool:
+        """Whether receivers may have their bytes from one another: one that takes none then keeps those behind it waiting."""
+        return self is not Route.CUDA_IPC
+
 
 class Message(BaseModel):
     model_config = ConfigDict(extra="forbid")

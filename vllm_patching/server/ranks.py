@@ -255,8 +255,8 @@ class RankCalls:
         """
         answers = await self.call("lockstep_status", patience)
         statuses = sorted(answers, key=lambda status: (status.get("replica", 0), status["tp_rank"]))
-        blank = {"replica": 0, "cohort": "", "version": None, "received_bytes": 0, "error": ""}
-        keys = ("replica", "tp_rank", "phase", "cohort", "version", "received_bytes", "error")
+        blank = {"replica": 0, "cohort": "", "version": None, "received_bytes": 0, "waits": False, "error": ""}
+        keys = ("replica", "tp_rank", "phase", "cohort", "version", "received_bytes", "waits", "error")
         self.last_seen = [{key: ({**blank, **status})[key] for key in keys} for status in statuses]
         return statuses
 

@@ -85,12 +85,12 @@ class ReceivingCohort:
         what = f"vLLM rank {place.tp_rank} could not join the cohort {place.key} (epoch {place.epoch})"
         self._lanes = form_lanes(places, device, place.timeout, place.meeting_seconds, lost, what)
 
-    def receive(self, target: Target, lost: Callable[[], str], arrived: Callable[[int], None]) -> WeightSummary:
+    def receive(self, target: Target, lost: Callable[[], str], told: Callable[[int, bool], None]) -> WeightSummary:
         """Receive a rank's weights.
 
         Args:
             lost: as above.
-            arrived: told after each bucket how many bytes have come.
+            told: how many bytes have come, and whether it waits for others that it has asked for; whenever that changes.
 
         Returns:
             What a pass over them found.
@@ -102,7 +102,7 @@ class ReceivingCohort:
         deadline = time.monotonic() + self.place.timeout
         run = self._enqueued if self.place.route is Route.NCCL else self._message_by_message
         try:
-            run(target, deadline, lost, arrived)
+            run(target, deadline, lost, told)
         finally:
             for lane in self._lanes:
                 lane.rest()
@@ -114,7 +114,7 @@ class ReceivingCohort:
             lane.close()
 
     def _message_by_message(
-        self, target: Target, deadline: float, lost: Callable[[], str], arrived: Callable[[int], None]
+        self, target: Target, deadline: float, lost: Callable[[], str], told: Callable[[int, bool], None]
     ) -> None:
         """Through memory that is not the target's: what Gloo brings comes there first, since what is broken off may still be
         written to, and what the sender offers lies there.
@@ -126,7 +126,9 @@ class ReceivingCohort:
 
         def settle() -> int:
             number, buffer, lane, step = pending.popleft()
+            told(total, True)
             lane.wait(step, deadline, lost)
+            told(total, False)
             if reason := lost():
                 raise LaneBroken(f"{lane.place.name}: {reason}")
             target.take(number, lane.arrived(step, buffer, target.buckets[number].num_bytes))
@@ -141,7 +143,6 @@ class ReceivingCohort:
         for number, bucket in enumerate(target.buckets):
             if len(pending) > len(self._lanes):
                 total += settle()
-                arrived(total)
             lane = self._lanes[number % len(self._lanes)]
             if lane.needs_memory:
                 buffer = free.pop() if free else torch.empty(largest, dtype=torch.uint8)
@@ -150,9 +151,9 @@ class ReceivingCohort:
             pending.append((number, buffer, lane, lane.begin((), buffer[: bucket.num_bytes])))
         while pending:
             total += settle()
-            arrived(total)
+        told(total, False)
 
-    def _enqueued(self, target: Target, deadline: float, lost: Callable[[], str], arrived: Callable[[int], None]) -> None:
+    def _enqueued(self, target: Target, deadline: float, lost: Callable[[], str], told: Callable[[int, bool], None]) -> None:
         """NCCL: straight into the target, all of it handed to the GPU at once; each bucket is summed up behind its arrival."""
         current = torch.cuda.current_stream(self._device)
         for lane in self._lanes:
@@ -169,9 +170,10 @@ class ReceivingCohort:
                 with lane.on_stream():
                     target.add(number)
             for (lane, step), bucket in zip(steps, target.buckets, strict=True):
+                told(total, True)
                 lane.wait(step, deadline, lost)
                 total += bucket.payload
-                arrived(total)
+            told(total, False)
         except LaneBroken:
             self.close()
             self._let_go(deadline)

@@ -39,6 +39,7 @@ class UpdaterStatus:
         cohort: the key of the cohort that it is in, or is joining; empty if none.
         version: the weight version that was received, or None.
         received_bytes: of the transfer under way, or of the last one.
+        waits: it has asked for all that it can take now, and waits for it to come.
         checksum: of what was received.
         not_finite: name of the first parameter in it that holds NaN or infinity; empty if none does.
         error: what went wrong last, empty while all is well.
@@ -49,6 +50,7 @@ class UpdaterStatus:
     cohort: str = ""
     version: int | None = None
     received_bytes: int = 0
+    waits: bool = False
     checksum: str = ""
     not_finite: str = ""
     error: str = ""
@@ -280,15 +282,17 @@ class WeightUpdater:
             raise RuntimeError("it is in no cohort; call /bridge/init and /bridge/cohort first")
         status = command.status
 
-        def arrived(received: int) -> None:
-            status.received_bytes = received
+        def told(received: int, waits: bool) -> None:
+            status.received_bytes, status.waits = received, waits
 
         try:
-            summary = cohort.receive(target, self._lost, arrived)
+            summary = cohort.receive(target, self._lost, told)
         except LaneBroken:
             # It holds what did not arrive: the trainer forms another one.
             self._leave()
             raise
+        finally:
+            status.waits = False
         status.version, status.checksum, status.not_finite = command.version, summary.checksum, summary.not_finite
         status.phase = "received"
 

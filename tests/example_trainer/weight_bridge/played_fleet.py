@@ -32,7 +32,9 @@ class PlayedServer:
     """What a server does, and what was done to it; shared by whatever speaks to it.
 
     Attributes:
-        faults: by step (init, cohort, begin, transfer, commit), what happens there, once: an error, or "hangs".
+        faults: by step (init, cohort, begin, transfer, commit), what happens there, once: an error, or "hangs". In the transfer
+            "stuck" too: who hangs there is stuck until it is freed.
+        idle: it takes none of its bytes, and says so.
         heard: the steps in order.
     """
 
@@ -49,6 +51,7 @@ class PlayedServer:
     cohort: str = ""
     target: int | None = None
     engine_dead: bool = False
+    idle: bool = False
     faults: dict[str, Any] = field(default_factory=dict)
     heard: list[str] = field(default_factory=list)
     freed: threading.Event = field(default_factory=threading.Event)
@@ -63,7 +66,8 @@ class PlayedServer:
             "instance": f"{self.url} {self.life}", "healthy": not self.quarantine and self.target is None,
             "trainer": self.trainer, "engine_dead": self.engine_dead, "epoch": self.epoch, "target_version": self.target,
             "weight_version": self.serves, "weight_epoch": 5, "last_error": "", "quarantine": self.quarantine,
-            "silent_seconds": 0.0, "ranks": [{"received_bytes": self.holds, "error": ""}],
+            "silent_seconds": 0.0,
+            "ranks": [{"phase": "receiving", "received_bytes": self.holds, "waits": not self.idle, "error": ""}],
         }  # fmt: skip
 
 
@@ -123,7 +127,9 @@ class PlayedClient(BridgeServer):
         return {"seconds": {"resume": 0.0}}
 
     def abort(self, epoch: int, reason: str) -> bool:
-        self._step("abort", epoch).target = None
+        played = self._step("abort", epoch)
+        played.target = None
+        played.faults.pop("waits", None)
         return True
 
     def quarantine(self, epoch: int, reason: str) -> None:
@@ -167,8 +173,11 @@ class PlayedStream:
                 fault(played)
             elif fault == "hangs":
                 played.faults["stuck"] = True
-        for played in members:
-            if played.alive and "stuck" not in played.faults:
+        first = next((place for place, played in enumerate(members) if "stuck" in played.faults), len(members))
+        for place, played in enumerate(members):
+            if place > first and self.world.handed_on:
+                played.faults["waits"] = True
+            elif played.alive and "stuck" not in played.faults:
                 played.holds = self.world.weights
         if any(not played.alive for played in members):
             raise BridgeError("sending failed: Connection closed by peer")
@@ -182,7 +191,13 @@ class PlayedStream:
 
 
 class World:
-    """Three servers and a trainer that sends its number of steps."""
+    """Three servers and a trainer that sends its number of steps.
+
+    Attributes:
+        handed_on: a receiver has its bytes from the one before it, so that it gets none while that one is stuck.
+    """
+
+    handed_on = False
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.servers = [PlayedServer(f"http://127.0.0.1:{9001 + number}") for number in range(3)]

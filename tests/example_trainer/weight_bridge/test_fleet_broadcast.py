@@ -124,6 +124,43 @@ def test_a_transfer_that_nobody_is_to_blame_for_is_done_again_one_by_one(world: 
     assert [len(urls) for urls in world.streams[-4:]] == [3, 1, 1, 1]
 
 
+@pytest.mark.parametrize("idle", [True, False])
+def test_who_waits_for_one_that_is_stuck_is_not_blamed(world: World, idle: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The second of three is stuck, and the third has its bytes from it. Where the second does not say that it takes none, each
+    of both is tried alone, behind the first, which shows how long the update takes."""
+    caplog.set_level("INFO")
+    bridge = world.trainer()
+    world.handed_on = True
+    first, stuck, behind = world.servers
+    stuck.faults["transfer"], stuck.idle = "hangs", idle
+    world.step(bridge, 2)
+    assert world.right(2) == [first.url, behind.url]
+    why = "takes none of its bytes for" if idle else "is"
+    assert re.search(rf"\[Fleet\] {stuck.url} quarantined: {why} \d s.*; training goes on with 2 of 3 servers", caplog.text)
+    assert len(re.findall(r"\[Fleet\] \S+ (quarantined|away)", caplog.text)) == 1
+    assert ("updated one by one" in caplog.text) == (not idle)
+    sent = [first.url], [stuck.url], [behind.url]
+    assert world.streams[2:] == ([[first.url, behind.url]] if idle else list(sent))
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_who_could_not_commit_for_want_of_bytes_is_not_blamed(
+    world: World, idle: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same where everything had been sent before anybody was missed."""
+    caplog.set_level("INFO")
+    bridge = world.trainer()
+    first, stuck, behind = world.servers
+    for played in (stuck, behind):
+        played.faults["commit"] = "hangs"
+    stuck.idle = idle
+    stuck.faults["abort"] = stuck.faults["init"] = "hangs"
+    world.step(bridge, 2)
+    assert world.right(2) == [first.url, behind.url]
+    assert re.findall(r"\[Fleet\] (\S+) (?:quarantined|away)", caplog.text) == [stuck.url]
+    assert ("updated one by one" in caplog.text) == (not idle)
+
+
 def test_a_server_that_did_not_wait_for_the_trainer_joins_anew_and_is_not_blamed(world: World) -> None:
     bridge = world.trainer()
     late = world.servers[2]

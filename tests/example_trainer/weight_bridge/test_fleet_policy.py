@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from example_trainer.weight_bridge import members
+from example_trainer.weight_bridge import asking
 from example_trainer.weight_bridge.fleet import LONGEST_PAUSE_SECONDS, Fleet, Laggards, Progress, Sight, Standing, Verdict
 
 URLS = [f"http://server{number}:9001" for number in range(4)]
@@ -208,6 +208,22 @@ def test_whoever_says_what_is_wrong_is_named_before_those_who_wait_for_it() -> N
     assert laggards.named(states, 0.0) == {"a": "its engine has died"}
     del states["a"]
     assert list(laggards.named(states, 0.0)) == ["b"]
+    assert not laggards.merely_behind
+
+
+def test_who_takes_none_of_its_bytes_is_named_before_those_who_wait_for_them() -> None:
+    """Also where nobody is further than it is: those before it have handed on no more than it took."""
+    laggards = Laggards(PATIENCE)
+    states = {"a": Progress(5), "b": Progress(5, idle=True), "c": Progress(3)}
+    assert laggards.named(states, 0.0) == {}
+    assert list(laggards.named(states, PATIENCE)) == ["b"]
+    assert not laggards.merely_behind
+    states["b"] = Progress(6, idle=True)  # it has taken some, and so may have at each look
+    assert list(laggards.named(states, PATIENCE)) == ["c"]
+    assert laggards.merely_behind
+    del states["c"]
+    states["a"] = Progress(6, idle=True)
+    assert laggards.named(states, 3 * PATIENCE) == {}, "all are at something else"
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5), st.floats(0.1, 4.0)), max_size=30))
@@ -233,7 +249,7 @@ def test_no_server_is_blamed_for_the_time_in_which_the_trainer_was_stopped(monke
     def clock() -> float:
         return time.perf_counter() + stopped
 
-    monkeypatch.setattr(members, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(asking, "time", SimpleNamespace(monotonic=clock))
 
     def answer() -> str:
         nonlocal stopped
@@ -242,7 +258,7 @@ def test_no_server_is_blamed_for_the_time_in_which_the_trainer_was_stopped(monke
         return "here"
 
     threading.Timer(0.5, passed.set).start()
-    answers = members.at_once({URLS[0]: lambda: "here", URLS[1]: answer}, LIMIT, PATIENCE)
+    answers = asking.at_once({URLS[0]: lambda: "here", URLS[1]: answer}, LIMIT, PATIENCE)
     assert (answers.failed, len(answers.ok)) == ({}, 2)
 
 

@@ -93,9 +93,10 @@ def join(updater: WeightUpdater, port: int, epoch: int, direct: bool, timeout: f
     updater.join_cohort(CohortPlace("localhost", port, f"epoch{epoch}", 1, 0, 1, 0, epoch, Route.GLOO, timeout, timeout))
 
 
-def wait_for(updater: WeightUpdater, phase: str) -> None:
+def wait_for(updater: WeightUpdater, phase: str, waits: bool = False) -> None:
+    """Until it is in a phase, and waits for bytes or does not."""
     deadline = time.monotonic() + 2 * SECONDS
-    while updater.status.phase != phase:
+    while (updater.status.phase, updater.status.waits) != (phase, waits):
         assert time.monotonic() < deadline, f"{updater.status} instead of {phase}"
         time.sleep(0.01)
 
@@ -187,7 +188,7 @@ def test_a_trainer_that_dies_is_reported_and_the_next_one_is_served(
     join(updater, port, 1, False)
     wait_for(updater, "ready")
     updater.receive(1)
-    time.sleep(0.2)
+    wait_for(updater, "receiving", waits=True)
     first.kill()
     first.wait()
     wait_for(updater, "failed")
