@@ -32,7 +32,8 @@ SECONDS = 540.0
 PARTS = {
     "one GPU": ("tests/gpu/test_fleet_faults.py", "-k", "one_gpu"),
     "two GPUs": ("tests/gpu/test_fleet_faults.py", "-k", "two_gpus"),
-    "four GPUs": ("tests/gpu/test_fleet_faults.py", "-k", "four_gpus"),
+    "four GPUs, direct": ("tests/gpu/test_fleet_faults.py", "-k", "four_gpus and direct"),
+    "four GPUs, overlapped": ("tests/gpu/test_fleet_faults.py", "-k", "four_gpus and overlapped"),
     "senders": ("tests/gpu/test_fleet_senders.py",),
 }
 """What runs at the same time, and pytest's arguments for it."""
@@ -57,7 +58,7 @@ def run_all(parts: Sequence[str], logs: Path) -> tuple[list[dict[str, Any]], boo
     logs.mkdir(parents=True, exist_ok=True)
     started = {}
     for part, arguments in ((part, PARTS[part]) for part in parts):
-        stem = logs / part.replace(" ", "_")
+        stem = logs / part.replace(", ", "_").replace(" ", "_")
         command = [sys.executable, "-m", "pytest", *arguments, f"--junit-xml={stem}.xml", "-o", "junit_family=xunit1"]
         with open(f"{stem}.log", "w", encoding="utf-8") as log:
             process = subprocess.Popen([*command, f"--basetemp={stem}"], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
