@@ -12,6 +12,8 @@ from bench.results_book import Book, FigureError, commit_of
 SYNC_17B = "weight_sync_qwen3-1.7b"
 SYNC_14B = "weight_sync_qwen2.5-14b_one_rank"
 SYNC_CROSSED = "weight_sync_qwen2.5-14b_crossed"
+SYNC_TO_TWO = "weight_sync_qwen2.5-14b"
+SYNC_TO_FOUR = "weight_sync_qwen2.5-14b_tp4"
 THROUGHPUT = "weight_sync_qwen3-1.7b_throughput_"
 MODES = {"direct": "direct", "overlapped": "overlapped", "single_copy": "single copy"}
 CONDITIONS = {"idle": "idle", "load_64": "64 requests in flight", "load_256": "256"}
@@ -330,6 +332,8 @@ def largest_kl(book: Book) -> str:
 NAMED: dict[str, Callable[[Book], str]] = {
     "updates_1.7b": updates(SYNC_17B, _title("Qwen3-1.7B", SYNC_17B)),
     "updates_14b": updates(SYNC_14B, _title("Qwen2.5-14B", SYNC_14B)),
+    "updates_14b_to_two": updates(SYNC_TO_TWO, _title("Qwen2.5-14B", SYNC_TO_TWO, ", one process to two ranks")),
+    "updates_14b_to_four": updates(SYNC_TO_FOUR, _title("Qwen2.5-14B", SYNC_TO_FOUR, ", four ranks of both sides")),
     "updates_14b_two_ranks": updates(SYNC_CROSSED, _title("Qwen2.5-14B", SYNC_CROSSED, ", two ranks of both sides")),
     "broadcast_in_short": broadcast_in_short,
     "rates": rates,

@@ -32,6 +32,36 @@ def servers(book: Book) -> str:
     return f"{markdown(head, rows)}\n\n{told} {sources(book, places)}"
 
 
+def servers_on_gpus(book: Book) -> str:
+    """Updates of 1, 2, … vLLM servers, each on a GPU of its own, ours and by vLLM's own engine."""
+    file, load = "fleet_servers_gpu", "load_64"
+    head = [
+        "servers",
+        "longest gap between two tokens at a client, median",
+        "the trainer waits, median",
+        "most",
+        "times one server",
+    ]
+    head += ["idle: the trainer waits, median", "most", "times one server"]
+    rows, places = [], {}
+    ((shape, by_way),) = book.get(file, "servers").items()
+    for way in (name for name in by_way if name != "trainer"):
+        base = f"servers/{shape}/{way}"
+        for count in sorted(book.get(file, base)):
+            cells = [f"{book.number(file, f'{base}/{count}/{load}/largest_gap_per_update_ms/median'):.0f} ms"]
+            for condition in (load, "idle"):
+                waits = f"{condition}/whole_update_ms"
+                median, most = (book.number(file, f"{base}/{count}/{waits}/{key}") for key in ("median", "max"))
+                one = book.number(file, f"{base}/1/{waits}/median")
+                cells += [f"{median:.0f} ms", f"{most:.0f} ms", f"{median / one:.1f}"]
+            side = f"{way}, {count}"
+            rows.append([side, *cells])
+            places[side] = (file, f"{base}/{count}/idle")
+    size = book.number(file, "model_bytes")
+    told = f"A model of {size / 1e9:.2f} GB on each of up to four H200s of one host; 64 requests in flight at each server."
+    return f"{markdown(head, rows)}\n\n{told} {sources(book, places)}"
+
+
 def clients(file: str) -> Callable[[Book], str]:
     """What a client of a real server sees, what a client waits for first; and of vLLM's own engine where that was measured."""
 
@@ -101,6 +131,7 @@ def on_paper(book: Book) -> str:
 
 NAMED: dict[str, Callable[[Book], str]] = {
     "fleet_servers": servers,
+    "fleet_servers_gpu": servers_on_gpus,
     "fleet_clients": clients(FILE),
     "fleet_clients_gpu": clients("fleet_gpu"),
     "fleet_anew_share": anew_share,
