@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,11 +46,13 @@ settings.load_profile("any machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Where several workers share the tests, they share the processes that fork commands too."""
+    """Where several workers share the tests, they share the processes that fork commands too, and are forked themselves."""
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         servers = shared_fork_servers()
         servers.__enter__()
         config.add_cleanup(lambda: servers.__exit__(None, None, None))
+        worker = shlex.join([sys.executable, str(ROOT / "tests" / "forked_worker.py")])
+        config.option.tx = [f"popen//python={worker}"] * len(config.option.tx)
     else:
         gc.disable()  # what imports make stays; looking through it for garbage took a twelfth of the time of tests that compute
 

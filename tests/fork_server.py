@@ -21,7 +21,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from example_trainer.child_processes.guard import PR_SET_CHILD_SUBREAPER, Guard, prctl
-from tests.forked_commands import COMMANDS, LATER, LONGEST_MESSAGE, Command, end
+from tests.forkable import COMMANDS, LATER
+from tests.forked_commands import LONGEST_MESSAGE, MOST_DESCRIPTORS, Command, end
 
 
 class Become(BaseException):
@@ -54,8 +55,11 @@ def wait_for(child: int, connection: socket.socket) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def keep(told: dict[str, Any], connection: socket.socket, log: int, status: int, control: int | None = None) -> None:
+def keep(told: dict[str, Any], connection: socket.socket, log: int, status: int, *others: int) -> None:
     """Keep one command until it has ended, under a guard if there is a control pipe, and tell its exit status.
+
+    Args:
+        others: standard input and output, if it has its own; the control pipe, if there is one.
 
     Raises:
         Become: this is the process of the command.
@@ -64,6 +68,12 @@ def keep(told: dict[str, Any], connection: socket.socket, log: int, status: int,
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     os.close(log)
+    if told["talks"]:
+        for descriptor in (0, 1):
+            os.dup2(others[descriptor], descriptor)
+            os.close(others[descriptor])
+        others = others[2:]
+    control = others[0] if others else None
     os.environ.clear()
     os.environ.update(told["environment"])
     os.chdir(told["directory"])
@@ -99,7 +109,7 @@ def serve(lifeline: socket.socket, listener: socket.socket) -> None:
             if one is listener:
                 connections.append(listener.accept()[0])
                 continue
-            data, descriptors, *_ = socket.recv_fds(one, LONGEST_MESSAGE, 3)
+            data, descriptors, *_ = socket.recv_fds(one, LONGEST_MESSAGE, MOST_DESCRIPTORS)
             if not data:
                 connections.remove(one)
                 one.close()

@@ -1,12 +1,12 @@
 """Commands of this project as processes forked from one that has imported what they import, which is most of their work.
 
-`Processes.start` (tests/conftest.py) forks those in COMMANDS; a command that is not there, or in an environment that matters to
-what is imported, is executed. The forked process is the same program with the same arguments, environment, folder, signals and
-exit status; its command line in `ps` and its place in the tree of processes are others. With FORK_CHILDREN in its environment,
-what it starts as managed processes is forked too.
+`Processes.start` (tests/conftest.py) forks those of tests/forkable.py; a command that is not there, or in an environment that
+matters to what is imported, is executed. The forked process is the same program with the same arguments, environment, folder,
+signals and exit status; its command line in `ps` and its place in the tree of processes are others. With FORK_CHILDREN in its
+environment, what it starts as managed processes is forked too.
 
 All workers of one run of the tests share the processes that fork (tests/fork_server.py), which listen in a folder that FOLDER
-names.
+names, and are forked themselves (tests/forked_worker.py).
 """
 
 from __future__ import annotations
@@ -29,69 +29,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from example_trainer.child_processes.processes import ManagedProcess
+from tests.forkable import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMANDS = {
-    "light": {
-        "atroposlib.cli.run_api": "atroposlib.cli.run_api",
-        "atroposlib.cli.sft": "atroposlib.cli.sft",
-        "atroposlib.cli.view_run": "atroposlib.cli.view_run",
-        "environments/arithmetic_server.py": "environments.arithmetic_server",
-        "environments/gsm8k_server.py": "environments.gsm8k_server",
-        "environments/calculator_server.py": "environments.calculator_server",
-        "environments/code_server.py": "environments.code_server",
-        "environments/guess_number_server.py": "environments.guess_number_server",
-        "environments/judge_server.py": "environments.judge_server",
-        "environments/letter_count_server.py": "environments.letter_count_server",
-        "environments/math_server.py": "environments.math_server",
-        "environments/reasoning_gym_server.py": "environments.reasoning_gym_server",
-        "example_trainer/grpo.py": "example_trainer.grpo",
-        "example_trainer/simple_rl.py": "example_trainer.simple_rl",
-        "example_trainer.parameter_server": "example_trainer.parameter_server.__main__",
-        "example_trainer.reference_worker": "example_trainer.reference_worker",
-        "scripts.quickstart": "scripts.quickstart.__main__",
-        "scripts/make_starter_model.py": "scripts.make_starter_model",
-        "tests/atroposlib/envs/faulty_env.py": "tests.atroposlib.envs.faulty_env",
-        "tests/atroposlib/envs/public_style_env.py": "tests.atroposlib.envs.public_style_env",
-        "tests/atroposlib/envs/standin_server.py": "tests.atroposlib.envs.standin_server",
-        "tests/e2e/async_roles.py": "tests.e2e.async_roles",
-        "tests/e2e/late_trainer.py": "tests.e2e.late_trainer",
-        "tests.e2e.sums_in_turns": "tests.e2e.sums_in_turns",
-        "tests.example_trainer.batch.waiting_trainer": "tests.example_trainer.batch.waiting_trainer",
-        "tests.example_trainer.training.killed_saver": "tests.example_trainer.training.killed_saver",
-        "tests.forked_ranks": "tests.forked_ranks",
-        "tests.forked_torchrun": "tests.forked_torchrun",
-        "tests/scripts/small_stack.py": "tests.scripts.small_stack",
-        "bench/gpu/length_env.py": "bench.gpu.length_env",
-        "bench.gpu.ceiling": "bench.gpu.ceiling",
-        "bench.gpu.memory_worker": "bench.gpu.memory_worker",
-        "bench.gpu.random_checkpoint": "bench.gpu.random_checkpoint",
-        "bench.gpu.speed_worker": "bench.gpu.speed_worker",
-        "bench.sleeping_roles": "bench.sleeping_roles",
-    },
-    "vllm": {"example_trainer/vllm_api_server.py": "example_trainer.vllm_api_server"},
-}
-"""By the process that forks them: modules (`python -m`) and scripts, and what is imported for each."""
-SERVING = ("httpcore", "encodings.idna", "uvicorn.protocols.websockets.websockets_sansio_impl", "anyio.streams.memory")
-LIGHT = ("scripts.quickstart.run", "scripts.quickstart.plot", "torch.utils.tensorboard", "numpy.ma")
-VLLM = (
-    "vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.launchers.cli_args", "vllm.v1.engine.core",
-    "vllm.v1.worker.cpu_worker", "vllm.v1.executor.uniproc_executor", "vllm.model_executor.models.qwen3", "uvloop",
-    "vllm.v1.engine.async_llm", "vllm.v1.metrics.prometheus", "vllm.v1.core.sched.scheduler",
-    "vllm.transformers_utils.chat_templates", "vllm.utils.cpu_triton_utils", "vllm.distributed.elastic_ep.elastic_execute",
-    "vllm.v1.pool.flash_maxsim", "vllm.v1.attention.backends.zentorch_sdpa",
-    "vllm.model_executor.layers.quantization.online.base", "vllm.entrypoints.serve.instrumentator.metrics",
-    "vllm.entrypoints.serve.instrumentator.offline_docs", "vllm.entrypoints.serve.lora.api_router",
-    "vllm.entrypoints.serve.profile.api_router", "vllm.entrypoints.serve.tokenize.api_router",
-    "vllm.entrypoints.generate.structured_decisions.serving", "vllm_patching.server.controller",
-    "vllm_patching.server.routes", "vllm_patching.worker.receiving", "vllm_patching.worker.updater",
-    "model_hosting_container_standards.sagemaker", "uvicorn.protocols.http.httptools_impl", "multiprocessing.popen_fork",
-)  # fmt: skip
-LATER = {"light": SERVING + LIGHT, "vllm": SERVING + VLLM}
-"""What these commands import only when they are under way."""
 READ_WHEN_IMPORTED = ("CUDA_VISIBLE_DEVICES",) if Path("/dev/nvidiactl").exists() else ()
 """Variables that must be as they were when the modules were imported. PYTHONPATH may name nothing but this repository."""
 FOLDER = "LOCKSTEP_TESTS_FORKS"
@@ -102,6 +45,9 @@ FORK_CHILDREN = {"LOCKSTEP_TESTS_FORK_CHILDREN": "1"}
 """In the environment of a command: it forks what it starts, where it would execute it."""
 LONGEST_MESSAGE = 1 << 17
 """Bytes; arguments and an environment are a few kilobytes."""
+STANDARD_ERROR = 2
+MOST_DESCRIPTORS = 5
+"""Of a command's log, its exit status, its standard input and output, and its guard's control pipe."""
 
 
 @dataclass(frozen=True)
@@ -197,12 +143,11 @@ def end(work: Callable[[], object]) -> NoReturn:
 
 
 class Forked:
-    """What subprocess.Popen is for an executed process: its process id, and its exit status once it has ended."""
+    """What subprocess.Popen is for an executed process: its process id, the other ends of its pipes if it has any, and its exit
+    status once it has ended."""
 
-    stdin = stdout = None
-
-    def __init__(self, pid: int, status: int) -> None:
-        self.pid, self._status = pid, status
+    def __init__(self, pid: int, status: int, stdin: IO[bytes] | None = None, stdout: IO[bytes] | None = None) -> None:
+        self.pid, self._status, self.stdin, self.stdout = pid, status, stdin, stdout
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -279,20 +224,43 @@ class ForkServer:
             self._connection.connect(f"{folder}/{kind}")
 
     def fork(
-        self, command: Command, variables: Mapping[str, str], directory: Path | None, log: int, *guard: int, grace: float = 0.0
+        self,
+        command: Command,
+        variables: Mapping[str, str],
+        directory: Path | None,
+        log: int,
+        *guard: int,
+        grace: float = 0.0,
+        talks: Sequence[int] = (),
     ) -> Forked:
-        """Fork a command; under a guard if its control pipe is given, and then the guard is what is returned."""
+        """Fork a command; under a guard if its control pipe is given, and then the guard is what is returned.
+
+        Args:
+            talks: its standard input and output; by default nobody says anything to it, and what it says goes to its log.
+        """
         told = {
             "command": vars(command), "environment": dict(variables), "directory": str(directory or Path.cwd()), "grace": grace,
+            "talks": bool(talks),
         }  # fmt: skip
         status, told_there = os.pipe()
         try:
-            socket.send_fds(self._connection, [json.dumps(told).encode()], [log, told_there, *guard])
+            socket.send_fds(self._connection, [json.dumps(told).encode()], [log, told_there, *talks, *guard])
         finally:
             os.close(told_there)
         pid = self._connection.recv(16)
         assert pid, "the process that forks is gone; what it wrote stands above"
         return Forked(int(pid), status)
+
+    def fork_with_pipes(self, command: Command, variables: Mapping[str, str], directory: Path | None, log: int) -> Forked:
+        """The same with pipes to its standard input and from its output."""
+        (stdin, write), (read, stdout) = os.pipe(), os.pipe()
+        try:
+            forked = self.fork(command, variables, directory, log, talks=(stdin, stdout))
+        finally:
+            os.close(stdin)
+            os.close(stdout)
+        forked.stdin, forked.stdout = os.fdopen(write, "wb"), os.fdopen(read, "rb")
+        return forked
 
 
 @functools.cache
@@ -354,6 +322,15 @@ def start_unguarded(
         return execute(words, log, variables, directory)
     server, command = found
     return server.fork(command, variables, directory, log)
+
+
+def start_with_pipes(words: Sequence[str], directory: Path) -> Any:
+    """As subprocess.Popen with pipes to its standard input and from its output, in this process's environment and with its
+    standard error; forked if that can be."""
+    if (found := what_forks(words, os.environ)) is None:
+        return subprocess.Popen(words, cwd=directory, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    server, command = found
+    return server.fork_with_pipes(command, os.environ, directory, STANDARD_ERROR)
 
 
 def run_command(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ import httpx
 
 from tests.conftest import ROOT
 from tests.fleet_trainer import PATIENCE, TIMEOUT, Trainer
+from tests.forked_commands import start_with_pipes
 
 T = TypeVar("T")
 
@@ -48,12 +48,12 @@ class Starter:
         """
         self.folder = folder
         command = [*entering, sys.executable, "-m", "tests.fleet_server"]
-        self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = start_with_pipes(command, ROOT)
 
     def tell(self, **told: Any) -> dict[str, Any]:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(told) + "\n")
+        self.process.stdin.write(json.dumps(told).encode() + b"\n")
         self.process.stdin.flush()
         answer: dict[str, Any] = json.loads(self.process.stdout.readline())
         return answer

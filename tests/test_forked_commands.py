@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import pytest
 
 from example_trainer.child_processes.guard import descendants, parents
 from example_trainer.child_processes.processes import ManagedProcess
@@ -47,6 +48,31 @@ def test_it_has_its_own_environment_and_folder_and_ends_as_it_is_told(
     assert len(family) == 2
     assert processes.stop(service) == 0
     assert not set(family) & parents().keys()
+
+
+WORKER = """
+import sys
+print(sys.stdin.readline().strip(), "torch" in sys.modules, sys.argv, flush=True)
+sys.stdin.readline()
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_worker_of_the_tests_is_talked_to_as_python_is_and_dies_with_what_stands_for_it(killed: bool) -> None:
+    words = [sys.executable, ROOT / "tests/forked_worker.py", "-u", "-c", f"import os; print(os.getpid())\n{WORKER}"]
+    with subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        pid = int(worker.stdout.readline())
+        worker.stdin.write("one line\n")
+        worker.stdin.flush()
+        assert worker.stdout.readline() == "one line True ['-c']\n", "what tests import is there already"
+        worker.kill() if killed else worker.stdin.write("another\n")
+        worker.stdin.close()
+        assert worker.stdout.read() == "", "it has ended"
+        assert worker.wait(60) == (-9 if killed else 3)
+        wait_until("its end", lambda: f"{pid} runs" if pid in parents() else None, 60)
 
 
 STARTER = """

@@ -21,11 +21,12 @@ def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def start(words: Sequence[str], **options: Any) -> Any:
         variables: Mapping[str, str] = options.get("env", os.environ)
-        found = None if options.get("stdin") == subprocess.PIPE else what_forks(words, variables)
+        found = what_forks(words, variables)
         if found is None:
             return subprocess.Popen(words, **options)
         server, command = found
-        return server.fork(command, variables, options["cwd"], options["stderr"].fileno())
+        fork = server.fork_with_pipes if options.get("stdin") == subprocess.PIPE else server.fork
+        return fork(command, variables, options["cwd"], options["stderr"].fileno())
 
     others = {name: getattr(subprocess, name) for name in ("PIPE", "DEVNULL", "TimeoutExpired", "run")}
     for module in (processes, rollout_api_load):

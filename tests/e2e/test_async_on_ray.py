@@ -66,10 +66,12 @@ def cluster(dashboard: str, free_port: Callable[[], int]) -> Iterator[Any]:
 
     class OnGivenPorts(Cluster):
         """A node's agents are told their ports. One that chose them itself would have fifteen seconds to start and to tell, or
-        its node ends, and a busy machine needs longer."""
+        its node ends, and a busy machine needs longer. Nobody follows the logs of workers, for which Ray looks through all of
+        them again and again."""
 
         def add_node(self, **arguments: Any) -> Any:
-            return super().add_node(**{f"{agent}_port": free_port() for agent in AGENTS}, **arguments)
+            ports = {f"{agent}_port": free_port() for agent in AGENTS}
+            return super().add_node(include_log_monitor=False, **ports, **arguments)
 
     start_raylet = Node.start_raylet
 
@@ -276,8 +278,8 @@ def test_what_a_lost_node_had_comes_back_on_another(cluster: Any, processes: Pro
     sections["orchestration"] |= {"reference_cpus": 0.1, "parameter_server_cpus": 0.1}
     # The head, of three CPUs, has no room for a generator with its environment beside the service.
     sections["orchestration"] |= {"service_cpus": 1.5, "generator_cpus": 0.9, "environment_cpus": 0.8}
-    sections["inference"]["server_args"] = list(CACHE)
-    sections["training"] |= {"kl_coef": 0.01, "batch_size": 16}
+    sections["inference"] |= {"server_args": list(CACHE), "max_response_tokens": 48, "max_model_length": 256}
+    sections["training"] |= {"kl_coef": 0.01, "batch_size": 16, "seq_len": 256}
     config = tmp_path / "all-roles.yaml"
     config.write_text(yaml.safe_dump(sections))
     lost = cluster.add_node(num_cpus=2, object_store_memory=STORE_BYTES)
