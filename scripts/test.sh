@@ -30,10 +30,10 @@ check mypy -p scripts
 if (($# > 0)); then
   "$venv/bin/python" -m pytest "$@" || failed+=("pytest $*")
 else
-  # One more at a time than there are cores, since most tests wait for processes; not more than 8, of which each takes 2 GB.
-  # tests/conftest.py says which tests stay together.
+  # One more at a time than there are cores, since most tests wait for processes, and one for those that do little else; not more
+  # than 9, of which each takes 2 GB. tests/conftest.py says which tests stay together, and who has which.
   wait "$collecting"
-  workers=$(($(nproc) < 7 ? $(nproc) + 1 : 8))
+  workers=$(($(nproc) < 7 ? $(nproc) + 2 : 9))
   "$venv/bin/python" -m pytest --numprocesses "$workers" --dist loadscope --no-loadscope-reorder || failed+=("pytest")
 fi
 ((${#failed[@]} == 0)) && exit 0

@@ -45,13 +45,38 @@ settings.register_profile("thorough", settings.get_profile("any machine"), max_e
 settings.load_profile("any machine")
 
 
+WAITING = {
+    "tests/atroposlib/api/test_faults.py",
+    "tests/atroposlib/api/test_run_api.py",
+    "tests/atroposlib/envs/test_env_serving.py",
+    "tests/atroposlib/ui/test_killed_processes_in_browser.py",
+    "tests/e2e/test_fleet_hosts.py",
+    "tests/e2e/test_parallel_trainer.py",
+    "tests/e2e/test_two_hosts.py",
+    "tests/example_trainer/parallel/test_ranks.py",
+    "tests/example_trainer/parallel/test_torchrun_trainer.py",
+    "tests/example_trainer/parameter_server/test_parameter_server.py",
+    "tests/example_trainer/training/test_background_save.py",
+    "tests/example_trainer/training/test_run_exactly.py",
+    "tests/example_trainer/weight_bridge/test_fleet_broadcast.py",
+    "tests/example_trainer/weight_bridge/test_fleet_faults.py",
+    "tests/example_trainer/weight_bridge/test_fleet_senders.py",
+    "tests/example_trainer/weight_bridge/test_restart.py",
+    "tests/example_trainer/weight_bridge/test_stream.py",
+    "tests/scripts/test_ops_control.py",
+    "tests/scripts/test_ops_rolling.py",
+    "tests/scripts/test_run.py",
+}
+"""Files that take long, most of it in waiting: for a deadline to pass, for processes to come and go."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Where several workers share the tests, they share the processes that fork commands too, and are forked themselves."""
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         servers = shared_fork_servers()
         servers.__enter__()
         config.add_cleanup(lambda: servers.__exit__(None, None, None))
-        worker = shlex.join([sys.executable, str(ROOT / "tests" / "forked_worker.py")])
+        worker = shlex.join([sys.executable, str(ROOT / "tests" / "forked_python.py")])
         config.option.tx = [f"popen//python={worker}"] * len(config.option.tx)
     else:
         gc.disable()  # what imports make stays; looking through it for garbage took a twelfth of the time of tests that compute
@@ -79,15 +104,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Where several workers share the tests: a file's stay together, for the servers that they share, and so do all that need
-    the GPU to themselves. The last worker begins at the other end: beside tests whose processes compute it has some that wait,
-    and the former are not slowed down by a further one of theirs."""
+    the GPU to themselves. The last worker has those that wait, and ends when there are no more: beside those of the others,
+    which compute, they cost next to nothing. The one before it begins at the other end, with the small tests."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Together(LoadScopeScheduling):
         def _assign_work_unit(self, node: Any) -> None:
-            if node is self.nodes[-1]:
-                self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+            waiting = [file for file in self.workqueue if file in WAITING]
+            others = [file for file in self.workqueue if file not in WAITING]
+            if not others or (waiting and node is self.nodes[-1]):
+                chosen = waiting[0]
+            else:
+                chosen = others[-1 if node in self.nodes[-2:] else 0]
+            self.workqueue.move_to_end(chosen, last=False)
             super()._assign_work_unit(node)
+
+        def _reschedule(self, node: Any) -> None:
+            if len(self.nodes) > 3 and node is self.nodes[-1] and WAITING.isdisjoint(self.workqueue):
+                node.shutdown()
+            else:
+                super()._reschedule(node)
 
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]

@@ -6,7 +6,7 @@ signals and exit status; its command line in `ps` and its place in the tree of p
 environment, what it starts as managed processes is forked too.
 
 All workers of one run of the tests share the processes that fork (tests/fork_server.py), which listen in a folder that FOLDER
-names, and are forked themselves (tests/forked_worker.py).
+names, and are forked themselves (tests/forked_python.py).
 """
 
 from __future__ import annotations

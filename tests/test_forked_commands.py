@@ -60,7 +60,7 @@ sys.exit(3)
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_worker_of_the_tests_is_talked_to_as_python_is_and_dies_with_what_stands_for_it(killed: bool) -> None:
-    words = [sys.executable, ROOT / "tests/forked_worker.py", "-u", "-c", f"import os; print(os.getpid())\n{WORKER}"]
+    words = [sys.executable, ROOT / "tests/forked_python.py", "-u", "-c", f"import os; print(os.getpid())\n{WORKER}"]
     with subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
         assert worker.stdin is not None
         assert worker.stdout is not None

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.conftest import WAITING
+
 ROOT = Path(__file__).resolve().parents[1]
 CODE = ("atroposlib", "environments", "example_trainer", "vllm_patching", "scripts", "bench", "tests")
 
@@ -273,3 +275,7 @@ def test_scripts_run_by_path_find_the_repository(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-S", path, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "--bridge" in done.stdout
+
+
+def test_the_files_that_wait_are_there() -> None:
+    assert [file for file in sorted(WAITING) if not (ROOT / file).is_file()] == []

@@ -83,6 +83,7 @@ def cluster(dashboard: str, free_port: Callable[[], int]) -> Iterator[Any]:
 
     with contextlib.nullcontext() if FOLDER in os.environ else shared_fork_servers(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_worker_niceness", "0")  # in nodes, when they start
+        patch.setenv("REPORTER_UPDATE_INTERVAL_MS", "60000")  # of figures that nobody looks at
         patch.setattr(ray_constants, "RAY_DASHBOARD_STARTUP_TIMEOUT_S", SECONDS)
         patch.setattr(services, "get_node", patient(services.get_node))
         patch.setattr(Node, "start_raylet", start_told)

@@ -177,8 +177,8 @@ def test_a_slow_server_is_waited_for_by_name_or_left_out(
 ) -> None:
     caplog.set_level("INFO")
     slow, far = servers[1], three.network.hosts["server-b"]
-    with three.training(transfer) as trainer:
-        with three.network.slowed(far, 3.0):  # a bucket takes half a second, the model four
+    with three.training(transfer, patience=5.0) as trainer:
+        with three.network.slowed(far, 1.5):  # a bucket takes a second, of which the others are two ahead; the model eight
             three.trainer.calling(trainer.step)
             assert all(server.serves(2) for server in servers)
             waits = rf"version 2 is on its way for \d+ s, waiting for {slow.url} \(has [0-9.]+ MB\); .*; until \d\d:"

@@ -37,6 +37,7 @@ VARIABLES = FORKED_ENGINES | {
     # Else each node starts a worker for each of its CPUs, in an environment that is no actor's of ours.
     "RAY_prestart_worker_first_driver": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "REPORTER_UPDATE_INTERVAL_MS": "60000",
 }
 """Of all that is typed; Ray's nodes hand them on to the roles."""
 

@@ -1,8 +1,9 @@
-"""What pytest-xdist starts in the place of Python: a worker that has imported already what the tests import, forked.
+"""Stands for Python, where that is what somebody starts: one that has imported already what the tests import, forked.
 
-python tests/forked_worker.py -u -c PROGRAM
+python tests/forked_python.py -u -c PROGRAM ARGUMENT…
 
-Stands in for the worker while that lives, and passes its standard input and output on; it dies with this process.
+pytest-xdist starts its workers by it. It lives as long as what it stands for, whose standard input and output are its own; that
+dies with it.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from tests.forked_commands import STANDARD_ERROR, Command, fork_server  # noqa: 
 
 
 def main() -> int:
-    """Returns the worker's exit status."""
-    _, unbuffered, dash_c, program = sys.argv
+    """Returns its exit status."""
+    _, unbuffered, dash_c, *program = sys.argv
     assert (unbuffered, dash_c) == ("-u", "-c"), sys.argv
-    command = Command("-c", False, [program], unbuffered=True)
+    command = Command("-c", False, program, unbuffered=True)
     return fork_server("light").fork(command, os.environ, Path.cwd(), STANDARD_ERROR, talks=(0, 1)).wait()
 
 
