@@ -77,7 +77,7 @@ class TestOtherBaselines:
         assert [a for group in batch_advantages(batch) for a in group] == group_advantages(flat)
         centred = [a for group in group_batch_advantages(batch) for a in group]
         assert [len(group) for group in group_batch_advantages(batch)] == [len(group) for group in batch]
-        if any(max(group) - min(group) > 1e-3 for group in batch):
+        if any(max(group) - min(group) > 5e-4 for group in batch):  # scores differ by a thousandth or not at all
             assert math.fsum(a * a for a in centred) / len(centred) == pytest.approx(1)
         else:
             assert not any(centred)
