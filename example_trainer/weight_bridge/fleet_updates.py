@@ -255,7 +255,7 @@ class FleetUpdates:
         self._verified = max(self._verified, verified - resumed)
         waited = self._held_up(group, answers.failed)
         if waited:
-            self._once_more(waited, f"the update to version {version} is made once more")
+            self._once_more(waited, f"the update to version {version} is made once more", anew=True)
         self._condemn(members, {url: error for url, error in answers.failed.items() if url not in waited})
 
     def _all(self, calls: Mapping[str, Callable[[], Any]], watch: Watch, what: str) -> None:
@@ -324,13 +324,13 @@ class FleetUpdates:
             self._doubt(waited, "; ".join(map(str, failed.values())))
         return waited
 
-    def _once_more(self, members: Mapping[str, Member], reason: str) -> None:
-        """They are to forget the update, and are sent to again."""
+    def _once_more(self, members: Mapping[str, Member], reason: str, anew: bool = False) -> None:
+        """They are to forget the update, and are sent to again; `anew`: also one that has ended it well after all."""
         calls = {url: partial(m.server.abort, m.epoch, reason) for url, m in members.items()}
         heard = at_once(calls, self._timeout + _CALL_OFF_SECONDS, self.patience)
         for url, member in members.items():
             self._again.add(url)
-            member.joined = heard.ok.get(url, False)  # else it is told as it joins anew
+            member.joined = not anew and heard.ok.get(url, False)  # else it is told as it joins anew
 
     def _condemn(
         self, members: Mapping[str, Member], guilty: Mapping[str, BridgeError], states: Mapping[str, Any] | None = None

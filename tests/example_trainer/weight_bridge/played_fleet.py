@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -32,8 +32,8 @@ class PlayedServer:
     """What a server does, and what was done to it; shared by whatever speaks to it.
 
     Attributes:
-        faults: by step (init, cohort, begin, transfer, commit), what happens there, once: an error, or "hangs". In the transfer
-            "stuck" too: who hangs there is stuck until it is freed.
+        faults: by step (init, cohort, begin, transfer, commit), what happens there, once: an error, or "hangs"; at commit also
+            "is late": it serves, and says so when nobody waits any more.
         idle: it takes none of its bytes, and says so.
         heard: the steps in order.
     """
@@ -52,6 +52,7 @@ class PlayedServer:
     target: int | None = None
     engine_dead: bool = False
     idle: bool = False
+    joined_anew: bool = False
     faults: dict[str, Any] = field(default_factory=dict)
     heard: list[str] = field(default_factory=list)
     freed: threading.Event = field(default_factory=threading.Event)
@@ -86,13 +87,18 @@ class PlayedClient(BridgeServer):
         played.heard.append(step)
         fault = played.faults.pop(step, None)
         if fault == "hangs":
-            assert played.freed.wait(SOON)
-            raise ServerSilent(f"{self.url} did not answer /bridge/{step} (timed out)")
-        if fault is not None:
+            self._hang(step)
+        if fault == "is late":
+            played.faults["late"] = True
+        elif fault is not None:
             raise fault
         if epoch is not None and epoch != played.epoch:
             raise ServerRefused(f"{self.url} refused /bridge/{step}: epoch {epoch} is over", 409)
         return played
+
+    def _hang(self, step: str) -> NoReturn:
+        assert self.played.freed.wait(SOON)
+        raise ServerSilent(f"{self.url} did not answer /bridge/{step} (timed out)")
 
     def look(self, path: str, seconds: float = 1.0) -> dict[str, Any] | None:
         return self.played.state() if self.played.alive else None
@@ -108,7 +114,7 @@ class PlayedClient(BridgeServer):
 
     def init(self, mode: str, shapes: Any, transfer: str = "auto", *_: Any, **__: Any) -> dict[str, Any]:
         played = self._step("init")
-        played.epoch, played.trainer, played.target = played.epoch + 1, "this trainer", None
+        played.epoch, played.trainer, played.target, played.joined_anew = played.epoch + 1, "this trainer", None, True
         return {"epoch": played.epoch, "transfer": "direct", "replicas": 1}
 
     def cohort(self, epoch: int, host: str = "", port: int = 0, key: str = "", *_: Any, **__: Any) -> dict[str, Any]:
@@ -118,12 +124,17 @@ class PlayedClient(BridgeServer):
     def begin(self, epoch: int, version: int, cohort: str = "") -> None:
         played = self._step("begin", epoch)
         assert cohort == played.cohort
+        if played.serves == version and not played.joined_anew:
+            raise ServerRefused(f"{self.url} refused /bridge/begin: version {version} is served", 409)
+        played.joined_anew = False
         played.target, played.holds = version, -1
 
     def commit(self, epoch: int, version: int, checksums: Any) -> dict[str, Any]:
         played = self._step("commit", epoch)
         assert played.holds == int(checksums[0]), "it commits what it did not receive"
         played.serves, played.target, played.quarantine = version, None, ""
+        if played.faults.pop("late", False):
+            self._hang("commit")
         return {"seconds": {"resume": 0.0}}
 
     def abort(self, epoch: int, reason: str) -> bool:
