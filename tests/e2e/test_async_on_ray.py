@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import signal
@@ -320,13 +321,14 @@ def test_a_run_in_turns_that_is_killed_whole_goes_on_as_if_it_were_not(
     config = tmp_path / "exact.yaml"
     config.write_text(yaml.safe_dump(sections))
 
-    def learned(run: Run) -> tuple[dict[int, tuple[str, float, int]], bytes]:
-        """Of each step the weights' checksum, the mean reward and the tokens, and the last weights."""
+    def learned(run: Run) -> tuple[dict[int, tuple[str, float, int]], str]:
+        """Of each step the weights' checksum, the mean reward and the tokens, and the last weights' digest."""
         run.finish()
         rows = json_rows(run.folder / "trainer" / "metrics.jsonl")
         assert [row["step"] for row in rows] == [1, 2]
         weights = (run.folder / "checkpoints" / "step_2" / "model.safetensors").read_bytes()
-        return {row["weight_version"]: (row["checksum"], row["reward_mean"], row["tokens"]) for row in rows}, weights
+        learned = {row["weight_version"]: (row["checksum"], row["reward_mean"], row["tokens"]) for row in rows}
+        return learned, hashlib.sha256(weights).hexdigest()
 
     expected = learned(real_run(cluster, processes, tmp_path / "whole", config, 2))
     assert len({checksum for checksum, *_ in expected[0].values()}) == 2

@@ -307,6 +307,8 @@ class RolloutQueue(Intake):
     def _stream_of(self, environment: Environment) -> dict[str, Any] | None:
         """Where its stream of items stands; and `inexact`, why the run cannot be resumed exactly, where that is so."""
         told = self.streams.told(environment.stream or "")
+        if told is not None:
+            told["version"] = self.trainer_version()
         if told is not None and not self.replay.is_plain:
             replay = f"{self.replay.policy}, each group in up to {self.replay.max_reuse} batches"
             told["inexact"] = f"the trainer replays ({replay}): start it without --replay and --max-reuse"

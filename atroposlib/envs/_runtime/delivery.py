@@ -40,6 +40,8 @@ class Delivery:
             group = without_empty_fields(group)
             if reason := self.reason_to_drop(group, abort_when_too_long):
                 self.env.drops.add(reason)
+                if (place := exact_place.get()) is not None:
+                    place.window.give_none(place.number, group.get("weight_versions") or ())
                 continue
             try:
                 await self.teaching.teach(group)

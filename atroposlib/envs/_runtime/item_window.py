@@ -6,7 +6,7 @@ comes next, and that no more are in work than groups are missing. Then a batch i
 give a group, whichever was ready first and however often somebody was killed: an item behind those is never begun.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +17,14 @@ class ItemWindow:
 
     Example:
         window = ItemWindow()
-        window.heed({"life": "a", "begin": 4, "settled": [5]})
+        window.heed({"life": "a", "begin": 4, "settled": [5], "version": 2})
         window.next_number()  # 4, and after window.begin(4): 6
     """
 
     def __init__(self) -> None:
         self.life: str | None = None
         self.first = 0
+        self.version: int | None = None
         self._settled: frozenset[int] = frozenset()
         self._done: set[int] = set()
         self._in_work: set[int] = set()
@@ -34,7 +35,7 @@ class ItemWindow:
 
         Args:
             told: its `life`, which changes when the trainer begins anew somewhere; `begin`, the first item that is in no batch
-                yet; and `settled`, those from there on whose groups it holds.
+                yet; `settled`, those from there on whose groups it holds; and `version`, of the trainer's weights.
 
         Returns:
             Whether this is another window: then what is in work is to be stopped, and nothing of it counts. What gave no group
@@ -42,6 +43,7 @@ class ItemWindow:
         """
         anew = (told["life"], told["begin"]) != (self.life, self.first)
         self.life, self.first, self._settled = told["life"], told["begin"], frozenset(told["settled"])
+        self.version = told["version"]
         if anew:
             self._done, self._in_work, self._refused = set(), set(), set()
         return anew
@@ -60,6 +62,13 @@ class ItemWindow:
     def refuse(self, number: int) -> None:
         """The service has dropped the item's group, so that the item is not settled when its work ends."""
         self._refused.add(number)
+
+    def give_none(self, number: int, versions: Iterable[int]) -> None:
+        """The item gives no group with the weights of these versions. That settles it if they are the trainer's: a server that
+        was restarted samples with others until it has them, and no service is asked that would refuse such a group.
+        """
+        if any(version != self.version for version in versions):
+            self.refuse(number)
 
     def finish(self, number: int, done: bool) -> None:
         """An item is in work no longer.

@@ -193,7 +193,7 @@ class Workers:
                 f"--env.exact_resume needs a trainer that takes no older rollouts, and this one's max_staleness is "
                 f"{status.get('max_staleness')}: start it with --max-staleness 0 or --deterministic"
             )
-        if "stream" not in status:
+        if "version" not in status.get("stream", {}):
             raise EnvironmentFailure(
                 f"--env.exact_resume: the rollout service at {self.env.config.rollout_server_url} keeps no positions of items; "
                 "start the one of this version, or leave the flag out"

@@ -165,7 +165,7 @@ async def test_workers_begin_what_it_takes(tmp_path: Path) -> None:
 
 def test_an_environment_ends_where_nothing_exact_can_come_of_it() -> None:
     workers = Graded(exact_resume=True)._serving.workers
-    stream = {"life": "1.0", "begin": 0, "settled": []}
+    stream = {"life": "1.0", "begin": 0, "settled": [], "version": 0}
     workers.heed_position({"max_staleness": 0, "stream": stream})
     with pytest.raises(EnvironmentFailure, match=r"--env\.exact_resume: b fills batches too, or leave the flag out"):
         workers.heed_position({"max_staleness": 0, "stream": stream | {"inexact": "b fills batches too"}})

@@ -159,6 +159,15 @@ class World:
         assert self.writing is not None
         self.saved, self.writing = self.writing, None
 
+    # ---- the inference server ----
+
+    def restart_sampler(self) -> None:
+        """It samples with its checkpoint's weights until it has the trainer's."""
+        self.sampler = Weights(0, 0, "base")
+
+    def bring_sampler_up_to_date(self) -> None:
+        self.sampler = Weights(self.epoch, self.version, self.value)
+
     # ---- the environment ----
 
     def kill_environment(self, posts_arrive: bool) -> None:
@@ -198,6 +207,7 @@ class World:
         worker.content = mixed("sampled", value, worker.number)
         if not gives_a_group(worker.content):
             self.workers.remove(worker)
+            self.window.give_none(worker.number, (worker.weights.version,))
             self.window.finish(worker.number, done=True)
             return
         self.posted += 1
@@ -250,6 +260,8 @@ class World:
             able.append(self.acknowledge if self.trained else self.step)
         if self.writing is not None:
             able.append(self.write)
+        if self.sampler.epoch != self.epoch:
+            able.append(self.bring_sampler_up_to_date)
         able[choice % len(able)]()
 
     def die(self, choice: int) -> None:
@@ -261,6 +273,8 @@ class World:
             self.kill_service()
         if which in (2, 3, 5, 6):
             self.start_trainer()
+        if choice // 14 % 2:
+            self.restart_sampler()
 
     @property
     def done(self) -> bool:
