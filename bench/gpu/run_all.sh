@@ -91,7 +91,7 @@ case $kind in
       --concurrency 64 --name weight_sync_qwen2.5-14b_trainer_ranks
     ;;
   4-crossed)
-    run 330 weight_sync_14b_tp4 weight_sync.py --shape qwen2.5-14b --tp 4 --trainer-ranks 4 --crossed --parts ceiling bridge \
+    run 450 weight_sync_14b_tp4 weight_sync.py --shape qwen2.5-14b --tp 4 --trainer-ranks 4 --crossed --parts ceiling bridge \
       --concurrency 64 --name weight_sync_qwen2.5-14b_tp4
     ;;
   4-late) run 300 bridge_faults_tp2 bridge_faults.py --tp 2 --only late --name bridge_faults_tp2 ;;

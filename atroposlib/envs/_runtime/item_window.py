@@ -24,7 +24,7 @@ class ItemWindow:
     def __init__(self) -> None:
         self.life: str | None = None
         self.first = 0
-        self.version: int | None = None
+        self.version = 0
         self._settled: frozenset[int] = frozenset()
         self._done: set[int] = set()
         self._in_work: set[int] = set()
@@ -64,10 +64,10 @@ class ItemWindow:
         self._refused.add(number)
 
     def give_none(self, number: int, versions: Iterable[int]) -> None:
-        """The item gives no group with the weights of these versions. That settles it if they are the trainer's: a server that
-        was restarted samples with others until it has them, and no service is asked that would refuse such a group.
+        """The item gives no group with the weights of these versions. That settles it unless they are older than the trainer's:
+        a server that was restarted samples with such until it has those, and no service is asked that would refuse the group.
         """
-        if any(version != self.version for version in versions):
+        if any(version < self.version for version in versions):
             self.refuse(number)
 
     def finish(self, number: int, done: bool) -> None:

@@ -162,8 +162,11 @@ class World:
     # ---- the inference server ----
 
     def restart_sampler(self) -> None:
-        """It samples with its checkpoint's weights until it has the trainer's."""
+        """It samples with its checkpoint's weights until it has the trainer's. What was under way there is asked for again."""
         self.sampler = Weights(0, 0, "base")
+        for worker in self.workers:
+            if worker.content is None:
+                worker.weights = self.sampler
 
     def bring_sampler_up_to_date(self) -> None:
         self.sampler = Weights(self.epoch, self.version, self.value)
