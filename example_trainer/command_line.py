@@ -48,8 +48,14 @@ def add_section(parser: argparse.ArgumentParser, section: type[BaseModel], leave
     """
     group = parser.add_argument_group(section.__doc__)
     for name, field in section.model_fields.items():
-        if name not in leave_out:
-            group.add_argument(flag_of(name), **_argument(name, field))
+        if name in leave_out:
+            continue
+        group.add_argument(flag_of(name), **_argument(name, field))
+        if _is_switch(field.annotation):
+            group.add_argument(
+                "--no-" + flag_of(name).removeprefix("--"),
+                dest=name, action="store_const", const="off", default=argparse.SUPPRESS, help=argparse.SUPPRESS,
+            )  # fmt: skip
 
 
 def _argument(name: str, field: FieldInfo) -> dict[str, Any]:
@@ -60,11 +66,18 @@ def _argument(name: str, field: FieldInfo) -> dict[str, Any]:
     options["help"] = f"{field.description} ({shown})".replace("%", "%%")
     if field.annotation is bool or bool in get_args(field.annotation):
         options["action"] = argparse.BooleanOptionalAction
+    elif _is_switch(field.annotation):
+        options |= {"nargs": "?", "const": "on", "metavar": _metavar(field.annotation)}
     elif get_origin(field.annotation) is list:
         options |= {"nargs": "+", "metavar": "NAME"}
     else:
         options["metavar"] = _metavar(field.annotation)
     return options
+
+
+def _is_switch(annotation: Any) -> bool:
+    """Whether a field is on, off or something between (see options.model.Switch)."""
+    return {"on", "off"} <= set(get_args(annotation))
 
 
 def _metavar(annotation: Any) -> str:

@@ -38,7 +38,7 @@ from example_trainer.training.checkpoints import load_state
 from example_trainer.training.device_and_dtype import choose_device, choose_dtype
 from example_trainer.training.loop import Parts
 from example_trainer.training.loop import train as take_steps
-from example_trainer.training.memory_plan import check_memory
+from example_trainer.training.memory_choice import choose_memory
 from example_trainer.training.model import decoder_maker, make_model, make_reference, refuse_ranks
 from example_trainer.training.optimizer import make_optimizer
 from example_trainer.training.reference import ReferenceSettings
@@ -78,7 +78,8 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
         bridge = make_bridge(config, stop, ranks, weight_epoch=start.run.epoch)
         stack.callback(bridge.close)
         dtype = choose_dtype(config, bridge.serving_dtype(), device, bridge.converts)
-        tokens_per_bin = check_memory(config, bridge, dtype, device)
+        memory = choose_memory(config, bridge, dtype, device, ranks)
+        config = memory.applied_to(config)
         make = decoder_maker(config, ranks)
         model = make_model(config, start.checkpoint, dtype, device, make)
         parity = make_parity(config, model, stop)
@@ -93,7 +94,7 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
         checkpoints.prepare(optimizer)
         metrics = make_metrics(config, optimizer.steps, exporter, ranks.is_main)
         stack.callback(metrics.close)
-        batches = make_batches(config, stop, ranks, device, model, tokens_per_bin, start.run.lives)
+        batches = make_batches(config, stop, ranks, device, model, memory.tokens_per_microbatch, start.run.lives)
         stack.callback(batches.close)
 
         stop = agreed_stop(stop, ranks)

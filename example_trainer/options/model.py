@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from example_trainer.models.lora.settings import parse_targets
 from example_trainer.options.section import Section, split_commas
+
+
+def _switch(value: Any) -> Any:
+    # YAML reads a bare on or off as a boolean.
+    return ("on" if value else "off") if isinstance(value, bool) else value
+
+
+Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
+"""As a flag: `--name` is on, `--no-name` is off, and `--name VALUE` is one of the three."""
 
 
 class ModelOptions(Section):
@@ -24,7 +33,9 @@ class ModelOptions(Section):
     deterministic: bool = Field(
         False, description="run vLLM's own kernels, and stop at the first token whose logprob differs from vLLM's in a bit"
     )
-    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
+    gradient_checkpointing: bool | None = Field(
+        None, description="recompute activations in the backward pass to save memory; not given: if it does not fit otherwise"
+    )
     skip_memory_check: bool = Field(False, description="load the model even if the estimate says that memory will not do")
 
 
@@ -68,6 +79,10 @@ class OptimizerOptions(Section):
     adam_eps: float = Field(1e-8, gt=0, description="AdamW: added to the root of the second moment")
     weight_decay: float = Field(0.0, ge=0, description="AdamW: decay of matrices")
     max_grad_norm: float = Field(1.0, ge=0, description="gradients are scaled down to this global norm; 0: never")
-    optimizer_offload: bool = Field(
-        False, description="keep masters and moments in the host's memory; a step brings them to the GPU part by part"
+    optimizer: Literal["adamw", "adamw-8bit"] = Field(
+        "adamw", description="adamw: moments in float32; adamw-8bit: in 8 bits, rounded, in a quarter of the memory"
+    )
+    optimizer_offload: Switch = Field(
+        "auto",
+        description="keep masters and moments in host memory; auto: if the GPU cannot hold them; without a value: on",
     )

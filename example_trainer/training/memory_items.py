@@ -24,6 +24,7 @@ from example_trainer.batch.packing import SEEN_PER_TOKEN
 from example_trainer.models.geometry import Geometry
 from example_trainer.models.layout import Part, layout
 from example_trainer.training.host_memory import BUCKET_ELEMENTS, SLOTS
+from example_trainer.training.quantised import QUANTISED_BLOCK, can_be_quantised
 from example_trainer.weight_bridge.send_plan import buffer_bytes
 from vllm_patching.protocol.manifest import Manifest
 
@@ -35,6 +36,7 @@ SEND_BUFFERS = "buffers to send from"
 WORKSPACES = "workspaces"
 
 Table = Literal["reference", "fast", "invariant"]
+OptimizerName = Literal["adamw", "adamw-8bit"]
 
 _LORA_SIZES = {
     "q_proj": lambda g: g.hidden_size + g.q_size,
@@ -59,6 +61,7 @@ class MemoryRequest:
         tokens_per_microbatch, seq_len: tokens in a bin, and of the longest sequence, which may be a bin of its own.
         table: whose operations the decoder computes with.
         share_prefixes: what rollouts have in common is forwarded once.
+        optimizer: adamw-8bit has moments of one byte and a scale for each block of QUANTISED_BLOCK.
         offload: masters and moments are in the host's memory.
         gradient_checkpointing: layers are computed again in the backward pass.
         logprob_chunk: tokens whose logits exist at the same time.
@@ -77,6 +80,7 @@ class MemoryRequest:
     seq_len: int
     table: Table = "reference"
     share_prefixes: bool = False
+    optimizer: OptimizerName = "adamw"
     offload: bool = False
     gradient_checkpointing: bool = False
     logprob_chunk: int = 1024
@@ -123,6 +127,17 @@ class MemoryRequest:
         return lora_parameter_count(self.geometry, *self.lora) if self.lora else parameter_count(self.geometry)
 
     @property
+    def quantised(self) -> int:
+        """Trained elements of the whole model whose moments have 8 bits."""
+        return quantised_count(self.geometry) if self.optimizer == "adamw-8bit" and self.lora is None else 0
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of both moments of the whole model."""
+        in_8_bits = int(2 * self.quantised * (1 + FLOAT32 / QUANTISED_BLOCK))
+        return 2 * FLOAT32 * (self.trained - self.quantised) + in_8_bits
+
+    @property
     def sums(self) -> bool:
         """Whether the backward pass adds to float32 sums itself, see MasterAdamW.sums."""
         return not self.sharded and self.lora is None
@@ -132,6 +147,12 @@ class MemoryRequest:
 def parameter_count(geometry: Geometry) -> int:
     """Elements of every parameter, a tied output matrix once."""
     return _count(part for _, part in _named_parts(geometry))
+
+
+@functools.lru_cache
+def quantised_count(geometry: Geometry) -> int:
+    """Elements of the parameters whose moments adamw-8bit keeps in 8 bits."""
+    return _count(part for _, part in _named_parts(geometry) if can_be_quantised(part.shape))
 
 
 @functools.lru_cache
@@ -265,13 +286,14 @@ def lasting_items(request: MemoryRequest) -> dict[str, int]:
     g, s, ranks = request.geometry, request.dtype.itemsize, request.world_size
     parameters, trained = parameter_count(g), request.trained
     adapters = s * trained if request.lora else 0
-    on_device = 0 if request.offload else trained // ranks
+    on_device = 0 if request.offload else 1
     staged = min(BUCKET_ELEMENTS, trained // ranks) if request.offload else 0
+    state_bytes = FLOAT32 + request.moment_bytes / trained  # of an element
     return {
         "weights (this trainer's own copy)": adapters + (0 if request.single_copy else s * parameters // ranks),
-        MASTERS: FLOAT32 * on_device,
-        MOMENTS: 2 * FLOAT32 * on_device,
-        "masters and moments on their way": 3 * SLOTS * FLOAT32 * staged,
+        MASTERS: FLOAT32 * on_device * trained // ranks,
+        MOMENTS: on_device * request.moment_bytes // ranks,
+        "masters and moments on their way": int(SLOTS * state_bytes * staged),
         "reference model": s * parameters // ranks if request.reference else 0,
         "rotary tables": s * g.max_positions * g.head_dim * (2 if request.reference else 1),
         SEND_BUFFERS: send_buffer_bytes(request),
@@ -281,7 +303,7 @@ def lasting_items(request: MemoryRequest) -> dict[str, int]:
 
 def host_bytes(request: MemoryRequest) -> int:
     """Bytes of the host's memory that one rank keeps masters and moments in."""
-    return 3 * FLOAT32 * request.trained // request.world_size if request.offload else 0
+    return (FLOAT32 * request.trained + request.moment_bytes) // request.world_size if request.offload else 0
 
 
 def moments(request: MemoryRequest) -> dict[str, dict[str, int]]:

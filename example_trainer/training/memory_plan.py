@@ -1,26 +1,21 @@
 """What a training will keep in memory, computed from the model's config.json before a weight is loaded.
 
-`plan_memory` puts together the items that `memory_items` counts; `check_memory` compares their sum with what is free and
-refuses what cannot fit.
+`plan_memory` puts together the items that `memory_items` counts. `require_memory` refuses a sum that is more than what is free,
+and names the flags with which the training fits; `memory_choice` takes the first way to train that fits.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from example_trainer.batch.reader import CPU_TOKENS_PER_MICROBATCH
-from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
-from example_trainer.models.head import default_chunk
-from example_trainer.models.hf_checkpoint import find_checkpoint, read_geometry
-from example_trainer.models.ops import choose_table
 from example_trainer.training.host_memory import free_host_memory
 from example_trainer.training.memory_items import (
     ACTIVATIONS,
@@ -30,10 +25,6 @@ from example_trainer.training.memory_items import (
     lasting_items,
     moments,
 )
-from example_trainer.weight_bridge.base import WeightBridge
-from example_trainer.weight_bridge.single_copy import SingleCopyBridge
-
-logger = logging.getLogger(__name__)
 
 GPU_WORKSPACE = 1 << 30
 """Bytes that matrix kernels, NCCL's buffers and the allocator's rounding take on a GPU."""
@@ -42,7 +33,7 @@ CPU_WORKSPACE = 300 << 20
 
 BUDGETS = (32768, 24576, 16384, 12288, 8192, 6144, 4096, 3072, 2048, 1536, 1024)
 """Tokens per microbatch to choose from: beyond the first a GPU is no faster, below the last its products are small."""
-_PLANNED_SHARE = 0.92
+PLANNED_SHARE = 0.92
 """Of the free memory: the plan is right within a few per cent, and the allocator's blocks do not fit into each other."""
 
 
@@ -103,86 +94,153 @@ def free_memory(device: torch.device, proc: Path = Path("/proc"), cgroup: Path =
     return free_host_memory(proc, cgroup)
 
 
-def remedies(request: MemoryRequest, free: int, total: int, device: torch.device) -> list[str]:
-    """What makes room, with the GiB needed then; what suffices by itself comes first, and nothing else if anything does."""
-    now = plan_memory(request).total
-    changes: list[tuple[str, MemoryRequest]] = []
+@dataclass(frozen=True)
+class Room:
+    """Memory that is free for a training, in bytes.
+
+    Attributes:
+        device: of the parameters.
+        free, total: of the device. Memory that vLLM lends in a turn counts as free.
+        host: free memory of this machine, which all its ranks share.
+        ranks_here: ranks of this trainer on this machine.
+        lent: the part of `free` that vLLM takes back between turns; 0 without turns.
+    """
+
+    device: torch.device
+    free: int
+    total: int
+    host: int
+    ranks_here: int = 1
+    lent: int = 0
+
+    def holds(self, request: MemoryRequest, share: float = 1.0) -> bool:
+        """Whether a training fits into `share` of the free memory, of the device and of the host."""
+        plan = plan_memory(request)
+        on_device = (plan.total if self.device.type == "cuda" else plan.certain) <= share * self.free
+        between_turns = not self.lent or sum(plan.lasting.values()) <= self.free - self.lent
+        return on_device and between_turns and self.host_needed(request) <= share * self.host
+
+    def host_needed(self, request: MemoryRequest) -> int:
+        """Bytes of host memory that all ranks on this machine take together."""
+        return host_bytes(request) * self.ranks_here
+
+
+def remedies(request: MemoryRequest, room: Room) -> list[str]:
+    """Flags and devices with which the training fits, and the GiB needed then.
+
+    If nothing makes it fit, the flags that lower the need.
+    """
+    changes = _flag_changes(request, room)
+    enough = [(flags, changed) for flags, changed in changes if room.holds(changed)]
+    shortest = [(flags, changed) for flags, changed in enough if not any(set(other) < set(flags) for other, _ in enough)]
+    found = [(" ".join(flags), changed, room) for flags, changed in shortest[:3]] + _larger_changes(request, room)
+    if not found:
+        now = plan_memory(request).total
+        single = [(flags[0], changed, room) for flags, changed in changes if len(flags) == 1]
+        found = [one for one in single if plan_memory(one[1]).total < now]
+    lines = [f"{text} ({_needs(changed, where)})" for text, changed, where in found]
+    share = math.floor(100 * (room.total - plan_memory(request).total) / room.total) / 100
+    if room.device.type == "cuda" and request.single_copy and share >= 0.05:
+        lines.insert(0, f"start vLLM with --gpu-memory-utilization {share:.2f} or less")
+    return lines or ["a device with more memory"]
+
+
+def _flag_changes(request: MemoryRequest, room: Room) -> list[tuple[tuple[str, ...], MemoryRequest]]:
+    """Every combination of flags that lower the need, those of the fewest flags first."""
+    single: list[tuple[str, dict[str, Any]]] = []
     if not request.gradient_checkpointing:
-        changes.append(("--gradient-checkpointing", replace(request, gradient_checkpointing=True)))
+        single.append(("--gradient-checkpointing", {"gradient_checkpointing": True}))
     fewer = max(request.longest, request.tokens // 2)
     if fewer < request.tokens:
-        changes.append((f"--tokens-per-microbatch {fewer}", replace(request, tokens_per_microbatch=fewer)))
-        if not request.gradient_checkpointing:
-            least = replace(request, gradient_checkpointing=True, tokens_per_microbatch=request.longest)
-            changes.append((f"--gradient-checkpointing --tokens-per-microbatch {request.longest}", least))
-    if device.type == "cuda" and request.lora is None and not request.offload:
-        changes.append(("--optimizer-offload", replace(request, offload=True)))
-        if not request.gradient_checkpointing:
-            both = replace(request, offload=True, gradient_checkpointing=True)
-            changes.append(("--optimizer-offload --gradient-checkpointing", both))
-    if device.type == "cuda" and request.lora is None and not request.single_copy:
-        for ranks in (2, 4, 8, 16, 32, 64):
-            spread = replace(request, world_size=ranks * request.world_size, gradient_checkpointing=True)
-            if plan_memory(spread).total <= free:
-                changes.append((f"{spread.world_size} GPUs (torchrun) and --gradient-checkpointing", spread))
-                break
+        single.append((f"--tokens-per-microbatch {fewer}", {"tokens_per_microbatch": fewer}))
+    if room.device.type == "cuda" and request.lora is None:
+        if not request.offload:
+            single.append(("--optimizer-offload on", {"offload": True}))
+        if request.optimizer == "adamw":
+            single.append(("--optimizer adamw-8bit", {"optimizer": "adamw-8bit"}))
+    return [
+        (tuple(flag for flag, _ in chosen), replace(request, **{key: value for _, one in chosen for key, value in one.items()}))
+        for count in range(1, len(single) + 1)
+        for chosen in combinations(single, count)
+    ]
+
+
+def _larger_changes(request: MemoryRequest, room: Room) -> list[tuple[str, MemoryRequest, Room]]:
+    """The smallest number of GPUs that suffices, fewer with 8-bit moments, and adapters in place of all weights."""
+    found: list[tuple[str, MemoryRequest, Room]] = []
+    if room.device.type == "cuda" and request.lora is None and not request.single_copy:
+        in_8_bits = replace(request, optimizer="adamw-8bit")
+        spread = [_spread(request, room), _spread(in_8_bits, room) if request.optimizer == "adamw" else None]
+        if spread[0] is not None:
+            found.append((f"{spread[0][0].world_size} GPUs", *spread[0]))
+        if spread[1] is not None and (spread[0] is None or spread[1][0].world_size < spread[0][0].world_size):
+            found.append((f"{spread[1][0].world_size} GPUs and --optimizer adamw-8bit", *spread[1]))
     if request.lora is None:
-        adapters = replace(request, lora=(16, ALL_PROJECTIONS), single_copy=False, gradient_checkpointing=True)
-        changes.append(("--weight-bridge-mode lora_only --gradient-checkpointing", adapters))
-    found = [(text, plan_memory(changed).total) for text, changed in changes]
-    enough = [(text, size) for text, size in found if size <= free]
-    said = [f"{text} ({size / 2**30:.2f} GiB then)" for text, size in enough or found if size < now]
-    share = math.floor(100 * (total - now) / total) / 100
-    if device.type == "cuda" and request.single_copy and share >= 0.05:
-        said.insert(0, f"start vLLM with --gpu-memory-utilization {share:.2f} or less")
-    return said or ["a device with more memory"]
+        adapters = replace(request, lora=(16, ALL_PROJECTIONS), single_copy=False, offload=False)
+        if room.holds(adapters):
+            found.append(("--weight-bridge-mode lora_only", adapters, room))
+    return found
+
+
+def _spread(request: MemoryRequest, room: Room) -> tuple[MemoryRequest, Room] | None:
+    """The training over the smallest number of GPUs like this one on which it fits; None if there is none up to 64 times."""
+    for times in (2, 4, 8, 16, 32, 64):
+        wider = replace(room, ranks_here=times * room.ranks_here)
+        wide = replace(request, world_size=times * request.world_size)
+        for offload in sorted({False, request.offload}):
+            if wider.holds(way := replace(wide, offload=offload)):
+                return way, wider
+    return None
+
+
+def _needs(request: MemoryRequest, room: Room) -> str:
+    """`100.61 GiB then`, or both sizes if host memory is needed too."""
+    size = f"{plan_memory(request).total / 2**30:.2f} GiB then"
+    host = room.host_needed(request)
+    return f"{size}, and {host / 2**30:.2f} GiB of host memory" if host else size
 
 
 def token_budget(request: MemoryRequest, free: int) -> int:
     """What --tokens-per-microbatch is if it is not given: the largest of BUDGETS whose plan leaves room, and no less than the
     longest sequence, which is a bin of its own whatever is said here."""
-    fitting = (b for b in BUDGETS if plan_memory(replace(request, tokens_per_microbatch=b)).total <= _PLANNED_SHARE * free)
+    fitting = (b for b in BUDGETS if plan_memory(replace(request, tokens_per_microbatch=b)).total <= PLANNED_SHARE * free)
     return max(request.longest, next(fitting, BUDGETS[-1]))
 
 
-def require_host_memory(request: MemoryRequest, free: int, ranks_here: int) -> None:
-    """Refuse to offload more than there is room for.
-
-    Args:
-        free: bytes of the host's memory.
-        ranks_here: processes that share it.
-
-    Raises:
-        MemoryShortage: it does not fit.
-    """
-    needed = host_bytes(request) * ranks_here
-    if needed > free:
-        raise MemoryShortage(
-            f"--optimizer-offload keeps {needed / 2**30:.2f} GiB of masters and moments in the host's memory, of which "
-            f"{free / 2**30:.2f} are free; leave it out, spread the ranks over more machines, or train adapters "
-            "(--weight-bridge-mode lora_only); --skip-memory-check tries it all the same"
-        )
-
-
-def require_memory(request: MemoryRequest, free: int, total: int, device: torch.device) -> MemoryPlan:
+def require_memory(request: MemoryRequest, room: Room) -> MemoryPlan:
     """The plan, if it fits.
 
-    On a GPU everything must fit. On a CPU it is enough that the part does which is certain: RAM is taken page by page as
-    sequences really get long, and few of them are as long as they may be.
+    On a GPU everything must fit. On a CPU it is enough that the certain part does: RAM is taken page by page as sequences
+    really get long, and few of them are as long as they may be.
 
     Raises:
-        MemoryShortage: it does not fit into the free bytes.
+        MemoryShortage: it does not fit into the memory of the device or of the host.
     """
-    plan = plan_memory(request)
-    if (plan.total if device.type == "cuda" else plan.certain) > free:
-        ways = remedies(request, free, total, device)
+    plan, needed = plan_memory(request), room.host_needed(request)
+    if (plan.total if room.device.type == "cuda" else plan.certain) > room.free:
         biggest = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in plan.items[:3])
         raise MemoryShortage(
-            f"the training needs about {plan.total / 2**30:.2f} GiB and {free / 2**30:.2f} of {total / 2**30:.2f} GiB are free "
-            f"on {device}; the largest items are {biggest}; what helps: {', or '.join(ways)}; "
-            "--skip-memory-check tries it all the same"
+            f"the training needs about {plan.total / 2**30:.2f} GiB{_saved_already(request)} and "
+            f"{room.free / 2**30:.2f} of {room.total / 2**30:.2f} GiB are free on {room.device}; the largest items are "
+            f"{biggest}; what helps: {', or '.join(remedies(request, room))}; --skip-memory-check tries it all the same"
+        )
+    require_between_turns(plan, room.free - room.lent, room.lent)
+    if needed > room.host:
+        on_gpu = plan_memory(replace(request, offload=False)).total
+        raise MemoryShortage(
+            f"masters and moments in host memory (--optimizer-offload) need {needed / 2**30:.2f} GiB, of which "
+            f"{room.host / 2**30:.2f} are free; with them on {room.device} the training needs "
+            f"{on_gpu / 2**30:.2f} GiB, of which {room.free / 2**30:.2f} are free; what helps: "
+            f"{', or '.join(remedies(request, room))}; --skip-memory-check tries it all the same"
         )
     return plan
+
+
+def _saved_already(request: MemoryRequest) -> str:
+    """The ways to save memory that a need counts already."""
+    ways = ["masters and moments in host memory"] * request.offload
+    ways += ["layers computed again in the backward pass"] * request.gradient_checkpointing
+    return f" ({', '.join(ways)})" if ways else ""
 
 
 def require_between_turns(plan: MemoryPlan, free: int, lent: int) -> None:
@@ -199,68 +257,6 @@ def require_between_turns(plan: MemoryPlan, free: int, lent: int) -> None:
     if lent and lasting > free:
         raise MemoryShortage(
             f"between its turns (--colocate) the training keeps {lasting / 2**30:.2f} GiB, and beside vLLM's keys and values "
-            f"only {free / 2**30:.2f} are free; add --optimizer-offload, or start vLLM with a lower --gpu-memory-utilization; "
-            "--skip-memory-check tries it all the same"
+            f"only {free / 2**30:.2f} are free; add --optimizer-offload on, or start vLLM with a lower "
+            "--gpu-memory-utilization; --skip-memory-check tries it all the same"
         )
-
-
-def _ranks(variable: str) -> int:
-    return max(1, int(os.environ.get(variable, "1")))
-
-
-def check_memory(config: TrainerConfig, bridge: WeightBridge, dtype: torch.dtype, device: torch.device) -> int:
-    """Log what the training will take, and refuse it if that is more than is free. Reads config.json, loads nothing.
-
-    Returns:
-        --tokens-per-microbatch; if it is not given, what memory allows.
-
-    Raises:
-        MemoryShortage: it does not fit, and --skip-memory-check was not given.
-        ModelError: the model cannot be found or is not supported.
-    """
-    free, total = free_memory(device)
-    outside_turns, free = free, free + bridge.lent_bytes
-    host, ranks_here = free_host_memory()[0], _ranks("LOCAL_WORLD_SIZE")
-    if device.type == "cpu":
-        free //= ranks_here  # the ranks share this machine's memory
-    request = memory_request(config, bridge, dtype, device)
-    if config.tokens_per_microbatch is None and device.type == "cuda":
-        request = replace(request, tokens_per_microbatch=token_budget(request, free))
-        logger.info("Microbatches of at most %d tokens (--tokens-per-microbatch)", request.tokens)
-    try:
-        plan = require_memory(request, free, total, device)
-        require_between_turns(plan, outside_turns, bridge.lent_bytes)
-        require_host_memory(request, host, ranks_here)
-    except MemoryShortage as error:
-        if not config.skip_memory_check:
-            raise
-        logger.warning("Going on because of --skip-memory-check: %s", error)
-        return request.tokens_per_microbatch
-    logger.info("Memory of %s, at most, with %.2f GiB free:\n%s", device, free / 2**30, plan.table())
-    if plan.total > free:
-        logger.warning("Microbatches of %d tokens would not fit; if they come, the machine runs out of memory", request.tokens)
-    return request.tokens_per_microbatch
-
-
-def memory_request(config: TrainerConfig, bridge: WeightBridge, dtype: torch.dtype, device: torch.device) -> MemoryRequest:
-    """What the options ask of this rank's device. Without --tokens-per-microbatch: as many as on a CPU."""
-    geometry, _ = read_geometry(find_checkpoint(config.model_name))
-    lora = config.weight_bridge_mode == "lora_only"
-    return MemoryRequest(
-        geometry=geometry,
-        dtype=dtype,
-        tokens_per_microbatch=config.tokens_per_microbatch or CPU_TOKENS_PER_MICROBATCH,
-        seq_len=config.seq_len,
-        table=choose_table(device, dtype, config.deterministic),
-        share_prefixes=config.shares_prefixes,
-        offload=config.optimizer_offload,
-        gradient_checkpointing=config.gradient_checkpointing,
-        logprob_chunk=config.logprob_chunk or default_chunk(device),
-        single_copy=isinstance(bridge, SingleCopyBridge),
-        layouts=bridge.layouts(),
-        packs=bridge.packs(device),
-        reference=config.loads_reference,
-        lora=(config.lora_r, tuple(config.lora_target_modules)) if lora else None,
-        world_size=_ranks("WORLD_SIZE"),
-        workspace=GPU_WORKSPACE if device.type == "cuda" else CPU_WORKSPACE,
-    )

@@ -66,7 +66,7 @@ def make_model(
     if config.lora and start:
         check_same_adapter(start, config.lora, dtype)
     model = load_model(config.model_name if config.lora else str(start or config.model_name), dtype, device, make)
-    model.gradient_checkpointing = config.gradient_checkpointing
+    model.gradient_checkpointing = bool(config.gradient_checkpointing)
     if config.lora:
         attach_adapters(model, config.lora)
     return model

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from example_trainer.config import TrainerConfig
-from example_trainer.errors import CheckpointError, NonFiniteError
+from example_trainer.errors import CheckpointError, ConfigError, NonFiniteError
 from example_trainer.models import Decoder
 from example_trainer.models.gradients import GradientSums
 from example_trainer.models.shards import Shards
@@ -327,6 +327,8 @@ class MasterAdamW:
 
 def make_optimizer(config: TrainerConfig, model: Decoder) -> MasterAdamW:
     """The optimizer that the options describe, with masters of the model's present weights; gradients are added to its sums."""
+    if config.optimizer != "adamw":
+        raise ConfigError(f"--optimizer {config.optimizer} cannot train yet: leave it out")
     optimizer = MasterAdamW(
         model,
         lr=config.lr,
@@ -338,7 +340,7 @@ def make_optimizer(config: TrainerConfig, model: Decoder) -> MasterAdamW:
         warmup_steps=config.warmup_steps,
         total_steps=config.training_steps,
         shards=model.shards,
-        offload=config.optimizer_offload,
+        offload=config.optimizer_offload == "on",
     )
     model.arithmetic.sums = optimizer.sums
     return optimizer

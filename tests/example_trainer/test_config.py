@@ -64,7 +64,7 @@ def test_every_field_is_a_flag_and_a_key(tmp_path: Path) -> None:
         "correction_low": 0.4, "correction_ratio": "now",
         "replay": "uniform",
         "sequence_kl_limit": 0.5, "truncated_answers": "penalise", "too_long": "drop", "forward_zero_advantages": True,
-        "distill_in": "loss",
+        "distill_in": "loss", "optimizer": "adamw-8bit", "optimizer_offload": "on", "gradient_checkpointing": False,
     }  # fmt: skip
     for name, field in TrainerConfig.model_fields.items():
         if name not in values:
@@ -90,6 +90,23 @@ def test_every_field_is_a_flag_and_a_key(tmp_path: Path) -> None:
     assert parse_config(words) == from_file
     secrets = {name: revealed(getattr(from_file, name)) for name in SECRETS}
     assert from_file.model_dump(mode="json") | secrets == values
+
+
+@pytest.mark.parametrize(
+    ("words", "setting"),
+    [
+        ("", "auto"), ("--optimizer-offload", "on"), ("--optimizer-offload --lr 1", "on"), ("--no-optimizer-offload", "off"),
+        ("--optimizer-offload off", "off"), ("--optimizer-offload=auto", "auto"),
+    ],
+)  # fmt: skip
+def test_a_switch_is_a_bare_flag_too(words: str, setting: str) -> None:
+    assert parse_config(["--model-name", "m", *words.split()]).optimizer_offload == setting
+
+
+@pytest.mark.parametrize(("text", "setting"), [("on", "on"), ("off", "off"), ("true", "on"), ("auto", "auto")])
+def test_a_switch_of_a_file_may_be_what_yaml_reads_as_a_boolean(text: str, setting: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(f"model_name: m\noptimizer_offload: {text}\n")
+    assert parse_config(["--config", str(tmp_path / "c.yaml")]).optimizer_offload == setting
 
 
 def test_help_has_each_option_in_one_section() -> None:
@@ -126,6 +143,8 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
         ),
         ("--model-name m --vllm-restart-interval 3 --max-staleness 2", "--max-staleness 2 would drop every rollout"),
         ("--model-name m --replay recent", "--replay recent needs --max-staleness, without which nothing drops"),
+        ("--model-name m --optimizer-offload yes", "--optimizer-offload 'yes': input should be 'auto', 'on' or 'off'"),
+        ("--model-name m --optimizer adamw8bit", "--optimizer 'adamw8bit': input should be 'adamw' or 'adamw-8bit'"),
         ("--model-name m --replay lifo", "--replay 'lifo': input should be 'fifo', 'recent' or 'uniform'"),
         ("--model-name m --max-reuse 2", "--max-reuse 2 needs --max-staleness, at least 1: what was trained on once"),
         ("--model-name m --max-reuse 2 --colocate", "--max-reuse 2 needs --max-staleness, at least 1"),

@@ -1,8 +1,9 @@
-"""Whether a training fits, what is said if not, how many tokens a bin gets; the plan against a real step's growth of memory."""
+"""The memory plan: what fits, the refusal of what does not, tokens of a bin, and a real step's growth of memory."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from example_trainer.config import TrainerConfig
 from example_trainer.models.geometry import Geometry
 from example_trainer.training.memory_items import (
     ACTIVATIONS,
@@ -25,19 +25,23 @@ from example_trainer.training.memory_items import (
 from example_trainer.training.memory_plan import (
     BUDGETS,
     MemoryShortage,
-    check_memory,
+    Room,
     free_memory,
     plan_memory,
     remedies,
-    require_host_memory,
     require_memory,
     token_budget,
 )
-from example_trainer.weight_bridge.base import NoBridge
 from tests.example_trainer.training.memory_cases import geometry, qwen_7b, qwen_14b, request
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+GIB = 2**30
+
+
+def room(free: float, host: float = 10**6, ranks_here: int = 1, device: torch.device = GPU, total: float = 0) -> Room:
+    """Free memory in GiB."""
+    return Room(device, int(free * GIB), int((total or free) * GIB), int(host * GIB), ranks_here)
 
 
 @settings(max_examples=60, deadline=None)
@@ -75,9 +79,9 @@ def test_more_of_anything_never_takes_less(
 def test_a_shortage_names_the_items_what_is_free_and_the_remedies() -> None:
     asked = request(geometry=qwen_14b(), seq_len=2048, single_copy=True, tokens_per_microbatch=8192)
     need = plan_memory(asked).total
-    total = 400 * 2**30
+    total = 400 * GIB
     with pytest.raises(MemoryShortage) as caught:
-        require_memory(asked, free=need - 5 * 2**30, total=total, device=GPU)
+        require_memory(asked, room(need / GIB - 5, total=400))
     line = str(caught.value)
     assert "\n" not in line
     for part in (
@@ -89,29 +93,48 @@ def test_a_shortage_names_the_items_what_is_free_and_the_remedies() -> None:
     # The share that is advised does make room: what vLLM holds now, less what is short.
     share = float(line.split("--gpu-memory-utilization ")[1].split()[0])
     assert total * (1 - share) >= need
-    assert require_memory(asked, free=need, total=total, device=GPU).total == need
+    assert require_memory(asked, Room(GPU, need, total, 0)).total == need
 
 
 def test_remedies_are_those_that_suffice() -> None:
     """A 14B model on one GPU of 140 GiB: its optimizer alone does not fit."""
-    free = 139 * 2**30
     asked = request(geometry=qwen_14b(), seq_len=2048, tokens_per_microbatch=8192, table="fast")
-    found = [text.split(" (")[0] for text in remedies(asked, free, free, GPU)]
+    found = [text.split(" (")[0] for text in remedies(asked, room(139))]
     assert found == [
-        "--optimizer-offload --gradient-checkpointing",
+        "--gradient-checkpointing --optimizer-offload on",
+        "--tokens-per-microbatch 4096 --optimizer-offload on",
         "4 GPUs",
-        "--weight-bridge-mode lora_only --gradient-checkpointing",
+        "--weight-bridge-mode lora_only",
     ]
-    assert plan_memory(replace(asked, world_size=4, gradient_checkpointing=True)).total <= free
-    assert plan_memory(replace(asked, world_size=2, gradient_checkpointing=True)).total > free
-    # Where nothing suffices, what brings it nearest is said all the same.
-    assert any("--gradient-checkpointing (" in text for text in remedies(asked, 2**30, 2**30, GPU))
+    assert plan_memory(replace(asked, world_size=4)).total <= 139 * GIB < plan_memory(replace(asked, world_size=2)).total
+    # If nothing suffices, the refusal names the flags that lower the need.
+    assert any("--gradient-checkpointing (" in text for text in remedies(asked, room(1)))
     longer = replace(asked, seq_len=32768, tokens_per_microbatch=65536, world_size=4)
-    assert "--tokens-per-microbatch 32768" in str(remedies(longer, 2**40, 2**40, GPU))
+    assert "--tokens-per-microbatch 32768" in str(remedies(longer, room(1024)))
 
 
-H200 = 139 * 2**30
-"""Bytes that are free on one of 141 GB."""
+@settings(max_examples=60, deadline=None)
+@given(free=st.integers(20, 200), host=st.integers(10, 300), offload=st.booleans(), recompute=st.booleans())
+def test_every_remedy_does_suffice(free: int, host: int, offload: bool, recompute: bool) -> None:
+    """The sizes that a refusal promises are within what is free, and no remedy is in vain."""
+    asked = request(
+        geometry=qwen_14b(), seq_len=2048, tokens_per_microbatch=4096, table="fast", offload=offload,
+        gradient_checkpointing=recompute,
+    )  # fmt: skip
+    here = room(free, host)
+    if here.holds(asked):
+        assert require_memory(asked, here).total <= here.free
+        return
+    with pytest.raises(MemoryShortage) as caught:
+        require_memory(asked, here)
+    found = re.findall(r"\((\d+\.\d+) GiB then(?:, and (\d+\.\d+) GiB of host memory)?\)", str(caught.value))
+    assert found or "a device with more memory" in str(caught.value)
+    if any(float(size) <= free for size, _ in found):
+        assert all(float(size) <= free + 0.01 and float(memory or 0) <= host + 0.01 for size, memory in found)
+
+
+H200 = 139
+"""GiB that are free on one of 141 GB."""
 
 
 @pytest.mark.parametrize(
@@ -123,21 +146,35 @@ def test_offloaded_models_fit(shape: Geometry, ranks: int, host: int) -> None:
         gradient_checkpointing=True,
     )  # fmt: skip
     offloaded = replace(asked, offload=True)
-    plan = require_memory(offloaded, H200, H200, GPU)
+    plan = require_memory(offloaded, room(H200, 0.9 * host * 10**9 / GIB, ranks))
     assert plan.lasting["float32 masters"] == plan.lasting["AdamW's two moments"] == 0
-    require_host_memory(offloaded, int(0.9 * host * 10**9), ranks)
     assert host_bytes(offloaded) * ranks == 12 * parameter_count(shape)
     resident = plan_memory(asked)
     moved = 12 * parameter_count(shape) // ranks - plan.lasting["masters and moments on their way"]
     assert resident.total - plan.total == pytest.approx(moved, abs=10)
-    assert token_budget(offloaded, H200) >= 8192
+    assert token_budget(offloaded, H200 * GIB) >= 8192
 
 
 def test_more_offloaded_than_the_host_holds_is_refused() -> None:
-    asked = request(geometry=qwen_14b(), offload=True, world_size=2)
-    with pytest.raises(MemoryShortage, match=r"--optimizer-offload keeps 165\.07 GiB .* of which 93\.13 are free"):
-        require_host_memory(asked, 100 * 10**9, 2)
-    require_host_memory(replace(asked, offload=False), 0, 2)
+    asked = request(geometry=qwen_14b(), offload=True, world_size=2, table="fast")
+    refusal = r"\(--optimizer-offload\) need 165\.07 GiB, of which 93\.13 are free; .* what helps: --optimizer adamw-8bit \("
+    with pytest.raises(MemoryShortage, match=refusal):
+        require_memory(asked, room(H200, 100e9 / GIB, 2))
+    require_memory(replace(asked, offload=False), room(400, 0, 2))
+
+
+def test_8_bit_moments_take_a_byte_and_a_share_of_a_scale() -> None:
+    """Matrices of whole blocks alone: biases and norms keep float32."""
+    shape = qwen_14b()
+    plain, small = request(geometry=shape), request(geometry=shape, optimizer="adamw-8bit")
+    vectors = shape.num_layers * (2 * shape.hidden_size + shape.q_size + 2 * shape.kv_size) + shape.hidden_size
+    assert small.trained - small.quantised == vectors
+    assert small.moment_bytes == 2 * small.quantised + small.quantised // 256 * 8 + 8 * vectors
+    assert plan_memory(plain).total - plan_memory(small).total == plain.moment_bytes - small.moment_bytes
+    assert host_bytes(replace(small, offload=True)) == 4 * small.trained + small.moment_bytes
+    # Rows of 896 are not whole blocks, and adapters are too small to be worth it.
+    assert request(geometry=geometry(hidden_size=896), optimizer="adamw-8bit").quantised < small.trained // 2
+    assert request(lora=(16, ("q_proj",)), optimizer="adamw-8bit").quantised == 0
 
 
 @settings(max_examples=60, deadline=None)
@@ -165,11 +202,11 @@ def test_on_a_cpu_only_what_is_certain_is_refused() -> None:
     plan = plan_memory(asked)
     assert dict(plan.items)[ACTIVATIONS] > plan.total / 2
     assert plan.certain == plan_memory(replace(asked, tokens_per_microbatch=8, seq_len=8)).certain
-    require_memory(asked, free=plan.certain, total=plan.total, device=CPU)
+    require_memory(asked, Room(CPU, plan.certain, plan.total, 0))
     with pytest.raises(MemoryShortage):
-        require_memory(asked, free=plan.certain - 1, total=plan.total, device=CPU)
+        require_memory(asked, Room(CPU, plan.certain - 1, plan.total, 0))
     with pytest.raises(MemoryShortage):
-        require_memory(asked, free=plan.certain, total=plan.total, device=GPU)
+        require_memory(asked, Room(GPU, plan.certain, plan.total, 0))
 
 
 def test_free_memory_heeds_the_control_group(tmp_path: Path) -> None:
@@ -180,21 +217,6 @@ def test_free_memory_heeds_the_control_group(tmp_path: Path) -> None:
     assert free_memory(CPU, tmp_path, tmp_path) == (800 * 1024, 1000 * 1024)
     (tmp_path / "memory.max").write_text("102400\n")
     assert free_memory(CPU, tmp_path, tmp_path) == (102400 - 4096, 102400)
-
-
-def test_the_trainer_asks_before_it_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A folder without weights will do: only its config.json is read."""
-    (tmp_path / "config.json").write_text((ROOT / "assets" / "starter_model" / "config.json").read_text())
-    caplog.set_level("INFO")
-    check_memory(TrainerConfig(model_name=str(tmp_path)), NoBridge(), torch.float32, CPU)
-    assert "GiB  float32 masters" in caplog.text
-    monkeypatch.setattr("example_trainer.training.memory_plan.free_memory", lambda device: (10_000_000, 20_000_000))
-    with pytest.raises(MemoryShortage, match=r"0\.01 of 0\.02 GiB are free on cpu"):
-        check_memory(TrainerConfig(model_name=str(tmp_path)), NoBridge(), torch.float32, CPU)
-    check_memory(TrainerConfig(model_name=str(tmp_path), skip_memory_check=True), NoBridge(), torch.float32, CPU)
-    assert "Going on because of --skip-memory-check" in caplog.text
 
 
 STEP = """
