@@ -223,7 +223,8 @@ class Service:
             if answer.get("batch"):
                 patience.done()
                 return answer["batch"], answer.get("batch_id")
-            patience.wait_blocking(answer.get("reason") or answer.get("message") or "no batch is complete yet")
+            why = answer.get("message") or self.call("GET", "/stats", missing={}).get("waiting_because")
+            patience.wait_blocking(why or "no batch is complete yet")
 
     def done(self, batch_id: int | None) -> None:
         """A batch is written. The weights that sample are as they were: no version passes."""

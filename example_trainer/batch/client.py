@@ -200,12 +200,11 @@ class RolloutClient:
             seconds = waited()
             if seconds > self.batch_timeout:
                 raise RolloutServiceError(
-                    f"no batch came from {self.url} within {self.batch_timeout:.0f} s (--batch-timeout): "
-                    f"{self._progress(answer)}; is an environment running, and does vLLM answer it?"
+                    f"no batch came from {self.url} within {self.batch_timeout:.0f} s (--batch-timeout): {self._progress()}"
                 )
             last_said = min(last_said, seconds)  # somebody else may have begun to wait
             if seconds - last_said > PROGRESS_SECONDS:
-                logger.info("Waiting for a batch for %.0f s: %s", seconds, self._progress(answer))
+                logger.info("Waiting for a batch for %.0f s: %s", seconds, self._progress())
                 last_said = seconds
             self._service.pause(delay, interruptible=True)
             delay = min(_LONGEST_POLL, delay * 1.5)
@@ -218,10 +217,19 @@ class RolloutClient:
                 raise RolloutServiceError(f"{self.url} has forgotten batches that are held for {self.batch_timeout:.0f} s")
             self._service.pause(_LONGEST_POLL, interruptible=True)
 
-    def _progress(self, answer: dict[str, Any]) -> str:
+    def _progress(self) -> str:
+        """Describe what is missing for the next batch."""
+        try:
+            why = self._service.request("GET", "/stats", interruptible=True).get("waiting_because")
+        except RefusedError:  # the public Atropos server has no such route
+            why = None
+        if isinstance(why, str) and why:
+            return why
         wanted = self._registration.batch_size if self._registration else 0
-        why = f" ({answer['reason']})" if answer.get("reason") else ""
-        return f"{self.queue_size()} groups are queued, {wanted} sequences make a batch{why}"
+        return (
+            f"{self.queue_size()} groups are queued, {wanted} sequences make a batch; "
+            "see whether an environment is running, and whether vLLM answers it"
+        )
 
     def queue_size(self) -> int:
         """Groups that the service holds for later batches."""

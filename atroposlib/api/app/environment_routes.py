@@ -13,10 +13,21 @@ from atroposlib.api.app.answers import answer, query_int, takes
 from atroposlib.api.app.service import RolloutService
 from atroposlib.api.gate.group_reader import GroupReader
 from atroposlib.api.models.groups import ScoredData
-from atroposlib.api.models.records import BatchTooSmallError, Draft, Receipt, UnknownEnvironmentError
-from atroposlib.api.models.requests import EnvIdentifier, EnvStatus, PostedEvaluation, RegisterEnv, invalid, read
+from atroposlib.api.models.records import BatchTooSmallError, QueueError, Receipt, UnknownEnvironmentError
+from atroposlib.api.models.requests import (
+    EnvIdentifier,
+    EnvStatus,
+    InvalidRequestError,
+    PostedEvaluation,
+    RegisterEnv,
+    invalid,
+    read,
+)
 
 logger = logging.getLogger(__name__)
+
+RUN_ENDED = "the last trainer's run has ended; an environment that registers now waits for the next trainer"
+"""Reason in the answer to /register-env after the end of a run."""
 
 
 def add_environment_routes(app: FastAPI, service: RolloutService, reader: GroupReader) -> None:
@@ -24,7 +35,10 @@ def add_environment_routes(app: FastAPI, service: RolloutService, reader: GroupR
 
     @app.post("/register-env", **takes(RegisterEnv))
     async def register_env(request: Request) -> Response:
-        """Register an environment; it has to wait until the trainer has asked for its first batch."""
+        """Register an environment. It waits until a trainer has asked for its first batch.
+
+        After the end of a run it waits for the next trainer.
+        """
         asked = read(RegisterEnv, await request.body())
         now = service.clock()
         environment = await service.run(
@@ -40,7 +54,8 @@ def add_environment_routes(app: FastAPI, service: RolloutService, reader: GroupR
         )
         trainer = service.queue.registration
         if environment is None or trainer is None:
-            return answer({"status": "wait for trainer to start"})
+            why = {"reason": RUN_ENDED} if service.queue.ended else {}
+            return answer({"status": "wait for trainer to start"} | why)
         logger.info("environment %d registered: %s", environment.env_id, environment.wandb_name)
         if trainer.batch_size % asked.group_size:
             logger.warning(
@@ -91,15 +106,13 @@ def add_environment_routes(app: FastAPI, service: RolloutService, reader: GroupR
     @app.post("/scored_data", **takes(ScoredData))
     async def scored_data(request: Request) -> Response:
         """Post one group."""
-        drafts = await reader.read(await request.body(), many=False)
-        (receipt,) = await post(service, drafts, many=False)
+        (receipt,) = await post(service, reader, await request.body(), many=False)
         return answer(_receipt(receipt))
 
     @app.post("/scored_data_list", **takes(ScoredData, many=True))
     async def scored_data_list(request: Request) -> Response:
         """Post several groups: all of them are accepted, or none."""
-        drafts = await reader.read(await request.body(), many=True)
-        receipts = await post(service, drafts, many=True)
+        receipts = await post(service, reader, await request.body(), many=True)
         result: dict[str, Any] = {"status": "received", "groups_processed": len(receipts)}
         buffered = [receipt for receipt in receipts if receipt.status == "buffered"]
         if buffered:
@@ -110,12 +123,17 @@ def add_environment_routes(app: FastAPI, service: RolloutService, reader: GroupR
         return answer(result)
 
 
-async def post(service: RolloutService, drafts: list[Draft], many: bool) -> list[Receipt]:
-    """Post groups, and name the field of one that is too large."""
+async def post(service: RolloutService, reader: GroupReader, body: bytes, many: bool) -> list[Receipt]:
+    """Read and post groups. Name the field of a group that is too large, and count the post if it is refused."""
     try:
-        return await service.post(drafts)
-    except BatchTooSmallError as error:
-        raise invalid([error.index, "tokens"] if many else ["tokens"], error.size, f"tokens: {error}") from None
+        drafts = await reader.read(body, many)
+        try:
+            return await service.post(drafts)
+        except BatchTooSmallError as error:
+            raise invalid([error.index, "tokens"] if many else ["tokens"], error.size, f"tokens: {error}") from None
+    except (InvalidRequestError, QueueError) as refusal:
+        service.queue.refusals.note_refusal(str(refusal))
+        raise
 
 
 def _receipt(receipt: Receipt) -> dict[str, Any]:

@@ -106,8 +106,8 @@ def add_trainer_routes(app: FastAPI, service: RolloutService) -> None:
 
     @app.get("/wandb_info")
     async def wandb_info() -> Response:
-        """Where the trainer logs."""
-        trainer = service.queue.registration
+        """Where the trainer logs. Null after the end of a run: an environment that asks then waits for the next trainer."""
+        trainer = None if service.queue.ended else service.queue.registration
         return answer(
             {"group": trainer.wandb_group if trainer else None, "project": trainer.wandb_project if trainer else None}
         )

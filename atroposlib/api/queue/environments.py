@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +20,8 @@ class Registry:
         self.last_seen: dict[int, float] = {}
         self.came: dict[int, float] = {}
         """When each registered, or when the service began that knew it from its store."""
+        self.posted: dict[int, float] = {}
+        """Time of the last group that each has posted to this process of the service, dropped groups included."""
         self.name_counts: Counter[str] = Counter()
         self.clock = 0.0
         """Fair-queueing time: the clock of the environment that was served last."""
@@ -45,7 +48,7 @@ class Registry:
     ) -> Environment:
         """Register a new environment, named after what it wished for and how many did so before it."""
         environment = Environment(
-            env_id=max(self.by_id) + 1,
+            env_id=self.next_id(),
             wandb_name=f"{desired_name}_{self.name_counts[desired_name]}",
             desired_name=desired_name,
             weight=weight,
@@ -95,6 +98,40 @@ class Registry:
         """Note that an environment has spoken."""
         if env_id is not None and env_id in self.last_seen:
             self.last_seen[env_id] = now
+
+    def note_post(self, env_id: int | None, now: float) -> None:
+        """Note that an environment has posted a group."""
+        self.touch(env_id, now)
+        if env_id is not None and env_id in self.last_seen:
+            self.posted[env_id] = now
+
+    def connected(self, now: float, first_of_run: int) -> list[Environment]:
+        """Connected environments of the present run.
+
+        An environment of an ended run counts while it still posts: environments of the public Atropos stay for the next run.
+
+        Args:
+            now: seconds of the queue's clock.
+            first_of_run: environments with a lower id belong to a run that has ended.
+        """
+        known = [self.by_id[env_id] for env_id in self.last_seen if self.by_id[env_id].connected]
+        return [
+            one
+            for one in known
+            if one.env_id >= first_of_run or now - self.posted.get(one.env_id, -math.inf) <= self.limits.silent_after
+        ]
+
+    def seconds_silent(self, environment: Environment, now: float) -> float:
+        """Seconds since the environment called the service."""
+        return now - self.last_seen[environment.env_id]
+
+    def seconds_without_groups(self, environment: Environment, now: float) -> float:
+        """Seconds since the environment posted a group, or since it registered if it has posted none."""
+        return now - self.posted.get(environment.env_id, self.came[environment.env_id])
+
+    def next_id(self) -> int:
+        """The id of the environment that registers next."""
+        return max(self.by_id) + 1
 
     def active(self, now: float) -> list[Environment]:
         """Connected environments that have spoken within the limit `silent_after`."""

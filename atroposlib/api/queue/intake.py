@@ -56,7 +56,7 @@ class Intake(QueueState):
         """Accept one group, which has passed `check`. The same idempotency key again gives the first answer again."""
         if draft.key is not None and draft.key in self.keys:
             return self.keys[draft.key]
-        self.registry.touch(draft.env_id, now)
+        self.registry.note_post(draft.env_id, now)
         epoch = self.lives[-1].epoch if self.lives else 0
         weights = tuple((epoch if said is None else said, version) for said, version in draft.weights)
         weights = weights or ((epoch, self.sampling_version()),)
@@ -76,6 +76,8 @@ class Intake(QueueState):
             receipt = Receipt("dropped", reason=reason)
         else:
             receipt = self.streams.refusal(draft) or self._accept(draft, weights, counts_as)
+        if receipt.status == "dropped":
+            self.refusals.note_drop(receipt.reason or "")
         if draft.key is not None:
             self.keys[draft.key] = receipt
             self.changes.keys_added.append((draft.key, receipt))

@@ -25,6 +25,7 @@ from atroposlib.api.models.records import (
 from atroposlib.api.queue.environments import Registry
 from atroposlib.api.queue.evaluations import Evaluations
 from atroposlib.api.queue.fleet import Wishes
+from atroposlib.api.queue.starvation import Refusals
 from atroposlib.api.queue.streams import Streams
 from atroposlib.api.queue.waiting import Lines, ReferenceStage
 from atroposlib.api.scheduling import Replay, choose_multiple
@@ -52,6 +53,7 @@ class QueueState:
         self.last_epoch = 0  # the highest that any trainer has named
         self.run_epoch = 0  # weights of an epoch below, but for 0, are another run's
         self.ended = False  # the trainer has said that its run is over
+        self.first_env_of_run = 0  # environments with a lower id belong to a run that has ended
         self.learned_up_to = 0  # the highest id of a batch that is learned from and kept for the next trainer
         self.uses = 0  # groups in batches that were learned from, each time that one was
         self.groups_used = 0  # those that were learned from at all
@@ -71,6 +73,7 @@ class QueueState:
         self.held_groups = 0
         self.held_bytes = 0
         self.waiting: str | None = None  # why the last /batch was empty
+        self.refusals = Refusals()
         self._pruned_below: int | None = None  # nothing that waits counts as older than this version
         self._state_changed = False
 
@@ -94,6 +97,7 @@ class QueueState:
                 "last_epoch": self.last_epoch,
                 "run_epoch": self.run_epoch,
                 "ended": self.ended,
+                "first_env_of_run": self.first_env_of_run,
                 "learned_up_to": self.learned_up_to,
                 "uses": self.uses,
                 "groups_used": self.groups_used,
@@ -129,6 +133,8 @@ class QueueState:
         self.next_batch_id = state.get("next_batch_id", 1)
         self.drops.update({(reason, bucket): count for reason, bucket, count in state.get("drops", [])})
         self.registry.restore(snapshot.environments, state.get("name_counts", {}), state.get("clock", 0.0), now)
+        # A store of an earlier version does not say which run its environments belong to.
+        self.first_env_of_run = state.get("first_env_of_run", self.registry.next_id() if self.ended else 0)
         for env_id in self.registry.by_id:
             self.lines.open(env_id)
         for group in snapshot.queued:

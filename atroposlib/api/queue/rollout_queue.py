@@ -19,6 +19,7 @@ from atroposlib.api import scheduling
 from atroposlib.api.models.records import Environment, Group, Lease, Registration, UnknownBatchError
 from atroposlib.api.queue.evaluations import Evaluations
 from atroposlib.api.queue.intake import Intake
+from atroposlib.api.queue.starvation import Refusals, why_starved
 from atroposlib.utils.lives import begin_life
 
 
@@ -49,13 +50,15 @@ class RolloutQueue(Intake):
         self.lives = begin_life(self.lives, registration.weight_epoch, registration.starting_step)
         self._tell_versions()
         self.registration = registration
+        if self.ended:  # what environments posted in the ended run says nothing of this one
+            self.registry.posted.clear()
         self.ended = False
         self.current_step = registration.starting_step
         self.started = False
         self.acked_version = None
         self.acks = registration.ack_batches
         self.learned_up_to = 0
-        self.waiting = None
+        self.waiting, self.refusals = None, Refusals()
         self._pruned_below = None
         self._state_changed = True
 
@@ -127,9 +130,10 @@ class RolloutQueue(Intake):
         reservations = self.registry.reservations(registration.batch_size, now)
         groups, reason = self._choose(registration, reservations)
         if groups is None:
-            self.waiting = "; ".join(filter(None, [reason, self.reference.why_waiting(now)]))
+            starved = why_starved(self.registry, self.first_env_of_run, self.refusals, now)
+            self.waiting = "; ".join(filter(None, [reason, self.reference.why_waiting(now), *starved]))
             return None
-        self.waiting = None
+        self.waiting, self.refusals = None, Refusals()
         served: Counter[int] = Counter()
         for group in groups:
             self.lines.remove(group)
@@ -141,9 +145,9 @@ class RolloutQueue(Intake):
         return self._hand_out(lease)
 
     def _choose(self, registration: Registration, reservations: Mapping[int, float]) -> tuple[list[Group] | None, str | None]:
-        """The groups of a new batch, or None and the reason why there is none."""
+        """Return the groups of a new batch, or None and the reason."""
         if self.lines.total_sequences() < registration.batch_size:
-            return None, f"{self.lines.total_sequences()} of {registration.batch_size} sequences are there"
+            return None, f"{self.lines.total_sequences()} of {registration.batch_size} sequences are queued"
         lines: Mapping[int, Mapping[int, Group]] = self.lines.by_line
         replay, staleness = self.replay, registration.max_staleness
         if not replay.is_plain:
@@ -237,7 +241,9 @@ class RolloutQueue(Intake):
         return sum(len(lease.groups) for lease in done)
 
     def end(self, uuid: int) -> None:
-        """The trainer's run is over: the next start of a service begins another.
+        """End the trainer's run, for it and for all environments that are registered.
+
+        The next start of a service begins another run. Environments that register from now on wait for the next trainer.
 
         Raises:
             NotRegisteredError: no trainer has registered.
@@ -245,6 +251,8 @@ class RolloutQueue(Intake):
         """
         self.require_trainer(uuid)
         self.ended = self._state_changed = True
+        self.first_env_of_run = self.registry.next_id()
+        self.waiting = None
 
     # ---- environments ----
 
@@ -258,9 +266,12 @@ class RolloutQueue(Intake):
         now: float,
         stream: str | None = None,
     ) -> Environment | None:
-        """A new environment; None until the trainer has asked for its first batch. Of several that serve one stream of items,
-        the newest has taken the others' place."""
-        if self.registration is None or not self.started:
+        """Register a new environment; None while there is no trainer that takes batches.
+
+        That is so before a trainer has asked for its first batch, and between the end of a run and the next trainer.
+        Among environments that serve one stream of items, a new one replaces the one before.
+        """
+        if self.registration is None or not self.started or self.ended:
             return None
         if stream is not None:
             for former in self.registry.serving(stream):
@@ -290,7 +301,9 @@ class RolloutQueue(Intake):
         """
         environment = self.registry.get(env_id)
         unit = environment.group_size
-        self.registry.touch(env_id, now)
+        run_ended = env_id < self.first_env_of_run
+        if not run_ended:  # an environment that leaves now must not count as one that fills the next run's batches
+            self.registry.touch(env_id, now)
         waiting = self.lines.fresh + self.reference.sequences + self.held_ahead()
         return {
             "current_step": self.current_step,
@@ -300,7 +313,7 @@ class RolloutQueue(Intake):
             **self.registry.shares(env_id, now),
             "groups_wanted": self.groups_wanted(env_id, now),
             "max_staleness": self.registration.max_staleness if self.registration else None,
-            "run_ended": self.ended,
+            "run_ended": run_ended,
             **({"stream": self._stream_of(environment)} if environment.stream is not None else {}),
         }
 

@@ -131,7 +131,7 @@ class Serving:
                 raise EnvironmentFailure(f"the rollout service refused the registration: {rejection}") from rejection
             if data.get("status") == "success":
                 break
-            await patience.wait(str(data.get("status", data)))
+            await patience.wait(str(data.get("reason") or data.get("status", data)))
         patience.done()
         first_time = self.env.env_id is None
         self.env.env_id = data["env_id"]
@@ -172,7 +172,10 @@ class Serving:
                 server.max_sequence_length = self.env.max_token_len - 1
 
     async def get_status(self) -> None:
-        """Ask for the queue's state; a service that was started anew knows us no more, so register again."""
+        """Ask for the queue's state. Register again with a service that has lost this environment.
+
+        If every batch of the run had been handed out, such a service has begun another run, and this environment ends.
+        """
         patience: Patience | None = None
         while True:
             assert self.env.env_id is not None
@@ -184,6 +187,10 @@ class Serving:
             if "current_step" in status:
                 break
             why = f"does not know environment {self.env.env_id} ({status})"
+            if self._handed_out is not None:
+                logger.info("the rollout service %s, and every batch of the run was handed out: the run is over", why)
+                self.env.status_dict = self.env.status_dict | {"run_ended": True}
+                return
             logger.warning("the rollout service %s: registering again", why)
             if patience is None:
                 patience = self._patience_for_trainer()

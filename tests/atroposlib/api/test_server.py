@@ -254,6 +254,31 @@ def test_the_trainer_ends_its_run(service: Service) -> None:
     assert service.get("/stats")["run_ended"] is True
 
 
+def test_an_environment_that_registers_after_the_end_waits_for_the_next_trainer(service: Service) -> None:
+    first = service.begin()
+    uuid = service.post("/register", trainer(wandb_project="first"))["uuid"]
+    service.get("/batch")
+    service.post("/run/end", {"uuid": uuid})
+    answer = service.post("/register-env", environment())
+    assert answer["status"] == "wait for trainer to start", "as the public SDK knows it"
+    assert answer["reason"].startswith("the last trainer's run has ended")
+    assert service.get("/wandb_info") == {"group": None, "project": None}, "W&B runs belong to the next trainer's project"
+    assert service.begin(wandb_project="second") > first
+    assert service.get("/wandb_info")["project"] == "second"
+    assert service.status_env(first).json()["run_ended"]
+    assert not service.status_env(first + 1).json()["run_ended"]
+
+
+def test_stats_say_what_keeps_the_trainer_waiting(service: Service) -> None:
+    service.begin(batch_size=4)
+    assert service.http.post("/scored_data", json=group(scores=[1.0])).status_code == 422
+    assert service.http.post("/scored_data_list", json=[group(), group(size=8)]).status_code == 422
+    assert service.get("/batch") == {"batch": None}
+    reason = service.get("/stats")["waiting_because"]
+    assert reason.startswith("0 of 4 sequences are queued; task_0 is registered and has posted no group for 0 s; 2 posts")
+    assert "refused since the last batch, the last one because: tokens: the group has 8 sequences" in reason
+
+
 def test_versions_that_go_back_are_told_apart_by_their_epochs(service: Service) -> None:
     service.begin(batch_size=4, ack_batches=True, max_staleness=1, weight_epoch=1000)
     service.post("/batch/ack", {"weight_version": 17})

@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from example_trainer.child_processes.readiness import wait_until
@@ -82,6 +83,35 @@ def test_a_trainer_that_resumes_after_the_last_batch_finds_the_environment(stack
     stack.end_run()
     assert finished(environment) == 0
     assert log_of(environment).count("registered as arithmetic") == 1
+
+
+def test_two_runs_in_a_row_on_one_service(stack: Stack, shared_inference: str) -> None:
+    """Start each run in the guide's order: environment first, trainer last, while the service keeps running."""
+    stack.use_inference(shared_inference, version=1)  # so that the second trainer gets none of these groups
+    stack.start_service()
+    first = stack.start_environment(ARITHMETIC, name="first")
+    stack.register_trainer(num_steps=2)
+    stack.take_batches(2)
+    os.kill(first.command_pid(), signal.SIGSTOP)  # too busy to notice the end of its run before the next run begins
+    stack.end_run()
+    second = stack.start_environment(ARITHMETIC, name="second")
+    third = stack.start_environment(ARITHMETIC, name="third")
+    for waiting in second, third:
+        stack.processes.wait_for_text(waiting, "run has ended; an environment that registers now waits for the next", 120)
+    stack.control(version=0)
+    stack.register_trainer(num_steps=3)
+    assert stack.next_batch() is None
+    reason = httpx.get(f"{stack.service_url}/stats", timeout=60).json()["waiting_because"]
+    assert "no environment is registered: start one" in reason
+    os.kill(first.command_pid(), signal.SIGCONT)
+    stack.take_batches(3)
+    stack.end_run()
+    assert [finished(one) for one in (first, second, third)] == [0, 0, 0]
+    assert log_of(first).count("registered as arithmetic") == 1, "an environment ends with its own run"
+    assert "the trainer reached step 3: done" not in log_of(first)
+    for one in second, third:
+        assert log_of(one).count("registered as arithmetic") == 1
+        assert "training to step 3" in log_of(one)
 
 
 def test_what_the_service_drops_is_counted_and_said(stack: Stack, shared_inference: str) -> None:

@@ -104,6 +104,16 @@ async def test_a_trainer_that_does_more_steps_than_it_said_is_not_left(monkeypat
     assert await env._serving.one_round()
 
 
+async def test_a_service_that_has_begun_another_run_ends_it_once_every_batch_was_handed_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The run ended, and the service was restarted before this environment asked again."""
+    caplog.set_level("INFO")
+    env = idle(serving_env({"current_step": 4, "run_ended": False}, {"status": "not registered here"}))
+    assert await rounds(env) == 1
+    assert "every batch of the run was handed out: the run is over" in caplog.text
+
+
 async def test_the_wait_for_the_end_has_a_deadline(caplog: pytest.LogCaptureFixture) -> None:
     env = idle(serving_env({"current_step": 4, "run_ended": False}, service_timeout=0.05))
     started = time.monotonic()

@@ -1,4 +1,4 @@
-"""A rollout service that answers what it is told to."""
+"""A rollout service with scripted answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import Any
 
 
 class Scripted:
-    """An HTTP server that answers each path from a list, the last entry for ever: an int is a status, None a cut connection."""
+    """An HTTP server that answers each path from a list, and repeats the last entry.
+
+    An int is a status, None a cut connection. Paths without a list get 404.
+    """
 
     def __init__(self, answers: dict[str, list[Any]]) -> None:
         self.seen: list[tuple[str, Any]] = []
@@ -23,7 +26,7 @@ class Scripted:
                 path = self.path.split("?")[0]
                 length = int(self.headers.get("content-length") or 0)
                 outer.seen.append((self.path, json.loads(self.rfile.read(length)) if length else None))
-                script = answers[path]
+                script = answers.get(path, [404])
                 answer = script.pop(0) if len(script) > 1 else script[0]
                 if answer is None:
                     self.connection.close()

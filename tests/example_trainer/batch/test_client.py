@@ -194,6 +194,21 @@ def test_a_batch_that_does_not_come_is_an_error_that_says_what_was_waited_for(
     ):
         client.next_batch()
     assert re.search(r"Waiting for a batch for [0-3] s: 3 groups are queued, 2 sequences make a batch", caplog.text)
+    assert "see whether an environment is running" in caplog.text, "the public server does not say what is missing"
+
+
+def test_the_waiting_line_says_what_the_service_says(
+    scripted: MakeServer, client_of: MakeClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rollout_client, "PROGRESS_SECONDS", 0.1)
+    caplog.set_level(logging.INFO)
+    reason = "0 of 2 sequences are queued; no environment is registered: start one"
+    server = scripted({"/batch": [{"batch": None}], "/stats": [{"waiting_because": reason}]})
+    client = client_of(server.url, batch_timeout=2.0)
+    client.register(REGISTRATION)
+    with pytest.raises(RolloutServiceError, match=rf"no batch came .* \(--batch-timeout\): {reason}"):
+        client.next_batch()
+    assert re.search(rf"Waiting for a batch for [0-2] s: {reason}", caplog.text)
 
 
 def test_a_service_that_is_not_there_is_an_error_after_the_deadline(
