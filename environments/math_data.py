@@ -76,18 +76,23 @@ SUITES = {
 
 
 def gold_answer(value: object) -> str | None:
-    """The final answer in a cell: what follows the last `####`, else the last box, else the whole of it; None without any.
+    """Return the final answer in a cell, or None if there is none.
+
+    It is the text behind the last `####`, else the last box, else the whole cell. Thousands separators of a
+    plain number are removed; everything else stays as it is.
 
     >>> gold_answer("2 + 2 = 4 #### 1,234"), gold_answer("so \\boxed{x}"), gold_answer(7), gold_answer(" ")
     ('1234', 'x', '7', None)
+    >>> gold_answer("#### 1,2")
+    '1,2'
     """
     if isinstance(value, bool) or not isinstance(value, str | int | float) or value != value:
         return None
     text = str(value)
     _, mark, after = text.rpartition(ANSWER_MARK)
     if mark:
-        number = as_number(after)
-        return (after if number is None else after.replace(",", "")).strip() or None
+        number = as_number(after) if "," in after else None
+        return (after.strip() if number is None else f"{number:f}") or None
     boxed = last_boxed(text)
     return (text if boxed is None else boxed).strip() or None
 

@@ -27,7 +27,7 @@ from atroposlib.envs.single_turn import Grade, Response, SingleTurnEnv
 from atroposlib.groups import ScoredDataGroup
 from atroposlib.type_definitions import Message
 from atroposlib.utils.boxed import last_boxed
-from atroposlib.utils.killable import KillableCalls
+from atroposlib.utils.killable import ChildDied, KillableCalls
 from environments.reasoning_gym_tasks import Question, Questions, TaskSettings, UnreadableAnswer, score_in_this_process
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,10 @@ class ReasoningGymEnv(SingleTurnEnv):
         return Grade(score=2.0 * score - 1.0, correct=score >= SOLVED, answer=answer)
 
     async def score(self, problem: Question, answer: str) -> float:
-        """The task's score. An answer that its scorer cannot read, or reads for too long, is worth nothing and is counted."""
+        """Return the task's score, 0 to 1.
+
+        An answer that its scorer cannot read, reads for too long or dies over scores 0 and is counted.
+        """
         config = self.configs[problem.task]
         try:
             return await self.children.call(
@@ -143,6 +146,8 @@ class ReasoningGymEnv(SingleTurnEnv):
             self.count_problem("unreadable_answers", str(error), answer)
         except TimeoutError:
             self.count_problem("endless_answers", f"{problem.task} took over {SCORE_SECONDS:.0f} s to score an answer", answer)
+        except ChildDied as error:
+            self.count_problem("deadly_answers", str(error), answer)
         return 0.0
 
     def count_problem(self, kind: str, what: str, answer: str) -> None:

@@ -1,38 +1,78 @@
 """Whether a mathematical answer equals the expected one, by math_verify over latex2sympy2_extended.
 
-math_verify guards against endless simplification with SIGALRM, which only works in a process's main thread. Environments run
-in an event loop, often with threads, so the comparison runs in a child process of its own: there the alarm works, and a child
-that hangs all the same is killed and replaced.
+Plain numbers and equal texts are compared here. Everything else goes to math_verify, which guards against
+endless simplification with SIGALRM. That only works in a process's main thread, and environments run in an
+event loop, often with threads. The comparison therefore runs in a child process: there the alarm works, and
+a child that hangs all the same is killed and replaced.
+
+No answer makes a comparison raise: an answer that cannot be read or compared is not equal.
 """
 
 import logging
-from decimal import Decimal, InvalidOperation
+import re
+from decimal import Decimal
 
-from atroposlib.utils.killable import KillableCalls
+from atroposlib.utils.killable import ChildDied, KillableCalls
 
 logger = logging.getLogger(__name__)
 
 PARSE_SECONDS = 5
 KILL_AFTER_SECONDS = 30.0
+PROCESSES = 2
+MAX_NUMBER_CHARACTERS = 1000
+MAX_EXPRESSION_CHARACTERS = 2000
+"""A longer answer equals nothing but the same text: parsing it would take minutes."""
+
+_DOLLAR = r"(?:\\?\$\s*)"
+_NUMBER = re.compile(
+    rf"(?P<sign>[+-]?)\s*{_DOLLAR}*(?P<inner>[+-]?)"
+    r"(?P<digits>(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)(?P<exponent>[eE][+-]?[0-9]{1,3})?"
+    rf"\s*{_DOLLAR}*\.?"
+)
+_SPELLINGS = str.maketrans("０１２３４５６７８９，．－＋−", "0123456789,.-+-")
+_LATEX_COMMA = re.compile(r",\\!|\{,\}|\\,")
+_SPACE_IN_LIST = re.compile(r"\s*,\s*")
 
 
 def as_number(text: str) -> Decimal | None:
-    r"""A plain number as people write it (`$1,234.50`, `12\%` without its sign, `-3`), or None.
+    r"""Return a plain number as people write it (`$1,234.50`, `-3`, `1e5`), or None for everything else.
 
-    >>> as_number("$1,234.50"), as_number("x+1")
-    (Decimal('1234.50'), None)
+    A comma separates thousands only in its places: `1,234` is a number, `1,2` is two. LaTeX's spellings
+    of that comma (`1{,}234`, `1,\!234`, `1\,234`) and full-width digits are read too. Percent signs, underscores
+    and units are left to math_verify.
+
+    >>> as_number("$1,234.50"), as_number("1,2"), as_number("5%")
+    (Decimal('1234.50'), None, None)
     """
-    cleaned = text.strip().replace("\\$", "").replace("$", "").replace("\\,", "").replace("\\!", "").replace(",", "")
-    cleaned = cleaned.removesuffix("\\%").removesuffix("%").strip().removesuffix(".")
-    try:
-        value = Decimal(cleaned)
-    except InvalidOperation:
+    if len(text) > MAX_NUMBER_CHARACTERS:
         return None
-    return value if value.is_finite() else None
+    cleaned = _LATEX_COMMA.sub(",", text.translate(_SPELLINGS)).strip()
+    found = _NUMBER.fullmatch(cleaned)
+    if found is None or (found["sign"] and found["inner"]):
+        return None
+    sign = found["sign"] or found["inner"]
+    return Decimal(f"{sign}{found['digits'].replace(',', '')}{found['exponent'] or ''}")
+
+
+def compare_plainly(gold: str, answer: str) -> bool | None:
+    """Compare two answers that are plain numbers, the same text or too long; None if math_verify must decide.
+
+    >>> compare_plainly("1,000", "1000.0"), compare_plainly("3, 5", "3,5"), compare_plainly("2", "4/2")
+    (True, True, None)
+    """
+    numbers = as_number(gold), as_number(answer)
+    if numbers[0] is not None and numbers[1] is not None:
+        return numbers[0] == numbers[1]
+    texts = [_SPACE_IN_LIST.sub(",", text.strip()) for text in (gold, answer)]
+    if texts[0] == texts[1]:
+        return bool(texts[0])
+    if not all(texts) or max(len(gold), len(answer)) > MAX_EXPRESSION_CHARACTERS:
+        return False
+    return None
 
 
 def equal_in_this_process(gold: str, answer: str) -> bool:
-    """Compare two LaTeX expressions; False when either cannot be read. Call it in a process's main thread."""
+    """Compare two LaTeX expressions; False if either cannot be read. Call it in a process's main thread."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
@@ -45,33 +85,44 @@ def equal_in_this_process(gold: str, answer: str) -> bool:
             ),
         )
     ]
-    expected, given = (parse(rf"\boxed{{{text}}}", reading, parsing_timeout=PARSE_SECONDS) for text in (gold, answer))
-    return bool(expected) and bool(given) and bool(verify(expected, given, timeout_seconds=PARSE_SECONDS))
+    try:
+        expected, given = (parse(rf"\boxed{{{text}}}", reading, parsing_timeout=PARSE_SECONDS) for text in (gold, answer))
+        return bool(expected) and bool(given) and bool(verify(expected, given, timeout_seconds=PARSE_SECONDS))
+    except Exception as error:  # noqa: BLE001  # the parser and SymPy raise anything over what a model wrote
+        logger.debug("%.120r could not be compared with %.120r: %s", answer, gold, error)
+        return False
 
 
 class MathScorer:
-    """Compares answers in a child process. Safe to use from several tasks at once; close it at the end."""
+    """Compares answers in child processes. Tasks may share it; close it at the end.
 
-    def __init__(self, processes: int = 1) -> None:
+    Args:
+        processes: comparisons at the same time, those that have become slow not counted.
+    """
+
+    def __init__(self, processes: int = PROCESSES) -> None:
         self._children = KillableCalls(processes)
 
     async def equal(self, gold: str, answer: str) -> bool:
-        """Whether `answer` equals `gold`. An expression that takes too long to compare is not equal, and is logged.
+        """Whether `answer` equals `gold`.
+
+        An expression that takes too long to compare, or kills its child process, is not equal, and is logged.
 
         Raises:
-            RuntimeError: the child process died twice over the same answer.
+            StartFailed: no child process could be started.
         """
-        numbers = as_number(gold), as_number(answer)
-        if numbers[0] is not None and numbers[1] is not None:
-            return numbers[0] == numbers[1]
-        if gold.strip() == answer.strip():
-            return True
+        plainly = compare_plainly(gold, answer)
+        if plainly is not None:
+            return plainly
         try:
             return await self._children.call(equal_in_this_process, gold, answer, seconds=KILL_AFTER_SECONDS)
         except TimeoutError:
-            logger.warning("comparing took over %.0f s, counted as not equal: %.120r", KILL_AFTER_SECONDS, answer)
-            return False
+            reason = f"took over {KILL_AFTER_SECONDS:.0f} s"
+        except ChildDied:
+            reason = "ended its process twice"
+        logger.warning("comparing an answer %s; it counts as not equal: %.120r", reason, answer)
+        return False
 
     def close(self) -> None:
-        """Stop the child process."""
+        """Stop the child processes."""
         self._children.close()

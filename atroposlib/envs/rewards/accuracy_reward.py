@@ -10,8 +10,8 @@ from decimal import Decimal
 from typing import Any
 
 from atroposlib.envs.rewards.reward_function import RewardFunction, references
-from atroposlib.utils.boxed import boxed_contents
-from atroposlib.utils.math_scoring import MathScorer, as_number, equal_in_this_process
+from atroposlib.utils.boxed import boxed_contents, last_boxed
+from atroposlib.utils.math_scoring import MathScorer, as_number, compare_plainly, equal_in_this_process
 
 logger = logging.getLogger(__name__)
 
@@ -22,10 +22,17 @@ _scorer = MathScorer()
 
 
 def final_answers(text: str) -> list[str]:
-    """The answers that a text ends with: usually one, several if it puts different ones into boxes, none if it has none."""
-    boxed = [content.strip() for content in boxed_contents(text) if content is not None]
-    if boxed:
-        return list(dict.fromkeys(boxed))
+    """Return the answers that a text ends with: one, several if its boxes differ, none without an answer.
+
+    Boxes that form one list (`\\boxed{1} and \\boxed{2}`) are one answer. A text whose last box is cut off has none.
+    """
+    contents = boxed_contents(text)
+    if contents:
+        last = last_boxed(text)
+        if last is None:
+            return []
+        boxed = list(dict.fromkeys(content.strip() for content in contents if content is not None))
+        return [last] if len(boxed) == 1 or last == ", ".join(boxed) else boxed
     for pattern in (AFTER_HASHES, IN_DOLLARS):
         if found := pattern.findall(text):
             return [found[-1].strip()]
@@ -43,8 +50,9 @@ def equal(gold: str, answer: str, tolerance: float) -> bool:
     expected, given = as_number(gold), as_number(answer)
     if expected is not None and given is not None:
         return abs(expected - given) <= Decimal(str(tolerance))
-    if gold.strip() == answer.strip():
-        return True
+    plainly = compare_plainly(gold, answer)
+    if plainly is not None:
+        return plainly
     if threading.current_thread() is threading.main_thread():
         return equal_in_this_process(gold, answer)
     return asyncio.run(_scorer.equal(gold, answer))
