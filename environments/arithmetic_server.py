@@ -78,7 +78,7 @@ class ArithmeticEnv(SingleTurnEnv):
         return [{"role": "user", "content": problem.question}]
 
     async def grade(self, problem: Problem, response: Response) -> Grade:
-        answer = last_boxed(response.text)
+        answer = last_boxed(response.answer)
         correct = answer is not None and as_number(answer) == problem.answer
         return Grade(score=1.0 if correct else -1.0, correct=correct, answer=answer)
 

@@ -95,7 +95,7 @@ class CalculatorEnv(MultiTurnEnv):
         return Conversation([{"role": "user", "content": problem.question}])
 
     async def grade(self, talk: Conversation) -> Grade:
-        answer = last_boxed(talk.text)
+        answer = last_boxed(talk.answer)
         correct = answer is not None and as_number(answer) == talk.item.answer
         return Grade(score=1.0 if correct else -1.0, correct=correct, answer=answer)
 

@@ -151,7 +151,7 @@ class CodeEnv(SingleTurnEnv):
         assert self.box is not None, "setup makes it"
         calls, expected = calls_of(problem)
         try:
-            outcome = await self.box.run(Program(program_in(response.text), problem.function, calls))
+            outcome = await self.box.run(Program(program_in(response.answer), problem.function, calls))
         except SandboxBroken as error:
             self.drops.add("sandbox_broken")
             self.say_once("broken", f"a program could not be run: {error}; is the machine short of memory or processes?")
@@ -199,11 +199,10 @@ class CodeEnv(SingleTurnEnv):
         return {"question": problem.question, "gold_answer": problem.reference}
 
 
-def program_in(text: str) -> str:
-    """The program in an answer: its last block of code after the reasoning; without one, all of it."""
-    visible = text.rpartition("</think>")[2]
-    blocks = FENCED.findall(visible)
-    return str(blocks[-1]) if blocks else visible
+def program_in(answer: str) -> str:
+    """Return the program in an answer without its reasoning: the last block of code, or all of it if it has none."""
+    blocks = FENCED.findall(answer)
+    return str(blocks[-1]) if blocks else answer
 
 
 def make_sandbox(config: CodeConfig) -> Sandbox:

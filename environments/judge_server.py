@@ -34,6 +34,7 @@ from atroposlib.inference.openai_server import OpenAIServer
 from atroposlib.inference.server_baseline import MODEL_NOT_NAMED, describe, status_of
 from atroposlib.type_definitions import Message
 from atroposlib.utils.keys import given_or_variable
+from atroposlib.utils.thinking import answer_part
 
 logger = logging.getLogger(__name__)
 
@@ -204,8 +205,14 @@ class JudgeEnv(SingleTurnEnv):
         return [{"role": "user", "content": problem.text}]
 
     async def grade(self, problem: Prompt, response: Response) -> Grade:
-        """The mean of the judgements. That there is none says nothing of the answer, and is no score."""
-        asked = (self.judgement(problem, response.text, sample) for sample in range(self.config.judge_samples))
+        """Return the mean of the judgements; the judge sees no reasoning. An answer without text is worth 0.
+
+        A judge that fails says nothing about the answer, so that its failure is not a score.
+        """
+        shown = response.answer
+        if not shown.strip():
+            return Grade(score=0.0, correct=False, answer="no answer")
+        asked = (self.judgement(problem, shown, sample) for sample in range(self.config.judge_samples))
         score = fmean(await asyncio.gather(*asked))
         return Grade(score=score, correct=score >= self.config.judge_pass, answer=f"{score:.3g}")
 
@@ -284,7 +291,7 @@ def judge_messages(question: str, rubric: str, answer: str) -> list[Message]:
 
 def read_score(text: str) -> float | None:
     """The last line `Score: N` after the reasoning, as a share of HIGHEST; None where there is none, or N is out of range."""
-    found = SCORE.findall(text.rpartition("</think>")[2])
+    found = SCORE.findall(answer_part(text))
     value = float(found[-1]) / HIGHEST if found else math.nan
     return value if 0 <= value <= 1 else None
 

@@ -32,7 +32,7 @@ class LetterCount(SingleTurnEnv):
 
     async def grade(self, problem: tuple[str, str], response: Response) -> Grade:
         word, letter = problem
-        correct = last_boxed(response.text) == str(word.count(letter))
+        correct = last_boxed(response.answer) == str(word.count(letter))
         return Grade(score=1.0 if correct else -1.0, correct=correct)
 
 

@@ -211,8 +211,7 @@ class MathEnv(SingleTurnEnv):
         return [*system, {"role": "user", "content": problem.question}]
 
     async def grade(self, problem: Question, response: Response) -> Grade:
-        # Text before the end of a reasoning block is not the answer.
-        visible = response.text.rpartition("</think>")[2]
+        visible = response.answer
         answer = last_boxed(visible)
         if answer is not None and await self.scorer.equal(problem.gold, answer):
             return Grade(score=1.0, correct=True, answer=answer)

@@ -125,7 +125,7 @@ class ReasoningGymEnv(SingleTurnEnv):
         return [*system, {"role": "user", "content": problem.text}]
 
     async def grade(self, problem: Question, response: Response) -> Grade:
-        visible = response.text.rpartition("</think>")[2]
+        visible = response.answer
         answer = last_boxed(visible) if self.config.answer_form == "boxed" else last_tagged(visible)
         score = 0.0 if answer is None else await self.score(problem, answer)
         if score < SOLVED and not self.config.partial_credit:

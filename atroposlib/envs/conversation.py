@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from atroposlib.envs.tool_formats import Call
+from atroposlib.utils.thinking import answer_part
 
 Ending = Literal["done", "max_turns", "max_tokens", "answer_cut"]
 
@@ -18,6 +19,7 @@ class Turn:
         text: what it wrote, without special tokens.
         num_tokens: sampled tokens, the end token included.
         finished: it ended by itself rather than by a limit.
+        opened: what its prompt opened, such as `<think>`; see `atroposlib.utils.thinking`.
         calls: of tools, in their order, with their answers.
         reward: that `step` gave for it.
     """
@@ -27,6 +29,12 @@ class Turn:
     finished: bool
     calls: list[Call] = field(default_factory=list)
     reward: float = 0.0
+    opened: str = ""
+
+    @property
+    def answer(self) -> str:
+        """The text outside of the reasoning; empty if the reasoning never ends."""
+        return answer_part(self.text, self.opened)
 
 
 @dataclass
@@ -52,8 +60,13 @@ class Conversation:
 
     @property
     def text(self) -> str:
-        """The last answer; empty before the first."""
+        """The last answer with its reasoning; empty before the first."""
         return self.turns[-1].text if self.turns else ""
+
+    @property
+    def answer(self) -> str:
+        """The last answer without its reasoning, which is what a grader looks at; empty before the first."""
+        return self.turns[-1].answer if self.turns else ""
 
     @property
     def truncated(self) -> bool:

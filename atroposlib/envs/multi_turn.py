@@ -251,7 +251,7 @@ class MultiTurnEnv(GradedEnv):
         text, cut = choice.message.content or "", choice.finish_reason == "length"
         calls = [] if cut or not self.toolbox.tools else self.tool_format.read(text)
         begin, end = (sampled_runs(node.masked_tokens) or [(0, 0)])[-1]
-        turn = Turn(text, end - begin, choice.finish_reason == "stop", calls)
+        turn = Turn(text, end - begin, choice.finish_reason == "stop", calls, opened=(node.metadata or {}).get("opened", ""))
         talk.turns.append(turn)
         talk.say({"role": "assistant", "content": text}, **({"tool_calls": list(map(as_openai, calls))} if calls else {}))
         said = talk.transcript[-1]

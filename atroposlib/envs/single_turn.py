@@ -12,6 +12,7 @@ from atroposlib.envs.graded import Attempt, Grade, GradedEnv
 from atroposlib.groups import PROMPT_MASK, ScoredDataGroup
 from atroposlib.inference.sequence_tracker import sequence_fields
 from atroposlib.type_definitions import Item, Message
+from atroposlib.utils.thinking import answer_part
 
 __all__ = ["Grade", "Response", "SingleTurnEnv", "as_response"]
 
@@ -24,11 +25,18 @@ class Response:
         text: what it wrote, without special tokens.
         num_tokens: sampled tokens, the end token included.
         finished: it ended by itself rather than by the limit on its length.
+        opened: what the prompt opened, such as `<think>`; see `atroposlib.utils.thinking`.
     """
 
     text: str
     num_tokens: int
     finished: bool
+    opened: str = ""
+
+    @property
+    def answer(self) -> str:
+        """The text outside of the reasoning, which is all that a grader looks at; empty if the reasoning never ends."""
+        return answer_part(self.text, self.opened)
 
 
 class SingleTurnEnv(GradedEnv):
@@ -113,4 +121,9 @@ class SingleTurnEnv(GradedEnv):
 def as_response(choice: Any, node: Any) -> Response:
     """Read one choice of a completion and the sequence that was kept of it."""
     sampled = sum(token != PROMPT_MASK for token in node.masked_tokens)
-    return Response(text=choice.message.content or "", num_tokens=sampled, finished=choice.finish_reason == "stop")
+    return Response(
+        text=choice.message.content or "",
+        num_tokens=sampled,
+        finished=choice.finish_reason == "stop",
+        opened=(node.metadata or {}).get("opened", ""),
+    )

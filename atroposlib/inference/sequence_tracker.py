@@ -15,6 +15,7 @@ from atroposlib.groups import PROMPT_LOGPROB, PROMPT_MASK
 from atroposlib.inference.generation import Generation, Span, Weights, joined, weight_fields
 from atroposlib.inference.sampling import SamplingSpan, continued, on_the_wire
 from atroposlib.inference.tokenizers import encode_plain, encode_rendered
+from atroposlib.utils.thinking import opened_by
 
 
 class SequenceNode(BaseModel):
@@ -29,7 +30,8 @@ class SequenceNode(BaseModel):
         weight_epoch: the trainer's life that made those weights, if known; see `Weights`.
         weight_spans: the weights of all its sampled tokens, in their order, if known of every one.
         sampling: with which parameters its sampled tokens were sampled, in their order, if known of every one.
-        metadata: of the last completion: `finish_reason`, `answer_id` and its `index` among that answer's choices.
+        metadata: of the last completion: `finish_reason`, `answer_id`, its `index` among that answer's choices, and `opened`:
+            what its prompt opened, such as `<think>`, if anything; see `atroposlib.utils.thinking`.
     """
 
     full_text: str
@@ -204,6 +206,8 @@ class SequenceTracker:
             logprobs[: turn.tokens] = source.node.logprobs[: turn.tokens]
             earlier = [known for known in source.turns if known.tokens <= turn.tokens]
             before, sampled_before = turn.spans, turn.sampling
+        opened = opened_by(text)
+        about = {"opened": opened} if opened else {}
         added = []
         for index, (tokens, sampled) in enumerate(zip(generation.output_tokens, generation.output_logprobs, strict=True)):
             if len(tokens) != len(sampled):
@@ -224,7 +228,7 @@ class SequenceTracker:
                 weight_epoch=epoch,
                 weight_spans=spans,
                 sampling=sampling,
-                metadata={"finish_reason": generation.finish_reasons[index], "answer_id": answer_id, "index": index},
+                metadata={"finish_reason": generation.finish_reasons[index], "answer_id": answer_id, "index": index, **about},
             )
             place = (*(turn.place if turn else ()), request.number, index)
             whole = text + self.tokenizer.decode(tokens, skip_special_tokens=False)

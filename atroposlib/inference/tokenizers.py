@@ -4,11 +4,12 @@ Prompts come in two ways: as plain text, and as a chat template rendered it.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from atroposlib.errors import InferenceUnavailable
+from atroposlib.utils.thinking import SPECIAL_MARKS
 
 PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes that tokenizer.json describes fully."""
@@ -67,6 +68,30 @@ def encode_plain(tokenizer: Any, text: str) -> list[int]:
 def encode_rendered(tokenizer: Any, text: str) -> list[int]:
     """Ids of text that holds its special tokens as text, such as a rendered chat template, or of what follows other text."""
     return list(tokenizer.encode(text, add_special_tokens=False)) if text else []
+
+
+class ResponseDecoder:
+    """Turns sampled tokens into text without special tokens.
+
+    Some tokenizers hold the tags of reasoning as special tokens. Those stay in the text: they show where the reasoning ends.
+
+    Attributes:
+        kept: the special tokens that stay.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        special = {token.content: number for number, token in added.items() if token.special}
+        self.kept = frozenset(mark for marks in SPECIAL_MARKS if marks <= special.keys() for mark in marks)
+        self._dropped = frozenset(number for mark, number in special.items() if mark not in self.kept)
+
+    def __call__(self, tokens: Sequence[int]) -> str:
+        """Return the text of the tokens."""
+        if not self.kept:
+            return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        rest = [token for token in tokens if token not in self._dropped]
+        return str(self.tokenizer.decode(rest, skip_special_tokens=False))
 
 
 def first_difference(there: Mapping[str, int], here: Mapping[str, int]) -> str | None:

@@ -6,6 +6,7 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
+from atroposlib.inference.tokenizers import ResponseDecoder
 from atroposlib.inference.tool_call_formats import FORMATS, Unreadable, content_before
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class ToolCallTranslator:
         if parser_name not in FORMATS:
             raise ValueError(f"tool parser {parser_name!r} is not known: choose one of {', '.join(FORMATS)}")
         self.tokenizer = tokenizer
+        self._decode = ResponseDecoder(tokenizer)
         self.parser_name = parser_name
         self.format = FORMATS[parser_name]
         self.answers: dict[str, Answer] = {}
@@ -112,11 +114,11 @@ class ToolCallTranslator:
     def decode_with_tool_awareness(self, token_ids: list[int], has_tools: bool = False) -> str:
         """Text of the tokens. Some tokenizers hold the marks of calls as special tokens, which must not be lost with tools."""
         if not has_tools:
-            return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+            return self._decode(token_ids)
         text = self.tokenizer.decode(token_ids, skip_special_tokens=False)
         marks = self.format.write("f", {"x": "y"})
         for special in self.tokenizer.all_special_tokens:
-            if "tool" not in special and special not in marks:
+            if "tool" not in special and special not in marks and special not in self._decode.kept:
                 text = text.replace(special, "")
         return text
 

@@ -4,43 +4,48 @@ import logging
 from typing import Any
 
 from atroposlib.groups import ScoredDataGroup
+from atroposlib.utils.thinking import read_reasoning
 from atroposlib.utils.tokenize_for_trainer import UNMASKED_ROLES, tokenize_for_trainer
 
 logger = logging.getLogger(__name__)
 
-OPEN, CLOSE = "<think>", "</think>"
-
 
 def strip_thinking(response_text: str) -> str:
-    """Without the first `<think>` block; the text itself when it has no whole one."""
-    before, opened, rest = response_text.partition(OPEN)
-    _, closed, after = rest.partition(CLOSE)
-    return before + after if opened and closed else response_text
+    """Remove the first block of reasoning, also one that the prompt opened. Without a closed block, nothing changes."""
+    parts = read_reasoning(response_text)
+    if not parts.spans or (not parts.closed and len(parts.spans) == 1):
+        return response_text
+    begin, end = parts.spans[0]
+    return response_text[:begin] + response_text[end:]
 
 
 def truncate_thinking(response_text: str, tokenizer: Any, max_think_tokens: int) -> str:
-    """Shorten the first `<think>` block to its end: the last paragraph if that fits, else the last tokens, after `... `.
+    """Shorten the first block of reasoning to its end: the last paragraph if that fits, else the last tokens, after `... `.
 
     Args:
         response_text: text with at most one block; without a whole block it is given back as it is.
         tokenizer: counts.
         max_think_tokens: most tokens that the block may keep.
     """
-    before, opened, rest = response_text.partition(OPEN)
-    thought, closed, after = rest.partition(CLOSE)
-    if not opened or not closed:
+    parts = read_reasoning(response_text)
+    if not parts.spans or (not parts.closed and len(parts.spans) == 1):
         return response_text
-    thought = thought.strip()
+    (begin, end), (inner, inner_end) = parts.spans[0], parts.insides[0]
+    before, after = response_text[:begin], response_text[end:]
+    tags = response_text[begin:inner], response_text[inner_end:end]
+    thought = response_text[inner:inner_end].strip()
     tokens = tokenizer.encode(thought, add_special_tokens=False)
     if len(tokens) > max_think_tokens:
         last_paragraph = thought.split("\n\n")[-1].strip()
         fits = len(tokenizer.encode(last_paragraph, add_special_tokens=False)) <= max_think_tokens
         kept = tokens[len(tokens) - max(0, max_think_tokens) :]
-        end = last_paragraph if fits else tokenizer.decode(kept, skip_special_tokens=True).strip()
-        thought = f"... {end}" if end else ""
+        shortened = last_paragraph if fits else tokenizer.decode(kept, skip_special_tokens=True).strip()
+        thought = f"... {shortened}" if shortened else ""
     if not thought:
-        return f"{before}{OPEN}{CLOSE}{after}"
-    return f"{before}{OPEN}\n{thought}\n{CLOSE}{after}"
+        return f"{before}{tags[0]}{tags[1]}{after}"
+    # Where the prompt opened the block, the line break after the tag stands in the prompt, too.
+    line_break = "\n" if tags[0] else ""
+    return f"{before}{tags[0]}{line_break}{thought}\n{tags[1]}{after}"
 
 
 def ensure_trajectory_token_limit(

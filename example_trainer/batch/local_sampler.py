@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from atroposlib.inference.tokenizers import ResponseDecoder
+from atroposlib.utils.thinking import opened_by
 from example_trainer.batch.client import TrainedBatch
 from example_trainer.batch.evaluations import Evaluation
 from example_trainer.batch.groups import NOT_TRAINED
@@ -61,6 +63,7 @@ class Sampler:
             raise ModelError(f"no tokenizer in {folder}: {str(error).splitlines()[0]}") from error
         if not self._tokenizer.chat_template:
             raise ModelError(f"the tokenizer in {folder} has no chat template; give an instruction-tuned model")
+        self._decode = ResponseDecoder(self._tokenizer)
         self._group_size, self._max_tokens, self._next_seed = group_size, max_tokens, seed << 32
         self._temperature = temperature
         self._client = VLLMClient(url, _SECONDS, api_key)
@@ -84,30 +87,30 @@ class Sampler:
         """
 
         def answered(problem: Problem) -> tuple[float, int]:
-            _, answer = self._ask(problem, {"n": 1, "temperature": 0.0})
+            _, opened, answer = self._ask(problem, {"n": 1, "temperature": 0.0})
             (tokens,) = answer["token_ids"]
-            return problem.score(self._text(tokens)), len(tokens)
+            return problem.score(self._decode(tokens), opened), len(tokens)
 
         with ThreadPoolExecutor(max_workers=min(_AT_ONCE, len(problems))) as pool:
             return list(pool.map(answered, problems))
 
     def _group(self, problem: Problem, seed: int) -> dict[str, Any]:
         wanted = {"n": self._group_size, "temperature": self._temperature, "seed": seed}
-        prompt, answer = self._ask(problem, wanted)
+        prompt, opened, answer = self._ask(problem, wanted)
         sampled, logprobs = answer["token_ids"], answer["token_logprobs"]
         return {
             "tokens": [prompt + tokens for tokens in sampled],
             "masks": [[NOT_TRAINED] * len(prompt) + tokens for tokens in sampled],
             "inference_logprobs": [[1.0] * len(prompt) + values for values in logprobs],
-            "scores": [problem.score(self._text(tokens)) for tokens in sampled],
+            "scores": [problem.score(self._decode(tokens), opened) for tokens in sampled],
             "weight_versions": answer["weight_versions"],
             "weight_version_spans": answer["weight_version_spans"],
             "sampling_params": [{"temperature": self._temperature, "max_tokens": self._max_tokens}] * len(sampled),
             "finish_reasons": answer["finish_reasons"],
         }
 
-    def _ask(self, problem: Problem, wanted: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
-        """The prompt's tokens, and the server's answer to a request that says so much beside it."""
+    def _ask(self, problem: Problem, wanted: dict[str, Any]) -> tuple[list[int], str, dict[str, Any]]:
+        """Return the prompt's tokens, what the prompt opened (see `opened_by`), and the server's answer."""
         text = self._tokenizer.apply_chat_template(
             [{"role": "user", "content": problem.question}], add_generation_prompt=True, tokenize=False
         )
@@ -119,11 +122,7 @@ class Sampler:
             "token_logprobs": True,
             **wanted,
         }
-        return prompt, self._client.call("/generate", body)
-
-    def _text(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
+        return prompt, opened_by(text), self._client.call("/generate", body)
 
     def close(self) -> None:
         """Hang up."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from atroposlib.utils.boxed import last_boxed
 from atroposlib.utils.math_scoring import as_number
+from atroposlib.utils.thinking import answer_part
 from example_trainer.errors import ConfigError
 
 ANSWER_MARK = "####"
@@ -26,9 +27,14 @@ class Problem:
     question: str
     answer: str
 
-    def score(self, text: str) -> float:
-        r"""+1 if the last \boxed{} of the text holds the answer, else -1."""
-        found = last_boxed(text)
+    def score(self, text: str, opened: str = "") -> float:
+        r"""Return +1 if the last \boxed{} outside of the reasoning holds the answer, else -1.
+
+        Args:
+            text: the response.
+            opened: what the prompt opened; see `atroposlib.utils.thinking.opened_by`.
+        """
+        found = last_boxed(answer_part(text, opened))
         number = None if found is None else as_number(found)
         return 1.0 if number is not None and number == as_number(self.answer) else -1.0
 

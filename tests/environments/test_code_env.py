@@ -92,7 +92,9 @@ def test_what_an_answer_is_worth(env: CodeEnv, caplog: pytest.LogCaptureFixture)
 
 def test_the_last_block_is_the_program() -> None:
     assert program_in("```python\nx\n```\nno:\n```py\ny\n```") == "y"
-    assert program_in("<think>```python\nx\n```</think>\ndef f(): pass") == "\ndef f(): pass"
+    response = Response("<think>```python\nx\n```</think>\ndef f(): pass", 5, True)
+    assert program_in(response.answer) == "\ndef f(): pass"
+    assert program_in(Response("```python\nx\n```", 5, True, "<think>\n").answer) == "", "reasoning that never ends"
     assert program_in("```python\ncut off") == "cut off"
 
 

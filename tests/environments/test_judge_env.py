@@ -51,6 +51,16 @@ def graded(env: JudgeEnv, text: str = "an answer", prompt: Prompt = QUESTION) ->
     return asyncio.run(run())
 
 
+def test_the_judge_sees_the_answer_without_its_reasoning(env: JudgeEnv, judge: Judge) -> None:
+    judge.says = ["Score: 2 would be too low.</think>\nScore: 7"]
+    assert graded(env, "<think>a secret thought</think>an answer") == (0.7, True)
+    (asked,) = judge.asked
+    assert "an answer" in asked["messages"][0]["content"]
+    assert "secret" not in asked["messages"][0]["content"]
+    assert graded(env, "<think>a thought without an end") == (0.0, False)
+    assert len(judge.asked) == 1, "there is nothing to judge"
+
+
 def test_the_judges_number_is_the_score(env: JudgeEnv, judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_API_KEY", "sesame")
     judge.says = ["It is fine.\nScore: 7"]

@@ -129,6 +129,8 @@ def test_a_score_from_0_to_1_is_laid_over_minus_1_to_1(env: ReasoningGymEnv) -> 
     answer = question.entry["answer"]
     assert graded(env, question, f"so <answer> {answer} </answer>") == Grade(1.0, True, answer)
     assert graded(env, question, f"<think><answer>{answer}</answer></think> I forgot") == Grade(-1.0, False, None)
+    unended = Response(f"<answer>{answer}</answer>", 5, False, "<think>\n")
+    assert asyncio.run(env.grade(question, unended)) == Grade(-1.0, False, None)
     padded = graded(env, question, f"<answer>{'x' * len(answer)}{answer}</answer>")
     assert padded.score == pytest.approx(0.0), "the package gives half for an answer twice as long that holds the right one"
     assert not padded.correct

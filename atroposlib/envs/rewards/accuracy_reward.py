@@ -9,9 +9,10 @@ import threading
 from decimal import Decimal
 from typing import Any
 
-from atroposlib.envs.rewards.reward_function import RewardFunction, references
+from atroposlib.envs.rewards.reward_function import RewardFunction, openings, references
 from atroposlib.utils.boxed import boxed_contents, last_boxed
 from atroposlib.utils.math_scoring import MathScorer, as_number, compare_plainly, equal_in_this_process
+from atroposlib.utils.thinking import answer_part
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class AccuracyReward(RewardFunction):
 
     Args:
         tolerance: greatest absolute difference of numbers.
-        split_on_think_tag: only what follows the last </think> counts.
+        split_on_think_tag: answers inside the reasoning do not count.
         max_boxed_threshold: a completion with more different answers than this is not looked at any further.
     """
 
@@ -87,19 +88,20 @@ class AccuracyReward(RewardFunction):
             completions: texts or messages.
             solution: the reference for all, or one for each; may be a worked solution that ends with the answer.
             ground_truth: another name for it.
+            kwargs: `opened` or `prompts`, see `openings`.
 
         Raises:
             ValueError: no reference, or not one for each.
         """
         golds = references(solution if solution is not None else ground_truth, len(completions))
         return [
-            float(self._is_right(self.get_content(completion), gold))
-            for completion, gold in zip(completions, golds, strict=True)
+            float(self._is_right(self.get_content(completion), gold, opened))
+            for completion, gold, opened in zip(completions, golds, openings(completions, kwargs), strict=True)
         ]
 
-    def _is_right(self, text: str, gold: str) -> bool:
+    def _is_right(self, text: str, gold: str, opened: str) -> bool:
         if self.split_on_think_tag:
-            text = text.rpartition("</think>")[2]
+            text = answer_part(text, opened)
         answers = final_answers(text)
         if not answers or len(answers) > self.max_boxed_threshold:
             return False
@@ -112,4 +114,5 @@ def accuracy_reward(completions: list[Any], solution: Any = None, ground_truth: 
     options = {
         key: kwargs[key] for key in ("tolerance", "split_on_think_tag", "max_boxed_threshold", "weight") if key in kwargs
     }
-    return AccuracyReward(**options)(completions, solution=solution, ground_truth=ground_truth)
+    rest = {key: value for key, value in kwargs.items() if key not in options}
+    return AccuracyReward(**options)(completions, solution=solution, ground_truth=ground_truth, **rest)

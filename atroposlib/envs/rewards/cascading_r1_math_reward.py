@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from typing import Any
 
 from atroposlib.envs.rewards import accuracy_reward as math_accuracy
-from atroposlib.envs.rewards.reward_function import RewardFunction
-
-logger = logging.getLogger(__name__)
+from atroposlib.envs.rewards.reward_function import RewardFunction, openings
+from atroposlib.utils.boxed import BOXED
+from atroposlib.utils.thinking import read_reasoning
 
 FORMAT_BONUS = 0.5
-WELL_FORMED = re.compile(r"\s*<think>(?:(?!</?think>).)+</think>\s*(?!<answer>)(?:(?!</?think>).)*\\boxed\s*\{.*", re.DOTALL)
+THINK_TAG = re.compile("</?think>")
 
 
 def get_completion_content(completion: Any) -> str:
@@ -21,17 +20,28 @@ def get_completion_content(completion: Any) -> str:
 
 
 def format_reward(completions: list[Any], reward_value: float = FORMAT_BONUS, **kwargs: Any) -> list[float]:
-    r"""`reward_value` for thinking in tags followed, outside of any other tag, by an answer in \boxed{}; else 0."""
-    return [reward_value if WELL_FORMED.fullmatch(get_completion_content(entry)) else 0.0 for entry in completions]
+    r"""`reward_value` for one block of reasoning followed, outside of any other tag, by an answer in \boxed{}; else 0."""
+    texts = zip(map(get_completion_content, completions), openings(completions, kwargs), strict=True)
+    return [reward_value if is_well_formed(text, opened) else 0.0 for text, opened in texts]
+
+
+def is_well_formed(text: str, opened: str = "") -> bool:
+    r"""Whether a completion is one block of reasoning that is not empty, and then an answer in \boxed{}."""
+    parts = read_reasoning(text, opened)
+    if len(parts.blocks) != 1 or parts.opening.strip() or not parts.closed:
+        return False
+    (thought,), answer = parts.blocks, parts.answer.lstrip()
+    tagged = answer.startswith("<answer>") or THINK_TAG.search(thought) or THINK_TAG.search(answer)
+    return bool(thought) and not tagged and BOXED.search(answer) is not None
 
 
 def accuracy_reward(completions: list[Any], solution: Any, **kwargs: Any) -> list[float]:
     """1 for a right answer, else 0; see accuracy_reward.AccuracyReward."""
-    return math_accuracy.AccuracyReward()(completions, solution=solution)
+    return math_accuracy.AccuracyReward()(completions, solution=solution, **kwargs)
 
 
 def cascading_r1_math_reward(completions: list[Any], solution: Any, **kwargs: Any) -> list[float]:
     """Accuracy, plus the format's bonus where the answer is right."""
-    right = accuracy_reward(completions, solution)
-    bonus = format_reward(completions)
+    right = accuracy_reward(completions, solution, **kwargs)
+    bonus = format_reward(completions, **kwargs)
     return [score + extra if score else 0.0 for score, extra in zip(right, bonus, strict=True)]

@@ -7,7 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from atroposlib.envs.rewards.reward_function import RewardFunction
+from atroposlib.envs.rewards.reward_function import RewardFunction, openings
+from atroposlib.utils.thinking import answer_part
 
 logger = logging.getLogger(__name__)
 
@@ -16,7 +17,7 @@ DEFAULT_PATTERNS = (re.compile(CLUE, re.IGNORECASE),)
 
 
 class CrosswordFormatReward(RewardFunction):
-    """`reward_value` for a completion in which one of the patterns is found, else 0.
+    """`reward_value` for a completion with one of the patterns outside of its reasoning, else 0.
 
     Args:
         format_patterns: compiled; the group `word`, if a pattern has it, is what is checked for invalid characters.
@@ -41,8 +42,9 @@ class CrosswordFormatReward(RewardFunction):
         self.valid_chars = valid_chars
 
     def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
-        """`reward_value` or 0.0 each."""
-        return [self.reward_value if self._fits(self.get_content(completion)) else 0.0 for completion in completions]
+        """`reward_value` or 0.0 each. Keywords: see `openings`."""
+        texts = zip(map(self.get_content, completions), openings(completions, kwargs), strict=True)
+        return [self.reward_value if self._fits(answer_part(text, opened)) else 0.0 for text, opened in texts]
 
     def _fits(self, text: str) -> bool:
         found = [match for pattern in self.format_patterns for match in pattern.finditer(text)]
@@ -55,4 +57,6 @@ class CrosswordFormatReward(RewardFunction):
 def crossword_format_reward(completions: list[Any], **kwargs: Any) -> list[float]:
     """See CrosswordFormatReward, whose options come by keyword."""
     names = ("format_patterns", "reward_value", "penalize_invalid_chars", "valid_chars", "weight")
-    return CrosswordFormatReward(**{key: kwargs[key] for key in names if key in kwargs})(completions)
+    options = {key: kwargs[key] for key in names if key in kwargs}
+    rest = {key: value for key, value in kwargs.items() if key not in options}
+    return CrosswordFormatReward(**options)(completions, **rest)

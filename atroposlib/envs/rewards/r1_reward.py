@@ -1,24 +1,32 @@
-"""Rewards thinking in <think> tags, followed by a response that contains the answer."""
+"""Rewards a block of reasoning, followed by a response that contains the answer."""
 
 from __future__ import annotations
 
 import logging
-import re
 from typing import Any
 
-from atroposlib.envs.rewards.reward_function import RewardFunction, references
+from atroposlib.envs.rewards.reward_function import RewardFunction, openings, references
+from atroposlib.utils.thinking import read_reasoning
 
 logger = logging.getLogger(__name__)
 
-THINKING = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 
+def parse_reasoning_response(text: str, opened: str = "") -> dict[str, Any]:
+    """Split a completion into its reasoning and the rest.
 
-def parse_reasoning_response(text: str) -> dict[str, Any]:
-    """Split a text into `thinking_content` and `response`. With several thinking parts, all of it is the response."""
-    found = list(THINKING.finditer(text))
-    if len(found) != 1:
-        return {"thinking_content": "", "response": text, "multiple_thinking": len(found) > 1}
-    return {"thinking_content": found[0][1].strip(), "response": text[found[0].end() :].strip(), "multiple_thinking": False}
+    Args:
+        text: the completion.
+        opened: what the prompt opened; see `atroposlib.utils.thinking.opened_by`.
+
+    Returns:
+        `thinking_content`, empty if the reasoning never ends; `response`; `multiple_thinking`, True for several blocks.
+    """
+    parts = read_reasoning(text, opened)
+    return {
+        "thinking_content": parts.reasoning.strip() if parts.closed else "",
+        "response": parts.answer.strip(),
+        "multiple_thinking": len(parts.blocks) > 1,
+    }
 
 
 class FormatReasoningReward(RewardFunction):
@@ -40,18 +48,16 @@ class FormatReasoningReward(RewardFunction):
         self.allow_multiple_thinking = allow_multiple_thinking
 
     def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
-        """`reward_value` or 0.0 each."""
-        return [self.reward_value if self._fits(self.get_content(completion)) else 0.0 for completion in completions]
+        """`reward_value` or 0.0 each. Keywords: see `openings`."""
+        texts = zip(map(self.get_content, completions), openings(completions, kwargs), strict=True)
+        return [self.reward_value if self._fits(text, opened) else 0.0 for text, opened in texts]
 
-    def _fits(self, text: str) -> bool:
-        parsed = parse_reasoning_response(text)
-        thinking, response = parsed["thinking_content"], parsed["response"]
-        if parsed["multiple_thinking"]:
-            if not self.allow_multiple_thinking:
-                return False
-            parts = list(THINKING.finditer(text))
-            thinking, response = "".join(part[1] for part in parts).strip(), text[parts[-1].end() :].strip()
-        return bool((thinking or not self.require_thinking) and (response or not self.require_response))
+    def _fits(self, text: str, opened: str) -> bool:
+        parsed = parse_reasoning_response(text, opened)
+        if parsed["multiple_thinking"] and not self.allow_multiple_thinking:
+            return False
+        has_thinking, has_response = bool(parsed["thinking_content"]), bool(parsed["response"])
+        return (has_thinking or not self.require_thinking) and (has_response or not self.require_response)
 
 
 class AccuracyXReward(RewardFunction):
@@ -71,15 +77,15 @@ class AccuracyXReward(RewardFunction):
         self.reward_value = reward_value
 
     def compute(self, completions: list[Any], solution: Any = None, **kwargs: Any) -> list[float]:
-        """`reward_value` or 0.0 each.
+        """`reward_value` or 0.0 each. Keywords: see `openings`.
 
         Raises:
             ValueError: no reference, or not one for each.
         """
         golds = references(solution, len(completions))
         scores = []
-        for completion, gold in zip(completions, golds, strict=True):
-            response, wanted = parse_reasoning_response(self.get_content(completion))["response"].strip(), gold.strip()
+        for completion, gold, opened in zip(completions, golds, openings(completions, kwargs), strict=True):
+            response, wanted = parse_reasoning_response(self.get_content(completion), opened)["response"], gold.strip()
             if not self.case_sensitive:
                 response, wanted = response.lower(), wanted.lower()
             right = response == wanted if self.exact_match else wanted in response
@@ -101,20 +107,20 @@ class R1Reward(RewardFunction):
         Raises:
             ValueError: no reference, or not one for each.
         """
-        both = (self.format_reward(completions), self.accuracy_reward(completions, solution=solution))
+        both = (self.format_reward(completions, **kwargs), self.accuracy_reward(completions, solution=solution, **kwargs))
         return [sum(scores) for scores in zip(*both, strict=True)]
 
 
 def format_reasoning_reward(completions: list[Any], **kwargs: Any) -> list[float]:
     """See FormatReasoningReward."""
-    return FormatReasoningReward()(completions)
+    return FormatReasoningReward()(completions, **kwargs)
 
 
 def accuracy_reward(completions: list[Any], solution: Any, **kwargs: Any) -> list[float]:
     """See AccuracyXReward."""
-    return AccuracyXReward()(completions, solution=solution)
+    return AccuracyXReward()(completions, solution=solution, **kwargs)
 
 
 def r1_reward(completions: list[Any], solution: Any, **kwargs: Any) -> list[float]:
     """See R1Reward."""
-    return R1Reward()(completions, solution=solution)
+    return R1Reward()(completions, solution=solution, **kwargs)

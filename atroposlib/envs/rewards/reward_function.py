@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from atroposlib.utils.thinking import opened_by
+
 logger = logging.getLogger(__name__)
 
 
@@ -86,6 +88,23 @@ class RewardFunction(ABC):
                     if isinstance(content, str):
                         return content
         raise TypeError(f"no text of an assistant in {completion!r:.200}; give a string, a message or a list of messages")
+
+
+def openings(completions: Sequence[Any], options: Mapping[str, Any]) -> list[str]:
+    """Return what the prompt of each completion opened; see `atroposlib.utils.thinking.opened_by`.
+
+    Args:
+        completions: what is scored.
+        options: keywords of the reward. `opened` is one text for all or one for each. `prompts` are the texts of the prompts.
+
+    Raises:
+        ValueError: there is not one entry for each completion.
+    """
+    opened, prompts = options.get("opened"), options.get("prompts")
+    if opened is None and prompts is not None:
+        prompts = [prompts] * len(completions) if isinstance(prompts, str) else prompts
+        opened = [opened_by(prompt) if isinstance(prompt, str) else "" for prompt in prompts]
+    return references(opened or "", len(completions), "opened")
 
 
 def references(given: Any, count: int, what: str = "solution") -> list[str]:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from atroposlib.envs.rewards import CombinedReward, RewardFunction, registry
 from atroposlib.envs.rewards.accuracy_reward import AccuracyReward
@@ -172,6 +174,29 @@ def test_thinking_and_response() -> None:
     assert r1_reward(texts, solution="5") == [1.5, 0.0, 1.0, 1.0, 0.0]
     assert FormatReasoningReward(allow_multiple_thinking=True)(texts) == [0.5, 0.0, 0.0, 0.5, 0.0]
     assert parse_reasoning_response(texts[0]) == {"thinking_content": "a", "response": "It is 5", "multiple_thinking": False}
+
+
+@given(
+    thought=st.text(alphabet="ab 5\n", max_size=8),
+    answer=st.sampled_from(["", r"\boxed{5}", r"\boxed{4}", "1-Across: FIVE 5", "<answer>5</answer>"]),
+    name=st.sampled_from(
+        ["accuracy", "accuracy_x", "r1", "format_reasoning", "format", "cascading_r1_math", "crossword_format"]
+    ),
+)
+def test_a_tag_in_the_prompt_is_worth_as_much_as_one_in_the_completion(thought: str, answer: str, name: str) -> None:
+    reward = registry.create(name)
+    rest = f"{thought}\\boxed{{5}}</think>{answer}"
+    (expected,) = reward(["<think>" + rest], solution="5")
+    assert reward([rest], solution="5") == [expected]
+    assert reward([rest], solution="5", opened="<think>\n") == [expected]
+    assert reward([rest, rest], solution="5", prompts=["<|assistant|><think>", "<|assistant|>"]) == [expected] * 2
+    unended = thought + r"\boxed{5} 1-Across: FIVE <answer>5</answer>"
+    assert reward([unended], solution="5", opened="<think>") == reward([f"<think>{unended}"], solution="5") == [0.0]
+
+
+def test_what_the_prompts_opened_is_given_for_all_or_for_each() -> None:
+    with pytest.raises(ValueError, match="opened has 2 entries for 1 completions"):
+        registry.create("r1")(["x"], solution="x", opened=["", ""])
 
 
 def test_the_format_counts_only_for_right_answers() -> None:

@@ -152,6 +152,8 @@ def test_thinking_is_stripped_and_shortened_from_the_front() -> None:
     assert truncate_thinking(long, tokenizer, 2) == "<think>\n... st\n</think>done"
     assert truncate_thinking("<think> </think>done", tokenizer, 2) == "<think></think>done"
     assert truncate_thinking("no thoughts", tokenizer, 2) == "no thoughts"
+    assert strip_thinking("b</think>c") == "c", "the prompt opened the block"
+    assert truncate_thinking(long.removeprefix("<think>"), tokenizer, 6) == "... last\n</think>done"
 
 
 def test_histories_lose_their_oldest_turns_until_they_fit() -> None:

@@ -22,6 +22,8 @@ from example_trainer.errors import ConfigError
         (r"\boxed{twelve hundred}", -1.0),
         (r"\boxed{1200", -1.0),
         ("", -1.0),
+        (r"\boxed{7}</think>\boxed{1200}", 1.0),
+        (r"<think>\boxed{1200}", -1.0),
     ],
 )
 def test_the_last_box_counts(text: str, score: float) -> None:

@@ -1,0 +1,227 @@
+r"""Tell the reasoning in a response from its answer. Pure.
+
+>>> answer_part("<think>4 or 5?</think>5"), answer_part("4 or 5?</think>5"), answer_part("4 or 5?", opened="<think>\n")
+('5', '5', '')
+
+Many chat templates open the reasoning themselves: the prompt ends with `<think>`, and the response begins inside the block.
+`opened_by` reads that from the prompt, and `read_reasoning` takes it. docs/environments.md lists the rules.
+"""
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+TAGS: tuple[tuple[str, str], ...] = (
+    ("<think>", "</think>"),
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),
+    ("<reasoning>", "</reasoning>"),
+    ("<seed:think>", "</seed:think>"),
+    ("[THINK]", "[/THINK]"),
+    ("◁think▷", "◁/think▷"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|inner_prefix|>", "<|inner_suffix|>"),
+    ("<|channel>thought", "<channel|>"),
+    ("<|channel|>analysis<|message|>", "<|end|>"),
+)
+"""Opening and closing tag of each kind of reasoning block."""
+
+HARMONY_END = "<|end|>"
+"""Ends every message of the gpt-oss format, so that alone it does not end a reasoning block."""
+HARMONY_MARKS = re.compile(
+    r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)(?: <\|constrain\|>\w+)?<\|message\|>|<\|(?:end|return)\|>"
+)
+"""What stands around the visible messages of that format."""
+
+SPECIAL_MARKS: tuple[frozenset[str], ...] = (
+    *(frozenset(pair) for pair in TAGS[:-2]),
+    frozenset({"<|channel>", "<channel|>"}),
+    frozenset({"<|start|>", "<|channel|>", "<|message|>", "<|end|>"}),
+)
+"""Of each kind, the tokens that some tokenizers hold as special ones. A decoder that drops them hides where reasoning ends."""
+
+_FLAGS = re.IGNORECASE
+_ANY_TAG = re.compile("|".join(re.escape(tag) for pair in TAGS for tag in pair), _FLAGS)
+_CLOSE_OF = {opening.lower(): closing.lower() for opening, closing in TAGS}
+_IMPLIED = frozenset(closing.lower() for _, closing in TAGS) - {HARMONY_END}
+_AT_PROMPT_END = re.compile(
+    "(?:"
+    + "|".join(
+        rf"{re.escape(opening)}\s*(?:{re.escape(closing)}\s*)?"
+        + (rf"|{re.escape(closing)}\s*" if closing != HARMONY_END else "")
+        for opening, closing in TAGS
+    )
+    + r")\Z",
+    _FLAGS,
+)
+_LONGEST_END = 200
+"""Characters at the end of a prompt in which `opened_by` looks for a tag."""
+_FENCE = re.compile(r"(?:^|(?<=[>\]▷]))[ \t]*(```+|~~~+)[ \t]*(\S?)", re.MULTILINE)
+"""A line that begins or ends a fenced block; a closing tag may stand directly before the first one."""
+
+
+@dataclass(frozen=True)
+class Reasoned:
+    """A response, taken apart.
+
+    Attributes:
+        blocks: text of each reasoning block, without its tags.
+        answer: text outside of the blocks.
+        closed: False if the response ends inside a block.
+        spans: (first, one past the last) character of each block in the response, tags included.
+        insides: the same without the tags.
+        opening: text before the first block; all of the answer if there is no block.
+    """
+
+    blocks: tuple[str, ...]
+    answer: str
+    closed: bool
+    spans: tuple[tuple[int, int], ...]
+    insides: tuple[tuple[int, int], ...]
+    opening: str
+
+    @property
+    def reasoning(self) -> str:
+        """The text of all blocks, one below the other."""
+        return "\n".join(self.blocks)
+
+
+def opened_by(prompt: str) -> str:
+    r"""Return the tags that end a prompt and belong to the response, with the white space around them.
+
+    >>> opened_by("<|im_start|>assistant\n<think>\n"), opened_by("<|im_start|>assistant\n")
+    ('<think>\n', '')
+
+    Args:
+        prompt: its text, special tokens included.
+
+    Returns:
+        An opening tag, the tags of an empty block, a lone closing tag, or nothing.
+    """
+    found = _AT_PROMPT_END.search(prompt[-_LONGEST_END:])
+    return found[0] if found else ""
+
+
+def answer_part(text: str, opened: str = "") -> str:
+    """Return what a response says outside of its reasoning; empty if the reasoning never ends.
+
+    Args:
+        text: the response.
+        opened: what the prompt opened; see `opened_by`.
+    """
+    return read_reasoning(text, opened).answer
+
+
+def read_reasoning(text: str, opened: str = "", skip: Sequence[tuple[int, int]] = ()) -> Reasoned:
+    """Take a response apart.
+
+    A closing tag without an opening one ends a block that began with the response. A tag in quotes is text, and so is a
+    tag inside a fenced block of code of the answer.
+
+    Args:
+        text: the response.
+        opened: what the prompt opened; see `opened_by`.
+        skip: spans of the response, in order, in which tags are text.
+    """
+    spans: list[tuple[int, int]] = []
+    inside: list[tuple[int, int]] = []
+    waits_for = _left_open(opened)
+    begin = inner = 0  # of the block that is open: with its tag, and behind it
+    fences: _Fences | None = None
+    region = 0
+    for start, end, tag in _tags(text, skip):
+        if waits_for is not None:
+            if tag == waits_for:
+                spans.append((begin, end))
+                inside.append((inner, start))
+                waits_for, region = None, end
+            continue
+        fences = fences or _Fences(text)
+        if fences.hold(start, region):
+            continue
+        if tag in _CLOSE_OF:
+            waits_for, begin, inner = _CLOSE_OF[tag], start, end
+        elif tag in _IMPLIED:
+            # Nothing is open: all that was written so far is reasoning.
+            spans, inside, region = [(0, end)], [(0, start)], end
+    if waits_for is not None:
+        spans.append((begin, len(text)))
+        inside.append((inner, len(text)))
+    edges = [0, *(edge for span in spans for edge in span), len(text)]
+    visible = [HARMONY_MARKS.sub("", text[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+    blocks = tuple(text[a:b] for a, b in inside)
+    return Reasoned(blocks, "".join(visible), waits_for is None, tuple(spans), tuple(inside), visible[0])
+
+
+def leaves_open(opened: str) -> bool:
+    """Whether a response begins inside of a block that the prompt opened; see `opened_by`."""
+    return _left_open(opened) is not None
+
+
+def _left_open(opened: str) -> str | None:
+    """Return the closing tag of the block that the prompt left open, in lower case."""
+    tags = [match[0].lower() for match in _ANY_TAG.finditer(opened)]
+    return _CLOSE_OF.get(tags[-1]) if tags else None
+
+
+def _tags(text: str, skip: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, str]]:
+    """Yield start, end and lower-case text of each tag that is not quoted and not in a span to skip."""
+    starts = [start for start, _ in skip]
+    for match in _ANY_TAG.finditer(text):
+        start, end = match.span()
+        before = bisect_left(starts, end) - 1
+        if before >= 0 and start < skip[before][1]:
+            continue
+        if not _is_quoted(text, start, end):
+            yield start, end, match[0].lower()
+
+
+def _is_quoted(text: str, start: int, end: int) -> bool:
+    """Whether a tag stands alone between two quotes of one kind, of which the first one opens."""
+    if not 0 < start <= end < len(text) or text[start - 1] != text[end] or text[end] not in "`'\"":
+        return False
+    # `"a"</think>"a"` has a quote on both sides, too. There the one before the tag closes.
+    earliest = max(start - _LONGEST_END, 0)
+    line = max(text.rfind("\n", earliest, start), earliest - 1) + 1
+    return text.count(text[end], line, start) % 2 == 1
+
+
+class _Fences:
+    """Fenced blocks of code in a text, found as far as they are needed; time is linear in the text."""
+
+    def __init__(self, text: str) -> None:
+        lines = [(match.start(1), match[1][0], len(match[1]), bool(match[2])) for match in _FENCE.finditer(text)]
+        self._lines = lines
+        self._starts = [line[0] for line in lines]
+        self._longest_after: dict[str, list[int]] = {}
+        for character in "`~":
+            longest = [0]
+            for _, kind, length, has_info in reversed(lines):
+                longest.append(max(longest[-1], length if kind == character and not has_info else 0))
+            self._longest_after[character] = longest[::-1]
+        self._region = -1
+        self._at = 0
+        self._block = (-1, -1)
+
+    def hold(self, position: int, region: int) -> bool:
+        """Whether a closed fenced block that begins at `region` or later holds a position. Positions must not fall."""
+        if region != self._region:
+            self._region, self._at, self._block = region, bisect_left(self._starts, region), (-1, -1)
+        while self._block[1] <= position and self._at < len(self._lines) and self._starts[self._at] < position:
+            closing = self._closing(self._at)
+            if closing is not None:
+                self._block = (self._starts[self._at], self._starts[closing])
+            self._at = self._at + 1 if closing is None else closing + 1
+        return self._block[0] < position < self._block[1]
+
+    def _closing(self, opening: int) -> int | None:
+        _, character, length, _ = self._lines[opening]
+        if self._longest_after[character][opening + 1] < length:
+            return None
+        for index in range(opening + 1, len(self._lines)):
+            _, kind, other, has_info = self._lines[index]
+            if kind == character and other >= length and not has_info:
+                return index
+        return None

@@ -1,0 +1,95 @@
+"""Every environment with a final answer reads it outside of the reasoning, whether prompt or model opened that."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atroposlib.envs.multi_turn import Conversation, Turn
+from atroposlib.envs.single_turn import Response, as_response
+from atroposlib.inference.sequence_tracker import SequenceNode
+from atroposlib.utils.math_scoring import MathScorer
+from environments.arithmetic_problems import held_out_problems
+from environments.arithmetic_server import ArithmeticEnv
+from environments.calculator_problems import held_out_calculations
+from environments.calculator_server import CalculatorEnv
+from environments.letter_count_server import LetterCount
+from environments.math_data import Question
+from environments.math_server import MathEnv
+from example_trainer.batch.problems import Problem
+
+THINK = "<think>\n"
+Graded = Callable[[str, str], bool]
+"""From a response and what its prompt opened to whether the answer is right."""
+
+
+@pytest.fixture(scope="module")
+def scorer() -> Iterator[MathScorer]:
+    made = MathScorer()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module", params=["arithmetic", "letter_count", "math", "calculator", "simple_rl"])
+def graded(request: pytest.FixtureRequest, tokenizer_dir: Path, scorer: MathScorer) -> Any:
+    """A grader, the right answer of its problem and a wrong one."""
+    if request.param == "simple_rl":
+        return (lambda text, opened: Problem("q", "7").score(text, opened) > 0), "7", "8"
+    kinds: dict[str, Any] = {"arithmetic": ArithmeticEnv, "letter_count": LetterCount, "math": MathEnv}
+    kind = kinds.get(request.param, CalculatorEnv)
+    config, servers = kind.config_init()
+    config.tokenizer_name = str(tokenizer_dir)
+    env = kind(config, servers)
+    if kind is CalculatorEnv:
+        (calculation,) = held_out_calculations(1)
+
+        def of_talk(text: str, opened: str) -> bool:
+            talk = Conversation([], item=calculation, turns=[Turn(text, 5, True, opened=opened)])
+            return bool(asyncio.run(env.grade(talk)).correct)
+
+        return of_talk, str(calculation.answer), str(calculation.answer + 1)
+    problem: Any = {
+        "arithmetic": held_out_problems(1)[0],
+        "letter_count": ("banana", "a"),
+        "math": Question("q", "18"),
+    }[request.param]
+    right = {"arithmetic": str(getattr(problem, "answer", "")), "letter_count": "3", "math": "18"}[request.param]
+    if kind is MathEnv:
+        env.scorer = scorer
+
+    def of_answer(text: str, opened: str) -> bool:
+        return bool(asyncio.run(env.grade(problem, Response(text, 5, True, opened))).correct)
+
+    return of_answer, right, str(int(right) + 1)
+
+
+@given(data=st.data())
+def test_the_reasoning_is_never_the_answer(graded: tuple[Graded, str, str], data: st.DataObject) -> None:
+    grade, right, wrong = graded
+    inside = data.draw(st.sampled_from([right, wrong]))
+    box = f"So \\boxed{{{inside}}}."
+    assert not grade(box, THINK), "reasoning that never ends holds no answer"
+    assert not grade(f"<think>{box}", "")
+    assert not grade(f"{box}</think>I do not know.", data.draw(st.sampled_from([THINK, ""])))
+    for answer in (right, wrong):
+        for text, opened in [(f"{box}</think>", THINK), (f"{box}</think>", ""), (f"<think>{box}</think>", "")]:
+            assert grade(f"{text}\\boxed{{{answer}}}", opened) == (answer == right)
+    assert grade(f"\\boxed{{{right}}}", "<think>\n\n</think>\n\n")
+
+
+def test_a_response_knows_what_its_prompt_opened() -> None:
+    class Choice:
+        class message:
+            content = "5</think>4"
+
+        finish_reason = "stop"
+
+    def of(metadata: Any) -> Response:
+        return as_response(Choice, SequenceNode(full_text="", tokens=[1], masked_tokens=[1], logprobs=[0.0], metadata=metadata))
+
+    assert of({"opened": THINK}).opened == THINK
+    assert of(None).answer == of({}).answer == "4"
