@@ -7,7 +7,7 @@ from typing import Any
 
 from atroposlib.envs.rewards import accuracy_reward as math_accuracy
 from atroposlib.envs.rewards.reward_function import RewardFunction, openings
-from atroposlib.utils.boxed import BOXED
+from atroposlib.utils.boxed import boxed_contents
 from atroposlib.utils.thinking import read_reasoning
 
 FORMAT_BONUS = 0.5
@@ -32,7 +32,7 @@ def is_well_formed(text: str, opened: str = "") -> bool:
         return False
     (thought,), answer = parts.blocks, parts.answer.lstrip()
     tagged = answer.startswith("<answer>") or THINK_TAG.search(thought) or THINK_TAG.search(answer)
-    return bool(thought) and not tagged and BOXED.search(answer) is not None
+    return bool(thought) and not tagged and bool(boxed_contents(answer))
 
 
 def accuracy_reward(completions: list[Any], solution: Any, **kwargs: Any) -> list[float]:
