@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
+from atroposlib.utils.parent_death import end_with_parent
 from example_trainer.errors import ConfigError, TrainerError
 
 logger = logging.getLogger(__name__)
@@ -113,6 +114,8 @@ def run(main: Callable[[StopSignal], None]) -> int:
         0 when done; 2 for a wrong option; 1 for any other error; 128 + the signal's number when one asked to stop.
     """
     log_to_stdout()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()  # a rank of a torchrun that was killed would wait for the others, and hold its GPU
     stop = StopSignal()
     stop.install()
     try:

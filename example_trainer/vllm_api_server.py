@@ -26,6 +26,7 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from atroposlib.utils.connections import SERVER_KEEPS_SECONDS
+from atroposlib.utils.parent_death import end_forked_with_parent, end_with_parent
 from vllm_patching.server.flags import (
     fail,
     parse_arguments,
@@ -37,6 +38,12 @@ from vllm_patching.server.flags import (
 
 if TYPE_CHECKING:
     from vllm_patching.server.access import Door
+
+if __name__ == "__mp_main__":
+    # This is a process that vLLM has spawned: an engine core, a worker or a coordinator of replicas. They rename themselves, so
+    # `pkill -f vllm` misses them, and vLLM lets an engine core outlive its server.
+    end_with_parent()
+    end_forked_with_parent()
 
 WORKER_EXTENSION = "vllm_patching.worker.extension.LockstepWorkerExtension"
 LAST_ANSWERS_SECONDS = 2
@@ -279,6 +286,7 @@ def main(arguments: list[str] | None = None) -> None:
     check_model(args.model)
     check_port(args.host, args.port)
     listen_alone(args.port)
+    end_forked_with_parent()
     prepare_environment(args, shared)
     door = make_door(args, os.environ)
     if shared:

@@ -20,6 +20,8 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
+from atroposlib.utils.parent_death import end_with_parent
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -143,7 +145,7 @@ class _Turns:
 def _new_child() -> ProcessPoolExecutor:
     # Spawned, not forked: a forked child would hold the parent's connections and locks.
     return ProcessPoolExecutor(
-        1, mp_context=multiprocessing.get_context("spawn"), initializer=_limit_memory, initargs=(MAX_CHILD_BYTES,)
+        1, mp_context=multiprocessing.get_context("spawn"), initializer=_prepare_child, initargs=(MAX_CHILD_BYTES,)
     )
 
 
@@ -158,6 +160,11 @@ async def _ready(child: ProcessPoolExecutor, function: Callable[..., object]) ->
             await asyncio.get_running_loop().run_in_executor(child, callable, function)
     except (BrokenProcessPool, TimeoutError) as error:
         raise StartFailed(f"no child process for {function.__name__} could be started: {error!r}") from error
+
+
+def _prepare_child(limit: int) -> None:
+    end_with_parent()  # a child waits for calls on a queue, and would not notice by itself that its parent was killed
+    _limit_memory(limit)
 
 
 def _limit_memory(most: int) -> None:

@@ -73,9 +73,9 @@ class Record:
     def leftovers(self) -> list[Identity]:
         """Processes of this part that outlived their keeper, which only SIGKILL of the keeper makes possible.
 
-        vLLM's engine is one: `pkill -f vllm` does not find it, for it calls itself VLLM::EngineCore, and it does not notice
-        that its server is gone. It is known by this part's log, which is its standard output. Only processes of this user that
-        were started after the keeper are looked at.
+        The engine of a server of another project is one: it may rename itself, so `pkill -f` misses it, and not notice that its
+        server has ended. It is recognized by this part's log, which is its standard output. Only processes of this user that
+        were started after the keeper are considered.
         """
         if self.keeper.is_alive() or self.keeper.boot != boot_id():
             return []

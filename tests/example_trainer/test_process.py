@@ -5,13 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from example_trainer.child_processes.guard import parents
 from example_trainer.errors import BridgeError, ConfigError, ModelError
 from example_trainer.process import StopRequested, StopSignal, log_to_stdout, run
+from tests.conftest import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -117,3 +123,32 @@ def test_plain_lines_have_no_level_and_warnings_do(capsys: pytest.CaptureFixture
     assert plain.endswith(" Step 1/100")
     assert "INFO" not in plain
     assert warning.startswith("WARNING ")
+
+
+def test_a_rank_ends_with_its_torchrun(tmp_path: Path) -> None:
+    rank = f"""
+import os, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from example_trainer.process import run
+def main(stop):
+    print(os.getpid(), flush=True)
+    stop.wait(600)
+run(main)
+"""
+    script = tmp_path / "rank.py"
+    script.write_text(rank)
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, {str(script)!r}])"
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "none"}
+    with subprocess.Popen(
+        [sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    ) as torchrun:
+        assert torchrun.stdout is not None
+        try:
+            pid = int(torchrun.stdout.readline())
+            torchrun.kill()
+            deadline = time.monotonic() + 5
+            while pid in parents():
+                assert time.monotonic() < deadline, "the rank outlived its torchrun"
+                time.sleep(0.02)
+        finally:
+            os.killpg(torchrun.pid, signal.SIGKILL)
