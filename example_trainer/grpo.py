@@ -13,6 +13,11 @@ from pathlib import Path
 # Run by path: import from the repository, and never a sibling file by a bare name.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+if __name__ == "__main__":
+    from example_trainer.prerequisites import explain_missing_packages
+
+    explain_missing_packages()
+
 import contextlib
 import logging
 import time

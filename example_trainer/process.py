@@ -12,6 +12,7 @@ from types import FrameType
 
 from atroposlib.utils.parent_death import end_with_parent
 from example_trainer.errors import ConfigError, TrainerError
+from example_trainer.prerequisites import missing_package
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +131,9 @@ def run(main: Callable[[StopSignal], None]) -> int:
         logger.error("%s", " ".join(str(error).split()))
         return 1
     except Exception as error:
+        if isinstance(error, ImportError) and (line := missing_package(error)) is not None:
+            logger.error("%s", line)
+            return 1
         logger.exception("This is a bug in the trainer, or the machine ran out of something:")
         logger.error("%s: %s", type(error).__name__, " ".join(str(error).split()))
         return 1

@@ -10,6 +10,11 @@ says how it computes (dtype, operations, temperature); a worker that cannot do t
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from example_trainer.prerequisites import explain_missing_packages
+
+    explain_missing_packages()
+
 import contextlib
 import logging
 import sys

@@ -20,6 +20,11 @@ from pathlib import Path
 # Run by path: import from the repository, and never a sibling file by a bare name.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+if __name__ == "__main__":
+    from example_trainer.prerequisites import explain_missing_packages
+
+    explain_missing_packages()
+
 import argparse
 import contextlib
 import logging
@@ -50,6 +55,7 @@ from example_trainer.options.algorithm import AlgorithmOptions, CorrectionOption
 from example_trainer.options.model import ModelOptions, OptimizerOptions
 from example_trainer.options.section import Section
 from example_trainer.parallel.ranks import Ranks
+from example_trainer.prerequisites import require_vllm
 from example_trainer.process import StopSignal, run
 from example_trainer.training.device_and_dtype import choose_device, choose_dtype
 from example_trainer.training.loop import NoCheckpoints, Parts
@@ -222,6 +228,7 @@ def train(options: argparse.Namespace, stop: StopSignal) -> None:
         ports = stack.enter_context(PortReservations())
         port, rendezvous = ports.pick(), ports.pick()
         config = trainer_config(options, port)
+        require_vllm()
         objective = make_objective(config)
         pin_settings(config)
         device = choose_device(config)

