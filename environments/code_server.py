@@ -16,7 +16,6 @@ import asyncio
 import importlib
 import logging
 import random
-import re
 from collections.abc import Iterator
 
 from pydantic import Field, field_validator
@@ -27,12 +26,12 @@ from atroposlib.errors import EnvironmentFailure, RolloutFailure, UsageError
 from atroposlib.sandbox import ISOLATIONS, Limits, LocalSandbox, Program, Sandbox, SandboxBroken, SandboxUnavailable
 from atroposlib.sandbox.verdict import Verdict, verdict
 from atroposlib.type_definitions import Message
+from atroposlib.utils.code_blocks import program_in
 from environments.code_problems import MAX_HELD_OUT, CodeProblem, calls_of, held_out_problems, read_rows, training_problems
 
 logger = logging.getLogger(__name__)
 
 SYSTEM_PROMPT = "You write Python. Think first if you like, then give the whole program in one ```python block."
-FENCED = re.compile(r"```[ \t]*(?:python|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL | re.IGNORECASE)
 KINDS = ("timeout", "contained", "crash", "wrong")
 REMEDIES = {
     "timeout": "if right programs need longer, raise --env.sandbox_seconds",
@@ -151,7 +150,8 @@ class CodeEnv(SingleTurnEnv):
         assert self.box is not None, "setup makes it"
         calls, expected = calls_of(problem)
         try:
-            outcome = await self.box.run(Program(program_in(response.answer), problem.function, calls))
+            program = Program(program_in(response.answer, problem.function), problem.function, calls)
+            outcome = await self.box.run(program)
         except SandboxBroken as error:
             self.drops.add("sandbox_broken")
             self.say_once("broken", f"a program could not be run: {error}; is the machine short of memory or processes?")
@@ -197,12 +197,6 @@ class CodeEnv(SingleTurnEnv):
 
     def describe(self, problem: CodeProblem) -> dict[str, object]:
         return {"question": problem.question, "gold_answer": problem.reference}
-
-
-def program_in(answer: str) -> str:
-    """Return the program in an answer without its reasoning: the last block of code, or all of it if it has none."""
-    blocks = FENCED.findall(answer)
-    return str(blocks[-1]) if blocks else answer
 
 
 def make_sandbox(config: CodeConfig) -> Sandbox:
