@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from bench.bridge_figures import markdown, sources
+from bench.on_off_summary import HEAD, differences, row_of
 from bench.results_book import Book, FigureError
 
-COST, PROBE, ON_OFF = "deterministic_cost", "determinism_probe", "bi_on_off"
+COST, PROBE, ON_OFF, PUBLISHED = "deterministic_cost", "determinism_probe", "bi_on_off", "on_off_published"
 SAMPLING = {
     "1 sequence": "sampling, 1 sequence",
     "1 sequence, seeded": "1 sequence, seeded",
@@ -140,6 +141,28 @@ def tokens_off(book: Book) -> str:
     return f"{sum(sum(row['mismatched_tokens']) for row in runs):,} of {sum(sum(row['compared_tokens']) for row in runs):,}"
 
 
+def on_off_table(book: Book) -> str:
+    """The published study's runs, one row each, and by how much the mode changes the last ten steps."""
+    if not book.has(PUBLISHED):
+        return "Not measured yet."
+    page = book.page(PUBLISHED)
+    runs: dict[str, dict[str, Any]] = page["runs"]
+    for name, run in runs.items():
+        book.measured(PUBLISHED, f"runs/{name}")
+        if run["failed"] or run["steps"] != page["steps"]:
+            raise FigureError(f"{PUBLISHED}.json runs/{name}: not a whole run: {run['failed'] or run['steps']}")
+    text = markdown(HEAD, [row_of(run) for run in runs.values()])
+    machine = page["machine"]
+    where = f"{machine['gpus'][0]}, torch {machine['torch']}, vLLM {machine['vllm']}" if machine["gpus"] else "On a CPU"
+    return "\n\n".join(
+        [
+            text,
+            *differences(list(runs.values())),
+            f"{where}. {sources(book, {name: (PUBLISHED, f'runs/{name}') for name in runs})}",
+        ]
+    )
+
+
 def worst_gradient(kind: str) -> Callable[[Book], str]:
     """The largest relative error of an operation's gradients against float64: `bf16` or `float32`."""
 
@@ -210,6 +233,7 @@ NAMED: dict[str, Callable[[Book], str]] = {
     "rewards_on": rewards("on"),
     "rewards_off": rewards("off"),
     "tokens_off": tokens_off,
+    "on_off_published": on_off_table,
     "worst_gradient_bf16": worst_gradient("bf16"),
     "worst_gradient_float32": worst_gradient("float32"),
     "probe_attention_rows": probe_rows("attention, heads of 128"),

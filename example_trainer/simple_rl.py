@@ -27,16 +27,18 @@ if __name__ == "__main__":
 
 import argparse
 import contextlib
+import itertools
 import logging
 import os
 import shlex
+from collections.abc import Iterator
 
 import torch
 
 from example_trainer.api_keys import revealed
 from example_trainer.batch.evaluations import Evaluation
 from example_trainer.batch.local_sampler import HeldOut, SampledBatches, Sampler
-from example_trainer.batch.problems import Task, find_task
+from example_trainer.batch.problems import Problem, Task, find_task
 from example_trainer.batch.reader import BatchReader
 from example_trainer.child_processes.ports import PortReservations
 from example_trainer.child_processes.processes import ProcessError, Supervisor
@@ -89,6 +91,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     told = "JSON lines with question and answer, or module:name of a Task; not given: sums of --digits digits"
     add("--problems", help=told)
     add("--digits", type=int, default=2, help="of each operand (default: %(default)s)")
+    count = "train on the first N problems over and over; not given: on all that the task has"
+    add("--problem-count", type=int, metavar="N", help=count)
     add("--steps", type=int, default=100, help="optimizer steps (default: %(default)s)")
     add("--groups", type=int, default=8, help="problems in a step (default: %(default)s)")
     add("--group-size", type=int, default=16, help="answers to each (default: %(default)s)")
@@ -117,9 +121,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     for section, left_out in PASSED_ON.items():
         add_section(parser, section, left_out)
     options = parser.parse_args(arguments)
-    for name, least in (("staleness", 0), ("evaluate_every", 0), ("held_out", 1)):
-        if getattr(options, name) < least:
-            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: give at least {least}")
+    for name, least in (("staleness", 0), ("evaluate_every", 0), ("held_out", 1), ("problem_count", 1)):
+        if (value := getattr(options, name)) is not None and value < least:
+            parser.error(f"--{name.replace('_', '-')} {value}: give at least {least}")
     for name in ("ppo_epochs", "minibatches"):
         given = getattr(options, name, "1")  # text; what is no number the trainer's options refuse
         if given.isdecimal() and int(given) > 1 and not options.two_copies:
@@ -219,6 +223,11 @@ def make_held_out(options: argparse.Namespace, task: Task, sampler: Sampler, met
     return HeldOut(sampler, task.held_out(options.held_out), options.evaluate_every, record)
 
 
+def repeated(problems: Iterator[Problem], count: int | None) -> Iterator[Problem]:
+    """The first `count` problems over and over, in one order; all problems if no count is given."""
+    return problems if count is None else itertools.cycle(list(itertools.islice(problems, count)))
+
+
 def train(options: argparse.Namespace, stop: StopSignal) -> None:
     """The whole run."""
     task = find_task(options.problems, options.digits)
@@ -254,7 +263,7 @@ def train(options: argparse.Namespace, stop: StopSignal) -> None:
         url = f"http://127.0.0.1:{port}"
         sampler = Sampler(url, folder, options.group_size, options.max_tokens, options.seed, key, config.temperature)
         held_out = make_held_out(options, task, sampler, metrics)
-        problems = task.training(options.seed)
+        problems = repeated(task.training(options.seed), options.problem_count)
         stack.callback(sampler.close)
         reader = BatchReader(config, model.geometry.vocab_size, options.micro_batch * options.max_model_len)
         bridge.connect(model)

@@ -98,7 +98,7 @@ case $kind in
   deterministic) run 520 parity_matrix parity_matrix.py ;;
   deterministic-cost)
     run 330 deterministic_cost deterministic_cost.py
-    run 200 bi_on_off bi_on_off.py --jobs 6
+    run 300 bi_on_off bi_on_off.py --jobs 6
     ;;
   exact)
     for mode in deterministic_single_copy deterministic_broadcast; do

@@ -16,7 +16,8 @@ from example_trainer.algorithm.functions import built_in, import_function, is_im
 from example_trainer.errors import ConfigError, NonFiniteError
 
 Normalisation = Literal["token", "sequence", "constant"]
-
+DEFAULT_BETA = 0.1
+"""β of exponential advantages."""
 
 Advantages = Callable[[Sequence[Sequence[float]]], list[list[float]]]
 """From the scores of a batch, one finite number per rollout of each group, to as many advantages in the same order."""
@@ -83,13 +84,41 @@ def group_batch_advantages(scores: Sequence[Sequence[float]], divide_by_std: boo
     return _in_groups(centred.tolist(), scores)
 
 
-def find_advantages(name: str, divide_by_std: bool = True) -> Advantages:
-    """A function of ours, or one of the user's, which is imported and tried on made-up scores.
+def exponential_advantages(scores: Sequence[float], beta: float) -> list[float]:
+    """Weight each rollout of a group by the exponential of its score, and take 1 off.
+
+        A_i = exp(r_i / β) / mean_j exp(r_j / β) - 1
+
+    The group's highest score is subtracted first, which changes no advantage: every exponential then lies in (0, 1], so no
+    finite score overflows. The advantages of a group sum to 0 and lie between -1 and k - 1 for k rollouts. A small β leaves
+    a gradient to the best rollouts alone: with rewards of 0 and 1 and β = 0.1, one correct rollout of 8 has an advantage of
+    almost 7, and the others of almost -1. Source: the on/off study of TorchTitan's deterministic_vllm_rl experiment.
+
+    Args:
+        scores: finite, one per rollout.
+        beta: β, above 0, in units of the score.
+
+    Returns:
+        One advantage per rollout. If all scores are equal, each is exactly 0.
+    """
+    values = np.asarray(scores, dtype=np.float64)
+    if values.size == 0:
+        return []
+    # A distance beyond the range of float64 becomes -inf, whose exponential is 0, as it is for a large finite distance.
+    with np.errstate(over="ignore", under="ignore"):
+        weights = np.exp((values - values.max()) / beta)
+    result: list[float] = (weights / weights.mean() - 1.0).tolist()
+    return result
+
+
+def find_advantages(name: str, divide_by_std: bool = True, beta: float = DEFAULT_BETA) -> Advantages:
+    """Return a built-in function by name, or import one of the user's and try it on made-up scores.
 
     Args:
         name: one of BUILT_IN, or `module:function`.
         divide_by_std: of `group`, each group's advantages by its standard deviation; of `batch` and `group_batch`, all by the
             batch's. Of the others nothing is divided.
+        beta: of `exponential`; the others do not use it.
 
     Returns:
         A function that raises NonFiniteError where a user's gives NaN or infinity, and ConfigError where it fails otherwise.
@@ -98,7 +127,7 @@ def find_advantages(name: str, divide_by_std: bool = True) -> Advantages:
         ConfigError: it does not exist, cannot be imported, or does not do what it should. One line says what and why.
     """
     if not is_import(name):
-        return built_in("--advantages", name, BUILT_IN)(divide_by_std)
+        return built_in("--advantages", name, BUILT_IN)(divide_by_std, beta)
     function = import_function("--advantages", name, 1, _EXPECTED)
 
     def checked(scores: Sequence[Sequence[float]]) -> list[list[float]]:
@@ -125,15 +154,16 @@ def find_advantages(name: str, divide_by_std: bool = True) -> Advantages:
     return checked
 
 
-BUILT_IN: dict[str, Callable[[bool], Advantages]] = {
-    "group": lambda divide: lambda scores: [group_advantages(group, divide) for group in scores],
-    "leave_one_out": lambda _: lambda scores: [leave_one_out_advantages(group) for group in scores],
-    "batch": lambda divide: lambda scores: batch_advantages(scores, divide),
-    "group_batch": lambda divide: lambda scores: group_batch_advantages(scores, divide),
-    "scores": lambda _: lambda scores: [list(group) for group in scores],
-    "zero": lambda _: lambda scores: [[0.0] * len(group) for group in scores],
+BUILT_IN: dict[str, Callable[[bool, float], Advantages]] = {
+    "group": lambda divide, _: lambda scores: [group_advantages(group, divide) for group in scores],
+    "leave_one_out": lambda *_: lambda scores: [leave_one_out_advantages(group) for group in scores],
+    "batch": lambda divide, _: lambda scores: batch_advantages(scores, divide),
+    "group_batch": lambda divide, _: lambda scores: group_batch_advantages(scores, divide),
+    "exponential": lambda _, beta: lambda scores: [exponential_advantages(group, beta) for group in scores],
+    "scores": lambda *_: lambda scores: [list(group) for group in scores],
+    "zero": lambda *_: lambda scores: [[0.0] * len(group) for group in scores],
 }
-"""Name -> whether to divide -> the function."""
+"""Name -> (whether to divide, β) -> the function."""
 DIVIDED = ("group", "batch", "group_batch")
 """Those whose advantages may be divided by a standard deviation."""
 

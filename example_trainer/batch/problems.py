@@ -3,8 +3,10 @@ r"""Questions with a number for an answer, for `simple_rl.py`: sums made on the 
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import random
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,8 @@ ANSWER_MARK = "####"
 """GSM8K's final answer stands behind it."""
 INSTRUCTION = "\n\nReason step by step, and put the final answer within \\boxed{}."
 """Behind each question of a file; the starter model does so unasked."""
+HELD_OUT_ONE_IN = 10
+"""One pair of operands in this many is held out."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ def find_task(name: str | None, digits: int = 2) -> Task:
         ConfigError: there is no such task or file, or the file holds no problems.
     """
     if name is None:
-        return Task(lambda seed: sums(seed, digits))
+        return Task(lambda seed: sums(seed, digits), lambda count: held_out_sums(count, digits))
     module, colon, attribute = name.partition(":")
     if colon and all(part.isidentifier() for part in [*module.split("."), attribute]):
         try:
@@ -74,18 +78,35 @@ def find_task(name: str | None, digits: int = 2) -> Task:
 
 
 def sums(seed: int, digits: int = 2) -> Iterator[Problem]:
-    """An endless stream of additions and subtractions, the same for the same seed.
+    """Yield additions and subtractions without end, the same for the same seed. None of them is in `held_out_sums`.
 
     Args:
         digits: of each operand, at most.
     """
-    rng = random.Random(seed)
+    return (problem for problem, held_out in _sums(random.Random(seed), digits) if not held_out)
+
+
+def held_out_sums(count: int, digits: int = 2) -> list[Problem]:
+    """Return the first held-out sums, always the same ones, no question twice.
+
+    Args:
+        count: at most so many; operands of one digit have only a few.
+        digits: of each operand, at most.
+    """
+    draws = itertools.islice(_sums(random.Random("held-out sums"), digits), 100 * (count + 100))
+    distinct = dict.fromkeys(problem for problem, held_out in draws if held_out)
+    return list(distinct)[:count]
+
+
+def _sums(rng: random.Random, digits: int) -> Iterator[tuple[Problem, bool]]:
+    """Yield sums, and whether each is held out. A hash of the two operands decides, whichever operation they are in."""
     while True:
         left, right = sorted((rng.randrange(10**digits), rng.randrange(10**digits)), reverse=True)
+        held_out = zlib.crc32(f"{left} {right}".encode()) % HELD_OUT_ONE_IN == 0
         if rng.random() < 0.5:
-            yield Problem(f"What is {left} plus {right}?", str(left + right))
+            yield Problem(f"What is {left} plus {right}?", str(left + right)), held_out
         else:
-            yield Problem(f"What is {left} minus {right}?", str(left - right))
+            yield Problem(f"What is {left} minus {right}?", str(left - right)), held_out
 
 
 def read_problems(path: Path) -> list[Problem]:

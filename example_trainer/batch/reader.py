@@ -89,7 +89,7 @@ class BatchReader:
         self.config, self.lives = config, lives
         self._vocab_size, self._tokens_per_bin, self._data_ranks = vocab_size, tokens_per_bin, data_ranks
         self._rules = Rules(
-            advantages=find_advantages(config.method.advantages, config.method.advantage_std),
+            advantages=find_advantages(config.method.advantages, config.method.advantage_std, config.advantage_beta),
             lengths=LengthRules(config.truncated_answers, config.overlong_buffer, config.overlong_penalty, config.too_long),
             sampling=SamplingRules(config.allow_truncated_sampling, config.deterministic),
             teacher=config.distill_coef > 0,

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from example_trainer.algorithm.advantages import BUILT_IN as ADVANTAGES
-from example_trainer.algorithm.advantages import DIVIDED, Normalisation
+from example_trainer.algorithm.advantages import DEFAULT_BETA, DIVIDED, Normalisation
 from example_trainer.algorithm.corrections import Correction, RatioTo
 from example_trainer.algorithm.functions import built_in, is_import
 from example_trainer.algorithm.methods import BOUNDS, KLPlace, Method, method_named
@@ -27,7 +27,14 @@ class AlgorithmOptions(Section):
     advantages: str | None = Field(
         None,
         min_length=1,
-        description="group, leave_one_out, batch, group_batch, scores, zero, or module:function; not given: the loss's",
+        description="group, leave_one_out, batch, group_batch, exponential, scores, zero, or module:function; not given: the "
+        "loss's",
+    )
+    advantage_beta: float = Field(
+        DEFAULT_BETA,
+        gt=0,
+        allow_inf_nan=False,
+        description="exponential: β of exp(score/β) / mean - 1, in units of the score",
     )
     advantage_std: bool | None = Field(
         None, description="divide advantages by the group's, or the batch's, standard deviation; not given: the loss's"
@@ -111,6 +118,8 @@ class AlgorithmOptions(Section):
                 f"--advantage-std has no part in --advantages {method.advantages}: only those of {', '.join(DIVIDED)} are "
                 "divided by a standard deviation; leave it out"
             )
+        if "advantage_beta" in self.model_fields_set and "advantages" not in self.model_fields_set:
+            raise ValueError(f"--advantage-beta {self.advantage_beta:g} needs --advantages exponential")
         if self.kl_in is not None and "kl_coef" not in self.model_fields_set:
             raise ValueError(f"--kl-in {self.kl_in} needs --kl-coef, without which no divergence is taken")
         if self.ref_logprobs_from_workers and "kl_coef" not in self.model_fields_set:

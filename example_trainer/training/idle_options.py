@@ -20,7 +20,9 @@ def idle_options(config: TrainerConfig, objective: Objective) -> list[str]:
     Args:
         objective: that of the options.
     """
+    advantages = config.method.advantages
     off = {
+        f"--advantages is {advantages}": ("advantage_beta",) if advantages != "exponential" else (),
         f"--kl-coef is {config.kl_coef:g}": (
             ("kl_in", "reference_model", "ref_logprobs_from_workers") if not config.kl_coef else ()
         ),

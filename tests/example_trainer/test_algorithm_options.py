@@ -71,6 +71,9 @@ def test_flags_win_over_the_methods_choices(words: str, clip: tuple[float, float
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ("--advantage-beta 0.2", "--advantage-beta 0.2 needs --advantages exponential"),
+        ("--advantages exponential --advantage-beta 0", "--advantage-beta '0'"),
+        ("--advantages exponential --advantage-std", "--advantage-std has no part in --advantages exponential"),
         ("--loss drgrpo", "unknown --loss drgrpo; did you mean dr_grpo?"),
         ("--loss x", "unknown --loss x; there are grpo, dr_grpo, dapo, gspo, cispo, reinforce, rloo, reinforce_pp, "),
         ("--advantages grup", "unknown --advantages grup; did you mean group?"),
@@ -116,6 +119,7 @@ def test_what_makes_no_sense_is_refused_in_one_line(words: str, message: str) ->
         "--correction none --sequence-kl-limit 0.1",
         "--truncated-answers mask --overlong-buffer 9",
         "--distill-in loss --distill-coef 0",
+        "--advantages group --advantage-beta 0.2",
         "--minibatches 64 --ppo-epochs 3 --loss rloo",
     ],
 )

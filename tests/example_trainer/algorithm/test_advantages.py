@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from example_trainer.algorithm.advantages import (
     batch_advantages,
+    exponential_advantages,
     find_advantages,
     group_advantages,
     group_batch_advantages,
@@ -82,7 +84,7 @@ class TestOtherBaselines:
         else:
             assert not any(centred)
 
-    @pytest.mark.parametrize("name", ["group", "leave_one_out", "batch", "group_batch", "zero"])
+    @pytest.mark.parametrize("name", ["group", "leave_one_out", "batch", "group_batch", "exponential", "zero"])
     def test_equal_scores_teach_nothing(self, name: str) -> None:
         assert find_advantages(name)([[0.1] * 7, [0.1]]) == [[0.0] * 7, [0.0]]
 
@@ -93,8 +95,59 @@ class TestOtherBaselines:
         assert find_advantages("leave_one_out")(batch) == [[1.0, -1.0], [0.0, 0.0], [0.0]]
         assert find_advantages("batch")(batch) == batch_advantages(batch)
         assert find_advantages("group_batch")(batch) == group_batch_advantages(batch)
+        assert find_advantages("exponential", beta=2.0)(batch) == [exponential_advantages(group, 2.0) for group in batch]
         assert find_advantages("scores")(batch) == batch
         assert find_advantages("zero")(batch) == [[0.0, 0.0], [0.0, 0.0], [0.0]]
+
+
+class TestExponential:
+    betas = st.floats(0.01, 100)
+
+    def test_closed_forms(self) -> None:
+        # Weights 4, 2, 1, 1 have the mean 2.
+        assert exponential_advantages([2 * math.log(2), math.log(2), 0.0, 0.0], 1.0) == pytest.approx([1, 0, -0.5, -0.5])
+        assert exponential_advantages([0.2 * math.log(3), 0.0], 0.2) == pytest.approx([0.5, -0.5])
+        # One correct answer of eight at β = 0.1: the others weigh exp(-10).
+        rest = math.exp(-10)
+        expected = [8 / (1 + 7 * rest) - 1, *[8 * rest / (1 + 7 * rest) - 1] * 7]
+        assert exponential_advantages([1.0, *[0.0] * 7], 0.1) == pytest.approx(expected)
+
+    @given(scores, betas)
+    def test_it_is_the_formula(self, rewards: list[float], beta: float) -> None:
+        assume((max(rewards) - min(rewards)) / beta < 600 and max(map(abs, rewards)) / beta < 600)
+        weights = [math.exp(reward / beta) for reward in rewards]
+        mean = math.fsum(weights) / len(weights)
+        expected = [weight / mean - 1 for weight in weights]
+        assert exponential_advantages(rewards, beta) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+    @given(scores, betas, st.floats(-50, 50))
+    def test_they_sum_to_zero_within_bounds_and_an_offset_does_not_matter(
+        self, rewards: list[float], beta: float, offset: float
+    ) -> None:
+        advantages = exponential_advantages(rewards, beta)
+        assert math.fsum(advantages) == pytest.approx(0, abs=1e-9)
+        assert all(-1 <= advantage <= len(rewards) - 1 + 1e-9 for advantage in advantages)
+        best = max(range(len(rewards)), key=rewards.__getitem__)
+        assert advantages[best] == max(advantages)
+        moved = exponential_advantages([reward + offset for reward in rewards], beta)
+        assert moved == pytest.approx(advantages, rel=1e-6, abs=1e-6)
+
+    @given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=8), st.floats(min_value=1e-300))
+    def test_every_finite_score_gives_finite_advantages(self, rewards: list[float], beta: float) -> None:
+        assume(math.isfinite(beta))
+        with np.errstate(all="raise"):  # what overflows inside does so on purpose, and nothing else does
+            advantages = exponential_advantages(rewards, beta)
+        assert all(math.isfinite(advantage) for advantage in advantages)
+        if len(set(rewards)) == 1:
+            assert advantages == [0.0] * len(rewards)
+
+    def test_a_large_beta_is_the_distance_to_the_mean(self) -> None:
+        rewards = [1.0, 0.0, 0.25]
+        linear = [advantage / 1e6 for advantage in group_advantages(rewards, divide_by_std=False)]
+        assert exponential_advantages(rewards, 1e6) == pytest.approx(linear, rel=1e-5)
+
+    def test_no_rollout_has_no_advantage(self) -> None:
+        assert exponential_advantages([], 0.1) == []
 
 
 class TestTokenWeights:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.batch.problems import INSTRUCTION, Problem, find_task, sums
+from example_trainer.batch.problems import INSTRUCTION, Problem, find_task, held_out_sums, sums
 from example_trainer.errors import ConfigError
 
 
@@ -41,6 +41,17 @@ def test_sums_repeat_with_their_seed_and_are_right() -> None:
         seen.add(operation)
         assert int(problem.answer) == words[operation](int(left), int(right)) >= 0
     assert seen == words.keys()
+
+
+def test_held_out_sums_are_the_same_each_time_and_never_trained_on() -> None:
+    held_out = held_out_sums(200, 2)
+    assert len(set(held_out)) == 200
+    assert held_out[:50] == held_out_sums(50, 2)
+    assert not set(held_out) & set(islice(sums(0, 2), 20_000))
+    assert 0 < len(held_out_sums(200, 1)) < 30, "operands of one digit have few sums"
+    task = find_task(None, digits=3)
+    assert task.held_out is not None
+    assert list(task.held_out(5)) == held_out_sums(5, 3)
 
 
 def test_a_file_in_gsm8ks_form_is_shuffled_anew_each_time_round(tmp_path: Path) -> None:
