@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
+from atroposlib.scores import plain_numbers, plain_score, scores_equal
 from atroposlib.type_definitions import Message
 
 PROMPT_MASK = -100
@@ -144,6 +145,32 @@ def without_empty_fields(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in MAY_BE_EMPTY or not is_empty(value)}
 
 
+NUMERIC_FIELDS = (
+    "tokens",
+    "masks",
+    "advantages",
+    "ref_logprobs",
+    "inference_logprobs",
+    "weight_versions",
+    "weight_epochs",
+    *SPANS,
+    "distill_token_ids",
+    "distill_logprobs",
+)
+
+
+def with_plain_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the group with Python's numbers where it has NumPy's, PyTorch's or other packages' arrays and scalars."""
+    plain = dict(group)
+    for name in NUMERIC_FIELDS:
+        if plain.get(name) is not None:
+            plain[name] = plain_numbers(plain[name])
+    if plain.get("scores") is not None:
+        scores = plain_numbers(plain["scores"])
+        plain["scores"] = list(map(plain_score, scores if isinstance(scores, list | tuple) else [scores]))
+    return plain
+
+
 def wrong_shape(group: Mapping[str, Any], group_size: int) -> str | None:
     """Say what is wrong with a group's structure, or None when it is sound: sizes, lengths, and every number finite."""
     for field in ("tokens", "masks", "scores"):
@@ -152,7 +179,7 @@ def wrong_shape(group: Mapping[str, Any], group_size: int) -> str | None:
         if len(group[field]) != group_size:
             return f"{field!r} has {len(group[field])} entries, the group size is {group_size}"
     for index, score in enumerate(group["scores"]):
-        if not isinstance(score, int | float) or not math.isfinite(score):
+        if not isinstance(score, float) or not math.isfinite(score):
             return f"scores[{index}] is {score!r}, not a finite number"
     for field in ("masks", "advantages", "ref_logprobs", "inference_logprobs"):
         rows = group.get(field)
@@ -177,14 +204,10 @@ def wrong_shape(group: Mapping[str, Any], group_size: int) -> str | None:
     return None
 
 
-def all_scores_equal(scores: Sequence[float]) -> bool:
-    """Whether a group teaches nothing: group-relative advantages are zero when every score is the same."""
-    return len(set(scores)) <= 1
-
-
 def teaches_nothing(group: Mapping[str, Any]) -> bool:
-    """Whether all scores are equal, and no advantages that the group brings along say more than they do."""
-    return all_scores_equal(group["scores"]) and not any(value for row in group.get("advantages") or () for value in row)
+    """Whether group-relative advantages are zero: all scores are equal, and the group has no other advantages of its own."""
+    equal = scores_equal(map(plain_score, group["scores"]))
+    return equal and not any(value for row in group.get("advantages") or () for value in row)
 
 
 def response_lengths(group: Mapping[str, Any]) -> list[int]:

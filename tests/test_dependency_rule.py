@@ -75,6 +75,7 @@ SDK_ROOMS = (
     "sandbox",
     "utils",
     "groups",
+    "scores",
     "errors",
     "type_definitions",
     "compatibility",

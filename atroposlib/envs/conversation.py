@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from atroposlib.envs.tool_formats import Call
+from atroposlib.scores import plain_score
 from atroposlib.utils.thinking import answer_part
 
 Ending = Literal["done", "max_turns", "max_tokens", "answer_cut"]
@@ -112,13 +113,16 @@ class Step:
 
     Attributes:
         messages: what comes next. The answers of tools stand before them and need not be repeated.
-        reward: of the turn.
+        reward: of the turn. A number of any type becomes a float.
         done: the conversation is over.
     """
 
     messages: Sequence[Mapping[str, Any]] = ()
     reward: float = 0.0
     done: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reward", plain_score(self.reward))
 
 
 def as_openai(call: Call) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from atroposlib.envs.curriculum import Curriculum, item_key
 from atroposlib.groups import ScoredDataGroup, teaches_nothing
 from atroposlib.inference.generation import Weights
+from atroposlib.scores import plain_score
 from atroposlib.type_definitions import Item
 
 logger = logging.getLogger(__name__)
@@ -36,10 +37,10 @@ _attempt: ContextVar[int] = ContextVar("attempt", default=0)
 
 @dataclass(frozen=True)
 class Grade:
-    """What an answer is worth.
+    """The worth of an answer.
 
     Attributes:
-        score: the reward.
+        score: the reward. A number of any type (NumPy's, PyTorch's, a bool) becomes a float.
         correct: whether the final answer is right, whatever the reward says about its form.
         answer: the final answer as read from the text, for the record.
     """
@@ -47,6 +48,10 @@ class Grade:
     score: float
     correct: bool
     answer: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "score", plain_score(self.score))
+        object.__setattr__(self, "correct", bool(self.correct))
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from atroposlib.scores import scores_equal
 from example_trainer.algorithm.functions import built_in, import_function, is_import, refusal, told
 from example_trainer.errors import ConfigError, NonFiniteError
 
@@ -39,7 +39,7 @@ def group_advantages(scores: Sequence[float], divide_by_std: bool = True) -> lis
         One advantage per rollout. A group whose scores are all equal teaches nothing: all zeros.
     """
     values = np.asarray(scores, dtype=np.float64)
-    if _all_equal(values):
+    if scores_equal(values):
         return [0.0] * len(scores)
     centred = values - values.mean()
     result: list[float] = (centred / values.std() if divide_by_std else centred).tolist()
@@ -55,7 +55,7 @@ def leave_one_out_advantages(scores: Sequence[float]) -> list[float]:
     mean. A rollout alone in its group has nothing to be compared with: 0.
     """
     values = np.asarray(scores, dtype=np.float64)
-    if _all_equal(values):
+    if scores_equal(values):
         return [0.0] * len(scores)
     result: list[float] = ((values - values.mean()) * (len(values) / (len(values) - 1))).tolist()
     return result
@@ -79,7 +79,7 @@ def group_batch_advantages(scores: Sequence[Sequence[float]], divide_by_std: boo
     A group whose rollouts differ by next to nothing stays small, where its own standard deviation would blow it up.
     """
     centred = np.array([value for group in scores for value in group_advantages(group, divide_by_std=False)])
-    if divide_by_std and not _all_equal(centred):
+    if divide_by_std and not scores_equal(centred):
         centred = centred / centred.std()
     return _in_groups(centred.tolist(), scores)
 
@@ -166,10 +166,6 @@ BUILT_IN: dict[str, Callable[[bool, float], Advantages]] = {
 """Name -> (whether to divide, β) -> the function."""
 DIVIDED = ("group", "batch", "group_batch")
 """Those whose advantages may be divided by a standard deviation."""
-
-
-def _all_equal(values: npt.NDArray[np.float64]) -> bool:
-    return values.size == 0 or bool(np.ptp(values) <= 1e-9 * max(1.0, float(np.abs(values).max())))
 
 
 def _in_groups(flat: Sequence[float], groups: Sequence[Sequence[float]]) -> list[list[float]]:

@@ -9,7 +9,7 @@ from atroposlib.envs._runtime.item_window import exact_place
 from atroposlib.envs._runtime.service_client import RejectedByService
 from atroposlib.envs._runtime.teaching import Teaching
 from atroposlib.errors import EnvironmentFailure
-from atroposlib.groups import response_lengths, teaches_nothing, without_empty_fields, wrong_shape
+from atroposlib.groups import response_lengths, teaches_nothing, with_plain_numbers, without_empty_fields, wrong_shape
 from atroposlib.inference.teacher_server import TeacherRefused
 from atroposlib.type_definitions import Item
 from atroposlib.utils.jsonl import encode, unencodable_fields
@@ -37,7 +37,7 @@ class Delivery:
         for group in groups:
             if group is None:
                 continue
-            group = without_empty_fields(group)
+            group = with_plain_numbers(without_empty_fields(group))
             if reason := self.reason_to_drop(group, abort_when_too_long):
                 self.env.drops.add(reason)
                 if (place := exact_place.get()) is not None:

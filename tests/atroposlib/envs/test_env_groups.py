@@ -1,13 +1,19 @@
 """Putting groups together and refusing those that do not line up."""
 
 import math
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.groups import all_scores_equal, group_from_items, response_lengths, teaches_nothing, wrong_shape
+from atroposlib.groups import group_from_items, response_lengths, teaches_nothing, with_plain_numbers, wrong_shape
+from atroposlib.scores import scores_equal
+from atroposlib.utils.jsonl import encode
 
 
 def item(length: int = 4, **more: Any) -> dict[str, Any]:
@@ -97,9 +103,44 @@ def test_what_does_not_line_up_is_named(change: dict[str, Any], message: str) ->
 @given(score=st.floats(-2, 2), others=st.lists(st.floats(-2, 2), max_size=5))
 def test_equal_scores_are_those_with_no_spread(score: float, others: list[float]) -> None:
     scores = [score, *others]
-    assert all_scores_equal(scores) == (max(scores) == min(scores))
-    assert teaches_nothing({"scores": scores}) == all_scores_equal(scores)
+    assert teaches_nothing({"scores": scores}) == scores_equal(scores)
     assert not teaches_nothing({"scores": scores, "advantages": [[0.0, 1.0]] * len(scores)})
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        np.array([1, 0], dtype=np.float32),
+        [np.float32(1), np.float64(0)],
+        [np.int64(1), np.bool_(False)],
+        [True, False],
+        torch.tensor([1.0, 0.0], dtype=torch.bfloat16),
+        [torch.tensor(1.0, requires_grad=True), torch.tensor([0])],
+        [Decimal(1), Fraction(0)],
+        (1, 0),
+    ],
+    ids=lambda scores: f"{type(scores).__name__} of {type(scores[0]).__name__}",
+)
+def test_scores_of_every_number_type_are_taken(scores: Any) -> None:
+    group = with_plain_numbers(group_from_items([item(), item()]) | {"scores": scores})
+    assert group["scores"] == [1.0, 0.0]
+    assert {type(score) for score in group["scores"]} == {float}
+    assert wrong_shape(group, 2) is None
+    assert not teaches_nothing({"scores": scores})
+
+
+def test_arrays_and_tensors_for_each_token_are_taken() -> None:
+    plain: Any = group_from_items([item(), item()])
+    arrays = plain | {name: [np.array(row) for row in plain[name]] for name in ("tokens", "masks")}
+    arrays["inference_logprobs"] = torch.tensor(plain["inference_logprobs"], dtype=torch.float64)
+    assert with_plain_numbers(arrays) == plain
+    assert encode(with_plain_numbers(arrays))
+
+
+@pytest.mark.parametrize("score", ["1", None, [1.0, 2.0], 10**400, object()])
+def test_a_score_that_is_not_a_number_is_named(score: Any) -> None:
+    group = with_plain_numbers(group_from_items([item(), item()]) | {"scores": [0.0, score]})
+    assert "scores[1] is" in (wrong_shape(group, 2) or "nothing is wrong")
 
 
 def test_a_finish_reason_that_is_no_word_says_nothing() -> None:
