@@ -12,10 +12,9 @@ from scripts.ops.keys import KEYS_FILE
 from scripts.ops.options import StackOptions
 from scripts.ops.parts import server_name, server_number
 from scripts.quickstart.errors import QuickstartError
-from scripts.quickstart.options import ROOT
+from scripts.quickstart.options import LEARNING_RATES, ROOT
 from scripts.quickstart.plan import (
-    GROUP_SIZE,
-    GROUPS_PER_STEP,
+    BATCHES,
     MAX_MODEL_LENGTH,
     MAX_RESPONSE_TOKENS,
     MAX_SEQUENCES,
@@ -26,6 +25,8 @@ from scripts.quickstart.plan import (
 
 LOGS = {"service": "api.log", "vllm": "vllm.log", "trainer": "trainer.log"}
 """As the launch sequence names them; the environment's is gsm8k.log or env.log, a further server's vllm-2.log and so on."""
+SMALL_BATCH = BATCHES["arithmetic"]
+"""Shape of a batch if the starter model is trained."""
 BRIDGE_FLAGS = {
     "auto": ("--weight-bridge-mode", "shared_vllm"),
     "broadcast": ("--weight-bridge-mode", "shared_vllm", "--use-shared-memory"),
@@ -157,7 +158,9 @@ class Stack:
         arguments += ["--openai.base_url", urls, "--openai.server_type", "vllm"]
         arguments += ["--follow_fleet"] if self.options.servers > 1 else []  # one that joins later gets requests too
         if self.options.small:
-            arguments += ["--env.group_size", str(GROUP_SIZE), "--env.max_token_length", str(MAX_RESPONSE_TOKENS)]
+            arguments += ["--env.group_size", str(SMALL_BATCH.group_size)]
+            arguments += ["--env.max_num_workers_per_node", str(SMALL_BATCH.groups_in_work)]
+            arguments += ["--env.max_token_length", str(MAX_RESPONSE_TOKENS)]
         arguments += self.options.environment_args
         return Command("environment", tuple(arguments), {"OMP_NUM_THREADS": "1"}, self._environment_log(), may_finish=True)
 
@@ -186,8 +189,9 @@ class Stack:
                 arguments += ["--vllm-gpus", ",".join(map(str, options.vllm_gpus))]
         lr, batch_size = options.lr, options.batch_size
         if options.small:
-            lr, batch_size = 5e-4 if lr is None else lr, batch_size or MICRO_BATCH
-            accumulation = max(1, GROUP_SIZE * GROUPS_PER_STEP // batch_size)
+            lr, batch_size = LEARNING_RATES["arithmetic"] if lr is None else lr, batch_size or MICRO_BATCH
+            accumulation = max(1, SMALL_BATCH.rollouts // batch_size)
+            arguments += ["--lr-schedule", "cosine"]
             arguments += ["--gradient-accumulation-steps", str(accumulation), "--seq-len", str(MAX_MODEL_LENGTH)]
         arguments += ["--lr", repr(lr)] if lr is not None else []
         arguments += ["--batch-size", str(batch_size)] if batch_size is not None else []

@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -26,6 +26,8 @@ LEVELS = {"arithmetic": 3, "calculator": 4}
 """The environments that there are, and the highest level of difficulty of each; the lowest is 1."""
 STEPS = {"arithmetic": 50, "calculator": 40}
 """Optimizer steps in each environment where no other number is given."""
+LEARNING_RATES = {"arithmetic": 3e-4, "calculator": 5e-4}
+"""Peak learning rate in each environment unless --lr is given."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -116,6 +118,11 @@ def levels(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in text.split(",")}))
 
 
+def per_environment(defaults: Mapping[str, float]) -> str:
+    """Return the default of each environment as text for --help: `50 for arithmetic, 40 for calculator`."""
+    return ", ".join(f"{value:g} for {environment}" for environment, value in defaults.items())
+
+
 def parser() -> OneLineParser:
     """The command line. Relative paths count from the folder in which the command was typed."""
     made = OneLineParser(
@@ -130,7 +137,7 @@ def parser() -> OneLineParser:
         help="what to learn: short sums, or longer ones and a calculator to ask (default: %(default)s)",
     )
     made.add_argument("--bridge", choices=BRIDGES, help="how weights reach vLLM (default: broadcast; single-copy on one GPU)")
-    steps = ", ".join(f"{number} for {environment}" for environment, number in STEPS.items())
+    steps = per_environment(STEPS)
     made.add_argument("--steps", type=positive_int, default=None, help=f"optimizer steps (default: {steps})")
     made.add_argument("--model", default=None, help="checkpoint folder or Hugging Face name (default: one of two in assets/)")
     device = made.add_mutually_exclusive_group()
@@ -139,7 +146,10 @@ def parser() -> OneLineParser:
         "--cpu", action="store_true", help="train and sample on the CPU (default where nvidia-smi finds no GPU)"
     )
     made.add_argument(
-        "--lr", type=learning_rate, default=5e-4, help="peak learning rate; 0 must teach nothing (default: %(default)s)"
+        "--lr",
+        type=learning_rate,
+        default=None,
+        help=f"peak learning rate; with 0 the model does not learn (default: {per_environment(LEARNING_RATES)})",
     )
     made.add_argument(
         "--seed", type=seed_number, default=0, help="seed of problems, sampling and trainer (default: %(default)s)"
@@ -231,7 +241,7 @@ def parse(arguments: Sequence[str]) -> Options:
         steps=given.steps or STEPS[given.environment],
         model=check_model(given.model or str(MODELS[given.environment])),
         gpus=gpus,
-        lr=given.lr,
+        lr=LEARNING_RATES[given.environment] if given.lr is None else given.lr,
         seed=given.seed,
         difficulty=given.difficulty,
         eval_size=given.eval_size,

@@ -10,11 +10,42 @@ from pathlib import Path
 
 from scripts.quickstart.options import ROOT, Options
 
-GROUP_SIZE = 16
-GROUPS_PER_STEP = 8
-MICRO_BATCH = 64
 BATCHES_AHEAD = 1
 """Batches that the environment may be ahead of the trainer: vLLM samples the next one while the trainer works on this one."""
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """Rollouts of one optimizer step: `groups` problems with `group_size` answers to each."""
+
+    groups: int
+    group_size: int
+
+    @property
+    def rollouts(self) -> int:
+        """Sequences of one optimizer step."""
+        return self.groups * self.group_size
+
+    @property
+    def groups_in_work(self) -> int:
+        """Groups that the environment works on at once.
+
+        With the groups of one batch alone, vLLM would idle while that batch waits for its longest answer.
+        """
+        return self.groups * (1 + BATCHES_AHEAD)
+
+
+BATCHES = {
+    "arithmetic": BatchShape(groups=16, group_size=8),
+    "calculator": BatchShape(groups=8, group_size=16),
+}
+"""Shape of a batch in each environment.
+
+Late in an arithmetic run, nearly all answers to one problem get the same reward. The reward of a batch
+is then an average over its problems, not over its answers: if 2 of 8 problems fail, it drops to 75 %
+although the model has not changed. More problems with fewer answers each cost the same.
+"""
+MICRO_BATCH = 64
 KEEPS_EQUAL_SCORES = frozenset({"arithmetic"})
 """Environments whose groups of equal scores are trained on too, though they teach nothing: once the task is nearly solved most
 groups are such, and to replace them took more sampling than all the rest. The calculator's model begins with next to nothing
@@ -76,6 +107,11 @@ class Plan:
     def environment_file(self) -> str:
         """The environment's program, from the repository's root."""
         return f"environments/{self.options.environment}_server.py"
+
+    @property
+    def batch(self) -> BatchShape:
+        """Rollouts of one optimizer step."""
+        return BATCHES[self.options.environment]
 
     @property
     def logs(self) -> Path:
@@ -140,7 +176,7 @@ class Plan:
     def environment_flags(self) -> list[str]:
         """What serving and evaluating have in common."""
         flags = ["--env.rollout_server_url", self.service_url, "--env.seed", str(self.options.seed)]
-        flags += ["--env.max_token_length", str(MAX_RESPONSE_TOKENS), "--env.group_size", str(GROUP_SIZE)]
+        flags += ["--env.max_token_length", str(MAX_RESPONSE_TOKENS), "--env.group_size", str(self.batch.group_size)]
         flags += ["--openai.base_url", self.vllm_url, "--openai.server_type", "vllm"]
         if self.options.difficulty:
             flags += ["--env.difficulty", ",".join(map(str, self.options.difficulty))]
@@ -150,6 +186,7 @@ class Plan:
         """The environment that poses problems, samples and scores."""
         arguments = (sys.executable, self.environment_file, "serve", *self.environment_flags())
         arguments += ("--env.steps_per_eval", "0", "--env.max_batches_offpolicy", str(BATCHES_AHEAD))
+        arguments += ("--env.max_num_workers_per_node", str(self.batch.groups_in_work))
         if self.options.environment in KEEPS_EQUAL_SCORES:
             arguments += ("--env.ensure_scores_are_not_same", "false")
         arguments += ("--env.metrics_path", str(self.environment_metrics))
@@ -171,8 +208,8 @@ class Plan:
         arguments += ["--vllm-port", str(self.ports.vllm), "--atropos-url", self.service_url]
         arguments += ["--training-steps", str(options.steps), "--lr", repr(options.lr), "--lr-schedule", "cosine"]
         arguments += ["--seed", str(options.seed)]
-        sequences = GROUP_SIZE * GROUPS_PER_STEP
-        arguments += ["--batch-size", str(MICRO_BATCH), "--gradient-accumulation-steps", str(sequences // MICRO_BATCH)]
+        micro_batches = self.batch.rollouts // MICRO_BATCH
+        arguments += ["--batch-size", str(MICRO_BATCH), "--gradient-accumulation-steps", str(micro_batches)]
         arguments += ["--seq-len", str(MAX_MODEL_LENGTH), "--log-dir", str(self.trainer_folder)]
         arguments += ["--save-path", str(options.output / "checkpoints"), "--checkpoint-interval", "0"]
         gpu = None

@@ -12,7 +12,8 @@ from scripts.ops.gpus import choose_gpus
 from scripts.ops.options import parse, save
 from scripts.ops.stack import Stack
 from scripts.quickstart.errors import QuickstartError
-from scripts.quickstart.options import STARTER_MODEL
+from scripts.quickstart.options import LEARNING_RATES, STARTER_MODEL
+from scripts.quickstart.plan import BATCHES
 
 
 @pytest.mark.parametrize(
@@ -72,6 +73,16 @@ def test_defaults_are_the_starter_model_on_this_machine() -> None:
     )  # fmt: skip
     assert Stack(options).log("environment").name == "env.log"
     assert Stack(options).ports() == {8000: "--service-port", 9001: "--vllm-port", 29500: "--master-port"}
+
+
+def test_the_starter_model_is_trained_as_by_the_quick_start() -> None:
+    stack = Stack(parse(["--cpu"]))
+    trainer, environment = stack.command("trainer"), stack.command("environment")
+    config = parse_config(trainer.arguments[trainer.arguments.index("example_trainer/grpo.py") + 1 :])
+    shape = BATCHES["arithmetic"]
+    assert (config.lr, config.lr_schedule) == (LEARNING_RATES["arithmetic"], "cosine")
+    assert config.batch_size * config.gradient_accumulation_steps == shape.rollouts
+    assert f"--env.group_size {shape.group_size}" in " ".join(environment.arguments)
 
 
 def on_gpus(monkeypatch: pytest.MonkeyPatch, visible: tuple[int, ...], *arguments: str) -> Stack:

@@ -33,7 +33,16 @@ def test_defaults(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (parsed.bridge, parsed.device, parsed.seconds_setup) == ("broadcast", "cpu", 7.0)
     assert parsed.eval_size >= 200
     assert (parsed.environment, parsed.output) == ("arithmetic", ROOT / "runs" / "quickstart")
-    assert parsed.steps == options.STEPS["arithmetic"]
+    assert (parsed.steps, parsed.lr) == (options.STEPS["arithmetic"], options.LEARNING_RATES["arithmetic"])
+
+
+def test_each_environment_has_its_own_defaults_and_help_names_them(capsys: pytest.CaptureFixture[str]) -> None:
+    parsed = parse(["--cpu", "--environment", "calculator"])
+    assert (parsed.steps, parsed.lr) == (options.STEPS["calculator"], options.LEARNING_RATES["calculator"])
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"(default: {options.LEARNING_RATES['arithmetic']:g} for arithmetic" in text
 
 
 def test_everything_given(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

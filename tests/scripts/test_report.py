@@ -16,8 +16,8 @@ from rich.console import Console
 
 from scripts.quickstart.errors import QuickstartError
 from scripts.quickstart.metrics import MetricsFile, sampled
-from scripts.quickstart.options import Options
-from scripts.quickstart.plan import Plan, Ports, cores
+from scripts.quickstart.options import LEVELS, Options
+from scripts.quickstart.plan import BATCHES, Command, Plan, Ports, cores
 from scripts.quickstart.plot import draw, smooth
 from scripts.quickstart.progress import TrainingDisplay, plain_line
 from scripts.quickstart.report import (
@@ -259,3 +259,20 @@ def test_the_stack_shares_the_cores_and_keeps_groups_of_equal_scores_where_a_tas
     assert "--env.ensure_scores_are_not_same false" in plan.environment().typed()
     other = replace(plan, options=replace(plan.options, environment="calculator"))
     assert "ensure_scores_are_not_same" not in other.environment().typed()
+
+
+@pytest.mark.parametrize("environment", sorted(LEVELS))
+def test_environment_and_trainer_agree_on_the_shape_of_a_batch(environment: str) -> None:
+    plan = Plan(replace(OPTIONS, environment=environment), Ports(service=1111, vllm=2222, rendezvous=3333))
+
+    def value(command: Command, flag: str) -> int:
+        return int(command.arguments[command.arguments.index(flag) + 1])
+
+    shape, trainer, serving = BATCHES[environment], plan.trainer(), plan.environment()
+    assert value(trainer, "--batch-size") * value(trainer, "--gradient-accumulation-steps") == shape.rollouts
+    assert value(serving, "--env.group_size") == shape.group_size
+    # The batch that is trained on and each batch ahead of it fit into the work in progress, and into one vLLM batch.
+    ahead = value(serving, "--env.max_batches_offpolicy")
+    at_once = value(serving, "--env.max_num_workers_per_node")
+    assert at_once == (1 + ahead) * shape.groups
+    assert at_once * shape.group_size <= value(plan.vllm(), "--max-num-seqs")
