@@ -1,22 +1,31 @@
 """A checkpoint with random weights whose answers end by chance: every token is about as likely as any other, and some end.
 
-Asked for {"shape", "folder", "cap"}: so many tokens end an answer that half of `cap` would be about its mean length without the
-cap. The tokenizer is the starter model's, with a name for every other id, since an answer is text to some who ask.
+Input: {"shape", "folder", "cap"}. As many tokens end an answer as make its mean length about half of `cap`, before the cap. The
+tokenizer is the starter model's, with a name for every other id, since some clients read an answer as text.
+
+The files of a large model are written by several threads at the same time, and nothing waits for the disk.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bench.gpu.processes import answer_once
 from bench.gpu.shapes import SHAPES, write_model_folder
+from example_trainer.models.safetensors_writer import make_header
 
 END_TOKENS_FROM = 150_000
 """First of the ids that end an answer, where the vocabulary is so large; the last ones otherwise."""
+FILE_BYTES = 2 << 30
+STD = 0.02
+"""Standard deviation of the weights, as transformers initialises these models."""
 
 
 def end_tokens(vocab_size: int, cap: int) -> list[int]:
@@ -28,26 +37,70 @@ def end_tokens(vocab_size: int, cap: int) -> list[int]:
 
 def write(asked: dict[str, Any]) -> dict[str, Any]:
     """Write the folder. Returns its parameters and how many tokens end an answer."""
-    from transformers import AutoModelForCausalLM, Qwen3Config
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     folder, shape = Path(asked["folder"]), dict(SHAPES[asked["shape"]])
     dtype = getattr(torch, shape.pop("torch_dtype"))
     ends = end_tokens(shape["vocab_size"], asked["cap"])
-    config = Qwen3Config(**{key: value for key, value in shape.items() if key != "model_type"} | {"eos_token_id": ends})
-    torch.manual_seed(0)
-    torch.set_default_dtype(dtype)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    config = AutoConfig.for_model(**shape | {"eos_token_id": ends})
+    config.dtype = dtype
+    with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
+    tied = set(getattr(model, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
     write_model_folder(folder, asked["shape"])
-    model.to("cpu").save_pretrained(folder)
+    config.save_pretrained(folder)
+    _write_weights(folder, shapes, dtype)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "bos_token_id": 0, "pad_token_id": 2}))
-    file = folder / "tokenizer.json"
+    _name_every_token(folder / "tokenizer.json", shape["vocab_size"])
+    return {"parameters": model.num_parameters(), "end_tokens": len(ends)}
+
+
+def _write_weights(folder: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+    files: list[dict[str, tuple[int, ...]]] = []
+    room = 0
+    for name, shape in shapes.items():
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if size > room:
+            files.append({})
+            room = FILE_BYTES
+        files[-1][name] = shape
+        room -= size
+    names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    with ThreadPoolExecutor(8) as threads:
+        for job in [threads.submit(_write_file, folder / names[n], held, dtype, n) for n, held in enumerate(files)]:
+            job.result()
+    index = {"metadata": {}, "weight_map": {name: file for file, held in zip(names, files, strict=True) for name in held}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _write_file(path: Path, held: dict[str, tuple[int, ...]], dtype: torch.dtype, seed: int) -> None:
+    header = make_header({name: (dtype, shape) for name, shape in held.items()}, {"format": "pt"})
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for tensor in _values(held, dtype, seed):
+            file.write(tensor.cpu().view(-1).view(torch.uint8).numpy().data)
+
+
+def _values(held: dict[str, tuple[int, ...]], dtype: torch.dtype, seed: int) -> Iterator[Tensor]:
+    """Ones for norms, zeros for biases, random numbers for the rest."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, shape in held.items():
+        if name.endswith("norm.weight"):
+            yield torch.ones(shape, dtype=dtype, device=device)
+        elif name.endswith(".bias"):
+            yield torch.zeros(shape, dtype=dtype, device=device)
+        else:
+            yield torch.empty(shape, dtype=dtype, device=device).normal_(0.0, STD, generator=generator)
+
+
+def _name_every_token(file: Path, vocab_size: int) -> None:
     tokenizer = json.loads(file.read_text(encoding="utf-8"))
     vocabulary = tokenizer["model"]["vocab"]
     named = set(vocabulary.values()) | {token["id"] for token in tokenizer.get("added_tokens", [])}
-    vocabulary.update({f"w{number}": number for number in range(shape["vocab_size"]) if number not in named})
+    vocabulary.update({f"w{number}": number for number in range(vocab_size) if number not in named})
     file.write_text(json.dumps(tokenizer), encoding="utf-8")
-    return {"parameters": model.num_parameters(), "end_tokens": len(ends)}
 
 
 if __name__ == "__main__":

@@ -48,7 +48,9 @@ def _qwen3(
     }
 
 
-def _qwen2(hidden: int, inner: int, layers: int, heads: int) -> dict[str, Any]:
+def _qwen2(
+    hidden: int, inner: int, layers: int, heads: int, kv_heads: int = 8, vocab: int = 152064, tied: bool = False
+) -> dict[str, Any]:
     return {
         **_COMMON,
         "architectures": ["Qwen2ForCausalLM"],
@@ -57,9 +59,9 @@ def _qwen2(hidden: int, inner: int, layers: int, heads: int) -> dict[str, Any]:
         "intermediate_size": inner,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "vocab_size": 152064,
-        "tie_word_embeddings": False,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
     }
 
 
@@ -69,6 +71,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, 8),
     "qwen3-8b": _qwen3(4096, 12288, 36, 32, 8, tied=False),
     "qwen3-14b": _qwen3(5120, 17408, 40, 40, 8, tied=False),
+    "qwen2.5-3b": _qwen2(2048, 11008, 36, 16, 2, 151936, tied=True),
     "qwen2.5-14b": _qwen2(5120, 13824, 48, 40),
     "qwen2.5-72b": _qwen2(8192, 29568, 80, 64),
     "100mb": _qwen3(512, 1536, 5, 8, 4, 64, 16384) | {"torch_dtype": "float32"},

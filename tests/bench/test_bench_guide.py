@@ -1,0 +1,111 @@
+"""The guide's commands as bench/gpu/guide.py has them, and how they are changed before they are typed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bench.gpu.guide import COMMANDS, PKILL, TypedShell, words_of
+from bench.gpu.processes import BenchError
+from bench.guide_commands import PARTS, on_devices, report
+from tests.conftest import ROOT
+
+GUIDE = next(iter((ROOT.parent / "shared" / "seeds").glob("002*.txt")), None)
+NOT_A_COMMAND = ("#", "echo ", "sleep ", "tail -f", "pip install")
+"""What a person reads, waits for, or does once. Tests wait for the log lines that `tail -f` would show."""
+
+
+def commands_of_the_guide() -> list[str]:
+    """Each command in the guide's shell blocks."""
+    if GUIDE is None:
+        pytest.skip("no guide in ../shared/seeds")
+    found = []
+    for block in re.findall(r"```bash\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            command = line.strip()
+            if command.startswith('echo "CUDA'):  # the command that the guide prints for the reader to type
+                command = command.removeprefix('echo "').removesuffix('"')
+            if command and not command.startswith(NOT_A_COMMAND) and "..." not in command:
+                found.append(command)
+    return found
+
+
+def test_every_command_of_the_guide_is_here() -> None:
+    here = [words_of(command) for command in COMMANDS.values()]
+    exports = "export VLLM_ENABLE_SHARED_WEIGHTS=1 NUM_INFERENCE_NODES=0 MASTER_ADDR=localhost MASTER_PORT=29500"
+    found = commands_of_the_guide()
+    assert len(found) > 25
+    for command in found:
+        if command.startswith("export ") and set(command.split()) <= set(exports.split()):
+            continue
+        assert words_of(command) in here, command
+
+
+def test_only_devices_are_replaced() -> None:
+    changed = on_devices(COMMANDS["vllm"], "0", 1)
+    assert "CUDA_VISIBLE_DEVICES=0 python" in changed
+    assert "--tensor-parallel-size 1 --port 9001 --dtype bfloat16" in changed
+    assert on_devices(COMMANDS["vllm"], "0,1", 2) == COMMANDS["vllm"]
+
+
+@pytest.mark.parametrize(
+    ("part", "gpus", "devices"),
+    [
+        ("headline", 2, ("0", "1")),
+        ("headline", 3, ("0,1", "2")),
+        ("headline", 4, ("0,1", "3")),
+        ("single-copy", 4, ("0,1", "0,1")),
+        ("multi-gpu", 3, ("0", "1,2")),
+        ("multi-gpu", 4, ("0,1", "2,3")),
+        ("legacy", 2, ("0", "0")),
+    ],
+)
+def test_gpus_of_vllm_and_of_the_trainer(part: str, gpus: int, devices: tuple[str, str]) -> None:
+    assert PARTS[part].devices(gpus) == devices
+
+
+def test_a_part_that_failed_has_no_table() -> None:
+    assert report({}) == "no steps: nothing was typed"
+    assert report({"run": {"failed": "vllm.log lacks x"}}) == "no steps: vllm.log lacks x"
+
+
+@pytest.fixture
+def shell(tmp_path: Path, free_port: Callable[[], int]) -> TypedShell:
+    return TypedShell(tmp_path, {}, {port: free_port() for port in (8000, 9001, 29500)})
+
+
+def test_other_ports_are_flags_where_the_guide_types_none(shell: TypedShell) -> None:
+    service, vllm = shell.ports[8000], shell.ports[9001]
+    try:
+        assert shell.at_its_ports(COMMANDS["service"]).startswith(f"python -m atroposlib.cli.run_api --port {service} >")
+        assert f"--port {vllm}" in shell.at_its_ports(COMMANDS["vllm"])
+        legacy = shell.at_its_ports(COMMANDS["legacy trainer"])
+        assert f"grpo.py --atropos-url http://localhost:{service} --vllm-port {vllm} --model-name" in legacy
+        assert shell.at_its_ports(COMMANDS["trainer"]).count("--vllm-port") == 1
+        environment = shell.at_its_ports(COMMANDS["environment"])
+        assert f"gsm8k_server.py --env.rollout_server_url http://localhost:{service} --openai.base_url" in environment
+        assert "length_env.py serve --env.rollout_server_url" in shell.at_its_ports("python bench/gpu/length_env.py serve")
+    finally:
+        shell.process.stop()
+
+
+def test_the_shell_runs_what_is_typed_and_kills_what_the_pattern_matches(shell: TypedShell) -> None:
+    try:
+        shell.type("cd ~/atropos_stuff/atropos; export WORD=there")
+        assert shell.answer('ls -d example_trainer/grpo.py; echo "$WORD"') == "example_trainer/grpo.py\nthere\n"
+        shell.type("python -c 'import time; print(\"up\", flush=True); time.sleep(600)' 2>&1 | tee one.log > /dev/null &")
+        shell.wait_for("one.log", "up", 60, "time.sleep(600)")
+        assert {bool(PKILL.search(line)) for line in shell.pids().values()} == {True, False}, "tee is not matched"
+        assert shell.kill() < 5
+        assert shell.pids() == {}
+        shell.type("sleep 600 &")
+        with pytest.raises(BenchError, match=r"after SIGKILL of 0 processes these still run: .*sleep 600"):
+            shell.kill()
+        shell.type("python -c 'import time; time.sleep(0.5)' > two.log &")
+        with pytest.raises(BenchError, match=r"time\.sleep ended, and two\.log lacks 'never'"):
+            shell.wait_for("two.log", "never", 60, "time.sleep")
+    finally:
+        shell.process.stop()
