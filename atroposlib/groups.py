@@ -5,7 +5,8 @@ length. `masks[i]` holds the token id where the token is trained and -100 at pro
 the logprob under which the token was sampled and 1.0 at prompt positions. `weight_version_spans[i]` is [[version, tokens], …]
 over the tokens that are not -100 in `masks[i]`, in their order, and `weight_epoch_spans[i]` has the epoch of each span.
 `sampling_params[i]` says with which parameters they were sampled (see `inference.sampling`), `finish_reasons[i]` why the
-sampling ended; both are None where that is not known of a sequence.
+sampling ended, and `successes[i]` whether the item was solved, whatever the score. Each is None where that is not known of a
+sequence.
 """
 
 import math
@@ -37,6 +38,7 @@ class ScoredDataGroup(TypedDict, total=False):
     weight_epoch_spans: list[list[int]] | None
     sampling_params: list[dict[str, float] | list[dict[str, float]] | None] | None
     finish_reasons: list[str | None] | None
+    successes: list[bool | None] | None
     group_overrides: dict[str, Any] | None
     overrides: list[dict[str, Any]] | None
     images: Any | None
@@ -62,6 +64,7 @@ class ScoredDataItem(TypedDict, total=False):
     weight_epoch_spans: list[int] | None
     sampling_params: dict[str, float] | list[dict[str, float]] | None
     finish_reason: str | None
+    success: bool | None
     group_overrides: dict[str, Any] | None
     overrides: dict[str, Any] | None
     images: Any | None
@@ -84,6 +87,7 @@ PER_SEQUENCE_FIELDS = {
     "weight_epoch_spans": "weight_epoch_spans",
     "sampling_params": "sampling_params",
     "finish_reason": "finish_reasons",
+    "success": "successes",
     "overrides": "overrides",
     "images": "images",
     "distill_token_ids": "distill_token_ids",
@@ -92,8 +96,11 @@ PER_SEQUENCE_FIELDS = {
 
 SPANS = ("weight_version_spans", "weight_epoch_spans")
 
-NULL_WHERE_UNKNOWN = ("sampling_params", "finish_reason")
-"""Fields of an item that are None in the group for items that have none: what some servers tell and some do not."""
+NULL_WHERE_UNKNOWN = ("sampling_params", "finish_reason", "success")
+"""Fields of an item that are None in the group for items without them: not every server or grader provides them."""
+
+FREE_UNLESS_LISTED = ("sampling_params", "finish_reasons", "successes")
+"""Fields of a group that are the environment's own if they hold no list. The service hands such a value on unread."""
 
 MAY_BE_EMPTY = ("advantages", "ref_logprobs", "inference_logprobs", "distill_token_ids", "distill_logprobs")
 """Fields of numbers for each token, where an empty list can only mean that there are none."""
@@ -114,6 +121,8 @@ def group_from_items(items: Sequence[Mapping[str, Any]]) -> ScoredDataGroup:
         values = [None if single in MAY_BE_EMPTY and is_empty(item.get(single)) else item.get(single) for item in items]
         if single == "finish_reason":  # environments written for Atropos keep things of their own under this name
             values = [reason if isinstance(reason, str) else None for reason in values]
+        if single == "success":  # likewise
+            values = [success if isinstance(success, bool) else None for success in values]
         if single == "weight_epoch" and any(values):
             values = [epoch or 0 for epoch in values]
         present = sum(value is not None for value in values)
@@ -195,10 +204,10 @@ def wrong_shape(group: Mapping[str, Any], group_size: int) -> str | None:
     for index, tokens in enumerate(group["tokens"]):
         if len(tokens) == 0:
             return f"tokens[{index}] is empty"
-    for field in ("weight_versions", "weight_epochs", *SPANS, "sampling_params", "finish_reasons"):
+    for field in ("weight_versions", "weight_epochs", *SPANS, *FREE_UNLESS_LISTED):
         rows = group.get(field)
-        if field in ("sampling_params", "finish_reasons") and not isinstance(rows, list):
-            continue  # the environment's own, which the service hands on
+        if field in FREE_UNLESS_LISTED and not isinstance(rows, list):
+            continue
         if rows is not None and len(rows) != group_size:
             return f"{field!r} has {len(rows)} entries, the group size is {group_size}"
     return None

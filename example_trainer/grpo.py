@@ -32,7 +32,7 @@ from example_trainer.command_line import parse_config
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.pairing import make_parity, pin_settings, require_pairing
 from example_trainer.observe.exporter import serve_metrics
-from example_trainer.observe.metrics import import_wandb, make_metrics
+from example_trainer.observe.metrics import make_metrics
 from example_trainer.observe.perf import make_speed
 from example_trainer.observe.profiling import StepProfiler, memory_history
 from example_trainer.observe.token_report import TokenReport
@@ -60,8 +60,6 @@ logger = logging.getLogger("example_trainer.grpo")
 def train(config: TrainerConfig, stop: StopSignal) -> None:
     """The whole run, from the checkpoint it starts from to the one it ends with."""
     torch.manual_seed(config.seed)
-    if config.use_wandb:
-        import_wandb()  # told now rather than after minutes of loading
     objective = make_objective(config)
     pin_settings(config)
     device = choose_device(config)

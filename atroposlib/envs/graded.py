@@ -33,6 +33,8 @@ REQUESTS_OF_GROUP = 1_000_000
 
 _attempt: ContextVar[int] = ContextVar("attempt", default=0)
 """How often the group that the present task makes was made before."""
+_successes: ContextVar[list[bool] | None] = ContextVar("successes", default=None)
+"""Which answers of the group in work are right; None until `note_success` was called for it."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class GradedEnv(BaseEnv):
 
     @abstractmethod
     async def collect_group(self, item: Item) -> ScoredDataGroup:
-        """Answer an item `group_size` times, and score the answers. Tell `note_success` how many are right."""
+        """Answer an item `group_size` times, and score the answers. Call `note_success` with those that are right."""
 
     @abstractmethod
     def eval_problems(self) -> Sequence[Any]:
@@ -109,10 +111,14 @@ class GradedEnv(BaseEnv):
         again = config.resample_equal_scores if config.ensure_scores_are_not_same and config.teacher_url is None else 0
         for attempt in range(again + 1):
             _attempt.set(attempt)
+            _successes.set(None)
             group = await self.collect_group(item)
             if attempt == again or len(group["scores"]) == 1 or not teaches_nothing(group):
                 break
             self.drops.add("equal_scores_resampled")
+        right = _successes.get()
+        if right is not None and len(right) == len(group["scores"]):
+            group.setdefault("successes", list(right))
         return group, []
 
     def sampling_seed(self, request: int = 0) -> int | None:
@@ -133,7 +139,11 @@ class GradedEnv(BaseEnv):
         return item_key(item)
 
     def note_success(self, item: Item, right: Sequence[bool]) -> None:
-        """Which answers of a group were right."""
+        """Note which answers of a group are right, for the curriculum and for the group's `successes`.
+
+        Call it in the task that runs `collect_group`.
+        """
+        _successes.set([bool(one) for one in right])
         if self.config.curriculum:
             self.curriculum.note(self.item_key(item), sum(right), len(right))
 

@@ -17,6 +17,7 @@ from example_trainer.async_grpo.placement import amounts, hardest_first, refusal
 from example_trainer.async_grpo.restarts import Ended, Keeper, Policy, State
 from example_trainer.async_grpo.roles import STOP_ORDER, Commands, Role, demands_of, roles_of
 from example_trainer.async_grpo.settings import Settings
+from example_trainer.async_grpo.steps import StepFollower
 from example_trainer.errors import TrainerError
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class Driver:
         policy = Policy(asked.proven_seconds, asked.restarts, asked.restart_delay, asked.steady_seconds)
         self.keepers = {role.name: Keeper(role, policy) for role in roles_of(settings)}
         self._commands = commands or Commands(settings, keys)
+        self._steps = StepFollower(settings.folder / "logs" / "trainer.log")
         self._marker = secrets.token_hex(8)
         self._ticked = clock()
 
@@ -117,6 +119,7 @@ class Driver:
             except NodeProblem as found:
                 raise RunFailed(f"node {self._host(keeper)} cannot run {keeper.role.name}: {found}") from found
         self._tell_fleet()
+        self._steps.report()
 
     def _tell_fleet(self) -> None:
         service = self.keepers["service"]

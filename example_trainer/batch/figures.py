@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from atroposlib.utils.lives import Life
 from example_trainer.batch.bins import PackedBin
 from example_trainer.batch.environment_names import safe_names
-from example_trainer.batch.groups import Batch
+from example_trainer.batch.groups import Batch, TrainedSequence
 from example_trainer.batch.lengths import LENGTH
 
 
@@ -21,6 +21,7 @@ class BatchFigures:
 
     Attributes:
         reward_mean, reward_std: of the rollouts' scores, as the environments gave them.
+        success_rate: share of solved items among the rollouts for which the environment says so; None if it says it for none.
         tokens: trained ones, forwarded or not.
         sequences: rollouts.
         response_length_mean, response_length_p50, response_length_p95, response_length_max: sampled tokens of a rollout.
@@ -39,6 +40,7 @@ class BatchFigures:
         bins: forward and backward passes with work in them, over all ranks.
         rewards: mean score of each environment's rollouts, by a name that is safe as a key; none of an environment that the
             rollouts do not name.
+        success_rates: success_rate of each environment, by the same names.
     """
 
     reward_mean: float
@@ -64,12 +66,15 @@ class BatchFigures:
     bins: int
     rewards: dict[str, float] = field(default_factory=dict)
     uses_mean: float | None = None
+    success_rate: float | None = None
+    success_rates: dict[str, float] = field(default_factory=dict)
 
     def row(self) -> dict[str, Any]:
-        """The figures by name, the reward of an environment as `reward/<its name>`."""
+        """The figures by name; those of one environment as `reward/<its name>` and `success/<its name>`."""
         figures = dict(vars(self))
-        rewards = figures.pop("rewards")
-        return figures | {f"reward/{name}": value for name, value in rewards.items()}
+        rewards, successes = figures.pop("rewards"), figures.pop("success_rates")
+        by_environment = {f"reward/{name}": value for name, value in rewards.items()}
+        return figures | by_environment | {f"success/{name}": value for name, value in successes.items()}
 
 
 def figures_of(
@@ -95,6 +100,7 @@ def figures_of(
     lengths = np.array([sequence.response_length for sequence in batch.sequences])
     reasons = [sequence.finish_reason for sequence in batch.sequences if sequence.finish_reason is not None]
     trained = [sequence for sequence in batch.sequences if len(sequence.positions)]
+    successes = [sequence.success for sequence in batch.sequences if sequence.success is not None]
     ages = batch.ages(version, lives)
     return BatchFigures(
         reward_mean=float(scores.mean()),
@@ -118,15 +124,21 @@ def figures_of(
         sequence_tokens=sum(len(s.tokens) for s in batch.sequences if s.order in forwarded),
         attended_pairs=sum(one.packing().attended_pairs for one in bins),
         bins=len(bins),
-        rewards=_rewards(batch, environments or {}),
+        rewards=_means(batch, environments or {}, lambda sequence: sequence.score),
         uses_mean=float(np.mean(uses)) if uses else None,
+        success_rate=float(np.mean(successes)) if successes else None,
+        success_rates=_means(batch, environments or {}, lambda sequence: sequence.success),
     )
 
 
-def _rewards(batch: Batch, environments: Mapping[str, Any]) -> dict[str, float]:
+def _means(
+    batch: Batch, environments: Mapping[str, Any], figure: Callable[[TrainedSequence], float | None]
+) -> dict[str, float]:
+    """The mean of a figure over each environment's rollouts, without those for which it is None."""
     names = safe_names({s.env_id for s in batch.sequences if s.env_id is not None}, environments)
-    scores: dict[str, list[float]] = {}
+    found: dict[str, list[float]] = {}
     for sequence in batch.sequences:
-        if sequence.env_id is not None:
-            scores.setdefault(names[sequence.env_id], []).append(sequence.score)
-    return {name: float(np.mean(of_name)) for name, of_name in scores.items()}
+        value = figure(sequence)
+        if sequence.env_id is not None and value is not None:
+            found.setdefault(names[sequence.env_id], []).append(float(value))
+    return {name: float(np.mean(of_name)) for name, of_name in found.items()}

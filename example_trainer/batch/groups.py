@@ -48,6 +48,7 @@ class TrainedSequence:
             that of the oldest for all where no more was said, None where nothing was.
         temperatures: [trained] float32, that each was sampled at; None if it was not said.
         finish_reason: why the sampler ended it, "length" where it ran into its limit; None if it was not said.
+        success: whether it solved its item, whatever its score; None if it was not said.
         env_id: the rollout service's number for the environment that it is from; None if it was not said.
         teacher_logprobs: [trained] float32, NaN where the teacher has none; None where no teacher scored it, or is wanted.
         reference_logprobs: [trained] float32, NaN where the reference has none; None where none came along, or is wanted.
@@ -65,6 +66,7 @@ class TrainedSequence:
     versions: npt.NDArray[np.int64] | None = None
     temperatures: npt.NDArray[np.float32] | None = None
     finish_reason: str | None = None
+    success: bool | None = None
     env_id: int | None = None
     teacher_logprobs: npt.NDArray[np.float32] | None = None
     reference_logprobs: npt.NDArray[np.float32] | None = None
@@ -257,6 +259,7 @@ class _GroupReader:
         zeroed = fields.zeroed(group, count, self.batch.ignored_overrides)
         said = fields.told_of_each(group, "sampling_params", count)
         reasons = fields.told_of_each(group, "finish_reasons", count)
+        successes = fields.told_of_each(group, "successes", count)
         sequences, shaped, masked, unusable, narrowed, no_logprobs = [], [], [], [], set[str](), 0
         for i, row in enumerate(tokens):
             self._check_tokens(row, masks[i], i)
@@ -283,6 +286,7 @@ class _GroupReader:
                 versions=by_token,
                 temperatures=None if warmth is None else warmth[len(warmth) - len(positions) :],
                 finish_reason=None if reasons[i] is None else str(reasons[i]),
+                success=successes[i] if isinstance(successes[i], bool) else None,
                 env_id=_env_id(group),
                 teacher_logprobs=teacher_logprobs(group, i, row, positions) if self.rules.teacher else None,
                 reference_logprobs=self._reference(referenced, i, row, positions),

@@ -15,6 +15,7 @@ from example_trainer.errors import ConfigError
 
 GAUGES = {
     "reward_mean": ("reward_mean", "Mean score of the step's sequences"),
+    "success_rate": ("success_rate", "Share of the step's sequences that solved their item, of those that say so"),
     "reward_std": ("reward_std", "Standard deviation of the step's scores"),
     "loss": ("loss", "Loss of the step"),
     "kl": ("kl_nats", "KL divergence from the rollout policy, k3 estimate"),
@@ -82,6 +83,7 @@ LABELLED = {
     "sync/": ("sync_phase_seconds", "Seconds of a phase of the last handing over", "phase"),
     "fleet/": ("fleet_servers", "vLLM servers after the last update, by standing; size: all of them", "standing"),
     "reward/": ("environment_reward_mean", "Mean score of the step's sequences of an environment", "environment"),
+    "success/": ("environment_success_rate", "success_rate of an environment", "environment"),
     "kl_age_": ("kl_by_age_nats", "KL divergence from the rollout policy, by the age of what was sampled", "age"),
 }
 """Beginning of keys of a row -> (name after `lockstep_trainer_`, help, label, whose value is the rest of the key)."""

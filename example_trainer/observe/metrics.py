@@ -12,55 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from atroposlib.utils.wandb_login import offline_mode
 from example_trainer.api_keys import without_secrets
 from example_trainer.batch.evaluations import Evaluation
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
 from example_trainer.observe.evaluations import EvaluationFile, move_aside, scalars
 from example_trainer.observe.exporter import MetricsServer
+from example_trainer.observe.step_line import Row
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 logger = logging.getLogger(__name__)
 
-Row = dict[str, Any]
-"""Numbers, text, or None where a figure is not known."""
-
 _WAITING_ROWS = 1000
 _CLOSE_SECONDS = 30.0
-
-
-def step_line(step: int, steps: int, row: Row) -> str:
-    """One line for people: `Step 1/100  reward 0.500 …`."""
-    age = "age ?" if row["age_mean"] is None else f"age {row['age_mean']:.1f} (max {row['age_max']})"
-    if row.get("uses_mean") is not None:
-        age += f"  used before {row['uses_mean']:.2f}"
-    parity = older = ""
-    if "mismatched_tokens" in row:
-        parity = f"  mismatched {row['mismatched_tokens']}/{row['compared_tokens']}  weights {row['weights_sha']}"
-        older = (
-            f"  kl of present weights {row['parity_kl']:.5f}  older {row['older_tokens']}  kl of older {row['older_kl']:.5f}"
-        )
-    turn = f"  turn {row['turn/seconds']:.2f} s" if "turn/seconds" in row else ""
-    perplexities = f"{_known(row, 'perplexity_rollout', '.4g')}/{_known(row, 'perplexity_trainer', '.4g')}"
-    return (
-        f"Step {step}/{steps}  reward {row['reward_mean']:.3f}  loss {row['loss']:.4f}  "
-        f"kl {_known(row, 'kl', '.5f')}  "
-        f"entropy {row['entropy']:.3f}  clipped {row['clip_fraction']:.3f}  grad norm {row['grad_norm']:.3f}  "
-        f"length {row['response_length_mean']:.1f}  {row['tokens_per_second']:.0f} tok/s  queue {row['queue_size']}  {age}  "
-        f"wait {row['seconds_wait']:.2f} s  train {row['seconds_train']:.2f} s  sync {row['seconds_sync']:.2f} s"
-        f"{turn}{parity}  "
-        f"forwarded {row['forwarded_tokens_per_second']:.0f} tok/s  packed {row['packing_ratio']:.2f}  "
-        f"mfu {_known(row, 'mfu', '.3f')}  "
-        f"waiting {100 * row['waiting_share']:.0f} %  peak {row['peak_memory_bytes'] / 2**30:.2f} GiB{older}  "
-        f"ratio p99 {_known(row, 'ratio_p99', '.3f')}  ess {_known(row, 'ess', '.3f')}  "
-        f"mismatch kl {_known(row, 'mismatch_kl', '.1e')}  ppl {perplexities}"
-    )
-
-
-def _known(row: Row, name: str, form: str) -> str:
-    return "?" if row[name] is None else format(row[name], form)
 
 
 class MetricsLog:
@@ -77,7 +44,7 @@ class MetricsLog:
         exporter: shows each row to Prometheus; closed with this log.
 
     Raises:
-        ConfigError: W&B is asked for and not installed, or the folder cannot be written.
+        ConfigError: W&B refuses to start, or the folder cannot be written.
     """
 
     def __init__(
@@ -273,25 +240,26 @@ def _tensorboard(folder: Path, first_step: int) -> SummaryWriter | None:
     return SummaryWriter(str(folder), purge_step=first_step)
 
 
-def import_wandb() -> Any:
-    """The wandb module.
+def _start_wandb(names: tuple[str, str], config: dict[str, Any], folder: Path) -> Any:
+    """A W&B run, offline where there is no login, or None (with a warning) where wandb is not installed.
+
+    metrics.jsonl has all that W&B would show.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: W&B refuses to start.
     """
     try:
         import wandb
-    except ImportError as error:
-        raise ConfigError("--use-wandb needs the package wandb, which is not installed: pip install wandb") from error
-    return wandb
-
-
-def _start_wandb(names: tuple[str, str], config: dict[str, Any], folder: Path) -> Any:
-    wandb = import_wandb()
+    except ImportError:
+        logger.warning("No W&B log, metrics.jsonl and TensorBoard only: wandb is not installed (pip install wandb)")
+        return None
     folder.mkdir(parents=True, exist_ok=True)
+    mode, notice = offline_mode(folder)
+    if notice:
+        logger.info("%s", notice)
     sys.argv[:] = without_secrets(sys.argv)  # W&B keeps the command line
     try:
-        return wandb.init(project=names[0], group=names[1], config=config, dir=str(folder), job_type="trainer")
+        return wandb.init(project=names[0], group=names[1], config=config, dir=str(folder), job_type="trainer", **mode)
     except wandb.Error as error:
         raise ConfigError(
             f"--use-wandb: {' '.join(str(error).split())}; run `wandb login`, or set WANDB_MODE=offline"

@@ -1,7 +1,6 @@
 """The training loop: next batch → gradients → step → publish weights → record.
 
-There is no mode in it. Where batches come from, what compares logprobs, who gets the weights and where checkpoints go are
-objects that `grpo.py` and `simple_rl.py` make beforehand.
+It knows no mode: `grpo.py` and `simple_rl.py` make the batch source, the parity check, the weight bridge and the checkpoints.
 """
 
 from __future__ import annotations
@@ -24,9 +23,10 @@ from example_trainer.deterministic.parity import ParityCheck, ParityError
 from example_trainer.errors import BatchError, CheckpointError, OutOfMemoryError, RankError, TrainerError
 from example_trainer.models import Decoder
 from example_trainer.observe.evaluations import evaluation_line
-from example_trainer.observe.metrics import MetricsLog, Row, step_line
+from example_trainer.observe.metrics import MetricsLog
 from example_trainer.observe.perf import Speed, peak_memory
 from example_trainer.observe.profiling import StepProfiler
+from example_trainer.observe.step_line import Row, step_line
 from example_trainer.observe.token_report import TokenReport
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopRequested, StopSignal

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from atroposlib.api.models.entries import check_finish_reason, check_sampling, check_success
 from atroposlib.api.models.records import Draft
 from atroposlib.api.models.requests import (
     FloatRows,
@@ -31,23 +32,16 @@ from atroposlib.api.models.requests import (
     refused,
     short,
 )
-from atroposlib.utils.sampling_parameters import CONSTRAINED, NEUTRAL
 
 logger = logging.getLogger(__name__)
 
 LARGEST_ID = 2**31 - 1
 """Token ids fit into 32 bits."""
-LEAST_FLOAT32, LARGEST_FLOAT32 = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
-"""Between them a number is neither 0 nor infinite in 32 bits."""
 SIGN_BYTE = 3 if sys.byteorder == "little" else 0
 """Of the four of a 32-bit integer."""
 WITHOUT_SIGN = bytes(range(128))
 NOT_TRAINED = -100
 """In masks: nothing is learned from this token."""
-LONGEST_REASON = 64
-"""Characters of a finish reason."""
-PARAMETERS = ("temperature", *NEUTRAL, CONSTRAINED, "max_tokens", "tokens")
-"""What is read of an entry of sampling_params."""
 
 
 class ScoredData(BaseModel):
@@ -94,6 +88,9 @@ class ScoredData(BaseModel):
     finish_reasons: Any | None = None
     """[n]: why the sampling of the sequence ended: "stop", "length" or another word of the server's. Of its last turn; null
     where it is not known. What is no list is a client's own, and is handed on as it is."""
+    successes: Any | None = None
+    """[n]: true if the sequence solved its item, false if not, null where that is not known. A value that is not a list is a
+    client's own, and is handed on unread."""
     idempotency_key: Key | None = None
     """Chosen by the client; the same key again is answered again but not counted again."""
 
@@ -117,6 +114,7 @@ PER_SEQUENCE = (
     "weight_epoch_spans",
     "sampling_params",
     "finish_reasons",
+    "successes",
 )
 """Optional fields with one entry for each sequence."""
 
@@ -236,6 +234,7 @@ def check_group(group: ScoredData, at: list[str | int]) -> None:
         ("weight_epoch_spans", group.weight_epoch_spans),
         ("sampling_params", listed(group, "sampling_params")),
         ("finish_reasons", listed(group, "finish_reasons")),
+        ("successes", listed(group, "successes")),
     ]
     for name, values in rows + flat:
         if values is not None and len(values) != len(lengths):
@@ -250,15 +249,17 @@ def check_group(group: ScoredData, at: list[str | int]) -> None:
                 raise invalid(where, len(row), message)
     _check_spans(group, lengths, at)
     for index, entry in enumerate(listed(group, "sampling_params") or []):
-        _check_sampling(entry, lengths[index], [*at, "sampling_params", index])
+        check_sampling(entry, lengths[index], [*at, "sampling_params", index])
     for index, reason in enumerate(listed(group, "finish_reasons") or []):
-        if reason is not None and not (isinstance(reason, str) and len(reason) <= LONGEST_REASON):
-            where = [*at, "finish_reasons", index]
-            rule = f"it must be a string of at most {LONGEST_REASON} characters, or null"
-            raise invalid(where, short(reason), f"{path(where)} is {short(reason)!r}: {rule}")
+        check_finish_reason(reason, [*at, "finish_reasons", index])
+    for index, success in enumerate(listed(group, "successes") or []):
+        check_success(success, [*at, "successes", index])
     for index, messages in enumerate(group.messages or []):
         _check_messages(messages, [*at, "messages", index])
-    free = ("messages", "generation_params", "overrides", "group_overrides", "images", "sampling_params", "finish_reasons")
+    free = (
+        *("messages", "generation_params", "overrides", "group_overrides", "images"),
+        *("sampling_params", "finish_reasons", "successes"),
+    )
     for name, value in [*((name, getattr(group, name)) for name in free), *(group.model_extra or {}).items()]:
         _refuse_non_finite(value, [*at, name])
     for index, row in enumerate(group.tokens):
@@ -327,48 +328,6 @@ def _say_that_it_is_no_list(name: str) -> None:
         "and says nothing of how sequences were sampled. This is said once",
         name,
     )
-
-
-def _check_sampling(entry: Any, length: int, where: list[str | int]) -> None:
-    """How one sequence was sampled: one object of numbers for all of it, or one for each part, which say their `tokens`; None
-    where that is not known."""
-    if entry is None:
-        return
-    if not isinstance(entry, list):
-        _check_parameters(entry, where)
-        return
-    if not entry:
-        raise invalid(where, [], f"{path(where)} is []: leave sampling_params out where it is not known")
-    covered = 0
-    for place, part in enumerate(entry):
-        _check_parameters(part, [*where, place])
-        tokens = part.get("tokens")
-        if not isinstance(tokens, int) or tokens < 0:
-            said = [*where, place, "tokens"]
-            raise invalid(said, short(tokens), f"{path(said)} is {short(tokens)!r}: each part says how many tokens it is of")
-        covered += tokens
-    if covered > length:
-        message = f"{path(where)} has {len(entry)} parts of {short(covered)} tokens, the sequence has {length}"
-        raise invalid(where, len(entry), message)
-
-
-def _check_parameters(parameters: Any, where: list[str | int]) -> None:
-    """Finite numbers by name, or null where nothing is said. Other names than these are the client's own affair."""
-    if not isinstance(parameters, dict):
-        message = f'{path(where)} is {short(parameters)!r}: it must be an object of numbers, such as {{"temperature": 1.0}}'
-        raise invalid(where, short(parameters), message)
-    for name in (name for name in PARAMETERS if parameters.get(name) is not None):
-        value = parameters[name]
-        exact = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
-        if not exact and not (isinstance(value, float) and math.isfinite(value)):
-            said = [*where, name]
-            raise invalid(said, short(value), f"{path(said)} is {short(value)!r}: it must be a finite number")
-    temperature = parameters.get("temperature")
-    said = [*where, "temperature"]
-    if temperature is not None and temperature < 0:
-        raise invalid(said, temperature, f"{path(said)} is {temperature}: it must be at least 0")
-    if temperature and not LEAST_FLOAT32 <= temperature <= LARGEST_FLOAT32:
-        raise invalid(said, temperature, f"{path(said)} is {temperature}: it must be 0, or a number that float32 holds")
 
 
 def _negatives(row: list[int]) -> int:

@@ -3,6 +3,7 @@
 import importlib
 import logging
 import math
+import os
 import random
 import string
 import time
@@ -24,6 +25,7 @@ from atroposlib.utils.display import display_metrics_table
 from atroposlib.utils.jsonl import JsonLinesWriter, unencodable_fields
 from atroposlib.utils.keys import open_settings
 from atroposlib.utils.metrics import get_std_min_max_avg
+from atroposlib.utils.wandb_login import offline_mode
 
 if TYPE_CHECKING:
     from atroposlib.envs.base import BaseEnv
@@ -64,12 +66,17 @@ class Reports:
             raise UsageError(
                 "--env.use_wandb is set but wandb is not installed: pip install wandb, or --env.use_wandb false"
             ) from error
+        folder = os.environ.get("WANDB_DIR") or "."
+        mode, notice = offline_mode(folder)
+        if notice:
+            logger.info("%s", notice)
         suffix = "".join(random.choices(string.ascii_lowercase, k=6))
         self._wandb.init(
             project=project,
             group=group,
             name=f"{self.label}-{datetime.now():%Y-%m-%d}-{suffix}",
             config=open_settings(self.env.config),
+            **mode,
         )
 
     async def log(self, metrics: dict[str, Any]) -> None:

@@ -6,6 +6,14 @@ import { lastKnown, onOneAxis } from "./series.js";
 /** One a chart. `lines`: columns of metrics.jsonl. `group(names)` adds those that only some runs have. */
 export const CHARTS = [
   { id: "reward", title: "Reward", lines: [{ name: "reward_mean", label: "mean" }], group: (names) => several(names, "reward/") },
+  {
+    id: "success",
+    title: "Solved items",
+    fromZero: true,
+    form: percent,
+    lines: [{ name: "success_rate", label: "of all that say so" }],
+    group: (names) => several(names, "success/"),
+  },
   { id: "accuracy", title: "Accuracy", lines: [], fromZero: true, evaluations: true, empty: "No evaluation yet: environments measure every `--env.steps_per_eval` steps." },
   {
     id: "length",
@@ -156,6 +164,7 @@ export function vitals(newest, accuracy, stack) {
   return [
     ["step", number(newest.step), of ? `of ${number(of)}` : ""],
     ["reward", number(newest.reward_mean, 3), ""],
+    ["solved", percent(newest.success_rate), "of the rollouts"],
     ["accuracy", measured === null ? "–" : Math.abs(measured) <= 1 ? percent(measured) : number(measured, 3), ""],
     ["length", number(newest.response_length_mean, 3), "tokens"],
     ["trained", number(newest.tokens_per_second, 3), "tokens/s"],

@@ -63,6 +63,7 @@ ADDED_FIELDS = (
     "weight_epoch_spans",
     "sampling_params",
     "finish_reasons",
+    "successes",
 )
 """Of a group: what the public server knows nothing of."""
 

@@ -67,6 +67,7 @@ def test_groups_come_back_with_every_field(service: Service) -> None:
         weight_epoch_spans=[[0], [0, 9], [9], []],
         sampling_params=[{"temperature": 1.0}] * 3 + [[{"temperature": 1, "tokens": 1}, {"temperature": 0.5, "tokens": 1}]],
         finish_reasons=["stop", "length", "stop", "abort"],
+        successes=[True, False, None, True],
         unknown_to_the_service=[1],
     )
     service.post("/scored_data", sent)

@@ -145,6 +145,27 @@ def test_without_it_every_item_comes_and_nothing_is_kept(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_group_says_which_answers_are_right(tmp_path: Path) -> None:
+    async def group_of(environment: GradedEnv, item: int) -> ScoredDataGroup:
+        group, backlog = await environment.collect_trajectories(item)
+        assert backlog == []
+        return group
+
+    environment = Graded(tmp_path)
+    for item, right in enumerate([[True] * 4, [True, False] * 2, [False] * 4]):
+        assert asyncio.run(group_of(environment, item))["successes"] == right
+
+    class Silent(Graded):
+        def note_success(self, item: int, right: Sequence[bool]) -> None:
+            """Say nothing."""
+
+    async def one_after_the_other() -> list[bool]:
+        groups = [await group_of(environment, 1), await group_of(Silent(tmp_path), 1)]
+        return ["successes" in group for group in groups]
+
+    assert asyncio.run(one_after_the_other()) == [True, False], "nothing remains of the group before"
+
+
 def test_it_and_an_exact_resume_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="exact_resume could not give them again"):
         BaseEnvConfig(curriculum=True, exact_resume=True)

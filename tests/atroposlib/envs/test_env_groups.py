@@ -73,6 +73,15 @@ def test_how_responses_were_sampled_is_told_of_each_of_which_it_is_known() -> No
     assert wrong_shape(group | {"sampling_params": {"stop": "x"}, "finish_reasons": "an environment's own"}, 2) is None
 
 
+def test_successes_are_told_of_the_responses_that_have_one() -> None:
+    assert group_from_items([item(success=True), item(success=False)])["successes"] == [True, False]
+    assert group_from_items([item(success=True), item()])["successes"] == [True, None]
+    assert "successes" not in group_from_items([item(success="yes"), item(success=1.0)]), "an environment's own field"
+    group = group_from_items([item(), item()])
+    assert wrong_shape(group | {"successes": [True]}, 2) == "'successes' has 1 entries, the group size is 2"
+    assert wrong_shape(group | {"successes": 0.5}, 2) is None
+
+
 def test_group_overrides_are_merged() -> None:
     group = group_from_items([item(group_overrides={"a": 1}), item(group_overrides={"b": 2}), item()])
     assert group["group_overrides"] == {"a": 1, "b": 2}

@@ -199,6 +199,7 @@ def test_ages_count_on_the_line_of_weights_that_is_trained_on() -> None:
         ({"weight_versions": [1, 2], "weight_epochs": [1, math.inf]}, "weight_epochs holds something that is no number"),
         ({"finish_reasons": ["stop"]}, "finish_reasons has 1 entries"),
         ({"sampling_params": [{"temperature": 1}]}, "sampling_params has 1 entries"),
+        ({"successes": [True]}, "successes has 1 entries"),
     ],
 )
 def test_an_invalid_group_is_left_out_and_named(changes: dict[str, Any], message: str) -> None:
@@ -213,6 +214,14 @@ def test_what_has_these_names_and_is_no_list_is_the_environments_own() -> None:
     batch = parse_batch([make_group(sampling_params={"stop": "x"}, finish_reasons="stop")], 100, VOCAB)
     assert not batch.invalid
     assert [(one.temperatures, one.finish_reason) for one in batch.sequences] == [(None, None)] * 2
+
+
+def test_successes_are_read_where_they_are_known() -> None:
+    batch = parse_batch(
+        [make_group(successes=[True, None]), make_group(successes=[False, 1]), make_group(successes=1)], 100, VOCAB
+    )
+    assert not batch.invalid
+    assert [one.success for one in batch.sequences] == [True, None, False, None, None, None]
 
 
 def test_nan_at_a_prompt_position_does_not_matter() -> None:

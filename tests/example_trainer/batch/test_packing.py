@@ -298,6 +298,22 @@ def test_figures_tell_environments_apart() -> None:
     assert figures_of(Batch([rollout((0, 0), [1, 2], [1])]), [], version=5).rewards == {}
 
 
+def test_the_success_rate_is_of_the_rollouts_that_say_so() -> None:
+    said = [(0, True), (0, False), (0, None), (1, True), (None, False), (2, None)]
+    batch = Batch(
+        [replace(rollout((i, 0), [1, 2], [1]), env_id=env_id, success=success) for i, (env_id, success) in enumerate(said)]
+    )
+    figures = figures_of(batch, [pack(batch, 1000)], version=5, environments={"0": "sums", "1": "maths"})
+    row = figures.row()
+    assert row["success_rate"] == 0.5
+    assert {name: value for name, value in row.items() if name.startswith("success/")} == {
+        "success/sums": 0.5,
+        "success/maths": 1.0,
+    }
+    assert "success_rates" not in row
+    assert figures_of(Batch([rollout((0, 0), [1, 2], [1])]), [], version=5).row()["success_rate"] is None
+
+
 def test_figures_count_what_is_forwarded_and_what_that_spares() -> None:
     batch = Batch([rollout((0, i), [1] * 50 + [10 + i] * 5, list(range(50, 55))) for i in range(4)], ["group 9: bad"], 2)
     batch.sequences.append(replace(rollout((1, 0), [1, 2, 3], []), sampled=2, finish_reason="length"))

@@ -16,7 +16,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from example_trainer.command_line import parse_config
 from example_trainer.errors import ConfigError
 from example_trainer.observe import metrics
-from example_trainer.observe.metrics import MetricsLog, step_line
+from example_trainer.observe.metrics import MetricsLog
+from example_trainer.observe.step_line import step_line
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -91,10 +92,36 @@ def test_wandb_gets_neither_keys_nor_the_command_line_that_holds_them(tmp_path: 
     assert "hush" not in str(seen)
 
 
-def test_wandb_that_is_not_installed_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_that_is_not_installed_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match="--use-wandb needs the package wandb, which is not installed: pip install wandb"):
-        MetricsLog(tmp_path, {}, wandb=("project", "group"))
+    log = MetricsLog(tmp_path, {}, wandb=("project", "group"))
+    log.write(1, {"loss": 0.5})
+    log.close()
+    assert "No W&B log, metrics.jsonl and TensorBoard only: wandb is not installed (pip install wandb)" in caplog.messages
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("variables", "offline"), [({}, True), ({"WANDB_API_KEY": "0123"}, False), ({"WANDB_MODE": "online"}, False)]
+)
+def test_wandb_without_a_login_is_kept_offline_with_one_line(
+    variables: dict[str, str], offline: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_DISABLED", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (variables | {"HOME": str(tmp_path)}).items():
+        monkeypatch.setenv(name, value)
+    seen: dict[str, object] = {}
+    run = types.SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
+    wandb = types.SimpleNamespace(init=lambda **given: seen.update(given) or run, Error=RuntimeError)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    MetricsLog(tmp_path / "logs", {}, wandb=("project", "group")).close()
+    assert seen.get("mode") == ("offline" if offline else None)
+    notice = f"kept offline in {tmp_path / 'logs' / 'wandb'}; after a login, upload it with `wandb sync"
+    assert [notice in message for message in caplog.messages if "W&B" in message] == [True] * offline
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -122,6 +149,9 @@ def test_the_line_of_a_step() -> None:
         "Step 7/100  reward 0.500  loss -0.5000  kl 0.01000  entropy 0.100  clipped 0.000  grad norm 2.000  length 2.5  "
         "2 tok/s  queue 9  age 1.0 (max 2)  wait 1.00 s  train 0.50 s  sync 1.00 s  forwarded 20 tok/s  packed 0.83  "
         "mfu 0.412  waiting 40 %  peak 1.50 GiB  ratio p99 1.250  ess 0.980  mismatch kl 1.5e-05  ppl 1.235/1.25"
+    )
+    assert step_line(7, 100, row_of_a_step(success_rate=0.25)).startswith(
+        "Step 7/100  reward 0.500  success 0.250  loss -0.5000"
     )
     unknown = step_line(7, 100, row_of_a_step() | dict.fromkeys(("age_mean", "age_max", "mfu", "kl", *DRIFT)))
     for part in ("  age ?  wait", "  mfu ?  waiting", "  kl ?  entropy", " GiB  ratio p99 ?  ess ?  mismatch kl ?  ppl ?/?"):

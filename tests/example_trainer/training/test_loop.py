@@ -16,7 +16,7 @@ from example_trainer import grpo
 from example_trainer.batch.prefetch import Batches
 from example_trainer.batch.sampling import SamplerLogprobs
 from example_trainer.errors import ConfigError
-from example_trainer.observe.metrics import step_line
+from example_trainer.observe.step_line import step_line
 from example_trainer.process import StopRequested
 from example_trainer.training.loop import NoCheckpoints, make_upkeep
 from example_trainer.weight_bridge.base import NoBridge, SyncReport

@@ -93,6 +93,8 @@ def refusal(body: dict[str, Any] | list[Any], many: bool = False) -> dict[str, A
         ({"finish_reasons": ["stop"] * 3}, ["finish_reasons"], "has 3 entries for 4 sequences"),
         ({"finish_reasons": ["stop"] * 3 + [7]}, ["finish_reasons", 3], "is 7: it must be a string of at most 64"),
         ({"finish_reasons": ["x" * 65] * 4}, ["finish_reasons", 0], "of at most 64 characters, or null"),
+        ({"successes": [True] * 3}, ["successes"], "has 3 entries for 4 sequences"),
+        ({"successes": [True] * 3 + [2]}, ["successes", 3], "is 2: it must be true, false or null"),
         ({"tokens": [[1, 2, 3]] * 3 + [[1, -2, 3]]}, ["tokens", 3, 1], "is -2: a token id is from 0"),
         ({"tokens": [[-100, 2, 3]] * 4}, ["tokens", 0, 0], "is -100: a token id is from 0"),
         ({"masks": [[-100, 2, 3]] * 3 + [[-100, 2, -1]]}, ["masks", 3, 2], "is -1: a mask holds -100 where nothing"),
@@ -180,7 +182,7 @@ def test_how_each_sequence_was_sampled_is_handed_on(many: bool) -> None:
         {"finish_reasons": ["stop", None, "length", None], "sampling_params": [{"temperature": 0.5}, None, None, None]},
         {"sampling_params": [{"temperature": 0.5, "top_p": None, "stop": "x", "seed": 2**80, "own": {"a": [1]}}] * 4},
         {"sampling_params": [{"temperature": None, "top_p": 0.9}, {"top_p": 0.9}, {}, {"temperature": 0}]},
-        {"sampling_params": {"temperature": 0.7, "stop": "x"}, "finish_reasons": "stop"},
+        {"sampling_params": {"temperature": 0.7, "stop": "x"}, "finish_reasons": "stop", "successes": 3},
     ],
     ids=["not known of every one", "names that nobody reads", "no temperature", "a client's own"],
 )
