@@ -46,6 +46,7 @@ from example_trainer.training.loop import train as take_steps
 from example_trainer.training.memory_choice import choose_memory
 from example_trainer.training.model import decoder_maker, make_model, make_reference, refuse_ranks
 from example_trainer.training.optimizer import make_optimizer
+from example_trainer.training.quantised import quantisation
 from example_trainer.training.reference import ReferenceSettings
 from example_trainer.training.resume import agreed_start
 from example_trainer.training.runs import SavedStep, mark_run
@@ -60,6 +61,8 @@ logger = logging.getLogger("example_trainer.grpo")
 def train(config: TrainerConfig, stop: StopSignal) -> None:
     """The whole run, from the checkpoint it starts from to the one it ends with."""
     torch.manual_seed(config.seed)
+    if config.optimizer == "adamw-8bit":
+        quantisation()  # a missing package ends the trainer before anything is loaded
     objective = make_objective(config)
     pin_settings(config)
     device = choose_device(config)

@@ -64,6 +64,7 @@ from example_trainer.training.loop import NoCheckpoints, Parts
 from example_trainer.training.loop import train as take_steps
 from example_trainer.training.model import decoder_maker, make_model, make_reference
 from example_trainer.training.optimizer import make_optimizer
+from example_trainer.training.quantised import quantisation
 from example_trainer.training.step import make_objective
 from example_trainer.weight_bridge.factory import make_bridge
 
@@ -239,6 +240,8 @@ def train(options: argparse.Namespace, stop: StopSignal) -> None:
         config = trainer_config(options, port)
         require_vllm()
         objective = make_objective(config)
+        if config.optimizer == "adamw-8bit":
+            quantisation()  # a missing package ends the run before anything is loaded
         pin_settings(config)
         device = choose_device(config)
         if options.batch_invariant and device.type == "cpu":

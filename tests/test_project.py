@@ -129,10 +129,12 @@ def test_what_optional_environments_need_changes_nothing_that_is_locked() -> Non
     assert asked == extras["reasoning-gym"]
 
 
-def test_every_list_names_one_release_of_ray() -> None:
-    """Nodes of a cluster refuse each other if they have several."""
-    files = ("pyproject.toml", "requirements.txt", "requirements-cpu.in", "requirements-cpu.txt", "requirements-gpu.txt")
-    found = {re.findall(r"\bray(?:\[default\])?==([\w.]+)", (ROOT / file).read_text())[0] for file in files}
+@pytest.mark.parametrize("package", ["ray", "torchao"])
+def test_every_list_names_one_release(package: str) -> None:
+    """Nodes of a Ray cluster refuse each other if they have several; 8-bit moments are read by the release that wrote them."""
+    files = ["pyproject.toml", "requirements.txt", "requirements-cpu.in", "requirements-cpu.txt", "requirements-gpu.txt"]
+    files += ["example_trainer/requirements.txt", "example_trainer/training/quantised.py"] if package == "torchao" else []
+    found = {re.findall(rf"\b{package}(?:\[default\])?==([\w.]+)", (ROOT / file).read_text())[0] for file in files}
     assert len(found) == 1
 
 

@@ -195,7 +195,7 @@ def saving(
         checkpoints = Checkpoints(Path(folder), new_run(config.model_name, Path(folder), PREFIX, int(time.time() * 1e3)))
         began = time.perf_counter()
         checkpoints.prepare(optimizer)
-        copied = checkpoints._memory is not None and checkpoints._memory.arena() is not None  # waits until it is taken
+        copied = checkpoints._memory is not None and checkpoints._memory.tensors() is not None  # waits until it is taken
         memory_seconds = time.perf_counter() - began
         without = [whole_step() for _ in range(count)]
         began = time.perf_counter()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 _AT_ONCE = 64 << 20
 """Bytes that are given to the operating system in one call."""
 _SAVED_AT_ONCE = 1 << 30

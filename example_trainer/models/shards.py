@@ -30,19 +30,23 @@ class Shards:
         """The shape of the whole parameter."""
         return tuple(parameter.shape)
 
-    def take(self, name: str, whole: Tensor) -> Tensor:
-        """What this rank holds of a whole tensor, padding included."""
+    def take(self, name: str, whole: Tensor, block: int = 1) -> Tensor:
+        """What this rank holds of a whole tensor, padding included.
+
+        Args:
+            block: elements in a row of the parameter for which the tensor has one element; here and below.
+        """
         return whole
 
     def whole(self, name: str, local: Tensor) -> Tensor:
         """The whole tensor that every rank holds a part of. Collective."""
         return local
 
-    def local_shape(self, name: str, rank: int) -> tuple[int, ...]:
+    def local_shape(self, name: str, rank: int, block: int = 1) -> tuple[int, ...]:
         """The shape of what a rank holds of a parameter, where they are spread."""
         raise NotImplementedError("one process holds every parameter whole")
 
-    def joined(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+    def joined(self, name: str, parts: Sequence[Tensor], block: int = 1) -> Tensor:
         """The whole tensor, from what every rank holds of it, in their order; nothing is sent."""
         return parts[0]
 

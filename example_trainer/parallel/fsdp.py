@@ -45,7 +45,7 @@ class FsdpShards(Shards):
         self._whole_shapes[name] = tuple(parameter.shape)
         return self._whole_shapes[name]
 
-    def take(self, name: str, whole: Tensor) -> Tensor:
+    def take(self, name: str, whole: Tensor, block: int = 1) -> Tensor:
         chunk = -(-whole.shape[0] // self._size)
         start = min(self._rank * chunk, whole.shape[0])
         return whole[start : start + chunk]
@@ -56,12 +56,12 @@ class FsdpShards(Shards):
         sharded = DTensor.from_local(local, self._mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
         return sharded.full_tensor()
 
-    def local_shape(self, name: str, rank: int) -> tuple[int, ...]:
+    def local_shape(self, name: str, rank: int, block: int = 1) -> tuple[int, ...]:
         rows, *width = self._whole_shapes[name]
         chunk = -(-rows // self._size)
-        return (max(0, min(chunk, rows - rank * chunk)), *width)
+        return (max(0, min(chunk, rows - rank * chunk)), *width[:-1], *(last // block for last in width[-1:]))
 
-    def joined(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+    def joined(self, name: str, parts: Sequence[Tensor], block: int = 1) -> Tensor:
         return torch.cat(list(parts))
 
     def total(self, values: Tensor) -> Tensor:

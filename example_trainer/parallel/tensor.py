@@ -7,6 +7,7 @@ on vLLM's own memory.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -53,25 +54,28 @@ class TensorParallelShards(Shards):
     def whole_shape(self, name: str, parameter: Tensor) -> tuple[int, ...]:
         return self.spec(name).full_shape
 
-    def take(self, name: str, whole: Tensor) -> Tensor:
+    def take(self, name: str, whole: Tensor, block: int = 1) -> Tensor:
         spec = self.spec(name)
-        local = whole.new_zeros(spec.shape)
+        local = whole.new_zeros(_in_blocks(spec.shape, block))
         for piece in spec.slices:
+            piece = _piece_in_blocks(piece, len(spec.shape), block)
             _local(local, piece).copy_(_source(whole, piece))
         return local
 
     def whole(self, name: str, local: Tensor) -> Tensor:
         return self.joined(name, [local] if self._is_whole(name) else self.split.gather(local.contiguous()))
 
-    def local_shape(self, name: str, rank: int) -> tuple[int, ...]:
-        return self._specs[rank][name].shape
+    def local_shape(self, name: str, rank: int, block: int = 1) -> tuple[int, ...]:
+        return _in_blocks(self._specs[rank][name].shape, block)
 
-    def joined(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+    def joined(self, name: str, parts: Sequence[Tensor], block: int = 1) -> Tensor:
         if self._is_whole(name):
             return parts[0]
-        whole = parts[0].new_empty(self.spec(name).full_shape)
+        shape = self.spec(name).full_shape
+        whole = parts[0].new_empty(_in_blocks(shape, block))
         for rank, part in enumerate(parts):
             for piece in self._specs[rank][name].slices:
+                piece = _piece_in_blocks(piece, len(shape), block)
                 _source(whole, piece).copy_(_local(part, piece))
         return whole
 
@@ -157,6 +161,19 @@ def model_geometry(geometry: Geometry) -> ModelGeometry:
         mlp_bias=g.mlp_bias,
         qk_norm=g.qk_norm,
     )
+
+
+def _in_blocks(shape: tuple[int, ...], block: int) -> tuple[int, ...]:
+    """The shape of a tensor with one element for each block of a row."""
+    return (*shape[:-1], shape[-1] // block)
+
+
+def _piece_in_blocks(piece: Slice, dims: int, block: int) -> Slice:
+    """The same range of such a tensor: only ranges of the last dimension, of whole blocks, change."""
+    if piece.dim != dims - 1:
+        return piece
+    starts = {"source_start": piece.source_start // block, "local_start": piece.local_start // block}
+    return replace(piece, length=piece.length // block, **starts)
 
 
 def _source(whole: Tensor, piece: Slice) -> Tensor:

@@ -48,20 +48,23 @@ class HostCopy:
 
     def __init__(self, optimizer: MasterAdamW, ranks_here: int = 1) -> None:
         self._optimizer, self._ranks_here = optimizer, ranks_here
-        self._arena: HostArena | None = None
+        self._tensors: dict[str, Tensor] | None = None
         self._lock, self._taken = threading.Lock(), False
 
     def prepare(self) -> None:
         """Begin to take the memory, in a thread, so that the first checkpoint need not wait for it."""
-        threading.Thread(target=self.arena, name="memory for checkpoints", daemon=True).start()
+        threading.Thread(target=self.tensors, name="memory for checkpoints", daemon=True).start()
 
-    def arena(self) -> HostArena | None:
-        """The memory; None if the machine has too little to spare. Takes seconds for each 10 GB when called first."""
+    def tensors(self) -> dict[str, Tensor] | None:
+        """The tensors to copy into, by key; None if the machine has too little memory to spare.
+
+        Takes seconds for each 10 GB when called first.
+        """
         with self._lock:
             if not self._taken:
                 self._taken = True
                 self._take()
-        return self._arena
+        return self._tensors
 
     def _take(self) -> None:
         state = self._optimizer.state_dict()
@@ -69,7 +72,11 @@ class HostCopy:
         reason = f"{free / 1e9:.1f} GB of memory are free"
         if needed <= _SHARE_OF_FREE_MEMORY[self._optimizer.device.type] * free:
             try:
-                self._arena = HostArena({key: tuple(tensor.shape) for key, tensor in state.items()}, self._optimizer.device)
+                found: dict[str, Tensor] = {}
+                for dtype in {tensor.dtype for tensor in state.values()}:
+                    shapes = {key: tuple(tensor.shape) for key, tensor in state.items() if tensor.dtype == dtype}
+                    found |= HostArena(shapes, self._optimizer.device, dtype).tensors
+                self._tensors = found
                 return
             except TrainerError as error:
                 reason = str(error)
@@ -161,14 +168,14 @@ class BackgroundSave:
             self._done.set()
 
     def _save(self) -> None:
-        arena = self._memory.arena()
-        if arena is not None:
+        copies = self._memory.tensors()
+        if copies is not None:
             for key, tensor in self._state.items():
-                arena.tensors[key].copy_(tensor, non_blocking=True)
+                copies[key].copy_(tensor, non_blocking=True)
                 self.moved()
             if self._stream is not None:
                 self._stream.synchronize()
-            self._state = arena.tensors
+            self._state = copies
             self._read.set()
         if not self._ranks.is_main:
             self._hand_on()
@@ -182,12 +189,12 @@ class BackgroundSave:
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:
         shards = self._optimizer.shards
         for key in self._keys:
-            name, parts = key.partition(".")[2], [self._state[key].cpu()]
+            name, parts, kind = key.partition(".")[2], [self._state[key].cpu()], self._optimizer.kind_of(key)
             for rank in range(1, self._ranks.world_size):
-                part = torch.empty(shards.local_shape(name, rank))
+                part = torch.empty(shards.local_shape(name, rank, kind.block), dtype=kind.dtype)
                 self._exchange(part, partial(self._receive, rank))
                 parts.append(part)
-            yield key, shards.joined(name, parts)
+            yield key, shards.joined(name, parts, kind.block)
 
     def _hand_on(self) -> None:
         for key in self._keys:

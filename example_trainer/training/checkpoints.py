@@ -154,15 +154,16 @@ class Checkpoints:
         }
         names = self._weights(model, optimizer)
         keys = [*(f"master.{name}" for name in names), *optimizer.state_dict()]
-        shapes = {key: (torch.float32, shape) for key, shape in optimizer.whole_state_shapes().items()}
+        state = optimizer.whole_state()
 
         def write(tensors: Iterator[tuple[str, Tensor]], moved: Callable[[], None]) -> None:
             weights = ((key.partition(".")[2], tensor) for key, tensor in islice(tensors, len(names)))
-            needed = sum((dtype.itemsize + 12) * math.prod(shape) for shape in optimizer.whole_shapes.values())
+            needed = sum(kind.itemsize * math.prod(shape) for kind, shape in state.values())
+            needed += sum(dtype.itemsize * math.prod(shape) for shape in optimizer.whole_shapes.values())
             with self._draft(final, needed, moved) as draft:
                 self._write_weights(model, dtype, weights, draft, moved)
                 (draft / STATE_FOLDER).mkdir()
-                write_safetensors(draft / STATE_FOLDER / OPTIMIZER_FILE, shapes, tensors, moved=moved)
+                write_safetensors(draft / STATE_FOLDER / OPTIMIZER_FILE, state, tensors, moved=moved)
                 (draft / STATE_FOLDER / TRAINER_FILE).write_text(json.dumps(trainer, indent=2) + "\n", encoding="utf-8")
             self._whole = step
             logger.info("Saved checkpoint %s", final)

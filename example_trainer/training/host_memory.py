@@ -49,29 +49,59 @@ def _cached_files(path: Path) -> int:
     return sum(int(size) for name, size in words if name in ("active_file", "inactive_file"))
 
 
+@dataclass(frozen=True)
+class Kind:
+    """A kind of tensor that exists for each of several parameters.
+
+    Attributes:
+        name: of the kind, such as `exp_avg`.
+        dtype: of its elements.
+        block: consecutive elements of the parameter for which there is one element.
+        shaped: makes the tensor's shape of the parameter's; not given: the same.
+    """
+
+    name: str
+    dtype: torch.dtype = torch.float32
+    block: int = 1
+    shaped: Callable[[Sequence[int]], tuple[int, ...]] = tuple
+
+    def shape(self, parameter: Sequence[int]) -> tuple[int, ...]:
+        """The tensor's shape, for a parameter of that shape."""
+        return self.shaped(parameter)
+
+
 class HostArena:
-    """One block of host memory with named float32 tensors in it, page-locked if a GPU is to copy them.
+    """One block of host memory with named tensors of one dtype in it, page-locked if a GPU is to copy them.
 
     torch's own pinned memory is not used: its allocator takes the next power of two, up to twice what is asked for.
 
     Args:
         shapes: of the tensors; they lie in this order, zeros at first.
         device: the one that copies. On a CPU nothing is locked.
+        dtype: of the tensors.
+        aligned: elements; each tensor begins at a multiple of them.
 
     Raises:
         TrainerError: the machine has no such memory, or does not let it be locked.
     """
 
-    def __init__(self, shapes: Mapping[str, Sequence[int]], device: torch.device) -> None:
+    def __init__(
+        self,
+        shapes: Mapping[str, Sequence[int]],
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        aligned: int = _ALIGNED,
+    ) -> None:
         self.offsets: dict[str, int] = {}
         end = 0
         for name, shape in shapes.items():
             self.offsets[name] = end
-            end += -(-math.prod(shape) // _ALIGNED) * _ALIGNED
+            end += -(-math.prod(shape) // aligned) * aligned
         try:
-            self.flat = torch.empty(end, dtype=torch.float32)
+            self.flat = torch.empty(end, dtype=dtype)
         except RuntimeError as error:
-            raise TrainerError(f"{end * 4 / 2**30:.2f} GiB of host memory are not there: {error}") from error
+            size = end * dtype.itemsize / 2**30
+            raise TrainerError(f"{size:.2f} GiB of host memory cannot be allocated: {error}") from error
         self.flat.zero_()  # which takes the pages
         self.tensors = {
             name: self.flat[self.offsets[name] : self.offsets[name] + math.prod(shape)].view(*shape)
@@ -154,43 +184,60 @@ class HostTensors:
     of its own (ZeRO-Offload, arXiv:2101.06840, whose arithmetic is on the CPU; here the GPU does it).
 
     Args:
-        shapes: of the tensors, at least one dimension each.
-        kinds: how many arenas.
+        shapes: of the parameters, at least one dimension each.
+        kinds: of tensors that there are for each parameter, one arena each; the first has the parameter's shape.
         device: the one that works.
-        bucket_elements: of each arena that are on the device at once.
+        bucket_elements: of the first arena that are on the device at once.
     """
 
     def __init__(
-        self, shapes: Mapping[str, Sequence[int]], kinds: int, device: torch.device, bucket_elements: int = BUCKET_ELEMENTS
+        self,
+        shapes: Mapping[str, Sequence[int]],
+        kinds: Sequence[Kind],
+        device: torch.device,
+        bucket_elements: int = BUCKET_ELEMENTS,
     ) -> None:
-        self.device = device
-        self.arenas = [HostArena(shapes, device) for _ in range(kinds)]
+        self.device, self._kinds = device, tuple(kinds)
+        self.arenas = [
+            HostArena(
+                {name: kind.shape(shape) for name, shape in shapes.items()},
+                device,
+                kind.dtype,
+                max(1, _ALIGNED // kind.block),
+            )
+            for kind in kinds
+        ]
         self._buckets = cut(shapes, self.arenas[0].offsets, bucket_elements)
         longest = max((bucket.stop - bucket.start for bucket in self._buckets), default=0)
         self._slots: list[list[Tensor]] = []
         if device.type == "cuda":
             # Taken now: memory that ran out in the middle of a step would leave it half done.
-            self._slots = [[torch.empty(longest, device=device) for _ in range(kinds)] for _ in range(SLOTS)]
+            self._slots = [
+                [torch.empty(longest // kind.block, dtype=kind.dtype, device=device) for kind in self._kinds]
+                for _ in range(SLOTS)
+            ]
             self._coming, self._going = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     @torch.no_grad()
-    def work(self, arenas: Sequence[HostArena], work: Work, write_back: bool) -> None:
-        """Call `work` for every bucket of these arenas in turn, and return when the host's memory holds what it made.
+    def work(self, count: int, work: Work, write_back: bool) -> None:
+        """Call `work` for every bucket of the first `count` kinds in turn. Return when host memory holds the results.
 
         Args:
             write_back: whether it changes the tensors.
         """
+        kinds, arenas = self._kinds[:count], self.arenas[:count]
         if not self._slots:
             for bucket in self._buckets:
-                work(bucket.pieces, [_tensors(arena.flat[bucket.start : bucket.stop], bucket) for arena in arenas])
+                found = [_range(arena.flat, bucket, kind) for arena, kind in zip(arenas, kinds, strict=True)]
+                work(bucket.pieces, [_tensors(flat, bucket, kind) for flat, kind in zip(found, kinds, strict=True)])
             return
         here = torch.cuda.current_stream(self.device)
         self._coming.wait_stream(here)
         left: list[torch.cuda.Event | None] = [None] * SLOTS
         for number, bucket in enumerate(self._buckets):
-            slot, size = number % SLOTS, bucket.stop - bucket.start
-            staged = [buffer[:size] for buffer in self._slots[slot][: len(arenas)]]
-            parts = [arena.flat[bucket.start : bucket.stop] for arena in arenas]
+            slot = number % SLOTS
+            parts = [_range(arena.flat, bucket, kind) for arena, kind in zip(arenas, kinds, strict=True)]
+            staged = [buffer[: part.numel()] for buffer, part in zip(self._slots[slot], parts, strict=False)]
             before = left[slot]
             with torch.cuda.stream(self._coming):
                 if before is not None:
@@ -198,7 +245,7 @@ class HostTensors:
                 for buffer, part in zip(staged, parts, strict=True):
                     buffer.copy_(part, non_blocking=True)
             here.wait_stream(self._coming)
-            work(bucket.pieces, [_tensors(buffer, bucket) for buffer in staged])
+            work(bucket.pieces, [_tensors(buffer, bucket, kind) for buffer, kind in zip(staged, kinds, strict=True)])
             self._going.wait_stream(here)
             with torch.cuda.stream(self._going):
                 for buffer, part in zip(staged, parts, strict=True) if write_back else ():
@@ -207,5 +254,13 @@ class HostTensors:
         self._going.synchronize()  # the host may read
 
 
-def _tensors(flat: Tensor, bucket: Bucket) -> list[Tensor]:
-    return [flat[piece.offset : piece.offset + math.prod(piece.shape)].view(piece.shape) for piece in bucket.pieces]
+def _range(flat: Tensor, bucket: Bucket, kind: Kind) -> Tensor:
+    return flat[bucket.start // kind.block : bucket.stop // kind.block]
+
+
+def _tensors(flat: Tensor, bucket: Bucket, kind: Kind) -> list[Tensor]:
+    found = []
+    for piece in bucket.pieces:
+        start, shape = piece.offset // kind.block, kind.shape(piece.shape)
+        found.append(flat[start : start + math.prod(shape)].view(shape))
+    return found

@@ -129,7 +129,9 @@ class MemoryRequest:
     @property
     def quantised(self) -> int:
         """Trained elements of the whole model whose moments have 8 bits."""
-        return quantised_count(self.geometry) if self.optimizer == "adamw-8bit" and self.lora is None else 0
+        if self.optimizer != "adamw-8bit" or self.lora is not None:
+            return 0
+        return quantised_count(self.geometry, self.world_size > 1)
 
     @property
     def moment_bytes(self) -> int:
@@ -150,9 +152,9 @@ def parameter_count(geometry: Geometry) -> int:
 
 
 @functools.lru_cache
-def quantised_count(geometry: Geometry) -> int:
-    """Elements of the parameters whose moments adamw-8bit keeps in 8 bits."""
-    return _count(part for _, part in _named_parts(geometry) if can_be_quantised(part.shape))
+def quantised_count(geometry: Geometry, spread: bool) -> int:
+    """Elements of the parameters whose moments adamw-8bit keeps in 8 bits, in one process or spread over ranks."""
+    return _count(part for _, part in _named_parts(geometry) if can_be_quantised(part.shape, spread))
 
 
 @functools.lru_cache

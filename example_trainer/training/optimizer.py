@@ -7,6 +7,7 @@ parameters as soon as they are complete and are summed in float32.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,13 +18,22 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from example_trainer.config import TrainerConfig
-from example_trainer.errors import CheckpointError, ConfigError, NonFiniteError
+from example_trainer.errors import CheckpointError, NonFiniteError
 from example_trainer.models import Decoder
 from example_trainer.models.gradients import GradientSums
 from example_trainer.models.shards import Shards
-from example_trainer.training.host_memory import BUCKET_ELEMENTS, HostTensors, Piece
+from example_trainer.training.host_memory import BUCKET_ELEMENTS, Kind, Piece
+from example_trainer.training.optimizer_state import (
+    FLOAT32_KINDS,
+    MASTER,
+    QUANTISED_KINDS,
+    StateGroup,
+    read_whole,
+    saved_kinds,
+)
+from example_trainer.training.quantised import Rates, adamw_8bit, can_be_quantised, prepare
 
-_KINDS = ("master", "exp_avg", "exp_avg_sq")
+logger = logging.getLogger(__name__)
 
 _REMEDIES = {
     True: "lower --lr or --max-grad-norm, and look at the last lines of metrics.jsonl; --skip-nonfinite N leaves out up to N "
@@ -85,9 +95,10 @@ class MasterAdamW:
         schedule, warmup_steps, total_steps: see learning_rate_factor.
         shards: what this rank holds of the parameters; masters, gradients and moments are of the same part. With several
             ranks `update` is collective.
-        offload: masters and moments are in the host's memory, and pass through the parameters' device in each update. The bits
-            are those of an update without it.
-        bucket_elements: how much of them is on the device at once.
+        offload: masters and moments are in host memory, and pass through the parameters' device in each update. The bits are
+            those of an update without it.
+        bucket_elements: elements of each of them that are on the device at once.
+        in_8_bits: the moments of matrices are kept in 8 bits, see quantised.py.
 
     Attributes:
         steps: batches learned from, which is the weight version of the masters; the learning rate follows it.
@@ -116,6 +127,7 @@ class MasterAdamW:
         shards: Shards | None = None,
         offload: bool = False,
         bucket_elements: int = BUCKET_ELEMENTS,
+        in_8_bits: bool = False,
     ) -> None:
         self.shards = shards = shards or Shards()
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -128,18 +140,18 @@ class MasterAdamW:
         self.wait_for_readers: Callable[[], None] = lambda: None
         local = {name: shards.local(p) for name, p in self._parameters.items()}
         self.device = next(iter(local.values())).device
-        self._host: HostTensors | None = None
-        if offload:
-            shapes = {name: tuple(tensor.shape) for name, tensor in local.items()}
-            self._host = HostTensors(shapes, len(_KINDS), self.device, bucket_elements)
-            self._state = {kind: arena.tensors for kind, arena in zip(_KINDS, self._host.arenas, strict=True)}
-            for name, tensor in local.items():
-                self._state["master"][name].copy_(tensor)
-        else:
-            self._state = {"master": {name: tensor.to(torch.float32, copy=True) for name, tensor in local.items()}}
-            for kind in _KINDS[1:]:
-                self._state[kind] = {name: torch.zeros_like(m) for name, m in self._state["master"].items()}
-        self.masters: dict[str, Tensor] = self._state["master"]
+        quantised = [name for name, tensor in local.items() if in_8_bits and self._can_be_quantised(name, tensor)]
+        if quantised:
+            prepare(self.device, Rates(lr, betas, eps, weight_decay, 1))
+        self._groups = [
+            StateGroup({name: local[name] for name in names}, kinds, self.device, offload, bucket_elements)
+            for names, kinds in (
+                ([name for name in local if name not in set(quantised)], FLOAT32_KINDS),
+                (quantised, QUANTISED_KINDS),
+            )
+        ]
+        self._group_of = {name: group for group in self._groups for name in group.names}
+        self.masters: dict[str, Tensor] = {name: self._group_of[name].tensors[MASTER.name][name] for name in local}
         self._gradients: dict[str, Tensor] = {}
         whole_model = len(self._parameters) == sum(1 for _ in model.parameters())
         self.sums = GradientSums(model) if shards.hooks and whole_model else None
@@ -209,10 +221,10 @@ class MasterAdamW:
         self.shards.complete(gradients)
         norms = self._finite(self.shards.norms(gradients), "the gradient of")
         grad_norm = math.hypot(*norms)
-        divisor: Tensor | None = None
+        divisor: float | None = None
         if 0 < self.max_grad_norm < grad_norm:
             # AdamW's kernel divides as it reads: clipping costs no pass of its own.
-            divisor = torch.tensor((grad_norm + 1e-6) / self.max_grad_norm, dtype=torch.float32, device=self.device)
+            divisor = (grad_norm + 1e-6) / self.max_grad_norm
         lr = self.lr * learning_rate_factor(self.steps, self.schedule, self.warmup_steps, self.total_steps)
         self.wait_for_readers()
         self.sound = False
@@ -223,26 +235,35 @@ class MasterAdamW:
         self.sound = True
         return StepReport(grad_norm=grad_norm, lr=lr)
 
-    def _update(self, gradients: Mapping[str, Tensor], lr: float, divisor: Tensor | None) -> Tensor:
-        """Change masters and moments. Returns the norm of each whole master (float64); collective."""
-        if self._host is None:
-            state = [[self._state[kind][name] for name in self.masters] for kind in _KINDS]
-            self._adamw(list(gradients.values()), state, lr, divisor)
-            return self.shards.norms(self.masters)
-        places = {name: number for number, name in enumerate(self.masters)}
-        squares = torch.zeros(len(places), dtype=torch.float64, device=self.device)
+    def _can_be_quantised(self, name: str, local: Tensor) -> bool:
+        """Whether a parameter's moments can have 8 bits, the same on every rank."""
+        return can_be_quantised((*self.whole_shapes[name][:-1], local.shape[-1]), self.shards.spread)
+
+    def _update(self, gradients: Mapping[str, Tensor], lr: float, divisor: float | None) -> Tensor:
+        """Change masters and moments. Returns the norm of each master (float64), over what all ranks hold; collective."""
+        numbers = {name: number for number, name in enumerate(self.masters)}
+        squares = torch.zeros(len(numbers), dtype=torch.float64, device=self.device)
+        rates = Rates(lr, self._betas, self._eps, self._weight_decay, self.updates + 1, divisor)
+        on_device = rates.tensor(self.device)
 
         def work(pieces: Sequence[Piece], state: Sequence[Sequence[Tensor]]) -> None:
-            self._adamw([piece.of(gradients[piece.name]) for piece in pieces], state, lr, divisor)
+            found = [piece.of(gradients[piece.name]) for piece in pieces]
+            if len(state) == len(FLOAT32_KINDS):
+                self._adamw(found, state, lr, divisor)
+            else:
+                for number, gradient in enumerate(found):
+                    adamw_8bit([kind[number] for kind in state], gradient, rates, on_device)
             norms = torch.stack(torch._foreach_norm(list(state[0]))).double()
-            where = torch.tensor([places[piece.name] for piece in pieces])
+            where = torch.tensor([numbers[piece.name] for piece in pieces])
             squares.index_add_(0, where.to(self.device, non_blocking=True), norms.square())
 
-        self._host.work(self._host.arenas, work, write_back=True)
+        for group in self._groups:
+            group.work(len(group.kinds), work, write_back=True)
         return self.shards.total(squares).sqrt()
 
-    def _adamw(self, gradients: Sequence[Tensor], state: Sequence[Sequence[Tensor]], lr: float, divisor: Tensor | None) -> None:
+    def _adamw(self, gradients: Sequence[Tensor], state: Sequence[Sequence[Tensor]], lr: float, divisor: float | None) -> None:
         """One pass over tensors on the device: elementwise, so its result depends neither on threads nor on grouping."""
+        scale = None if divisor is None else torch.tensor(divisor, dtype=torch.float32, device=self.device)
         for matrices in (True, False):
             chosen = [number for number, gradient in enumerate(gradients) if (gradient.dim() >= 2) == matrices]
             if not chosen:
@@ -256,7 +277,7 @@ class MasterAdamW:
                 [],
                 list(torch.full((len(chosen),), float(self.updates), device=self.device).unbind()),
                 fused=True,
-                grad_scale=divisor,
+                grad_scale=scale,
                 amsgrad=False,
                 beta1=self._betas[0],
                 beta2=self._betas[1],
@@ -281,29 +302,37 @@ class MasterAdamW:
     def write_weights(self) -> None:
         """Round the masters into the model's parameters, wherever their memory is now."""
         parameters = {name: self.shards.local(parameter) for name, parameter in self._parameters.items()}
-        if self._host is None:
-            # One launch for many tensors: an inference server may be standing still meanwhile.
-            torch._foreach_copy_(list(parameters.values()), list(self.masters.values()))
-            return
 
         def work(pieces: Sequence[Piece], state: Sequence[Sequence[Tensor]]) -> None:
+            # One launch for many tensors: an inference server may be standing still meanwhile.
             torch._foreach_copy_([piece.of(parameters[piece.name]) for piece in pieces], list(state[0]))
 
-        self._host.work(self._host.arenas[:1], work, write_back=False)
+        for group in self._groups:
+            group.work(1, work, write_back=False)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All that the next update depends on but the two counts: masters and moments, by parameter (float32, no copies)."""
-        return {f"{kind}.{name}": self._state[kind][name] for name in self.masters for kind in _KINDS}
+        """All that the next update depends on but the two counts: masters and moments, by parameter (no copies)."""
+        return {f"{kind.name}.{name}": self._group_of[name].tensors[kind.name][name] for name, kind in self._kinds()}
 
-    def whole_state_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the whole model's `state_dict`, in its order."""
-        return {f"{kind}.{name}": shape for name, shape in self.whole_shapes.items() for kind in _KINDS}
+    def _kinds(self) -> list[tuple[str, Kind]]:
+        return [(name, kind) for name in self.masters for kind in self._group_of[name].kinds]
+
+    def kind_of(self, key: str) -> Kind:
+        """The kind of the tensor that `state_dict` has by a key."""
+        kind, _, name = key.partition(".")
+        return next(one for one in self._group_of[name].kinds if one.name == kind)
+
+    def whole_state(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Names, dtypes and shapes of the whole model's `state_dict`, in its order."""
+        return {f"{kind.name}.{name}": (kind.dtype, kind.shape(self.whole_shapes[name])) for name, kind in self._kinds()}
 
     @torch.no_grad()
     def load_state(
         self, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor], steps: int, updates: int | None = None
     ) -> None:
         """Continue from a whole model's state after `steps` steps, whatever the number of ranks was.
+
+        Moments in 8 bits become float32 or the other way round if this optimizer has the other kind; a warning says so.
 
         Args:
             shapes: of everything that is there, by name.
@@ -313,22 +342,32 @@ class MasterAdamW:
         Raises:
             CheckpointError: it belongs to another model.
         """
-        expected = self.whole_state_shapes()
+        expected = {
+            f"{kind.name}.{name}": kind.shape(shape)
+            for name, shape in self.whole_shapes.items()
+            for kind in saved_kinds(name, shapes)
+        }
         if expected != dict(shapes):
             different = sorted(key for key in expected.keys() | shapes.keys() if expected.get(key) != shapes.get(key))
             raise CheckpointError(
                 f"the optimizer state is of another model: {len(different)} tensors differ, first {different[0]}"
             )
         self.wait_for_readers()
-        for key, tensor in self.state_dict().items():
-            tensor.copy_(self.shards.take(key.partition(".")[2], read(key)))
+        for name, group in self._group_of.items():
+            for kind, whole in read_whole(name, group.kinds, shapes, read):
+                group.tensors[kind.name][name].copy_(self.shards.take(name, whole, kind.block))
+        converted = [name for name, group in self._group_of.items() if saved_kinds(name, shapes) != group.kinds]
+        if converted:
+            logger.warning(
+                "The saved moments of %d parameters, such as %s, were converted %s (--optimizer): the next steps are not those "
+                "of a run that was not interrupted",
+                len(converted), converted[0], "to 8 bits" if self._group_of[converted[0]] is self._groups[1] else "to float32",
+            )  # fmt: skip
         self.steps, self.updates = steps, steps if updates is None else updates
 
 
 def make_optimizer(config: TrainerConfig, model: Decoder) -> MasterAdamW:
     """The optimizer that the options describe, with masters of the model's present weights; gradients are added to its sums."""
-    if config.optimizer != "adamw":
-        raise ConfigError(f"--optimizer {config.optimizer} cannot train yet: leave it out")
     optimizer = MasterAdamW(
         model,
         lr=config.lr,
@@ -341,6 +380,7 @@ def make_optimizer(config: TrainerConfig, model: Decoder) -> MasterAdamW:
         total_steps=config.training_steps,
         shards=model.shards,
         offload=config.optimizer_offload == "on",
+        in_8_bits=config.optimizer == "adamw-8bit",
     )
     model.arithmetic.sums = optimizer.sums
     return optimizer

@@ -17,11 +17,20 @@ from tests.example_trainer.in_process import Trainers
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small checkpoint with random weights."""
+    return make_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `model`, with matrices that are large enough for 8-bit moments."""
+    return make_checkpoint(tmp_path_factory.mktemp("wide_model"), vocab_size=64, hidden_size=64, intermediate_size=128)
+
+
+def make_checkpoint(folder: Path, **sizes: int) -> Path:
+    """Write a checkpoint with random weights."""
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=64,
+        **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 64} | sizes,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -29,7 +38,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_position_embeddings=64,
         tie_word_embeddings=True,
     )
-    folder = tmp_path_factory.mktemp("model")
     Qwen3ForCausalLM(config).save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
     return folder

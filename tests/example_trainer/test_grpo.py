@@ -128,6 +128,34 @@ def test_stopping_and_resuming_gives_the_weights_of_one_run(make_run: Callable[[
     Qwen3ForCausalLM.from_pretrained(final)
 
 
+def test_8_bit_moments_resume_bit_for_bit_offloaded_or_not(
+    processes: Processes, free_port: Callable[[], int], wide_model: Path, tmp_path: Path
+) -> None:
+    """A run that was killed and went on with its state in host memory has the weights and the state of a whole one."""
+    runs, small = [], [*BATCH, "--optimizer", "adamw-8bit"]
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+        runs.append(Run(processes, free_port(), wide_model, tmp_path / name))
+    whole, parts = runs
+    whole.post(*range(STEPS))
+    text = whole.processes.finish(whole.trainer(*small), seconds=120)
+    assert "Memory plan: adamw-8bit, masters and moments on cpu, layers kept; " in text
+    parts.post(0, 1)
+    trainer = parts.trainer(*small, "--checkpoint-interval", "1")
+    parts.processes.wait_for_text(trainer, "Saved checkpoint " + str(parts.folder / "checkpoints" / "step_2"), seconds=120)
+    parts.processes.kill(trainer)
+    parts.post(2, 3, 4)
+    text = parts.processes.finish(parts.trainer(*small, "--optimizer-offload", "--resume", "auto"), seconds=120)
+    assert "Memory plan: adamw-8bit, masters and moments in host memory, layers kept; " in text
+    assert "converted" not in text
+    for file in ("model.safetensors", "trainer_state/optimizer.safetensors"):
+        one, two = (load_file(run.folder / "checkpoints" / f"step_{STEPS}" / file) for run in (whole, parts))
+        assert one.keys() == two.keys()
+        assert all(torch.equal(one[name], two[name]) for name in one), file
+    assert one["exp_avg_codes.model.embed_tokens.weight"].dtype == torch.uint8
+    assert one["exp_avg_codes.model.embed_tokens.weight"].unique().numel() > 50
+
+
 def test_sigterm_saves_what_was_learned_and_ends(make_run: Callable[[str], Run]) -> None:
     run = make_run("run")
     run.post(0, 1)

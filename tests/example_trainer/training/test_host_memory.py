@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from example_trainer.errors import NonFiniteError
-from example_trainer.training.host_memory import HostArena, HostTensors, cut
+from example_trainer.training.host_memory import HostArena, HostTensors, Kind, cut
 from example_trainer.training.optimizer import MasterAdamW
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def test_buckets_hold_every_row_once_in_order_and_keep_to_their_size(shapes: lis
 
 
 def test_what_is_not_written_back_stays_and_what_is_lasts() -> None:
-    tensors = HostTensors({"a": (40, 3), "b": (5,)}, 2, CPU, bucket_elements=50)
+    tensors = HostTensors({"a": (40, 3), "b": (5,)}, [Kind("x"), Kind("y")], CPU, bucket_elements=50)
     seen = []
 
     def work(pieces: object, kinds: object) -> None:
@@ -51,7 +51,7 @@ def test_what_is_not_written_back_stays_and_what_is_lasts() -> None:
         for tensor in kinds[1]:  # type: ignore[index]
             tensor += 2
 
-    tensors.work(tensors.arenas, work, write_back=True)
+    tensors.work(2, work, write_back=True)
     assert len(seen) > 1
     assert [float(arena.flat.sum()) for arena in tensors.arenas] == [0.0, 2.0 * 125]
 
