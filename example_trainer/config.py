@@ -62,22 +62,35 @@ class TrainerConfig(
             raise ValueError(
                 f"{len(self.vllm_servers)} --vllm-servers can be reached by broadcast (--use-shared-memory) or lora_only alone"
             )
-        if self.vllm_restart_interval is None:
-            idle = [name for name in ("vllm_command", "vllm_args", "vllm_gpus") if getattr(self, name)]
-            if idle:
-                raise ValueError(f"{flag_of(idle[0])} needs --vllm-restart-interval, without which no vLLM server is started")
-            return self
-        if self.weight_bridge_mode != "none":
+        return self
+
+    @model_validator(mode="after")
+    def _restarts_agree(self) -> TrainerConfig:
+        interval = self.vllm_restart_interval
+        given = "vllm_restart_interval" in self.model_fields_set
+        if given and interval and self.weight_bridge_mode != "none":
             raise ValueError(
                 f"--vllm-restart-interval needs --weight-bridge-mode none, which is {self.weight_bridge_mode!r}: "
                 "the other modes give vLLM its weights without restarting it"
             )
-        if self.max_staleness is not None and self.max_staleness < self.vllm_restart_interval:
+        if not self.starts_vllm:
+            idle = [name for name in ("vllm_command", "vllm_args", "vllm_gpus") if getattr(self, name)]
+            if idle:
+                raise ValueError(
+                    f"{flag_of(idle[0])} needs --weight-bridge-mode none and a --vllm-restart-interval above 0: "
+                    "otherwise this trainer starts no vLLM server"
+                )
+        elif given and self.max_staleness is not None and self.max_staleness < interval:
             raise ValueError(
                 f"--max-staleness {self.max_staleness} would drop every rollout before vLLM gets new weights: give at least "
-                f"--vllm-restart-interval, which is {self.vllm_restart_interval}"
+                f"--vllm-restart-interval, which is {interval}, or a lower interval"
             )
         return self
+
+    @property
+    def starts_vllm(self) -> bool:
+        """Whether the trainer starts vLLM itself, unless another server answers at its port."""
+        return self.weight_bridge_mode == "none" and self.vllm_restart_interval > 0
 
     @model_validator(mode="after")
     def _parameter_servers_agree(self) -> TrainerConfig:
@@ -177,10 +190,16 @@ class TrainerConfig(
         """Most weight versions that rollouts may be behind; None for any. Exact runs take fresh ones alone unless told."""
         return 0 if self.deterministic and self.max_staleness is None else self.max_staleness
 
+    @property
+    def restart_interval(self) -> int:
+        """Steps between restarts of vLLM. Where it is not given, no more than --max-staleness, so that rollouts are used."""
+        if "vllm_restart_interval" in self.model_fields_set or self.max_staleness is None:
+            return self.vllm_restart_interval
+        return max(1, min(self.vllm_restart_interval, self.max_staleness))
+
     def restarts_vllm_at(self, step: int) -> bool:
-        """Whether vLLM is restarted on the weights of optimizer step `step`; not after the last one, when it is stopped."""
-        interval = self.vllm_restart_interval
-        return interval is not None and 0 < step < self.training_steps and step % interval == 0
+        """Whether a restart of vLLM is due after optimizer step `step`. None is due after the last step."""
+        return self.starts_vllm and 0 < step < self.training_steps and step % self.restart_interval == 0
 
     def saves_at(self, step: int) -> bool:
         """Whether a checkpoint of optimizer step `step` is due: at each interval, and at the end."""

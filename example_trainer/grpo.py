@@ -95,7 +95,7 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
         if start.saved:
             load_state(start.saved, optimizer)
             logger.info("Resuming from %s at step %d (%s)", start.saved.path, optimizer.steps, start.run)
-        checkpoints = make_checkpoints(config, model, start, ranks)
+        checkpoints = make_checkpoints(config, model, start, ranks, bridge.restarts_at)
         stack.callback(checkpoints.close)
         checkpoints.prepare(optimizer)
         metrics = make_metrics(config, optimizer.steps, exporter, ranks.is_main)

@@ -119,6 +119,14 @@ class VLLMClient:
         self._said_away = answer is None
         return answer
 
+    def status(self, path: str) -> int | None:
+        """The HTTP status of GET `path`; None without an answer."""
+        try:
+            return self._http.get(path, timeout=QUICK_SECONDS).status_code
+        except httpx.TransportError as error:
+            logger.debug("no answer to %s%s: %s", self.url, path, error)
+            return None
+
     def missing(self, path: str) -> str | None:
         """What keeps GET `path` from being answered, in a few words; None if it is answered."""
         try:

@@ -357,7 +357,7 @@ def _named(batch: TrainedBatch) -> dict[str, Any]:
 
 def addresses_of_servers(config: TrainerConfig) -> list[str] | None:
     """The vLLM servers that get this trainer's weights, for the service's page; None if the options name none."""
-    if config.weight_bridge_mode not in ("shared_vllm", "lora_only") and config.vllm_restart_interval is None:
+    if config.weight_bridge_mode not in ("shared_vllm", "lora_only") and not config.starts_vllm:
         return None
     return [f"http://{host}:{port}" for host, port in config.vllm_addresses]
 

@@ -44,8 +44,11 @@ class BridgeOptions(Section):
         default_factory=from_variable("vllm_api_key"),
         description="bearer token of the vLLM server; better as a variable, which other users cannot see",
     )
-    vllm_restart_interval: int | None = Field(
-        None, ge=1, description="mode none: start vLLM, and restart it on a new checkpoint every N steps"
+    vllm_restart_interval: int = Field(
+        3,
+        ge=0,
+        description="mode none: restart vLLM on a new checkpoint every N steps, no more than max-staleness; "
+        "0: neither start nor restart it",
     )
     vllm_command: str | None = Field(
         None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, field_validator
 
@@ -15,10 +16,19 @@ class CheckpointOptions(Section):
     save_path: Path = Field(Path("trained_model_checkpoints"), description="folder of the checkpoints")
     checkpoint_interval: int = Field(10, ge=0, description="steps between checkpoints; 0: only after the last one")
     keep_checkpoints: int = Field(0, ge=0, description="newest checkpoints of the run that are kept at all; 0: all")
-    keep_optimizer_states: int = Field(1, ge=0, description="newest checkpoints that keep their optimizer state; 0: all do")
+    keep_optimizer_states: int | Literal["all"] = Field(
+        1, description="newest checkpoints that keep their optimizer state; 0: none does; all: every one does"
+    )
     resume: str | None = Field(
         None, description="auto (the newest run in save-path, from its newest checkpoint; else anew) or a step_N folder"
     )
+
+    @field_validator("keep_optimizer_states")
+    @classmethod
+    def _not_negative(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 0:
+            raise ValueError("give 0 or more, or all")
+        return value
 
 
 class OutputOptions(Section):

@@ -31,7 +31,7 @@ class AdapterCheckpoints(Checkpoints):
     prefix = ADAPTER_PREFIX
 
     def __init__(
-        self, folder: Path, run: Run, keep_states: int, last: int | None, writer: AdapterWriter, keep: int = 0
+        self, folder: Path, run: Run, keep_states: int | None, last: int | None, writer: AdapterWriter, keep: int = 0
     ) -> None:
         super().__init__(folder, run, keep_states, last, keep=keep)
         self._writer = writer
@@ -55,13 +55,18 @@ def checkpoint_prefix(config: TrainerConfig) -> str:
     return ADAPTER_PREFIX if config.lora else PREFIX
 
 
-def make_checkpoints(config: TrainerConfig, model: Decoder, start: Start, ranks: Ranks) -> Checkpoints:
-    """Where the run saves: `step_N/`, or `adapter_step_N/` in PEFT's format."""
-    last, states, keep = start.saved.step if start.saved else None, config.keep_optimizer_states, config.keep_checkpoints
+def make_checkpoints(
+    config: TrainerConfig, model: Decoder, start: Start, ranks: Ranks, restarts_at: Callable[[int], bool]
+) -> Checkpoints:
+    """Where the run saves: `step_N/`, or `adapter_step_N/` in PEFT's format. `restarts_at` is the bridge's."""
+    last, keep = start.saved.step if start.saved else None, config.keep_checkpoints
+    states = None if config.keep_optimizer_states == "all" else config.keep_optimizer_states
     if not config.lora:
-        # A server that dies is started again on the checkpoint that it had: at first, the one that training went on from.
-        return Checkpoints(
-            config.save_path, start.run, states, last, ranks, keep, lambda step: step == last or config.restarts_vllm_at(step)
-        )
+
+        def in_use(step: int) -> bool:
+            # A server that dies is started again on the checkpoint that it had: at first, the one that training went on from.
+            return step == last or restarts_at(step)
+
+        return Checkpoints(config.save_path, start.run, states, last, ranks, keep, in_use)
     writer = AdapterWriter(model, config.lora, base_model_name(config.model_name))
     return AdapterCheckpoints(config.save_path, start.run, states, last, writer, keep)

@@ -44,10 +44,11 @@ class HostCopy:
     Args:
         optimizer: whose state it is for.
         ranks_here: processes that share this machine's memory.
+        weights_only: checkpoints hold no optimizer state, so the masters alone are copied.
     """
 
-    def __init__(self, optimizer: MasterAdamW, ranks_here: int = 1) -> None:
-        self._optimizer, self._ranks_here = optimizer, ranks_here
+    def __init__(self, optimizer: MasterAdamW, ranks_here: int = 1, weights_only: bool = False) -> None:
+        self._optimizer, self._ranks_here, self._weights_only = optimizer, ranks_here, weights_only
         self._tensors: dict[str, Tensor] | None = None
         self._lock, self._taken = threading.Lock(), False
 
@@ -68,6 +69,8 @@ class HostCopy:
 
     def _take(self) -> None:
         state = self._optimizer.state_dict()
+        if self._weights_only:
+            state = {key: tensor for key, tensor in state.items() if key.startswith("master.")}
         needed, free = sum(tensor.nbytes for tensor in state.values()), free_host_memory()[0] // self._ranks_here
         reason = f"{free / 1e9:.1f} GB of memory are free"
         if needed <= _SHARE_OF_FREE_MEMORY[self._optimizer.device.type] * free:
@@ -112,7 +115,8 @@ class BackgroundSave:
         self.what = what
         self._optimizer, self._memory, self._keys, self._write = optimizer, memory, keys, write
         self._ranks, self._group = ranks, group
-        self._state = optimizer.state_dict()
+        state = optimizer.state_dict()
+        self._state = {key: state[key] for key in keys}
         self._error: BaseException | None = None
         self._read, self._done = threading.Event(), threading.Event()
         self._moved_at = time.monotonic()

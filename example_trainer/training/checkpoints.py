@@ -50,9 +50,21 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 def load_state(saved: SavedStep, optimizer: MasterAdamW) -> None:
     """Put the optimizer where it was when a checkpoint was saved.
 
+    Without an optimizer state the masters stay as they are, which is the checkpoint's weights, and AdamW's moments and the
+    count that corrects them begin at zero.
+
     Raises:
         CheckpointError: the state is unreadable, or of another model.
     """
+    if not has_state(saved.path):
+        optimizer.steps, optimizer.updates = saved.step, 0
+        logger.warning(
+            "%s keeps no optimizer state: training goes on from its weights, with AdamW's moments at zero and with masters of "
+            "the precision of those weights, so the next steps differ from those of an uninterrupted run "
+            "(--keep-optimizer-states 1 keeps the newest state)",
+            saved.path,
+        )  # fmt: skip
+        return
     file = saved.path / STATE_FOLDER / OPTIMIZER_FILE
     try:
         with safe_open(file, framework="pt") as opened:
@@ -76,7 +88,7 @@ class Checkpoints:
         folder: created when the first one is saved.
         run: whose checkpoints they are. Those of other runs keep what they have, but for steps that are saved again.
         keep_states: how many of the run's newest keep their optimizer state, which is several times as large as the weights;
-            0 for all.
+            None for all. With 0 none is written.
         ranks: rank 0 writes; the others give it what they hold.
         keep: how many of the run's newest are kept at all; 0 for all.
         in_use: whether a server may be started again on the checkpoint of a step: the newest of these is kept besides.
@@ -91,7 +103,7 @@ class Checkpoints:
         self,
         folder: Path,
         run: Run,
-        keep_states: int = 1,
+        keep_states: int | None = 1,
         last: int | None = None,
         ranks: Ranks | None = None,
         keep: int = 0,
@@ -100,6 +112,8 @@ class Checkpoints:
         self.folder, self.run, self.keep_states, self.last, self.ranks = folder, run, keep_states, last, ranks or Ranks()
         self.keep, self.in_use = keep, in_use
         self._whole = last
+        self._weights_step: int | None = None
+        self._drafts: set[Path] = set()
         self._save: BackgroundSave | None = None
         self._memory: HostCopy | None = None
         self._group: Any = None
@@ -107,7 +121,8 @@ class Checkpoints:
 
     def prepare(self, optimizer: MasterAdamW) -> None:
         """Make ready to save an optimizer's state: the memory that it is copied into is taken in the background. Collective."""
-        self._memory = HostCopy(optimizer, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._memory = HostCopy(optimizer, ranks_here, weights_only=self.keep_states == 0)
         self._group = self.ranks.new_group("checkpoints")
         self._memory.prepare()
 
@@ -140,41 +155,96 @@ class Checkpoints:
         if self._memory is None:
             self.prepare(optimizer)
         assert self._memory is not None
-        if self._companions is None:  # read once: the checkpoint that the model was read from may be removed
-            self._companions = companions(model)
+        step, final = optimizer.steps, self.path(optimizer.steps)
+        dtype, trainer = next(model.parameters()).dtype, self._record(optimizer, config, batch, unacknowledged)
+        self._read_companions(model)
+        # A restart of vLLM has written the weights of its step already.
+        names = [] if self._weights_step == step else self._weights(model, optimizer)
+        states = [] if self.keep_states == 0 else list(optimizer.state_dict())
+        self.last = step
+        if not names and not states:
+            self._complete(final)
+            return final
+        keys = [*(f"master.{name}" for name in names), *states]
+        state_entries = optimizer.whole_state()
+        needed = sum(kind.itemsize * math.prod(shape) for kind, shape in state_entries.values()) if states else 0
+        needed += sum(dtype.itemsize * math.prod(shape) for shape in optimizer.whole_shapes.values()) if names else 0
+
+        def write(tensors: Iterator[tuple[str, Tensor]], moved: Callable[[], None]) -> None:
+            weights = ((key.partition(".")[2], tensor) for key, tensor in islice(tensors, len(names)))
+            with self._draft(final, needed, moved, final if names else final / STATE_FOLDER) as draft:
+                if names:
+                    self._write_weights(model, dtype, weights, draft, moved)
+                state = draft / STATE_FOLDER if names and states else draft
+                if states:
+                    state.mkdir(parents=True)
+                    write_safetensors(state / OPTIMIZER_FILE, state_entries, tensors, moved=moved)
+                _write_record(state, trainer)
+            if not names:
+                (final / TRAINER_FILE).unlink(missing_ok=True)  # the state has it now
+            self._complete(final)
+
+        self._save = BackgroundSave(final.name, optimizer, self._memory, keys, write, self.ranks, self._group)
+        return final
+
+    def save_weights(
+        self,
+        model: Decoder,
+        optimizer: MasterAdamW,
+        config: dict[str, Any],
+        batch: TrainedBatch | None = None,
+        unacknowledged: Sequence[TrainedBatch] = (),
+    ) -> Path:
+        """Write the weights of the present step for a server to load, and return when they are on the disk.
+
+        An earlier checkpoint may be on its way to the disk meanwhile. `begin` adds the optimizer's state. Only for a trainer
+        of one rank. The arguments are those of `begin`.
+
+        Raises:
+            CheckpointError: the weights could not be written.
+        """
+        assert self.ranks.world_size == 1
         final, dtype = self.path(optimizer.steps), next(model.parameters()).dtype
-        step = optimizer.steps
-        trainer = {
-            "step": step,
+        self._read_companions(model)
+        state = optimizer.state_dict()
+        weights = ((name, state[f"master.{name}"].cpu()) for name in self._weights(model, optimizer))
+        needed = dtype.itemsize * sum(math.prod(shape) for shape in optimizer.whole_shapes.values())
+        with self._draft(final, needed, lambda: None) as draft:
+            self._write_weights(model, dtype, weights, draft, lambda: None)
+            _write_record(draft, self._record(optimizer, config, batch, unacknowledged))
+        self._weights_step = optimizer.steps
+        logger.info("Saved the weights of %s for vLLM", final)
+        return final
+
+    def _record(
+        self,
+        optimizer: MasterAdamW,
+        config: dict[str, Any],
+        batch: TrainedBatch | None,
+        unacknowledged: Sequence[TrainedBatch],
+    ) -> dict[str, Any]:
+        """The content of trainer.json."""
+        return {
+            "step": optimizer.steps,
             "updates": optimizer.updates,
             "run": self.run.record(),
             "batch": vars(batch) if batch else None,
             "unacknowledged": [vars(one) for one in unacknowledged],
             "config": config,
         }
-        names = self._weights(model, optimizer)
-        keys = [*(f"master.{name}" for name in names), *optimizer.state_dict()]
-        state = optimizer.whole_state()
 
-        def write(tensors: Iterator[tuple[str, Tensor]], moved: Callable[[], None]) -> None:
-            weights = ((key.partition(".")[2], tensor) for key, tensor in islice(tensors, len(names)))
-            needed = sum(kind.itemsize * math.prod(shape) for kind, shape in state.values())
-            needed += sum(dtype.itemsize * math.prod(shape) for shape in optimizer.whole_shapes.values())
-            with self._draft(final, needed, moved) as draft:
-                self._write_weights(model, dtype, weights, draft, moved)
-                (draft / STATE_FOLDER).mkdir()
-                write_safetensors(draft / STATE_FOLDER / OPTIMIZER_FILE, state, tensors, moved=moved)
-                (draft / STATE_FOLDER / TRAINER_FILE).write_text(json.dumps(trainer, indent=2) + "\n", encoding="utf-8")
-            self._whole = step
-            logger.info("Saved checkpoint %s", final)
-            try:
-                self._remove_old()
-            except OSError as error:
-                logger.warning("Older checkpoints in %s could not be removed: %s", self.folder, error)
+    def _read_companions(self, model: Decoder) -> None:
+        if self._companions is None:  # read once: the checkpoint that the model was read from may be removed
+            self._companions = companions(model)
 
-        self._save = BackgroundSave(final.name, optimizer, self._memory, keys, write, self.ranks, self._group)
-        self.last = optimizer.steps
-        return final
+    def _complete(self, final: Path) -> None:
+        """Log that a checkpoint is whole, and remove what the options do not keep."""
+        self._whole = int(final.name.removeprefix(self.prefix))
+        logger.info("Saved checkpoint %s", final)
+        try:
+            self._remove_old()
+        except OSError as error:
+            logger.warning("Older checkpoints in %s could not be removed: %s", self.folder, error)
 
     @property
     def writing(self) -> bool:
@@ -241,9 +311,18 @@ class Checkpoints:
         write_checkpoint(draft, model.geometry, dtype, weights, self._companions, moved=moved)
 
     @contextmanager
-    def _draft(self, final: Path, needed: int, moved: Callable[[], None]) -> Iterator[Path]:
-        """A folder to write into, which gets its name when all of it is on the disk."""
+    def _draft(self, final: Path, needed: int, moved: Callable[[], None], target: Path | None = None) -> Iterator[Path]:
+        """A folder to write into, which gets its name when all of it is on the disk.
+
+        Args:
+            final: the checkpoint, for messages.
+            needed: bytes that will be written.
+            moved: called while there is progress.
+            target: the name; by default `final`.
+        """
+        target = target or final
         draft = self.folder / f".{final.name}.draft-{os.getpid()}"
+        self._drafts.add(draft)
         try:
             self._require_own_run(final)
             if final.exists() and not final.is_dir():  # no checkpoint of anyone's, and so not to be replaced
@@ -255,8 +334,8 @@ class Checkpoints:
                 raise OSError(0, f"it needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free")
             yield draft
             _flush(draft, moved)
-            _replace(draft, final)
-            _flush_entry(self.folder)  # whoever is told that the step is saved may rely on it, whatever happens to the power
+            _replace(draft, target)
+            _flush_entry(target.parent)  # whoever is told that the step is saved may rely on it, whatever happens to the power
         except (OSError, SafetensorError) as error:
             shutil.rmtree(draft, ignore_errors=True)
             kept = f"{self.path(self._whole).name} is untouched" if self._whole is not None else "there was none before it"
@@ -264,6 +343,8 @@ class Checkpoints:
             raise CheckpointError(
                 f"could not write checkpoint {final}: {reason}; {kept}; make room or change --save-path"
             ) from error
+        finally:
+            self._drafts.discard(draft)
 
     def _require_own_run(self, final: Path) -> None:
         newest = marked_run(self.folder, self.prefix, skip_damaged=True)
@@ -275,6 +356,8 @@ class Checkpoints:
 
     def _remove_drafts(self) -> None:
         for draft in self.folder.glob(f".{self.prefix}*.draft-*"):
+            if draft in self._drafts:
+                continue  # this process is writing it
             owner = int(draft.name.rpartition("-")[2])
             if owner == os.getpid() or not Path(f"/proc/{owner}").exists():
                 logger.warning("Removing %s, which a process that died left unfinished", draft)
@@ -291,7 +374,7 @@ class Checkpoints:
                 _remove(one.path, self.folder)
                 logger.info("Removed checkpoint %s (--keep-checkpoints %d)", one.path, self.keep)
         saved = [one for one in saved if has_state(one.path)]
-        for one in saved[: -self.keep_states] if self.keep_states else []:
+        for one in [] if self.keep_states is None else saved[: max(0, len(saved) - self.keep_states)]:
             if one.path.exists():
                 shutil.copyfile(one.path / STATE_FOLDER / TRAINER_FILE, one.path / TRAINER_FILE)
                 _remove(one.path / STATE_FOLDER, self.folder)
@@ -299,6 +382,10 @@ class Checkpoints:
                     "Removed the optimizer state of %s (--keep-optimizer-states %d); its weights stay",
                     one.path, self.keep_states,
                 )  # fmt: skip
+
+
+def _write_record(folder: Path, trainer: dict[str, Any]) -> None:
+    (folder / TRAINER_FILE).write_text(json.dumps(trainer, indent=2) + "\n", encoding="utf-8")
 
 
 def _flush(folder: Path, moved: Callable[[], None]) -> None:

@@ -95,6 +95,16 @@ class CheckpointStore(Protocol):
     ) -> Any:
         """Start to write the checkpoint of the present step."""
 
+    def save_weights(
+        self,
+        model: Decoder,
+        optimizer: MasterAdamW,
+        config: dict[str, Any],
+        batch: TrainedBatch | None = None,
+        unacknowledged: Sequence[TrainedBatch] = (),
+    ) -> Any:
+        """Write the weights of the present step, and return when they are on the disk."""
+
     def written(self) -> bool:
         """Whether the one that was begun last is complete."""
 
@@ -109,6 +119,9 @@ class NoCheckpoints:
     writing = False
 
     def begin(self, *state: object) -> None:
+        """Do nothing."""
+
+    def save_weights(self, *state: object) -> None:
         """Do nothing."""
 
     def written(self) -> bool:
@@ -173,6 +186,17 @@ class Parts:
             held = self.batches.held
             self.checkpoints.begin(self.model, self.optimizer, self.config.shareable, self.trained, held)
 
+    def save_for_restart(self) -> None:
+        """Write the present weights, which the bridge starts vLLM on.
+
+        The optimizer's state follows in the background. If an earlier state is still on its way to the disk, the step gets
+        none unless a checkpoint of it is due: a restart does not wait for optimizer states.
+        """
+        held = self.batches.held
+        self.checkpoints.save_weights(self.model, self.optimizer, self.config.shareable, self.trained, held)
+        if not self.checkpoints.writing:
+            self.begin_saving()
+
     def report(self) -> dict[str, Any] | None:
         """What the rollout service is told of the batch's tokens; None if that is nothing."""
         told = (self.tokens.take() or {}) | self.parity.report()
@@ -222,8 +246,8 @@ def train(parts: Parts) -> None:
                     computed = time.perf_counter()
                     write = partial(write_row, parts, batch, learned, skipped.stepped())
                     parts.unsent = partial(write, SyncReport(optimizer.steps, "", 0), (waited - begun, computed - waited, 0.0))
-                    if config.restarts_vllm_at(optimizer.steps):
-                        parts.save()  # what the bridge starts vLLM on
+                    if bridge.restarts_at(optimizer.steps):
+                        parts.save_for_restart()
                     report = bridge.sync(optimizer.steps, optimizer.write_weights, optimizer.masters)
             except BatchError as error:
                 skip(parts, skipped, error, version)
@@ -234,7 +258,7 @@ def train(parts: Parts) -> None:
             write(report, seconds)
             parts.unsent = None
             record_evaluations(parts)
-            if config.saves_at(optimizer.steps):
+            if config.saves_at(optimizer.steps) and parts.checkpoints.last != optimizer.steps:
                 parts.checkpoints.wait()
                 batches.release()
                 parts.begin_saving()

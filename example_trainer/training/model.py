@@ -34,9 +34,10 @@ def refuse_ranks(config: TrainerConfig, ranks: Ranks) -> None:
         )
     if ranks.world_size > 1 and config.lora:
         raise ConfigError("--weight-bridge-mode lora_only trains in one process; start it without torchrun")
-    if ranks.world_size > 1 and config.vllm_restart_interval is not None:
+    if ranks.world_size > 1 and config.starts_vllm:
         raise ConfigError(
-            "--vllm-restart-interval needs a trainer of one process; start it without torchrun, or use shared_vllm"
+            "a trainer that restarts vLLM on checkpoints (--weight-bridge-mode none) is one process: start it without "
+            "torchrun, or give --vllm-restart-interval 0 (vLLM keeps its weights) or --weight-bridge-mode shared_vllm"
         )
 
 

@@ -16,6 +16,7 @@ from example_trainer.training.runs import (
     TRAINER_FILE,
     Run,
     SavedStep,
+    has_record,
     has_state,
     marked_run,
     model_identity,
@@ -66,7 +67,8 @@ def choose_start(resume: str | None, folder: Path, model_name: str, now_ms: int,
 
     Args:
         resume: None to begin a new run; "auto" to continue the run that began or went on in `folder` last, from its newest
-            checkpoint that has its optimizer state, or from the model if it has none; or a checkpoint's path.
+            checkpoint that has its optimizer state, else from its newest one without, or from the model if it has none; or a
+            checkpoint's path.
         folder: where checkpoints are saved.
         model_name: what is trained.
         now_ms: Unix milliseconds.
@@ -74,19 +76,19 @@ def choose_start(resume: str | None, folder: Path, model_name: str, now_ms: int,
 
     Raises:
         ConfigError: the run that would be continued trains another model.
-        CheckpointError: the path is no checkpoint, or lacks its optimizer state; or what says so is damaged.
+        CheckpointError: the path is not a checkpoint of a trainer, or one of adapters without its optimizer state; or a file
+            of a checkpoint is damaged.
     """
     if resume is None:
         return _anew(folder, model_name, now_ms, prefix)
     if resume == "auto":
         return _newest_run(folder, model_name, now_ms, prefix)
     path = Path(resume).expanduser()
-    if not has_state(path):
-        what = "does not exist" if not path.is_dir() else f"has no {STATE_FOLDER}/{TRAINER_FILE}"
-        raise CheckpointError(
-            f"--resume {resume}: the folder {what}; give a {prefix}N folder that keeps its optimizer state, or 'auto'"
-        )
+    if not has_record(path):
+        what = "does not exist" if not path.is_dir() else f"has no {STATE_FOLDER}/{TRAINER_FILE} and no {TRAINER_FILE}"
+        raise CheckpointError(f"--resume {resume}: the folder {what}; give a {prefix}N folder of a trainer, or 'auto'")
     saved = SavedStep.read(path)
+    _require_state(resume, saved, prefix)
     _require_model(resume, saved.run, model_name, folder)
     return Start(saved.run.lived_on(saved.step, next_epoch(folder, prefix, now_ms)), saved)
 
@@ -104,13 +106,13 @@ def _anew(folder: Path, model_name: str, now_ms: int, prefix: str) -> Start:
 
 
 def _newest_run(folder: Path, model_name: str, now_ms: int, prefix: str) -> Start:
-    saved = saved_steps(folder, prefix)
+    saved = saved_steps(folder, prefix, without_state=True)
     current = marked_run(folder, prefix)
     if current is None and saved:
         name = max(saved, key=lambda one: one.run.begun).run.name
         current = max((one for one in saved if one.run.name == name), key=lambda one: one.order).run
     if current is None:
-        logger.info("No checkpoint with an optimizer state in %s: starting anew", folder)
+        logger.info("No checkpoint in %s to go on from: starting anew", folder)
         return Start(new_run(model_name, folder, prefix, now_ms))
     _require_model("auto", current, model_name, folder)
     line = [one for one in saved if current.holds(one.run, one.step)]
@@ -119,10 +121,19 @@ def _newest_run(folder: Path, model_name: str, now_ms: int, prefix: str) -> Star
     if not line:
         logger.warning("%s began in %s and has no checkpoint to go on from: starting it anew%s", current, folder, beside)
         return Start(current.lived_on(0, next_epoch(folder, prefix, now_ms)))
-    newest = max(line, key=lambda one: one.order)
+    newest = max(line, key=lambda one: (has_state(one.path), *one.order))
+    _require_state("auto", newest, prefix)
     logger.info("%s goes on from %s, its newest checkpoint in %s%s", current, newest.path.name, folder, beside)
     # Above every other's, not the checkpoint's alone: a life that saved nothing may have served weights all the same.
     return Start(newest.run.lived_on(newest.step, next_epoch(folder, prefix, now_ms)), newest)
+
+
+def _require_state(resume: str, saved: SavedStep, prefix: str) -> None:
+    if prefix != PREFIX and not has_state(saved.path):
+        raise CheckpointError(
+            f"--resume {resume}: {saved.path} keeps no optimizer state, from which adapters are continued; resume from a "
+            "checkpoint that keeps it, or begin a new run without --resume (--keep-optimizer-states 1 keeps the newest)"
+        )
 
 
 def _require_model(resume: str, run: Run, model_name: str, folder: Path) -> None:

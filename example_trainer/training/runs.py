@@ -164,15 +164,20 @@ def steps_in(folder: Path, prefix: str = PREFIX) -> dict[int, Path]:
 
 
 def has_state(checkpoint: Path) -> bool:
-    """Whether training can go on from a checkpoint: it keeps its optimizer state."""
+    """Whether a checkpoint keeps its optimizer state, from which training goes on exactly."""
     return (checkpoint / STATE_FOLDER / TRAINER_FILE).is_file()
 
 
+def has_record(checkpoint: Path) -> bool:
+    """Whether a checkpoint names its run and step: it keeps its optimizer state, or trainer.json beside the weights."""
+    return has_state(checkpoint) or (checkpoint / TRAINER_FILE).is_file()
+
+
 def saved_steps(folder: Path, prefix: str = PREFIX, skip_damaged: bool = False, without_state: bool = False) -> list[SavedStep]:
-    """The checkpoints that training can go on from, by step.
+    """The checkpoints that training can go on from exactly, by step.
 
     Args:
-        without_state: as well those that it cannot go on from, but that say whose they are.
+        without_state: those without an optimizer state too.
 
     Raises:
         CheckpointError: what one of them says of itself is damaged, unless such are skipped.
@@ -180,7 +185,7 @@ def saved_steps(folder: Path, prefix: str = PREFIX, skip_damaged: bool = False, 
     found = []
     for path in steps_in(folder, prefix).values():
         try:
-            known = has_state(path) or (without_state and (path / TRAINER_FILE).is_file())
+            known = has_record(path) if without_state else has_state(path)
             found += [SavedStep.read(path)] if known else []
         except CheckpointError:
             if not skip_damaged:

@@ -155,6 +155,10 @@ class WeightBridge(ABC):
         """Whether `keep_serving` has something to do. Asked now and then while training waits; not collective: rank 0 alone."""
         return False
 
+    def restarts_at(self, version: int) -> bool:
+        """Whether `sync` will start a server on the checkpoint of `version`, whose weights must then be on the disk."""
+        return False
+
     def keep_serving(self, write_weights: Callable[[], None]) -> None:
         """Give every server that was restarted since it was joined the present weights.
 

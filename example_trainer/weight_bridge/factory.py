@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import torch
 
 from example_trainer.api_keys import revealed
+from example_trainer.child_processes.processes import GUARD_MARGIN_SECONDS
 from example_trainer.config import TrainerConfig
 from example_trainer.models.lora.settings import base_model_name
 from example_trainer.parallel.ranks import Ranks
@@ -18,10 +19,13 @@ from example_trainer.process import StopSignal
 from example_trainer.weight_bridge.base import NoBridge, WeightBridge
 from example_trainer.weight_bridge.broadcast import BroadcastBridge
 from example_trainer.weight_bridge.fleet_keeper import ServiceBoard
+from example_trainer.weight_bridge.foreign_server import ForeignServerBridge, server_answers
 from example_trainer.weight_bridge.lora import LoraBridge, LoraServer
+from example_trainer.weight_bridge.owned_server import STOP_SECONDS, is_this_machine
 from example_trainer.weight_bridge.parameter_server import ParameterServerBridge
 from example_trainer.weight_bridge.restart import RestartBridge
 from example_trainer.weight_bridge.server import BridgeServer, ParameterServer, configured_servers
+from example_trainer.weight_bridge.server_record import end_left_over_server
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
 from vllm_patching.transport.shared_memory import gpu_uuid
 
@@ -49,13 +53,7 @@ def make_bridge(
         BridgeError: the mode cannot work here.
     """
     if config.weight_bridge_mode == "none":
-        if config.vllm_restart_interval is not None:
-            return RestartBridge(config, stop or StopSignal(), weight_epoch)
-        logger.info(
-            "[Bridge] --weight-bridge-mode none: vLLM keeps the weights that it was started with, and nothing is sent to it "
-            "(--vllm-restart-interval N restarts it on a checkpoint every N steps)"
-        )
-        return NoBridge()
+        return _checkpoint_bridge(config, stop or StopSignal(), weight_epoch)
     if config.lora:
         return LoraBridge(
             configured_servers(LoraServer, config, stop, weight_epoch), config.lora, config.save_path,
@@ -89,6 +87,23 @@ def make_bridge(
         make_server=lambda url: server_at(url, config, stop, weight_epoch),
         board=ServiceBoard(config.atropos_url, revealed(config.atropos_api_key)) if has_service else None,
     )
+
+
+def _checkpoint_bridge(config: TrainerConfig, stop: StopSignal, weight_epoch: int) -> WeightBridge:
+    """The bridge of mode none: a server of the trainer's own, or one that it leaves alone.
+
+    Raises:
+        BridgeError: another trainer has the port, or a program that is not a vLLM server.
+    """
+    if not config.starts_vllm:
+        logger.info("[Bridge] --vllm-restart-interval 0: this trainer saves checkpoints, and neither starts nor restarts vLLM")
+        return NoBridge()
+    if not is_this_machine(config.vllm_host):
+        return ForeignServerBridge(config)
+    end_left_over_server(config.vllm_port, STOP_SECONDS + GUARD_MARGIN_SECONDS, stop.wait)
+    if server_answers(config, stop.wait):
+        return ForeignServerBridge(config)
+    return RestartBridge(config, stop, weight_epoch)
 
 
 def server_at(url: str, config: TrainerConfig, stop: StopSignal | None, weight_epoch: int) -> BridgeServer:

@@ -19,6 +19,7 @@ from example_trainer.child_processes.ports import is_free
 from example_trainer.child_processes.processes import ManagedProcess
 from example_trainer.errors import BridgeError
 from example_trainer.vllm_client import VLLMClient
+from example_trainer.weight_bridge.server_record import remove_record, write_record
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,10 @@ class Served:
 class OwnedServer:
     """At most one running server.
 
+    Attributes:
+        served: what the server was started on last; None before the first start.
+        computed_flags: further flags of the next start, in front of `arguments`.
+
     Args:
         command: what starts it, with {model}, {name}, {port}, {version} and {epoch} in it.
         arguments: further flags.
@@ -90,14 +95,14 @@ class OwnedServer:
         self._client = VLLMClient(self.url, start_timeout, api_key)
         self._process: ManagedProcess | None = None
         self.served: Served | None = None
+        self.computed_flags: tuple[str, ...] = ()
 
     def require_free_port(self) -> None:
-        """Raise BridgeError if somebody else listens where the server is to listen."""
+        """Raise BridgeError if another process listens where the server is to listen."""
         if not is_free(self.port):
             raise BridgeError(
-                f"--vllm-port {self.port} is taken by a process that this trainer did not start, and --vllm-restart-interval "
-                "means that it starts vLLM itself: stop that process (`ss -ltnp` shows it), give another --vllm-port, or leave "
-                "out --vllm-restart-interval to use the server as it is"
+                f"--vllm-port {self.port} was free when this trainer began and is now taken by a process that it did not "
+                "start: stop that process (`ss -ltnp` shows it) or give another --vllm-port, then use --resume auto"
             )
 
     def command(self, served: Served) -> list[str]:
@@ -110,7 +115,7 @@ class OwnedServer:
         values |= {"version": served.version, "epoch": served.epoch}
         try:
             words = [word.format(**values) for word in shlex.split(self._template)]
-            return words + shlex.split(self._arguments)
+            return [*words, *self.computed_flags, *shlex.split(self._arguments)]
         except (KeyError, IndexError, ValueError) as error:
             raise BridgeError(
                 f"--vllm-command {self._template!r} or --vllm-args {self._arguments!r} cannot be used ({error}); "
@@ -132,6 +137,7 @@ class OwnedServer:
             self._process = ManagedProcess(
                 "the vLLM server", command, self._log_path, self._environment, grace=STOP_SECONDS, append=True
             )
+            write_record(self.port, self._process.guard.pid, self._log_path)
         except OSError as error:
             raise BridgeError(f"cannot start the vLLM server with its log in {self._log_path}: {error}") from error
         self.served = served
@@ -188,6 +194,7 @@ class OwnedServer:
         process, self._process = self._process, None
         if process is not None:
             process.stop()
+            remove_record(self.port)
 
     def close(self) -> None:
         """End it and hang up."""

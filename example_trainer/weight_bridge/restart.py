@@ -14,7 +14,7 @@ import torch
 
 from example_trainer.api_keys import revealed
 from example_trainer.config import TrainerConfig
-from example_trainer.errors import BridgeError, ConfigError
+from example_trainer.errors import BridgeError
 from example_trainer.process import StopSignal
 from example_trainer.weight_bridge.base import SyncReport, WeightBridge, Weights, timed
 from example_trainer.weight_bridge.owned_server import (
@@ -23,7 +23,6 @@ from example_trainer.weight_bridge.owned_server import (
     OwnedServer,
     Served,
     ServerDied,
-    is_this_machine,
 )
 
 logger = logging.getLogger(__name__)
@@ -46,17 +45,9 @@ class RestartBridge(WeightBridge):
         config: --vllm-restart-interval and what belongs to it.
         stop: heeded while a server loads.
         weight_epoch: names this trainer's weights; the server is told beside their version.
-
-    Raises:
-        ConfigError: --vllm-host is another machine.
     """
 
     def __init__(self, config: TrainerConfig, stop: StopSignal, weight_epoch: int = 0) -> None:
-        if not is_this_machine(config.vllm_host):
-            raise ConfigError(
-                f"--vllm-host {config.vllm_host} is another machine, and --vllm-restart-interval starts vLLM on this one; "
-                "leave --vllm-host out, or leave out --vllm-restart-interval and restart that server yourself"
-            )
         self._config, self._stop, self._weight_epoch = config, stop, weight_epoch
         self._server = OwnedServer(
             config.vllm_command or OWN_COMMAND,
@@ -77,7 +68,7 @@ class RestartBridge(WeightBridge):
         self._watch: threading.Thread | None = None
 
     def serving_dtype(self) -> torch.dtype | None:
-        """None: the server takes the dtype of the checkpoint. A port that is taken is told here, before the model is loaded."""
+        """None: the server takes the dtype of the checkpoint. A command that cannot be used is refused here."""
         self._server.require_free_port()
         self._server.command(Served(self._first_model, 0))
         return None
@@ -86,6 +77,10 @@ class RestartBridge(WeightBridge):
         """See WeightBridge.connect. The server is started by the first `sync`, which knows the version."""
         self._first_model = str(getattr(model, "source", None) or self._config.model_name)
         self.params_total = self.params_mapped = sum(1 for _ in model.named_parameters())
+
+    def restarts_at(self, version: int) -> bool:
+        """See WeightBridge.restarts_at."""
+        return self._config.restarts_vllm_at(version)
 
     def sync(self, version: int, write_weights: Callable[[], None], masters: Weights | None = None) -> SyncReport:
         """Restart the server if `version` is one that it shall serve; `save_path/step_<version>` must then be there.
@@ -103,7 +98,7 @@ class RestartBridge(WeightBridge):
             self._restart(Served(self._first_model, version, self._weight_epoch), seconds)
             self._watch = threading.Thread(target=self._look_after, name="vLLM watch", daemon=True)
             self._watch.start()
-        elif self._config.restarts_vllm_at(version):
+        elif self.restarts_at(version):
             checkpoint = (self._config.save_path / f"step_{version}").resolve()
             self._restart(Served(str(checkpoint), version, self._weight_epoch), seconds)
         if self._failure is not None:

@@ -75,7 +75,8 @@ class Trainers:
         words = ["--model-name", str(self.model), "--atropos-url", self.url, "--training-steps", str(STEPS), "--lr", "1e-2"]
         words += ["--batch-size", "4", "--gradient-accumulation-steps", "1", "--seq-len", "64", "--num-threads", "1"]
         words += ["--save-path", str(self.folder / "checkpoints"), "--log-dir", str(self.folder / "logs")]
-        words += ["--batch-timeout", "20", "--service-timeout", "10", "--device", "cpu", *options]
+        words += ["--batch-timeout", "20", "--service-timeout", "10", "--device", "cpu"]
+        words += ["--vllm-restart-interval", "0", *options]
         try:
             grpo.train(parse_config(words), StopSignal())
         except Killed:

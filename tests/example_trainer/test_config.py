@@ -152,7 +152,15 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
             "--model-name m --max-reuse 2 --max-staleness 1 --correction none",
             "--max-reuse 2 needs a --correction, which is 'none'",
         ),
-        ("--model-name m --vllm-gpus 0", "--vllm-gpus needs --vllm-restart-interval"),
+        (
+            "--model-name m --vllm-gpus 0 --vllm-restart-interval 0",
+            "--vllm-gpus needs --weight-bridge-mode none and a --vllm-restart-interval above 0",
+        ),
+        (
+            "--model-name m --vllm-gpus 0 --weight-bridge-mode shared_vllm",
+            "--vllm-gpus needs --weight-bridge-mode none and a --vllm-restart-interval above 0",
+        ),
+        ("--model-name m --keep-optimizer-states -1", "--keep-optimizer-states '-1': give 0 or more, or all"),
         ("--model-name m --vllm-restart-interval 3 --vllm-gpus zero", "--vllm-gpus 'zero'"),
         ("--model-name m --lr fast", "--lr 'fast': input should be a valid number"),
         ("--model-name m --lr", "argument --lr: expected one argument; see --help"),

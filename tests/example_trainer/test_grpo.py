@@ -60,7 +60,8 @@ class Run:
         command = [sys.executable, "-u", str(ROOT / "example_trainer" / "grpo.py"), "--model-name", str(self.model)]
         command += ["--atropos-url", self.url, "--training-steps", str(STEPS), "--lr", "1e-2", "--lr-schedule", "linear"]
         command += ["--batch-size", "3", "--gradient-accumulation-steps", "1", "--seq-len", "64", "--num-threads", "1"]
-        command += ["--save-path", str(self.folder / "checkpoints"), "--log-dir", str(self.folder / "logs"), *options]
+        command += ["--save-path", str(self.folder / "checkpoints"), "--log-dir", str(self.folder / "logs")]
+        command += ["--vllm-restart-interval", "0", *options]
         return self.processes.start("trainer", command, directory=self.folder)
 
     def failed(self, trainer: ManagedProcess) -> list[str]:

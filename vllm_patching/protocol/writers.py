@@ -68,7 +68,12 @@ class Writer:
 
 def this_process() -> Writer:
     """The one that asks."""
-    return Writer(os.uname().nodename, os.getpid(), _start_time(os.getpid()) or 0)
+    return process_here(os.getpid())
+
+
+def process_here(pid: int) -> Writer:
+    """A process of this machine; `started` is 0 if it has ended."""
+    return Writer(os.uname().nodename, pid, _start_time(pid) or 0)
 
 
 def _fields(stat: Path) -> list[str]:

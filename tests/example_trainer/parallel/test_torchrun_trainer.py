@@ -42,6 +42,7 @@ class ParallelRun(Run):
         command += ["--model-name", str(self.model), "--lr", "1e-2"]
         command += ["--atropos-url", self.url, "--seq-len", "64", "--num-threads", "1", "--lr-schedule", "linear"]
         command += ["--save-path", str(self.folder / "checkpoints"), "--log-dir", str(self.folder / "logs")]
+        command += ["--vllm-restart-interval", "0"]
         return self.processes.start(
             "trainer of two ranks",
             [*command, *OPTIONS, *options],

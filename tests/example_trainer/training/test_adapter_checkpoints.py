@@ -54,13 +54,18 @@ def newest(config: TrainerConfig) -> Start:
     return choose_start(config.resume, config.save_path, config.model_name, 1000, checkpoint_prefix(config))
 
 
+def save(config: TrainerConfig, model: Decoder, optimizer: MasterAdamW) -> Path:
+    checkpoints = make_checkpoints(config, model, newest(config), Ranks(), lambda step: False)
+    return checkpoints.save(model, optimizer, config.shareable)
+
+
 def test_stopping_and_resuming_gives_the_adapters_of_one_run(config: TrainerConfig) -> None:
     whole, whole_optimizer = begin(config, newest(config))
     train(whole, whole_optimizer, 4)
 
     model, optimizer = begin(config, newest(config))
     train(model, optimizer, 2)
-    saved = make_checkpoints(config, model, newest(config), Ranks()).save(model, optimizer, config.shareable)
+    saved = save(config, model, optimizer)
     assert saved == config.save_path / "adapter_step_2"
     (config.save_path / "step_9" / "trainer_state").mkdir(parents=True)
     (config.save_path / "step_9" / "trainer_state" / "trainer.json").write_text("{}")  # of a run without adapters
@@ -75,7 +80,7 @@ def test_stopping_and_resuming_gives_the_adapters_of_one_run(config: TrainerConf
 def test_a_checkpoint_is_small_and_holds_only_the_adapters(config: TrainerConfig) -> None:
     model, optimizer = begin(config, newest(config))
     train(model, optimizer, 1)
-    saved = make_checkpoints(config, model, newest(config), Ranks()).save(model, optimizer, config.shareable)
+    saved = save(config, model, optimizer)
     assert sorted(path.name for path in saved.iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -91,7 +96,7 @@ def test_a_checkpoint_is_small_and_holds_only_the_adapters(config: TrainerConfig
 def test_adapters_of_another_rank_are_not_continued(config: TrainerConfig) -> None:
     model, optimizer = begin(config, newest(config))
     train(model, optimizer, 1)
-    make_checkpoints(config, model, newest(config), Ranks()).save(model, optimizer, config.shareable)
+    save(config, model, optimizer)
     other = config.model_copy(update={"lora_r": 8})
     with pytest.raises(CheckpointError, match=r"adapter_step_1 was made with --lora-r 4, and this run has 8"):
         make_model(other, newest(other).checkpoint, torch.float32, CPU)

@@ -174,7 +174,7 @@ def test_one_is_written_at_a_time_and_their_memory_is_taken_once(
     real = background_save.HostArena
     monkeypatch.setattr(background_save, "HostArena", lambda *arguments: made.append(real(*arguments)) or made[-1])
     model, optimizer = load(start)
-    checkpoints = Checkpoints(tmp_path, RUN, keep_states=0)
+    checkpoints = Checkpoints(tmp_path, RUN, keep_states=None)
     checkpoints.begin(model, optimizer, {})
     train(model, optimizer, 1)
     assert gate.reached.wait(SECONDS)
@@ -232,7 +232,7 @@ class TestKeeping:
         assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
 
     def test_what_a_server_may_be_started_on_again_is_kept(self, start: Path, tmp_path: Path) -> None:
-        checkpoints = Checkpoints(tmp_path, RUN, keep_states=0, keep=1, in_use=lambda step: step % 3 == 0)
+        checkpoints = Checkpoints(tmp_path, RUN, keep_states=None, keep=1, in_use=lambda step: step % 3 == 0)
         model, optimizer = load(start)
         self.save(checkpoints, model, optimizer, 2, 3, 4)
         assert list(steps_in(tmp_path)) == [3, 4]
@@ -243,7 +243,7 @@ class TestKeeping:
         self.save(Checkpoints(tmp_path, RUN), *load(start), 1)
         model, optimizer = load(tmp_path / "step_1")
         load_state(SavedStep.read(tmp_path / "step_1"), optimizer)
-        self.save(Checkpoints(tmp_path, RUN, keep_states=0, keep=1, last=1), model, optimizer, 2, 3)
+        self.save(Checkpoints(tmp_path, RUN, keep_states=None, keep=1, last=1), model, optimizer, 2, 3)
         assert list(steps_in(tmp_path)) == [3]
         assert (tmp_path / "step_3" / "config.json").read_bytes() == (start / "config.json").read_bytes()
 
@@ -283,6 +283,6 @@ def test_wherever_a_writer_is_killed_the_newest_checkpoint_goes_on_to_the_same_w
         train(model, optimizer, STEPS)
         for key, tensor in expected.state_dict().items():
             assert torch.equal(tensor, optimizer.state_dict()[key]), (point, key)
-        Checkpoints(folder, chosen.run, keep_states=0).save(model, optimizer, {})
+        Checkpoints(folder, chosen.run, keep_states=None).save(model, optimizer, {})
         assert not list(folder.glob(".*")), "what was left unfinished is removed"
     assert reached == set(range(STEPS + 1))

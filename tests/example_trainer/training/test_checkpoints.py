@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from safetensors.torch import load_file
 from atroposlib.utils.lives import Life
 from example_trainer.errors import CheckpointError
 from example_trainer.models import load_model
+from example_trainer.training import checkpoints as checkpointing
 from example_trainer.training.checkpoints import Checkpoints, load_state
 from example_trainer.training.runs import Run, SavedStep, TrainedBatch, mark_run, steps_in
 from tests.example_trainer.training.tiny_training import load, make_start, train
@@ -100,6 +103,86 @@ def test_only_the_newest_keep_their_optimizer_state(start: Path, tmp_path: Path)
     assert list(steps_in(tmp_path)) == [1, 2, 10]
     assert [(path / "trainer_state").is_dir() for path in steps_in(tmp_path).values()] == [False, True, True]
     assert all((path / "model.safetensors").is_file() for path in steps_in(tmp_path).values())
+
+
+def test_states_of_none_or_of_all_are_kept(start: Path, tmp_path: Path) -> None:
+    for keep, kept in ((0, []), (None, [1, 2])):
+        model, optimizer = load(start)
+        checkpoints = Checkpoints(tmp_path / str(keep), RUN, keep_states=keep)
+        for step in (1, 2):
+            train(model, optimizer, step)
+            checkpoints.save(model, optimizer, {}, TrainedBatch(step, 99))
+        steps = steps_in(tmp_path / str(keep))
+        assert [step for step, path in steps.items() if (path / "trainer_state").exists()] == kept
+        assert [SavedStep.read(path).batch for path in steps.values()] == [TrainedBatch(1, 99), TrainedBatch(2, 99)]
+        assert all((path / "model.safetensors").is_file() for path in steps.values())
+
+
+def test_without_a_state_training_goes_on_from_the_weights_and_says_so(
+    start: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = load(start)
+    train(model, optimizer, 3)
+    folder = Checkpoints(tmp_path / "out", RUN, keep_states=0).save(model, optimizer, {})
+    resumed, continued = load(folder)
+    load_state(SavedStep.read(folder), continued)
+    assert (continued.steps, continued.updates) == (3, 0), "the count that corrects the moments begins with them"
+    assert f"{folder} keeps no optimizer state: training goes on from its weights" in caplog.text
+    trained = dict(model.named_parameters())
+    assert all(torch.equal(p, trained[name]) for name, p in resumed.named_parameters())
+    train(resumed, continued, 5)
+    assert (continued.steps, continued.updates) == (5, 2)
+
+
+def test_weights_for_a_server_do_not_wait_for_states_and_get_theirs_later(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state of step 1 is on its way to the disk while the weights of step 2 are written for a server to load."""
+    model, optimizer = load(start)
+    train(model, optimizer, 1)
+    writing, go_on = threading.Event(), threading.Event()
+    write = checkpointing.write_safetensors
+
+    def slowly(path: Path, *rest: Any, **options: Any) -> None:
+        writing.set()
+        assert go_on.wait(60)
+        write(path, *rest, **options)
+
+    monkeypatch.setattr(checkpointing, "write_safetensors", slowly)
+    checkpoints = Checkpoints(tmp_path / "out", RUN, keep_states=None)
+    checkpoints.begin(model, optimizer, {})
+    assert writing.wait(60)
+    train(model, optimizer, 2)
+    folder = checkpoints.save_weights(model, optimizer, {}, TrainedBatch(7, 99))
+    assert checkpoints.writing
+    assert list(steps_in(tmp_path / "out")) == [2], "step 1 is not whole yet"
+    assert not (folder / "trainer_state").exists()
+    assert SavedStep.read(folder) == SavedStep(folder, 2, RUN, TrainedBatch(7, 99), (), 2)
+    served, trained = load_model(str(folder), torch.bfloat16), dict(model.named_parameters())
+    assert all(torch.equal(p, trained[name]) for name, p in served.named_parameters())
+    files = {path.name: path.stat().st_ino for path in folder.iterdir() if path.name != "trainer.json"}
+    go_on.set()
+    checkpoints.begin(model, optimizer, {}, TrainedBatch(7, 99))
+    checkpoints.wait()
+    assert list(steps_in(tmp_path / "out")) == [1, 2]
+    assert {path.name: path.stat().st_ino for path in folder.iterdir() if path.is_file()} == files, "written once"
+    assert SavedStep.read(folder) == SavedStep(folder, 2, RUN, TrainedBatch(7, 99), (), 2)
+    _, continued = load(folder)
+    load_state(SavedStep.read(folder), continued)
+    assert all(torch.equal(tensor, continued.state_dict()[key]) for key, tensor in optimizer.state_dict().items())
+    assert not list((tmp_path / "out").glob(".*"))
+
+
+def test_weights_for_a_server_are_the_whole_checkpoint_if_no_state_is_kept(start: Path, tmp_path: Path) -> None:
+    model, optimizer = load(start)
+    train(model, optimizer, 2)
+    checkpoints = Checkpoints(tmp_path, RUN, keep_states=0)
+    folder = checkpoints.save_weights(model, optimizer, {})
+    before = {path.name: path.stat().st_ino for path in folder.iterdir()}
+    assert checkpoints.begin(model, optimizer, {}) == folder
+    assert checkpoints.written()
+    assert checkpoints.last == 2
+    assert {path.name: path.stat().st_ino for path in folder.iterdir()} == before
 
 
 def test_a_checkpoint_of_an_earlier_run_is_replaced(start: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -196,7 +279,7 @@ def test_a_run_prunes_its_own_optimizer_states_alone(start: Path, tmp_path: Path
 def test_a_run_that_went_back_prunes_what_it_left_behind_first(start: Path, tmp_path: Path) -> None:
     model, optimizer = load(start)
     train(model, optimizer, 4)
-    Checkpoints(tmp_path, RUN, keep_states=0).save(model, optimizer, {})
+    Checkpoints(tmp_path, RUN, keep_states=None).save(model, optimizer, {})
     model, optimizer = load(start)
     train(model, optimizer, 3)
     Checkpoints(tmp_path, RUN.lived_on(2, 2000)).save(model, optimizer, {})

@@ -106,7 +106,7 @@ def test_however_trainers_die_no_weights_learn_from_a_batch_twice_and_few_are_lo
     with pytest.MonkeyPatch.context() as monkeypatch:
         trainers = Trainers(rollout_service, model, tmp_path_factory.mktemp("run"), monkeypatch)
         died = 0
-        options = ["--checkpoint-interval", str(interval), "--keep-optimizer-states", "0"]
+        options = ["--checkpoint-interval", str(interval), "--keep-optimizer-states", "all"]
         trainers.post(*range(STEPS + 3 * (interval - 1)))
         for point, passes in [*story, ("", 0)]:
             if trainers.train(*options, point=point, passes=passes):

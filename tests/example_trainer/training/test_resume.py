@@ -51,6 +51,35 @@ def test_nothing_to_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
         choose_start(str(tmp_path / "step_5"), tmp_path, MODEL, 5000)
 
 
+def without_state(checkpoint: Path) -> Path:
+    """Take a checkpoint's optimizer state away, as --keep-optimizer-states does."""
+    state = checkpoint / "trainer_state"
+    (state / "trainer.json").rename(checkpoint / "trainer.json")
+    state.rmdir()
+    return checkpoint
+
+
+def test_a_state_is_preferred_to_later_weights_and_weights_to_nothing(tmp_path: Path) -> None:
+    run = begin(tmp_path, None, 5000).run
+    exact = save(tmp_path, 6, run)
+    newest = without_state(save(tmp_path, 9, run))
+    assert choose_start("auto", tmp_path, MODEL, 6000).checkpoint == exact
+    assert choose_start(str(newest), tmp_path, MODEL, 6000).checkpoint == newest
+    without_state(exact)
+    start = choose_start("auto", tmp_path, MODEL, 6000)
+    assert start.checkpoint == newest
+    assert start.run.lives[-1] == Life(6000, 9)
+
+
+def test_adapters_are_not_continued_without_their_state(tmp_path: Path) -> None:
+    run = choose_start(None, tmp_path, MODEL, 5000, "adapter_step_").run
+    mark_run(run, tmp_path, "adapter_step_")
+    path = without_state(save(tmp_path, 3, run).rename(tmp_path / "adapter_step_3"))
+    for resume in ("auto", str(path)):
+        with pytest.raises(CheckpointError, match="keeps no optimizer state, from which adapters are continued"):
+            choose_start(resume, tmp_path, MODEL, 6000, "adapter_step_")
+
+
 def test_auto_continues_the_run_and_its_epoch_grows_whatever_the_clock_says(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -161,7 +161,18 @@ class Run:
         words = ["--model-name", str(self.model), "--atropos-url", self.url, "--training-steps", str(STEPS), "--lr", "1e-2"]
         words += ["--batch-size", str(GROUP * GROUPS), "--gradient-accumulation-steps", "1", "--seq-len", "64"]
         words += ["--save-path", str(self.folder / "checkpoints"), "--log-dir", str(self.folder / "logs"), "--num-threads", "1"]
-        words += ["--batch-timeout", "60", "--service-timeout", "30", "--device", "cpu", "--max-staleness", "0"]
+        words += [
+            "--batch-timeout",
+            "60",
+            "--service-timeout",
+            "30",
+            "--device",
+            "cpu",
+            "--max-staleness",
+            "0",
+            "--vllm-restart-interval",
+            "0",
+        ]
         words += ["--checkpoint-interval", str(interval), *options]
         try:
             grpo.train(parse_config(words), StopSignal())

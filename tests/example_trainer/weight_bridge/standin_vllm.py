@@ -3,7 +3,8 @@
     python standin_vllm.py MODEL PORT [FAULT]
 
 FAULT: `crashes` ends it with an error while it loads, `crashes-later` after it was seen to be ready, `never-ready` keeps it
-loading.
+loading, `loads-N` for N seconds; `version-N` answers /weights; `other-program` knows no models; `ends-slowly` takes a second to
+end; `in-a-child` serves from a child process that does not end with its parent.
 Each start appends the model's path to $STANDIN_STARTS.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -23,7 +25,12 @@ def main(model: str, port: str, fault: str = "") -> None:
         starts.write(f"{model}\n")
     if fault == "crashes":
         raise RuntimeError("not enough memory for the model")
-    ready_at = time.monotonic() + 0.2
+    if fault == "in-a-child" and os.fork():
+        os.wait()
+        return
+    if fault == "ends-slowly":
+        signal.signal(signal.SIGTERM, lambda *_: threading.Timer(1.0, os._exit, (0,)).start())
+    ready_at = time.monotonic() + float(fault.removeprefix("loads-") if fault.startswith("loads-") else 0.2)
 
     def crash() -> None:
         print("RuntimeError: an illegal memory access", flush=True)
@@ -33,7 +40,10 @@ def main(model: str, port: str, fault: str = "") -> None:
         def do_GET(self) -> None:
             ready = self.path == "/health" or (time.monotonic() > ready_at and fault != "never-ready")
             body = json.dumps({"data": [{"id": model}], "pid": os.getpid()}).encode()
-            self.send_response(200 if ready else 503)
+            known = fault != "other-program" and (self.path != "/weights" or fault.startswith("version-"))
+            if self.path == "/weights" and known:
+                body = json.dumps({"weight_version": int(fault.removeprefix("version-"))}).encode()
+            self.send_response(404 if not known else 200 if ready else 503)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -18,11 +20,14 @@ import torch
 from example_trainer.child_processes.guard import descendants, parents
 from example_trainer.child_processes.ports import is_free
 from example_trainer.config import TrainerConfig
-from example_trainer.errors import BridgeError, ConfigError
+from example_trainer.errors import BridgeError
 from example_trainer.process import StopRequested, StopSignal
 from example_trainer.weight_bridge import restart
+from example_trainer.weight_bridge.base import NoBridge
 from example_trainer.weight_bridge.factory import make_bridge
+from example_trainer.weight_bridge.foreign_server import ForeignServerBridge
 from example_trainer.weight_bridge.restart import REVIVALS, RestartBridge
+from example_trainer.weight_bridge.server_record import end_left_over_server, read_record, record_file
 
 ROOT = Path(__file__).resolve().parents[3]
 STANDIN = Path(__file__).with_name("standin_vllm.py")
@@ -142,14 +147,67 @@ def test_a_signal_ends_the_waiting(stack: Stack) -> None:
         bridge.sync(0, lambda: None)
 
 
-def test_a_port_that_is_taken_is_told_before_anything_is_loaded(stack: Stack) -> None:
-    with subprocess.Popen([sys.executable, STANDIN, "someone", str(stack.port)]) as other:
-        eventually(lambda: not is_free(stack.port), "the other server does not listen")
-        with pytest.raises(
-            BridgeError, match=f"--vllm-port {stack.port} is taken by a process that this trainer did not start"
-        ):
-            stack.bridge()
+@contextmanager
+def another_server(port: int, *fault: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A server that no trainer has started."""
+    with subprocess.Popen([sys.executable, STANDIN, "theirs", str(port), *fault]) as other:
+        try:
+            eventually(lambda: not is_free(port), "the other server does not listen")
+            yield other
+        finally:
+            other.kill()
+
+
+def test_a_server_that_the_trainer_did_not_start_is_left_alone_and_warned_about(
+    stack: Stack, caplog: pytest.LogCaptureFixture
+) -> None:
+    with another_server(stack.port) as other:
+        bridge = make_bridge(stack.config(max_staleness=2), stack.stop)
+        assert isinstance(bridge, ForeignServerBridge)
+        assert bridge.serving_dtype() is None
+        bridge.connect(torch.nn.Linear(2, 2))
+        assert f"did not start the vLLM server at http://localhost:{stack.port}, and will not restart it" in caplog.text
+        assert "With --max-staleness 2 its rollouts are dropped" in caplog.text
+        caplog.clear()
+        assert not any(bridge.restarts_at(version) for version in range(10)), "no checkpoint is saved for it"
+        assert [bridge.sync(version, lambda: None).version for version in range(4, 9)] == [4] * 5
+        warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert [re.search(r"at least (\d+) steps behind", line)[1] for line in warned] == ["2", "4"]  # type: ignore[index]
+        assert all("does not answer" not in line for line in warned)
         other.kill()
+        other.wait(30)
+        bridge.sync(10, lambda: None)
+        assert "are at least 6 steps behind the trainer's, and it does not answer now" in caplog.text
+        bridge.close()
+    assert stack.starts() == ["theirs"]
+
+
+def test_a_server_that_reports_its_version_is_believed(stack: Stack, caplog: pytest.LogCaptureFixture) -> None:
+    with another_server(stack.port, "version-3"):
+        bridge = make_bridge(stack.config(), stack.stop)
+        bridge.sync(5, lambda: None)
+        assert bridge.sync(6, lambda: None).version == 3
+        bridge.close()
+    assert "are 3 steps behind the trainer's" in caplog.text
+
+
+def test_a_foreign_server_that_still_loads_is_waited_for(stack: Stack) -> None:
+    with another_server(stack.port, "loads-2"):
+        bridge = make_bridge(stack.config(), stack.stop)
+        assert isinstance(bridge, ForeignServerBridge)
+        bridge.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [("other-program", "answers /v1/models with 404"), ("never-ready", r"was not ready within 1 s \(--vllm-start-timeout\)")],
+)
+def test_a_port_of_another_program_is_refused_before_anything_is_loaded(stack: Stack, fault: str, message: str) -> None:
+    with (
+        another_server(stack.port, fault),
+        pytest.raises(BridgeError, match=f"--vllm-port {stack.port} is taken by a process .* that {message}: stop it"),
+    ):
+        make_bridge(stack.config(vllm_start_timeout=1.0), stack.stop)
 
 
 @pytest.mark.parametrize("command", ["serve {modell} {port}", "serve '{model}"])
@@ -158,9 +216,15 @@ def test_a_command_that_cannot_be_filled_in_is_told_before_anything_is_loaded(st
         stack.bridge(vllm_command=command)
 
 
-def test_a_server_on_another_machine_cannot_be_owned(stack: Stack) -> None:
-    with pytest.raises(ConfigError, match=r"--vllm-host 192\.0\.2\.1 is another machine"):
-        stack.bridge(vllm_host="192.0.2.1")
+def test_a_server_on_another_machine_is_left_alone(stack: Stack) -> None:
+    bridge = make_bridge(stack.config(vllm_host="192.0.2.1"), stack.stop)
+    assert isinstance(bridge, ForeignServerBridge)
+    bridge.close()
+
+
+def test_with_interval_0_no_server_is_started_or_looked_for(stack: Stack) -> None:
+    bridge = make_bridge(stack.config(vllm_restart_interval=0, vllm_command=None), stack.stop)
+    assert type(bridge) is NoBridge
 
 
 def test_closing_waits_for_a_watch_that_hangs_up_to_a_deadline_and_says_so(
@@ -190,15 +254,70 @@ time.sleep(600)
 """
 
 
-def test_kill_minus_9_of_the_trainer_takes_the_server_along(stack: Stack) -> None:
-    command = f"{sys.executable} {STANDIN} {{model}} {{port}}"
+@contextmanager
+def trainer_process(stack: Stack, *fault: str) -> Iterator[subprocess.Popen[str]]:
+    """Another trainer whose server at the stack's port serves."""
+    command = " ".join([sys.executable, str(STANDIN), "{model}", "{port}", *fault])
     flags = ["--model-name", "first", "--vllm-restart-interval", "2", "--vllm-port", str(stack.port)]
     flags += ["--vllm-command", command, "--log-dir", str(stack.folder / "logs")]
     trainer = [sys.executable, "-c", TRAINER.format(root=str(ROOT)), *flags]
     with subprocess.Popen(trainer, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "served\n"
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "served\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_kill_minus_9_of_the_trainer_takes_the_server_along(stack: Stack) -> None:
+    with trainer_process(stack) as process:
         family = descendants(process.pid)
         assert len(family) == 2  # guard and server
         process.kill()
         eventually(lambda: not set(family) & parents().keys(), "the server outlived its trainer")
+
+
+def test_the_server_of_a_killed_trainer_is_recognised_and_its_end_waited_for(
+    stack: Stack, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    with trainer_process(stack, "ends-slowly") as process:
+        family = set(descendants(process.pid))
+        process.kill()
+        bridge = stack.bridge()
+        assert not family & parents().keys()
+    assert "Waiting for the vLLM server of an earlier trainer to end" in caplog.text
+    assert bridge.sync(3, lambda: None).version == 3
+    assert stack.server()["data"] == [{"id": "first"}]
+
+
+def test_what_outlives_its_guard_is_killed(stack: Stack, caplog: pytest.LogCaptureFixture) -> None:
+    """A command of the user's may start a server that the guard's death leaves alive."""
+    with trainer_process(stack, "in-a-child") as process:
+        guard, *rest = descendants(process.pid)
+        os.kill(guard, signal.SIGKILL)
+        process.kill()
+        process.wait(30)
+        left = rest[-1]
+        assert left in parents()
+        end_left_over_server(stack.port, 0.2, time.sleep)
+        assert left not in parents()
+    assert "Killing the vLLM server of an earlier trainer" in caplog.text
+    assert is_free(stack.port)
+
+
+def test_the_server_of_a_trainer_that_lives_is_not_taken_for_a_foreign_one(stack: Stack) -> None:
+    with (
+        trainer_process(stack) as process,
+        pytest.raises(BridgeError, match=rf"--vllm-port {stack.port} belongs to another trainer that is alive \(process "),
+    ):
+        make_bridge(stack.config(), stack.stop)
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_a_record_that_is_damaged_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    record_file(1, tmp_path).write_text("{}")
+    assert read_record(1, tmp_path) is None
+    assert "cannot be read and is ignored (KeyError" in caplog.text
+    end_left_over_server(1, 1.0, time.sleep, tmp_path)
