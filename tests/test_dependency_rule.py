@@ -52,6 +52,7 @@ ROOMS = (
     "models",
     "algorithm",
     "vllm_client",
+    "vllm_flags",
     "http_client",
     "process",
     "api_keys",

@@ -1,7 +1,8 @@
 """Checkpoints: `step_N/` is a Hugging Face checkpoint, with what the next step needs in `step_N/trainer_state/`.
 
-A checkpoint is written beside its place and renamed into it, so a folder called `step_N` is always complete, also while the
-next one is being written in the background. It says which run it is of, and which batch it has learned from last.
+A checkpoint is written beside its place and renamed into it, so the weights in a folder called `step_N` are always complete,
+also while the next one is being written in the background. `trainer_state` gets its name in the same way: with the folder, or
+later if a server was started on the weights first. A checkpoint names its run, and the batch that it has learned from last.
 """
 
 from __future__ import annotations
@@ -322,13 +323,13 @@ class Checkpoints:
         """
         target = target or final
         draft = self.folder / f".{final.name}.draft-{os.getpid()}"
-        self._drafts.add(draft)
         try:
             self._require_own_run(final)
             if final.exists() and not final.is_dir():  # no checkpoint of anyone's, and so not to be replaced
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
             self.folder.mkdir(parents=True, exist_ok=True)
             self._remove_drafts()
+            self._drafts.add(draft)
             free = shutil.disk_usage(self.folder).free
             if free < needed:  # knowing beforehand is kinder than failing after gigabytes
                 raise OSError(0, f"it needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free")

@@ -31,6 +31,7 @@ from example_trainer.training.memory_plan import (
     require_memory,
     token_budget,
 )
+from example_trainer.training.server_share import ServerPlan, plan_server
 from example_trainer.weight_bridge.base import WeightBridge
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
 
@@ -74,8 +75,10 @@ def choose_memory(
         ModelError: the model cannot be found or is not supported.
     """
     ranks = ranks or Ranks()
-    room = free_room(bridge, device)
-    ways = candidates(memory_request(config, bridge, dtype, device), config, room)
+    request = memory_request(config, bridge, dtype, device)
+    server = plan_server(config, bridge, request, device)
+    room = free_room(bridge, device, server)
+    ways = candidates(request, config, room)
     mine = [[room.holds(way, PLANNED_SHARE), room.holds(way), way.tokens_per_microbatch] for way in ways]
     rows = ranks.gather(mine, "planning memory")
     number = first_that_fits([[(roomy, fits) for roomy, fits, _ in rank] for rank in rows])
@@ -89,16 +92,20 @@ def choose_memory(
     way = replace(ways[number], tokens_per_microbatch=tokens)
     if ranks.is_main:
         _report(way, ways[0], room)
+    if server is not None:
+        server.start_beside(way, room)
     return MemoryChoice(way.offload, way.gradient_checkpointing, tokens)
 
 
-def free_room(bridge: WeightBridge, device: torch.device) -> Room:
-    """The memory that is free now."""
+def free_room(bridge: WeightBridge, device: torch.device, server: ServerPlan | None = None) -> Room:
+    """The memory that is free now, but for the part of a server that the trainer will start on the same GPU."""
     free, total = free_memory(device)
     ranks_here = _ranks("LOCAL_WORLD_SIZE")
     if device.type == "cpu":
         free //= ranks_here  # the ranks share this machine's memory
-    return Room(device, free + bridge.lent_bytes, total, free_host_memory()[0], ranks_here, bridge.lent_bytes)
+    reserved = server.reserved(total) if server else 0
+    free += bridge.lent_bytes - reserved
+    return Room(device, free, total, free_host_memory()[0], ranks_here, bridge.lent_bytes, reserved)
 
 
 def candidates(request: MemoryRequest, config: TrainerConfig, room: Room) -> list[MemoryRequest]:

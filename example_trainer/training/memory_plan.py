@@ -104,6 +104,7 @@ class Room:
         host: free memory of this machine, which all its ranks share.
         ranks_here: ranks of this trainer on this machine.
         lent: the part of `free` that vLLM takes back between turns; 0 without turns.
+        server: memory of the device that is left to a vLLM server which the trainer will start there. It is not in `free`.
     """
 
     device: torch.device
@@ -112,6 +113,7 @@ class Room:
     host: int
     ranks_here: int = 1
     lent: int = 0
+    server: int = 0
 
     def holds(self, request: MemoryRequest, share: float = 1.0) -> bool:
         """Whether a training fits into `share` of the free memory, of the device and of the host."""
@@ -134,6 +136,10 @@ def remedies(request: MemoryRequest, room: Room) -> list[str]:
     enough = [(flags, changed) for flags, changed in changes if room.holds(changed)]
     shortest = [(flags, changed) for flags, changed in enough if not any(set(other) < set(flags) for other, _ in enough)]
     found = [(" ".join(flags), changed, room) for flags, changed in shortest[:3]] + _larger_changes(request, room)
+    if room.server:
+        alone = replace(room, free=room.free + room.server, server=0)
+        if alone.holds(request):
+            found.insert(0, ("--vllm-gpus with the number of another GPU", request, alone))
     if not found:
         now = plan_memory(request).total
         single = [(flags[0], changed, room) for flags, changed in changes if len(flags) == 1]
@@ -168,7 +174,7 @@ def _flag_changes(request: MemoryRequest, room: Room) -> list[tuple[tuple[str, .
 def _larger_changes(request: MemoryRequest, room: Room) -> list[tuple[str, MemoryRequest, Room]]:
     """The smallest number of GPUs that suffices, fewer with 8-bit moments, and adapters in place of all weights."""
     found: list[tuple[str, MemoryRequest, Room]] = []
-    if room.device.type == "cuda" and request.lora is None and not request.single_copy:
+    if room.device.type == "cuda" and request.lora is None and not request.single_copy and not room.server:
         in_8_bits = replace(request, optimizer="adamw-8bit")
         spread = [_spread(request, room), _spread(in_8_bits, room) if request.optimizer == "adamw" else None]
         if spread[0] is not None:
@@ -221,8 +227,9 @@ def require_memory(request: MemoryRequest, room: Room) -> MemoryPlan:
         biggest = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in plan.items[:3])
         raise MemoryShortage(
             f"the training needs about {plan.total / 2**30:.2f} GiB{_saved_already(request)} and "
-            f"{room.free / 2**30:.2f} of {room.total / 2**30:.2f} GiB are free on {room.device}; the largest items are "
-            f"{biggest}; what helps: {', or '.join(remedies(request, room))}; --skip-memory-check tries it all the same"
+            f"{room.free / 2**30:.2f} of {room.total / 2**30:.2f} GiB are free on {room.device}{_beside(room)}; the largest "
+            f"items are {biggest}; what helps: {', or '.join(remedies(request, room))}; --skip-memory-check tries it all the "
+            "same"
         )
     require_between_turns(plan, room.free - room.lent, room.lent)
     if needed > room.host:
@@ -234,6 +241,11 @@ def require_memory(request: MemoryRequest, room: Room) -> MemoryPlan:
             f"{', or '.join(remedies(request, room))}; --skip-memory-check tries it all the same"
         )
     return plan
+
+
+def _beside(room: Room) -> str:
+    """The memory that a server of the trainer's needs, if it shares the device."""
+    return f" beside the {room.server / 2**30:.2f} GiB that the vLLM server needs there" if room.server else ""
 
 
 def _saved_already(request: MemoryRequest) -> str:

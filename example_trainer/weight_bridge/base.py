@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from example_trainer.errors import BridgeError
+from example_trainer.models.geometry import Geometry
+from example_trainer.weight_bridge.server_gpus import ServerGpus
 from vllm_patching.protocol.manifest import Manifest
 
 Weights = Mapping[str, torch.Tensor]
@@ -154,6 +156,22 @@ class WeightBridge(ABC):
     def server_restarted(self) -> bool:
         """Whether `keep_serving` has something to do. Asked now and then while training waits; not collective: rank 0 alone."""
         return False
+
+    def place_server(self, device: torch.device, geometry: Geometry) -> ServerGpus | None:
+        """Choose the GPUs of a server that the bridge will start; None if it starts none, or one without GPUs.
+
+        Args:
+            device: the trainer's.
+            geometry: the model's.
+
+        Raises:
+            ConfigError: the options ask for GPUs that the server cannot have.
+        """
+        return None
+
+    def add_server_flags(self, flags: tuple[str, ...]) -> None:
+        """Start that server with further flags of `vllm serve`. Called before `connect`."""
+        return None
 
     def restarts_at(self, version: int) -> bool:
         """Whether `sync` will start a server on the checkpoint of `version`, whose weights must then be on the disk."""

@@ -97,6 +97,10 @@ class OwnedServer:
         self.served: Served | None = None
         self.computed_flags: tuple[str, ...] = ()
 
+    def use_gpus(self, gpus: str) -> None:
+        """Start it on these GPUs from now on; as CUDA_VISIBLE_DEVICES."""
+        self._environment["CUDA_VISIBLE_DEVICES"] = gpus
+
     def require_free_port(self) -> None:
         """Raise BridgeError if another process listens where the server is to listen."""
         if not is_free(self.port):

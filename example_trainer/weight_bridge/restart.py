@@ -15,6 +15,7 @@ import torch
 from example_trainer.api_keys import revealed
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BridgeError
+from example_trainer.models.geometry import Geometry
 from example_trainer.process import StopSignal
 from example_trainer.weight_bridge.base import SyncReport, WeightBridge, Weights, timed
 from example_trainer.weight_bridge.owned_server import (
@@ -24,6 +25,7 @@ from example_trainer.weight_bridge.owned_server import (
     Served,
     ServerDied,
 )
+from example_trainer.weight_bridge.server_gpus import ServerFlags, ServerGpus, choose_server_gpus, seen_gpus
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,7 @@ class RestartBridge(WeightBridge):
             config.vllm_start_timeout,
         )
         self._first_model = config.model_name
+        self._shares_gpu = False
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._failure: BridgeError | None = None
@@ -72,6 +75,27 @@ class RestartBridge(WeightBridge):
         self._server.require_free_port()
         self._server.command(Served(self._first_model, 0))
         return None
+
+    def place_server(self, device: torch.device, geometry: Geometry) -> ServerGpus | None:
+        """See WeightBridge.place_server."""
+        if device.type != "cuda":
+            return None
+        asked, size = self._config.vllm_gpus, ServerFlags.of(self._config.vllm_args).size
+        place = choose_server_gpus(asked, seen_gpus(torch.cuda.device_count()), device.index or 0, geometry, size)
+        self._server.use_gpus(place.listed)
+        self._shares_gpu = place.beside_trainer
+        return place
+
+    def add_server_flags(self, flags: tuple[str, ...]) -> None:
+        """See WeightBridge.add_server_flags. A --vllm-command that is not vLLM's gets none, which is logged."""
+        command = self._config.vllm_command
+        if command is None or "vllm" in command:
+            self._server.computed_flags = flags
+        elif flags:
+            logger.warning(
+                "[Bridge] --vllm-command does not name vllm, so its server is started without %s: give flags of the same "
+                "meaning in --vllm-args if it does not fit beside the trainer", " ".join(flags),
+            )  # fmt: skip
 
     def connect(self, model: torch.nn.Module) -> None:
         """See WeightBridge.connect. The server is started by the first `sync`, which knows the version."""
@@ -111,6 +135,8 @@ class RestartBridge(WeightBridge):
         with self._exclusively():
             with timed(seconds, "stop"):
                 self._server.stop()
+            if self._shares_gpu:
+                torch.cuda.empty_cache()  # vLLM compares its share with the memory that is free when it starts
             with timed(seconds, "start"):
                 self._server.start(served)
                 self._server.wait_until_ready(self._stop.wait)

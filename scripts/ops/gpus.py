@@ -3,49 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from example_trainer import vllm_flags
+from example_trainer.vllm_flags import Degrees
 from scripts.quickstart.errors import QuickstartError
 
 Gpus = tuple[int, ...]
-_TENSOR, _DATA = ("--tensor-parallel-size", "-tp"), ("--data-parallel-size", "-dp")
-
-
-@dataclass(frozen=True)
-class Degrees:
-    """What `--vllm-args` say of a server's size.
-
-    Attributes:
-        tensor: tensor-parallel degree; None if it is not said, and the server takes all the GPUs that it gets.
-        data: data-parallel degree.
-    """
-
-    tensor: int | None = None
-    data: int = 1
-
-    @property
-    def gpus(self) -> int | None:
-        """GPUs that one server needs; None if any number will do."""
-        return None if self.tensor is None else self.tensor * self.data
 
 
 def degrees(vllm_args: Sequence[str]) -> Degrees:
-    """Read the degrees among vLLM's further flags, as vLLM itself would: the last one counts, `_` is as good as `-`.
+    """Read the degrees among vLLM's further flags, as vLLM itself would.
 
     Raises:
-        QuickstartError: a degree is no number above 0.
+        QuickstartError: a degree is not a number above 0.
     """
-    found = {}
-    for at, word in enumerate(vllm_args):
-        flag, equals, value = word.partition("=")
-        flag = "--" + flag[2:].replace("_", "-") if flag.startswith("--") else flag
-        for names in (_TENSOR, _DATA):
-            if flag in names:
-                given = value if equals else (*vllm_args[at + 1 : at + 2], "nothing")[0]
-                if not given.isdigit() or int(given) < 1:
-                    raise QuickstartError(f"--vllm-args: {flag} is {given!r}: give the number of GPUs")
-                found[names] = int(given)
-    return Degrees(found.get(_TENSOR), found.get(_DATA, 1))
+    try:
+        return vllm_flags.degrees(vllm_args)
+    except ValueError as error:
+        raise QuickstartError(f"--vllm-args: {error}") from error
 
 
 def choose_gpus(

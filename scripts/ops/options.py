@@ -173,7 +173,7 @@ def parser() -> OneLineParser:
     option("steps", "100", "optimizer steps", type=positive_int)
     option("lr", None, "learning rate", type=learning_rate)
     option("batch-size", None, "sequences in a micro-batch of the trainer", type=positive_int)
-    option("restart-interval", "10", "steps between restarts of vLLM, with --bridge restart", type=positive_int)
+    option("restart-interval", "3", "steps between restarts of vLLM, with --bridge restart", type=positive_int)
     for part in PARTS:
         option(f"{part}-args", "", f'further flags for the {part}, in quotes: --{part}-args="--flag value"', type=words)
     option("wait", "600", "seconds that vLLM may take to load", type=positive_int)

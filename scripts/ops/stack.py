@@ -33,7 +33,7 @@ BRIDGE_FLAGS = {
     "single-copy": ("--weight-bridge-mode", "shared_vllm", "--single-copy"),
     "lora": ("--weight-bridge-mode", "lora_only"),
     "restart": ("--weight-bridge-mode", "none"),
-    "none": ("--weight-bridge-mode", "none"),
+    "none": ("--weight-bridge-mode", "none", "--vllm-restart-interval", "0"),
 }
 
 
@@ -131,7 +131,7 @@ class Stack:
             flags += ["--tensor-parallel-size", str(gpus)]
         if options.vllm_gpus:
             flags += ["--dtype", "bfloat16"]
-            if set(options.vllm_gpus) & set(options.trainer_gpus):
+            if options.bridge != "restart" and set(options.vllm_gpus) & set(options.trainer_gpus):
                 flags += ["--gpu-memory-utilization", "0.45"]  # room for the trainer beside it
         else:
             flags += ["--dtype", "float32", "--enforce-eager"]
