@@ -52,7 +52,6 @@ ROOMS = (
     "models",
     "algorithm",
     "vllm_client",
-    "vllm_flags",
     "http_client",
     "process",
     "api_keys",

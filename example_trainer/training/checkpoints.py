@@ -30,6 +30,7 @@ from example_trainer.models.layout import layout
 from example_trainer.models.safetensors_writer import write_safetensors
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.training.background_save import BackgroundSave, HostCopy
+from example_trainer.training.on_disk import flush, flush_entry, remove
 from example_trainer.training.optimizer import MasterAdamW
 from example_trainer.training.runs import (
     PREFIX,
@@ -60,9 +61,8 @@ def load_state(saved: SavedStep, optimizer: MasterAdamW) -> None:
     if not has_state(saved.path):
         optimizer.steps, optimizer.updates = saved.step, 0
         logger.warning(
-            "%s keeps no optimizer state: training goes on from its weights, with AdamW's moments at zero and with masters of "
-            "the precision of those weights, so the next steps differ from those of an uninterrupted run "
-            "(--keep-optimizer-states 1 keeps the newest state)",
+            "%s keeps no optimizer state: training goes on from its weights, with moments at zero and masters as precise "
+            "as those weights, so it is not exactly the run without a break (--keep-optimizer-states 1 keeps the newest state)",
             saved.path,
         )  # fmt: skip
         return
@@ -334,9 +334,9 @@ class Checkpoints:
             if free < needed:  # knowing beforehand is kinder than failing after gigabytes
                 raise OSError(0, f"it needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free")
             yield draft
-            _flush(draft, moved)
+            flush(draft, moved)
             _replace(draft, target)
-            _flush_entry(target.parent)  # whoever is told that the step is saved may rely on it, whatever happens to the power
+            flush_entry(target.parent)  # whoever is told that the step is saved may rely on it, whatever happens to the power
         except (OSError, SafetensorError) as error:
             shutil.rmtree(draft, ignore_errors=True)
             kept = f"{self.path(self._whole).name} is untouched" if self._whole is not None else "there was none before it"
@@ -372,13 +372,13 @@ class Checkpoints:
         used = [one for one in saved if self.in_use(one.step)][-1:]
         for one in saved[: -self.keep] if self.keep else []:
             if one not in used:
-                _remove(one.path, self.folder)
+                remove(one.path, self.folder)
                 logger.info("Removed checkpoint %s (--keep-checkpoints %d)", one.path, self.keep)
         saved = [one for one in saved if has_state(one.path)]
         for one in [] if self.keep_states is None else saved[: max(0, len(saved) - self.keep_states)]:
             if one.path.exists():
                 shutil.copyfile(one.path / STATE_FOLDER / TRAINER_FILE, one.path / TRAINER_FILE)
-                _remove(one.path / STATE_FOLDER, self.folder)
+                remove(one.path / STATE_FOLDER, self.folder)
                 logger.info(
                     "Removed the optimizer state of %s (--keep-optimizer-states %d); its weights stay",
                     one.path, self.keep_states,
@@ -387,21 +387,6 @@ class Checkpoints:
 
 def _write_record(folder: Path, trainer: dict[str, Any]) -> None:
     (folder / TRAINER_FILE).write_text(json.dumps(trainer, indent=2) + "\n", encoding="utf-8")
-
-
-def _flush(folder: Path, moved: Callable[[], None]) -> None:
-    """Make sure that everything in it is on the disk before the folder gets its name."""
-    for path in [*sorted(folder.rglob("*")), folder]:
-        _flush_entry(path)
-        moved()
-
-
-def _flush_entry(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _replace(draft: Path, final: Path) -> None:
@@ -413,10 +398,3 @@ def _replace(draft: Path, final: Path) -> None:
     final.rename(old)
     draft.rename(final)
     shutil.rmtree(old, ignore_errors=True)  # if not now, with the next checkpoint's drafts
-
-
-def _remove(path: Path, folder: Path) -> None:
-    """Take a folder away at once: what has its name is whole, until nothing has."""
-    gone = folder / f".{path.relative_to(folder).parts[0]}.{path.name}.old.draft-{os.getpid()}"
-    path.rename(gone)
-    shutil.rmtree(gone)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 from example_trainer.algorithm.objective import Objective
 from example_trainer.batch.client import TrainedBatch
@@ -32,6 +32,7 @@ from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopRequested, StopSignal
 from example_trainer.training.guarded_step import guarded_step
 from example_trainer.training.idle_options import idle_options
+from example_trainer.training.loop_interfaces import BatchSource, CheckpointStore
 from example_trainer.training.optimizer import MasterAdamW
 from example_trainer.training.rollout_logprobs import require_rollout_logprobs, uncorrected_note
 from example_trainer.training.skipping import SkippedBatches
@@ -43,73 +44,6 @@ logger = logging.getLogger(__name__)
 
 LAST_EVALUATIONS_SECONDS = 5.0
 """How long the end of a run waits for the results of evaluations that the service has."""
-
-
-class BatchSource(Protocol):
-    """Where batches come from: prefetch.Batches, or local_sampler.SampledBatches."""
-
-    def begin(self, version: int) -> None:
-        """Let the first batch be made; `next` is about to be called."""
-
-    def next(self, version: int, upkeep: Upkeep | None = None) -> ReadyBatch:
-        """The next batch, to be trained on with the weights of `version`. Raises BatchError for one that cannot be."""
-
-    def acknowledge(
-        self, version: int, skipped: str | None = None, hold: bool = False, report: dict[str, Any] | None = None
-    ) -> None:
-        """The batch of the last `next` is in the weights of `version`, or for the reason given in none. `report` is what was
-        computed for its tokens."""
-
-    def last_report(self, report: dict[str, Any]) -> None:
-        """What was found in the batch of the last `next`, by which the run ends. Not collective."""
-
-    def release(self) -> None:
-        """Say of the batches that were held what `acknowledge` was told."""
-
-    @property
-    def held(self) -> tuple[TrainedBatch, ...]:
-        """Those among them that are in the weights."""
-
-    @property
-    def owes(self) -> bool:
-        """Whether there are any, skipped ones included."""
-
-
-class CheckpointStore(Protocol):
-    """Where what was learned is kept: checkpoints.Checkpoints, or nowhere."""
-
-    last: int | None
-    """The step of the newest one."""
-
-    @property
-    def writing(self) -> bool:
-        """Whether this rank is still busy with it."""
-
-    def begin(
-        self,
-        model: Decoder,
-        optimizer: MasterAdamW,
-        config: dict[str, Any],
-        batch: TrainedBatch | None = None,
-        unacknowledged: Sequence[TrainedBatch] = (),
-    ) -> Any:
-        """Start to write the checkpoint of the present step."""
-
-    def save_weights(
-        self,
-        model: Decoder,
-        optimizer: MasterAdamW,
-        config: dict[str, Any],
-        batch: TrainedBatch | None = None,
-        unacknowledged: Sequence[TrainedBatch] = (),
-    ) -> Any:
-        """Write the weights of the present step, and return when they are on the disk."""
-
-    def written(self) -> bool:
-        """Whether the one that was begun last is complete."""
-
-    def wait(self) -> None:
-        """Return when it is."""
 
 
 class NoCheckpoints:

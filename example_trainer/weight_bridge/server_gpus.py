@@ -8,9 +8,9 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from example_trainer.child_processes.vllm_flags import Degrees, degrees, flag_value
 from example_trainer.errors import ConfigError
 from example_trainer.models.geometry import Geometry
-from example_trainer.vllm_flags import Degrees, degrees, flag_value
 
 _QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.total,memory.used", "--format=csv,noheader,nounits")
 _QUERY_SECONDS = 30.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from example_trainer import vllm_flags
-from example_trainer.vllm_flags import Degrees
+from example_trainer.child_processes import vllm_flags
+from example_trainer.child_processes.vllm_flags import Degrees
 from scripts.quickstart.errors import QuickstartError
 
 Gpus = tuple[int, ...]

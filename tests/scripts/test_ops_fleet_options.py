@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from example_trainer.child_processes.vllm_flags import Degrees
 from example_trainer.command_line import parse_config
-from example_trainer.vllm_flags import Degrees
 from scripts.ops.gpus import choose_gpus, degrees
 from scripts.ops.options import parse, save, server_ports
 from scripts.ops.parts import PARTS, chosen, in_order, kind_of, parts_of, server_name, server_number, to_stop

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from example_trainer.child_processes.vllm_flags import Degrees
 from example_trainer.errors import ConfigError
 from example_trainer.models.geometry import Geometry
-from example_trainer.vllm_flags import Degrees
 from example_trainer.weight_bridge.server_gpus import (
     GpuMemory,
     ServerFlags,
