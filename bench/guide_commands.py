@@ -4,6 +4,7 @@
     python bench/guide_commands.py single-copy --output DIR    14B: trainer and vLLM on the same two GPUs
     python bench/guide_commands.py multi-gpu --output DIR      14B: a trainer that sees two GPUs
     python bench/guide_commands.py legacy --output DIR         3B: checkpoints, and two restarts of vLLM
+    CUDA_VISIBLE_DEVICES=0 python bench/guide_commands.py legacy --output DIR --trainer-flags "--vllm-gpus 1"   on two GPUs
     python bench/guide_commands.py headline --output DIR --dry-run    the starter model on the CPU: that it runs
 
 Nothing is replaced but the model's name (by a folder of random weights of the same shape) and lists of devices.
@@ -36,6 +37,7 @@ from typing import Any
 import torch
 
 from bench.gpu.guide import COMMANDS, RENDEZVOUS, SERVICE, VLLM, TypedShell
+from bench.gpu.legacy_figures import legacy_figures, legacy_table
 from bench.gpu.machine import describe
 from bench.gpu.memory_peaks import MemoryPeaks
 from bench.gpu.processes import NO_MULTICAST, BenchError, Task, free_port, tail
@@ -250,6 +252,9 @@ class GuideCommands:
             "missing_lines": [line for line in self.guide.lines if line not in everything],
         }
 
+        if self.guide.restarts:
+            self.found |= legacy_figures(trainer, rows, self.shell.folder / "trained_model_checkpoints")
+
     @staticmethod
     def _phases(rows: RowsAsTheyCome) -> dict[str, float]:
         names = [name for name in rows.rows[-1][1] if name.startswith("seconds_")] if rows.rows else []
@@ -299,7 +304,8 @@ def report(data: dict[str, Any]) -> str:
     row = [data["settings"]["part"], found["steps"], found["seconds_to_first_step"], found["seconds_per_step"]]
     row += [memory["trainer_gpu_gib"], memory["vllm_gpu_gib"], memory["host_gib"]]
     row += [data.get("clean_up", {}).get("seconds_until_nothing_was_left")]
-    return "\n".join([table(heads, [row]), str(found["plan"])])
+    legacy = [legacy_table(found)] if "starts" in found else []
+    return "\n".join([table(heads, [row]), str(found["plan"]), *legacy])
 
 
 def main(arguments: list[str] | None = None) -> int:
