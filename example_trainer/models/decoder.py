@@ -316,10 +316,17 @@ class Decoder(nn.Module):
             return chosen_logprobs_of(hidden, weight, targets, chunk, temperature, total, self.split, vocab, entropy_gradient)
         return self.arithmetic.ops.chosen_logprobs(hidden, weight, targets, counts, chunk, temperature, total, entropy_gradient)
 
-    def logits(self, tokens: Tensor) -> Tensor:
-        """[batch, length, vocab] logits, in the parameters' dtype, of [batch, length] ids, each row a sequence. For small
-        inputs; training never makes them."""
-        packing = Packing([tokens.shape[1]] * tokens.shape[0], tokens.device)
+    def logits(self, tokens: Tensor, packing: Packing | None = None) -> Tensor:
+        """Return the logits of every position. For small inputs; training never makes them.
+
+        Args:
+            tokens: [batch, length] int64.
+            packing: of the rows laid one behind the other; not given: each row is a sequence.
+
+        Returns:
+            [batch, length, vocab] in the parameters' dtype.
+        """
+        packing = packing or Packing([tokens.shape[1]] * tokens.shape[0], tokens.device)
         hidden = self(tokens.flatten(), packing)
         logits = self.arithmetic.ops.linear(hidden, self.output_weight, None, packing, self._head_total())
         return logits.view(*tokens.shape, -1)

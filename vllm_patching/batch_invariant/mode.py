@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 from typing import Any
 
+from vllm_patching.batch_invariant.flash_attention import OLDEST_CAPABILITY, flash_attention_version
 from vllm_patching.batch_invariant.pages import PAGE
 from vllm_patching.batch_invariant.settings import ENVIRONMENT
-from vllm_patching.compat.batch_invariant import graphs_without_compilation
+from vllm_patching.compat.batch_invariant import graphs_without_compilation, pin_flash_attention
 from vllm_patching.compat.requests import check_requests
+
+logger = logging.getLogger(__name__)
 
 SELF_TEST_SECONDS = 180.0
 """Compiling the kernels for the first time takes most of it."""
@@ -71,14 +75,19 @@ def prepare_server(args: argparse.Namespace, shared: bool) -> None:
 
     if not current_platform.is_cuda():
         raise DeterminismRefused(
-            "--deterministic needs an NVIDIA GPU of the Hopper generation: without one vLLM has no kernels that the trainer "
-            "could share; leave it out here"
+            "--deterministic needs an NVIDIA GPU: without one vLLM has no kernels that the trainer could share; leave it out"
+        )
+    if not current_platform.has_device_capability(OLDEST_CAPABILITY):
+        raise DeterminismRefused(
+            f"--deterministic needs a GPU of compute capability 8.0 or above, not {current_platform.get_device_name()}: older "
+            "ones have neither FlashAttention nor bfloat16"
         )
     if not current_platform.is_device_capability_family(90):
-        raise DeterminismRefused(
-            f"--deterministic needs an NVIDIA GPU of the Hopper generation (sm_90), not {current_platform.get_device_name()}: "
-            "attention runs FlashAttention 3, which no other has"
+        logger.warning(
+            "--deterministic was only measured on Hopper GPUs; on %s the self-test decides whether this server may serve",
+            current_platform.get_device_name(),
         )
+        pin_flash_attention(args, flash_attention_version(current_platform.get_device_capability().major))
     refuse_flags(args)
     _set_flags(args)
     os.environ.update(ENVIRONMENT)

@@ -16,6 +16,7 @@ from types import ModuleType
 import torch
 
 from vllm_patching.batch_invariant import reference
+from vllm_patching.batch_invariant.flash_attention import flash_attention_version
 from vllm_patching.batch_invariant.pages import page_plan
 from vllm_patching.batch_invariant.provenance import provenance
 from vllm_patching.batch_invariant.settings import settings
@@ -42,7 +43,6 @@ VOCAB_MULTIPLE = 64
 """vLLM pads the rows of an output head to a multiple of this; a product with other columns might take another kernel."""
 LOGIT_ROWS = 1024
 """Tokens whose logits exist at once in chosen_logprobs. Rows do not depend on each other, so this changes no bit."""
-FLASH_ATTENTION = 3
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -184,7 +184,7 @@ def attention_paged(
         block_table=block_table,
         return_softmax_lse=True,
         num_splits=1,
-        fa_version=FLASH_ATTENTION,
+        fa_version=_flash_attention_version(),
     )
     return result
 
@@ -254,9 +254,14 @@ def _vllm_ops() -> ModuleType:
 
 
 @functools.cache
+def _flash_attention_version() -> int:
+    return flash_attention_version(torch.cuda.get_device_capability()[0])
+
+
+@functools.cache
 def _flash_attention() -> ModuleType:
-    module = importlib.import_module("vllm.vllm_flash_attn.flash_attn_interface")
-    if not module.is_fa_version_supported(FLASH_ATTENTION):
-        reason = module.fa_version_unsupported_reason(FLASH_ATTENTION)
-        raise RuntimeError(f"deterministic mode needs FlashAttention {FLASH_ATTENTION}, which cannot run here: {reason}")
+    module, version = importlib.import_module("vllm.vllm_flash_attn.flash_attn_interface"), _flash_attention_version()
+    if not module.is_fa_version_supported(version):
+        reason = module.fa_version_unsupported_reason(version)
+        raise RuntimeError(f"deterministic mode needs FlashAttention {version}, which cannot run here: {reason}")
     return module

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from vllm_patching.batch_invariant.flash_attention import flash_attention_version
 from vllm_patching.batch_invariant.settings import pinned
 
 _REFERENCE = "reference in torch, row by row"
@@ -41,12 +42,12 @@ def provenance() -> dict[str, str]:
     flags = " ".join(f"{name}={value}" for name, value in sorted(pinned().items()))
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
-        "linear": f"cublaslt {_cublas_version()} {flags}",
+        "linear": f"cublaslt {_cublas_version()} {flags}{_replaced_linear(device.major)}",
         "rms_norm": ours,
         "fused_add_rms_norm": ours,
         "rotary_embedding": f"{vllm} _C.rotary_embedding",
         "silu_and_mul": f"{vllm} _C.silu_and_mul",
-        "attention_varlen": f"{vllm} flash_attn 3 num_splits=1 page=16",
+        "attention_varlen": f"{vllm} flash_attn {flash_attention_version(device.major)} num_splits=1 page=16",
         "chosen_logprobs": ours,
         **shared,
         "machine": f"{device.name} sm_{device.major}{device.minor} {device.multi_processor_count} SMs",
@@ -65,6 +66,12 @@ def table_hash(table: torch.Tensor) -> str:
     """Of a rotary table's shape, dtype and bits: how both sides find out that they rotate by the same angles."""
     raw = table.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes()
     return hashlib.sha256(f"{tuple(table.shape)} {table.dtype} ".encode() + raw).hexdigest()[:16]
+
+
+def _replaced_linear(major: int) -> str:
+    """Name vLLM's replacement of torch's product, which its mode installs on some GPUs older than Hopper."""
+    replaced = major < 9 and torch._C._dispatch_has_kernel_for_dispatch_key("aten::linear", "CUDA")
+    return " replaced by vLLM's Triton kernel" if replaced else ""
 
 
 def _cublas_version() -> str:

@@ -1,9 +1,10 @@
-"""Do the operations keep their bits on this GPU, on this model's shapes? Asked at every start, since no library promises it."""
+"""Test at every start that the operations keep their bits on this GPU and this model's shapes: no library promises it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,17 +75,42 @@ def self_test(model: Any) -> dict[str, Any]:
     checks, failure = 0, ""
     with torch.inference_mode():
         for name, total, operation in _operations(model, layer):
-            checks, failure = checks + 2 * len(_sizes(total)), first_difference(name, operation, total)
+            checks += 2 * len(_sizes(total))
+            failure = ran(name, partial(first_difference, name, operation, total))
             if failure:
                 break
-        failure = failure or _layers_failure(layer) or _attention(layer)
-        torch.cuda.synchronize()
+        failure = failure or ran("vLLM's layers", partial(_layers_failure, layer))
+        failure = failure or ran("attention", partial(_attention, layer))
     return {
         "checks": checks,
         "failure": failure,
         "rotary_table": table_hash(layer.self_attn.rotary_emb.cos_sin_cache),
         "seconds": round(time.monotonic() - started, 2),
     }
+
+
+def ran(name: str, check: Callable[[], str]) -> str:
+    """Return what a check found, or one line on the error if it does not even run on this GPU.
+
+    Args:
+        name: of the operation, for the message.
+        check: returns an empty text, or one line on a difference.
+    """
+    try:
+        failure = check()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except Exception as error:  # noqa: BLE001  Triton, CUDA and libraries each have their own for a kernel that a GPU lacks
+        first = (str(error).strip().splitlines() or ["no message"])[0]
+        return f"{name} does not run on this GPU ({_gpu()}): {type(error).__name__}: {first[:300]}"
+    return failure
+
+
+def _gpu() -> str:
+    if not torch.cuda.is_available():
+        return "none"
+    major, minor = torch.cuda.get_device_capability()
+    return f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
 
 
 def _first_layer(model: Any) -> Any:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable
 from typing import Any
 
-from vllm_patching.compat.versions import UnsupportedVllm, seam_missing
+from vllm_patching.compat.versions import UnsupportedVllm, seam_missing, vllm_version
 
 
 def replace_batch_invariant(
@@ -32,10 +33,7 @@ def replace_batch_invariant(
     Raises:
         UnsupportedVllm: one of them is missing.
     """
-    layers = "vllm.model_executor.layers"
-    mode = f"{layers}.batch_invariant"
-    if importlib.util.find_spec(mode) is None:  # since 0.27 or later
-        mode = "vllm.model_executor.determinism.batch_invariant"
+    layers, mode = "vllm.model_executor.layers", _mode_module()
     places = [
         (f"{layers}.layernorm", "", "rms_norm_batch_invariant", rms_norm),
         (f"{layers}.linear", "", "linear_batch_invariant", linear),
@@ -57,6 +55,69 @@ def replace_batch_invariant(
     for owner, name, replacement in found:
         setattr(owner, name, replacement)
     return [".".join(filter(None, place[:3])) for place in places]
+
+
+def start_batch_invariance() -> bool:
+    """Call vLLM's own init_batch_invariance, which reads VLLM_BATCH_INVARIANT.
+
+    Versions differ in where the function is, and in whether it takes the attention backend.
+
+    Returns:
+        Whether vLLM's mode is on. It is off if vLLM read the variable before it was set.
+
+    Raises:
+        UnsupportedVllm: vLLM is missing, or has no such function.
+    """
+    vllm_version()  # names a missing vLLM
+    module = importlib.import_module(_mode_module())
+    start = getattr(module, "init_batch_invariance", None)
+    if start is None:
+        raise UnsupportedVllm(seam_missing(f"{_mode_module()}.init_batch_invariance"))
+    if inspect.signature(start).parameters:
+        start(_flash_attention_backend())
+    else:
+        start()
+    is_on = getattr(module, "vllm_is_batch_invariant", None)
+    return bool(is_on() if is_on is not None else importlib.import_module("vllm.envs").VLLM_BATCH_INVARIANT)
+
+
+def _flash_attention_backend() -> Any:
+    for place in ("vllm.v1.attention.backends.registry", "vllm.attention.backends.registry"):
+        if _exists(place):
+            return importlib.import_module(place).AttentionBackendEnum.FLASH_ATTN
+    raise UnsupportedVllm(seam_missing("vllm.v1.attention.backends.registry.AttentionBackendEnum"))
+
+
+def _mode_module() -> str:
+    """Name of the module of the mode: the first is of 0.26, the second of later versions."""
+    older = "vllm.model_executor.layers.batch_invariant"
+    return older if _exists(older) else "vllm.model_executor.determinism.batch_invariant"
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a package around it is missing
+        return False
+
+
+def pin_flash_attention(args: Any, version: int) -> None:
+    """Have the server's attention run this version of FlashAttention, in place.
+
+    Args:
+        args: vLLM's parsed flags.
+        version: 2, 3 or 4.
+
+    Raises:
+        UnsupportedVllm: this vLLM has no such setting.
+    """
+    config = getattr(args, "attention_config", None)
+    if isinstance(config, dict):
+        config["flash_attn_version"] = version
+    elif config is not None and hasattr(config, "flash_attn_version"):
+        config.flash_attn_version = version
+    else:
+        raise UnsupportedVllm(seam_missing("vllm.config.AttentionConfig.flash_attn_version"))
 
 
 def graphs_without_compilation() -> Any:

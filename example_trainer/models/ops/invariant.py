@@ -212,7 +212,7 @@ def heads(
     return q, k, v
 
 
-class _Attention(torch.autograd.Function):
+class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
         out, lse = ops.attention_varlen(q, k, v, packing.cu_seqlens, packing.max_length, scale)
@@ -235,7 +235,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -
             "the invariant operations take no spans that continue others: the order in which a prompt's gradients are added "
             "would depend on which responses share a bin; pack without shared prefixes (--no-share-prefixes)"
         )
-    out: Tensor = _Attention.apply(q, k, v, packing, scale)
+    out: Tensor = Attention.apply(q, k, v, packing, scale)
     return out
 
 

@@ -1,55 +1,97 @@
-"""vLLM's attention as a module: both forms against the softmax written out in float64, forward and backward."""
+"""vLLM's attention as a module and as a function, against torch's own in float64, forward and backward."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from example_trainer.deterministic import VLLMCompatibleFlashAttention
+from example_trainer.deterministic import FlashAttnWithBackward, VLLMCompatibleFlashAttention
 from example_trainer.models.packing import Packing
 
-HEADS, KV_HEADS, WIDTH = 4, 2, 8
+WIDTH = 8
 
 
-def written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of one sequence. q: [length, heads, width]; k and v may have fewer heads."""
-    q, k, v = (part.double().transpose(0, 1) for part in (q, k, v))
-    k, v = (part.repeat_interleave(HEADS // KV_HEADS, dim=0) for part in (k, v))
-    scores = q @ k.transpose(1, 2) * WIDTH**-0.5
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    return (scores.masked_fill(later, -torch.inf).softmax(dim=-1) @ v).transpose(0, 1)
+def drawn(*shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(*shape, generator=generator).requires_grad_() for shape in shapes]
 
 
-def drawn(*shape: int) -> tuple[Tensor, Tensor, Tensor]:
-    heads = (HEADS, KV_HEADS, KV_HEADS)
-    q, k, v = (torch.randn(*shape, count, WIDTH).requires_grad_() for count in heads)
-    return q, k, v
-
-
-@pytest.mark.parametrize("lengths", [[5, 5, 5], [1, 9, 4]])
-def test_it_is_causal_attention_with_its_gradients(lengths: list[int]) -> None:
-    torch.manual_seed(0)
-    alike = len(set(lengths)) == 1
-    parts = drawn(len(lengths), lengths[0]) if alike else drawn(sum(lengths))
-    out = VLLMCompatibleFlashAttention()(*parts, packing=None if alike else Packing(lengths))
-    assert out.shape == parts[0].shape
-    sequences = zip(*(part.unbind() if alike else part.split(lengths) for part in parts), strict=True)
-    expected = [written_out(q, k, v) for q, k, v in sequences]
-    wanted = torch.stack(expected) if alike else torch.cat(expected)
+def same_as_torch(out: Tensor, parts: list[Tensor], wanted: Tensor) -> None:
     torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)
-    slope = torch.randn_like(out)
-    found = torch.autograd.grad(out, parts, slope)
-    for gradient, right in zip(found, torch.autograd.grad(wanted, parts, slope.double()), strict=True):
-        torch.testing.assert_close(gradient, right, rtol=1e-4, atol=1e-5)
+    slope = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    for found, right in zip(
+        torch.autograd.grad(out, parts, slope), torch.autograd.grad(wanted, parts, slope.double()), strict=True
+    ):
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (3, 1)])
+@pytest.mark.parametrize(("batch", "length"), [(1, 4), (3, 5), (4, 4)])  # 4 heads of 4 tokens could be read both ways
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_the_axes_are_those_of_torchs_attention(
+    batch: int, length: int, heads: int, kv_heads: int, scale: float | None
+) -> None:
+    parts = drawn((batch, heads, length, WIDTH), *[(batch, kv_heads, length, WIDTH)] * 2)
+    grouped = heads != kv_heads
+    out = VLLMCompatibleFlashAttention()(*parts, scale=scale, enable_gqa=grouped)
+    assert out.shape == parts[0].shape
+    doubles = [part.double() for part in parts]
+    same_as_torch(out, parts, F.scaled_dot_product_attention(*doubles, is_causal=True, scale=scale, enable_gqa=grouped))
+
+
+def by_sequence(parts: list[Tensor], lengths: list[int]) -> Tensor:
+    """torch's attention of packed sequences, [tokens, heads, width], one after the other."""
+    pieces = zip(*(part.double().transpose(0, 1).split(lengths, dim=1) for part in parts), strict=True)
+    return torch.cat(
+        [F.scaled_dot_product_attention(*one, is_causal=True, enable_gqa=True) for one in pieces], dim=1
+    ).transpose(0, 1)
+
+
+@pytest.mark.parametrize("form", ["module", "function"])
+def test_packed_sequences_of_any_lengths(form: str) -> None:
+    lengths = [1, 9, 4]
+    parts = drawn((14, 4, WIDTH), (14, 2, WIDTH), (14, 2, WIDTH))
+    if form == "module":
+        out = VLLMCompatibleFlashAttention()(*parts, packing=Packing(lengths), enable_gqa=True)
+    else:
+        out = FlashAttnWithBackward.apply(*parts, torch.tensor([0, 1, 10, 14], dtype=torch.int32), 9, WIDTH**-0.5, 1)
+        shorter = FlashAttnWithBackward.apply(*parts, torch.tensor([0, 1, 10, 14], dtype=torch.int32), 9)
+        assert torch.equal(out, shorter)
+    same_as_torch(out, parts, by_sequence(parts, lengths))
 
 
 def test_what_does_not_fit_is_refused_with_the_shapes() -> None:
     attention = VLLMCompatibleFlashAttention()
-    q, k, v = drawn(2, 3)
-    with pytest.raises(ValueError, match=r"queries \(2, 3, 4, 8\), keys \(2, 2, 2, 8\).*give \[batch, length"):
-        attention(q, k[:, :2], v[:, :2])
-    with pytest.raises(ValueError, match="and a packing"):
-        attention(q, k, v, Packing([3, 3]))
+    q, k, v = drawn((2, 4, 3, WIDTH), *[(2, 2, 3, WIDTH)] * 2)
+    with pytest.raises(ValueError, match=r"queries \(2, 4, 3, 8\), keys \(2, 2, 3, 8\).*: 2 key heads.* need enable_gqa=True"):
+        attention(q, k, v)
+    with pytest.raises(ValueError, match=r"give \[batch, heads, length, head_dim\] each"):
+        attention(q, k[:, :, :2], v[:, :, :2], enable_gqa=True)
+    length_first = [part.transpose(1, 2) for part in (q, k, v)]
+    with pytest.raises(ValueError, match=r"queries \(2, 3, 4, 8\).*give \[batch, heads, length"):
+        attention(*length_first, enable_gqa=True)
+    with pytest.raises(ValueError, match=r"give \[tokens, heads, head_dim\] each, beside packing="):
+        attention(q, k, v, packing=Packing([3, 3]), enable_gqa=True)
+    with pytest.raises(ValueError, match="packed sequences need packing="):
+        attention(q[0], k[0], v[0])
+    with pytest.raises(ValueError, match="the packing has 5 tokens"):
+        attention(*drawn(*[(6, 2, WIDTH)] * 3), packing=Packing([5]))
     with pytest.raises(ValueError, match="4 query heads cannot share 3 key heads evenly"):
-        attention(q, *(torch.randn(2, 3, 3, WIDTH) for _ in range(2)))
+        attention(q, *(torch.randn(2, 3, 3, WIDTH) for _ in range(2)), enable_gqa=True)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "longest", "splits", "message"),
+    [
+        ([0, 3, 5], 3, 1, "do not fit 6 tokens"),
+        ([0, 3, 6], 2, 1, "the length of the longest sequence"),
+        ([0, 4, 3, 6], 4, 1, "do not fit 6 tokens"),
+        ([0, 6], 6, 0, "num_splits 0: give 1"),
+    ],
+)
+def test_boundaries_that_do_not_fit_are_refused(bounds: list[int], longest: int, splits: int, message: str) -> None:
+    parts = drawn(*[(6, 2, WIDTH)] * 3)
+    with pytest.raises(ValueError, match=message):
+        FlashAttnWithBackward.apply(*parts, torch.tensor(bounds, dtype=torch.int32), longest, None, splits)

@@ -6,16 +6,19 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 from tests.forked_commands import start_unguarded
 from vllm_patching.batch_invariant import ops
-from vllm_patching.batch_invariant.mode import DeterminismRefused, check_sampling, refuse_flags
+from vllm_patching.batch_invariant.flash_attention import flash_attention_version
+from vllm_patching.batch_invariant.mode import SHARED_WORKER, DeterminismRefused, check_sampling, prepare_server, refuse_flags
 from vllm_patching.batch_invariant.provenance import OPERATIONS, provenance, provenance_difference, table_hash
-from vllm_patching.batch_invariant.self_test import first_difference
+from vllm_patching.batch_invariant.self_test import first_difference, ran
 from vllm_patching.batch_invariant.settings import ENVIRONMENT, enable_settings, nccl_variables, pinned, restore_nccl, settings
+from vllm_patching.compat.batch_invariant import start_batch_invariance
 
 ROOT = Path(__file__).resolve().parents[3]
 PATCHES = """
@@ -34,6 +37,48 @@ assert torch.equal(total, x + x)
 assert torch.equal(linear.linear_batch_invariant(x, w.view(1, 16)), ops.linear(x, w.view(1, 16)))
 print("REPLACED", len(names))
 """
+
+
+ENTERING = """
+import os
+os.environ["NCCL_PROTO"] = "LL"
+from vllm_patching.batch_invariant.process import enter_mode
+names = enter_mode()
+assert enter_mode() is names
+nccl = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+assert nccl == {"NCCL_PROTO": "LL"}, nccl
+assert (os.environ["CUBLAS_WORKSPACE_CONFIG"], os.environ["VLLM_BATCH_INVARIANT"]) == (":16:8", "1")
+from vllm_patching.compat.batch_invariant import start_batch_invariance
+assert start_batch_invariance()
+os.environ["VLLM_BATCH_INVARIANT"] = "0"
+assert not start_batch_invariance(), "a mode that is switched off is reported as such"
+print("REPLACED", len(names))
+"""
+
+
+def test_a_process_enters_vllms_mode_with_our_functions(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as log:
+        entering = start_unguarded([sys.executable, "-c", ENTERING], log.fileno(), os.environ, ROOT, "vllm")
+    status, said = entering.wait(120), (tmp_path / "log").read_text()
+    assert (status, "REPLACED 6" in said) == (0, True), said[-2000:]
+
+
+@pytest.mark.parametrize("takes_backend", [False, True])
+@pytest.mark.parametrize("reads_when", ["called", "imported"])
+def test_every_form_of_vllms_function_is_called(takes_backend: bool, reads_when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions differ in its arguments, and in when they read the variable."""
+    module, given = ModuleType("some_mode"), []
+    if takes_backend:
+        module.init_batch_invariance = lambda attention_backend: given.append(attention_backend.name)  # type: ignore[attr-defined]
+    else:
+        module.init_batch_invariance = lambda: given.append("")  # type: ignore[attr-defined]
+    if reads_when == "imported":
+        module.vllm_is_batch_invariant = lambda: False  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "some_mode", module)
+    monkeypatch.setattr("vllm_patching.compat.batch_invariant._mode_module", lambda: "some_mode")
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert start_batch_invariance() is (reads_when == "called")
+    assert given == ["FLASH_ATTN" if takes_backend else ""]
 
 
 def test_vllm_calls_our_functions_after_patching(tmp_path: Path) -> None:
@@ -104,6 +149,68 @@ def test_self_test_names_the_first_value_that_depends_on_the_batch(threshold: in
         "some norm depends on the batch: of 1 rows by themselves and of the same among 300, 1 values differ, "
         "first at row 0, column 2: 2.5 against 2.0"
     )
+
+
+def test_self_test_names_an_operation_that_does_not_run_here() -> None:
+    def out_of_resources() -> str:
+        raise RuntimeError("out of resource: shared memory, Required: 180224, Hardware limit: 101376\nand more lines")
+
+    assert ran("linear o_proj", out_of_resources) == (
+        "linear o_proj does not run on this GPU (none): RuntimeError: out of resource: shared memory, Required: 180224, "
+        "Hardware limit: 101376"
+    )
+    assert ran("rms_norm", lambda: "a difference") == "a difference"
+    assert ran("rms_norm", lambda: "") == ""
+
+
+class Platform:
+    """Stands for vLLM's description of a GPU of some compute capability."""
+
+    def __init__(self, major: int, minor: int, cuda: bool = True) -> None:
+        self.capability, self.cuda = SimpleNamespace(major=major, minor=minor), cuda
+
+    def is_cuda(self) -> bool:
+        return self.cuda
+
+    def has_device_capability(self, number: int) -> bool:
+        return 10 * self.capability.major + self.capability.minor >= number
+
+    def is_device_capability_family(self, number: int) -> bool:
+        return self.capability.major == number // 10
+
+    def get_device_capability(self) -> SimpleNamespace:
+        return self.capability
+
+    def get_device_name(self) -> str:
+        return "Some GPU"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "version"), [((8, 0), 2), ((8, 9), 2), ((9, 0), None), ((10, 0), 2), ((12, 0), 2)], ids=lambda value: str(value)
+)
+def test_the_self_test_decides_on_every_gpu_since_ampere(
+    gpu: tuple[int, int], version: int | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in (*ENVIRONMENT, "VLLM_BATCH_INVARIANT", "VLLM_USE_FLASHINFER_SAMPLER"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr("vllm.platforms.current_platform", Platform(*gpu))
+    args = flags(attention_config=SimpleNamespace(flash_attn_version=None))
+    prepare_server(args, shared=True)
+    assert os.environ["VLLM_BATCH_INVARIANT"] == "1"
+    assert args.worker_extension_cls == SHARED_WORKER
+    assert args.attention_config.flash_attn_version == version, "Hopper's own choice is 3 already"
+    assert ("on Some GPU the self-test decides" in caplog.text) is (version is not None)
+    assert flash_attention_version(gpu[0]) == (version or 3)
+
+
+@pytest.mark.parametrize(
+    ("platform", "message"),
+    [(Platform(7, 5), "compute capability 8.0 or above, not Some GPU"), (Platform(9, 0, cuda=False), "needs an NVIDIA GPU")],
+)
+def test_a_machine_without_the_kernels_is_refused(platform: Platform, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.platforms.current_platform", platform)
+    with pytest.raises(DeterminismRefused, match=message):
+        prepare_server(flags(), shared=True)
 
 
 def test_self_test_finds_what_does_not_repeat_itself() -> None:
