@@ -171,7 +171,7 @@ class MultiTurnEnv(GradedEnv):
         asked = dict(self.request_fields) | asked
         begun = await gather_or_cancel([self._begin(item, asked) for _ in range(count)])
         opening = [dict(message) for message in begun[0].messages]
-        async with self.server.managed_server(tokenizer=self.tokenizer, preserve_think_blocks=True) as managed:
+        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             first: ChatCompletion | None = None
             if all(talk.messages == opening for talk in begun):
                 first = await self._ask(managed, begun[0], asked | with_seed(seed(0)), count)
@@ -239,7 +239,7 @@ class MultiTurnEnv(GradedEnv):
         """
         room, limit = self.config.max_token_length, self.config.max_conversation_tokens
         if limit > 0 and isinstance(managed, ManagedServer):
-            taken = len(managed.tracker.encode(managed.render(talk.messages, asked.get("tools"))))
+            taken = len(managed.prompt_tokens(talk.messages, asked.get("tools"), asked.get("chat_template_kwargs")))
             room = min(room, limit - taken)
             if room < 1:
                 raise NoRoom(f"{taken} tokens leave no room for an answer within --env.max_conversation_tokens {limit}")

@@ -8,6 +8,7 @@ async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
 import logging
 import time
 import uuid
+from collections.abc import Callable
 from functools import cache
 from typing import Any, ClassVar
 
@@ -15,13 +16,15 @@ from openai.types import Completion, CompletionChoice
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
 
+from atroposlib.inference.chat_template import Chat, ChatTemplate, Exchange, MessageKey, completed, exchange
 from atroposlib.inference.generation import Generation
 from atroposlib.inference.sampling import sampling_of
-from atroposlib.inference.sequence_tracker import SequenceNode, SequenceTracker, node_of
+from atroposlib.inference.sequence_tracker import Prompt, SequenceNode, SequenceTracker, node_of
 from atroposlib.inference.server_baseline import MODEL_NOT_NAMED
 from atroposlib.inference.server_baseline import APIServer as APIServer
 from atroposlib.inference.tokenizers import load_tokenizer
 from atroposlib.inference.tool_call_translator import ToolCallTranslator, as_dict
+from atroposlib.utils.thinking import opened_by
 
 __all__ = ["DummyManagedServer", "ManagedServer", "ManagedServerAdapter", "SequenceNode"]
 
@@ -39,7 +42,8 @@ class ManagedServer:
         tokenizer: the tokenizer of the served model; by default the server's own, or else the one that its settings name.
         track_tree: keep every sequence by its text, rather than only those that nothing continues.
         tool_parser: format of tool calls in the model's text; see `ToolCallTranslator`.
-        preserve_think_blocks: keep `<think>` blocks of earlier turns, which many chat templates remove.
+        preserve_think_blocks: keep the reasoning of answers that were not sampled here, which many chat templates remove.
+            Answers that were sampled here are continued token for token in any case.
     """
 
     def __init__(
@@ -57,27 +61,37 @@ class ManagedServer:
         self._tool_parser_name = tool_parser  # environments written for Atropos log it
         self.track_tree = track_tree
         self.translator = ToolCallTranslator(self.tokenizer, tool_parser or "hermes")
+        self.template = ChatTemplate(self.tokenizer, self.translator)
         self.preserve_think_blocks = preserve_think_blocks
         self.reset()
 
     async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
         """As OpenAI's `chat.completions.create`: `messages`, `n`, `max_tokens`, `temperature`, `tools` …"""
         tools = kwargs.get("tools")
-        prompt = self.render(kwargs["messages"], tools, kwargs.get("chat_template_kwargs"))
+        chat = as_chat(kwargs["messages"], tools, kwargs.get("chat_template_kwargs"))
+        prompt = self._prompt_of(chat)
+        if prompt.continued < sum(key in self._opened for key in chat.keys):
+            say_that_history_changed()
         sampling = {key: value for key, value in kwargs.items() if key not in CHAT_ONLY}
-        earlier = sum(text is not None and text in self._said for text in map(said, kwargs["messages"]))
-        answer_id, generation = await self._generate(prompt, sampling, rendered=True, earlier=earlier)
-        choices = []
-        for index, tokens in enumerate(generation.output_tokens):
-            text = self.translator.decode_with_tool_awareness(tokens, has_tools=bool(tools))
-            content, calls, reason = self.translator.parse_model_output(text, kwargs.get("tool_choice"), tools)
-            self._said.add(content or "")
-            # A response that was cut off stays one, whatever calls it had begun with.
-            cut_off = generation.finish_reasons[index] == "length"
-            message = ChatCompletionMessage.model_construct(role="assistant", content=content, tool_calls=None)
-            message.tool_calls = calls  # type: ignore[assignment]  # after, for OpenAI's constructor makes objects of tables
-            reason = reason if calls and not cut_off else generation.finish_reasons[index]
-            choices.append(Choice.model_construct(index=index, finish_reason=reason, message=message))
+        opened = opened_by(prompt.text)
+        choices: list[Choice] = []
+        exchanges: list[Exchange] = []
+
+        def read(generation: Generation) -> list[Exchange]:
+            for index, tokens in enumerate(generation.output_tokens):
+                text = self.translator.decode_with_tool_awareness(tokens, has_tools=bool(tools))
+                content, calls, reason = self.translator.parse_model_output(text, kwargs.get("tool_choice"), tools)
+                # A response that was cut off stays one, whatever calls it had begun with.
+                cut_off = generation.finish_reasons[index] == "length"
+                message = ChatCompletionMessage.model_construct(role="assistant", content=content, tool_calls=None)
+                message.tool_calls = calls  # type: ignore[assignment]  # after, for OpenAI's constructor makes objects of tables
+                reason = reason if calls and not cut_off else generation.finish_reasons[index]
+                choices.append(Choice.model_construct(index=index, finish_reason=reason, message=message))
+                exchanges.append(exchange(chat, message, text, opened))
+            return exchanges
+
+        answer_id = await self._answer(prompt, sampling, read)
+        self._opened.update((key, opened) for made in exchanges for key in made.keys)
         return ChatCompletion.model_construct(
             id=answer_id, choices=choices, created=int(time.time()), model=self._model(), object="chat.completion"
         )
@@ -85,25 +99,27 @@ class ManagedServer:
     async def completion(self, **kwargs: Any) -> Completion:
         """As OpenAI's `completions.create`, for one `prompt` given as text."""
         sampling = {key: value for key, value in kwargs.items() if key not in ("prompt", *CHAT_ONLY)}
-        answer_id, generation = await self._generate(kwargs["prompt"], sampling, rendered=False)
-        choices = [
-            CompletionChoice.model_construct(index=index, finish_reason=generation.finish_reasons[index], text=text)
-            for index, text in enumerate(self._texts(generation))
-        ]
+        choices: list[CompletionChoice] = []
+
+        def read(generation: Generation) -> None:
+            for index, tokens in enumerate(generation.output_tokens):
+                text, reason = self.translator.decode_with_tool_awareness(tokens), generation.finish_reasons[index]
+                choices.append(CompletionChoice.model_construct(index=index, finish_reason=reason, text=text))
+
+        answer_id = await self._answer(self.tracker.whole(kwargs["prompt"], rendered=False), sampling, read)
         return Completion.model_construct(
             id=answer_id, choices=choices, created=int(time.time()), model=self._model(), object="text_completion"
         )
 
     def render(self, messages: list[Any], tools: list[dict] | None = None, template_kwargs: dict | None = None) -> str:
-        """The prompt's text under the tokenizer's chat template. A turn of the assistant opens unless the last is one."""
-        messages = self.translator.convert_messages_for_template(messages)
-        opens = not messages or messages[-1].get("role") != "assistant"
-        if self.preserve_think_blocks:
-            messages = [hide_tags(message) for message in messages]
-        text: str = self.tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=opens, **(template_kwargs or {})
-        )
-        return show_tags(text) if self.preserve_think_blocks else text
+        """Return the text of the prompt that `chat_completion` would send for these messages."""
+        return self._prompt_of(as_chat(messages, tools, template_kwargs)).text
+
+    def prompt_tokens(
+        self, messages: list[Any], tools: list[dict] | None = None, template_kwargs: dict | None = None
+    ) -> list[int]:
+        """Return the token ids of the prompt that `chat_completion` would send for these messages."""
+        return self._prompt_of(as_chat(messages, tools, template_kwargs)).tokens
 
     def get_state(self) -> dict[str, Any]:
         """`nodes`: the sequences in order; with `track_tree`, `sequences` (and its alias `tree`): text -> sequence."""
@@ -115,15 +131,15 @@ class ManagedServer:
     def reset(self) -> None:
         """Forget all sequences."""
         self.tracker = SequenceTracker(self.tokenizer, keep_all=self.track_tree)
-        self._said: set[str] = set()
+        self._opened: dict[MessageKey, str] = {}
+        """Key of each answer, and what its prompt had opened."""
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
         """Logprobs of a prompt given as `prompt`, `messages` or `input_ids`."""
-        rendered = "messages" in kwargs
-        if rendered:
-            kwargs["prompt"] = self.render(kwargs.pop("messages"), kwargs.pop("tools", None))
+        if "messages" in kwargs:
+            kwargs["input_ids"] = self.prompt_tokens(kwargs.pop("messages"), kwargs.pop("tools", None))
         if "input_ids" not in kwargs:
-            kwargs["input_ids"] = self.tracker.encode(kwargs.pop("prompt"), rendered)
+            kwargs["input_ids"] = self.tracker.encode(kwargs.pop("prompt"), rendered=False)
         return await self.server.get_logprobs(**kwargs)
 
     def node_of(self, answer: ChatCompletion | Completion, index: int = 0) -> SequenceNode:
@@ -134,28 +150,48 @@ class ManagedServer:
         """
         return node_of(self.tracker.nodes, answer.id, index)
 
-    async def _generate(self, text: str, sampling: dict[str, Any], rendered: bool, earlier: int = 0) -> tuple[str, Generation]:
-        """Ask, and note the answer's sequences under an id that is new. `earlier`: answers that the prompt is to hold."""
-        tracker = self.tracker  # what is reset meanwhile does not get this answer
-        tokens, request = tracker.prompt(text, rendered)
-        if request.continued < earlier:
-            say_that_history_changed()
+    def _prompt_of(self, chat: Chat) -> Prompt:
+        """Return the prompt of a chat: the tokens of the answer that it continues, or else all of it as the template has it."""
+        fits: dict[int, bool] = {}
+
+        def likeness(exchange: Exchange) -> int:
+            like = exchange.likeness(chat)
+            if like and id(exchange.chat) not in fits:
+                fits[id(exchange.chat)] = self.template.same_beginning(exchange.chat, chat)
+            return like if like and fits[id(exchange.chat)] else 0
+
+        found = self.tracker.find(likeness)
+        if found is not None:
+            source, turn = found
+            assert turn.exchange is not None
+            tail = self.template.after(chat, len(turn.exchange.chat.keys), self.tracker.end_of(source, turn))
+            if tail is not None:
+                return self.tracker.after(source, turn, tail)
+        pairs = zip(chat.messages, chat.keys, strict=True)
+        messages = [completed(message, self._opened[key]) if key in self._opened else message for message, key in pairs]
+        whole = Chat(messages, chat.tools, chat.options)
+        return self.tracker.whole(self.template.whole(whole, self.preserve_think_blocks))
+
+    async def _answer(
+        self, prompt: Prompt, sampling: dict[str, Any], read: Callable[[Generation], list[Exchange] | None]
+    ) -> str:
+        """Send a prompt, have the answer read, and note its sequences under a new id, which is returned."""
+        tracker = self.tracker  # a reset in the meantime makes a new one, which does not get this answer
+        request = tracker.begin(prompt)
         try:
             if hasattr(self.server, "generate"):
-                generation = await self.server.generate(input_ids=tokens, **sampling)
+                generation = await self.server.generate(input_ids=prompt.tokens, **sampling)
             else:
-                answer = await self.server.tokens_and_logprobs_completion(prompt=text, **sampling)
+                answer = await self.server.tokens_and_logprobs_completion(prompt=prompt.text, **sampling)
                 generation = Generation(*answer)
                 generation.sampling = sampling_of(sampling, len(generation.output_tokens))
+            exchanges = read(generation)
         except BaseException:
             tracker.abandon(request)
             raise
         answer_id = str(uuid.uuid4())
-        tracker.add(text, request, generation, answer_id)
-        return answer_id, generation
-
-    def _texts(self, generation: Generation) -> list[str]:
-        return [self.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in generation.output_tokens]
+        tracker.add(prompt.text, request, generation, answer_id, exchanges)
+        return answer_id
 
     def _model(self) -> str:
         return getattr(getattr(self.server, "config", None), "model_name", "unknown")
@@ -175,41 +211,19 @@ def tokenizer_of(server: Any) -> Any:
     return server.tokenizer
 
 
-def said(message: Any) -> str | None:
-    """The text of an assistant's message; None for another, and for one without text."""
-    fields = as_dict(message)
-    content = fields.get("content") if fields.get("role") == "assistant" else None
-    return content if isinstance(content, str) and content else None
+def as_chat(messages: list[Any], tools: list[dict] | None, options: dict | None) -> Chat:
+    """Return a request's messages with its tools and the options of the chat template."""
+    return Chat([as_dict(message) for message in messages], tools, options or {})
 
 
 @cache
 def say_that_history_changed() -> None:
-    """Once for each process: many chat templates do this at every later turn."""
+    """Warn once in each process: an environment that does this does it in every conversation."""
     logger.warning(
-        "the chat template writes an answer in a later turn's history otherwise than it was sampled, as when it removes the "
-        "reasoning: that turn is a sequence of its own, in which the answer is given text, and the conversation is several "
-        "nodes. managed_server(preserve_think_blocks=True) keeps reasoning. This is said once"
+        "a request holds an answer that was sampled before, but not the messages, tools and template options before it: the "
+        "answer is given text there, and the conversation becomes several nodes. Append to the messages without changing "
+        "earlier ones if all turns are to be trained as one sequence. This warning appears once"
     )
-
-
-# Chat templates look for these tags in earlier turns, to remove what is between them.
-TAGS = {"<think>": "\ue000think\ue001", "</think>": "\ue000/think\ue001"}
-
-
-def hide_tags(message: dict[str, Any]) -> dict[str, Any]:
-    """An assistant's message whose `<think>` tags a chat template does not know; private-use characters stand for them."""
-    content = message.get("content")
-    if message.get("role") != "assistant" or not isinstance(content, str):
-        return message
-    for tag, stand_in in TAGS.items():
-        content = content.replace(tag, stand_in)
-    return message | {"content": content}
-
-
-def show_tags(text: str) -> str:
-    for tag, stand_in in TAGS.items():
-        text = text.replace(stand_in, tag)
-    return text
 
 
 class DummyManagedServer:

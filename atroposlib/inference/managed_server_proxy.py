@@ -32,6 +32,7 @@ class ChatMessage(BaseModel):
 
     role: str
     content: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     name: str | None = None
@@ -47,6 +48,7 @@ class ChatCompletionProxyRequest(BaseModel):
     stop: list[str] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class SessionCreateRequest(BaseModel):
@@ -194,8 +196,9 @@ def create_app(
     async def render(session_uuid: str, request: ChatCompletionProxyRequest) -> Any:
         with sessions.used(session_uuid) as session:
             managed = session.managed_server
-            text = managed.render(messages_of(request), request.tools)
-            ids = managed.tracker.encode(text)
+            options = request.chat_template_kwargs
+            text = managed.render(messages_of(request), request.tools, options)
+            ids = managed.prompt_tokens(messages_of(request), request.tools, options)
         return RenderResponse(prompt_text=text, token_ids=ids, num_tokens=len(ids))
 
     @app.get("/{session_uuid}/nodes")

@@ -12,7 +12,7 @@ from atroposlib.inference.sequence_tracker import SequenceNode, node_of
 from atroposlib.utils.connections import LIMITS
 from atroposlib.utils.keys import PROXY_KEY, bearer, given_or_variable
 
-PASSED_ON = ("messages", "max_tokens", "temperature", "n", "stop", "tools", "tool_choice")
+PASSED_ON = ("messages", "max_tokens", "temperature", "n", "stop", "tools", "tool_choice", "chat_template_kwargs")
 
 
 class ProxyManagedServer:

@@ -1,20 +1,22 @@
 """Keeps every sequence of a conversation token for token: what was sampled, under which logprob, and what was given.
 
-Pure bookkeeping, no I/O. A later turn whose prompt begins with the whole text of an earlier sequence continues that
-sequence's tokens: only what was added in between is tokenised, so what the model sampled is never tokenised again.
+Pure bookkeeping, no I/O. A later turn continues the tokens of an earlier one in two cases: its messages begin with the
+earlier request's messages and answer, or its prompt begins with the earlier sequence's text. Then only what was added in
+between is tokenised, so what the model sampled is never tokenised again.
 """
 
 from bisect import insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel, Field
 
 from atroposlib.groups import PROMPT_LOGPROB, PROMPT_MASK
+from atroposlib.inference.chat_template import Exchange
 from atroposlib.inference.generation import Generation, Span, Weights, joined, weight_fields
 from atroposlib.inference.sampling import SamplingSpan, continued, on_the_wire
-from atroposlib.inference.tokenizers import encode_plain, encode_rendered
+from atroposlib.inference.tokenizers import encode_behind, encode_plain, encode_rendered
 from atroposlib.utils.thinking import opened_by
 
 
@@ -91,6 +93,7 @@ class Turn:
         spans: of the weights of its sampled tokens up to there; None where nobody told.
         sampling: of the parameters that they were sampled with; None where they are not known.
         place: of the sequence that ended there; see `Kept`.
+        exchange: the request and the answer; None where the prompt was plain text.
     """
 
     text: int
@@ -100,6 +103,7 @@ class Turn:
     spans: list[Span] | None
     sampling: list[SamplingSpan] | None
     place: tuple[int, ...]
+    exchange: Exchange | None = None
 
 
 @dataclass
@@ -124,6 +128,27 @@ class Kept:
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """A prompt that is not sent yet.
+
+    Attributes:
+        text: all of it, special tokens included.
+        tokens: their ids.
+        source, turn: see `Request`.
+    """
+
+    text: str
+    tokens: list[int]
+    source: Kept | None = None
+    turn: Turn | None = None
+
+    @property
+    def continued(self) -> int:
+        """Number of sampled turns that the prompt holds token for token."""
+        return 0 if self.source is None or self.turn is None else self.source.turns.index(self.turn) + 1
+
+
+@dataclass(frozen=True)
 class Request:
     """A prompt under way.
 
@@ -137,11 +162,6 @@ class Request:
     source: Kept | None = None
     turn: Turn | None = None
 
-    @property
-    def continued(self) -> int:
-        """How many sampled turns its prompt holds token for token."""
-        return 0 if self.source is None or self.turn is None else self.source.turns.index(self.turn) + 1
-
 
 class SequenceTracker:
     """The sequences of one conversation and its branches.
@@ -154,6 +174,14 @@ class SequenceTracker:
     def __init__(self, tokenizer: Any, keep_all: bool = False):
         self.tokenizer = tokenizer
         self.keep_all = keep_all
+        self._atomic = frozenset(
+            [
+                *getattr(tokenizer, "added_tokens_decoder", ()),
+                *getattr(tokenizer, "all_special_ids", ()),
+                getattr(tokenizer, "eos_token_id", None),
+            ]
+        )
+        """Ids of tokens that no text is merged with, such as those that end a turn."""
         self._sequences: list[Kept] = []
         self._begun = 0
 
@@ -162,27 +190,83 @@ class SequenceTracker:
         """The sequences, in the order in which their first turns were asked for; a continuation in its parent's place."""
         return [sequence.node for sequence in self._sequences]
 
-    def encode(self, text: str, rendered: bool = True) -> list[int]:
-        """Token ids of a prompt. `rendered`: a chat template made it, so that its special tokens are in the text."""
-        return self._encode(text, rendered, *self._find(text))
+    def whole(self, text: str, rendered: bool = True) -> Prompt:
+        """Return the prompt with this text. It continues the longest turn whose text it begins with.
 
-    def prompt(self, text: str, rendered: bool = True) -> tuple[list[int], Request]:
-        """Token ids of a prompt that is sent now, and its request, which `add` or `abandon` ends.
-
-        It continues the longest turn whose text it begins with.
+        Args:
+            text: the prompt's.
+            rendered: a chat template made it, so that its special tokens are in the text.
         """
         source, turn = self._find(text)
-        if source is not None:
-            source.claims += 1
+        return Prompt(text, self._encode(text, rendered, source, turn), source, turn)
+
+    def after(self, source: Kept, turn: Turn, tail: str) -> Prompt:
+        """Return the prompt that continues a turn.
+
+        Args:
+            source: a sequence.
+            turn: one of its turns.
+            tail: text behind the answer, the end of its turn included. Where the model sampled that end itself, it is
+                not repeated.
+        """
+        tokens, added = source.node.tokens[: turn.tokens], encode_behind(self.tokenizer, tail)
+        end, stripped = self.end_of(source, turn), tail.lstrip()
+        if end and stripped.startswith(end):
+            # Tokenised with the end, and not behind it: some of these tokens take the white space that follows them.
+            from_end = encode_rendered(self.tokenizer, stripped)
+            if from_end[:1] == tokens[-1:]:
+                added, tail = from_end[1:], stripped[len(end) :]
+        return Prompt(source.text[: turn.text] + tail, tokens + added, source, turn)
+
+    def end_of(self, source: Kept, turn: Turn) -> str:
+        """Return the text of the token with which the model ended a turn; empty if the answer was cut off."""
+        last = source.node.masked_tokens[turn.tokens - 1]  # no end if the answer has no tokens at all
+        return str(self.tokenizer.decode([last], skip_special_tokens=False)) if last in self._atomic else ""
+
+    def find(self, likeness: Callable[[Exchange], int]) -> tuple[Kept, Turn] | None:
+        """Return the longest turn that a chat continues.
+
+        Args:
+            likeness: of a turn's exchange to the beginning of the chat; 0 where it is not that.
+        """
+        ranked = [
+            (len(turn.exchange.chat.keys), like, turn is sequence.turns[-1], -sequence.claims, sequence, turn)
+            for sequence in self._sequences
+            for turn in sequence.turns
+            if turn.exchange is not None and (like := likeness(turn.exchange))
+        ]
+        best = max(ranked, key=lambda entry: entry[:4], default=None)
+        return None if best is None else best[4:]
+
+    def encode(self, text: str, rendered: bool = True) -> list[int]:
+        """Return the token ids of a prompt; see `whole`."""
+        return self.whole(text, rendered).tokens
+
+    def begin(self, prompt: Prompt) -> Request:
+        """Note that a prompt is sent now. `add` or `abandon` ends the request."""
+        if prompt.source is not None:
+            prompt.source.claims += 1
         self._begun += 1
-        return self._encode(text, rendered, source, turn), Request(self._begun, source, turn)
+        return Request(self._begun, prompt.source, prompt.turn)
+
+    def prompt(self, text: str, rendered: bool = True) -> tuple[list[int], Request]:
+        """Return the token ids of a prompt that is sent now, and its request; see `whole` and `begin`."""
+        prompt = self.whole(text, rendered)
+        return prompt.tokens, self.begin(prompt)
 
     def abandon(self, request: Request) -> None:
         """The prompt was not answered."""
         if request.source is not None:
             request.source.claims -= 1
 
-    def add(self, text: str, request: Request | None, generation: Generation, answer_id: str = "") -> list[SequenceNode]:
+    def add(
+        self,
+        text: str,
+        request: Request | None,
+        generation: Generation,
+        answer_id: str = "",
+        exchanges: Sequence[Exchange] | None = None,
+    ) -> list[SequenceNode]:
         """Note the completions of a prompt, one sequence each, in their order.
 
         Args:
@@ -190,6 +274,7 @@ class SequenceTracker:
             request: what `prompt` gave with it; None for a prompt that continues nothing.
             generation: the answer.
             answer_id: comes back in the nodes' metadata.
+            exchanges: one for each completion, where the prompt is a chat.
 
         Raises:
             ValueError: a completion's tokens and logprobs do not line up, or its spans do not cover its tokens.
@@ -232,7 +317,8 @@ class SequenceTracker:
             )
             place = (*(turn.place if turn else ()), request.number, index)
             whole = text + self.tokenizer.decode(tokens, skip_special_tokens=False)
-            end = Turn(len(whole), len(node.tokens), version, epoch, spans, sampling, place)
+            exchange = None if exchanges is None else exchanges[index]
+            end = Turn(len(whole), len(node.tokens), version, epoch, spans, sampling, place, exchange)
             added.append(Kept(node, whole, place, [*earlier, end]))
         if source is not None and turn is source.turns[-1] and added and not self.keep_all:
             # Gone already when another branch took its place; both hold its tokens.
@@ -262,7 +348,7 @@ class SequenceTracker:
 
     def _encode(self, text: str, rendered: bool, source: Kept | None, turn: Turn | None) -> list[int]:
         if source is not None and turn is not None:
-            return source.node.tokens[: turn.tokens] + encode_rendered(self.tokenizer, text[turn.text :])
+            return source.node.tokens[: turn.tokens] + encode_behind(self.tokenizer, text[turn.text :])
         return (encode_rendered if rendered else encode_plain)(self.tokenizer, text)
 
 

@@ -70,6 +70,20 @@ def encode_rendered(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False)) if text else []
 
 
+def encode_behind(tokenizer: Any, text: str) -> list[int]:
+    """Return the ids of text that follows other tokens.
+
+    Some tokenizers put a space before the first word of whatever they encode. So the text is encoded behind the end token,
+    which nothing merges with.
+    """
+    end, number = getattr(tokenizer, "eos_token", None), getattr(tokenizer, "eos_token_id", None)
+    added = getattr(tokenizer, "added_tokens_decoder", {}).get(number)
+    if not text or not isinstance(end, str) or added is None or added.rstrip:
+        return encode_rendered(tokenizer, text)
+    tokens = encode_rendered(tokenizer, end + text)
+    return tokens[1:] if tokens[:1] == [number] else encode_rendered(tokenizer, text)
+
+
 class ResponseDecoder:
     """Turns sampled tokens into text without special tokens.
 

@@ -3,15 +3,20 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from fastapi.testclient import TestClient
+from transformers import PreTrainedTokenizerFast
 
 from atroposlib.errors import UsageError
+from atroposlib.inference.managed_server_proxy import create_app
 from atroposlib.inference.server_manager import APIServerConfig, ServerManager
 from tests.atroposlib.envs.env_stack import OFFLINE, Stack
+from tests.atroposlib.inference.template_shapes import STARTER, Sampler, Shape
 
 ASK: Any = [{"role": "user", "content": "What is 40 plus 2?"}]
 
@@ -58,6 +63,28 @@ async def test_what_another_program_asks_for_is_kept_token_for_token(proxy: str,
         await client.close()
     async with httpx.AsyncClient(base_url=proxy) as http:
         assert (await http.get("/sessions")).json() == {"sessions": []}, "a session ends with its block"
+
+
+def test_a_program_that_keeps_reasoning_apart_continues_its_answers() -> None:
+    """The template opens the reasoning and writes none into the history; the program sends it back in a field of its own."""
+    sampler = Sampler(PreTrainedTokenizerFast.from_pretrained(STARTER))
+    sampler.tokenizer.chat_template = Shape("<think>\n", "reasoning removed").template
+    manager: Any = SimpleNamespace(servers=[sampler], pick=lambda: sampler)
+    rows = [sampler.tokenizer.encode(text, add_special_tokens=False) for text in ("hm</think>\n\n2<|im_end|>", "3<|im_end|>")]
+    sampler.next = [(row, "stop") for row in rows]
+    with TestClient(create_app(manager, sampler.tokenizer), base_url="http://127.0.0.1") as http:
+        session = http.post("/sessions/create", json={}).json()["uuid"]
+        first = http.post(f"/{session}/v1/chat/completions", json={"messages": ASK}).json()["choices"][0]["message"]
+        reasoning, _, content = first["content"].partition("</think>")
+        said = {"role": "assistant", "content": content, "reasoning_content": reasoning}
+        body = {"messages": [*ASK, said, {"role": "user", "content": "sure?"}]}
+        rendered = http.post(f"/{session}/v1/chat/completions/render", json=body).json()
+        http.post(f"/{session}/v1/chat/completions", json=body)
+        (node,) = http.get(f"/{session}/nodes").json()["nodes"]
+    assert sampler.prompts[1] == rendered["token_ids"]
+    assert sampler.tokenizer.decode(rendered["token_ids"]) == rendered["prompt_text"]
+    assert [token for token in node["masked_tokens"] if token != -100] == rows[0] + rows[1]
+    assert node["metadata"]["opened"] == "<think>\n"
 
 
 async def test_a_proxy_without_an_address_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from atroposlib.inference.generation import Weights
 from atroposlib.inference.managed_client import ManagedTransport, managed_client
-from atroposlib.inference.managed_server import ManagedServerAdapter, say_that_history_changed
+from atroposlib.inference.managed_server import ManagedServerAdapter
 from atroposlib.inference.server_manager import APIServerConfig, ServerManager
 from atroposlib.inference.tool_call_translator import ToolCallTranslator
 from tests.atroposlib.inference.conftest import control, last_request
@@ -167,27 +167,6 @@ def test_calls_from_elsewhere_are_written_out(tokenizer: Any) -> None:
     }
     with pytest.raises(ValueError, match="'llama9' is not known"):
         ToolCallTranslator(tokenizer, "llama9")
-
-
-async def test_an_answer_that_the_template_changes_is_said_once(
-    manager: ServerManager, tokenizer: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Then a conversation is several nodes, and an environment that takes the first one trains the first turn alone."""
-    say_that_history_changed.cache_clear()
-    control(manager, text="<think>hm</think>42")
-
-    async def two_turns() -> int:
-        async with manager.managed_server(tokenizer=tokenizer) as managed:
-            answer = await managed.chat_completion(messages=ASK, max_tokens=64)
-            follow_up = [*ASK, answer.choices[0].message, {"role": "user", "content": "sure?"}]
-            await managed.chat_completion(messages=follow_up, max_tokens=64)
-            return len(managed.get_state()["nodes"])
-
-    assert await two_turns() == 1
-    assert "said once" not in caplog.text
-    monkeypatch.setattr(tokenizer, "chat_template", STRIPS)
-    assert [await two_turns(), await two_turns()] == [2, 2]
-    assert caplog.text.count("This is said once") == 1
 
 
 async def test_reasoning_of_earlier_turns_is_kept_when_asked_for(manager: ServerManager, tokenizer: Any) -> None:

@@ -1,0 +1,297 @@
+"""Prompts of conversations under a tokenizer's chat template.
+
+Templates rewrite the answers of earlier turns: they remove reasoning, trim white space, write calls of tools in their own way,
+or put an empty block of reasoning in front. So the text around an answer comes from the template and the answer itself does
+not: a stand-in takes its place while the template runs.
+"""
+
+import json
+import logging
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, NamedTuple
+
+from atroposlib.inference.tool_call_translator import ToolCallTranslator, as_dict
+from atroposlib.utils.thinking import TAGS, read_reasoning
+
+logger = logging.getLogger(__name__)
+
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""Fields of an assistant's message in which clients keep reasoning apart from the content."""
+CHANNEL = "<|channel|>"
+"""Marks of the gpt-oss format, which its template refuses in the content of a message."""
+
+_TAG = re.compile("|".join(re.escape(tag) for pair in TAGS for tag in pair), re.IGNORECASE)
+_OPENED_BEFORE = re.compile("|".join(rf"(?:{re.escape(a)}\s*(?:{re.escape(b)}\s*)?)\Z" for a, b in TAGS), re.IGNORECASE)
+
+
+class MessageKey(NamedTuple):
+    """What makes two messages the same one, although a client may have written it anew.
+
+    Attributes:
+        text: of an assistant's message the pieces between tags of reasoning, without white space around them, so that it
+            does not matter where the reasoning is kept; of any other message its content.
+        calls: name and arguments of each call of a tool.
+    """
+
+    role: str
+    name: str
+    call_id: str
+    text: tuple[str, ...]
+    calls: tuple[tuple[str, str], ...]
+
+
+def message_key(message: Any) -> MessageKey:
+    """Return the key of a message, a dict or one of OpenAI's models."""
+    fields = as_dict(message)
+    role = str(fields.get("role"))
+    text = text_of(fields.get("content"))
+    calls = tuple(_call_key(as_dict(call)) for call in fields.get("tool_calls") or ())
+    pieces: tuple[str, ...] = (text,)
+    if role == "assistant":
+        thoughts = [value for name in REASONING_FIELDS if isinstance(value := fields.get(name), str)][:1]
+        pieces = tuple(piece.strip() for part in (*thoughts, text) for piece in _TAG.split(part) if piece.strip())
+    return MessageKey(role, str(fields.get("name") or ""), str(fields.get("tool_call_id") or ""), pieces, calls)
+
+
+def text_of(content: Any) -> str:
+    """Return the text of a message's content: a string, a list of OpenAI's parts, or nothing."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, Sequence) and all(
+        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
+    ):
+        return "".join(part["text"] for part in content)
+    return json.dumps(content, sort_keys=True, default=str)
+
+
+def _call_key(call: Mapping[str, Any]) -> tuple[str, str]:
+    function = as_dict(call.get("function") or {})
+    return str(function.get("name")), json.dumps(_decoded(function.get("arguments")), sort_keys=True, default=str)
+
+
+def _decoded(arguments: Any) -> Any:
+    """Arguments of a call as JSON's values; text that is not JSON stays text."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A request for the next message of a conversation.
+
+    Attributes:
+        messages: as dicts.
+        tools: as in a chat request.
+        options: further variables of the template, such as `enable_thinking`.
+        keys: of the messages.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    options: dict[str, Any]
+    keys: tuple[MessageKey, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keys", tuple(map(message_key, self.messages)))
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A request and its answer.
+
+    Attributes:
+        chat: the request.
+        content: of the answer, as the client got it.
+        keys: of the answer, in each of the forms in which a client may return it.
+    """
+
+    chat: Chat
+    content: str
+    keys: frozenset[MessageKey]
+
+    def likeness(self, later: Chat) -> int:
+        """Return 0 if a later request does not continue this answer, 1 if it does, 2 if it also repeats the content exactly."""
+        length = len(self.chat.keys)
+        if length >= len(later.keys) or later.keys[length] not in self.keys or later.keys[:length] != self.chat.keys:
+            return 0
+        return 1 + (text_of(later.messages[length].get("content")) == self.content)
+
+
+def exchange(chat: Chat, message: Any, text: str, opened: str) -> Exchange:
+    """Return a request with its answer.
+
+    Args:
+        chat: the request.
+        message: the answer as the client gets it.
+        text: all of the answer, calls of tools included.
+        opened: what the prompt opened; see `atroposlib.utils.thinking.opened_by`.
+    """
+    fields = {"tool_calls": None} | as_dict(message)
+    parts = read_reasoning(content := text_of(fields.get("content")), opened)
+    apart = {"content": parts.answer, REASONING_FIELDS[0]: parts.reasoning}
+    forms = [fields, fields | apart, {"role": "assistant", "content": text}]
+    return Exchange(chat, content, frozenset(map(message_key, forms)))
+
+
+class ChatTemplate:
+    """Renders conversations.
+
+    Args:
+        tokenizer: has the template, and a method `apply_chat_template`.
+        translator: writes calls of tools as text.
+    """
+
+    def __init__(self, tokenizer: Any, translator: ToolCallTranslator) -> None:
+        self.tokenizer = tokenizer
+        self.translator = translator
+        # Digits alone: no template writes those otherwise, whatever it does with white space, case and tags.
+        self._stand_in = str(secrets.randbelow(9 * 10**39) + 10**39)
+
+    def whole(self, chat: Chat, keep_reasoning: bool = False) -> str:
+        """Render all messages. A turn of the assistant opens unless the last message is one.
+
+        Args:
+            chat: what to render.
+            keep_reasoning: keep the reasoning of earlier answers, which the template may remove.
+        """
+        if keep_reasoning and (text := self._with_reasoning(chat)) is not None:
+            return text
+        error: Exception | None = None
+        for form in self._forms(chat.messages):
+            try:
+                return self._apply(form, chat)
+            except Exception as problem:  # noqa: BLE001 (templates raise anything; the first form's error is raised below)
+                error = error or problem
+        assert error is not None
+        raise error
+
+    def after(self, chat: Chat, index: int, end: str) -> str | None:
+        """Return the text behind an answer: the end of its turn, and all that follows up to the next answer.
+
+        Args:
+            chat: the whole conversation.
+            index: of the answer among the messages.
+            end: text of the token that ended the answer; empty if none did.
+
+        Returns:
+            None if the template does not show where the answer ends.
+        """
+        answer = chat.messages[index]
+        # Templates of models that see pictures may take content in parts alone. A client of theirs sends it so.
+        kinds = (False, True) if isinstance(answer.get("content"), list) else (False,)
+        for in_parts, (number, form) in product(kinds, enumerate(self._forms(chat.messages))):
+            as_text = number == 0
+            stood = [
+                self._stand_in_for(message, place == index, as_text, in_parts) if place <= index else message
+                for place, message in enumerate(form)
+            ]
+            try:
+                text = self._apply(stood, chat)
+            except Exception as error:  # noqa: BLE001 (templates raise anything; another form may suit this one)
+                logger.debug("the chat template does not take a conversation in form %d: %s", number, error)
+                continue
+            _, found, tail = text.partition(self._stand_in)
+            if not found or self._stand_in in tail:
+                continue
+            if as_text or not answer.get("tool_calls"):
+                return tail
+            # The template writes the calls behind the content. The answer's own end token ends them.
+            begin = tail.find(end) if end else -1
+            if begin >= 0:
+                return tail[begin:]
+        return None
+
+    def same_beginning(self, one: Chat, other: Chat) -> bool:
+        """Whether tools and options of two requests make no difference to the messages of the first one."""
+        if (one.tools or None) == (other.tools or None) and one.options == other.options:
+            return True
+        try:
+            texts = [self._apply(next(self._forms(one.messages)), chat, opens=False) for chat in (one, other)]
+        except Exception as error:  # noqa: BLE001 (templates raise anything)
+            logger.debug("the chat template does not take a conversation: %s", error)
+            return False
+        return texts[0] == texts[1]
+
+    def _apply(self, messages: list[dict[str, Any]], chat: Chat, opens: bool | None = None) -> str:
+        if opens is None:
+            opens = not messages or messages[-1].get("role") != "assistant"
+        return str(
+            self.tokenizer.apply_chat_template(
+                messages, tools=chat.tools, tokenize=False, add_generation_prompt=opens, **chat.options
+            )
+        )
+
+    def _forms(self, messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+        """Yield the messages with calls of tools as text and then, for templates that need them, as structures."""
+        yield self.translator.convert_messages_for_template(messages)
+        if any(message.get("tool_calls") for message in messages):
+            for write in (_decoded, lambda given: given if isinstance(given, str) else json.dumps(given)):
+                yield [_with_arguments(message, write) for message in messages]
+
+    def _stand_in_for(self, message: dict[str, Any], is_the_one: bool, as_text: bool, in_parts: bool) -> dict[str, Any]:
+        """An assistant's message whose content is the stand-in, or a dash for an answer before it."""
+        if message.get("role") != "assistant":
+            return message
+        dropped = (*REASONING_FIELDS, "tool_calls") if as_text else REASONING_FIELDS
+        kept = {name: value for name, value in message.items() if name not in dropped}
+        text = self._stand_in if is_the_one else "-"
+        return kept | {"content": [{"type": "text", "text": text}] if in_parts else text}
+
+    def _with_reasoning(self, chat: Chat) -> str | None:
+        """Render all messages, those of the assistant with reasoning as they are; None if the template does not show them."""
+        messages = next(self._forms(chat.messages))
+        kept = [
+            (place, text)
+            for place, message in enumerate(messages)
+            if message.get("role") == "assistant" and _TAG.search(text := text_of(message.get("content")))
+        ]
+        marks = [f"{self._stand_in}{number:06d}" for number in range(len(kept))]
+        for (place, _), mark in zip(kept, marks, strict=True):
+            messages[place] = messages[place] | {"content": mark}
+        rendered = self._apply(messages, chat)
+        if any(rendered.count(mark) != 1 for mark in marks):
+            return None
+        for (_, text), mark in zip(kept, marks, strict=True):
+            before, _, behind = rendered.partition(mark)
+            if text.lstrip() and _TAG.match(text.lstrip()):
+                # The template opens a block in front of every answer. The answer brings its own.
+                before = _OPENED_BEFORE.sub("", before)
+            rendered = before + text + behind
+        return rendered
+
+
+def _with_arguments(message: dict[str, Any], write: Callable[[Any], Any]) -> dict[str, Any]:
+    """A message whose calls have their arguments in another form."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in map(as_dict, message["tool_calls"]):
+        function = as_dict(call.get("function") or {})
+        calls.append({**call, "function": {**function, "arguments": write(function.get("arguments"))}})
+    return message | {"tool_calls": calls}
+
+
+def completed(message: dict[str, Any], opened: str) -> dict[str, Any]:
+    """Return an answer as one whole message: with the tags that its prompt had opened.
+
+    Args:
+        message: an assistant's.
+        opened: what the prompt opened; see `atroposlib.utils.thinking.opened_by`.
+    """
+    content = message.get("content")
+    if not isinstance(content, str) or any(isinstance(message.get(name), str) for name in REASONING_FIELDS):
+        return message
+    if CHANNEL in content:
+        parts = read_reasoning(content, opened)
+        return message | {"content": parts.answer, "thinking": parts.reasoning}
+    if not opened or content.lstrip().startswith(opened.strip()):
+        return message
+    return message | {"content": opened + content}
