@@ -69,16 +69,19 @@ def number(step: Step, key: str) -> float | None:
 
 
 def sampled(environment: list[Step]) -> list[Step]:
-    """The environment's lines as steps to plot: reward (right +1, wrong -1), length, and use of tools where there are any,
-    over every answer that was sampled.
+    """Return the environment's lines as steps to plot, over every answer that was sampled.
 
-    The trainer sees only the groups with something to learn from, whose reward stays near the middle while the model gets
-    better: groups whose answers are all right are dropped.
+    A step has the reward (+1 for a right answer, -1 for a wrong one), the response length, and the use of tools if there are
+    any. The environment may drop groups whose answers are all right. Rewards in the trainer's own metrics then stay near the
+    middle while the model gets better.
+
+    Of several lines with the same step, only the first counts: at the end of a run, the environment reports the few answers
+    that came after the trainer's last batch.
     """
     steps: list[Step] = []
     for line in environment:
         correct = number(line, SHARE)
-        if correct is not None:
+        if correct is not None and (not steps or steps[-1]["step"] != line.get("step")):
             length = number(line, "train/response_length")
             step = {"step": line.get("step"), "reward_mean": 2 * correct - 1, "response_length_mean": length}
             used = number(line, TOOL_USE)

@@ -84,11 +84,20 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
         metrics.read_new()
 
 
+LAST_LINES = [(49, 0.75), (50, 0.875), (50, 0.0)]
+"""Step and share of right answers of an environment's last lines."""
+
+
 def test_every_sampled_answer_counts_in_the_plot() -> None:
     lines = [{"step": 1, "train/percent_correct": 0.25, "train/response_length": 9.5}, {"step": 2}]
     assert sampled(lines) == [{"step": 1, "reward_mean": -0.5, "response_length_mean": 9.5}]
     with_tools = [line | {"train/tool_use": 0.125} for line in lines]
     assert sampled(with_tools)[0]["tool_use"] == 0.125
+
+
+def test_answers_after_the_last_batch_are_no_second_point_in_the_plot() -> None:
+    lines = [{"step": step, "train/percent_correct": share, "train/response_length": 20.0} for step, share in LAST_LINES]
+    assert [(step["step"], step["reward_mean"]) for step in sampled(lines)] == [(49, 0.5), (50, 0.75)]
 
 
 def test_plain_lines_without_a_terminal() -> None:
