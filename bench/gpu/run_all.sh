@@ -20,6 +20,7 @@
 #       exact-on-ray (one; two for a broadcast too: a run on Ray killed whole and started again: the same weights) ·
 #       colocate (one: trainer and vLLM take turns on it) ·
 #       memory (one; two for sharded training: the memory plan against real steps, needs no vLLM) ·
+#       optimizer (one: step time and memory of AdamW in float32 and in 8 bits, offloaded or not, needs no vLLM) ·
 #       trainer-speed (one; two for 14B over both) · sampling-cost (one: what a token costs the server) ·
 #       whole-run (two: ours beside TRL; QUESTIONS names GSM8K's train.jsonl) ·
 #       learning (any number: methods compared, MODEL names what bench/word_problems/make_model.py wrote; the same again goes on,
@@ -117,6 +118,7 @@ case $kind in
     ;;
   colocate) run 535 colocate colocate.py ;;
   memory) run 530 memory_plan memory_plan.py ;;
+  optimizer) run 580 optimizer_choices optimizer_choices.py ;;
   trainer-speed) run 500 trainer_speed trainer_speed.py --seconds 480 ;;
   sampling-cost) run 420 generate_cost generate_cost.py --ramp 15 --seconds 15 ;;
   whole-run) run 570 whole_run whole_run.py --seconds 550 ${QUESTIONS:+--questions "$QUESTIONS"} ;;
