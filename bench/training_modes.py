@@ -52,7 +52,7 @@ class Mode:
     """Where the processes of a run are, and their flags.
 
     Attributes:
-        vllm_gpus, trainer_gpus: numbers, separated by commas; with several trainer GPUs it runs under torchrun. vLLM's of
+        vllm_gpus, trainer_gpus: numbers, separated by commas; a trainer with several GPUs starts a rank on each. vLLM's of
             several servers are separated by semicolons; the environment samples from the first.
         trainer, vllm: flags.
         own_server: the trainer starts vLLM itself.

@@ -17,10 +17,14 @@ if __name__ == "__main__":
     from example_trainer.prerequisites import explain_missing_packages
 
     explain_missing_packages()
+    from example_trainer.parallel.launched import end_with_launcher
+
+    end_with_launcher()  # before the imports below, which take seconds
 
 import contextlib
 import logging
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -31,11 +35,13 @@ from example_trainer.batch.prefetch import make_batches
 from example_trainer.command_line import parse_config
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.pairing import make_parity, pin_settings, require_pairing
+from example_trainer.models.hf_checkpoint import find_checkpoint, read_geometry
 from example_trainer.observe.exporter import serve_metrics
 from example_trainer.observe.metrics import make_metrics
 from example_trainer.observe.perf import make_speed
 from example_trainer.observe.profiling import StepProfiler, memory_history
 from example_trainer.observe.token_report import TokenReport
+from example_trainer.parallel.launch import launch
 from example_trainer.parallel.ranks import Ranks, agreed_stop, join_ranks
 from example_trainer.process import StopSignal, run
 from example_trainer.training.adapter_checkpoints import checkpoint_prefix, make_checkpoints
@@ -44,18 +50,30 @@ from example_trainer.training.device_and_dtype import choose_device, choose_dtyp
 from example_trainer.training.loop import Parts
 from example_trainer.training.loop import train as take_steps
 from example_trainer.training.memory_choice import choose_memory
-from example_trainer.training.model import decoder_maker, make_model, make_reference, refuse_ranks
+from example_trainer.training.model import decoder_maker, make_model, make_reference
 from example_trainer.training.optimizer import make_optimizer
 from example_trainer.training.quantised import quantisation
+from example_trainer.training.rank_plan import plan_ranks, refuse_ranks
 from example_trainer.training.reference import ReferenceSettings
 from example_trainer.training.resume import agreed_start
 from example_trainer.training.runs import SavedStep, mark_run
 from example_trainer.training.step import make_objective
 from example_trainer.weight_bridge.factory import make_bridge
 from example_trainer.weight_bridge.logprobs_mode import check_logprobs, require_fitting_logprobs
+from example_trainer.weight_bridge.server import planned_shapes
 from vllm_patching.protocol.timeline import open_timeline
 
 logger = logging.getLogger("example_trainer.grpo")
+
+
+def main(arguments: Sequence[str], stop: StopSignal) -> int:
+    """Train in this process, or start one process for each rank and wait for all. Returns the exit status."""
+    config = parse_config(arguments)
+    plan = plan_ranks(config, stop)
+    if plan.count == 1:
+        train(plan.config, stop)
+        return 0
+    return launch([sys.executable, "-u", str(Path(__file__).resolve()), *arguments, *plan.flags], plan.count, stop)
 
 
 def train(config: TrainerConfig, stop: StopSignal) -> None:
@@ -81,9 +99,13 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
         if start.saved and start.saved.step >= config.training_steps:
             finish_earlier_run(config, start.saved, stop, ranks)
             return
-        bridge = make_bridge(config, stop, ranks, weight_epoch=start.run.epoch)
+        bridge = make_bridge(config, stop, ranks, weight_epoch=start.run.epoch, device=device)
         stack.callback(bridge.close)
-        dtype = choose_dtype(config, bridge.serving_dtype(), device, bridge.converts)
+        serving = bridge.serving_dtype()
+        dtype = choose_dtype(config, serving, device, bridge.converts)
+        bridge.require_shapes(planned_shapes(read_geometry(find_checkpoint(config.model_name))[0], dtype))
+        if serving is not None:
+            check_logprobs(config, ranks)  # asked again below, of the servers that have joined by then
         memory = choose_memory(config, bridge, dtype, device, ranks)
         config = memory.applied_to(config)
         make = decoder_maker(config, ranks)
@@ -98,13 +120,14 @@ def train(config: TrainerConfig, stop: StopSignal) -> None:
         checkpoints = make_checkpoints(config, model, start, ranks, bridge.restarts_at)
         stack.callback(checkpoints.close)
         checkpoints.prepare(optimizer)
-        metrics = make_metrics(config, optimizer.steps, exporter, ranks.is_main)
-        stack.callback(metrics.close)
         batches = make_batches(config, stop, ranks, device, model, memory.tokens_per_microbatch, start.run.lives)
         stack.callback(batches.close)
 
         stop = agreed_stop(stop, ranks)
         bridge.connect(model)
+        # The files of an earlier run are moved when nothing is left that could refuse this one.
+        metrics = make_metrics(config, optimizer.steps, exporter, ranks.is_main)
+        stack.callback(metrics.close)
         stop.defer()  # an update of the server's weights must not be torn apart
         bridge.sync(optimizer.steps, optimizer.write_weights, optimizer.masters)  # nothing may be generated with older weights
         ranks.on_main("naming the run", lambda: mark_run(start.run, config.save_path, prefix))
@@ -169,4 +192,4 @@ def finish_earlier_run(config: TrainerConfig, saved: SavedStep, stop: StopSignal
 
 
 if __name__ == "__main__":
-    sys.exit(run(lambda stop: train(parse_config(sys.argv[1:]), stop)))
+    sys.exit(run(lambda stop: main(sys.argv[1:], stop)))

@@ -95,8 +95,8 @@ class _Formatter(logging.Formatter):
 
 
 def log_to_stdout() -> None:
-    """Send this project's log lines to standard output, and other libraries' warnings. Under torchrun, rank 0 speaks for all,
-    and the others log warnings and errors alone.
+    """Send this project's log lines to standard output, and other libraries' warnings. Of several ranks, rank 0 logs
+    everything, and the others log warnings and errors only.
     """
     rank = os.environ.get("RANK", "0") if os.environ.get("WORLD_SIZE", "1") != "1" else "0"
     handler = logging.StreamHandler(sys.stdout)
@@ -108,11 +108,15 @@ def log_to_stdout() -> None:
         logging.getLogger(package).setLevel(logging.INFO if rank == "0" else logging.WARNING)
 
 
-def run(main: Callable[[StopSignal], None]) -> int:
+def run(main: Callable[[StopSignal], int | None]) -> int:
     """Run a process's work and turn how it ended into a last log line and an exit status.
 
+    Args:
+        main: the work. It may return an exit status of its own, such as that of the processes that it started.
+
     Returns:
-        0 when done; 2 for a wrong option; 1 for any other error; 128 + the signal's number when one asked to stop.
+        0 when done, or the status that `main` returns; 2 for a wrong option; 1 for any other error;
+        128 + n when signal n asked to stop.
     """
     log_to_stdout()
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -120,7 +124,7 @@ def run(main: Callable[[StopSignal], None]) -> int:
     stop = StopSignal()
     stop.install()
     try:
-        main(stop)
+        return main(stop) or 0
     except StopRequested as request:
         logger.info("Stopped by %s", request)
         return 128 + request.number
@@ -137,4 +141,3 @@ def run(main: Callable[[StopSignal], None]) -> int:
         logger.exception("This is a bug in the trainer, or the machine ran out of something:")
         logger.error("%s: %s", type(error).__name__, " ".join(str(error).split()))
         return 1
-    return 0

@@ -31,6 +31,7 @@ COMMANDS = {
         "tests.example_trainer.batch.waiting_trainer": "tests.example_trainer.batch.waiting_trainer",
         "tests.example_trainer.parallel.killed_saving_ranks": "tests.example_trainer.parallel.killed_saving_ranks",
         "tests.example_trainer.training.killed_saver": "tests.example_trainer.training.killed_saver",
+        "tests/example_trainer/parallel/launched_rank.py": "tests.example_trainer.parallel.launched_rank",
         "tests.fleet_server": "tests.fleet_server",
         "tests.forked_ranks": "tests.forked_ranks",
         "tests.forked_torchrun": "tests.forked_torchrun",

@@ -22,14 +22,18 @@ WATCH_SECONDS = 0.5
 """Seconds between two checks of the parent's process id."""
 
 
-def end_with_parent() -> None:
+def end_with_parent(parent: int | None = None) -> None:
     """Kill this process with SIGKILL once its parent has ended.
+
+    Args:
+        parent: the process id that the parent must have; the present parent's if not given. With it a
+            parent that ended before this call is noticed as well.
 
     The kernel sends the signal at once (prctl(2), PR_SET_PDEATHSIG), but it does so when the thread ends that created the
     process. Therefore the signal is requested only if that was the parent's main thread. A thread checks the parent every
     WATCH_SECONDS in any case. A process that `multiprocessing` started also notices a parent that ended before this call.
     """
-    _end_with(os.getppid(), forked=False)
+    _end_with(os.getppid() if parent is None else parent, forked=False)
 
 
 def end_forked_with_parent() -> None:

@@ -19,8 +19,9 @@ from bench.gpu.shapes import SHAPES
 from bench.gpu.trainer import BenchTrainer, parse, set_up
 from example_trainer.models.decoder import Decoder
 from example_trainer.models.geometry import Geometry
+from example_trainer.parallel.environment import place_of
 from example_trainer.parallel.fsdp import sharded_decoder
-from example_trainer.parallel.ranks import Ranks, join_ranks, place_of
+from example_trainer.parallel.ranks import Ranks, join_ranks
 from example_trainer.parallel.tensor import TensorParallelShards, split_decoder
 
 IDLE_SECONDS = 3600.0

@@ -37,7 +37,7 @@ class TrainingStack:
         self.folder.mkdir(parents=True)
         self.metrics = self.folder / "logs" / "metrics.jsonl"
         self.service_url = f"http://127.0.0.1:{free_port()}"
-        self._rendezvous, self._torchrun = free_port(), free_port()
+        self._rendezvous = free_port()
 
     def start(self, what: str, command: list[str], gpus: str = "", **environment: str) -> Child:
         """Start a Python program."""
@@ -61,10 +61,8 @@ class TrainingStack:
         return self.start("environment", [*command, "--openai.base_url", server_url, "--openai.server_type", "vllm", *flags])
 
     def start_trainer(self, model: Path, gpus: str, *flags: str) -> Child:
-        """grpo.py; under torchrun if it has several GPUs."""
-        ranks = len(gpus.split(","))
-        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(self._torchrun)]
-        command = [*(launcher if ranks > 1 else []), "example_trainer/grpo.py", "--model-name", str(model)]
+        """grpo.py as a person types it; it starts a process for each of its GPUs by itself."""
+        command = ["example_trainer/grpo.py", "--model-name", str(model)]
         command += ["--atropos-url", self.service_url, "--log-dir", str(self.metrics.parent), "--checkpoint-interval", "0"]
         return self.start("trainer", [*command, "--save-path", str(self.folder / "checkpoints"), *flags], gpus)
 

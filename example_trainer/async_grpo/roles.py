@@ -250,20 +250,17 @@ class Commands:
     def _trainer(self, role: Role, places: Mapping[str, Address]) -> dict[str, Any]:
         settings = self._settings
         values = settings.trainer_values | {"atropos_url": places["service"].url, "resume": "auto"}
+        values["ranks"] = settings.orchestration.trainer_ranks
         if settings.orchestration.parameter_servers:
             values["parameter_servers"] = servers_in(places, "parameter-server-")
         else:
             values["vllm_servers"] = servers_in(places)
         file = str(settings.folder / TRAINER_FILE)
-        ranks = settings.orchestration.trainer_ranks
-        words = [PYTHON, "-u"]
-        if ranks > 1:
-            words = [PYTHON, "-u", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         variables = {"MASTER_ADDR": None, "MASTER_PORT": str(places[role.name].ports[0]), "NUM_INFERENCE_NODES": "0"}
         variables["LOGDIR"] = str(settings.folder / "generator-1")
         text = "# Written by the driver at each start of the trainer.\n" + yaml.safe_dump(plain(values), sort_keys=True)
         return {
-            "arguments": [*words, "example_trainer/grpo.py", "--config", file],
+            "arguments": [PYTHON, "-u", "example_trainer/grpo.py", "--config", file],
             "variables": variables,
             "files": {TRAINER_FILE: text},
         }

@@ -25,6 +25,7 @@ DRIVER_SETS = {
     "vllm_args": "inference.server_args",
     "vllm_gpus": "inference.tensor_parallel_size",
     "parameter_servers": "orchestration.parameter_servers",
+    "ranks": "orchestration.trainer_ranks",
     "ref_logprobs_from_workers": "orchestration.reference_workers",
     "atropos_url": "the place that the service gets",
     "resume": "the newest checkpoint in save_path, always",

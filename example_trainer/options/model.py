@@ -25,7 +25,8 @@ class ModelOptions(Section):
     model_name: str = Field(min_length=1, description="Hugging Face model id, or a folder that holds a checkpoint")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="dtype of the weights, not float16; auto: the server's, else the checkpoint's (float32 on a CPU)",
+        description="dtype of the weights, not float16; auto: the server's, else the checkpoint's (float32 on a CPU), and "
+        "bfloat16 in place of float16",
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     num_threads: int | None = Field(None, ge=1, description="torch's CPU threads; not given: torch decides")
@@ -65,7 +66,19 @@ class LoraOptions(Section):
 class ParallelOptions(Section):
     """Several ranks"""
 
-    rank_timeout: float = Field(600.0, gt=0, description="under torchrun: seconds that the ranks wait for each other")
+    ranks: int | Literal["auto"] = Field(
+        "auto",
+        description="processes of this trainer, which it starts itself; auto: one for each GPU that it sees, for each rank of "
+        "vLLM with --single-copy, and one on a CPU",
+    )
+    rank_timeout: float = Field(600.0, gt=0, description="seconds that the ranks wait for each other")
+
+    @field_validator("ranks", mode="before")
+    @classmethod
+    def _auto_or_a_number(cls, value: Any) -> Any:
+        if value == "auto" or (str(value).isdigit() and int(value) > 0):
+            return value if value == "auto" else int(value)
+        raise ValueError("give auto or a number from 1")
 
 
 class OptimizerOptions(Section):

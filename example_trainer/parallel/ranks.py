@@ -1,8 +1,9 @@
-"""The processes that torchrun started as one trainer, and how they agree: objects, errors and signals.
+"""The processes of one trainer, and how they agree: objects, errors and signals.
 
-A *rank* is one of these processes; rank 0 is the main one, which alone speaks HTTP and writes files. Every method of `Ranks`
-but the properties is collective: all ranks call it in the same order, and each ends within its deadline, with the same
-outcome on every rank, also when one of them fails or dies. Without torchrun there is one rank and nothing is sent.
+A *rank* is one of these processes, which `launch.py` or torchrun started. Rank 0 is the main one,
+which alone speaks HTTP and writes files. Every method of `Ranks` but the properties is collective:
+all ranks call it in the same order, and each ends within its deadline, with the same outcome on
+every rank, also when one of them fails or dies. A trainer of one process sends nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -20,9 +21,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, BroadcastOptions
-from torch.distributed.rendezvous import rendezvous
 
-from example_trainer.errors import ConfigError, RankError, TrainerError
+from example_trainer.errors import RankError, TrainerError
+from example_trainer.parallel.environment import meeting_place, meeting_store, place_of
 from example_trainer.process import StopRequested, StopSignal
 
 logger = logging.getLogger(__name__)
@@ -154,7 +155,7 @@ class Ranks:
             return RankError(f"rank {self.rank} gave up {what}: {reason}")
         return RankError(
             f"rank {self.rank} of {self.world_size} lost another rank while {what} ({first_line(error)}); "
-            "torchrun's report names the one that ended first, its own last lines say why; start again with --resume auto"
+            "the log names the rank that ended first, whose last lines say why; start again with --resume auto"
         )
 
     def reason_of_another(self, seconds: float = _REASON_SECONDS) -> str:
@@ -181,13 +182,13 @@ class Ranks:
         if self._store is None:
             return
         if isinstance(error, StopRequested):
-            return  # a signal is no failure: it comes to all of them, or torchrun's report says to which
+            return  # a signal is not a failure, and all ranks stop because of it
         told = {"rank": self.rank, "message": f"{type(error).__name__}: {' '.join(str(error).split())}"[:2000]}
         try:
             # The first to fail is the one that matters: what follows is its consequence.
             self._store.compare_set(_FAILED, "", json.dumps(told))
         except RuntimeError:
-            return  # the store has gone with the rank or the torchrun that held it
+            return  # the store has gone with the process that held it
 
     def claim(self, name: str) -> bool:
         """Not collective. Take a name that one rank alone can have. Whether it is this one's: no other had taken it.
@@ -278,7 +279,7 @@ def join_ranks(timeout: float, device: torch.device) -> Iterator[Ranks]:
         device: this rank's.
 
     Raises:
-        ConfigError: torchrun's variables are incomplete.
+        ConfigError: the variables that name this rank are incomplete.
         RankError: the others did not come.
     """
     place = place_of(os.environ)
@@ -288,7 +289,7 @@ def join_ranks(timeout: float, device: torch.device) -> Iterator[Ranks]:
     rank, world_size, _ = place
     limit = timedelta(seconds=timeout)
     try:
-        store, _, _ = next(rendezvous("env://", timeout=limit))
+        store = meeting_store(os.environ, limit)
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
             backend,
@@ -302,7 +303,7 @@ def join_ranks(timeout: float, device: torch.device) -> Iterator[Ranks]:
     except (RuntimeError, ValueError) as error:
         raise RankError(
             f"rank {rank} of {world_size} did not meet the others within {timeout:g} s (--rank-timeout) at "
-            f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {first_line(error)}"
+            f"{meeting_place(os.environ)}: {first_line(error)}"
         ) from error
     ranks = Ranks(rank, world_size, timeout, control, dist.PrefixStore("errors", store))
     try:
@@ -312,7 +313,7 @@ def join_ranks(timeout: float, device: torch.device) -> Iterator[Ranks]:
         bare = isinstance(error, RuntimeError) and not isinstance(error, TrainerError)
         reason = ranks.reason_of_another() if bare else ""
         if isinstance(error, StopRequested) and (told := ranks.reason_of_another(seconds=0)):
-            logger.error("rank %d gave up: %s", rank, told)  # torchrun stops the others when one has failed
+            logger.error("rank %d gave up: %s", rank, told)  # the launcher stops the others when one has failed
         ranks.announce_failure(error)
         _abort(device)
         if reason:
@@ -333,23 +334,6 @@ def _abort(device: torch.device) -> None:
             dist.group.WORLD._get_backend(device).abort()
         except RuntimeError as error:
             logger.warning("NCCL could not be broken off: %s", first_line(error))
-
-
-def place_of(environment: Mapping[str, str]) -> tuple[int, int, int] | None:
-    """Rank, world size and local rank that torchrun gave this process; None for a trainer of one process.
-
-    Raises:
-        ConfigError: some of the variables are missing or are no numbers.
-    """
-    if environment.get("WORLD_SIZE", "1") == "1":
-        return None
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    values = [environment.get(name, "") for name in names]
-    if not all(value.isdigit() for value in values):
-        found = ", ".join(f"{name}={value!r}" for name, value in zip(names, values, strict=True))
-        raise ConfigError(f"{found}: a trainer of several ranks is started by torchrun, which sets all three; or unset them")
-    rank, world_size, local_rank = map(int, values)
-    return rank, world_size, local_rank
 
 
 def first_line(error: BaseException) -> str:

@@ -38,7 +38,7 @@ class ParameterServerOptions(Section):
         description="bearer token of the vLLM servers, and the one that the trainer must have here",
     )
     pull_every: int = Field(1, ge=1, description="bring a vLLM server up to date when it is so many versions behind")
-    shards: int = Field(1, ge=1, description="processes on this machine that the parameters are spread over (by torchrun)")
+    shards: int = Field(1, ge=1, description="processes on this machine that the parameters are spread over")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N: where the weights are held")
     num_threads: int | None = Field(None, ge=1, description="torch's CPU threads; not given: torch decides")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(

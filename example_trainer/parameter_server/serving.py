@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import queue
-import sys
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ import torch
 from example_trainer.api_keys import revealed
 from example_trainer.errors import ModelError
 from example_trainer.models.hf_checkpoint import checkpoint_dtype, find_checkpoint
-from example_trainer.parallel.ranks import Ranks, join_ranks, place_of
+from example_trainer.parallel.ranks import Ranks, join_ranks
 from example_trainer.parameter_server.handing import Handing, Order
 from example_trainer.parameter_server.held import COPIES, HeldMemoryShortage, HeldWeights, held_manifest
 from example_trainer.parameter_server.options import ParameterServerOptions
@@ -45,8 +44,6 @@ def serve(options: ParameterServerOptions, stop: StopSignal) -> None:
         HeldMemoryShortage: the copies do not fit.
         TrainerError: as its message says.
     """
-    if options.shards > 1 and place_of(os.environ) is None:
-        start_shards(options.shards)
     for name in ("vllm.lockstep",):
         logging.getLogger(name).setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
     device = choose_device(options)
@@ -167,17 +164,3 @@ def require_room(model: str, manifests: tuple[Manifest, ...], ranks: Ranks, dtyp
             f"a parameter server of {model} needs {needed / 2**30:.2f} GiB on {device} ({COPIES} copies "
             f"of {copies / COPIES / 2**30:.2f} GiB, and buffers); {free / 2**30:.2f} GiB are free; {remedy}"
         )
-
-
-def start_shards(shards: int) -> None:
-    """Become torchrun, which starts the shards on this machine and ends all when one ends."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={shards}",
-        "-m",
-        "example_trainer.parameter_server",
-    ]
-    os.execv(sys.executable, [*command, *sys.argv[1:]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Protocol
 
@@ -11,7 +12,9 @@ from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
 from example_trainer.models.hf_checkpoint import checkpoint_dtype, find_checkpoint
 from example_trainer.out_of_memory import ran_out_of_memory
-from example_trainer.parallel.ranks import place_of
+from example_trainer.parallel.environment import place_of
+
+logger = logging.getLogger(__name__)
 
 
 class DeviceOptions(Protocol):
@@ -40,9 +43,7 @@ def choose_device(config: DeviceOptions) -> torch.device:
     place = place_of(os.environ)
     if place is not None and name.startswith("cuda"):
         if name != "cuda":
-            raise ConfigError(
-                f"--device {name!r}: torchrun gives each rank its own GPU; give cuda, or set CUDA_VISIBLE_DEVICES"
-            )
+            raise ConfigError(f"--device {name!r}: each rank has a GPU of its own; give cuda, or set CUDA_VISIBLE_DEVICES")
         name = f"cuda:{place[2]}"
     try:
         device = torch.device(name)
@@ -72,39 +73,53 @@ def _what_ails(error: RuntimeError) -> str:
 def choose_dtype(
     config: TrainerConfig, serving: torch.dtype | None, device: torch.device, converts: bool = False
 ) -> torch.dtype:
-    """The dtype of the model's parameters: the server's, if it serves them.
+    """The dtype of the model's parameters: the server's, if it serves them; bfloat16 (float32 on a CPU) in place of float16.
+
+    Gradients vanish in float16: the part of one token in a large batch is below the smallest number. So a trainer beside a
+    float16 server, or with a float16 checkpoint, computes in another dtype, and logs it.
 
     Args:
+        serving: of the server's weights; None if the server has none of its own.
         converts: see WeightBridge; --dtype float32 is then obeyed whatever the server serves.
 
     Raises:
-        ConfigError: --dtype asks for another one than the server serves, or it would be float16, in which gradients vanish: a
-            token's share of a large batch is smaller than the least number there is.
+        ConfigError: --dtype is float16, or another dtype than the server's where the bridge does not convert.
     """
-    dtype = _dtype(config, serving, device, converts and not config.deterministic)
-    if dtype is torch.float16:
-        whose = "the vLLM server holds" if serving is not None else "--dtype asks for" if config.dtype == "float16" else "has"
-        what = f"--model-name {config.model_name} {whose}" if whose == "has" else whose
-        give = "start server and trainer with" if serving is not None else "give"
+    asked = None if config.dtype == "auto" else getattr(torch, config.dtype)
+    if asked is torch.float16:
         raise ConfigError(
-            f"{what} float16 weights, whose gradients are too small for float16 in a batch of many tokens, so that training "
-            f"would go in a wrong direction; {give} --dtype bfloat16 (or float32)"
+            "--dtype float16: gradients of a batch of many tokens are too small for float16, so that training would go in a "
+            "wrong direction; give --dtype bfloat16 or float32 (a vLLM server may serve float16 beside it)"
         )
+    if serving is torch.float16:
+        return _beside_float16(config, asked, device, converts)
+    if serving is not None:
+        obeys = converts and asked is torch.float32 and not config.deterministic
+        if asked not in (None, serving) and not obeys:
+            raise ConfigError(f"--dtype {config.dtype}, but the vLLM server holds {_name(serving)}; give both the same")
+        return asked or serving
+    if asked is not None:
+        return asked
+    # bf16 arithmetic on CPUs is slow, and not to be trusted on all of them.
+    stored = torch.float32 if device.type == "cpu" else checkpoint_dtype(find_checkpoint(config.model_name))
+    if stored is not torch.float16:
+        return stored
+    logger.info("--model-name %s holds float16 weights: training them in bfloat16 (--dtype)", config.model_name)
+    return torch.bfloat16
+
+
+def _beside_float16(config: TrainerConfig, asked: torch.dtype | None, device: torch.device, converts: bool) -> torch.dtype:
+    if not converts or config.deterministic:
+        needs = "--deterministic compares the bits of both" if config.deterministic else "a single copy trains in its memory"
+        instead = "" if config.deterministic else ", or train with --use-shared-memory (broadcast), which sends it float16"
+        raise ConfigError(
+            f"the vLLM server holds float16 weights, in which gradients vanish, and {needs}: start the server with "
+            f"--dtype bfloat16{instead}"
+        )
+    dtype = asked or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    logger.info("The vLLM server holds float16 weights: training in %s, and rounding what it gets", _name(dtype))
     return dtype
 
 
-def _dtype(config: TrainerConfig, serving: torch.dtype | None, device: torch.device, converts: bool) -> torch.dtype:
-    asked = None if config.dtype == "auto" else getattr(torch, config.dtype)
-    if serving is not None:
-        if converts and asked is torch.float32 and serving is not torch.float16:
-            return torch.float32
-        if asked not in (None, serving):
-            raise ConfigError(
-                f"--dtype {config.dtype}, but the vLLM server holds {str(serving).removeprefix('torch.')}; give both the same"
-            )
-        return serving
-    if asked is not None:
-        dtype: torch.dtype = asked
-        return dtype
-    # bf16 arithmetic on CPUs is slow, and not to be trusted on all of them.
-    return torch.float32 if device.type == "cpu" else checkpoint_dtype(find_checkpoint(config.model_name))
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from example_trainer.config import TrainerConfig
 from example_trainer.deterministic.pairing import deterministic_decoder
-from example_trainer.errors import ConfigError
 from example_trainer.models import Decoder, load_model
 from example_trainer.models.geometry import Geometry
 from example_trainer.models.lora.layers import BaseModel, attach_adapters
@@ -20,25 +19,6 @@ from example_trainer.parallel.ranks import Ranks
 from example_trainer.parallel.tensor import split_decoder
 
 DecoderMaker = Callable[[Geometry, torch.dtype, torch.device], Decoder]
-
-
-def refuse_ranks(config: TrainerConfig, ranks: Ranks) -> None:
-    """Say so if the options ask for something that a trainer of several ranks does not do.
-
-    Raises:
-        ConfigError: names the option.
-    """
-    if ranks.world_size > 1 and config.deterministic:
-        raise ConfigError(
-            "--deterministic trains in one process, for ranks sum in an order of their own; start it without torchrun"
-        )
-    if ranks.world_size > 1 and config.lora:
-        raise ConfigError("--weight-bridge-mode lora_only trains in one process; start it without torchrun")
-    if ranks.world_size > 1 and config.starts_vllm:
-        raise ConfigError(
-            "a trainer that restarts vLLM on checkpoints (--weight-bridge-mode none) is one process: start it without "
-            "torchrun, or give --vllm-restart-interval 0 (vLLM keeps its weights) or --weight-bridge-mode shared_vllm"
-        )
 
 
 def decoder_maker(config: TrainerConfig, ranks: Ranks) -> DecoderMaker:

@@ -62,6 +62,21 @@ def agreed_start(ranks: Ranks, resume: str | None, folder: Path, model_name: str
     return ranks.together("reading where to start", read)
 
 
+def is_complete(resume: str | None, folder: Path, model_name: str, now_ms: int, prefix: str, training_steps: int) -> bool:
+    """Whether the run to continue has taken all of `training_steps`. Logs nothing.
+
+    The other arguments and the errors are those of choose_start.
+    """
+    if resume is None:
+        return False
+    logger.disabled = True
+    try:
+        start = choose_start(resume, folder, model_name, now_ms, prefix)
+    finally:
+        logger.disabled = False
+    return start.saved is not None and start.saved.step >= training_steps
+
+
 def choose_start(resume: str | None, folder: Path, model_name: str, now_ms: int, prefix: str = PREFIX) -> Start:
     """Where to begin.
 

@@ -106,6 +106,17 @@ class WeightBridge(ABC):
         """Whether a model on this device has whole buckets packed, to some of them at least. Asked when `layouts` is."""
         return False
 
+    def require_shapes(self, shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
+        """Refuse a model that is not the server's. Called after `serving_dtype`, before the model is loaded.
+
+        Args:
+            shapes: whole shape and dtype name of each parameter that the model will have, by name.
+
+        Raises:
+            BridgeError: names the parameters that differ and both values.
+        """
+        return None
+
     @abstractmethod
     def connect(self, model: torch.nn.Module) -> None:
         """Join the server and check that both sides hold exactly the same parameters.

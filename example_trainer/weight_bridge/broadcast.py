@@ -27,7 +27,15 @@ from example_trainer.weight_bridge.fleet_updates import FleetUpdates
 from example_trainer.weight_bridge.groups import Group
 from example_trainer.weight_bridge.members import Member, Watch
 from example_trainer.weight_bridge.send_plan import ROUTE_KEYS, SendPlan, distinct_layouts, route_to
-from example_trainer.weight_bridge.server import BridgeServer, Shapes, require_finite, served_dtype, shapes_of
+from example_trainer.weight_bridge.server import (
+    BridgeServer,
+    Shapes,
+    as_served,
+    require_finite,
+    require_layout,
+    served_dtype,
+    shapes_of,
+)
 from example_trainer.weight_bridge.stream import WeightStream
 from vllm_patching.protocol.manifest import Manifest, dtype_name
 from vllm_patching.protocol.messages import Route
@@ -62,7 +70,7 @@ class Line:
 
 
 class BroadcastBridge(WeightBridge):
-    """Sends to each rank of each server the shard that it holds. A float32 model is rounded to the servers' dtype."""
+    """Sends to each rank of each server the shard that it holds, rounded to the server's dtype."""
 
     converts = True
 
@@ -131,6 +139,18 @@ class BroadcastBridge(WeightBridge):
 
     def layouts(self) -> tuple[tuple[Manifest, ...], ...]:
         return distinct_layouts(self._manifests.values())
+
+    def require_shapes(self, shapes: Shapes) -> None:
+        """See WeightBridge.require_shapes. A server with another model is left out if there is one with this model."""
+        errors = []
+        for manifests in self._manifests.values():
+            try:
+                require_layout(manifests, as_served(shapes, manifests[0].entries[0].torch_dtype), "vLLM")
+                return
+            except BridgeError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def packs(self, device: torch.device) -> bool:
         own = [_uuid(device)] * self._ranks.world_size
@@ -292,11 +312,8 @@ class BroadcastBridge(WeightBridge):
         return self._lines[group["layout"]]
 
     def _as_sent(self, info: dict[str, Any]) -> Shapes:
-        """What a server of this /bridge/info is told of the parameters. If all are float32, they are sent in its own dtype."""
-        if any(dtype != dtype_name(torch.float32) for _, dtype in self._shapes.values()):
-            return self._shapes
-        served = dtype_name(served_dtype(info))
-        return {name: (shape, served) for name, (shape, _) in self._shapes.items()}
+        """The parameters as a server of this /bridge/info gets them: in its own dtype."""
+        return as_served(self._shapes, served_dtype(info))
 
 
 def _uuid(device: torch.device) -> str:

@@ -24,7 +24,7 @@ from example_trainer.weight_bridge.lora import LoraBridge, LoraServer
 from example_trainer.weight_bridge.owned_server import STOP_SECONDS, is_this_machine
 from example_trainer.weight_bridge.parameter_server import ParameterServerBridge
 from example_trainer.weight_bridge.restart import RestartBridge
-from example_trainer.weight_bridge.server import BridgeServer, ParameterServer, configured_servers
+from example_trainer.weight_bridge.server import BridgeServer, ParameterServer, configured_servers, served_dtype
 from example_trainer.weight_bridge.server_record import end_left_over_server
 from example_trainer.weight_bridge.single_copy import SingleCopyBridge
 from vllm_patching.transport.shared_memory import gpu_uuid
@@ -38,6 +38,7 @@ def make_bridge(
     ranks: Ranks | None = None,
     weight_epoch: int = 0,
     has_service: bool = True,
+    device: torch.device | None = None,
 ) -> WeightBridge:
     """The bridge for --weight-bridge-mode, --use-shared-memory and --single-copy; connects to nothing but to choose.
 
@@ -48,6 +49,7 @@ def make_bridge(
         weight_epoch: of the weights that this trainer will hand over; see ages.
         has_service: it trains for a rollout service, which is shown its servers and says who joins. Another run's may listen at
             the address that it would have.
+        device: that this rank computes on. A single copy on another device than vLLM's is refused before the model is loaded.
 
     Raises:
         BridgeError: the mode cannot work here.
@@ -76,7 +78,7 @@ def make_bridge(
             single, why = False, "a batch is for several updates, and vLLM must not sample between them"
         logger.info("[Bridge] %s: %s", "Single copy" if single else "Broadcast", why)
     if single:
-        return SingleCopyBridge(servers[0], ranks, config.colocate)
+        return SingleCopyBridge(servers[0], ranks, config.colocate, device)
     return BroadcastBridge(
         servers,
         config.weight_transfer,
@@ -114,15 +116,27 @@ def server_at(url: str, config: TrainerConfig, stop: StopSignal | None, weight_e
     return BridgeServer(host, port, config.bridge_timeout, key, config.service_timeout, sleep, weight_epoch)
 
 
-def prefers_single_copy(info: dict[str, Any]) -> tuple[bool, str]:
-    """Choose for a shared_vllm without either flag. Returns the choice and the reason for it."""
+def prefers_single_copy(info: dict[str, Any], ranks: int = 1) -> tuple[bool, str]:
+    """Choose between single copy and broadcast for a shared_vllm without either flag.
+
+    Args:
+        info: the server's /bridge/info.
+        ranks: the trainer has so many, or can start so many.
+
+    Returns:
+        Whether it is a single copy, and the reason.
+    """
     if info.get("replicas", 1) != 1:
         return False, f"vLLM has {info['replicas']} replicas (--data-parallel-size)"
-    if info["tp_degree"] != 1:
-        return False, f"vLLM has {info['tp_degree']} ranks and this trainer is one process"
+    if info["tp_degree"] > ranks:
+        owner = "this trainer is one process" if ranks == 1 else f"this trainer has {ranks}"
+        return False, f"vLLM has {info['tp_degree']} ranks and {owner}"
+    if served_dtype(info) is torch.float16:
+        return False, "vLLM holds float16, which the trainer does not compute in"
     if info["device"] == "cpu":
         here = os.access(info["config_path"], os.R_OK) and info["hostname"] == os.uname().nodename
         return here, "vLLM's weights are in this machine's memory" if here else f"vLLM runs on {info['hostname']}"
     mine = {gpu_uuid(torch.device("cuda", index)) for index in range(torch.cuda.device_count())}
-    same = set(info["gpu_uuids"]) <= mine
-    return same, "the trainer sees vLLM's GPU" if same else "the trainer is on other GPUs than vLLM"
+    if set(info["gpu_uuids"]) <= mine:
+        return True, "the trainer sees vLLM's GPU" if info["tp_degree"] == 1 else "the trainer sees all of vLLM's GPUs"
+    return False, "the trainer is on other GPUs than vLLM"

@@ -20,9 +20,16 @@ from example_trainer.models.lora.peft_format import AdapterWriter, WrittenAdapte
 from example_trainer.models.lora.settings import LoraSettings
 from example_trainer.vllm_client import ServerRefused, ServerSilent
 from example_trainer.weight_bridge.base import SyncReport, WeightBridge, Weights
-from example_trainer.weight_bridge.server import WeightServer, manifests_of, served_dtype
+from example_trainer.weight_bridge.server import (
+    Shapes,
+    WeightServer,
+    as_served,
+    manifests_of,
+    require_layout,
+    served_dtype,
+)
 from vllm_patching.protocol.checksum import weights_checksum
-from vllm_patching.protocol.manifest import dtype_name, flat_layout, mismatches, source_view
+from vllm_patching.protocol.manifest import dtype_name, flat_layout, source_view
 
 logger = logging.getLogger(__name__)
 
@@ -120,23 +127,32 @@ class LoraBridge(WeightBridge):
         dtypes = {served_dtype(info) for info in self._infos}
         if len(dtypes) != 1:
             raise BridgeError(f"the vLLM servers hold {' and '.join(sorted(map(str, dtypes)))}; give all the same --dtype")
-        return dtypes.pop()
+        dtype = dtypes.pop()
+        self.converts = dtype is torch.float16  # which a trainer does not compute in
+        return dtype
 
-    def connect(self, model: torch.nn.Module) -> None:
-        assert isinstance(model, Decoder)
-        infos = self._infos or [server.wait_for_info() for server in self._servers]
-        for server, info in zip(self._servers, infos, strict=True):
+    def require_shapes(self, shapes: Shapes) -> None:
+        for server, info in zip(self._servers, self._infos, strict=True):
             if self._settings.rank > info["max_rank"]:
                 raise BridgeError(
                     f"--lora-r {self._settings.rank}, and {server.url} takes ranks up to {info['max_rank']}; start it with a "
                     "larger --max-lora-rank"
                 )
-            _check_base(server.url, info, model, self._base_model)
+            sent = as_served(shapes, served_dtype(info)) if self.converts else shapes
+            require_layout(manifests_of(info), sent, f"{server.url}, which serves {info['model']}")
+
+    def connect(self, model: torch.nn.Module) -> None:
+        assert isinstance(model, Decoder)
+        infos = self._infos or [server.wait_for_info() for server in self._servers]
+        compared = [
+            _check_base(server.url, info, model, self._base_model) for server, info in zip(self._servers, infos, strict=True)
+        ]
         self._writer = AdapterWriter(model, self._settings, self._base_model)
         self.params_mapped = self.params_total = self._writer.num_tensors
         logger.info(
-            "[Bridge] LoRA: %d tensors, %.1f MB, on a base model that is equal on both sides, bit for bit",
+            "[Bridge] LoRA: %d tensors, %.1f MB, on a base model %s",
             self._writer.num_tensors, self._writer.num_bytes / 1e6,
+            "that is equal on both sides, bit for bit" if all(compared) else "of the same shapes on both sides",
         )  # fmt: skip
 
     def sync(self, version: int, write_weights: Callable[[], None], masters: Weights | None = None) -> SyncReport:
@@ -212,26 +228,37 @@ def _abandoned(serving: Path) -> list[Path]:
     return found
 
 
-def _check_base(url: str, info: dict[str, Any], model: Decoder, name: str) -> None:
+def _check_base(url: str, info: dict[str, Any], model: Decoder, name: str) -> bool:
     """Compare the server's base model with the trainer's: names, shapes, dtypes, and every bit of every weight.
+
+    The bits of a float16 server are compared with a float32 model only. A bfloat16 model holds other values of the checkpoint.
+
+    Returns:
+        Whether the bits were compared.
 
     Raises:
         BridgeError: names what differs.
     """
     parameters = {name: p.detach() for name, p in model.named_parameters() if ".adapters." not in name}
     shapes = {name: (tuple(p.shape), dtype_name(p.dtype)) for name, p in parameters.items()}
+    served = served_dtype(info)
+    narrower = served is torch.float16
+    require_layout(
+        manifests_of(info), as_served(shapes, served) if narrower else shapes, f"{url}, which serves {info['model']}"
+    )
+    if narrower and next(iter(parameters.values())).dtype is not torch.float32:
+        logger.warning(
+            "[Bridge] %s holds the base model in float16, and this trainer in bfloat16: they differ by rounding, and their "
+            "bits are not compared (--dtype float32 compares them)", url
+        )  # fmt: skip
+        return False
     for rank, (manifest, theirs) in enumerate(zip(manifests_of(info), info["base_checksums"], strict=True)):
-        problems = mismatches(manifest, shapes)
-        if problems:
-            raise BridgeError(
-                f"{len(problems)} parameter(s) of --model-name {name} and of {info['model']}, which {url} serves, differ: "
-                f"{'; '.join(problems[:5])}. Start both with the same model."
-            )
         layout, _ = flat_layout(manifest)
-        mine = weights_checksum((item.name, source_view(item, parameters[item.name])) for item in layout)
+        mine = weights_checksum((item.name, source_view(item, parameters[item.name]).to(item.dtype)) for item in layout)
         if mine != theirs:
             raise BridgeError(
                 f"the weights of --model-name {name} (checksum {mine}) are not those of {info['model']}, which {url} serves "
                 f"(rank {rank}: {theirs}): the adapter would be trained on another model than it is served on. Start both "
                 "with the same model."
             )
+    return True

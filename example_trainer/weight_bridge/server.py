@@ -14,6 +14,8 @@ import torch
 from example_trainer.api_keys import revealed
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BridgeError
+from example_trainer.models.geometry import Geometry
+from example_trainer.models.layout import layout
 from example_trainer.models.shards import Shards
 from example_trainer.options.bridge import host_and_port
 from example_trainer.process import StopSignal
@@ -311,6 +313,38 @@ def shapes_of(model: torch.nn.Module) -> Shapes:
     return {name: (shards.whole_shape(name, p), dtype_name(p.dtype)) for name, p in model.named_parameters()}
 
 
+def planned_shapes(geometry: Geometry, dtype: torch.dtype) -> Shapes:
+    """As `shapes_of`, of a model that is not loaded yet."""
+    rows = {name: parts[-1] for name, parts in layout(geometry).items()}
+    return {name: ((last.stop, *last.shape[1:]), dtype_name(dtype)) for name, last in rows.items()}
+
+
+def as_served(shapes: Shapes, dtype: torch.dtype) -> Shapes:
+    """The parameters as a bridge that converts sends them: in the server's dtype."""
+    return {name: (shape, dtype_name(dtype)) for name, (shape, _) in shapes.items()}
+
+
+def require_layout(manifests: Sequence[Manifest], shapes: Shapes, server: str) -> None:
+    """Compare the parameters of vLLM's ranks with the model's.
+
+    Args:
+        manifests: of vLLM's ranks.
+        shapes: of the model's parameters.
+        server: names the server and its model in the message.
+
+    Raises:
+        BridgeError: names the parameters that differ and both values.
+    """
+    for manifest in manifests:
+        problems = mismatches(manifest, shapes)
+        if problems:
+            shown = "; ".join(problems[:5]) + ("; …" if len(problems) > 5 else "")
+            raise BridgeError(
+                f"{len(problems)} parameter(s) differ between the trainer and rank {manifest.tp_rank} of {server}: {shown}. "
+                "Start both with the same model."
+            )
+
+
 def check_layout(info: dict[str, Any], shapes: Shapes) -> int:
     """Compare the server's parameters with the model's.
 
@@ -320,14 +354,7 @@ def check_layout(info: dict[str, Any], shapes: Shapes) -> int:
     Raises:
         BridgeError: names the parameters that differ and both values.
     """
-    for manifest in manifests_of(info):
-        problems = mismatches(manifest, shapes)
-        if problems:
-            shown = "; ".join(problems[:5]) + ("; …" if len(problems) > 5 else "")
-            raise BridgeError(
-                f"{len(problems)} parameter(s) differ between the trainer and vLLM rank {manifest.tp_rank}, which serves "
-                f"{info['model']}: {shown}. Start both with the same model."
-            )
+    require_layout(manifests_of(info), shapes, f"vLLM, which serves {info['model']}")
     mapped = len({entry.shard.name for manifest in manifests_of(info) for entry in manifest.entries} & shapes.keys())
     logger.info("[Bridge] Mapped %d/%d params from vLLM to trainer", mapped, len(shapes))
     return mapped

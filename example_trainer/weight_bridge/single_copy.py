@@ -27,12 +27,13 @@ from example_trainer.weight_bridge.server import (
     manifests_of,
     require_finite,
     require_in_time,
+    require_layout,
     served_dtype,
     shapes_of,
 )
 from example_trainer.weight_bridge.turns import Turns, require_turns
 from vllm_patching.protocol.checksum import WeightSums
-from vllm_patching.protocol.manifest import FlatSlice, flat_layout, local_view
+from vllm_patching.protocol.manifest import FlatSlice, Manifest, flat_layout, local_view
 from vllm_patching.protocol.writers import Writer, this_process
 from vllm_patching.transport.shared_memory import SharedMemoryError, gpu_uuid, open_handles, share_event
 
@@ -50,16 +51,25 @@ class SingleCopyBridge(WeightBridge):
     A server that is killed and started again is found; the parameters become views on the new server's memory.
     """
 
-    def __init__(self, server: BridgeServer, ranks: Ranks | None = None, colocate: bool = False) -> None:
+    def __init__(
+        self,
+        server: BridgeServer,
+        ranks: Ranks | None = None,
+        colocate: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
         """
         Args:
             server: what rank 0 asks; the other ranks do not use it.
             ranks: the trainer's processes, if it has several.
             colocate: take turns with the server.
+            device: the one that this rank will compute on, if it is known before the model is there.
         """
-        self._server = server
+        self._server, self._planned_device = server, device
         self._ranks = ranks or Ranks()
         self._turns = Turns(server, self._ranks) if colocate else None
+        self._manifests: list[Manifest] = []
+        self._served_model = ""
         self._model: torch.nn.Module | None = None
         self._shapes: Shapes = {}
         self._sums: WeightSums | None = None
@@ -73,7 +83,20 @@ class SingleCopyBridge(WeightBridge):
         self._version = 0
 
     def serving_dtype(self) -> torch.dtype | None:
-        return served_dtype(self._ask())
+        """See WeightBridge.serving_dtype. Refuses a server whose memory this trainer could not train in."""
+        info = self._ask()
+
+        def check() -> None:
+            handles = read_handles(info, self._server.url, self._ranks.rank)
+            if self._planned_device is not None:
+                require_gpu(str(handles.get("gpu_uuid") or ""), self._planned_device, self._ranks.rank)
+
+        self._ranks.together("looking for vLLM's memory", check)
+        self._manifests, self._served_model = manifests_of(info), str(info["model"])
+        return served_dtype(info)
+
+    def require_shapes(self, shapes: Shapes) -> None:
+        require_layout(self._manifests, shapes, f"vLLM, which serves {self._served_model}")
 
     def turn(self, write_weights: Callable[[], None]) -> AbstractContextManager[None]:
         if self._turns is None:
@@ -125,17 +148,6 @@ class SingleCopyBridge(WeightBridge):
         """Make the parameters views on the server's memory. What they held before is not carried over."""
         assert self._model is not None
         info = self._ask()
-        if info.get("replicas", 1) != 1:
-            raise BridgeError(
-                f"vLLM at {self._server.url} has {info['replicas']} replicas (--data-parallel-size), and a single copy is the "
-                "memory of one: train with --use-shared-memory (broadcast), or start it without that flag"
-            )
-        if info["tp_degree"] != self._ranks.world_size:
-            raise BridgeError(
-                f"single copy needs one trainer rank for each of vLLM's {info['tp_degree']} ranks, and this trainer has "
-                f"{self._ranks.world_size}: start it with `torchrun --nproc-per-node {info['tp_degree']} "
-                "example_trainer/grpo.py …`, or train with --use-shared-memory (broadcast)"
-            )
         self.params_mapped, self.params_total = check_layout(info, self._shapes), len(self._shapes)
         layout, _ = flat_layout(manifests_of(info)[self._ranks.rank])
         parameters = dict(self._model.named_parameters())
@@ -172,12 +184,7 @@ class SingleCopyBridge(WeightBridge):
             shared = open_handles(handles)
         except SharedMemoryError as error:
             raise BridgeError(str(error)) from error
-        if device.type == "cuda" and handles.get("gpu_uuid") != gpu_uuid(device):
-            raise BridgeError(
-                f"the weights of vLLM's rank {self._ranks.rank} are on GPU {handles.get('gpu_uuid')}, and trainer rank "
-                f"{self._ranks.rank} computes on {device}, which is {gpu_uuid(device)}; give both equal CUDA_VISIBLE_DEVICES "
-                "(a trainer of one rank can also be given --device cuda:N)"
-            )
+        require_gpu(str(handles.get("gpu_uuid") or ""), device, self._ranks.rank)
         for name, parameter in parameters.items():
             if shared[name].shape[1:] != parameter.shape[1:] or shared[name].shape[0] < parameter.shape[0]:
                 raise BridgeError(
@@ -188,6 +195,11 @@ class SingleCopyBridge(WeightBridge):
 
     def _ask(self) -> dict[str, Any]:
         info = self._ranks.on_main("asking the vLLM server", self._server.wait_for_info, self._server.longest_wait)
+        require_one_replica(info, self._server.url)
+        size = self._ranks.world_size
+        if info["tp_degree"] != size:
+            command = f"`torchrun --nproc-per-node {info['tp_degree']} example_trainer/grpo.py …`"
+            require_ranks(info, size, f"this trainer has {size}", f"start it without torchrun, or with {command}")
         if self._turns is not None:
             self.lent_bytes = require_turns(info, self._server.url)
         return info
@@ -277,6 +289,47 @@ class SingleCopyBridge(WeightBridge):
                 self._master_sums.clear()
             self._master_sums[place] = WeightSums(named, rounded=self._layout[0].dtype)
         return self._master_sums[place]
+
+
+def require_one_replica(info: Mapping[str, Any], url: str) -> None:
+    """Raise BridgeError if the server of /bridge/info has several replicas."""
+    if info.get("replicas", 1) != 1:
+        raise BridgeError(
+            f"vLLM at {url} has {info['replicas']} replicas (--data-parallel-size), and a single copy is the memory of one: "
+            "train with --use-shared-memory (broadcast), or start it without that flag"
+        )
+
+
+def require_ranks(info: Mapping[str, Any], ranks: int, reason: str, remedy: str) -> None:
+    """Raise BridgeError unless the trainer has a rank for each of vLLM's.
+
+    Args:
+        info: the server's /bridge/info.
+        ranks: the trainer has, or can have, so many.
+        reason: where that number comes from.
+        remedy: what to do.
+    """
+    if info["tp_degree"] != ranks:
+        raise BridgeError(
+            f"single copy needs one trainer rank for each of vLLM's {info['tp_degree']} ranks, and {reason}: {remedy}, or "
+            "train with --use-shared-memory (broadcast)"
+        )
+
+
+def require_gpu(theirs: str, device: torch.device, rank: int) -> None:
+    """Raise BridgeError unless a trainer rank computes on the GPU of vLLM's rank of the same number.
+
+    Args:
+        theirs: UUID of vLLM's GPU; empty if vLLM computes on the CPU.
+        device: the trainer's.
+    """
+    mine = gpu_uuid(device) if device.type == "cuda" else ""
+    if theirs != mine:
+        raise BridgeError(
+            f"the weights of vLLM's rank {rank} are on {f'GPU {theirs}' if theirs else 'the CPU'}, and trainer rank {rank} "
+            f"computes on {device}{f', which is {mine}' if mine else ''}; give both equal CUDA_VISIBLE_DEVICES "
+            "(a trainer of one rank can also be given --device cuda:N)"
+        )
 
 
 def read_handles(info: dict[str, Any], url: str, rank: int) -> dict[str, Any]:

@@ -165,13 +165,10 @@ class Stack:
         return Command("environment", tuple(arguments), {"OMP_NUM_THREADS": "1"}, self._environment_log(), may_finish=True)
 
     def trainer(self) -> Command:
-        """The trainer, one process for each of its GPUs."""
+        """The trainer, which starts one process for each of its GPUs."""
         options = self.options
-        launcher = [sys.executable, "-u"]
-        if len(options.trainer_gpus) > 1:
-            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            launcher += ["--nproc-per-node", str(len(options.trainer_gpus))]
-        arguments = [*launcher, "example_trainer/grpo.py", "--model-name", options.model, *BRIDGE_FLAGS[options.bridge]]
+        arguments = [sys.executable, "-u", "example_trainer/grpo.py", "--model-name", options.model]
+        arguments += BRIDGE_FLAGS[options.bridge]
         if options.servers > 1:
             arguments += ["--vllm-servers", ",".join(f"localhost:{port}" for port in options.vllm_ports)]
         else:

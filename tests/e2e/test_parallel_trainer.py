@@ -1,4 +1,9 @@
-"""A trainer of several ranks under torchrun and a vLLM of two: every rank's weights are the trainer's after each step."""
+"""A trainer of several ranks and a vLLM of two: every rank's weights are the trainer's after each
+step.
+
+A single copy is started as a person types it: the trainer asks the server, and starts its ranks
+itself. The ranks of a broadcast are started by torchrun.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +27,18 @@ pytestmark = pytest.mark.e2e
 
 STEPS = 3
 TOLERANCE = 2e-5
-"""Largest difference of two float32 logprobs that were computed by different kernels; training changes them by far more."""
+"""Largest difference of two float32 logprobs that were computed by different kernels; training
+changes them by far more.
+"""
 
 
 @pytest.fixture(scope="module")
 def two_ranks(
     module_processes: Processes, free_port: Callable[[], int], tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> VllmServer:
-    """A server of tensor-parallel degree 2, whose ranks share one key/value head and split an odd vocabulary."""
+    """A server of tensor-parallel degree 2, whose ranks share one key/value head and split an odd
+    vocabulary.
+    """
     flags = ("--tensor-parallel-size", "2", "--bridge-timeout", "60")
     return start_vllm(module_processes, free_port, tiny_model, tmp_path_factory.mktemp("vllm"), flags=flags)
 
@@ -42,12 +51,12 @@ def test_three_steps_of_a_trainer_of_several_ranks(
     processes.start_service(port)
     for number in range(STEPS):
         httpx.post(f"http://127.0.0.1:{port}/scored_data", json=made_up_group(number), timeout=30).raise_for_status()
-    torchrun = ["tests.forked_torchrun", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
-    launcher = ["tests.forked_ranks"] if ranks == 2 else torchrun  # which one case is enough for
+    torchrun = ["-m", "tests.forked_torchrun", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
+    launcher = ["-u"] if flag == "--single-copy" else torchrun
     trainer = processes.start(
         "trainer",
         [
-            sys.executable, "-m", *launcher, ROOT / "example_trainer/grpo.py", "--model-name", two_ranks.model,
+            sys.executable, *launcher, ROOT / "example_trainer/grpo.py", "--model-name", two_ranks.model,
             "--weight-bridge-mode", "shared_vllm", flag, "--vllm-port", str(two_ranks.port),
             "--atropos-url", f"http://127.0.0.1:{port}", "--lr", "1e-3", "--training-steps", str(STEPS), "--batch-size", "1",
             "--gradient-accumulation-steps", "4", "--seq-len", "64", "--num-threads", "1",
@@ -57,7 +66,9 @@ def test_three_steps_of_a_trainer_of_several_ranks(
         directory=tmp_path,
     )  # fmt: skip
     text = processes.finish(trainer, seconds=240)
-    assert f"Training complete: {STEPS} steps" in text
+    assert text.count(f"Training complete: {STEPS} steps") == 1, "rank 0 logs for all"
+    started = f"[Ranks] Starting 2 ranks, one for each of vLLM's at http://localhost:{two_ranks.port}"
+    assert (started in text) == (flag == "--single-copy")
 
     trained = load_model(str(tmp_path / "checkpoints" / f"step_{STEPS}"), torch.float32)
     parameters = dict(trained.named_parameters())

@@ -57,7 +57,7 @@ def test_every_field_is_a_flag_and_a_key(tmp_path: Path) -> None:
         "lora_target_modules": ["q_proj", "up_proj"], "atropos_url": "http://x:1",
         "atropos_api_key": "s", "max_staleness": 3, "lr_schedule": "cosine", "num_threads": 2, "clip_eps": 0.1,
         "clip_eps_high": 0.3, "reference_model": "r", "loss_normalisation": "constant",
-        "save_path": "p", "resume": "auto", "log_dir": "l",
+        "ranks": 2, "save_path": "p", "resume": "auto", "log_dir": "l",
         "wandb_project": "w", "wandb_group": "g", "metrics_host": "h", "profile": "3-5", "share_prefixes": True,
         "tokens_per_microbatch": 512, "logprob_chunk": 64, "loss": "dapo", "advantages": "leave_one_out",
         "advantage_std": False, "dual_clip": 3.5, "kl_in": "reward", "correction": "token_mask",

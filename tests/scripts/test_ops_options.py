@@ -112,8 +112,9 @@ def test_one_gpu_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_several_trainer_gpus_get_a_process_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = on_gpus(monkeypatch, (0, 1, 2, 3), "--vllm-gpus", "0,1", "--trainer-gpus", "2,3").command("trainer").arguments
-    assert "torch.distributed.run --standalone --nproc-per-node 2" in " ".join(arguments)
+    trainer = on_gpus(monkeypatch, (0, 1, 2, 3), "--vllm-gpus", "0,1", "--trainer-gpus", "2,3").command("trainer")
+    assert trainer.arguments[1:3] == ("-u", "example_trainer/grpo.py"), "it starts a process for each GPU by itself"
+    assert trainer.variables["CUDA_VISIBLE_DEVICES"] == "2,3"
 
 
 def test_adapters_need_a_server_that_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:

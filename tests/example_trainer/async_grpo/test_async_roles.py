@@ -86,14 +86,14 @@ def test_the_trainers_file_is_one_that_the_trainer_takes(tmp_path: Path) -> None
     assert not any("secret" in text for text in (*launch.arguments, *launch.files.values()))
 
 
-def test_a_trainer_of_several_ranks_starts_under_torchrun_on_cpus_too() -> None:
+def test_a_trainer_of_several_ranks_is_told_their_number_on_cpus_too() -> None:
     made = settings(orchestration={"device": "cpu", "trainer_ranks": 2, "trainer_cpus": 6})
     roles = roles_of(made)
     role = next(r for r in roles if r.kind == "trainer")
     assert role.resources == {"CPU": 6}
     launch = Commands(made, KEYS).launch(role, places_of(roles))
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "example_trainer/grpo.py")
-    assert launch.arguments[2:8] == torchrun
+    assert launch.arguments[:3] == (PYTHON, "-u", "example_trainer/grpo.py")
+    assert yaml.safe_load(launch.files["trainer.yaml"])["ranks"] == 2
     assert launch.variables["OMP_NUM_THREADS"] == "3"
 
 

@@ -28,8 +28,9 @@ from example_trainer.models.geometry import RopeScaling
 from example_trainer.parallel.ranks import Ranks
 from example_trainer.process import StopSignal
 from example_trainer.training.guarded_step import guarded_step
-from example_trainer.training.model import decoder_maker, refuse_ranks
+from example_trainer.training.model import decoder_maker
 from example_trainer.training.optimizer import make_optimizer
+from example_trainer.training.rank_plan import refuse_ranks
 from example_trainer.training.step import make_objective, response_logprobs
 from tests.example_trainer.deterministic.training import (
     SMALL,

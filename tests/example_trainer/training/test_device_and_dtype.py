@@ -1,8 +1,9 @@
-"""The device to train on, and the dtype: the server's, else what was asked for, else the checkpoint's; never float16."""
+"""The device to train on, and the dtype: the server's, else that of --dtype, else the checkpoint's; never float16."""
 
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -65,16 +66,39 @@ def test_a_bridge_that_rounds_lets_the_trainer_be_float32_beside_any_server() ->
         choose_dtype(options("bfloat16"), torch.float32, CPU, converts=True)
 
 
-def test_float16_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"the vLLM server holds float16 .* start server and trainer with --dtype bfloat16"):
-        choose_dtype(options(), torch.float16, GPU)
-    with pytest.raises(ConfigError, match=r"--dtype asks for float16 .* give --dtype bfloat16"):
-        choose_dtype(options("float16"), None, CPU)
+def float16_checkpoint(folder: Path) -> str:
     config = json.loads((ROOT / "assets" / "starter_model" / "config.json").read_text()) | {"dtype": "float16"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"--model-name .* has float16 .* give --dtype bfloat16"):
-        choose_dtype(options(model=str(tmp_path)), None, GPU)
-    assert choose_dtype(options("bfloat16", str(tmp_path)), None, GPU) is torch.bfloat16
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_beside_a_float16_server_the_trainer_computes_in_bfloat16(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    assert choose_dtype(options(), torch.float16, GPU, converts=True) is torch.bfloat16
+    assert choose_dtype(options(), torch.float16, CPU, converts=True) is torch.float32
+    assert choose_dtype(options("float32"), torch.float16, GPU, converts=True) is torch.float32
+    assert choose_dtype(options("bfloat16"), torch.float16, CPU, converts=True) is torch.bfloat16
+    assert "The vLLM server holds float16 weights: training in bfloat16, and rounding what it gets" in caplog.text
+
+
+def test_float16_is_refused_where_both_have_one_memory_or_the_same_bits(tmp_path: Path) -> None:
+    single = r"holds float16 .* trains in its memory: start the server with --dtype bfloat16, or train with --use-shared-memory"
+    with pytest.raises(ConfigError, match=single):
+        choose_dtype(options(), torch.float16, GPU)
+    exact = {"model_name": "any", "deterministic": True, "weight_bridge_mode": "shared_vllm"}
+    with pytest.raises(ConfigError, match=r"--deterministic compares .*: start the server with --dtype bfloat16$"):
+        choose_dtype(TrainerConfig.model_validate(exact), torch.float16, GPU, converts=True)
+    with pytest.raises(ConfigError, match=r"--dtype float16: .* give --dtype bfloat16 or float32"):
+        choose_dtype(options("float16"), None, CPU)
+
+
+def test_a_float16_checkpoint_is_trained_in_bfloat16(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    model = float16_checkpoint(tmp_path)
+    assert choose_dtype(options(model=model), None, GPU) is torch.bfloat16
+    assert f"--model-name {model} holds float16 weights: training them in bfloat16" in caplog.text
+    assert choose_dtype(options(model=model), None, CPU) is torch.float32
+    assert choose_dtype(options("float32", model), None, GPU) is torch.float32
 
 
 def cosine_to_float32(dtype: torch.dtype, tokens: int) -> float:
