@@ -246,8 +246,13 @@ class JudgeEnv(SingleTurnEnv):
             raise
         except (openai.OpenAIError, httpx.HTTPError, ValueError) as error:
             raise self.no_judgement(error) from error
+        choice = completion.choices[0]
+        if getattr(choice, "finish_reason", None) == "length":
+            # It may still have been reasoning, and a number that it considered is not its judgement.
+            self.say_once("cut", f"a judgement was cut off: raise --env.judge_max_tokens ({self.config.judge_max_tokens})")
+            return ""
         # Nobody promises that what calls itself a completion has a message.
-        return str(getattr(getattr(completion.choices[0], "message", None), "content", None) or "")
+        return str(getattr(getattr(choice, "message", None), "content", None) or "")
 
     def no_judgement(self, error: Exception) -> UsageError | RolloutFailure:
         """What becomes of a request to which there was no completion. It is counted."""

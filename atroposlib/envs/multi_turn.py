@@ -23,6 +23,7 @@ from atroposlib.groups import ScoredDataGroup
 from atroposlib.inference.managed_server import ManagedServer
 from atroposlib.inference.sequence_tracker import SequenceNode, sequence_fields
 from atroposlib.type_definitions import Item
+from atroposlib.utils.thinking import whole_response
 from atroposlib.utils.waiting import gather_or_cancel
 
 __all__ = ["Conversation", "Grade", "MultiTurnConfig", "MultiTurnEnv", "Step", "Turn"]
@@ -255,6 +256,7 @@ class MultiTurnEnv(GradedEnv):
         talk.turns.append(turn)
         talk.say({"role": "assistant", "content": text}, **({"tool_calls": list(map(as_openai, calls))} if calls else {}))
         said = talk.transcript[-1]
+        said["content"] = whole_response(text, turn.opened)
         if cut:
             talk.ended = "answer_cut" if turn.num_tokens >= self.config.max_token_length else "max_tokens"
             return

@@ -12,7 +12,7 @@ from atroposlib.envs.graded import Attempt, Grade, GradedEnv
 from atroposlib.groups import PROMPT_MASK, ScoredDataGroup
 from atroposlib.inference.sequence_tracker import sequence_fields
 from atroposlib.type_definitions import Item, Message
-from atroposlib.utils.thinking import answer_part
+from atroposlib.utils.thinking import answer_part, whole_response
 
 __all__ = ["Grade", "Response", "SingleTurnEnv", "as_response"]
 
@@ -37,6 +37,11 @@ class Response:
     def answer(self) -> str:
         """The text outside of the reasoning, which is all that a grader looks at; empty if the reasoning never ends."""
         return answer_part(self.text, self.opened)
+
+    @property
+    def whole(self) -> str:
+        """The text with the tag that the prompt opened, for records that lack the prompt's end."""
+        return whole_response(self.text, self.opened)
 
 
 class SingleTurnEnv(GradedEnv):
@@ -84,7 +89,7 @@ class SingleTurnEnv(GradedEnv):
         )
         group.update(sequence_fields(nodes))  # type: ignore[typeddict-item]
         if self.config.include_messages:
-            group["messages"] = [[*messages, {"role": "assistant", "content": r.text}] for r in responses]
+            group["messages"] = [[*messages, {"role": "assistant", "content": r.whole}] for r in responses]
         return group
 
     async def attempt(self, problem: Any, samples: int, temperature: float) -> list[Attempt]:
@@ -110,7 +115,7 @@ class SingleTurnEnv(GradedEnv):
                     "score": grade.score,
                     "finish_reason": choice.finish_reason,
                     "response_tokens": response.num_tokens,
-                    "messages": [*messages, {"role": "assistant", "content": response.text}],
+                    "messages": [*messages, {"role": "assistant", "content": response.whole}],
                 },
                 node.weights,
             )

@@ -114,6 +114,15 @@ def answer_part(text: str, opened: str = "") -> str:
     return read_reasoning(text, opened).answer
 
 
+def whole_response(text: str, opened: str) -> str:
+    r"""Return a response as it reads without its prompt: with the opening tag, if the prompt left a block open.
+
+    >>> whole_response("5?</think>4", "<think>\n"), whole_response("4", "<think>\n\n</think>\n\n")
+    ('<think>\n5?</think>4', '4')
+    """
+    return opened + text if leaves_open(opened) and not text.lstrip().startswith(opened.strip()) else text
+
+
 def read_reasoning(text: str, opened: str = "", skip: Sequence[tuple[int, int]] = ()) -> Reasoned:
     """Take a response apart.
 

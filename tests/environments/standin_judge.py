@@ -12,7 +12,7 @@ from typing import Any
 
 class Judge(ThreadingHTTPServer):
     """Answers with what `says` gives next, the last for ever: a text, a status to refuse with, bytes in place of JSON, or
-    seconds to wait before it does."""
+    seconds to wait before it does. With `cut_off`, the texts end by their limit of tokens."""
 
     daemon_threads = True
 
@@ -20,6 +20,7 @@ class Judge(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.says: list[str | int | bytes | float] = ["Score: 5"]
         self.asked: list[dict[str, Any]] = []
+        self.cut_off = False
         self.lock, self.released = threading.Lock(), threading.Event()
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
 
@@ -53,7 +54,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply(200, said)
         if isinstance(said, int):
             return self.reply(said, {"error": {"message": f"refused with {said}"}})
-        message = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": said}}
+        reason = "length" if self.server.cut_off else "stop"
+        message = {"index": 0, "finish_reason": reason, "message": {"role": "assistant", "content": said}}
         return self.reply(200, {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [message]})
 
 

@@ -92,4 +92,6 @@ def test_a_response_knows_what_its_prompt_opened() -> None:
         return as_response(Choice, SequenceNode(full_text="", tokens=[1], masked_tokens=[1], logprobs=[0.0], metadata=metadata))
 
     assert of({"opened": THINK}).opened == THINK
+    assert of({"opened": THINK}).whole == "<think>\n5</think>4", "records hold the tag"
+    assert of({"opened": "<think></think>"}).whole == of(None).whole == "5</think>4"
     assert of(None).answer == of({}).answer == "4"

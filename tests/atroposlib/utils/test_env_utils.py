@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from atroposlib.envs.evaluation import pass_at_k
 from atroposlib.utils.advantages import (
@@ -20,6 +21,7 @@ from atroposlib.utils.message_history_utils import ensure_trajectory_token_limit
 from atroposlib.utils.metrics import get_std_min_max_avg
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
 from atroposlib.utils.tool_call_parser import parse_tool_call
+from tests.atroposlib.inference.template_shapes import STARTER
 
 rewards = st.lists(st.lists(st.floats(-10, 10), min_size=1, max_size=5), min_size=1, max_size=5)
 
@@ -62,6 +64,34 @@ def trained(row: dict[str, Any]) -> str:
 def test_the_last_turn_or_all_turns_of_the_assistant_are_trained() -> None:
     assert trained(tokenize_for_trainer(LetterTokenizer(), CHAT)) == "A2\0"
     assert trained(tokenize_for_trainer(LetterTokenizer(), CHAT, train_on_all_assistant_turns=True)) == "A1\0A2\0"
+
+
+STRIPS = "{{ m.content.split('</think>')[-1] if not loop.last else m.content }}"
+REBUILDS = "<think>\n{{ m.content.split('</think>')[0] if loop.last else '' }}</think>{{ m.content.split('</think>')[-1] }}"
+
+
+@pytest.mark.parametrize(
+    ("history", "first", "last"),
+    [("{{ m.content }}", "hm</think>2", "so</think>4"), (STRIPS, "2", "so</think>4"), (REBUILDS, "</think>2", "so</think>4")],
+)
+def test_templates_that_open_the_reasoning_and_rewrite_answers_lose_no_token(history: str, first: str, last: str) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(STARTER)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+        + history
+        + "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+        + "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    contents = [("user", "1 plus 1?"), ("assistant", "hm</think>2"), ("user", "2 plus 2?"), ("assistant", "so</think>4")]
+    chat: list[Any] = [{"role": role, "content": content} for role, content in contents]
+
+    def text(row: dict[str, Any]) -> str:
+        return str(tokenizer.decode([mask for mask in row["masks"] if mask != -100]))
+
+    end = "<|im_end|>\n"
+    assert text(tokenize_for_trainer(tokenizer, chat)) == last + end
+    both = tokenize_for_trainer(tokenizer, chat, train_on_all_assistant_turns=True)
+    assert text(both) == first + end + last + end
 
 
 def test_an_end_that_was_not_sampled_is_not_trained() -> None:
