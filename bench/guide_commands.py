@@ -39,7 +39,7 @@ import torch
 from bench.gpu.guide import COMMANDS, RENDEZVOUS, SERVICE, VLLM, TypedShell
 from bench.gpu.legacy_figures import legacy_figures, legacy_table
 from bench.gpu.machine import describe
-from bench.gpu.memory_peaks import MemoryPeaks
+from bench.gpu.memory_peaks import MemoryPeaks, gpu_memory
 from bench.gpu.processes import NO_MULTICAST, BenchError, Task, free_port, tail
 from bench.gpu.runs import Results, run_and_report
 from bench.gpu.shapes import SHAPES, STARTER
@@ -264,6 +264,7 @@ class GuideCommands:
         """Kill everything as the guide does. Keeps the logs, and their ends in the results if something failed."""
         try:
             found: dict[str, Any] = {"seconds_until_nothing_was_left": round(self.shell.kill(), 2)}
+            found["gpus_gib"] = gpu_memory()  # a process that held a GPU would show here
         except BenchError as error:
             self.results.failures.append(str(error))
             found = {"failed": str(error)}

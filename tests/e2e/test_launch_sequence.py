@@ -1,38 +1,28 @@
-"""The README's launch sequence, typed as it stands there but for the model's name: what it promises must appear.
+"""The README's launch sequence, typed as it stands there but for the model's name, with all that it promises.
 
-The problems come from a local copy of GSM8K with the format reward, because a test has no network and its model of two million
-parameters solves none of them; those two flags are the only ones added, beside two for short answers in large groups, which are
-sampled in few steps. Where one of the documented ports is taken on this machine, another takes its place in all commands, and
-comes as a flag where none is typed. The shell's environment has vLLM fork its engine and its ranks.
+Then come the guide's production run beside the same services, and its clean-up, after which nothing may be left.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shlex
 import signal
-import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from example_trainer.child_processes.guard import descendants
-from example_trainer.child_processes.ports import PortReservations
-from example_trainer.child_processes.processes import ManagedProcess
-from tests.conftest import ROOT, Processes
-from tests.e2e.conftest import FORKED_ENGINES
-from tests.still_running import command_line
+from bench.gpu.guide import COMMANDS, VLLM, TypedShell, words_of
+from tests.conftest import ROOT
+from tests.e2e.guide_shell import NEEDS_GSM8K, guide_shell, on_this_machine, type_named, wait_for_vllm
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(540), NEEDS_GSM8K]
 
-GSM8K = ROOT.parent / "shared" / "gsm8k"
-STARTER = ROOT / "assets" / "starter_model"
-SERVICE, VLLM, RENDEZVOUS = 8000, 9001, 29500
-README_MODEL = "Qwen/Qwen2.5-14B-Instruct"
+LAUNCHED = ("old files", "service", "environment", "vllm", "shared memory", "trainer")
+"""The guide's commands that the README's sequence has too."""
 
 
 def launch_commands() -> list[str]:
@@ -45,74 +35,28 @@ def launch_commands() -> list[str]:
 
 
 @pytest.fixture
-def shell(processes: Processes, tmp_path: Path) -> Iterator[Shell]:
-    with PortReservations() as reserved:  # no other test picks one of them meanwhile
-        ports = {port: port if reserved.take(port) else reserved.pick() for port in (SERVICE, VLLM, RENDEZVOUS)}
-        for name in ("atroposlib", "environments", "example_trainer", "vllm_patching"):
-            (tmp_path / name).symlink_to(ROOT / name)
-        yield Shell(processes, tmp_path, ports)
+def shell(tmp_path: Path) -> Iterator[TypedShell]:
+    with guide_shell(tmp_path) as shell:
+        yield shell
 
 
-class Shell:
-    """One bash that stays open, so that `export` and `&` mean what they mean to a person.
-
-    Attributes:
-        folder: its working directory.
-        ports: by the port that is documented, the one that is used.
-    """
-
-    def __init__(self, processes: Processes, folder: Path, ports: Mapping[int, int]) -> None:
-        self.folder, self.ports = folder, ports
-        environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-        environment |= FORKED_ENGINES
-        self._script = folder / "commands"
-        os.mkfifo(self._script)
-        self.process: ManagedProcess = processes.start("shell", ["bash", self._script], environment, folder)
-        self._pipe = self._script.open("w")
-
-    def type(self, command: str) -> None:
-        self._pipe.write(self._at_its_ports(command).rstrip("\n") + "\n")
-        self._pipe.flush()
-
-    def _at_its_ports(self, command: str) -> str:
-        documented = "|".join(map(str, self.ports))
-        command = re.sub(rf"\b({documented})\b", lambda port: str(self.ports[int(port[0])]), command)
-        if (port := self.ports[SERVICE]) != SERVICE:
-            command = command.replace("atroposlib.cli.run_api", f"atroposlib.cli.run_api --port {port}")
-            command = command.replace("gsm8k_server.py", f"gsm8k_server.py --env.rollout_server_url http://localhost:{port}")
-            command = command.replace("grpo.py", f"grpo.py --atropos-url http://localhost:{port}")
-        if (port := self.ports[VLLM]) != VLLM:
-            command = command.replace("gsm8k_server.py", f"gsm8k_server.py --openai.base_url http://localhost:{port}/v1")
-        return command
-
-    def read(self, name: str) -> str:
-        path = self.folder / name
-        return path.read_text(errors="replace") if path.exists() else ""
-
-    def wait_for(self, name: str, text: str, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while text not in self.read(name):
-            assert time.monotonic() < deadline, f"{name} lacks {text!r}; it ends with:\n{self.read(name)[-3000:]}"
-            time.sleep(0.25)
+def test_the_sequence_has_the_commands_of_the_guide() -> None:
+    lines = [line for block in launch_commands() for line in block.replace("\\\n", " ").splitlines()]
+    here = [words_of(line) for line in lines]
+    for name in LAUNCHED:
+        assert words_of(COMMANDS[name]) in here, name
 
 
-def test_every_command_works_and_prints_what_it_promises(shell: Shell) -> None:
-    if not GSM8K.is_dir():
-        pytest.skip("no local copy of GSM8K in ../shared/gsm8k")
-    extra = f"--env.dataset_path {shlex.quote(str(GSM8K))} --env.format_reward --env.max_token_length 16 --env.group_size 16"
+def test_every_command_works_and_prints_what_it_promises(shell: TypedShell) -> None:
     vllm_port = shell.ports[VLLM]
     for block in launch_commands():
-        command = block.replace(README_MODEL, str(STARTER))
-        command = command.replace("environments/gsm8k_server.py", f"environments/gsm8k_server.py {extra}")
+        command = on_this_machine(block)
         if command.startswith("tail -f vllm.log"):
-            shell.wait_for("vllm.log", f"Uvicorn running on http://0.0.0.0:{vllm_port}", 240)
+            wait_for_vllm(shell)
         elif command.startswith("tail -f trainer.log"):
-            shell.wait_for("trainer.log", "Step 2/100", 240)
+            shell.wait_for("trainer.log", "Step 2/100", 240, "grpo.py")
         elif command.startswith(("grep", "curl")):
-            name = f"answer-{time.monotonic_ns()}"
-            shell.type(f"{command.strip()} > {name}; echo done >> {name}")
-            shell.wait_for(name, "done", 120)
-            assert shell.read(name).removesuffix("done\n").strip(), f"{command!r} found nothing"
+            assert shell.answer(command, 120).strip(), f"{command!r} found nothing"
         elif "grpo.py" in command:
             shell.type(command.rstrip() + " > /dev/null &")
         else:
@@ -146,14 +90,18 @@ def test_every_command_works_and_prints_what_it_promises(shell: Shell) -> None:
     assert "Serving weight version 2" in vllm
     assert '"param_mappings": {"model.embed_tokens.weight"' in shell.read("vllm_bridge_config.json")
 
-    # A person stops it with Ctrl-C: the trainer keeps what it has learned, and nothing stays behind.
-    below = descendants(shell.process.command_pid())
-    trainers = [pid for pid in below if "example_trainer/grpo.py" in command_line(pid)]
+    # A person stops it with Ctrl-C: the trainer keeps what it has learned.
+    trainers = shell.pids_of("example_trainer/grpo.py")
     assert trainers, "the trainer has ended before it was stopped"
     for pid in trainers:
         os.kill(pid, signal.SIGINT)
     deadline = time.monotonic() + 180
-    while not list((shell.folder / "trained_model_checkpoints").glob("step_*/model.safetensors")):
+    while shell.pids_of("example_trainer/grpo.py"):
         assert time.monotonic() < deadline, shell.read("trainer.log")[-2000:]
         time.sleep(0.25)
-    os.kill(shell.process.command_pid(), signal.SIGTERM)
+    assert list((shell.folder / "trained_model_checkpoints").glob("step_*/model.safetensors"))
+
+    # The other processes still run, and another training beside them is the guide's production run.
+    type_named(shell, "production", "> production.log 2>&1 &")
+    shell.wait_for("production.log", "Step 1/1000", 240, "grpo.py")
+    assert shell.kill() < 5
