@@ -16,6 +16,7 @@ from example_trainer.api_keys import revealed
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BridgeError
 from example_trainer.models.geometry import Geometry
+from example_trainer.prerequisites import require_vllm
 from example_trainer.process import StopSignal
 from example_trainer.weight_bridge.base import SyncReport, WeightBridge, Weights, timed
 from example_trainer.weight_bridge.owned_server import (
@@ -72,6 +73,8 @@ class RestartBridge(WeightBridge):
 
     def serving_dtype(self) -> torch.dtype | None:
         """None: the server takes the dtype of the checkpoint. A command that cannot be used is refused here."""
+        if self._config.vllm_command is None:
+            require_vllm()
         self._server.require_free_port()
         self._server.command(Served(self._first_model, 0))
         return None

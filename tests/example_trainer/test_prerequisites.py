@@ -14,8 +14,11 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from example_trainer.config import TrainerConfig
 from example_trainer.errors import ConfigError
 from example_trainer.prerequisites import COMMANDS, IN_REQUIREMENTS, missing_package, require_vllm
+from example_trainer.process import StopSignal
+from example_trainer.weight_bridge.restart import RestartBridge
 from tests.conftest import ROOT
 from vllm_patching.compat.versions import INSTALL_VLLM
 
@@ -112,6 +115,10 @@ def test_another_vllm_is_refused_with_the_command(tmp_path: Path, monkeypatch: p
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=r"^vLLM 0\.33\.0 is installed, but only .*`pip install vllm==0\.26\.0` on a machine"):
         require_vllm()
+    bridge = RestartBridge(TrainerConfig.model_validate({"model_name": "x"}), StopSignal())
+    with pytest.raises(ConfigError, match=r"^vLLM 0\.33\.0 is installed"):
+        bridge.serving_dtype()
+    bridge.close()
 
 
 def test_the_lists_agree_with_the_requirements() -> None:
