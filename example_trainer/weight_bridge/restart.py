@@ -1,11 +1,12 @@
-"""The weights travel on the disk: a checkpoint every N steps, and a vLLM server that is started anew on each.
+"""Weights by way of the disk: a checkpoint every N steps, and a vLLM server that is restarted on each.
 
-Slow (loading takes vLLM tens of seconds) and simple: it needs nothing inside vLLM, so it works with servers that are not ours.
+This bridge is slow, because vLLM takes tens of seconds to load. It needs nothing inside vLLM, so it works with other servers.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,18 +37,19 @@ LOG_NAME = "vllm.log"
 CLOSE_SECONDS = STOP_SECONDS + 30.0
 """For the watch to end: it sleeps half a second at a time, asks a server twice, or stops one."""
 _WATCH_SECONDS = 0.5
+_STARTS_VLLM = re.compile(r"(?:^|[\s/])vllm serve\b|\bvllm\.entrypoints\b|\bvllm_api_server\.py\b")
 
 
 class RestartBridge(WeightBridge):
-    """Owns the server's process.
+    """Starts a server, restarts it on checkpoints, and ends it.
 
-    A thread watches over the server while the trainer does other things, mostly waiting for rollouts that a dead server would
-    never give: it starts the server again on the checkpoint that it had, and ends the training through `stop` if that fails.
+    A thread watches the server while the trainer waits for rollouts or trains. If the server dies, the thread starts it again
+    on the checkpoint that it had, and ends the training through `stop` if that fails.
 
     Args:
-        config: --vllm-restart-interval and what belongs to it.
-        stop: heeded while a server loads.
-        weight_epoch: names this trainer's weights; the server is told beside their version.
+        config: --vllm-restart-interval and the options of the server.
+        stop: ends the waiting for a server that loads.
+        weight_epoch: of this trainer's weights; the server gets it together with their version.
     """
 
     def __init__(self, config: TrainerConfig, stop: StopSignal, weight_epoch: int = 0) -> None:
@@ -92,12 +94,12 @@ class RestartBridge(WeightBridge):
     def add_server_flags(self, flags: tuple[str, ...]) -> None:
         """See WeightBridge.add_server_flags. A --vllm-command that is not vLLM's gets none, which is logged."""
         command = self._config.vllm_command
-        if command is None or "vllm" in command:
+        if command is None or _STARTS_VLLM.search(command):
             self._server.computed_flags = flags
         elif flags:
             logger.warning(
-                "[Bridge] --vllm-command does not name vllm, so its server is started without %s: give flags of the same "
-                "meaning in --vllm-args if it does not fit beside the trainer", " ".join(flags),
+                "[Bridge] --vllm-command does not start vLLM, so its server gets no %s: give flags of the same meaning in "
+                "--vllm-args if it does not fit beside the trainer", " ".join(flags),
             )  # fmt: skip
 
     def connect(self, model: torch.nn.Module) -> None:
@@ -110,7 +112,7 @@ class RestartBridge(WeightBridge):
         return self._config.restarts_vllm_at(version)
 
     def sync(self, version: int, write_weights: Callable[[], None], masters: Weights | None = None) -> SyncReport:
-        """Restart the server if `version` is one that it shall serve; `save_path/step_<version>` must then be there.
+        """Restart the server if a restart is due at `version`; the weights in `save_path/step_<version>` must then be there.
 
         Returns:
             A report with the version that the server serves, which between restarts is an older one.

@@ -1,5 +1,7 @@
 """Trains a tiny model with a checkpoint at each step, in forked processes that kill themselves in the middle of writing.
 
+Every second step has its weights written first, as for a server that is restarted on them.
+
 python -m tests.example_trainer.training.killed_saver START FOLDER STEPS POINT…
 
 A point is after how many operations on files SIGKILL comes; 0: never. Each process saves into FOLDER/POINT. Prints a JSON list:
@@ -76,6 +78,10 @@ def save_each_step(start: Path, folder: Path, steps: int, point: int) -> int:
     checkpoints = Checkpoints(folder, RUN, keep_states=1, keep=2)
     for step in range(1, steps + 1):
         train(model, optimizer, step)
+        if step == 2:
+            checkpoints.wait()  # from now on some step has its state, from which a resume is exact
+        if step % 2 == 0:
+            checkpoints.save_weights(model, optimizer, {})
         checkpoints.begin(model, optimizer, {})
     checkpoints.wait()
     return deadline.done

@@ -26,8 +26,10 @@ from example_trainer.weight_bridge import restart
 from example_trainer.weight_bridge.base import NoBridge
 from example_trainer.weight_bridge.factory import make_bridge
 from example_trainer.weight_bridge.foreign_server import ForeignServerBridge
+from example_trainer.weight_bridge.owned_server import Served
 from example_trainer.weight_bridge.restart import REVIVALS, RestartBridge
 from example_trainer.weight_bridge.server_record import end_left_over_server, read_record, record_file
+from tests.example_trainer.weight_bridge.test_server_gpus import geometry
 
 ROOT = Path(__file__).resolve().parents[3]
 STANDIN = Path(__file__).with_name("standin_vllm.py")
@@ -70,7 +72,8 @@ def stack(tmp_path: Path, free_port: Callable[[], int], monkeypatch: pytest.Monk
     yield made
     for bridge in made.bridges:
         bridge.close()
-    assert is_free(made.port)
+        assert is_free(made.port)
+    eventually(lambda: is_free(made.port), "a killed trainer's server is still there")
 
 
 def eventually(done: Callable[[], bool], what: str, seconds: float = 120) -> None:
@@ -220,6 +223,33 @@ def test_a_server_on_another_machine_is_left_alone(stack: Stack) -> None:
     bridge = make_bridge(stack.config(vllm_host="192.0.2.1"), stack.stop)
     assert isinstance(bridge, ForeignServerBridge)
     bridge.close()
+
+
+@pytest.mark.parametrize(
+    ("command", "gets"),
+    [
+        (None, True),
+        ("/opt/venv/bin/vllm serve {model} --port {port}", True),
+        ("python -m vllm.entrypoints.openai.api_server --model {model}", True),
+        ("/envs/vllm/bin/python -m sglang.launch_server --model-path {model}", False),
+    ],
+)
+def test_computed_flags_come_before_the_users_which_win(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, command: str | None, gets: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    bridge = make_bridge(stack.config(vllm_command=command, vllm_args="--max-num-seqs 4"), stack.stop)
+    assert isinstance(bridge, RestartBridge)
+    assert bridge.place_server(torch.device("cpu"), geometry()) is None
+    place = bridge.place_server(torch.device("cuda"), geometry())
+    assert place is not None
+    assert (place.gpus, place.trainer, place.tensor_parallel) == (("5", "6"), "4", 2)
+    bridge.add_server_flags(("--tensor-parallel-size", "2"))
+    words = bridge._server.command(Served("m", 0))
+    assert words[-2:] == ["--max-num-seqs", "4"]
+    assert (words[-4:-2] == ["--tensor-parallel-size", "2"]) == gets
+    assert ("does not start vLLM, so its server gets no --tensor-parallel-size 2" in caplog.text) != gets
 
 
 def test_with_interval_0_no_server_is_started_or_looked_for(stack: Stack) -> None:
