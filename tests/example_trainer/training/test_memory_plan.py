@@ -174,7 +174,7 @@ def test_8_bit_moments_take_a_byte_and_a_share_of_a_scale() -> None:
     assert host_bytes(replace(small, offload=True)) == 4 * small.trained + small.moment_bytes
     # Over ranks, rows of 896 are not whole blocks; adapters are too small to be worth it.
     odd = request(geometry=geometry(hidden_size=896), optimizer="adamw-8bit")
-    assert replace(odd, world_size=2).quantised < odd.trained // 4 < odd.quantised
+    assert replace(odd, world_size=2).quantised < odd.trained // 3 < odd.quantised
     assert request(lora=(16, ("q_proj",)), optimizer="adamw-8bit").quantised == 0
 
 
