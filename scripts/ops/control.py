@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from atroposlib.utils.process_identity import Identity, identify
 from example_trainer.child_processes.guard import descendants, send
 from example_trainer.child_processes.ports import is_free
 from example_trainer.child_processes.processes import ProcessError, describe_exit, first_error, tail
@@ -21,7 +22,7 @@ from scripts.ops.fleet import join
 from scripts.ops.keys import SERVICE, make_keys, variables_of
 from scripts.ops.options import save
 from scripts.ops.parts import kind_of, server_number, to_stop
-from scripts.ops.records import Identity, Record, Records, identify, owner_is_me
+from scripts.ops.records import Record, Records, owner_is_me
 from scripts.ops.stack import Stack
 from scripts.quickstart.errors import QuickstartError
 from scripts.quickstart.options import ROOT

@@ -8,44 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from atroposlib.utils.process_identity import Identity, boot_id, identify
 from scripts.ops.parts import in_order, kind_of
 from scripts.quickstart.errors import QuickstartError
 
 FOLDER = "processes"
 OWNED_LOG = "trainer/vllm.log"
 """Log of a vLLM server that the trainer started, from the run's folder."""
-
-
-@dataclass(frozen=True)
-class Identity:
-    """A process: its id, when it started (clock ticks since boot, as the kernel counts them), and of which boot.
-
-    A process id alone is given again to another process sooner or later; the three together never are.
-    """
-
-    pid: int
-    ticks: int
-    boot: str
-
-    def is_alive(self) -> bool:
-        """Whether this very process still runs; a zombie does not."""
-        return identify(self.pid) == self
-
-
-def boot_id() -> str:
-    """Changes with every start of the machine."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def identify(pid: int) -> Identity | None:
-    """The process that has this id now; None if there is none, or only a zombie."""
-    try:
-        stat = Path("/proc", str(pid), "stat").read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    # The second field is the command's name in brackets and may itself hold spaces and brackets.
-    fields = stat.rpartition(")")[2].split()
-    return None if fields[0] in ("Z", "X") else Identity(pid, int(fields[19]), boot_id())
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from atroposlib.utils.process_identity import Identity, identify
 from example_trainer.child_processes.guard import descendants
 from example_trainer.child_processes.ports import is_free
 from scripts.ops import control
 from scripts.ops.control import Starter, claimed, stop, stop_parts
 from scripts.ops.options import parse
 from scripts.ops.parts import PARTS, parts_of
-from scripts.ops.records import Identity, Record, Records, identify
+from scripts.ops.records import Record, Records
 from scripts.ops.status import collect, table
 from scripts.quickstart.errors import QuickstartError
 from tests.scripts.ops_stack import FAILS, FINISHES, STUBBORN, SmallStack, small_options

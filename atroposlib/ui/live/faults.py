@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-SILENCES = 2.0
-"""An environment that said nothing for so many times the service's --silent-after, though the trainer waits for groups, is
-named; so is a trainer. One that tells of its servers every five seconds is named after the first."""
+from atroposlib.ui.live.signs import SILENCES
+
 SLOW_SECONDS = 600.0
 """A trainer that holds a batch and has acknowledged none for so long is named."""
 NEARLY_FULL = 0.95
@@ -40,8 +39,9 @@ class Fault:
 def find_faults(stack: Mapping[str, Any]) -> list[Fault]:
     """The faults of a stack, those that stop a run first."""
     found = [*_of_trainer(stack), *_of_queue(stack), *_of_environments(stack)]
-    for server in stack["servers"]:
-        found += _of_server(server)
+    if not stack["service"]["run_ended"]:  # its servers may stop then
+        for server in stack["servers"]:
+            found += _of_server(server)
     return sorted(found, key=lambda fault: fault.severity != "error")
 
 

@@ -41,16 +41,21 @@ def restarted(earlier: Stack, stack: Stack) -> list[Event]:
     return [make_event("service_restarted", text, now, version, version, "warning")]
 
 
-def server_events(before: Mapping[str, Any], after: Mapping[str, Any], now: float, version: int) -> Iterator[Event]:
+def server_events(
+    before: Mapping[str, Any], after: Mapping[str, Any], now: float, version: int, run_ended: bool = False
+) -> Iterator[Event]:
     """The events of one server.
 
     Args:
         before, after: rows of a Server.
         version: of the trainer's weights, where the event stands on the axis.
+        run_ended: a server that stops then is no fault.
     """
     url = after["url"]
     was, is_ = before["health"], after["health"]
-    if is_ == "silent" and was != "silent":
+    if is_ == "silent" and was != "silent" and run_ended:
+        yield make_event("server_lost", f"{url} has stopped after the end of the run", now, version, version)
+    elif is_ == "silent" and was != "silent":
         text, remedy = f"{url} does not answer: {after['detail']}", "see its log; scripts/start.sh --resume starts it again"
         yield make_event("server_lost", text, now, version, version, "error", remedy)
     elif was == "silent" and is_ in ("good", "bad"):

@@ -21,8 +21,9 @@ from atroposlib.ui.live.observed import ObservedFolder
 from atroposlib.ui.live.servers import Server, ServerWatch, read_versions
 from atroposlib.ui.live.stack import TrainerHeard, mark_of, stack_of, worth_telling
 from atroposlib.ui.run.catalogue import LIVE
-from atroposlib.ui.run.events import Event
+from atroposlib.ui.run.events import Event, number
 from atroposlib.ui.run.folder import RunFiles, environment_rows
+from atroposlib.ui.run.processes import RunProcess, read_processes
 from atroposlib.utils.addresses import server_address
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ class LiveSource:
         self._servers: dict[str, dict[str, Any]] = {}
         self._versions_written: dict[str, Any] = {}
         self._kept = 0.0
+        self._processes: list[RunProcess] = []
+        self._ended: float | None = None
         self._acked: tuple[int | None, float | None] = (None, None)
         self._run_written: dict[str, Any] = {}
         self._before = self._of_earlier_process()
@@ -131,7 +134,8 @@ class LiveSource:
             self.hub.close()
             await self.watch.close()
             loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._thread, self._note, [], [], dict(self.stack), self._told())
+            stopped = self.stack | {"stopped": time.time()} if self.stack else {}
+            await loop.run_in_executor(self._thread, self._note, [], [], stopped, self._told())
             self._thread.shutdown()
 
     async def _rounds(self) -> None:
@@ -156,7 +160,8 @@ class LiveSource:
 
     async def round(self) -> None:
         """Look once, at what is known of the servers by now."""
-        before = self.stack or None
+        before, loop = self.stack or None, asyncio.get_running_loop()
+        await loop.run_in_executor(self._thread, self._read_files)
         self.stack = self._look()
         version = self.stack["service"]["sampling_version"]
         events = [*happenings(before, self.stack), *self._drops.events(self.stack), *self._server_events(version)]
@@ -170,7 +175,6 @@ class LiveSource:
         keep: dict[str, Any] = {}
         if events or time.monotonic() - self._kept >= KEEP_SECONDS:
             self._kept, keep = time.monotonic(), self.stack
-        loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._thread, self._note, events, versions, keep, self._told())
 
     def _urls(self) -> list[str]:
@@ -188,14 +192,20 @@ class LiveSource:
         published = {row["url"]: row for row in table.servers} if is_fresh else {}
         rows = [server.row(published.get(url)) for url, server in self.watch.servers.items()]
         heard = TrainerHeard(since, service.clock() - service.trainer_heard, service.trainer_publishes)
-        return stack_of(queue, rows, time.time(), service.clock(), heard)
+        ended = self._ended if queue.ended else None
+        return stack_of(queue, rows, time.time(), service.clock(), heard, self._processes, ended)
+
+    def _read_files(self) -> None:
+        """Read what the run's folder says of processes and of the end of the run. In the thread that writes."""
+        self._processes = read_processes(self.files().folder)
+        self._ended = number(self.observed.run.get("ended"))
 
     def _server_events(self, version: int) -> list[Event]:
-        now = time.time()
+        now, ended = time.time(), self.service.queue.ended
         seen = {row["url"]: row for row in self.stack["servers"]}
         known = [(self._servers[url], row) for url, row in seen.items() if url in self._servers]
         self._servers = seen
-        return [event for before, after in known for event in server_events(before, after, now, version)]
+        return [event for before, after in known for event in server_events(before, after, now, version, ended)]
 
     def _new_versions(self) -> list[Mapping[str, Any]]:
         new: list[Mapping[str, Any]] = []

@@ -11,6 +11,8 @@ from atroposlib.api.models.records import Registration
 from atroposlib.api.queue import figures
 from atroposlib.api.queue.rollout_queue import RolloutQueue
 from atroposlib.ui.live.faults import find_faults
+from atroposlib.ui.live.signs import Known, signs_of
+from atroposlib.ui.run.processes import RunProcess
 
 MOST_GROUPS_LOOKED_AT = 5000
 """For the oldest version in the queue; in a longer one it is not looked for, which would hold up other requests."""
@@ -40,6 +42,8 @@ def stack_of(
     now: float,
     monotonic: float,
     heard: TrainerHeard = TrainerHeard(),  # noqa: B008 - a tuple
+    processes: Sequence[RunProcess] = (),
+    ended: float | None = None,
 ) -> dict[str, Any]:
     """The stack as GET /ui/api/stack tells it.
 
@@ -49,6 +53,8 @@ def stack_of(
         now: Unix seconds.
         monotonic: seconds of the queue's clock.
         heard: of the trainer.
+        processes: records of the run's folder.
+        ended: Unix time of the end of the run, if it is known.
     """
     trainer = queue.registration
     dropped: Counter[str] = Counter()
@@ -88,14 +94,16 @@ def stack_of(
         "environments": figures.environments(queue, monotonic, MOST_ENVIRONMENTS),
         "servers": [dict(server) for server in servers],
     }
+    stack["signs"] = signs_of(stack, Known(now, ended=ended, processes=processes))
     stack["faults"] = [fault.to_json() for fault in find_faults(stack)]
     return stack
 
 
 def worth_telling(stack: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a stack counts when two are compared: not the seconds that go by in each of them anyway."""
+    """What of a stack counts when two are compared: not the seconds that pass in each of them anyway."""
     told = {name: value for name, value in stack.items() if name != "time"}
     told["trainer"] = stack["trainer"] | {"seconds_since_step": None, "seconds_silent": None}
+    told["signs"] = {name: sign | {"seen": None} for name, sign in stack["signs"].items()}
     told["environments"] = [one | {"seconds_silent": None} for one in stack["environments"]]
     told["servers"] = [one | {"asked": None, "answered": None} for one in stack["servers"]]
     return told

@@ -21,8 +21,9 @@ MOST_OPEN = 8
 LOOK_SECONDS = 5.0
 """How old the list of runs may be."""
 QUIET_SECONDS = 600.0
-"""Without a row for so long, a run of which nothing else is known is not said to be running."""
-
+"""A run with no new row for this many seconds is no longer shown as running."""
+SERVED_QUIET_SECONDS = 60.0
+"""The same for a run whose service writes stack.json: it does so every ten seconds."""
 
 REWARD = "reward_mean"
 
@@ -146,11 +147,17 @@ class RunCatalogue:
             self._summaries[files.id] = known
             summary, live = known[1], files.id == LIVE
             state = summary["state"]
-            if state == "unknown" and (live or time.time() - stamp < QUIET_SECONDS):
+            if state == "unknown" and (live or time.time() - stamp < quiet_seconds(files)):
                 state = "running"
             identity = {"id": files.id, "name": files.name, "folder": str(files.folder), "live": live}
             listed.append({**identity, **summary, "state": state})
         return listed
+
+
+def quiet_seconds(files: RunFiles) -> float:
+    """Return for how long a run's files may stay unchanged while it runs."""
+    served = files.observed is not None and (files.observed / "stack.json").exists()
+    return SERVED_QUIET_SECONDS if served else QUIET_SECONDS
 
 
 class _Rewards:

@@ -127,10 +127,11 @@ def read_object(path: Path) -> dict[str, Any]:
 def changed(run: RunFiles) -> float:
     """Unix time of the last change of the run's files; 0 if none is there."""
     paths = [run.metrics, *run.groups, *([run.observed / "stack.json", run.observed / "run.json"] if run.observed else [])]
-    return max(_changed(path) for path in paths)
+    return max(modified(path) for path in paths)
 
 
-def _changed(path: Path) -> float:
+def modified(path: Path) -> float:
+    """Unix time of the last change of a file; 0 if it is not there."""
     try:
         return path.stat().st_mtime
     except OSError:

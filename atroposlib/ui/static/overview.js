@@ -84,7 +84,7 @@ async function loadAll() {
 
 async function start() {
   const [stack, events, runs] = await Promise.all([getJson("/ui/api/stack", { run: page.run }), getJson("/ui/api/events", { run: page.run }), getJson("/ui/api/runs"), loadAll()]);
-  take(stack.time === null ? null : stack);
+  take(stack);
   page.events = events.events;
   page.leftOut = events.left_out;
   page.catalogue = runs.runs;
@@ -155,19 +155,19 @@ function drawVitals(run, measured) {
 
 /** The service has told how the stack is. */
 function take(stack) {
-  page.stack = stack;
+  page.stack = stack.time === null ? null : stack;
   page.told = Date.now() / 1000;
 }
 
 function drawStatus(now) {
-  const stack = page.stack?.live ? aged(page.stack, (page.lost ?? now) - page.told, page.lost) : page.stack;
+  const stack = page.stack && aged(page.stack, (page.lost ?? now) - (page.stack.live ? page.told : page.stack.time), page.lost);
   $("stack-section").hidden = stack === null;
   drawFaults($("faults"), stack?.live ? stack.faults : [], now);
   if (stack !== null) {
-    drawStack($("stack"), stack);
+    drawStack($("stack"), stack, now);
   }
   const own = page.catalogue.find((run) => run.id === page.own);
-  const written = own ? `${labelOf(own.id)}: ${count(own.steps, "step")}, last written ${clock(own.updated, now)}` : "No steps yet";
+  const written = own ? `${labelOf(own.id)}: ${count(own.steps, "step")}, ${own.state === "ended" ? "ended, " : ""}last written ${clock(own.updated, now)}` : "No steps yet";
   say($("headline"), STREAM_SAID[page.connection] ?? sentence(stack, written, now));
 }
 
@@ -350,7 +350,15 @@ live.on("state", (state) => {
     drawStatus(Date.now() / 1000);
   }
 });
-window.setInterval(() => page.stack?.live && drawStatus(Date.now() / 1000), AGE_EVERY);
+window.setInterval(refresh, AGE_EVERY);
+
+/** Draw how old everything is by now. For a run of files, ask first what has become of its processes. */
+async function refresh() {
+  if (page.stack && !page.stack.live && !document.hidden) {
+    await getJson("/ui/api/stack", { run: page.run }).then(take, complain);
+  }
+  drawStatus(Date.now() / 1000);
+}
 
 let reloading = 0;
 

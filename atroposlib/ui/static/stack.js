@@ -3,21 +3,22 @@
 import { h, keyed, renew, withCode } from "./dom.js";
 import { ago, bytes, clock, count, modelName, number, seconds } from "./format.js";
 
-const STATES = { good: "good", faulty: "faulty", gone: "gone", starting: "starting" };
-const BADGES = { good: "good", faulty: "bad", gone: "bad", starting: "warn" };
+const STATES = { good: "good", faulty: "faulty", gone: "gone", starting: "starting", ended: "ended", silent: "no sign" };
+export const BADGES = { good: "good", faulty: "bad", gone: "bad", starting: "warn", ended: "", "no sign": "warn" };
 const QUIET = 5; // seconds; asking is their habit
 
 /**
  * What is drawn, from `GET /ui/api/stack`. Pure.
  *
  * Returns boxes by their place in the picture: {id, name, title, state, said, facts: [[what, value], …], parts: boxes inside}, and the
- * texts of the arrows between them.
+ * texts of the arrows between them. `now`: Unix time, for how long ago the last sign of a process was.
  */
-export function pictureOf(stack) {
+export function pictureOf(stack, now = stack.time) {
   const faulty = new Set(stack.faults.filter((fault) => fault.severity === "error").map((fault) => fault.part));
   const state = (part, gone = false) => (gone ? STATES.gone : faulty.has(part) ? STATES.faulty : STATES.good);
+  const boxes = [environmentBox(stack, state), serviceBox(stack, state), trainerBox(stack, state), serverBox(stack, state)];
   return {
-    boxes: [environmentBox(stack, state), serviceBox(stack, state), trainerBox(stack, state), serverBox(stack, state)],
+    boxes: boxes.map((box) => (box.parts ? { ...box, parts: box.parts.map((part) => signed(part, stack, now)) } : signed(box, stack, now))),
     arrows: {
       groups: stack.queue.groups ? `${count(stack.queue.groups, "group")} queued` : "groups",
       batches: stack.leases.length ? `${number(stack.leases.length)} leased` : "batches",
@@ -27,9 +28,26 @@ export function pictureOf(stack) {
   };
 }
 
+/** A box as it is where its process has ended, or gives no sign any more. */
+function signed(box, stack, now) {
+  const sign = stack.signs?.[box.id];
+  if (!sign || (box.id === "service" && stack.lost)) {
+    return box;
+  }
+  return { ...box, state: STATES[sign.state], said: signText(sign, now) };
+}
+
+/** What a sign says, such as `no sign for 5 min` or `the run has ended, at 18:03:12`. Pure. */
+export function signText(sign, now) {
+  if (sign.state === "silent") {
+    return sign.seen === null ? "no sign" : `no sign for ${seconds(Math.max(0, Math.round(now - sign.seen)))}`;
+  }
+  return sign.seen === null ? sign.text : `${sign.text}, ${sign.text.startsWith("no sign") ? "last seen" : "at"} ${clock(sign.seen, now)}`;
+}
+
 function environmentBox(stack, state) {
   const parts = stack.environments.map((environment) => {
-    const gone = environment.connected === false && !stack.service.run_ended;
+    const gone = environment.connected === false;
     const name = environment.wandb_name ?? `environment ${environment.env_id}`;
     const now = gone ? STATES.gone : state(`environment ${name}`);
     return {
@@ -76,7 +94,7 @@ function faultyOf(parts, state) {
 function trainerBox(stack, state) {
   const { trainer, service } = stack;
   if (!trainer.registered) {
-    const [now, said] = service.run_ended ? [STATES.good, "the run has ended"] : [STATES.starting, "has not registered yet"];
+    const [now, said] = service.run_ended ? [STATES.ended, "the run has ended"] : [STATES.starting, "has not registered yet"];
     return { id: "trainer", name: "trainer", title: "Trainer", state: now, said, facts: [] };
   }
   const facts = [
@@ -87,7 +105,7 @@ function trainerBox(stack, state) {
     ["staleness", trainer.max_staleness === null || trainer.max_staleness === undefined ? "any" : `at most ${number(trainer.max_staleness)}`],
   ];
   const share = trainer.of_steps ? trainer.step / trainer.of_steps : null;
-  return { id: "trainer", name: "trainer", title: "Trainer", state: state("trainer"), said: service.run_ended ? "the run has ended" : modelName(trainer.model), facts, fill: share };
+  return { id: "trainer", name: "trainer", title: "Trainer", state: state("trainer"), said: modelName(trainer.model), facts, fill: share };
 }
 
 function serverBox(stack, state) {
@@ -95,13 +113,15 @@ function serverBox(stack, state) {
     const gone = server.health === "silent" || server.standing === "away";
     const bad = server.health === "bad" || server.standing === "quarantined";
     const now = gone ? STATES.gone : bad ? STATES.faulty : server.standing === "joining" ? STATES.starting : state(`server ${server.url}`);
-    const facts = [[gone ? "served last" : "serves", server.weight_version === null ? "not known" : `version ${number(server.weight_version)}`]];
+    const past = gone || Boolean(stack.signs?.[`server-${server.url}`]);
+    const facts = [[past ? "served last" : "serves", server.weight_version === null ? "not known" : `version ${number(server.weight_version)}`]];
     if (server.running !== null && server.running !== undefined) {
       facts.push(["requests", server.waiting === null || server.waiting === undefined ? `${number(server.running)} under way` : `${number(server.running)} run, ${number(server.waiting)} wait`]);
     }
     const since = server.standing && !gone ? server.standing_since : server.since;
     if (since) {
-      facts.push([server.standing && !gone ? server.standing : server.health, `since ${clock(since, stack.time)}`]);
+      const how = server.standing && !gone ? server.standing : server.health;
+      facts.push([past && !gone ? `was ${how}` : how, `since ${clock(since, stack.time)}`]);
     }
     return { id: `server-${server.url}`, name: "vllm", title: server.url.replace(/^https?:\/\//, ""), state: now, said: server.reason || server.detail || "", facts };
   });
@@ -153,8 +173,8 @@ function silence(since) {
 }
 
 /** Draw the picture into a list. */
-export function drawStack(list, stack) {
-  const { boxes, arrows } = pictureOf(stack);
+export function drawStack(list, stack, now) {
+  const { boxes, arrows } = pictureOf(stack, now);
   const [environments, service, trainer, servers] = boxes;
   const arrow = (id, text) => ({ id: `arrow-${id}`, arrow: id, text });
   const items = [environments, arrow("groups", arrows.groups), service, arrow("batches", arrows.batches), trainer, arrow("weights", arrows.weights), servers, arrow("tokens", arrows.tokens)];

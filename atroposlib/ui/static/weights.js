@@ -6,6 +6,7 @@ import { $, h, keyed, renew, say } from "./dom.js";
 import { bytes, clock, count, number, quoted, seconds, words } from "./format.js";
 import { address, getJson, refusalIn, shownRun } from "./http.js";
 import * as live from "./live.js";
+import { BADGES, signText } from "./stack.js";
 
 const SHOWN = 500;
 const PHASES = 8;
@@ -62,6 +63,10 @@ function sentence(servers, newest) {
 
 function standingOf(server) {
   const row = page.stack?.servers.find((other) => other.url === server.url);
+  const sign = page.stack?.signs?.[`server-${server.url}`];
+  if (sign) {
+    return [sign.state === "silent" ? "no sign" : sign.state, signText(sign, Date.now() / 1000)];
+  }
   if (!page.stack?.live) {
     return [null, ""];
   }
@@ -95,7 +100,7 @@ function fillServer(element, server, newest, servers) {
   const same = newest && server.checksums.includes(newest.checksum);
   const other = disagreeing(server, servers);
   renew(element, [{ ...server, history: null }, state, why, same, other?.url], () => [
-    h("h3", {}, server.url.replace(/^https?:\/\//, ""), state ? h("span", { class: `badge ${state === "good" ? "good" : state === "starting" ? "warn" : "bad"}` }, state) : null),
+    h("h3", {}, server.url.replace(/^https?:\/\//, ""), state ? h("span", { class: `badge ${BADGES[state]}` }, state) : null),
     h("p", { class: "version" }, serves),
     h(
       "dl",
@@ -109,7 +114,7 @@ function fillServer(element, server, newest, servers) {
       fact("longest gap", server.longest_gap === null || server.longest_gap === undefined ? "–" : `${seconds(server.longest_gap)}${server.longest_gap_at ? `, at ${clock(server.longest_gap_at, now)}` : ""}`),
     ),
     phases.length ? phaseBar(phases) : null,
-    why ? h("p", { class: "trouble bad" }, why) : null,
+    why ? h("p", { class: `trouble ${BADGES[state] === "bad" ? "bad" : "muted"}` }, why) : null,
     server.last_error ? h("p", { class: "trouble muted" }, "last failure: ", server.last_error) : null,
   ]);
 }

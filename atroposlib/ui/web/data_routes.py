@@ -17,11 +17,14 @@ from starlette.routing import Route
 
 from atroposlib.ui.live.hub import TooManyPagesError
 from atroposlib.ui.live.servers import read_versions
+from atroposlib.ui.live.signs import Known, signs_of
 from atroposlib.ui.page import RunPage, json_answer
 from atroposlib.ui.rollouts.archive import ArchiveError
 from atroposlib.ui.run.catalogue import LIVE, UnknownRunError
 from atroposlib.ui.run.columns import FEWEST_POINTS, MOST_POINTS, Series
-from atroposlib.ui.run.folder import read_object
+from atroposlib.ui.run.events import number
+from atroposlib.ui.run.folder import RunFiles, modified, read_object
+from atroposlib.ui.run.processes import read_processes
 from atroposlib.ui.run.run import Run
 from atroposlib.ui.web.gatekeeper import API
 from atroposlib.ui.web.stream import EventStream
@@ -32,6 +35,8 @@ MOST_NAMES = 200
 """Figures of one request."""
 BEST_SECONDS = 0.5
 """For one answer to read the rewards of all runs, of which the page asks for more until all are read."""
+CLOCK_SECONDS = 5.0
+"""By which the clocks of two machines may differ without notice."""
 MOST_VERSIONS = 10_000
 """Of all servers of a run, that are told at once."""
 
@@ -111,8 +116,7 @@ def data_routes(page: RunPage) -> list[Route]:
             return json_answer(page.live.stack or {"live": True, "time": None})
 
         def kept() -> dict[str, Any]:
-            observed = page.runs.files(run).observed
-            return {"time": None} | (read_object(observed / "stack.json") if observed else {}) | {"live": False}
+            return kept_stack(page.runs.files(run), time.time())
 
         return await page.answer(request, kept)
 
@@ -161,6 +165,27 @@ def data_routes(page: RunPage) -> list[Route]:
         route("weights", weights),
         route("stream", stream),
     ]
+
+
+def kept_stack(files: RunFiles, now: float) -> dict[str, Any]:
+    """The stack of a run as its service wrote it down, with what has become of its processes by now.
+
+    Args:
+        files: of the run.
+        now: Unix seconds.
+    """
+    stack = read_object(files.observed / "stack.json") if files.observed is not None else {}
+    told = number(stack.get("time"))
+    if files.observed is None or told is None:
+        return {"time": None, "live": False}
+    ended = number(read_object(files.observed / "run.json").get("ended"))
+    # A clock that is ahead says nothing. If the service's clock is behind, the file's own time is nearer to the truth.
+    times = [at for at in (told, modified(files.observed / "stack.json")) if at <= now + CLOCK_SECONDS]
+    try:
+        signs = signs_of(stack, Known(now, max(times, default=now), ended, read_processes(files.folder)))
+    except (KeyError, TypeError, ValueError, AttributeError):  # of another version, or damaged
+        signs = {}
+    return stack | {"live": False, "signs": signs}
 
 
 def describe(page: RunPage) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def test_runs_and_groups_are_shown_from_their_files(tmp_path: Path, processes: P
         assert series["series"]["reward_mean"]["mean"] == [0.5, 0.75]
         assert [event["text"] for event in page.get("/ui/api/events", params=run).json()["events"]] == ["it was gone"]
         assert page.get("/ui/api/weights", params=run).json()["servers"][0]["longest_gap"] == 0.5
-        assert page.get("/ui/api/stack", params=run).json() == {"time": 9.0, "live": False, "faults": []}
+        assert page.get("/ui/api/stack", params=run).json() == {"time": 9.0, "live": False, "faults": [], "signs": {}}
         assert page.get("/ui/api/series", params={"run": runs["alone"]["id"], "names": "a"}).json()["rows"] == 0
 
 

@@ -9,7 +9,7 @@ import * as format from "./format.js";
 import { address } from "./http.js";
 import { order } from "./runs.js";
 import * as series from "./series.js";
-import { aged, pictureOf, sentence } from "./stack.js";
+import { aged, pictureOf, sentence, signText } from "./stack.js";
 
 const answer = (step, reward, more = {}) => ({ run: "a", generation: 1, exact: true, step, series: { reward: { mean: reward, low: null, high: null } }, ...more });
 
@@ -162,7 +162,22 @@ test("the picture says of every part how it is", () => {
   assert.equal(state(pictureOf(stack({ trainer: { registered: false } })), "trainer"), "starting");
   const left = { environments: [{ ...environment, connected: false }] };
   assert.equal(state(pictureOf(stack(left)), "environment-0"), "gone");
-  assert.equal(state(pictureOf(stack({ ...left, service: { ...stack().service, run_ended: true } })), "environment-0"), "good", "as it should");
+  const signs = {
+    service: { state: "ended", text: "stopped", seen: 900 },
+    trainer: { state: "ended", text: "the run has ended", seen: null },
+    "environment-0": { state: "silent", text: "", seen: 700 },
+    "server-http://h:1": { state: "ended", text: "no sign since the end of the run", seen: 800 },
+  };
+  const later = pictureOf(stack({ servers: [server()], environments: [environment], signs }), 1000);
+  const ids = Object.keys(signs);
+  assert.deepEqual(ids.map((id) => state(later, id)), ["ended", "ended", "no sign", "ended"]);
+  const said = later.boxes.flatMap((box) => box.parts ?? [box]).map((box) => box.said).sort();
+  assert.equal(said.length, 4);
+  assert.ok(said.includes("no sign for 5 min") && said.includes("the run has ended"));
+  assert.match(said.find((text) => text.startsWith("stopped")), /^stopped, at /);
+  assert.match(said.find((text) => text.startsWith("no sign since")), /^no sign since the end of the run, last seen /);
+  assert.equal(signText({ state: "silent", text: "", seen: null }, 1000), "no sign");
+  assert.equal(signText({ state: "silent", text: "", seen: 2000 }, 1000), "no sign for 0 s", "a clock that is ahead");
 });
 
 test("what the service said last gets older, and its own silence is a fault that it cannot tell", () => {
