@@ -15,16 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from atroposlib.utils.data_files import BadRow, rows_of_file, usable_rows
+
 HELD_OUT_SEED = 20_260_511
 """Key of the split and seed of the held-out list. Another value would be another benchmark, so it never changes."""
 HELD_OUT_ONE_IN = 8
 MAX_HELD_OUT = 200
 EXAMPLES, HIDDEN = 2, 8
 """Calls that the text shows, and calls that decide; no call is among both."""
-
-
-class NoProblem(ValueError):
-    """A row that is no problem; the message says what is wrong with it."""
 
 
 @dataclass(frozen=True)
@@ -235,45 +233,36 @@ def read_problem(row: Any) -> CodeProblem:
     """A problem of a row `{"question": …, "function": …, "tests": [{"args": […], "expected": …}, …]}`.
 
     Raises:
-        NoProblem: something is missing, such as what a test expects; says what.
+        BadRow: something is missing, such as what a test expects; says what.
     """
     if not isinstance(row, dict):
-        raise NoProblem("not a JSON object with `question`, `function` and `tests`")
+        raise BadRow("not a JSON object with `question`, `function` and `tests`")
     for name in ("question", "function"):
         if not isinstance(row.get(name), str) or not row[name].strip():
-            raise NoProblem(f"{name!r} is missing or no text")
+            raise BadRow(f"{name!r} is missing or no text")
     if not row["function"].isidentifier():
-        raise NoProblem(f"'function' {row['function']!r:.60} is no name of a function")
+        raise BadRow(f"'function' {row['function']!r:.60} is no name of a function")
     tests = row.get("tests")
     if not isinstance(tests, list) or not tests:
-        raise NoProblem("'tests' is missing or no list of at least one: without them nothing decides what is right")
+        raise BadRow("'tests' is missing or no list of at least one: without them nothing decides what is right")
     for number, test in enumerate(tests, start=1):
         if not isinstance(test, dict) or not isinstance(test.get("args"), list):
-            raise NoProblem(f"test {number} has no list `args`")
+            raise BadRow(f"test {number} has no list `args`")
         if "expected" not in test:
-            raise NoProblem(f"test {number} has no `expected`: what a right function returns for its `args`")
+            raise BadRow(f"test {number} has no `expected`: what a right function returns for its `args`")
     calls = tuple(Call(tuple(test["args"]), test["expected"]) for test in tests)
     reference = row.get("reference")
     return CodeProblem(row["question"].strip(), row["function"], calls, reference if isinstance(reference, str) else "")
 
 
 def read_rows(path: Path) -> tuple[list[CodeProblem], list[str]]:
-    """The problems of a JSON lines file, and of each line that is none where it is and what is wrong. Empty lines are nothing.
+    """Return the problems of a file, and place and fault of each row that is not one.
 
     Raises:
-        OSError: the file cannot be read; UnicodeDecodeError: it is no UTF-8.
+        UsageError: the file cannot be read.
     """
-    problems, wrong = [], []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            problems.append(read_problem(json.loads(line)))
-        except json.JSONDecodeError as error:
-            wrong.append(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno})")
-        except NoProblem as error:
-            wrong.append(f"{path}, line {number}: {error}")
-    return problems, wrong
+    rows = usable_rows(rows_of_file(path), read_problem)
+    return rows.good, rows.faults
 
 
 def calls_of(problem: CodeProblem) -> tuple[Sequence[Sequence[Any]], list[Any]]:

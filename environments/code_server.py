@@ -122,10 +122,7 @@ class CodeEnv(SingleTurnEnv):
         """
         found = []
         for file in (path / "train.jsonl", path / "test.jsonl") if path.is_dir() else (path,):
-            try:
-                problems, wrong = read_rows(file)
-            except (OSError, UnicodeDecodeError) as error:
-                raise UsageError(f"--env.dataset_path: cannot read {file}: {error}") from error
+            problems, wrong = read_rows(file)
             if not problems:
                 raise UsageError(f"--env.dataset_path: {file} has no problems{f'; {wrong[0]}' if wrong else ''}")
             if wrong:

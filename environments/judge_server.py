@@ -13,7 +13,6 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # run by path: import from the repository, never a sibling file
 
 import asyncio
-import json
 import logging
 import math
 import random
@@ -33,6 +32,7 @@ from atroposlib.errors import InferenceUnavailable, RolloutFailure, UsageError
 from atroposlib.inference.openai_server import OpenAIServer
 from atroposlib.inference.server_baseline import MODEL_NOT_NAMED, describe, status_of
 from atroposlib.type_definitions import Message
+from atroposlib.utils.data_files import BadRow, rows_of_file, usable_rows
 from atroposlib.utils.keys import given_or_variable
 from atroposlib.utils.thinking import answer_part
 
@@ -176,21 +176,17 @@ class JudgeEnv(SingleTurnEnv):
         """
         found = []
         for file in (path / "train.jsonl", path / "test.jsonl") if path.is_dir() else (path,):
-            try:
-                lines = file.read_text(encoding="utf-8").splitlines()
-            except (OSError, UnicodeDecodeError) as error:
-                raise UsageError(f"--env.dataset_path: cannot read {file}: {error}") from error
-            read = [(number, read_prompt(line)) for number, line in enumerate(lines, start=1) if line.strip()]
-            prompts = [prompt for _, prompt in read if isinstance(prompt, Prompt)]
-            wrong = [f"{file}, line {number}: {what}" for number, what in read if isinstance(what, str)]
-            if not prompts:
-                raise UsageError(f"--env.dataset_path: {file} has no prompts{f'; {wrong[0]}' if wrong else ''}")
-            if wrong:
-                self.drops.add("bad_rows", len(wrong))
+            rows = usable_rows(rows_of_file(file), read_prompt)
+            if not rows.good:
+                first = f"; {rows.faults[0]}" if rows.faults else ""
+                raise UsageError(f"--env.dataset_path: {file} has no prompts{first}")
+            if rows.faults:
+                self.drops.add("bad_rows", len(rows.faults))
+                total = len(rows.faults) + len(rows.good)
                 logger.warning(
-                    "%d of %d rows are left out, mend or remove them; the first: %s", len(wrong), len(read), wrong[0]
+                    "%d of %d rows are left out, mend or remove them; the first: %s", len(rows.faults), total, rows.faults[0]
                 )
-            found.append(prompts)
+            found.append(rows.good)
         return found[0], found[-1]
 
     async def get_next_item(self) -> Prompt:
@@ -301,16 +297,18 @@ def read_score(text: str) -> float | None:
     return value if 0 <= value <= 1 else None
 
 
-def read_prompt(line: str) -> Prompt | str:
-    """A row `{"prompt": …, "rubric": …}`, of which the rubric may be missing; or what is wrong with it."""
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        return f"not JSON ({error})"
+def read_prompt(row: Any) -> Prompt:
+    """Return the prompt of a row `{"prompt": …, "rubric": …}`. The rubric may be missing.
+
+    Raises:
+        BadRow: the row has no prompt, or a rubric that is not text.
+    """
     if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or not row["prompt"].strip():
-        return "'prompt' is missing or no text"
-    rubric = row.get("rubric", "")
-    return Prompt(row["prompt"].strip(), rubric) if isinstance(rubric, str) else "'rubric' is no text"
+        raise BadRow("'prompt' is missing or not text")
+    rubric = row.get("rubric") or ""
+    if not isinstance(rubric, str):
+        raise BadRow("'rubric' is not text")
+    return Prompt(row["prompt"].strip(), rubric)
 
 
 def made_prompts() -> tuple[list[Prompt], list[Prompt]]:

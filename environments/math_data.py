@@ -3,8 +3,7 @@
 Evaluation suites go by name. Each is one file in a folder of yours, and `SUITES` says where it comes from.
 """
 
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,12 @@ import numpy as np
 
 from atroposlib.errors import EnvironmentFailure, UsageError
 from atroposlib.utils.boxed import last_boxed
+from atroposlib.utils.data_files import ENDINGS, BadRow, Row, rows_of_file, usable_rows
 from atroposlib.utils.math_scoring import as_number
 
 QUESTION_COLUMNS = ("question", "problem", "prompt", "query")
 ANSWER_COLUMNS = ("answer", "final_answer", "expected_answer", "ground_truth", "solution")
 ANSWER_MARK = "####"
-ENDINGS = (".jsonl", ".json", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -39,11 +38,12 @@ class Columns:
 
 @dataclass
 class Questions:
-    """What was read.
+    """The questions that were read.
 
     Attributes:
         questions: in the order of the rows.
-        incomplete: rows without a question or without an answer, which were left out; and what was wrong with the first.
+        incomplete: number of rows without a question or without an answer.
+        first: the first of these, and its fault.
     """
 
     questions: list[Question] = field(default_factory=list)
@@ -97,85 +97,57 @@ def gold_answer(value: object) -> str | None:
     return (text if boxed is None else boxed).strip() or None
 
 
-def read_question(row: Any, columns: Columns, where: str) -> Question | str:
-    """The question of one row, or what is wrong with the row.
+def read_question(row: Any, columns: Columns) -> Question:
+    """Return the question of one row.
 
     Raises:
-        UsageError: the row has no column of that name at all, so the wrong name was given.
+        BadRow: the row has no question or no answer.
     """
     if not isinstance(row, dict):
-        raise UsageError(f"{where}: not a JSON object with a question and an answer")
-    found = []
-    for what, given, usual in (("question", columns.question, QUESTION_COLUMNS), ("answer", columns.answer, ANSWER_COLUMNS)):
-        names = [given] if given else [name for name in usual if name in row]
-        if not names or names[0] not in row:
-            wanted = repr(given) if given else " or ".join(usual)
-            raise UsageError(f"{where}: no column {wanted}; it has {', '.join(row)}: name it with --env.{what}_column")
-        found.append(names[0])
-    question, answer = row[found[0]], row[found[1]]
+        raise BadRow("not a JSON object with a question and an answer")
+    question_column = _column(row, "question", columns.question, QUESTION_COLUMNS)
+    answer_column = _column(row, "answer", columns.answer, ANSWER_COLUMNS)
+    question, answer = row[question_column], row[answer_column]
+    if isinstance(question, list) and any(isinstance(entry, dict) and "role" in entry for entry in question):
+        raise BadRow(
+            f"{question_column!r} is a list of messages, and a question is text: put the text of the user's message into a "
+            "column and name it with --env.question_column"
+        )
     if not isinstance(question, str) or not question.strip():
-        return f"{where}: {found[0]!r} is empty or no text"
+        raise BadRow(f"{question_column!r} is empty or not text")
+    if isinstance(answer, list):
+        raise BadRow(f"{answer_column!r} is a list, and a gold answer is one text or number: {answer!r:.80}")
     gold = gold_answer(answer)
-    if gold is None or (found[1] == "solution" and last_boxed(str(answer)) is None and ANSWER_MARK not in str(answer)):
-        return f"{where}: {found[1]!r} holds no answer: {answer!r:.80}"
+    marked = gold is not None and (last_boxed(str(answer)) is not None or ANSWER_MARK in str(answer))
+    if gold is None or (answer_column == "solution" and not marked):
+        raise BadRow(f"{answer_column!r} holds no answer: {answer!r:.80}")
     return Question(question.strip(), gold)
 
 
-def gather(rows: Iterable[tuple[str, Any]], columns: Columns, source: str) -> Questions:
-    """The questions of rows; those without an answer are counted, and never asked.
+def _column(row: dict[str, Any], what: str, given: str | None, usual: Sequence[str]) -> str:
+    """Return the name of the column with the question or the answer."""
+    name = given or next((name for name in usual if name in row), None)
+    if name is None or name not in row:
+        expected = repr(given) if given else " or ".join(usual)
+        raise BadRow(f"no column {expected}; it has {', '.join(map(str, row))}: name it with --env.{what}_column")
+    return name
+
+
+def gather(rows: Iterable[Row], columns: Columns, source: str) -> Questions:
+    """Return the questions of rows. Rows without a question or an answer are counted and never asked.
 
     Raises:
         UsageError: no row has both.
     """
-    read = Questions()
-    for where, row in rows:
-        question = read_question(row, columns, where)
-        if isinstance(question, Question):
-            read.questions.append(question)
-        else:
-            read.incomplete += 1
-            read.first = read.first or question
-    if not read.questions:
-        raise UsageError(f"{source} has no question with an answer" + (f" ({read.first})" if read.first else ""))
-    return read
-
-
-def rows_of_file(path: Path) -> Iterator[tuple[str, Any]]:
-    """Each row of a file and where it stands; empty lines are left out.
-
-    Raises:
-        UsageError: the file cannot be read, or has a broken line, which is named.
-    """
-    try:
-        if path.suffix == ".parquet":
-            import pyarrow.parquet
-
-            yield from (
-                (f"{path}, row {i}", row) for i, row in enumerate(pyarrow.parquet.read_table(path).to_pylist(), start=1)
-            )
-            return
-        text = path.read_text(encoding="utf-8")
-    except ModuleNotFoundError as error:
-        raise UsageError(f"{path}: reading Parquet needs the pyarrow package: pip install pyarrow") from error
-    except (OSError, ValueError) as error:  # what is no Parquet, or no UTF-8, is a ValueError
-        raise UsageError(f"cannot read {path}: {error}") from error
-    try:
-        if path.suffix == ".json":
-            content = json.loads(text)
-            if not isinstance(content, list):
-                raise UsageError(f"{path}: not a list of rows")
-            yield from ((f"{path}, row {i}", row) for i, row in enumerate(content, start=1))
-            return
-        for number, line in enumerate(text.splitlines(), start=1):
-            if line.strip():
-                yield f"{path}, line {number}", json.loads(line)
-    except json.JSONDecodeError as error:
-        line = f"line {number}" if path.suffix != ".json" else f"line {error.lineno}"
-        raise UsageError(f"{path}, {line}: not JSON ({error.msg} at column {error.colno}); mend or remove it") from error
+    read = usable_rows(rows, lambda row: read_question(row, columns))
+    first = read.faults[0] if read.faults else ""
+    if not read.good:
+        raise UsageError(f"{source} has no question with an answer" + (f" ({first})" if first else ""))
+    return Questions(read.good, len(read.faults), first)
 
 
 def read_file(path: Path, columns: Columns = Columns()) -> Questions:
-    """All questions of a file: `.jsonl`, `.json` (a list) or `.parquet`.
+    """Return all questions of a file: `.jsonl`, `.json` (a list) or `.parquet`.
 
     Raises:
         UsageError: as `rows_of_file` and `gather`.
@@ -229,7 +201,7 @@ def load_from_hub(
     except (OSError, ValueError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise EnvironmentFailure(f"cannot load {called} from the Hugging Face hub ({reason}): {remedy}") from error
-    return [gather(((f"{called} row {i}", row) for i, row in enumerate(rows)), columns, called) for rows in loaded]
+    return [gather((Row(f"{called} row {i}", row) for i, row in enumerate(rows)), columns, called) for rows in loaded]
 
 
 def load_suite(name: str, folder: Path | None) -> Questions:

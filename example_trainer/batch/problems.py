@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import json
+import logging
 import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from atroposlib.errors import UsageError
 from atroposlib.utils.boxed import last_boxed
+from atroposlib.utils.data_files import BadRow, rows_of_file, usable_rows
 from atroposlib.utils.math_scoring import as_number
 from atroposlib.utils.thinking import answer_part
 from example_trainer.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 ANSWER_MARK = "####"
 """GSM8K's final answer stands behind it."""
@@ -110,36 +115,36 @@ def _sums(rng: random.Random, digits: int) -> Iterator[tuple[Problem, bool]]:
 
 
 def read_problems(path: Path) -> list[Problem]:
-    """The problems of a JSON lines file with `question` and `answer`.
+    """Return the problems of a data file with the columns `question` and `answer`.
+
+    A row that is not such a problem is skipped, and the log names the first one.
 
     Args:
-        path: an answer is a number, or has one behind `####`, as in GSM8K.
+        path: JSON lines, JSON or Parquet. An answer is a number, or has one behind `####`, as in GSM8K.
 
     Raises:
-        ConfigError: the file cannot be read, is empty, or has a line that is no such problem (the line is named).
+        ConfigError: the file cannot be read, or none of its rows is a problem.
     """
-    problems = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--problems: cannot read {path}: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            problems.append(_read(line, f"--problems: {path} line {number}"))
-    if not problems:
-        raise ConfigError(f"--problems: {path} holds no problem; give JSON lines with question and answer")
-    return problems
+        rows = usable_rows(rows_of_file(path), _read)
+    except UsageError as error:
+        raise ConfigError(f"--problems: {error}") from error
+    if not rows.good:
+        first = f" ({rows.faults[0]})" if rows.faults else ""
+        raise ConfigError(f"--problems: {path} holds no problem{first}; give rows with question and answer")
+    if rows.faults:
+        total = len(rows.good) + len(rows.faults)
+        logger.warning("--problems: %d of %d rows are skipped; the first: %s", len(rows.faults), total, rows.faults[0])
+    return rows.good
 
 
-def _read(line: str, where: str) -> Problem:
-    try:
-        row = json.loads(line)
-        question, answer = row["question"], str(row["answer"]).rpartition(ANSWER_MARK)[2].strip()
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ConfigError(f"{where} is no JSON object with question and answer ({error})") from error
-    if not isinstance(question, str) or as_number(answer) is None:
-        raise ConfigError(f"{where}: the answer {answer!r} is no number, and the question must be text")
-    return Problem(question + INSTRUCTION, answer)
+def _read(row: Any) -> Problem:
+    if not isinstance(row, dict) or not isinstance(row.get("question"), str) or "answer" not in row:
+        raise BadRow("not a JSON object with the text `question` and an `answer`")
+    answer = str(row["answer"]).rpartition(ANSWER_MARK)[2].strip()
+    if as_number(answer) is None:
+        raise BadRow(f"the answer {answer!r:.80} is not a number")
+    return Problem(row["question"] + INSTRUCTION, answer)
 
 
 def _shuffled(problems: list[Problem], rng: random.Random) -> Iterator[Problem]:

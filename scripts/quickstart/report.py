@@ -146,7 +146,8 @@ def changed_answer(logs: Path) -> tuple[str, str, str] | None:
         path = logs / f"evaluation-{which}.samples.jsonl"
         if not path.exists():
             return None
-        answers.append([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
+        # Only a line feed ends a line: a model's answer may hold U+2028, which splitlines takes for an end.
+        answers.append([json.loads(line) for line in path.read_bytes().split(b"\n") if line])
     for before, after in zip(*answers, strict=True):
         if after["correct"] and not before["correct"]:
             return before["question"], *(" → ".join(said(sample["messages"])) for sample in (before, after))

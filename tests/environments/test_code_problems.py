@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from atroposlib.sandbox import LocalSandbox, Outcome, Program
 from atroposlib.sandbox.verdict import verdict
+from atroposlib.utils.data_files import BadRow
 from environments.code_problems import (
     EXAMPLES,
     HIDDEN,
     MAX_HELD_OUT,
     CodeProblem,
-    NoProblem,
     calls_of,
     held_out_problems,
     is_held_out,
@@ -105,7 +105,7 @@ def test_rows_that_are_no_problems_are_counted_and_named(tmp_path: Path) -> None
         (GOOD | {"tests": [{"expected": 1}]}, "test 1 has no list `args`"),
     ]
     for row, message in bad:
-        with pytest.raises(NoProblem, match=message):
+        with pytest.raises(BadRow, match=message):
             read_problem(row)
     path = tmp_path / "train.jsonl"
     path.write_text("\n".join([json.dumps(GOOD), "", "{oops", *(json.dumps(row) for row, _ in bad)]))

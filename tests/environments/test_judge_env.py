@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from atroposlib.envs.single_turn import Response
 from atroposlib.errors import EnvironmentFailure, InferenceUnavailable, RolloutFailure, UsageError
+from atroposlib.utils.data_files import BadRow
 from environments.judge_server import HELD_OUT_TOPICS, JudgeEnv, Prompt, judge_messages, made_prompts, read_prompt, read_score
 from tests.atroposlib.envs.env_stack import Stack
 from tests.environments.standin_judge import Judge, judging
@@ -209,10 +210,10 @@ def test_an_answer_cannot_end_itself(answer: str) -> None:
 
 
 def test_prompts_are_read_and_held_out(env: JudgeEnv, tmp_path: Path) -> None:
-    assert read_prompt('{"prompt": " p ", "rubric": "r"}') == Prompt("p", "r")
-    assert [str(read_prompt(line))[:9] for line in ("{", '{"prompt": 3}', '{"prompt": "p", "rubric": 1}')] == [
-        *("not JSON ", "'prompt' ", "'rubric' ")
-    ]
+    assert read_prompt({"prompt": " p ", "rubric": "r"}) == Prompt("p", "r")
+    for row, fault in (([], "'prompt' is"), ({"prompt": 3}, "'prompt' is"), ({"prompt": "p", "rubric": 1}, "'rubric' is")):
+        with pytest.raises(BadRow, match=fault):
+            read_prompt(row)
     (tmp_path / "p.jsonl").write_text('{"prompt": "p"}\n\n{"prompt": ""}\n')
     assert env.load(tmp_path / "p.jsonl") == ([Prompt("p")], [Prompt("p")])
     assert env.drops.metrics()["train/dropped_bad_rows"] == 1

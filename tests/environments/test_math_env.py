@@ -102,11 +102,22 @@ def test_columns_go_by_name_or_are_the_usual_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("line", "message"), [('{"question": oops', "line 2: not JSON"), ("[1]", "line 2: not a JSON object")])
-def test_a_broken_line_is_named_with_its_file(tmp_path: Path, line: str, message: str) -> None:
-    with pytest.raises(UsageError) as refusal:
-        read_file(write(tmp_path / "train.jsonl", GOOD, line, GOOD))
-    assert str(refusal.value).startswith(f"{tmp_path / 'train.jsonl'}, {message}")
-    assert "\n" not in str(refusal.value)
+def test_a_broken_line_is_counted_and_named_with_its_file(tmp_path: Path, line: str, message: str) -> None:
+    read = read_file(write(tmp_path / "train.jsonl", GOOD, line, GOOD))
+    assert (len(read.questions), read.incomplete) == (2, 1)
+    assert read.first.startswith(f"{tmp_path / 'train.jsonl'}, {message}")
+    assert "\n" not in read.first
+
+
+def test_shapes_of_other_trainers_are_named(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "1+1?"}]
+    for row, fault in (
+        ({"prompt": messages, "solution": "$2$"}, "'prompt' is a list of messages"),
+        ({"prompt": messages, "reward_model": {"ground_truth": "2"}}, r"--env\.answer_column"),
+        ({"problem": "a", "final_answer": ["2"]}, "'final_answer' is a list"),
+    ):
+        with pytest.raises(UsageError, match=fault):
+            read_file(write(tmp_path / "rows.jsonl", row))
 
 
 def test_missing_and_empty_files_are_named(tmp_path: Path) -> None:

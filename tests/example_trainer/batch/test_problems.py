@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.batch.problems import INSTRUCTION, Problem, find_task, held_out_sums, sums
+from example_trainer.batch.problems import INSTRUCTION, Problem, find_task, held_out_sums, read_problems, sums
 from example_trainer.errors import ConfigError
 
 
@@ -73,9 +73,9 @@ def test_a_file_in_gsm8ks_form_is_shuffled_anew_each_time_round(tmp_path: Path) 
     ("content", "message"),
     [
         ("", "holds no problem"),
-        ('{"question": "q", "answer": "1"}\n{"question": "q"}', "line 2 is no JSON object with question and answer"),
-        ('{"question": "q", "answer": "#### many"}', "line 1: the answer 'many' is no number"),
-        ("nonsense", "line 1 is no JSON object"),
+        ('{"question": "q"}', "line 1: not a JSON object with the text `question` and an `answer`"),
+        ('{"question": "q", "answer": "#### many"}', "line 1: the answer 'many' is not a number"),
+        ("nonsense", "line 1: not JSON"),
         (None, "cannot read"),
     ],
 )
@@ -85,6 +85,14 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, content: str | None, mes
         path.write_text(content)
     with pytest.raises(ConfigError, match=message):
         find_task(str(path))
+
+
+def test_a_row_that_is_not_a_problem_is_skipped_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "problems.jsonl"
+    path.write_text('{"question": "q", "answer": "1"}\n{"question": "q"}\n')
+    assert len(read_problems(path)) == 1
+    assert "1 of 2 rows are skipped; the first" in caplog.text
+    assert "line 2" in caplog.text
 
 
 def test_a_task_is_found_by_module_and_name() -> None:
