@@ -39,12 +39,13 @@ import torch
 from bench.gpu.guide import COMMANDS, RENDEZVOUS, SERVICE, VLLM, TypedShell
 from bench.gpu.legacy_figures import legacy_figures, legacy_table
 from bench.gpu.machine import describe
-from bench.gpu.memory_peaks import MemoryPeaks, gpu_memory
-from bench.gpu.processes import NO_MULTICAST, BenchError, Task, free_port, tail
+from bench.gpu.memory_peaks import MemoryPeaks, gpu_memory, wait_until_free
+from bench.gpu.processes import NO_MULTICAST, BenchError, Task, tail
 from bench.gpu.runs import Results, run_and_report
 from bench.gpu.shapes import SHAPES, STARTER
 from bench.gpu.summary import table
 from bench.gpu.training_stack import RowsAsTheyCome
+from example_trainer.child_processes.ports import PortReservations
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
 LOGS = ("api.log", "gsm8k.log", "vllm.log", "trainer.log", "shell.log")
@@ -55,9 +56,13 @@ BROADCAST_LINES = (
     "[Bridge] ✓ NCCL group created",
     "[Bridge] ✓ All ranks synchronized and ready",
 )
+SMALLER_SHARE = r"--gpu-memory-utilization (0\.\d+) or less"
+"""What a trainer on vLLM's GPUs logs if too little of their memory is left."""
 STARTED = "[Bridge] Starting vLLM on "
 """What a trainer logs that starts, or restarts, its own server."""
 PROGRESS_SECONDS = 15.0
+GPU_SECONDS = 30.0
+"""After the clean-up, for the kernel to give back what killed processes had on the GPUs."""
 QUESTIONS = 2000
 
 
@@ -163,36 +168,53 @@ class GuideCommands:
     def _shell(self) -> TypedShell:
         folder = self.work / "checkout"
         folder.mkdir()
-        fixed = not self.args.dry_run
-        ports = {port: port if fixed else free_port() for port in (SERVICE, VLLM, RENDEZVOUS)}
-        variables = {**NO_MULTICAST, **OFFLINE, "VLLM_API_KEY": None, "ROLLOUT_API_KEY": None}
-        shell = TypedShell(folder, variables | ({} if fixed else {"OMP_NUM_THREADS": "1"}), ports)
+        reserved = self.stack.enter_context(PortReservations())
+        ports = {port: port if reserved.take(port) else reserved.pick() for port in (SERVICE, VLLM, RENDEZVOUS)}
+        no_multicast = {name: os.environ.get(name, value) for name, value in NO_MULTICAST.items()}
+        variables = {**no_multicast, **OFFLINE, "VLLM_API_KEY": None, "ROLLOUT_API_KEY": None}
+        shell = TypedShell(folder, variables | ({"OMP_NUM_THREADS": "1"} if self.args.dry_run else {}), ports)
         self.stack.callback(shell.process.stop)
         return shell
 
     def _typed(self, model: Path) -> dict[str, Any]:
-        guide, shell, args = self.guide, self.shell, self.args
-        for name in ("folder", "old files", "variables", "service"):
-            shell.type(COMMANDS[name])
+        """Type everything. If the trainer refuses vLLM's share of the memory and names another, do it again with that one."""
         questions = write_questions(self.work / "questions.jsonl")
-        flags = f"--env.questions {questions} --env.group_size {args.group} --env.max_token_length {args.max_tokens}"
+        flags = f"--env.questions {questions} --env.group_size {self.args.group} --env.max_token_length {self.args.max_tokens}"
         flags += " --env.steps_per_eval 0 --openai.server_type vllm"
-        shell.type(COMMANDS["environment"].replace("environments/gsm8k_server.py", f"bench/gpu/length_env.py serve {flags}"))
-        if guide.vllm:
-            self._type_server(model)
-        self._type_trainer(model)
+        try:
+            self._type_services(flags)
+            self._type_training(model, self.args.vllm_flags)
+        except BenchError:
+            trainer = self.shell.read("trainer.log")
+            if not (share := re.search(SMALLER_SHARE, trainer)) or self.args.vllm_flags:
+                raise
+            self.found["refused_share_of_vllm"] = next(line for line in trainer.splitlines() if share[0] in line)
+            self._say(f"again with a smaller share: {self.found['refused_share_of_vllm']}")
+            self.shell.kill()
+            self._type_services(flags)
+            self._type_training(model, f"--gpu-memory-utilization {share[1]}")
         rows = self._steps()
         self._say(f"{len(rows.rows)} steps")
         self._figures(rows)
-        missing = self.found["missing_lines"]
-        if missing:
+        if missing := self.found["missing_lines"]:
             raise BenchError(f"the logs lack {missing}")
         return self.found
 
-    def _type_server(self, model: Path) -> None:
+    def _type_services(self, flags: str) -> None:
+        for name in ("folder", "old files", "variables", "service"):
+            self.shell.type(COMMANDS[name])
+        environment = f"bench/gpu/length_env.py serve {flags}"
+        self.shell.type(COMMANDS["environment"].replace("environments/gsm8k_server.py", environment))
+
+    def _type_training(self, model: Path, vllm_flags: str) -> None:
+        if self.guide.vllm:
+            self._type_server(model, vllm_flags)
+        self._type_trainer(model)
+
+    def _type_server(self, model: Path, flags: str) -> None:
         ranks = 1 if self.args.dry_run and self.guide.vllm != "single copy vllm" else len(self.vllm_gpus.split(","))
         command = self._with_model(on_devices(COMMANDS[self.guide.vllm], self.vllm_gpus, ranks), model)
-        command = command.replace("vllm_api_server.py", f"vllm_api_server.py {self.args.vllm_flags}".rstrip())
+        command = command.replace("vllm_api_server.py", f"vllm_api_server.py {flags}".rstrip())
         self.shell.type(command)
         self._say(f"typed: {command}")
         ready = f"Uvicorn running on http://0.0.0.0:{self.shell.ports[VLLM]}"
@@ -264,10 +286,10 @@ class GuideCommands:
         """Kill everything as the guide does. Keeps the logs, and their ends in the results if something failed."""
         try:
             found: dict[str, Any] = {"seconds_until_nothing_was_left": round(self.shell.kill(), 2)}
-            found["gpus_gib"] = gpu_memory()  # a process that held a GPU would show here
+            found |= wait_until_free(GPU_SECONDS)
         except BenchError as error:
             self.results.failures.append(str(error))
-            found = {"failed": str(error)}
+            found = {"failed": str(error), "gpus_gib": gpu_memory()}
         if self.results.failures:
             self.results.put("logs", value={name: tail(self.shell.folder / name, 60).splitlines() for name in LOGS})
             self.results.put("so_far", value=self.found)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import sys
 import time
@@ -103,14 +104,20 @@ class TypedShell:
         self.folder, self.ports = folder, dict(ports)
         for name in ("atroposlib", "environments", "example_trainer", "vllm_patching", "bench"):
             (folder / name).symlink_to(ROOT / name)
+        programs = folder / "programs"
+        programs.mkdir()
+        # The interpreter may have the name python3 alone. A link to it would lose its virtual environment.
+        (programs / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(python)} "$@"\n')
+        (programs / "python").chmod(0o755)
         home = folder / "home"
         (home / "atropos_stuff").mkdir(parents=True)
         (home / "atropos_stuff" / "atropos").symlink_to(folder)
+        cache = Path.home() / ".cache"  # what is compiled once and kept stays where it was
+        cache.mkdir(exist_ok=True)
+        (home / ".cache").symlink_to(cache)
         variables: dict[str, str | None] = {
             "HOME": str(home),
-            # What is compiled once and kept stays where it was.
-            "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache")),
-            "PATH": f"{Path(python).parent}:{os.environ['PATH']}",
+            "PATH": os.pathsep.join([str(programs), str(Path(python).parent), os.environ["PATH"]]),
             "USER": os.environ.get("USER") or "root",
         }
         script = folder / "commands"

@@ -11,8 +11,12 @@ from typing import Any
 
 import psutil
 
+from bench.gpu.processes import BenchError
+
 SAMPLE_SECONDS = 1.0
 GIB = 2**30
+FREE_GIB = 2.0
+"""In use on a GPU without processes, at most: what the driver keeps."""
 ROLES = {"trainer": "grpo.py", "vllm": "VLLM::", "vllm server": "vllm_api_server.py"}
 """Role -> a word of its processes' command lines."""
 
@@ -71,3 +75,17 @@ def gpu_memory() -> dict[str, float]:
     except (OSError, subprocess.SubprocessError):
         return {}
     return {gpu.strip(): float(used) / 1024 for gpu, used in (row.split(",") for row in rows if "," in row)}
+
+
+def wait_until_free(seconds: float) -> dict[str, Any]:
+    """Wait until no GPU has more than FREE_GIB in use; return the seconds it took and what is in use.
+
+    Raises:
+        BenchError: a GPU still has more in use at the deadline.
+    """
+    began = time.monotonic()
+    while (used := gpu_memory()) and max(used.values()) > FREE_GIB:
+        if time.monotonic() - began > seconds:
+            raise BenchError(f"{seconds:g} s after everything was killed these GPUs still have GiB in use: {used}")
+        time.sleep(0.2)
+    return {"seconds_until_gpus_were_free": round(time.monotonic() - began, 2), "gpus_gib": used}

@@ -1,4 +1,4 @@
-"""The guide's other commands, typed in its order: restarts, LoRA, and its answers to questions.
+"""The guide's other commands, typed in its order: single copy, restarts, LoRA, its answers to questions, and several GPUs.
 
 The launch sequence and the production run are in test_launch_sequence.py. Every part ends with the guide's clean-up, after
 which nothing may be left. Only the model's name, lists of devices and numbers of steps are replaced.
@@ -6,13 +6,17 @@ which nothing may be left. Only the model's name, lists of devices and numbers o
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from bench.gpu.guide import COMMANDS, TypedShell
+from bench.gpu.guide import COMMANDS, TypedShell, words_of
+from bench.guide_commands import on_devices
 from tests.conftest import ROOT
 from tests.e2e.conftest import NEEDS_RAY
 from tests.e2e.guide_shell import NEEDS_GSM8K, guide_shell, on_this_machine, type_named, wait_for_vllm
@@ -27,6 +31,15 @@ def shell(tmp_path: Path) -> Iterator[TypedShell]:
         for name in ("folder", "old files", "variables", "service", "environment"):
             type_named(shell, name)
         yield shell
+
+
+def test_single_copy(shell: TypedShell) -> None:
+    type_named(shell, "single copy vllm")
+    wait_for_vllm(shell)
+    type_named(shell, "single copy trainer", "> /dev/null &")
+    shell.wait_for("trainer.log", "Step 2/100", 240, "grpo.py")
+    assert re.search(r"\[Bridge\] Mapped (\d+)/\1 params from vLLM to trainer", shell.read("trainer.log"))
+    assert shell.kill() < 5  # the ranks that the trainer started among the rest
 
 
 def test_restarts(shell: TypedShell) -> None:
@@ -51,23 +64,31 @@ def test_lora_and_the_quick_test(shell: TypedShell) -> None:
     assert shell.kill() < 5
 
 
-def test_the_smaller_model_and_the_answers_to_questions(shell: TypedShell) -> None:
+def test_the_smaller_model_the_answers_to_questions_and_several_gpus(shell: TypedShell) -> None:
     type_named(shell, "small vllm")
     wait_for_vllm(shell)
-    type_named(shell, "small trainer", "> /dev/null &", training_steps=2)
-    shell.wait_for("trainer.log", "Training complete: 2 steps", 240, "grpo.py")
+    type_named(shell, "small trainer", "> /dev/null &")
+    shell.wait_for("trainer.log", "Step 2/10", 240, "grpo.py")
     for name, text in (
         ("threads", "[vLLM Patch] ✓ Weight updater thread started (name: WeightUpdater_TP0)"),
         ("exported", "[vLLM Patch] ✓ Exported "),
-        ("api log", "GET /batch"),
-        ("environment log", "gsm8k"),
-        ("vllm log", "POST"),
-        ("trainer log", "Step 2/2"),
+        ("api log", "trainer registered"),
+        ("environment log", "registered as gsm8k_0"),
+        ("vllm log", "POST /generate"),
+        ("trainer log", "Step 2/10"),
     ):
         assert text in shell.answer(COMMANDS[name]), name
     programs = shell.answer(COMMANDS["processes"])
     for program in ("atroposlib.cli.run_api", "gsm8k_server.py", "vllm_api_server.py"):
         assert program in programs
+    # On this machine the server for several GPUs is the same one.
+    alike = on_devices(on_this_machine(COMMANDS["multi-gpu vllm"]), "0", 1).replace("--tensor-parallel-size 1", "")
+    assert words_of(alike) == words_of(on_this_machine(COMMANDS["small vllm"]))
+    for pid in shell.pids_of("grpo.py"):
+        os.kill(pid, signal.SIGINT)
+    shell.wait_for("trainer.log", "Stopped by SIGINT", 120)
+    type_named(shell, "multi-gpu trainer", "> /dev/null &")
+    shell.wait_for("trainer.log", "Step 1/100", 240, "grpo.py")
     assert shell.kill() < 5
 
 
