@@ -58,8 +58,8 @@ BROADCAST_LINES = (
 )
 SMALLER_SHARE = r"--gpu-memory-utilization (0\.\d+) or less"
 """What a trainer on vLLM's GPUs logs if too little of their memory is left."""
-STARTED = "[Bridge] Starting vLLM on "
-"""What a trainer logs that starts, or restarts, its own server."""
+SERVES = "[Bridge] vLLM serves weight version "
+"""The line of a trainer whose own server is ready after a start or restart."""
 PROGRESS_SECONDS = 15.0
 GPU_SECONDS = 30.0
 """After the clean-up, for the kernel to give back what killed processes had on the GPUs."""
@@ -255,7 +255,7 @@ class GuideCommands:
         return rows
 
     def _restarts(self) -> int:
-        return max(0, self.shell.read("trainer.log").count(STARTED) - 1)
+        return max(0, self.shell.read("trainer.log").count(SERVES) - 1)
 
     def _figures(self, rows: RowsAsTheyCome) -> None:
         trainer, everything = self.shell.read("trainer.log"), "".join(map(self.shell.read, LOGS))

@@ -25,8 +25,8 @@ def legacy_figures(log: str, rows: Iterable[Mapping[str, Any]], checkpoints: Pat
 
     Returns:
         `server`: the logged choice of vLLM's GPUs and share; `starts`: seconds of each start by version, the first included;
-        `restarts`: seconds of each restart by phase; `seconds_from_weights_to_state`: by checkpoint, how long after its weights
-        the optimizer's state was whole; `checkpoints`: gigabytes by checkpoint.
+        `seconds_of_restarts`: of each restart by phase; `seconds_from_weights_to_state`: by checkpoint, how long after its
+        weights the optimizer's state was whole; `checkpoints`: gigabytes by checkpoint.
     """
     place = _PLACE.search(log)
     restarts = [
@@ -37,7 +37,7 @@ def legacy_figures(log: str, rows: Iterable[Mapping[str, Any]], checkpoints: Pat
     return {
         "server": place[0] if place else None,
         "starts": [{"version": int(version), "seconds": float(seconds)} for version, seconds in _SERVES.findall(log)],
-        "restarts": [{name: round(value, 2) for name, value in restart.items()} for restart in restarts],
+        "seconds_of_restarts": [{name: round(value, 2) for name, value in restart.items()} for restart in restarts],
         "seconds_from_weights_to_state": _states_after_weights(log),
         "checkpoints": {path.name: _sizes(path) for path in sorted(checkpoints.glob("step_*"), key=_step)},
     }

@@ -26,7 +26,7 @@ def test_the_figures_of_a_run(tmp_path: Path) -> None:
     found = legacy_figures(LOG, rows, tmp_path)
     assert found["server"].endswith("--gpu-memory-utilization 0.29")
     assert found["starts"] == [{"version": 0, "seconds": 40.1}, {"version": 2, "seconds": 18.5}]
-    assert found["restarts"] == [{"step": 2, "stop": 1.23, "start": 17.25}]
+    assert found["seconds_of_restarts"] == [{"step": 2, "stop": 1.23, "start": 17.25}]
     assert found["seconds_from_weights_to_state"] == {"step_2": 35}
     assert list(found["checkpoints"].items()) == [
         ("step_2", {"weights_gb": 0.002, "state_gb": 0.0}),
