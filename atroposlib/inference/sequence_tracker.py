@@ -16,7 +16,7 @@ from atroposlib.groups import PROMPT_LOGPROB, PROMPT_MASK
 from atroposlib.inference.chat_template import Exchange
 from atroposlib.inference.generation import Generation, Span, Weights, joined, weight_fields
 from atroposlib.inference.sampling import SamplingSpan, continued, on_the_wire
-from atroposlib.inference.tokenizers import encode_behind, encode_plain, encode_rendered
+from atroposlib.inference.tokenizers import Continuation, encode_plain, encode_rendered
 from atroposlib.utils.thinking import opened_by
 
 
@@ -174,14 +174,7 @@ class SequenceTracker:
     def __init__(self, tokenizer: Any, keep_all: bool = False):
         self.tokenizer = tokenizer
         self.keep_all = keep_all
-        self._atomic = frozenset(
-            [
-                *getattr(tokenizer, "added_tokens_decoder", ()),
-                *getattr(tokenizer, "all_special_ids", ()),
-                getattr(tokenizer, "eos_token_id", None),
-            ]
-        )
-        """Ids of tokens that no text is merged with, such as those that end a turn."""
+        self._continuation = Continuation(tokenizer)
         self._sequences: list[Kept] = []
         self._begun = 0
 
@@ -209,7 +202,7 @@ class SequenceTracker:
             tail: text behind the answer, the end of its turn included. Where the model sampled that end itself, it is
                 not repeated.
         """
-        tokens, added = source.node.tokens[: turn.tokens], encode_behind(self.tokenizer, tail)
+        tokens, added = source.node.tokens[: turn.tokens], self._continuation(tail)
         end, stripped = self.end_of(source, turn), tail.lstrip()
         if end and stripped.startswith(end):
             # Tokenised with the end, and not behind it: some of these tokens take the white space that follows them.
@@ -221,7 +214,7 @@ class SequenceTracker:
     def end_of(self, source: Kept, turn: Turn) -> str:
         """Return the text of the token with which the model ended a turn; empty if the answer was cut off."""
         last = source.node.masked_tokens[turn.tokens - 1]  # no end if the answer has no tokens at all
-        return str(self.tokenizer.decode([last], skip_special_tokens=False)) if last in self._atomic else ""
+        return str(self.tokenizer.decode([last], skip_special_tokens=False)) if last in self._continuation.atomic else ""
 
     def find(self, likeness: Callable[[Exchange], int]) -> tuple[Kept, Turn] | None:
         """Return the longest turn that a chat continues.
@@ -348,7 +341,7 @@ class SequenceTracker:
 
     def _encode(self, text: str, rendered: bool, source: Kept | None, turn: Turn | None) -> list[int]:
         if source is not None and turn is not None:
-            return source.node.tokens[: turn.tokens] + encode_behind(self.tokenizer, text[turn.text :])
+            return source.node.tokens[: turn.tokens] + self._continuation(text[turn.text :])
         return (encode_rendered if rendered else encode_plain)(self.tokenizer, text)
 
 

@@ -70,18 +70,31 @@ def encode_rendered(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False)) if text else []
 
 
-def encode_behind(tokenizer: Any, text: str) -> list[int]:
-    """Return the ids of text that follows other tokens.
+class Continuation:
+    """Encodes text that follows other tokens.
 
     Some tokenizers put a space before the first word of whatever they encode. So the text is encoded behind the end token,
     which nothing merges with.
+
+    Attributes:
+        atomic: ids of tokens that no text is merged with, such as those that end a turn.
     """
-    end, number = getattr(tokenizer, "eos_token", None), getattr(tokenizer, "eos_token_id", None)
-    added = getattr(tokenizer, "added_tokens_decoder", {}).get(number)
-    if not text or not isinstance(end, str) or added is None or added.rstrip:
-        return encode_rendered(tokenizer, text)
-    tokens = encode_rendered(tokenizer, end + text)
-    return tokens[1:] if tokens[:1] == [number] else encode_rendered(tokenizer, text)
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        end, number = getattr(tokenizer, "eos_token", None), getattr(tokenizer, "eos_token_id", None)
+        self.atomic = frozenset([*added, *getattr(tokenizer, "all_special_ids", ()), number])
+        takes_space = number not in added or added[number].rstrip
+        self._end, self._end_id = ("" if takes_space or not isinstance(end, str) else end), number
+
+    def __call__(self, text: str) -> list[int]:
+        """Return the ids of the text alone."""
+        if text and self._end:
+            tokens = encode_rendered(self.tokenizer, self._end + text)
+            if tokens[0] == self._end_id:
+                return tokens[1:]
+        return encode_rendered(self.tokenizer, text)
 
 
 class ResponseDecoder:

@@ -1,6 +1,7 @@
 """Every environment with a final answer reads it outside of the reasoning, whether prompt or model opened that."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from atroposlib.envs.multi_turn import Conversation, Turn
 from atroposlib.envs.single_turn import Response, as_response
+from atroposlib.inference.managed_server import ManagedServer
 from atroposlib.inference.sequence_tracker import SequenceNode
 from atroposlib.utils.math_scoring import MathScorer
 from environments.arithmetic_problems import held_out_problems
@@ -21,6 +24,7 @@ from environments.letter_count_server import LetterCount
 from environments.math_data import Question
 from environments.math_server import MathEnv
 from example_trainer.batch.problems import Problem
+from tests.atroposlib.inference.template_shapes import END, STARTER, Sampler, Shape
 
 THINK = "<think>\n"
 Graded = Callable[[str, str], bool]
@@ -79,6 +83,30 @@ def test_the_reasoning_is_never_the_answer(graded: tuple[Graded, str, str], data
         for text, opened in [(f"{box}</think>", THINK), (f"{box}</think>", ""), (f"<think>{box}</think>", "")]:
             assert grade(f"{text}\\boxed{{{answer}}}", opened) == (answer == right)
     assert grade(f"\\boxed{{{right}}}", "<think>\n\n</think>\n\n")
+
+
+@pytest.mark.parametrize(("text", "score"), [("so \\boxed{3}", -1.0), ("so\n</think>\n\n\\boxed{3}", 1.0)])
+def test_what_the_template_opened_comes_to_the_grader(text: str, score: float) -> None:
+    """From the prompt of the request, over the sequence that is kept, to the score of the group."""
+    sampler = Sampler(PreTrainedTokenizerFast.from_pretrained(STARTER))
+    sampler.tokenizer.chat_template = Shape(THINK).template
+    sampler.next = [(sampler.tokenizer.encode(f"{text}{END}", add_special_tokens=False), "stop")] * 4
+    config, servers = LetterCount.config_init()
+    config.tokenizer_name, config.group_size, config.include_messages = str(STARTER), 2, True
+    env = LetterCount(config, servers)
+
+    class Server:
+        @contextlib.asynccontextmanager
+        async def managed_server(self, tokenizer: Any) -> Any:
+            yield ManagedServer(sampler, tokenizer=sampler.tokenizer)
+
+    env.tokenizer = sampler.tokenizer
+    env.server = Server()  # type: ignore[assignment]
+    group = asyncio.run(env.collect_group(("banana", "a")))
+    assert group["scores"] == [score] * 2
+    assert group["messages"][0][-1]["content"] == THINK + text  # type: ignore[index]
+    (attempt, _) = asyncio.run(env.attempt(("banana", "a"), 2, 1.0))
+    assert attempt.record["correct"] == (score > 0)
 
 
 def test_a_response_knows_what_its_prompt_opened() -> None:

@@ -173,7 +173,7 @@ def two_turns(managed: ManagedServer, sampler: Sampler, edit: Any = None, **seco
     answer = asyncio.run(managed.chat_completion(messages=messages))
     messages += [{"role": "assistant", "content": answer.choices[0].message.content}, {"role": "user", "content": "?"}]
     asyncio.run(managed.chat_completion(messages=edit(messages) if edit else messages, **second))
-    return [trained(node) for node in managed.get_state()["nodes"]]
+    return [trained(node) for node in managed.tracker.nodes]
 
 
 def without_reasoning(messages: list[Any]) -> list[Any]:
@@ -277,6 +277,12 @@ def test_an_answer_with_calls_is_continued_whatever_the_template_makes_of_calls(
     assert node.full_text.endswith(
         f"</tool_call>{END}{START}tool\nx is 1{END}{START}assistant\n<think>\n" + sampler.tokenizer.decode([99])
     )
+
+
+def test_a_tree_holds_every_turn(sampler: Sampler) -> None:
+    managed = managed_with(sampler, Shape("<think>\n", "reasoning removed").template, track_tree=True)
+    assert two_turns(managed, sampler)[-1][-2:] == [99, 2]
+    assert len(managed.get_state()["sequences"]) == 2
 
 
 def test_content_in_parts_is_continued(sampler: Sampler) -> None:

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from atroposlib.inference.tokenizers import ResponseDecoder, encode_behind
+from atroposlib.inference.tokenizers import Continuation, ResponseDecoder
 from atroposlib.utils.thinking import answer_part
 from tests.atroposlib.inference.template_shapes import STARTER
 
@@ -51,9 +51,10 @@ def test_no_space_is_added_where_text_goes_on(prepend: str) -> None:
     inner.decoder = decoders.Metaspace(prepend_scheme=prepend)
     inner.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>")
+    continuation = Continuation(tokenizer)
     whole = tokenizer.encode("</s>\na b", add_special_tokens=False)
-    assert encode_behind(tokenizer, "\na b") == whole[1:]
-    assert encode_behind(tokenizer, "</s>a") == tokenizer.encode("</s>a", add_special_tokens=False)
+    assert continuation("\na b") == whole[1:]
+    assert continuation("</s>a") == tokenizer.encode("</s>a", add_special_tokens=False)
     if prepend == "first":
-        assert encode_behind(tokenizer, "a") == [2]
-    assert encode_behind(tokenizer, "") == []
+        assert continuation("a") == [2]
+    assert continuation("") == []
