@@ -15,15 +15,12 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from atroposlib.inference.tool_call_translator import ToolCallTranslator, as_dict
-from atroposlib.utils.thinking import TAGS, read_reasoning
+from atroposlib.utils.thinking import HARMONY_CHANNEL, TAGS, read_reasoning
 
 logger = logging.getLogger(__name__)
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Fields of an assistant's message in which clients keep reasoning apart from the content."""
-CHANNEL = "<|channel|>"
-"""Marks of the gpt-oss format, which its template refuses in the content of a message."""
-
 _TAG = re.compile("|".join(re.escape(tag) for pair in TAGS for tag in pair), re.IGNORECASE)
 _OPENED_BEFORE = re.compile("|".join(rf"(?:{re.escape(a)}\s*(?:{re.escape(b)}\s*)?)\Z" for a, b in TAGS), re.IGNORECASE)
 
@@ -289,7 +286,8 @@ def completed(message: dict[str, Any], opened: str) -> dict[str, Any]:
     content = message.get("content")
     if not isinstance(content, str) or any(isinstance(message.get(name), str) for name in REASONING_FIELDS):
         return message
-    if CHANNEL in content:
+    if HARMONY_CHANNEL in content:
+        # The template of gpt-oss refuses these marks in the content of a message.
         parts = read_reasoning(content, opened)
         return message | {"content": parts.answer, "thinking": parts.reasoning}
     if not opened or content.lstrip().startswith(opened.strip()):

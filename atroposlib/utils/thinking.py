@@ -28,6 +28,7 @@ TAGS: tuple[tuple[str, str], ...] = (
 )
 """Opening and closing tag of each kind of reasoning block."""
 
+HARMONY_CHANNEL = "<|channel|>"
 HARMONY_END = "<|end|>"
 """Ends every message of the gpt-oss format, so that alone it does not end a reasoning block."""
 HARMONY_MARKS = re.compile(
@@ -159,7 +160,9 @@ def read_reasoning(text: str, opened: str = "", skip: Sequence[tuple[int, int]] 
         spans.append((begin, len(text)))
         inside.append((inner, len(text)))
     edges = [0, *(edge for span in spans for edge in span), len(text)]
-    visible = [HARMONY_MARKS.sub("", text[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+    visible = [text[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True)]
+    if HARMONY_CHANNEL in text:
+        visible = [HARMONY_MARKS.sub("", part) for part in visible]
     blocks = tuple(text[a:b] for a, b in inside)
     return Reasoned(blocks, "".join(visible), waits_for is None, tuple(spans), tuple(inside), visible[0])
 

@@ -47,7 +47,7 @@ words = st.text(alphabet="abc 1\n{}\\.", max_size=12)
         # Channels.
         ("<|channel|>analysis<|message|>5<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>", "", "4"),
         ("<|channel|>analysis<|message|>5", "", ""),
-        ("4<|end|>", "", "4"),
+        ("split('<|end|>')", "", "split('<|end|>')"),
         ("<|channel>thought\n5<channel|>4", "", "4"),
     ],
 )
