@@ -33,6 +33,8 @@ CPU_WORKSPACE = 300 << 20
 
 BUDGETS = (32768, 24576, 16384, 12288, 8192, 6144, 4096, 3072, 2048, 1536, 1024)
 """Tokens per microbatch to choose from: beyond the first a GPU is no faster, below the last its products are small."""
+OUTSIDE_SHARE = 2 << 30
+"""Bytes that a vLLM process takes beyond its --gpu-memory-utilization: the CUDA context and captured graphs."""
 PLANNED_SHARE = 0.92
 """Of the free memory: the plan is right within a few per cent, and the allocator's blocks do not fit into each other."""
 
@@ -140,15 +142,22 @@ def remedies(request: MemoryRequest, room: Room) -> list[str]:
         alone = replace(room, free=room.free + room.server, server=0)
         if alone.holds(request):
             found.insert(0, ("--vllm-gpus with the number of another GPU", request, alone))
-    if not found:
+    lower = _lower_share(request, room)
+    if not found and not lower:
         now = plan_memory(request).total
         single = [(flags[0], changed, room) for flags, changed in changes if len(flags) == 1]
         found = [one for one in single if plan_memory(one[1]).total < now]
-    lines = [f"{text} ({_needs(changed, where)})" for text, changed, where in found]
-    share = math.floor(100 * (room.total - plan_memory(request).total) / room.total) / 100
-    if room.device.type == "cuda" and request.single_copy and share >= 0.05:
-        lines.insert(0, f"start vLLM with --gpu-memory-utilization {share:.2f} or less")
+    lines = lower + [f"{text} ({_needs(changed, where)})" for text, changed, where in found]
     return lines or ["a device with more memory"]
+
+
+def _lower_share(request: MemoryRequest, room: Room) -> list[str]:
+    """The share of the GPU with which vLLM leaves enough for a training in its memory; empty if there is none."""
+    left = room.total - plan_memory(request).total - OUTSIDE_SHARE
+    share = math.floor(100 * left / room.total) / 100
+    if room.device.type != "cuda" or not request.single_copy or share < 0.05 or room.host_needed(request) > room.host:
+        return []
+    return [f"start vLLM with --gpu-memory-utilization {share:.2f} or less"]
 
 
 def _flag_changes(request: MemoryRequest, room: Room) -> list[tuple[tuple[str, ...], MemoryRequest]]:

@@ -16,7 +16,7 @@ import torch
 from example_trainer.config import TrainerConfig
 from example_trainer.models.geometry import Geometry
 from example_trainer.training.memory_items import MemoryRequest, parameter_count
-from example_trainer.training.memory_plan import PLANNED_SHARE, MemoryShortage, Room, plan_memory
+from example_trainer.training.memory_plan import OUTSIDE_SHARE, PLANNED_SHARE, MemoryShortage, Room, plan_memory
 from example_trainer.weight_bridge.base import WeightBridge
 from example_trainer.weight_bridge.server_gpus import GpuMemory, ServerFlags, ServerGpus, memory_of_gpus
 
@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_SHARE = 0.92
 """vLLM's default of --gpu-memory-utilization."""
-OUTSIDE_SHARE = 2 << 30
-"""Bytes that a vLLM process takes beyond its share: the CUDA context and captured graphs."""
 WORKSPACE = 3 << 30
 """Bytes of vLLM's share for the activations of its largest batch and for sampling."""
 SEQUENCES = 32

@@ -1,0 +1,143 @@
+"""Each trainer command of the pages, the configurations and the guide is planned on cards of 80, 141 and 183 GB."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from example_trainer.models.geometry import Geometry
+from example_trainer.training.memory_choice import MemoryChoice
+from example_trainer.training.memory_items import parameter_count
+from example_trainer.training.memory_plan import MemoryShortage
+from tests.example_trainer.training.documented_commands import (
+    CARDS,
+    Documented,
+    documented,
+    guide,
+    outcome,
+    pages,
+    plan,
+    read_page,
+    table,
+    written_table,
+)
+from tests.example_trainer.training.model_configs import MODEL_CONFIGS, PARAMETERS
+
+HEADLINE = "Qwen/Qwen2.5-14B-Instruct"
+
+
+@pytest.fixture(scope="module")
+def commands() -> list[Documented]:
+    return documented()
+
+
+def on_page(commands: list[Documented], page: str, model: str = HEADLINE) -> list[Documented]:
+    return [command for command in commands if command.page == page and command.config.model_name == model]
+
+
+@pytest.mark.parametrize("name", MODEL_CONFIGS)
+def test_the_sizes_are_those_of_the_published_models(name: str) -> None:
+    found = parameter_count(Geometry.from_config(MODEL_CONFIGS[name], name))
+    assert found == pytest.approx(PARAMETERS[name], rel=0.01)
+
+
+def test_every_command_of_the_pages_is_found(commands: list[Documented]) -> None:
+    """A page that is added, or a command that the reader of pages no longer sees, changes these numbers."""
+    assert Counter(command.page for command in commands) == {
+        "README.md": 2,
+        "docs/algorithms.md": 3,
+        "docs/async.md": 3,
+        "docs/determinism.md": 1,
+        "docs/fleet.md": 1,
+        "docs/lora.md": 1,
+        "docs/operations.md": 4,
+        "docs/parallel-trainer.md": 2,
+        "docs/parameter-server.md": 1,
+        "docs/weight-bridge.md": 1,
+        "grpo_sync.yaml": 1,
+        "gsm8k_shared_vllm.yaml": 1,
+        "qwen3b_async_grpo.yaml": 1,
+    }
+    every = [command for name, path in pages().items() for command in read_page(path, name)]
+    others = {command.config.model_name for command in every} - set(MODEL_CONFIGS)
+    assert others == {"assets/starter_model"}, "give the sizes of a new model in model_configs.py"
+
+
+def test_the_page_says_what_the_plan_does(commands: list[Documented]) -> None:
+    """`python -m tests.example_trainer.training.documented_commands` prints the table that belongs there."""
+    assert written_table() == table(commands)
+
+
+@pytest.mark.parametrize("card", ["141 GB", "183 GB"])
+def test_every_command_runs_on_cards_of_141_gb_and_more(commands: list[Documented], card: str) -> None:
+    assert {
+        command.page: outcome(command, card) for command in commands if isinstance(plan(command, card), MemoryShortage)
+    } == {}
+
+
+def test_the_headline_run_fits_on_one_gpu_and_says_so_where_it_does_not(commands: list[Documented]) -> None:
+    """README's step 8, the line of start.sh and the configuration: one trainer process, one GPU, no further flag."""
+    headline = [*on_page(commands, "README.md"), *on_page(commands, "docs/operations.md")]
+    headline += on_page(commands, "gsm8k_shared_vllm.yaml")
+    assert len(headline) == 3
+    for command in headline:
+        assert (command.ranks, command.server_ranks, command.way) == (1, 2, "broadcast") or command.page.endswith(".yaml")
+        for card in ("141 GB", "183 GB"):
+            choice = plan(command, card)
+            assert isinstance(choice, MemoryChoice)
+            assert (choice.offload, choice.gradient_checkpointing) == (True, False)
+        # README: more host memory than that, or 8-bit moments; with cards of 80 GB two or more of them.
+        refusal = str(plan(command, "141 GB", host=120))
+        assert "need 165.07 GiB, of which 120.00 are free" in refusal
+        assert "what helps: --optimizer adamw-8bit (" in refusal
+        small = replace(command, config=command.config.model_copy(update={"optimizer": "adamw-8bit"}))
+        assert isinstance(plan(small, "141 GB", host=120), MemoryChoice)
+        assert "2 GPUs (" in str(plan(command, "80 GB"))
+        for ranks in (2, 4):
+            assert isinstance(plan(replace(command, ranks=ranks), "80 GB"), MemoryChoice)
+
+
+def test_the_commands_of_several_ranks_fit_on_every_card(commands: list[Documented]) -> None:
+    found = on_page(commands, "docs/parallel-trainer.md")
+    assert [(command.way, command.ranks, command.server_ranks) for command in found] == [
+        ("broadcast", 2, 1), ("single copy", 2, 2),
+    ]  # fmt: skip
+    assert all(isinstance(plan(command, card), MemoryChoice) for command in found for card in CARDS)
+
+
+@pytest.fixture(scope="module")
+def guided() -> list[Documented]:
+    path = guide()
+    if path is None:
+        pytest.skip("the users' guide is not beside this repository")
+    return read_page(path, "guide")
+
+
+def test_every_command_of_the_guide_is_found(guided: list[Documented]) -> None:
+    assert Counter((command.config.model_name.partition("/")[2], command.way) for command in guided) == {
+        ("Qwen2.5-14B-Instruct", "broadcast"): 3,
+        ("Qwen2.5-14B-Instruct", "single copy"): 1,
+        ("Qwen2.5-3B-Instruct", "broadcast"): 1,
+        ("Qwen2.5-3B-Instruct", "restarts"): 1,
+        ("Qwen2.5-3B-Instruct", "LoRA"): 2,
+        ("Qwen2.5-72B-Instruct", "broadcast"): 1,
+    }
+
+
+def test_each_command_of_the_guide_runs_or_is_refused_with_what_makes_it_run(guided: list[Documented]) -> None:
+    """A single copy beside a vLLM that has 92 % of the GPU, and 72B on two GPUs, cannot fit on any of the cards."""
+    for command in guided:
+        for card in CARDS:
+            found = outcome(command, card)
+            if command.way == "single copy":
+                share = float(found.removeprefix("no: start vLLM with --gpu-memory-utilization ").split()[0])
+                assert isinstance(plan(replace(command, share=share), card), MemoryChoice)
+            elif "72B" in command.config.model_name:
+                ranks = int(found.removeprefix("no: ").removesuffix(" GPUs"))
+                assert isinstance(plan(replace(command, ranks=ranks), card), MemoryChoice)
+            elif "14B" in command.config.model_name:
+                assert found == ("no: 2 GPUs" if card == "80 GB" else "offloaded")
+            else:
+                assert not found.startswith("no")
