@@ -1,8 +1,8 @@
 """Prompts of conversations under a tokenizer's chat template.
 
-Templates rewrite the answers of earlier turns: they remove reasoning, trim white space, write calls of tools in their own way,
-or put an empty block of reasoning in front. So the text around an answer comes from the template and the answer itself does
-not: a stand-in takes its place while the template runs.
+Templates rewrite the answers of earlier turns: they remove reasoning, trim white space, write calls
+of tools in their own way, or put an empty block of reasoning in front. So the template renders a
+stand-in in place of the answer, and only the text around it is used.
 """
 
 import json
@@ -26,11 +26,11 @@ _OPENED_BEFORE = re.compile("|".join(rf"(?:{re.escape(a)}\s*(?:{re.escape(b)}\s*
 
 
 class MessageKey(NamedTuple):
-    """What makes two messages the same one, although a client may have written it anew.
+    """The identity of a message. Two messages with equal keys are the same one, differently written.
 
     Attributes:
-        text: of an assistant's message the pieces between tags of reasoning, without white space around them, so that it
-            does not matter where the reasoning is kept; of any other message its content.
+        text: the content. An assistant's is split at the tags of reasoning, and white space around
+            the pieces is removed, so that a client may keep reasoning in a field of its own.
         calls: name and arguments of each call of a tool.
     """
 
@@ -115,7 +115,11 @@ class Exchange:
     keys: frozenset[MessageKey]
 
     def likeness(self, later: Chat) -> int:
-        """Return 0 if a later request does not continue this answer, 1 if it does, 2 if it also repeats the content exactly."""
+        """Return how well a later request continues this answer.
+
+        Returns:
+            0 if it does not, 1 if it does, 2 if it also repeats the content exactly.
+        """
         length = len(self.chat.keys)
         if length >= len(later.keys) or later.keys[length] not in self.keys or later.keys[:length] != self.chat.keys:
             return 0
@@ -139,7 +143,7 @@ def exchange(chat: Chat, message: Any, text: str, opened: str) -> Exchange:
 
 
 class ChatTemplate:
-    """Renders conversations.
+    """A renderer of conversations.
 
     Args:
         tokenizer: has the template, and a method `apply_chat_template`.
@@ -149,7 +153,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, translator: ToolCallTranslator) -> None:
         self.tokenizer = tokenizer
         self.translator = translator
-        # Digits alone: no template writes those otherwise, whatever it does with white space, case and tags.
+        # Digits alone: templates that change white space, case or tags leave them as they are.
         self._stand_in = str(secrets.randbelow(9 * 10**39) + 10**39)
 
     def whole(self, chat: Chat, keep_reasoning: bool = False) -> str:
@@ -165,13 +169,13 @@ class ChatTemplate:
         for form in self._forms(chat.messages):
             try:
                 return self._apply(form, chat)
-            except Exception as problem:  # noqa: BLE001 (templates raise anything; the first form's error is raised below)
+            except Exception as problem:  # noqa: BLE001 (templates raise anything; raised below)
                 error = error or problem
         assert error is not None
         raise error
 
     def after(self, chat: Chat, index: int, end: str) -> str | None:
-        """Return the text behind an answer: the end of its turn, and all that follows up to the next answer.
+        """Return the text behind an answer: the end of its turn, and all that follows.
 
         Args:
             chat: the whole conversation.
@@ -182,7 +186,7 @@ class ChatTemplate:
             None if the template does not show where the answer ends.
         """
         answer = chat.messages[index]
-        # Templates of models that see pictures may take content in parts alone. A client of theirs sends it so.
+        # Some templates of vision models take content in parts alone, and their clients send it so.
         kinds = (False, True) if isinstance(answer.get("content"), list) else (False,)
         for in_parts, (number, form) in product(kinds, enumerate(self._forms(chat.messages))):
             as_text = number == 0
@@ -192,28 +196,28 @@ class ChatTemplate:
             ]
             try:
                 text = self._apply(stood, chat)
-            except Exception as error:  # noqa: BLE001 (templates raise anything; another form may suit this one)
-                logger.debug("the chat template does not take a conversation in form %d: %s", number, error)
+            except Exception as error:  # noqa: BLE001 (templates raise anything; the next form may do)
+                logger.debug("the chat template refuses form %d of a conversation: %s", number, error)
                 continue
             _, found, tail = text.partition(self._stand_in)
             if not found or self._stand_in in tail:
                 continue
             if as_text or not answer.get("tool_calls"):
                 return tail
-            # The template writes the calls behind the content. The answer's own end token ends them.
+            # The template writes the calls behind the content. The end token of the answer ends them.
             begin = tail.find(end) if end else -1
             if begin >= 0:
                 return tail[begin:]
         return None
 
     def same_beginning(self, one: Chat, other: Chat) -> bool:
-        """Whether tools and options of two requests make no difference to the messages of the first one."""
+        """Return True if tools and options of both requests render the first one's messages alike."""
         if (one.tools or None) == (other.tools or None) and one.options == other.options:
             return True
         try:
             texts = [self._apply(next(self._forms(one.messages)), chat, opens=False) for chat in (one, other)]
         except Exception as error:  # noqa: BLE001 (templates raise anything)
-            logger.debug("the chat template does not take a conversation: %s", error)
+            logger.debug("the chat template refuses a conversation: %s", error)
             return False
         return texts[0] == texts[1]
 
@@ -227,14 +231,14 @@ class ChatTemplate:
         )
 
     def _forms(self, messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-        """Yield the messages with calls of tools as text and then, for templates that need them, as structures."""
+        """Yield the messages with calls of tools as text, and then as structures if there are calls."""
         yield self.translator.convert_messages_for_template(messages)
         if any(message.get("tool_calls") for message in messages):
             for write in (_decoded, lambda given: given if isinstance(given, str) else json.dumps(given)):
                 yield [_with_arguments(message, write) for message in messages]
 
     def _stand_in_for(self, message: dict[str, Any], is_the_one: bool, as_text: bool, in_parts: bool) -> dict[str, Any]:
-        """An assistant's message whose content is the stand-in, or a dash for an answer before it."""
+        """Return an assistant's message with the stand-in, or with a dash for an earlier answer."""
         if message.get("role") != "assistant":
             return message
         dropped = (*REASONING_FIELDS, "tool_calls") if as_text else REASONING_FIELDS
@@ -243,7 +247,11 @@ class ChatTemplate:
         return kept | {"content": [{"type": "text", "text": text}] if in_parts else text}
 
     def _with_reasoning(self, chat: Chat) -> str | None:
-        """Render all messages, those of the assistant with reasoning as they are; None if the template does not show them."""
+        """Render all messages, with the reasoning in those of the assistant.
+
+        Returns:
+            None if the template does not show all of those.
+        """
         messages = next(self._forms(chat.messages))
         kept = [
             (place, text)
@@ -266,7 +274,7 @@ class ChatTemplate:
 
 
 def _with_arguments(message: dict[str, Any], write: Callable[[Any], Any]) -> dict[str, Any]:
-    """A message whose calls have their arguments in another form."""
+    """Return a message whose calls have their arguments in another form."""
     if not message.get("tool_calls"):
         return message
     calls = []

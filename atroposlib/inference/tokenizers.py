@@ -71,7 +71,7 @@ def encode_rendered(tokenizer: Any, text: str) -> list[int]:
 
 
 class Continuation:
-    """Encodes text that follows other tokens.
+    """An encoder of text that follows other tokens.
 
     Some tokenizers put a space before the first word of whatever they encode. So the text is encoded behind the end token,
     which nothing merges with.
@@ -98,7 +98,7 @@ class Continuation:
 
 
 class ResponseDecoder:
-    """Turns sampled tokens into text without special tokens.
+    """A decoder of sampled tokens into text without special tokens.
 
     Some tokenizers hold the tags of reasoning as special tokens. Those stay in the text: they show where the reasoning ends.
 

@@ -1,10 +1,13 @@
 r"""Tell the reasoning in a response from its answer. Pure.
 
->>> answer_part("<think>4 or 5?</think>5"), answer_part("4 or 5?</think>5"), answer_part("4 or 5?", opened="<think>\n")
-('5', '5', '')
+>>> answer_part("<think>4 or 5?</think>5"), answer_part("4 or 5?</think>5")
+('5', '5')
+>>> answer_part("4 or 5?", opened="<think>\n")
+''
 
-Many chat templates open the reasoning themselves: the prompt ends with `<think>`, and the response begins inside the block.
-`opened_by` reads that from the prompt, and `read_reasoning` takes it. docs/environments.md lists the rules.
+Many chat templates open the reasoning themselves: the prompt ends with `<think>`, and the response
+begins inside the block. `opened_by` reads that from the prompt, and `read_reasoning` takes it.
+docs/environments.md lists the rules.
 """
 
 import re
@@ -30,18 +33,19 @@ TAGS: tuple[tuple[str, str], ...] = (
 
 HARMONY_CHANNEL = "<|channel|>"
 HARMONY_END = "<|end|>"
-"""Ends every message of the gpt-oss format, so that alone it does not end a reasoning block."""
+"""The end of every message of the gpt-oss format. By itself it does not end a block of reasoning."""
 HARMONY_MARKS = re.compile(
-    r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)(?: <\|constrain\|>\w+)?<\|message\|>|<\|(?:end|return)\|>"
+    r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)(?: <\|constrain\|>\w+)?<\|message\|>"
+    r"|<\|(?:end|return)\|>"
 )
-"""What stands around the visible messages of that format."""
+"""Marks around the visible messages of that format."""
 
 SPECIAL_MARKS: tuple[frozenset[str], ...] = (
     *(frozenset(pair) for pair in TAGS[:-2]),
     frozenset({"<|channel>", "<channel|>"}),
     frozenset({"<|start|>", "<|channel|>", "<|message|>", "<|end|>"}),
 )
-"""Of each kind, the tokens that some tokenizers hold as special ones. A decoder that drops them hides where reasoning ends."""
+"""The tokens of each kind that some tokenizers hold as special ones. A decoder must not drop them."""
 
 _FLAGS = re.IGNORECASE
 _ANY_TAG = re.compile("|".join(re.escape(tag) for pair in TAGS for tag in pair), _FLAGS)
@@ -60,7 +64,7 @@ _AT_PROMPT_END = re.compile(
 _LONGEST_END = 200
 """Characters at the end of a prompt in which `opened_by` looks for a tag."""
 _FENCE = re.compile(r"(?:^|(?<=[>\]▷]))[ \t]*(```+|~~~+)[ \t]*(\S?)", re.MULTILINE)
-"""A line that begins or ends a fenced block; a closing tag may stand directly before the first one."""
+"""A line that begins or ends a fenced block. A closing tag may stand directly before it."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ class Reasoned:
 
 
 def opened_by(prompt: str) -> str:
-    r"""Return the tags that end a prompt and belong to the response, with the white space around them.
+    r"""Return the tags that end a prompt and belong to the response, with white space.
 
     >>> opened_by("<|im_start|>assistant\n<think>\n"), opened_by("<|im_start|>assistant\n")
     ('<think>\n', '')
@@ -116,7 +120,7 @@ def answer_part(text: str, opened: str = "") -> str:
 
 
 def whole_response(text: str, opened: str) -> str:
-    r"""Return a response as it reads without its prompt: with the opening tag, if the prompt left a block open.
+    r"""Return a response with its opening tag in front, if the prompt left a block open.
 
     >>> whole_response("5?</think>4", "<think>\n"), whole_response("4", "<think>\n\n</think>\n\n")
     ('<think>\n5?</think>4', '4')
@@ -127,8 +131,8 @@ def whole_response(text: str, opened: str) -> str:
 def read_reasoning(text: str, opened: str = "", skip: Sequence[tuple[int, int]] = ()) -> Reasoned:
     """Take a response apart.
 
-    A closing tag without an opening one ends a block that began with the response. A tag in quotes is text, and so is a
-    tag inside a fenced block of code of the answer.
+    A closing tag without an opening one ends a block that began with the response. A tag in quotes
+    is text, and so is a tag inside a fenced block of code of the answer.
 
     Args:
         text: the response.
@@ -168,7 +172,7 @@ def read_reasoning(text: str, opened: str = "", skip: Sequence[tuple[int, int]] 
 
 
 def leaves_open(opened: str) -> bool:
-    """Whether a response begins inside of a block that the prompt opened; see `opened_by`."""
+    """Return True if a response begins inside of a block that the prompt opened; see `opened_by`."""
     return _left_open(opened) is not None
 
 
@@ -179,7 +183,7 @@ def _left_open(opened: str) -> str | None:
 
 
 def _tags(text: str, skip: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, str]]:
-    """Yield start, end and lower-case text of each tag that is not quoted and not in a span to skip."""
+    """Yield start, end and lower-case text of each tag that is neither quoted nor to be skipped."""
     starts = [start for start, _ in skip]
     for match in _ANY_TAG.finditer(text):
         start, end = match.span()
@@ -191,7 +195,7 @@ def _tags(text: str, skip: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int
 
 
 def _is_quoted(text: str, start: int, end: int) -> bool:
-    """Whether a tag stands alone between two quotes of one kind, of which the first one opens."""
+    """Return True if a tag stands alone between an opening and a closing quote of one kind."""
     if not 0 < start <= end < len(text) or text[start - 1] != text[end] or text[end] not in "`'\"":
         return False
     # `"a"</think>"a"` has a quote on both sides, too. There the one before the tag closes.
@@ -201,7 +205,7 @@ def _is_quoted(text: str, start: int, end: int) -> bool:
 
 
 class _Fences:
-    """Fenced blocks of code in a text, found as far as they are needed; time is linear in the text."""
+    """Fenced blocks of code in a text, read as far as they are needed, in linear time."""
 
     def __init__(self, text: str) -> None:
         lines = [(match.start(1), match[1][0], len(match[1]), bool(match[2])) for match in _FENCE.finditer(text)]
@@ -218,7 +222,10 @@ class _Fences:
         self._block = (-1, -1)
 
     def hold(self, position: int, region: int) -> bool:
-        """Whether a closed fenced block that begins at `region` or later holds a position. Positions must not fall."""
+        """Return True if a closed block that begins at `region` or later holds a position.
+
+        Positions and regions of successive calls must not fall.
+        """
         if region != self._region:
             self._region, self._at, self._block = region, bisect_left(self._starts, region), (-1, -1)
         while self._block[1] <= position and self._at < len(self._lines) and self._starts[self._at] < position:

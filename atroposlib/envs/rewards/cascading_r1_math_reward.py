@@ -26,7 +26,7 @@ def format_reward(completions: list[Any], reward_value: float = FORMAT_BONUS, **
 
 
 def is_well_formed(text: str, opened: str = "") -> bool:
-    r"""Whether a completion is one block of reasoning that is not empty, and then an answer in \boxed{}."""
+    r"""Return True for one block of reasoning that is not empty, and then an answer in \boxed{}."""
     parts = read_reasoning(text, opened)
     if len(parts.blocks) != 1 or parts.opening.strip() or not parts.closed:
         return False
