@@ -14,6 +14,7 @@ OURS_ONLY = frozenset(
         "weight_epoch_spans",
         "sampling_params",
         "finish_reasons",
+        "successes",
         "idempotency_key",
         "stream",
         "stream_item",

@@ -326,6 +326,8 @@ def test_a_run_in_turns_that_is_killed_whole_goes_on_as_if_it_were_not(
         run.finish()
         rows = json_rows(run.folder / "trainer" / "metrics.jsonl")
         assert [row["step"] for row in rows] == [1, 2]
+        assert re.search(r"\[Async\] step 2/2  reward \S+  success \S+ %  \d+ tok/s  staleness 0\.0 \(max 0\)", run.log)
+        assert [0 <= row["success_rate"] <= 1 for row in rows] == [True, True]
         weights = (run.folder / "checkpoints" / "step_2" / "model.safetensors").read_bytes()
         learned = {row["weight_version"]: (row["checksum"], row["reward_mean"], row["tokens"]) for row in rows}
         return learned, hashlib.sha256(weights).hexdigest()

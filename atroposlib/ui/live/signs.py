@@ -7,7 +7,7 @@ or a process that is gone. Otherwise a process that is merely slow or cannot be 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -50,12 +50,14 @@ class Known:
         written: Unix time at which the service wrote the stack down; None if the service itself answers.
         ended: Unix time of the end of the run; None if it has not ended, as far as is known.
         processes: records of the run's folder.
+        stopped: the service wrote the stack down for the last time when it was stopped.
     """
 
     now: float
     written: float | None = None
     ended: float | None = None
     processes: Sequence[RunProcess] = ()
+    stopped: bool = False
 
     @property
     def age(self) -> float:
@@ -65,7 +67,7 @@ class Known:
     @property
     def is_stale(self) -> bool:
         """Whether the service has stopped writing."""
-        return self.age > STALE_SECONDS
+        return self.age > STALE_SECONDS or self.stopped
 
     def of_kind(self, kind: str) -> list[RunProcess]:
         """The processes whose parts are of a kind, such as `vllm`."""
@@ -81,6 +83,8 @@ def signs_of(stack: Mapping[str, Any], known: Known) -> dict[str, dict[str, Any]
         stack: as the service tells it or has written it down.
         known: what is known beside it.
     """
+    if known.written is not None and stack.get("stopped") is not None:
+        known = replace(known, stopped=True)
     found = dict(_signs(stack, known)) if stack.get("service") else {}
     return {name: sign.to_json() for name, sign in found.items() if sign is not None}
 

@@ -92,13 +92,19 @@ def test_an_environment_logs_to_wandb(stack: Stack, shared_inference: str, with_
         *("--env.use_wandb", "--env.group_size", "4", "--env.wandb_name", "sums"),
         *("--env.ensure_scores_are_not_same", "false", "--env.num_rollouts_to_keep", "8"),
     ]
-    variables = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true", **with_wandb}
+    # Without a login the run is kept offline, though nothing says so.
+    variables: dict[str, str | None] = {**dict.fromkeys(("NETRC", "WANDB_API_KEY", "WANDB_MODE")), "HOME": str(tmp_path)}
+    variables |= {"WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true", **with_wandb}
     environment = stack.processes.start("environment", command, OFFLINE | variables, may_finish=True)
     stack.take_batches(2)
     stack.end_run()
     wait_until("its end", lambda: None if environment.poll() is not None else "it still runs", 120)
     assert environment.poll() == 0, environment.log_path.read_text()[-2000:]
 
+    assert (
+        f"W&B has no login (`wandb login` or WANDB_API_KEY): the run is kept offline in {tmp_path}/wandb"
+        in environment.log_path.read_text()
+    )
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     done = subprocess.run(
         [sys.executable, "-c", READ, str(file)],

@@ -259,4 +259,4 @@ class RunsMachine(RuleBasedStateMachine):
 
 
 TestRuns = RunsMachine.TestCase
-TestRuns.settings = settings(max_examples=50, stateful_step_count=25, deadline=None)
+TestRuns.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)

@@ -51,6 +51,13 @@ def test_an_hour_after_the_end_every_process_is_shown_as_ended() -> None:
     ]
 
 
+def test_what_a_service_saw_before_it_was_stopped_is_old_at_once() -> None:
+    known = Known(1001.0, written=1000.0)
+    assert states(stack() | {"stopped": 1000.0}, known) == dict.fromkeys(NAMES, "silent") | {"service": "ended"}
+    assert states(stack(run_ended=True) | {"stopped": 1000.0}, known) == dict.fromkeys(NAMES, "ended")
+    assert signs_of(stack() | {"stopped": 900.0}, Known(1000.0)) == {}, "the service has been started again"
+
+
 def test_a_run_that_was_killed_without_a_word_gives_no_sign() -> None:
     """The machine may have lost the network as well: nothing says that the processes have ended."""
     found = signs_of(stack(), Known(4600.0, written=1000.0))
