@@ -38,12 +38,19 @@ def leases(queue: RolloutQueue, most: int | None = None) -> list[dict[str, Any]]
 
 
 def environments(queue: RolloutQueue, now: float, most: int | None = None) -> list[dict[str, Any]]:
-    """The environments, or those that registered last.
+    """The environments of the present run, or those that registered last.
+
+    An environment of an earlier run is listed only if it has posted since the present trainer registered.
 
     Args:
+        queue: of the service.
         now: seconds of the queue's clock.
+        most: environments listed; None for all.
     """
-    found = [one for one in queue.registry.by_id.values() if one.env_id != NOBODY]
+    first, posted = 0 if queue.ended else queue.first_env_of_run, queue.registry.posted
+    found = [
+        one for one in queue.registry.by_id.values() if one.env_id != NOBODY and (one.env_id >= first or one.env_id in posted)
+    ]
     return [
         {
             "env_id": one.env_id,

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from atroposlib.api.models.records import Environment, Limits, Registration, Snapshot
+from atroposlib.api.queue import figures
 from atroposlib.api.queue.rollout_queue import RolloutQueue
 from atroposlib.api.queue.starvation import MOST_REASON
 
@@ -100,6 +101,27 @@ def test_a_late_environment_of_the_ended_run_does_not_disturb_an_exact_resume() 
     assert second is not None
     queue.status_env(first.env_id, 11.0)
     assert "inexact" not in queue.status_env(second.env_id, 12.0)["stream"]
+
+
+def test_the_figures_of_a_run_list_its_own_environments() -> None:
+    """An environment that was killed with SIGKILL in an earlier run must not be listed as silent for ever."""
+
+    def listed(queue: RolloutQueue) -> list[int]:
+        return [one["env_id"] for one in figures.environments(queue, 5.0)]
+
+    queue = RolloutQueue()
+    trainer(queue, 1)
+    old = [join(queue), join(queue)]
+    queue.end(1)
+    assert listed(queue) == [one.env_id for one in old if one is not None], "until another run begins"
+    trainer(queue, 2)
+    assert listed(queue) == []
+    new = join(queue)
+    assert new is not None
+    assert listed(queue) == [new.env_id]
+    assert old[0] is not None
+    queue.add(draft(env_id=old[0].env_id, size=2), 4.0)
+    assert listed(queue) == [old[0].env_id, new.env_id], "the public SDK goes on with the next run"
 
 
 # ---- the text for a trainer that waits --------------------------------------------------------------------------------------
