@@ -5,51 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bench import async_figures, bridge_figures, determinism_figures, fleet_figures, learning_figures, trainer_figures
+from bench import (
+    async_figures,
+    bridge_figures,
+    determinism_figures,
+    fleet_figures,
+    learning_figures,
+    quick_start_figures,
+    trainer_figures,
+)
 from bench.bridge_figures import markdown, sources
 from bench.results_book import Book
 from bench.their_environments import table as their_environments
-
-
-def quickstart_table(book: Book) -> str:
-    """The closing lines of a quick start, as the README shows them."""
-    run = book.page("quickstart")
-    book.measured("quickstart", "eval_after")
-    before, after = (f"{run[f'eval_{when}']:.1%}" for when in ("before", "after"))
-    lengths = [f"{run[f'response_length_{when}']:.1f}" for when in ("before", "after")]
-    title = f"{run['eval_problems']} held-out problems, greedy"
-    facts = {
-        "optimizer steps": str(run["steps"]),
-        f"weight updates of vLLM ({run['bridge']})": str(run["weight_updates"]),
-        "parameters mapped": f"{run['params_mapped']}/{run['params_total']}",
-    }
-    lines = [
-        f"{title:<34}{'before':>7}{'after':>9}",
-        f"{'solved':<34}{before:>7}{after:>9}",
-        f"{'mean response length (tokens)':<34}{lengths[0]:>7}{lengths[1]:>9}",
-        "",
-        *(f"{name:<34}{value:>7}" for name, value in facts.items()),
-        f"{'train':<31}{span(run['seconds_train']):>10}",
-    ]
-    return "```\n" + "\n".join(lines) + "\n```"
-
-
-def calculator_table(book: Book) -> str:
-    """What became of the starter model in the calculator's environment, run by run."""
-    if not book.has("calculator"):
-        return "Not measured yet."
-    runs = book.page("calculator")
-    head = ["", "solved before", "after", "used the tool before", "after", "steps", "run", "processor time", "load"]
-    rows = []
-    for name, run in sorted(runs.items()):
-        row = [f"{run[f'eval_{when}']:.1%}" for when in ("before", "after")]
-        row += [f"{run[f'tool_use_{when}']:.1%}" for when in ("before", "after")]
-        label = name.replace(" flat", ", learning rate 0")
-        times = [span(run["seconds"]), span(run["processor_seconds"]), f"{run['load_before'][0]:.0f}"]
-        rows.append([label, *row, str(run["steps"]), *times])
-    problems = {run["eval_problems"] for run in runs.values()}
-    told = f"Of {max(problems)} held-out problems, answered greedily; two cores, load as it was when the run began."
-    return f"{markdown(head, rows)}\n\n{told} {sources(book, {name: ('calculator', name) for name in runs})}"
 
 
 def service_rates(book: Book) -> str:
@@ -145,27 +112,19 @@ def _configuration(asked: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def span(seconds: float) -> str:
-    """`2 min 41 s`."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s"
-
-
 NAMED: dict[str, Callable[[Book], str]] = {
     **async_figures.NAMED,
     **bridge_figures.NAMED,
     **determinism_figures.NAMED,
     **fleet_figures.NAMED,
     **learning_figures.NAMED,
+    **quick_start_figures.NAMED,
     **trainer_figures.NAMED,
     **their_environments.NAMED,
-    "quickstart_table": quickstart_table,
-    "calculator_table": calculator_table,
     "service_rates": service_rates,
     "page_load": page_load,
     "page_opened": page_opened,
     "memory_plan": memory_plan,
-    "quickstart_in_all": lambda book: span(book.number("quickstart", "seconds_in_all")),
 }
 """By the name that stands in the documents."""
 

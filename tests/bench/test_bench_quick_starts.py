@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
-from bench import quick_starts
+from bench import quick_start_figures, quick_starts
+from bench.results_book import Book, FigureError
 from scripts.quickstart.options import LEARNING_RATES, parse
 
 
@@ -58,3 +60,26 @@ def test_a_failure_is_reported_with_the_output(
     monkeypatch.setattr(quick_starts, "LOAD_INTERVAL", 0.01)
     with pytest.raises(RuntimeError, match=problem):
         quick_starts.run_and_read_load([sys.executable, "-c", program], tmp_path / "log", seconds)
+
+
+def written_rows(folder: Path, *, dated: bool) -> Book:
+    """Write two rows of quick_starts.json that have what the range needs."""
+    measured = {"measured": {"commit": "abc", "date": "2026-01-02 03:04", "run": "2026-01-02 03:00"}} if dated else {}
+    rows = {
+        f"seed {seed}": {"seed": seed, "eval_after": end, "load": {"mean": load}, "machine": {"cpus": 2}} | measured
+        for seed, end, load in ((1, 0.9921875, 1.2), (0, 0.98046875, 7.7))
+    }
+    (folder / "quick_starts.json").write_text(json.dumps(rows))
+    return Book(folder)
+
+
+def test_the_range_is_that_of_all_rows(tmp_path: Path) -> None:
+    book = written_rows(tmp_path, dated=True)
+    text = quick_start_figures.quick_start_range(book)
+    assert text == "Of 2 runs on 2 cores, at a load of 1 to 8, each ended between 98.0% and 99.2%"
+    assert list(quick_start_figures.quick_starts(book)) == ["seed 0", "seed 1"]
+
+
+def test_a_row_without_a_date_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FigureError, match="no commit and date"):
+        quick_start_figures.quick_start_range(written_rows(tmp_path, dated=False))

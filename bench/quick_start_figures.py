@@ -1,0 +1,142 @@
+"""Tables of the quick starts: the README's closing lines, the range of its runs, and the calculator's runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from bench.bridge_figures import markdown, sources
+from bench.results_book import Book, commit_of
+
+SHOWN = "seed 0"
+"""Row of quick_starts.json that the README shows; seed 0 is the default."""
+
+
+def span(seconds: float) -> str:
+    """Return `2 min 41 s`."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s"
+
+
+def quickstart_table(book: Book) -> str:
+    """Return the closing lines of a quick start, as the README shows them."""
+    run = book.get("quick_starts", SHOWN)
+    book.measured("quick_starts", SHOWN)
+    before, after = (f"{run[f'eval_{when}']:.1%}" for when in ("before", "after"))
+    lengths = [f"{run[f'response_length_{when}']:.1f}" for when in ("before", "after")]
+    title = f"{run['eval_problems']} held-out problems, greedy"
+    facts = {
+        "optimizer steps": str(run["steps"]),
+        f"weight updates of vLLM ({run['bridge']})": str(run["weight_updates"]),
+        "parameters mapped": f"{run['params_mapped']}/{run['params_total']}",
+    }
+    lines = [
+        f"{title:<34}{'before':>7}{'after':>9}",
+        f"{'solved':<34}{before:>7}{after:>9}",
+        f"{'mean response length (tokens)':<34}{lengths[0]:>7}{lengths[1]:>9}",
+        "",
+        *(f"{name:<34}{value:>7}" for name, value in facts.items()),
+        f"{'train':<31}{span(run['seconds_train']):>10}",
+    ]
+    return "```\n" + "\n".join(lines) + "\n```"
+
+
+def quick_starts(book: Book) -> dict[str, dict[str, Any]]:
+    """Return the rows of quick_starts.json, sorted by seed."""
+    runs: dict[str, dict[str, Any]] = book.page("quick_starts")
+    for name in runs:
+        book.measured("quick_starts", name)
+    return dict(sorted(runs.items(), key=lambda item: (item[1]["seed"], item[0])))
+
+
+def measured_at(book: Book, file: str) -> str:
+    """Return the commits and dates of a file's rows in one line; each row is a run of its own."""
+    rows = [book.measured(file, name) for name in book.page(file)]
+    found = sorted({(row["date"].split()[0], commit_of(row)) for row in rows})
+    return "Measured on " + "; ".join(f"{date}, {commit}" for date, commit in found) + "."
+
+
+def quick_start_range(book: Book) -> str:
+    """Return one clause about all runs: their number, the load of the machine and the range of their ends."""
+    runs = quick_starts(book).values()
+    ends = [run["eval_after"] for run in runs]
+    loads = [run["load"]["mean"] for run in runs]
+    cpus = {run["machine"]["cpus"] for run in runs}
+    return (
+        f"Of {len(ends)} runs on {max(cpus)} cores, at a load of {min(loads):.0f} to {max(loads):.0f}, each ended between "
+        f"{min(ends):.1%} and {max(ends):.1%}"
+    )
+
+
+def quick_start_runs(book: Book) -> str:
+    """Return the table of all runs of the default quick start."""
+    head = ["", "solved before", "after", "late batches, mean", "lowest", "load", "training", "processor time"]
+    rows = [
+        [
+            name,
+            *(f"{run[f'eval_{when}']:.1%}" for when in ("before", "after")),
+            *(f"{run['late_batches'][key]:.1%}" for key in ("mean", "lowest")),
+            f"{run['load']['mean']:.1f}",
+            span(run["seconds_train"]),
+            span(run["processor_seconds"]),
+        ]
+        for name, run in quick_starts(book).items()
+    ]
+    return f"{markdown(head, rows)}\n\n{measured_at(book, 'quick_starts')}"
+
+
+def quick_start_choices(book: Book) -> str:
+    """Return the table of the batches and learning rates that were tried, one row for each run."""
+    head = [
+        "problems × answers",
+        "problems at once",
+        "learning rate",
+        "seed",
+        "solved after",
+        "late batches, mean",
+        "lowest",
+        "load",
+    ]
+    tried = book.page("quick_start_choices")
+    rows = [
+        [
+            f"{run['groups']} × {run['group_size']}",
+            str(run["groups_in_work"]),
+            f"{run['lr']:.0e}",
+            str(run["seed"]),
+            f"{run['eval_after']:.1%}",
+            *(f"{run['late_batches'][key]:.1%}" for key in ("mean", "lowest")),
+            f"{run['load']['mean']:.1f}",
+        ]
+        for run in tried.values()
+    ]
+    return f"{markdown(head, rows)}\n\n{measured_at(book, 'quick_start_choices')}"
+
+
+def calculator_table(book: Book) -> str:
+    """Return the table of the quick starts in the calculator's environment."""
+    if not book.has("calculator"):
+        return "Not measured yet."
+    runs = book.page("calculator")
+    head = ["", "solved before", "after", "used the tool before", "after", "steps", "run", "processor time", "load"]
+    rows = []
+    for name, run in sorted(runs.items()):
+        row = [f"{run[f'eval_{when}']:.1%}" for when in ("before", "after")]
+        row += [f"{run[f'tool_use_{when}']:.1%}" for when in ("before", "after")]
+        label = name.replace(" flat", ", learning rate 0")
+        times = [span(run["seconds"]), span(run["processor_seconds"]), f"{run['load_before'][0]:.0f}"]
+        rows.append([label, *row, str(run["steps"]), *times])
+    problems = {run["eval_problems"] for run in runs.values()}
+    note = f"Of {max(problems)} held-out problems, answered greedily; two cores, load as it was when the run began."
+    return f"{markdown(head, rows)}\n\n{note} {sources(book, {name: ('calculator', name) for name in runs})}"
+
+
+NAMED: dict[str, Callable[[Book], str]] = {
+    "quickstart_table": quickstart_table,
+    "quick_start_range": quick_start_range,
+    "quick_start_runs": quick_start_runs,
+    "quick_start_choices": quick_start_choices,
+    "calculator_table": calculator_table,
+    "quickstart_in_all": lambda book: span(book.number("quickstart", "fresh_clone/seconds_in_all")),
+}
+"""Functions by the name that stands in the documents."""
